@@ -2,8 +2,7 @@
 wire.
 
 Packs token columns of equal lengths and row columns into one block; rows are copied as plain bytes, so every dtype
-comes back bit for bit. Knows no store, and nothing from the wire is unpickled. Invariant: decode(encode(x)) == x,
-whatever the row order in between.
+comes back bit for bit. Invariant: decode(encode(x)) == x, whatever the row order in between.
 
 Shapes: N rows, S padded width.
 """
@@ -30,14 +29,9 @@ _LEAVES = (torch.Tensor, str, bytes, int, float, bool, type(None))
 
 @dataclass(frozen=True)
 class Jagged:
-    """Rows of different lengths without padding.
+    """Rows of different lengths without padding."""
 
-    Attributes:
-        values: All rows after each other, [sum of lengths, ...].
-        lengths: Length of each row.
-    """
-
-    values: torch.Tensor
+    values: torch.Tensor  # all rows after each other, [sum of lengths, ...]
     lengths: tuple[int, ...]
 
 
@@ -57,11 +51,8 @@ def encode(columns: Mapping[str, Column], rows: int) -> dict[Layout, list[Buffer
 
     Args:
         columns: Tensors [N, ...] with one value per row, `Jagged` and `Padded` token columns, sequences of N objects.
-        rows: N.
 
-    Raises:
-        ValueError: A column does not have N rows.
-        TypeError: A tensor's dtype or an object's type cannot travel.
+    Raises ValueError: a column does not have N rows; TypeError: a tensor's dtype or an object's type cannot travel.
     """
     per_row: list[tuple[Slot, Buffer]] = []
     per_token: dict[tuple[int, ...], list[tuple[Slot, Jagged | Padded]]] = {}
@@ -93,14 +84,7 @@ def decode_padded(
     layout: Layout, buffers: Sequence[object], columns: Collection[str], width: int, pad: Mapping[str, float]
 ) -> dict[str, object]:
     """Columns of a block as tensors [N, ...]; token columns are padded to `width`, or to their longest row where that
-    is longer.
-
-    Args:
-        layout: Of the block.
-        buffers: One per row.
-        columns: Which columns.
-        width: Wanted width; 0 for the longest row.
-        pad: Padding by column; 0 where absent.
+    is longer. `width`: wanted width; 0 for the longest row. `pad`: padding by column; 0 where absent.
     """
     return _decode(
         layout,

@@ -1,8 +1,7 @@
 """The client over any storage: codec, tags, waiting for space and the claim cursor, written once.
 
-An adapter only moves blocks of bytes; what the operations mean is decided here, so every backend means the same. Knows
-no backend. Invariants: a put either lands whole or raises and leaves earlier rows as they were; a row is given to a
-task once.
+An adapter only moves blocks of bytes; what the operations mean is decided here, so every backend means the same.
+Invariants: a put either lands whole or raises and leaves earlier rows as they were; a row is given to a task once.
 """
 
 from __future__ import annotations
@@ -83,11 +82,7 @@ class StoredClient(DataPlaneClient):
 
     @property
     def storage(self) -> Storage:
-        """The storage, connected at first use.
-
-        Raises:
-            DataPlaneClosedError: The client was closed.
-        """
+        """The storage, connected at first use. Raises DataPlaneClosedError: the client was closed."""
         with self._lock:
             if self._closed:
                 raise DataPlaneClosedError("this data-plane client is closed; rows cannot be written or read any more")

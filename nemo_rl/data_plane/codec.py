@@ -1,7 +1,7 @@
 """Padded batches to jagged tensors and back, in the forms that NeMo-RL's data plane has.
 
-On the wire and in TensorDicts token columns are jagged; consumers get them padded. Knows no store. Invariant: padding
-is the consumer's choice and never stored.
+On the wire and in TensorDicts token columns are jagged; consumers get them padded. Invariant: padding is the consumer's
+choice and never stored.
 
 Shapes: N rows, S padded width.
 """
@@ -28,10 +28,8 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def to_nested_by_length(padded: torch.Tensor, lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
-    """A padded tensor [N, S, ...] as a jagged one whose row i has its first `lengths[i]` values.
-
-    Raises:
-        ValueError: The tensor has no second dimension, or there is not one length per row.
+    """A padded tensor [N, S, ...] as a jagged one whose row i has its first `lengths[i]` values. Raises ValueError: the
+    tensor has no second dimension, or there is not one length per row.
     """
     counts = torch.as_tensor(lengths)
     if padded.ndim < 2 or counts.shape != (padded.shape[0],):
@@ -70,8 +68,7 @@ def pack_jagged_fields(
         lengths: Tokens of each row; None leaves everything rectangular.
         token_aligned_fields: Names of the columns that become jagged.
 
-    Raises:
-        TypeError: A value is neither a tensor nor an array or list of objects.
+    Raises TypeError: a value is neither a tensor nor an array or list of objects.
     """
     from tensordict import TensorDict
 
@@ -114,8 +111,7 @@ def materialize(
         pad_value_dict: Padding by column; 0 where absent.
         pad_to_seqlen: Every tensor with a second dimension is padded to at least this width, rectangular ones too.
 
-    Raises:
-        TypeError: A value is neither a tensor nor objects.
+    Raises TypeError: a value is neither a tensor nor objects.
     """
     batch: BatchedDataDict = BatchedDataDict()
     for name in td.keys():  # noqa: SIM118 - a TensorDict iterates over rows

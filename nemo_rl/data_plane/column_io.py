@@ -1,7 +1,7 @@
 """Whole columns in and out, as the roles of a step move them: the first write of a rollout, reads and write-backs.
 
-Knows clients and metas, no backend and no policy. Invariant: a batch is padded to one width that follows from its rows'
-lengths alone, so that every reader of the same rows sees the same tensors.
+Invariant: a batch is padded to one width that follows from its rows' lengths alone, so that every reader of the same
+rows sees the same tensors.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ def read_columns(
     """Columns of a meta's rows, in its order.
 
     Args:
-        client: The data plane.
-        meta: Rows.
         select_fields: Columns; nothing else is returned.
         layout: `padded` for tensors [N, S], `jagged` for jagged ones.
         pad_value_dict: Padding by column; 0 where absent.
@@ -52,10 +50,8 @@ def read_columns(
 
 
 def write_columns(client: DataPlaneClient, meta: KVBatchMeta, fields: Mapping[str, object]) -> None:
-    """Adds columns to a meta's rows; padding of token columns stays here.
-
-    Raises:
-        ValueError: A column does not have one row per id, or the meta has no lengths to cut token columns by.
+    """Adds columns to a meta's rows; padding of token columns stays here. Raises ValueError: a column does not have one
+    row per id, or the meta has no lengths to cut token columns by.
     """
     if not fields or not meta.size:
         return
@@ -86,15 +82,10 @@ def kv_first_write(
     Args:
         final_batch_cpu: `input_lengths` [N] and whatever else there is.
         sample_ids: The rows' ids, minted by the caller.
-        dp_client: The data plane.
-        partition_id: Where.
-        extra_info: Kept with the meta.
-        task_name: The meta's.
         pad_to_multiple: Readers round the width up to this.
         tags: Primitive values, one mapping per row.
 
-    Raises:
-        ValueError: There are no rows, no `input_lengths`, or ids and tags do not match them.
+    Raises ValueError: there are no rows, no `input_lengths`, or ids and tags do not match them.
     """
     if "input_lengths" not in final_batch_cpu:
         raise ValueError(f"a first write needs the column input_lengths; the batch has {sorted(final_batch_cpu)}")

@@ -1,7 +1,7 @@
 """From the `data_plane` section to a client: the one place that knows which implementation and backend there are.
 
-The driver starts the system, everybody else attaches. Knows no rows. Invariant: there is no way from a configuration to
-a client that stores nothing.
+The driver starts the system, everybody else attaches. Invariant: there is no way from a configuration to a client that
+stores nothing.
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ _BACKENDS = ("simple", "mooncake_cpu")
 
 
 def check_data_plane(cfg: DataPlaneConfig) -> None:
-    """Checks on this host what the storage needs, before anything is started.
-
-    Raises:
-        MooncakeUnavailableError: Mooncake's package, a shared library or its master is missing.
+    """Checks on this host what the storage needs, before anything is started. Raises MooncakeUnavailableError:
+    Mooncake's package, a shared library or its master is missing.
     """
     if cfg.enabled and cfg.backend == "mooncake_cpu":
         from nemo_rl.data_plane.adapters.mooncake import check_mooncake
@@ -50,9 +48,8 @@ def build_data_plane_client(
             pickled copies attach to it and own nothing.
         address: Where to attach when not bootstrapping.
 
-    Raises:
-        ValueError: The section is absent, disabled, or names something unknown; or there is nothing to attach to.
-        DataPlaneError: The system did not start.
+    Raises ValueError: the section is absent, disabled, or names something unknown; or there is nothing to attach to;
+    DataPlaneError: the system did not start.
     """
     cfg = None if cfg is None else DataPlaneConfig.read(cfg)
     if cfg is None or not cfg.enabled:

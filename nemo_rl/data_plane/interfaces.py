@@ -40,8 +40,6 @@ class DataPlaneClient(ABC):
             partition_id: A data flow, such as `train`; the same at every step.
             fields: Columns it will have; others may be written too.
             num_samples: Rows it will have at a time.
-            consumer_tasks: Tasks that claim rows.
-            grpo_group_size: Samples per prompt.
             enums: Values of columns that hold names.
         """
 
@@ -59,25 +57,20 @@ class DataPlaneClient(ABC):
         """Up to `batch_size` rows that have every required column and were never given to this task before.
 
         Args:
-            partition_id: Where.
             task_name: A task named at registration; one process claims for it.
             required_fields: Columns that must be written.
             batch_size: Most rows to claim; when blocking, exactly so many are waited for.
-            dp_rank: Who asks, for logs.
             blocking: Wait for rows; otherwise the meta may be empty.
             timeout_s: How long to wait, in seconds.
 
-        Raises:
-            KeyError: The task was not registered.
-            TimeoutError: Too few rows until the deadline; none are claimed then.
+        Raises KeyError: the task was not registered; TimeoutError: too few rows until the deadline; none are claimed
+        then.
         """
 
     @abstractmethod
     def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
-        """Columns of a meta's rows: `select_fields`, or else those the meta names.
-
-        Raises:
-            ValueError: Neither names a column.
+        """Columns of a meta's rows: `select_fields`, or else those the meta names. Raises ValueError: neither names a
+        column.
         """
 
     @abstractmethod
@@ -96,26 +89,21 @@ class DataPlaneClient(ABC):
 
         Args:
             sample_ids: Rows, in the order of the columns.
-            partition_id: Where.
             fields: A TensorDict or mapping of tensors [N, ...], jagged tensors, and arrays or lists of N objects.
             tags: Primitive values by name, one mapping per row; merged into those that are there.
 
-        Returns:
-            A meta whose fields are those of this call.
+        Returns a meta whose fields are those of this call.
 
-        Raises:
-            ValueError: Columns or tags do not match the ids.
-            TypeError: A value cannot travel.
-            DataPlaneCapacityError: The storage stayed full until the deadline.
+        Raises ValueError: columns or tags do not match the ids; TypeError: a value cannot travel;
+        DataPlaneCapacityError: the storage stayed full until the deadline.
         """
 
     @abstractmethod
     def get_samples(self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]) -> TensorDict:
         """Columns of rows, in the order of the ids; token columns are jagged where lengths differ.
 
-        Raises:
-            MissingRowsError: A row was never written or is cleared.
-            MissingColumnsError: A column is not written for all of the rows.
+        Raises MissingRowsError: a row was never written or is cleared; MissingColumnsError: a column is not written for
+        all of the rows.
         """
 
     @abstractmethod
@@ -134,14 +122,8 @@ class DataPlaneClient(ABC):
         lengths: Sequence[int],
         tags: Sequence[Mapping[str, object]] | None = None,
     ) -> KVBatchMeta:
-        """`put_samples` of a padded batch: token columns travel without their padding.
-
-        Args:
-            sample_ids: Rows.
-            partition_id: Where.
-            columns: Tensors [N, S, ...] and [N], and lists of N objects.
-            lengths: Tokens of each row.
-            tags: See `put_samples`.
+        """`put_samples` of a padded batch: token columns travel without their padding. `columns`: tensors [N, S, ...]
+        and [N], and lists of N objects. `tags`: see `put_samples`.
         """
         from nemo_rl.data_plane.codec import pack_jagged_fields
 
@@ -156,14 +138,8 @@ class DataPlaneClient(ABC):
         width: int = 0,
         pad_value_dict: Mapping[str, float] | None = None,
     ) -> BatchedDataDict:
-        """`get_samples` as a padded batch.
-
-        Args:
-            sample_ids: Rows.
-            partition_id: Where.
-            select_fields: Columns.
-            width: Width of token columns; 0 for the longest row.
-            pad_value_dict: Padding by column; 0 where absent.
+        """`get_samples` as a padded batch. `width`: width of token columns; 0 for the longest row. `pad_value_dict`:
+        padding by column; 0 where absent.
         """
         from nemo_rl.data_plane.codec import materialize
 
@@ -174,29 +150,17 @@ class DataPlaneClient(ABC):
         )
 
     def list_samples(self, partition_id: str) -> dict[str, dict[str, object]]:
-        """Tags of every row of a partition, by id.
-
-        Raises:
-            NotImplementedError: This client cannot list.
-        """
+        """Tags of every row of a partition, by id. Raises NotImplementedError: this client cannot list."""
         raise NotImplementedError(f"{type(self).__name__} cannot list rows")
 
 
 @dataclass(frozen=True)
 class Located:
-    """Rows as an adapter found them.
-
-    Attributes:
-        partition_id: Where they lie.
-        sample_ids: Their ids.
-        blocks: Names of the blocks that all of them have.
-        tags: Tags of each.
-        native: The adapter's own reference.
-    """
+    """Rows as an adapter found them."""
 
     partition_id: str
     sample_ids: tuple[str, ...]
-    blocks: tuple[str, ...]
+    blocks: tuple[str, ...]  # names of the blocks that all of them have
     tags: tuple[Mapping[str, Any], ...]
     native: Any = None
 
@@ -205,11 +169,7 @@ class Storage(Protocol):
     """What an adapter brings: blocks of bytes by row and name, and tags. Everything else is written once above it."""
 
     def locate(self, partition_id: str, sample_ids: Sequence[str], *, create: bool) -> Located:
-        """Finds rows; makes those that do not exist when `create`.
-
-        Raises:
-            MissingRowsError: A row does not exist.
-        """
+        """Finds rows; makes those that do not exist when `create`. Raises MissingRowsError: a row does not exist."""
         ...
 
     def put(

@@ -1,9 +1,8 @@
 """The bytes of a row: which columns lie in one block, in which order, with which types.
 
 Columns that are written together travel together: a store pays per row and field, not per byte. A block's layout is
-written in its name, so that any process can read it without asking another. Knows no store and no column by name.
-Invariant: `Layout.parse(layout.name) == layout`, and of two blocks with one column the later generation holds its
-value.
+written in its name, so that any process can read it without asking another. Invariant: `Layout.parse(layout.name) ==
+layout`, and of two blocks with one column the later generation holds its value.
 """
 
 from __future__ import annotations
@@ -44,11 +43,7 @@ _DTYPES = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype that can travel.
-
-    Raises:
-        TypeError: It cannot.
-    """
+    """The name of a dtype that can travel. Raises TypeError: it cannot."""
     name = str(dtype).removeprefix("torch.")
     if name not in _DTYPES:
         raise TypeError(f"tensors of {dtype} cannot be stored; these can: {sorted(_DTYPES)}")
@@ -57,18 +52,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Slot:
-    """One column of a block.
-
-    Attributes:
-        column: Its name.
-        kind: `t` one value per token, `r` one per row, `o` an object.
-        dtype: Name of the torch dtype; empty for objects.
-        shape: Shape of one value.
-    """
+    """One column of a block."""
 
     column: str
-    kind: Kind
-    dtype: str = ""
+    kind: Kind  # `t` one value per token, `r` one per row, `o` an object
+    dtype: str = ""  # name of the torch dtype; empty for objects
     shape: tuple[int, ...] = ()
 
     @property
@@ -84,15 +72,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class Layout:
-    """The columns of a block, in the order in which they lie in a row.
+    """The columns of a block, in the order in which they lie in a row."""
 
-    Attributes:
-        slots: Columns; rows' values first, then tokens'.
-        generation: Counts how often a column of the block was already there in another block.
-    """
-
-    slots: tuple[Slot, ...]
-    generation: int = 0
+    slots: tuple[Slot, ...]  # columns; rows' values first, then tokens'
+    generation: int = 0  # counts how often a column of the block was already there in another block
 
     @property
     def name(self) -> str:
@@ -135,15 +118,8 @@ def next_generation(layout: Layout, present: Iterable[str]) -> Layout:
 
 
 def holders(present: Iterable[str], columns: Sequence[str], *, where: str) -> dict[str, list[str]]:
-    """The blocks to fetch, each with the columns to take from it.
-
-    Args:
-        present: Names of the blocks that all rows have.
-        columns: Wanted columns.
-        where: The rows in words, for the message.
-
-    Raises:
-        MissingColumnsError: A column lies in no block.
+    """The blocks to fetch, each with the columns to take from it. `present`: names of the blocks that all rows have.
+    `where`: the rows in words, for the message. Raises MissingColumnsError: a column lies in no block.
     """
     newest = newest_blocks(present)
     missing = [column for column in columns if column not in newest]

@@ -1,7 +1,7 @@
 """A reference to rows of the data plane: ids, lengths and tags, never tensors.
 
-Carries what a driver needs to decide about rows, with pure transforms that change no other meta. It knows no store: who
-drops rows from a meta clears them. Invariant: lengths and tags, where known, stand in the order of the ids.
+Carries what a driver needs to decide about rows, with pure transforms that change no other meta. Invariant: lengths and
+tags, where known, stand in the order of the ids.
 """
 
 from __future__ import annotations
@@ -13,28 +13,17 @@ from typing import Any
 
 @dataclass
 class KVBatchMeta:
-    """Rows of a partition.
-
-    Attributes:
-        partition_id: A data flow, such as `train`.
-        task_name: Consumer for which the rows were claimed; None otherwise.
-        sample_ids: Row ids, minted once when the rows were rolled out.
-        fields: Columns that are known to be written; None where unknown.
-        sequence_lengths: Tokens of each row, unpadded.
-        extra_info: What belongs to the batch as a whole; never values derived from its rows.
-        tags: Primitive values per row, readable without fetching a tensor.
-
-    Raises:
-        ValueError: Lengths or tags do not match the ids.
+    """Rows of a partition. `extra_info`: what belongs to the batch as a whole; never values derived from its rows.
+    Raises ValueError: lengths or tags do not match the ids.
     """
 
-    partition_id: str
-    task_name: str | None
-    sample_ids: list[str]
-    fields: list[str] | None = None
-    sequence_lengths: list[int] | None = None
+    partition_id: str  # a data flow, such as `train`
+    task_name: str | None  # consumer for which the rows were claimed; None otherwise
+    sample_ids: list[str]  # row ids, minted once when the rows were rolled out
+    fields: list[str] | None = None  # columns that are known to be written; None where unknown
+    sequence_lengths: list[int] | None = None  # tokens of each row, unpadded
     extra_info: dict[str, Any] = field(default_factory=dict)
-    tags: list[dict[str, object]] | None = None
+    tags: list[dict[str, object]] | None = None  # primitive values per row, readable without fetching a tensor
 
     def __post_init__(self) -> None:
         if self.tags is not None and len(self.tags) != len(self.sample_ids):
@@ -53,10 +42,8 @@ class KVBatchMeta:
         return len(self.sample_ids)
 
     def set_tags(self, values: dict[str, Sequence[Any]]) -> None:
-        """Sets tags in place, one value per row and name.
-
-        Raises:
-            ValueError: A sequence does not have one value per row.
+        """Sets tags in place, one value per row and name. Raises ValueError: a sequence does not have one value per
+        row.
         """
         for name, column in values.items():
             if len(column) != self.size:
@@ -75,11 +62,7 @@ class KVBatchMeta:
         return {name: [tag[name] for tag in tags] for name in tags[0] if all(name in tag for tag in tags)}
 
     def tag(self, name: str) -> list[Any]:
-        """A tag's value for each row.
-
-        Raises:
-            KeyError: A row does not have it.
-        """
+        """A tag's value for each row. Raises KeyError: a row does not have it."""
         tags = self.tags if self.tags is not None else [{} for _ in self.sample_ids]
         lacking = [identity for identity, tag in zip(self.sample_ids, tags, strict=True) if name not in tag]
         if lacking:
@@ -112,10 +95,7 @@ class KVBatchMeta:
 
     def concat(self, *others: KVBatchMeta) -> KVBatchMeta:
         """These rows, then the others'. Lengths and tags remain only where all have them; fields and extra_info are
-        this meta's.
-
-        Raises:
-            ValueError: The partitions differ.
+        this meta's. Raises ValueError: the partitions differ.
         """
         metas = (self, *others)
         if any(meta.partition_id != self.partition_id for meta in others):

@@ -1,7 +1,7 @@
 """What a client did, as one event per operation, as counters, and as Prometheus metrics.
 
-Wraps any client; results and errors pass through unchanged. Knows no backend. Invariant: outstanding counts change only
-after an operation succeeded.
+Wraps any client; results and errors pass through unchanged. Invariant: outstanding counts change only after an
+operation succeeded.
 """
 
 from __future__ import annotations
@@ -39,11 +39,8 @@ def _ignore(event: Event) -> None:
 
 
 class MetricsDataPlaneClient(DataPlaneClient):
-    """Counts what goes through a client.
-
-    Args:
-        inner: The client that does it.
-        on_event: Called with `op, partition_id, n_keys, n_bytes, wall_ms, status` after every operation.
+    """Counts what goes through a client. `inner`: the client that does it. `on_event`: called with `op, partition_id,
+    n_keys, n_bytes, wall_ms, status` after every operation.
     """
 
     def __init__(self, inner: DataPlaneClient, on_event: Callable[[Event], None] | None = None) -> None:
@@ -53,12 +50,8 @@ class MetricsDataPlaneClient(DataPlaneClient):
         self._endpoint: BackgroundServer | None = None
 
     def serve_metrics(self, port: int = 0, host: str = "127.0.0.1", token: str | None = None) -> str:
-        """Serves the counters to Prometheus until the client is closed; the `host:port` of `/metrics`.
-
-        Args:
-            port: 0 takes a free one.
-            host: Address to listen on.
-            token: What `Authorization: Bearer` must bring; None: nothing.
+        """Serves the counters to Prometheus until the client is closed; the `host:port` of `/metrics`. `port`: 0 takes
+        a free one. `token`: what `Authorization: Bearer` must bring; None: nothing.
         """
         if self._endpoint is None:
             handler = metrics_handler(self.prometheus_text, token)

@@ -38,26 +38,17 @@ class Consumer(Enum):
 
 @dataclass(frozen=True)
 class FieldSchema:
-    """A known column.
-
-    Attributes:
-        name: Column name.
-        axis: What it has one value of.
-        dtype: Name of its torch dtype where it is always the same; a writer may choose another width of the same kind
-            (bfloat16 for float32).
-        pad: What it is padded with.
-        pad_with_token: Padded with the tokenizer's pad id instead.
-        producer: The stage that writes it.
-        consumers: Who reads it by default.
+    """A known column. `dtype`: name of its torch dtype where it is always the same; a writer may choose another width
+    of the same kind (bfloat16 for float32).
     """
 
     name: str
-    axis: Axis
+    axis: Axis  # what it has one value of
     dtype: str | None = None
-    pad: int = 0
-    pad_with_token: bool = False
-    producer: str = "rollout"
-    consumers: frozenset[Consumer] = frozenset()
+    pad: int = 0  # what it is padded with
+    pad_with_token: bool = False  # padded with the tokenizer's pad id instead
+    producer: str = "rollout"  # the stage that writes it
+    consumers: frozenset[Consumer] = frozenset()  # who reads it by default
 
 
 _ALL = frozenset({Consumer.LOGPROB, Consumer.TRAIN})

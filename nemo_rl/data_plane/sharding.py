@@ -25,16 +25,14 @@ class BatchPlan:
     """How a rank lays its rows out.
 
     Attributes:
-        width: Width of token columns, the same on every rank.
         micro_batch_indices: Per global batch, `[start, end)` of each microbatch; None for equal microbatches.
         micro_batch_lengths: Per global batch and microbatch, its padded length or its tokens in all.
-        elem_counts_per_gb: Rows of each global batch.
     """
 
-    width: int
+    width: int  # width of token columns, the same on every rank
     micro_batch_indices: list[list[tuple[int, int]]] | None = None
     micro_batch_lengths: list[list[int]] | None = None
-    elem_counts_per_gb: list[int] | None = None
+    elem_counts_per_gb: list[int] | None = None  # rows of each global batch
 
     @staticmethod
     def of(meta: KVBatchMeta) -> BatchPlan:
@@ -61,18 +59,15 @@ def shard_meta_for_dp(
     """One meta per data-parallel rank.
 
     Args:
-        meta: Rows with their lengths.
         dp_world: Ranks that see different rows.
         batch_size: Rows of a global batch, which is cut on its own; None takes all.
-        sequence_packing_args: Pack rows into microbatches.
         dynamic_batching_args: Sort rows by length into microbatches.
 
-    Returns:
-        The metas in rank order, and the permutation with which `reorder_data` restores the caller's order of results
-        joined in rank order; None when they are in order.
+    Returns the metas in rank order, and the permutation with which `reorder_data` restores the caller's order of
+    results joined in rank order; None when they are in order.
 
-    Raises:
-        ValueError: There are no rows or no lengths, sizes do not divide, or both kinds of microbatches are asked for.
+    Raises ValueError: there are no rows or no lengths, sizes do not divide, or both kinds of microbatches are asked
+    for.
     """
     if not meta.size:
         raise ValueError(f"partition {meta.partition_id!r}: there are no rows to shard")

@@ -68,11 +68,8 @@ class TQWorkerMixin:
     # -- attaching ----------------------------------------------------------------------------------------------------
 
     def setup_data_plane(self, client: DataPlaneClient, pad_token_id: int) -> None:
-        """Attaches this rank; a second call changes nothing. Collective: every rank must be called.
-
-        Args:
-            client: A copy of the driver's client; it connects when it is first used.
-            pad_token_id: Padding of token ids.
+        """Attaches this rank; a second call changes nothing. Collective: every rank must be called. `client`: a copy of
+        the driver's client; it connects when it is first used.
         """
         if self._dp_client is None:
             self._dp_replica_group = self._make_replica_group()
@@ -101,14 +98,12 @@ class TQWorkerMixin:
         """This rank's rows, padded and cut as planned.
 
         Args:
-            meta: Rows, with their plan.
             fields: Columns; those of the meta by default.
             fetch_policy: `independent`: every rank reads; `leader_broadcast`: one rank of the replica group reads and
                 sends; `auto`: the latter where there is such a group.
 
-        Raises:
-            ValueError: The policy is unknown, or no columns are named.
-            RuntimeError: `leader_broadcast` without a group.
+        Raises ValueError: the policy is unknown, or no columns are named; RuntimeError: `leader_broadcast` without a
+        group.
         """
         if fetch_policy not in ("auto", "independent", "leader_broadcast"):
             raise ValueError(f"fetch_policy={fetch_policy!r}: choose auto, independent or leader_broadcast")
@@ -128,11 +123,8 @@ class TQWorkerMixin:
         return plan.apply_to(SlicedDataDict(batch.get_dict()))
 
     def _write_back(self, meta: KVBatchMeta, columns: Mapping[str, object]) -> None:
-        """Adds columns to the rows, from the leader of the ranks that made them.
-
-        Raises:
-            TypeError: A value is no tensor.
-            ValueError: A column does not have one row per id.
+        """Adds columns to the rows, from the leader of the ranks that made them. Raises TypeError: a value is no
+        tensor; ValueError: a column does not have one row per id.
         """
         for name, value in columns.items():
             if not isinstance(value, torch.Tensor):
@@ -183,14 +175,8 @@ class TQWorkerMixin:
 
 
 def broadcast_batch(fetch: Callable[[], BatchedDataDict], group: dist.ProcessGroup) -> BatchedDataDict:
-    """What `fetch` gives on the group's first rank, on all of its ranks.
-
-    Args:
-        fetch: Called on the group's first rank only.
-        group: A host-side group (gloo).
-
-    Raises:
-        DataPlaneError: The leader's fetch failed; on the leader its own error.
+    """What `fetch` gives on the group's first rank, on all of its ranks. `fetch`: called on the group's first rank
+    only. Raises DataPlaneError: the leader's fetch failed; on the leader its own error.
     """
     leader = dist.get_process_group_ranks(group)[0]
     if dist.get_rank() == leader:

@@ -1,6 +1,6 @@
 """What an accelerator slot is: a CUDA GPU, or a CPU slot (a Ray custom resource with a memory budget).
 
-Knows neither models nor clusters. Invariant: importing this needs no torch, so that Ray can start beside its import.
+Invariant: importing this needs no torch, so that Ray can start beside its import.
 """
 
 from __future__ import annotations
@@ -25,17 +25,11 @@ class DeviceUnavailableError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One kind of accelerator slot.
+    """One kind of accelerator slot."""
 
-    Attributes:
-        kind: `cuda` or `cpu`, also the torch device type.
-        ray_resource: Name of the Ray resource of which one slot takes 1.0.
-        process_group_backend: torch.distributed backend string for this kind.
-    """
-
-    kind: DeviceKind
-    ray_resource: str
-    process_group_backend: str
+    kind: DeviceKind  # `cuda` or `cpu`, also the torch device type
+    ray_resource: str  # name of the Ray resource of which one slot takes 1.0
+    process_group_backend: str  # torch.distributed backend string for this kind
 
     @property
     def is_cuda(self) -> bool:
@@ -60,8 +54,7 @@ def resolve_accelerator(device: str, *, cluster_gpus: float | None = None) -> Ac
         device: `auto`, `cuda` or `cpu`.
         cluster_gpus: GPUs of a Ray cluster that is already joined; without one, this machine's GPUs decide.
 
-    Raises:
-        DeviceUnavailableError: `cuda` was asked for and there is no GPU.
+    Raises DeviceUnavailableError: `cuda` was asked for and there is no GPU.
     """
     if device == "cpu":
         return CPU

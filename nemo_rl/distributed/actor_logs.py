@@ -1,8 +1,7 @@
 """What this node's actors printed, one file per actor, beside the run's metrics.
 
-Ray keeps its workers' output under names that say nothing; each file holds a line with its actor's class. Knows Ray's
-log directory, no actor. Invariant: a file here is the actor's output as it was, without Ray's own marks; an actor that
-printed nothing has none.
+Ray keeps its workers' output under names that say nothing; each file holds a line with its actor's class. Invariant: a
+file here is the actor's output as it was, without Ray's own marks; an actor that printed nothing has none.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ def collect_actor_logs(target: Path) -> list[Path]:
     Args:
         target: directory, made when there is something to put into it.
 
-    Returns:
-        The files written: `<class>-<pid>.log`, each at most the last 4 MiB of one stream after the other.
+    Returns the files written: `<class>-<pid>.log`, each at most the last 4 MiB of one stream after the other.
     """
     if not ray.is_initialized():
         return []

@@ -42,16 +42,14 @@ class ShardPlan:
     """The rows of one rank, in its order.
 
     Attributes:
-        rows: indices into the unsharded batch.
-        elem_counts_per_gb: rows of each global batch (None when microbatches are not planned).
         micro_batch_indices: per global batch, `[start, end)` of each microbatch, counted from that global batch's first
             row.
         micro_batch_lengths: per global batch and microbatch: its padded sequence length (dynamic batching) or its
             padded tokens in all (packing).
     """
 
-    rows: list[int] = field(default_factory=list)
-    elem_counts_per_gb: list[int] | None = None
+    rows: list[int] = field(default_factory=list)  # indices into the unsharded batch
+    elem_counts_per_gb: list[int] | None = None  # rows of each global batch (None when microbatches are not planned)
     micro_batch_indices: list[list[tuple[int, int]]] | None = None
     micro_batch_lengths: list[list[int]] | None = None
 
@@ -61,12 +59,9 @@ def plan_even(size: int, shards: int, batch_size: int | None = None) -> list[Sha
     chunk.
 
     Args:
-        size: rows in all.
-        shards: ranks.
         batch_size: rows of a chunk (one global batch); all rows when None.
 
-    Raises:
-        ValueError: the chunks do not divide the rows, or the shards a chunk.
+    Raises ValueError: the chunks do not divide the rows, or the shards a chunk.
     """
     chunk = _chunk_size(size, shards, batch_size)
     part = chunk // shards
@@ -98,15 +93,12 @@ def plan_dynamic(
     plan, of the longest row in each slot.
 
     Args:
-        lengths: tokens of each row.
-        shards: ranks.
         batch_size: rows of one global batch; all rows when None.
         max_tokens: most padded tokens of one microbatch.
         length_round: microbatch lengths are rounded up to a multiple of this.
         max_length: width of the padded rows; rounded lengths stop there.
 
-    Raises:
-        ValueError: sizes do not divide, or a row alone is above `max_tokens`.
+    Raises ValueError: sizes do not divide, or a row alone is above `max_tokens`.
     """
     chunk = _chunk_size(len(lengths), shards, batch_size)
     if length_round < 1:
@@ -143,8 +135,6 @@ def plan_packed(
     """Pack each global batch into bins, as many as a multiple of `shards`, and give bin j to rank `j mod shards`.
 
     Args:
-        lengths: tokens of each row.
-        shards: ranks.
         batch_size: rows of one global batch; all rows when None.
         max_tokens: most tokens of one bin, after padding each row.
         algorithm: a `nemo_rl.distributed.bin_packing.PackingAlgorithm`.
@@ -152,8 +142,7 @@ def plan_packed(
         order: `packer` keeps the packer's order of bins, `largest_first` sorts each rank's bins by tokens.
         prefixes: what rows begin with that counts once in a bin; their rows then lie side by side.
 
-    Raises:
-        ValueError: a row is above `max_tokens`, there are fewer rows than ranks, or an argument is unknown.
+    Raises ValueError: a row is above `max_tokens`, there are fewer rows than ranks, or an argument is unknown.
     """
     if order not in ("packer", "largest_first"):
         raise ValueError(f"microbatch_order={order!r} must be packer or largest_first")

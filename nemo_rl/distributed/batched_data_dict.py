@@ -56,9 +56,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             batches: batches of the same columns; empty ones are skipped.
             pad_value_dict: padding per column, 0 where absent.
 
-        Raises:
-            KeyError: a batch with rows lacks a column.
-            ValueError: a column is a list in one batch and a tensor in another.
+        Raises KeyError: a batch with rows lacks a column; ValueError: a column is a list in one batch and a tensor in
+        another.
         """
         filled = [batch for batch in batches if any(len(column) for column in batch.values())]
         joined = cls()
@@ -102,10 +101,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return repeated
 
     def chunk(self, rank: int, chunks: int) -> "SlicedDataDict":
-        """Part `rank` of `chunks` contiguous parts whose sizes differ by at most one row.
-
-        Raises:
-            ValueError: `rank` is outside `[0, chunks)`.
+        """Part `rank` of `chunks` contiguous parts whose sizes differ by at most one row. Raises ValueError: `rank` is
+        outside `[0, chunks)`.
         """
         if not 0 <= rank < chunks:
             raise ValueError(f"rank={rank} is outside the {chunks} chunks")
@@ -113,10 +110,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
     def reorder_data(self, permutation: Sequence[int] | torch.Tensor) -> Self:
         """Move row i to position `permutation[i]`, in place, and return self: undoes `select_indices(permutation)` and
-        the permutation of `shard_by_batch_size`.
-
-        Raises:
-            ValueError: `permutation` is not a permutation of the rows.
+        the permutation of `shard_by_batch_size`. Raises ValueError: `permutation` is not a permutation of the rows.
         """
         target = torch.as_tensor(permutation, dtype=torch.long)
         inverse = torch.argsort(target)
@@ -126,9 +120,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return self
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
-        """Cut every tensor that has dimension `dim` to its first `truncated_len` entries along it, in place (as
-        views).
-        """
+        """Cut every tensor with dimension `dim` to its first `truncated_len` entries along it, in place (views)."""
         for key, column in self.data.items():
             if isinstance(column, torch.Tensor) and column.ndim > dim:
                 self.data[key] = column.narrow(dim, 0, min(truncated_len, column.shape[dim]))
@@ -258,11 +250,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         """Global batch `batch_idx` of this shard, with its microbatch plan.
 
         Args:
-            batch_idx: which global batch.
             batch_size: rows of one; may be None where the shard knows its counts (packing, dynamic batching).
 
-        Raises:
-            ValueError: the batch is outside the shard, or `batch_size` is missing.
+        Raises ValueError: the batch is outside the shard, or `batch_size` is missing.
         """
         if self.elem_counts_per_gb is None:
             if batch_size is None:
@@ -286,20 +276,14 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return batch
 
     def make_microbatch_iterator(self, microbatch_size: int) -> "Iterator[SlicedDataDict]":
-        """Microbatches of `microbatch_size` rows.
-
-        Raises:
-            ValueError: the size does not divide the rows.
-        """
+        """Microbatches of `microbatch_size` rows. Raises ValueError: the size does not divide the rows."""
         if microbatch_size < 1 or self.size % microbatch_size:
             raise ValueError(f"microbatch size {microbatch_size} does not divide the {self.size} rows of this batch")
         return (self.slice(start, start + microbatch_size) for start in range(0, self.size, microbatch_size))
 
     def make_microbatch_iterator_with_dynamic_shapes(self) -> "Iterator[SlicedDataDict]":
-        """The planned microbatches, each cut to its own padded length along dim 1.
-
-        Raises:
-            ValueError: this shard was not made with dynamic batching.
+        """The planned microbatches, each cut to its own padded length along dim 1. Raises ValueError: this shard was
+        not made with dynamic batching.
         """
         return self._planned_microbatches(truncate=True)
 
@@ -308,10 +292,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return len(self._planned_spans())
 
     def make_microbatch_iterator_for_packable_sequences(self) -> "Iterator[SlicedDataDict]":
-        """The planned bins, each as the rows to be packed into one sequence, still padded.
-
-        Raises:
-            ValueError: this shard was not made with sequence packing.
+        """The planned bins, each as the rows to be packed into one sequence, still padded. Raises ValueError: this
+        shard was not made with sequence packing.
         """
         return self._planned_microbatches(truncate=False)
 

@@ -1,9 +1,9 @@
 """Bin packing of sequences into microbatches of bounded token count.
 
-Decides which sequences share a bin, from lengths alone; it knows nothing of tensors, ranks or padding.
-Invariant: every index is in exactly one bin, no bin is above its capacity, no bin is empty, and the number of
-bins is at least `min_bin_count` and a multiple of `bin_count_multiple` (so that all data-parallel ranks run the
-same number of microbatches: a rank with one more would hang the first collective).
+Decides which sequences share a bin, from lengths alone; it knows nothing of tensors, ranks or padding. Invariant: every
+index is in exactly one bin, no bin is above its capacity, no bin is empty, and the number of bins is at least
+`min_bin_count` and a multiple of `bin_count_multiple` (so that all data-parallel ranks run the same number of
+microbatches: a rank with one more would hang the first collective).
 """
 
 import heapq
@@ -30,12 +30,8 @@ class PackingAlgorithm(str, Enum):
 
 
 class SequencePacker(ABC):
-    """Packs sequence lengths into bins.
-
-    Args:
-        bin_capacity: most tokens of one bin.
-        min_bin_count: fewest bins to return.
-        bin_count_multiple: the number of bins is a multiple of this.
+    """Packs sequence lengths into bins. `bin_capacity`: most tokens of one bin. `bin_count_multiple`: the number of
+    bins is a multiple of this.
     """
 
     def __init__(self, bin_capacity: int, *, min_bin_count: int = 1, bin_count_multiple: int = 1) -> None:
@@ -57,22 +53,16 @@ class SequencePacker(ABC):
         Args:
             lengths: tokens of each sequence (already rounded up to any padding multiple).
 
-        Returns:
-            One list of indices into `lengths` per bin.
+        Returns one list of indices into `lengths` per bin.
 
-        Raises:
-            BinPackingError: a sequence is longer than a bin, or there are fewer sequences than bins required.
+        Raises BinPackingError: a sequence is longer than a bin, or there are fewer sequences than bins required.
         """
         self.check(lengths)
         bins = [items for items in self._pack(lengths) if items]
         return self._raise_bin_count(bins, lengths)
 
     def check(self, lengths: Sequence[int]) -> None:
-        """Whether every sequence fits into a bin.
-
-        Raises:
-            BinPackingError: One does not, or there is none.
-        """
+        """Whether every sequence fits into a bin. Raises BinPackingError: one does not, or there is none."""
         if not lengths:
             raise BinPackingError("no sequences to pack")
         longest = max(range(len(lengths)), key=lambda i: lengths[i])
@@ -263,11 +253,9 @@ def get_packer(
     Args:
         algorithm: a `PackingAlgorithm` or its value, in any case.
         bin_capacity: most tokens of one bin.
-        min_bin_count: fewest bins to return.
         bin_count_multiple: the number of bins is a multiple of this.
 
-    Raises:
-        BinPackingError: there is no such algorithm, or a count is below 1.
+    Raises BinPackingError: there is no such algorithm, or a count is below 1.
     """
     name = algorithm.value if isinstance(algorithm, PackingAlgorithm) else algorithm.lower()
     known = [a.value for a in PackingAlgorithm]

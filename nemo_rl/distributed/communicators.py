@@ -2,8 +2,8 @@
 
 A communicator of NCCL keeps device memory as long as it lives. Here every group of a device backend is destroyed, and
 later made again with the same ranks; all objects of the process that held the old group hold the new one afterwards,
-whichever framework they belong to, and it answers to the old name too. Knows no framework. Invariants: groups are made
-in the same order on all ranks; nobody holds a group that was destroyed.
+whichever framework they belong to, and it answers to the old name too. Invariants: groups are made in the same order on
+all ranks; nobody holds a group that was destroyed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ class Communicators:
 
     Args:
         backend: Which groups: those of this backend.
-        timeout_s: Deadline of their collectives.
         host_group: A group of all ranks on the host, over which ranks agree on what to make; it is never dropped.
     """
 
@@ -57,12 +56,7 @@ class Communicators:
 
     @classmethod
     def of_ranks(cls, accelerator: Accelerator, timeout_s: float) -> Self:
-        """Joins the ranks of this process's worker group, on its own accelerator. Collective.
-
-        Args:
-            accelerator: Kind of slot.
-            timeout_s: Deadline of collectives.
-        """
+        """Joins the ranks of this process's worker group, on its own accelerator. Collective."""
         backend = accelerator.process_group_backend
         if accelerator.is_cuda:
             torch.cuda.set_device(accelerator.torch_device())

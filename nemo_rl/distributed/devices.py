@@ -1,8 +1,7 @@
 """The device of this process: everything that differs between a GPU and a CPU slot once torch is there.
 
 Memory readings, pinned staging memory, names, and giving cached memory back. Nothing here knows about models or
-clusters.
-Invariant: code outside this package, the transports and the backends never names `torch.cuda`.
+clusters. Invariant: code outside this package, the transports and the backends never names `torch.cuda`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A grid of ranks with named axes, such as (pipeline, data, context, tensor) parallel.
 
-Answers where a rank sits and which ranks share coordinates; it knows nothing of Ray, processes or devices.
-Invariant: the grid is rectangular and every rank appears exactly once.
+Answers where a rank sits and which ranks share coordinates; it knows nothing of Ray, processes or devices. Invariant:
+the grid is rectangular and every rank appears exactly once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -68,11 +68,7 @@ class NamedSharding:
         return self._layout.copy()
 
     def get_axis_index(self, name: str) -> int:
-        """Position of the axis called `name`.
-
-        Raises:
-            ValueError: there is no such axis.
-        """
+        """Position of the axis called `name`. Raises ValueError: there is no such axis."""
         if name not in self._names:
             raise ValueError(f"no axis {name!r} in this sharding; its axes are {self._names}")
         return self._names.index(name)
@@ -82,23 +78,14 @@ class NamedSharding:
         return int(self._layout.shape[self.get_axis_index(name)])
 
     def get_worker_coords(self, rank: int) -> dict[str, int]:
-        """Position of `rank` along every axis.
-
-        Raises:
-            ValueError: the rank is not in the grid.
-        """
+        """Position of `rank` along every axis. Raises ValueError: the rank is not in the grid."""
         if rank not in self._coords:
             raise ValueError(f"rank {rank} is not in this sharding of {self.size} ranks {self.shape}")
         return dict(zip(self._names, self._coords[rank], strict=True))
 
     def get_ranks(self, **coords: int) -> "NamedSharding | int":
-        """The ranks at the given coordinates.
-
-        Returns:
-            The rank itself when every axis is given, else the sub-sharding over the axes not given.
-
-        Raises:
-            ValueError: an axis is unknown, or a coordinate outside its range.
+        """The ranks at the given coordinates. Returns the rank itself when every axis is given, else the sub-sharding
+        over the axes not given. Raises ValueError: an axis is unknown, or a coordinate outside its range.
         """
         for name, position in coords.items():
             if not 0 <= position < self.get_axis_size(name):
@@ -108,10 +95,8 @@ class NamedSharding:
         return NamedSharding(selected, free) if free else int(selected)
 
     def get_ranks_by_coord(self, **coords: int) -> list[int]:
-        """Sorted ranks at the given coordinates; empty when a coordinate is outside its range.
-
-        Raises:
-            ValueError: an axis is unknown.
+        """Sorted ranks at the given coordinates; empty when a coordinate is outside its range. Raises ValueError: an
+        axis is unknown.
         """
         if any(not 0 <= position < self.get_axis_size(name) for name, position in coords.items()):
             return []

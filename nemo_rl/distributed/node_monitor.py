@@ -1,8 +1,7 @@
 """Memory and accelerator use of every node, sampled while a run goes on.
 
-One small Ray actor per node reads the node; a thread of the driver asks them all and hands numbers to the logger. Knows
-no logger but by its `log_metrics`. Invariant: a slow or lost node costs its own numbers, never the run: every question
-has a deadline.
+One small Ray actor per node reads the node; a thread of the driver asks them all and hands numbers to the logger.
+Invariant: a slow or lost node costs its own numbers, never the run: every question has a deadline.
 """
 
 from __future__ import annotations

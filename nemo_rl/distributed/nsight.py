@@ -1,7 +1,7 @@
 """Workers under Nsight Systems: what Ray starts them with, and when they record.
 
-Knows neither which workers nor which steps. Invariant: a worker records from the first `capture(True)` to the
-`capture(False)` after it, and its report is written then.
+Invariant: a worker records from the first `capture(True)` to the `capture(False)` after it, and its report is written
+then.
 """
 
 from __future__ import annotations
@@ -28,11 +28,8 @@ class ProfilerUnavailable(UserError, RuntimeError):
 
 
 def runtime_env(env_vars: dict[str, str], profiled_as: str | None) -> dict[str, object]:
-    """Ray's runtime environment of a worker.
-
-    Args:
-        env_vars: Its variables.
-        profiled_as: Its name in the report's, `<name>_<process id>.nsys-rep`; None where it is not profiled.
+    """Ray's runtime environment of a worker. `profiled_as`: its name in the report's, `<name>_<process id>.nsys-rep`;
+    None where it is not profiled.
     """
     if profiled_as is None:
         return {"env_vars": env_vars}
@@ -43,11 +40,7 @@ def runtime_env(env_vars: dict[str, str], profiled_as: str | None) -> dict[str, 
 
 
 def check_gpus(*, cuda: bool) -> None:
-    """Whether slots can be profiled.
-
-    Raises:
-        ProfilerUnavailable: They are no GPUs.
-    """
+    """Whether slots can be profiled. Raises ProfilerUnavailable: they are no GPUs."""
     if not cuda:
         raise ProfilerUnavailable(
             "NRL_NSYS_WORKER_PATTERNS: Nsight Systems profiles GPUs, and the run has none; unset the variable"
@@ -55,10 +48,8 @@ def check_gpus(*, cuda: bool) -> None:
 
 
 def check_profiler(*, cuda: bool) -> None:
-    """Whether workers of a cluster on this machine can be profiled.
-
-    Raises:
-        ProfilerUnavailable: There is no GPU, or `nsys` is not on PATH.
+    """Whether workers of a cluster on this machine can be profiled. Raises ProfilerUnavailable: there is no GPU, or
+    `nsys` is not on PATH.
     """
     check_gpus(cuda=cuda)
     if shutil.which("nsys") is None:

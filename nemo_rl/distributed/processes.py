@@ -3,8 +3,8 @@
 A Ray worker enters the directory where the command was typed, so that relative paths in a configuration mean the same
 in every process: Ray runs workers where its node was started, which is elsewhere when a run joins a cluster. All
 processes search for garbage less often, and not at all while they import torch, transformers and vLLM, which make a
-million objects that are no garbage: it was a sixth of the processor time of importing them. Knows neither Ray nor
-torch. Invariant: whoever is told that all are gone may give on what they held.
+million objects that are no garbage: it was a sixth of the processor time of importing them. Invariant: whoever is told
+that all are gone may give on what they held.
 """
 
 from __future__ import annotations
@@ -85,11 +85,8 @@ def kill_and_wait(processes: Sequence[psutil.Process], timeout_s: float) -> list
 
 
 class LastWords:
-    """Reads the standard error of a child in a thread, passes it on, and keeps its last lines.
-
-    Args:
-        process: Started with `stderr=subprocess.PIPE`.
-        pass_on: Takes every line; this process's own standard error by default.
+    """Reads the standard error of a child in a thread, passes it on, and keeps its last lines. `process`: started with
+    `stderr=subprocess.PIPE`. `pass_on`: takes every line; this process's own standard error by default.
     """
 
     def __init__(

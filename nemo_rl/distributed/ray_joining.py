@@ -46,11 +46,9 @@ def join_cluster(address: str, credentials: tuple[str, str] | None = None) -> No
     """Joins a running cluster for a few questions; its workers' output and errors are not shown here.
 
     Args:
-        address: Of the cluster.
         credentials: See `credentials`; by default what the environment says.
 
-    Raises:
-        RayStartError: It does not answer, or asks for another token.
+    Raises RayStartError: it does not answer, or asks for another token.
     """
     if credentials is not None:
         os.environ["RAY_AUTH_MODE"], token = credentials
@@ -87,10 +85,8 @@ def running_here() -> str | None:
 
 
 def probe(address: str) -> None:
-    """Finds out in seconds whether anybody listens at RAY_ADDRESS; Ray itself would ask for minutes.
-
-    Raises:
-        RayStartError: Nobody does.
+    """Finds out in seconds whether anybody listens at RAY_ADDRESS; Ray itself would ask for minutes. Raises
+    RayStartError: nobody does.
     """
     if ":" not in address:
         # `auto`, or a name that Ray resolves.
@@ -108,10 +104,8 @@ def probe(address: str) -> None:
 
 
 def _authenticate(address: str) -> None:
-    """Makes sure that the cluster takes this process's token; uses the user's own token where one is asked for.
-
-    Raises:
-        RayStartError: It asks for another one.
+    """Makes sure that the cluster takes this process's token; uses the user's own token where one is asked for. Raises
+    RayStartError: it asks for another one.
     """
     if _is_let_in(address):
         return

@@ -1,8 +1,7 @@
 """Joins or starts Ray, and ends it.
 
-Decides whether a running cluster is joined or a local one is started, and with which accelerator slots. Knows nothing
-about what runs on the cluster. Invariant: a cluster that this process started is ended by this process, one that it
-joined is left alone.
+Decides whether a running cluster is joined or a local one is started, and with which accelerator slots. Invariant: a
+cluster that this process started is ended by this process, one that it joined is left alone.
 """
 
 from __future__ import annotations
@@ -73,12 +72,10 @@ def init_ray(
         log_to_driver: Whether workers' output is echoed here; by default only with NRL_LOG_LEVEL=DEBUG.
         log_dir: Directory for Ray's session files of a local cluster; Ray's default if None.
 
-    Returns:
-        The accelerator kind of the cluster.
+    Returns the accelerator kind of the cluster.
 
-    Raises:
-        RayStartError: The address does not answer.
-        DeviceUnavailableError: `cuda` was asked for and the cluster has none.
+    Raises RayStartError: the address does not answer; DeviceUnavailableError: `cuda` was asked for and the cluster has
+    none.
     """
     # A local cluster guards its ports with a token; Ray says so at every start, and when it joins one.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
@@ -119,11 +116,7 @@ def _accelerator_of_cluster(device: str) -> Accelerator:
 
 
 def _joined(echo: bool, runtime_env: dict[str, Any]) -> bool:
-    """Joins a cluster where one is named or runs.
-
-    Raises:
-        RayStartError: The named one does not answer.
-    """
+    """Joins a cluster where one is named or runs. Raises RayStartError: the named one does not answer."""
     named = os.environ.get("RAY_ADDRESS")
     address = running_here() if not named else None if named == LOCAL else named
     if address is None:
@@ -157,8 +150,7 @@ def accelerator_here(device: str) -> Accelerator | None:
     Args:
         device: `cluster.device`.
 
-    Raises:
-        DeviceUnavailableError: `cuda` was asked for and there is none.
+    Raises DeviceUnavailableError: `cuda` was asked for and there is none.
     """
     if ray.is_initialized():
         return _accelerator_of_cluster(device)
@@ -169,9 +161,7 @@ def accelerator_here(device: str) -> Accelerator | None:
 
 def _start_local(**options: Any) -> None:
     """Starts a cluster on this machine; Ray gives its own processes half a minute, which a busy machine may need twice.
-
-    Raises:
-        RayStartError: They did not come up.
+    Raises RayStartError: they did not come up.
     """
     for attempt in range(1, _START_ATTEMPTS + 1):
         before = set(psutil.Process().children(recursive=True))
@@ -236,14 +226,7 @@ def _end_half_started(before: set[psutil.Process]) -> None:
 
 
 class RayStart(Generic[Started]):
-    """Ray, and what starts on it first, coming up beside other work.
-
-    Args:
-        start: Joins or starts Ray.
-
-    Attributes:
-        started: Its answer.
-    """
+    """Ray, and what starts on it first, coming up beside other work."""
 
     def __init__(self, start: Callable[[], Started]) -> None:
         # Ray tells every thread but the main one that it leaves signals alone.
@@ -251,11 +234,7 @@ class RayStart(Generic[Started]):
         self.started = _STARTER.submit(start)
 
     def result(self) -> Started:
-        """Waits until it is up.
-
-        Raises:
-            RayStartError, DeviceUnavailableError: See `init_ray`.
-        """
+        """Waits until it is up. Raises RayStartError, DeviceUnavailableError: see `init_ray`."""
         return self.started.result()
 
     def end(self, end: Callable[[Started], None], disconnect: Callable[[], None]) -> None:
@@ -303,7 +282,6 @@ class RayConnection:
         self._owned = False
 
     def open(self, *, device: str, cpu_slots: int) -> Accelerator:
-        """See `init_ray`."""
         started, _StartAhead.accelerator = _StartAhead.accelerator, None
         self._owned = started is not None or not ray.is_initialized()
         return started.result() if started is not None else init_ray(device=device, cpu_slots=cpu_slots)

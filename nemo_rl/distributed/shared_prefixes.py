@@ -18,15 +18,10 @@ WORTHWHILE = 16
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """What rows have in common.
+    """What rows have in common."""
 
-    Attributes:
-        group_of_row: Rows of one number begin with the same tokens.
-        tokens_of_row: How many tokens a row shares with its group.
-    """
-
-    group_of_row: Sequence[int]
-    tokens_of_row: Sequence[int]
+    group_of_row: Sequence[int]  # rows of one number begin with the same tokens
+    tokens_of_row: Sequence[int]  # how many tokens a row shares with its group
 
 
 @dataclass(frozen=True)
@@ -49,15 +44,12 @@ def bundles(
     """Cuts rows into bundles, as few as the cap allows.
 
     Args:
-        rows: Of one global batch.
         lengths: Tokens of every row there is.
-        prefixes: What they share.
         max_tokens: Most tokens of a bundle.
         pad_multiple: Prefixes and what follows them count as rounded up to a multiple of this.
         at_least: Bundles that are wanted; there are fewer only where every row has its own.
 
-    Returns:
-        Bundles in the order of their groups' first rows.
+    Returns bundles in the order of their groups' first rows.
     """
 
     def bundle(members: list[int]) -> Bundle:

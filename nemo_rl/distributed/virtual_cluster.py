@@ -42,20 +42,13 @@ class ResourceInsufficientError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class Slot:
-    """One reserved accelerator slot.
-
-    Attributes:
-        node_rank: Index of the node inside this virtual cluster.
-        bundle_index: Bundle inside the node's placement group.
-        node_id: Ray's id of the node.
-        node_ip: Address of the node.
-        device_index: Physical GPU of the node as CUDA_VISIBLE_DEVICES names it, by index, UUID or MIG slice; the
-            running slot number on a CPU node.
+    """One reserved accelerator slot. `device_index`: physical GPU of the node as CUDA_VISIBLE_DEVICES names it, by
+    index, UUID or MIG slice; the running slot number on a CPU node.
     """
 
-    node_rank: int
-    bundle_index: int
-    node_id: str
+    node_rank: int  # index of the node inside this virtual cluster
+    bundle_index: int  # bundle inside the node's placement group
+    node_id: str  # Ray's id of the node
     node_ip: str
     device_index: int | str
 
@@ -109,14 +102,11 @@ class RayVirtualCluster:
     """Accelerator slots on one or more nodes, reserved when first used.
 
     Args:
-        bundle_ct_per_node_list: Slots on each node.
         use_gpus: GPU slots; otherwise CPU slots.
         max_colocated_worker_groups: Worker groups that take turns on each slot.
         num_gpus_per_node: Devices of one node, for consistency checks.
         name: Shown in errors and logs.
         placement_group_strategy: Ray strategy inside one node's group; nodes are always distinct groups.
-        port_range_low: First rendezvous port.
-        port_range_high: Last rendezvous port.
         timeout_s: How long a reservation may wait for other jobs to leave.
 
     Attributes:
@@ -166,10 +156,8 @@ class RayVirtualCluster:
         return len(self._bundle_counts)
 
     def get_placement_groups(self) -> list[PlacementGroup]:
-        """One placement group per node, reserved on the first call.
-
-        Raises:
-            ResourceInsufficientError: The cluster lacks the slots, or they did not become free in time.
+        """One placement group per node, reserved on the first call. Raises ResourceInsufficientError: the cluster lacks
+        the slots, or they did not become free in time.
         """
         if self._groups is None:
             self._check_totals()
@@ -248,10 +236,8 @@ class RayVirtualCluster:
         return self.slots()[0].node_ip, self.free_ports(1)[0]
 
     def free_ports(self, count: int, *, node_rank: int | None = None) -> list[int]:
-        """Free ports on one node (by default that of the first slot), each handed out once.
-
-        Raises:
-            ResourceInsufficientError: Fewer than `count` ports of the range are free.
+        """Free ports on one node (by default that of the first slot), each handed out once. Raises
+        ResourceInsufficientError: fewer than `count` ports of the range are free.
         """
         low, high = self._ports
         slot = next(slot for slot in self.slots() if node_rank is None or slot.node_rank == node_rank)

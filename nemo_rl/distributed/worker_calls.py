@@ -74,15 +74,12 @@ def wait_for_workers(
     """Results in the order of `refs`.
 
     Args:
-        refs: One call each.
         identities: Who was called, aligned with `refs`.
         what: Name of the call, for messages.
         timeout_s: Deadline for all of them together, in seconds; `worker_timeout_s` by default.
 
-    Raises:
-        WorkerError: A worker raised; as soon as the first one did.
-        WorkerDiedError: A worker's process ended.
-        WorkerTimeoutError: The deadline passed.
+    Raises WorkerError: a worker raised; as soon as the first one did; WorkerDiedError: a worker's process ended;
+    WorkerTimeoutError: the deadline passed.
     """
     who = dict(zip(refs, identities, strict=True))
     limit_s = worker_timeout_s() if timeout_s is None else timeout_s
@@ -156,12 +153,7 @@ def _last_line(traceback: str) -> str:
 
 
 def start_actor(kind: type, *args: object) -> Any:
-    """An actor on this node that needs no accelerator.
-
-    Args:
-        kind: Its class.
-        args: For its constructor.
-    """
+    """An actor on this node that needs no accelerator."""
     package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     path = os.pathsep.join(
         dict.fromkeys([package_root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
@@ -174,11 +166,8 @@ def start_actor(kind: type, *args: object) -> Any:
 
 
 def call(ref: ObjectRef[object], *, what: str, timeout_s: float) -> Any:
-    """The answer of an actor.
-
-    Raises:
-        WorkerDiedError: Its process ended.
-        WorkerTimeoutError: No answer within the deadline.
+    """The answer of an actor. Raises WorkerDiedError: its process ended; WorkerTimeoutError: no answer within the
+    deadline.
     """
     try:
         return ray.get(ref, timeout=timeout_s)

@@ -34,10 +34,8 @@ _NAME_FREE_S = 30.0
 
 
 def resolve_fqn(fqn: str) -> Any:
-    """Imports the object behind a dotted name such as `package.module.Class`.
-
-    Raises:
-        ImportError: The module or the attribute does not exist.
+    """Imports the object behind a dotted name such as `package.module.Class`. Raises ImportError: the module or the
+    attribute does not exist.
     """
     module_name, _, attribute = fqn.rpartition(".")
     if not module_name:
@@ -59,17 +57,12 @@ class RayWorkerBuilder:
 
 @dataclass
 class MultiWorkerFuture:
-    """Calls under way on several workers.
-
-    Attributes:
-        futures: One reference per called worker.
-        called_workers: Index of each called worker.
-        return_from: Positions in `futures` whose results are kept, so that replicated outputs are not repeated.
-        what: Name of the call.
+    """Calls under way on several workers. `return_from`: positions in `futures` whose results are kept, so that
+    replicated outputs are not repeated.
     """
 
-    futures: list[ray.ObjectRef[object]]
-    called_workers: list[int]
+    futures: list[ray.ObjectRef[object]]  # one reference per called worker
+    called_workers: list[int]  # index of each called worker
     return_from: list[int] = field(default_factory=list)
     what: str = ""
 
@@ -79,13 +72,11 @@ class RayWorkerGroup:
 
     Args:
         cluster: Where to place the actors.
-        builder: What to build.
         workers_per_node: Limits the slots used on each node; all by default.
         name_prefix: Start of the actors' names in messages.
         bundle_indices_list: Tied groups `(node_rank, [bundle, ...])`; the group's actor sits on its first slot and sees
             all devices. Actors on one slot share it in equal parts.
         sharding_annotations: Rank grid with named axes for sharded calls; a plain data-parallel grid by default.
-        env_vars: Environment of every actor.
         max_concurrency: Calls an actor may run at once (asynchronous actors).
         timeout_s: Default deadline of calls, in seconds; `worker_timeout_s` by default.
         profile: Which of them start under Nsight Systems; none by default.
@@ -134,10 +125,8 @@ class RayWorkerGroup:
             self.start_worker(rank)
 
     def start_worker(self, rank: int) -> None:
-        """Starts the actor of a rank, in the place of one that was there before, which is ended.
-
-        Raises:
-            WorkerError: The name of the one before did not become free.
+        """Starts the actor of a rank, in the place of one that was there before, which is ended. Raises WorkerError:
+        the name of the one before did not become free.
         """
         if self.workers[rank] is not None:
             ray.kill(self.workers[rank])
@@ -236,10 +225,8 @@ class RayWorkerGroup:
     def run_all_workers_multiple_data(
         self, method: str, common_kwargs: dict[str, object] | None = None, **per_worker: Sequence[object]
     ) -> MultiWorkerFuture:
-        """Calls worker i with the i-th entry of every list.
-
-        Raises:
-            ValueError: A list does not have one entry per worker.
+        """Calls worker i with the i-th entry of every list. Raises ValueError: a list does not have one entry per
+        worker.
         """
         for key, values in per_worker.items():
             if len(values) != self.world_size:
@@ -265,7 +252,6 @@ class RayWorkerGroup:
         """Calls workers with their shard of each argument.
 
         Args:
-            method: Worker method.
             in_sharded_axes: Axes along which the arguments are nested lists, outermost first.
             replicate_on_axes: Axes whose workers all get the same shard; on an axis named nowhere only coordinate 0 is
                 called.
@@ -295,10 +281,8 @@ class RayWorkerGroup:
         return future
 
     def get_all_worker_results(self, future: MultiWorkerFuture, *, timeout_s: float | None = None) -> list[Any]:
-        """Waits for all called workers and returns the kept results in rank order.
-
-        Raises:
-            WorkerError: As soon as one worker failed.
+        """Waits for all called workers and returns the kept results in rank order. Raises WorkerError: as soon as one
+        worker failed.
         """
         identities = [self.identities[rank] for rank in future.called_workers]
         results = wait_for_workers(
@@ -367,13 +351,8 @@ def _import_path() -> list[str]:
 
 
 class PendingCall(Generic[Result]):
-    """One call.
-
-    Args:
-        group: The workers.
-        future: Their calls.
-        combine: Makes the result of the kept answers, in rank order.
-        on_error: Called once when a worker failed.
+    """One call. `combine`: makes the result of the kept answers, in rank order. `on_error`: called once when a worker
+    failed.
     """
 
     def __init__(
@@ -396,14 +375,8 @@ class PendingCall(Generic[Result]):
         return len(ready) == len(refs)
 
     def result(self, timeout_s: float | None = None) -> Result:
-        """Waits for the answer.
-
-        Args:
-            timeout_s: Deadline in seconds; that of the workers by default.
-
-        Raises:
-            WorkerError: A worker failed.
-            WorkerTimeoutError: No answer within the deadline.
+        """Waits for the answer. `timeout_s`: deadline in seconds; that of the workers by default. Raises WorkerError: a
+        worker failed; WorkerTimeoutError: no answer within the deadline.
         """
         try:
             return self._combine(self._group.get_all_worker_results(self._future, timeout_s=timeout_s))

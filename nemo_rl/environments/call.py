@@ -29,16 +29,14 @@ def step_environment(
     Args:
         handle: a Ray actor handle, or the environment itself.
         message_logs: B conversations that end with an assistant message.
-        metadata: B items.
         timeout_s: seconds the call may take.
         name: the environment's name, for messages.
 
-    Returns:
-        The environment's answer, with rewards as float32 and terminateds as bool tensors [B], and None lists filled in.
+    Returns the environment's answer, with rewards as float32 and terminateds as bool tensors [B], and None lists filled
+    in.
 
-    Raises:
-        EnvironmentFailure: it raised, died, took longer than the deadline, or returned a wrong number or
-            type of anything.
+    Raises EnvironmentFailure: it raised, died, took longer than the deadline, or returned a wrong number or type of
+    anything.
     """
     if len(message_logs) != len(metadata):
         raise ValueError(f"environment {name}: {len(message_logs)} conversations and {len(metadata)} metadata")
@@ -53,13 +51,11 @@ def environment_metrics(handle: Any, batch: Mapping[str, object], *, timeout_s: 
     """What an environment measures of a finished batch (`global_post_process_and_metrics`).
 
     Args:
-        handle: a Ray actor handle.
         batch: columns of the batch; what the environment changes there is not read.
         timeout_s: seconds the call may take.
         name: the environment's name, for messages.
 
-    Raises:
-        EnvironmentFailure: it raised, died, took longer than the deadline, or returned something else.
+    Raises EnvironmentFailure: it raised, died, took longer than the deadline, or returned something else.
     """
     import ray
 

@@ -132,7 +132,6 @@ def run_python(code: str, timeout_s: float, tests: str = "", sandbox: str | None
     """Runs code in a fresh interpreter.
 
     Args:
-        code: Python source.
         timeout_s: seconds after which it is ended, with everything it started.
         tests: Python source that uses the names of the code and raises where these are wrong.
         sandbox: one of `usable_sandbox`; None: the best that this machine has.
@@ -184,10 +183,8 @@ def _wait_for_end(judge: subprocess.Popen[bytes], folder: str) -> None:
 
 
 def usable_sandbox(wanted: str) -> str:
-    """The sandbox of this machine: bubblewrap, namespaces of the kernel, or limits alone.
-
-    Raises:
-        ConfigError: what was asked for by name does not work here.
+    """The sandbox of this machine: bubblewrap, namespaces of the kernel, or limits alone. Raises ConfigError: what was
+    asked for by name does not work here.
     """
     problems = []
     for sandbox in _SANDBOXES if wanted == "auto" else (wanted,):
@@ -318,11 +315,7 @@ def _reward(run: Run | None, metadata: Mapping[str, object]) -> float:
 
 
 class CodeJaccardEnvironment(EnvironmentInterface[dict[str, object]]):
-    """`env.code_jaccard`.
-
-    Args:
-        cfg: the keys of `env.code_jaccard`.
-    """
+    """`env.code_jaccard`. `cfg`: the keys of `env.code_jaccard`."""
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
         self.cfg = CodeJaccardEnvConfig.model_validate(dict(cfg))

@@ -42,8 +42,7 @@ def reward_function(
         arguments: further keys of the environment, which become keyword arguments.
         row: names that rows bring along; None while no row is known.
 
-    Raises:
-        ConfigError: it cannot be imported or called, or its parameters cannot be filled by name.
+    Raises ConfigError: it cannot be imported or called, or its parameters cannot be filled by name.
     """
     function = import_dotted(path, f"{key}.function")
     if isinstance(function, type) or not callable(function):
@@ -81,9 +80,7 @@ def reward_function(
 
 class FunctionEnvironment(EnvironmentInterface[Any]):
     """Episodes of one turn that a function rewards; an `async` function judges the responses of a call side by side.
-
-    Args:
-        cfg: `function`, its dotted path; `key`, the environment's dotted key; `arguments`, keyword arguments.
+    `cfg`: `function`, its dotted path; `key`, the environment's dotted key; `arguments`, keyword arguments.
     """
 
     def __init__(self, cfg: Mapping[str, Any]) -> None:

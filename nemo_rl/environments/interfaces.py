@@ -2,8 +2,7 @@
 over.
 
 A user's environment is one class that derives from `EnvironmentInterface`; named in YAML as `env.<name>.class`, it
-becomes a Ray actor. Knows no model, tokenizer or loop. Invariant: entry i of everything returned belongs to
-conversation i.
+becomes a Ray actor. Invariant: entry i of everything returned belongs to conversation i.
 """
 
 from __future__ import annotations
@@ -38,12 +37,9 @@ class Conversation(list[dict[str, Any]]):
     """Messages {role, content} of the prompt, then what a rollout added: the form in which environments get a sample.
 
     The prompt may hold assistant messages of its own; `response_of` is the one place that tells them from answers.
-
-    Attributes:
-        prompt_length: Number of messages of the prompt; None where a caller did not say.
     """
 
-    prompt_length: int | None = None
+    prompt_length: int | None = None  # number of messages of the prompt; None where a caller did not say
 
     @classmethod
     def of(cls, message_log: LLMMessageLogType) -> Conversation:
@@ -92,20 +88,17 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
     Attributes:
         observations: B messages {role, content} that follow the responses; content may be empty. The last one of an
             episode ends the sample's log, and is not trained on.
-        metadata: B items for the next step; None per item leaves what it was.
         next_stop_strings: B lists of strings that end the next response; None per item, or in all, leaves the run's
             own.
         rewards: float [B]; or several components, each under a name `reward/<name>`.
-        terminateds: bool [B].
-        answers: B extracted answers, for logs; None where there is none.
     """
 
     observations: Sequence[Observation]
-    metadata: Sequence[MetadataT | None]
+    metadata: Sequence[MetadataT | None]  # b items for the next step; None per item leaves what it was
     next_stop_strings: Sequence[Sequence[str] | None] | None
     rewards: torch.Tensor | Mapping[str, torch.Tensor]
-    terminateds: torch.Tensor
-    answers: Sequence[str | None] | None = None
+    terminateds: torch.Tensor  # bool [B]
+    answers: Sequence[str | None] | None = None  # b extracted answers, for logs; None where there is none
 
 
 class ActorOnRequest(abc.ABCMeta):
@@ -138,9 +131,7 @@ def _hides_nothing(record: logging.LogRecord) -> bool:
 
 
 class EnvironmentInterface(abc.ABC, Generic[MetadataT], metaclass=ActorOnRequest):
-    """Judges responses. Built with the mapping `env.<name>` (without `class` and `step_timeout_s`) as its one
-    argument.
-    """
+    """Judges responses. Its one argument is the mapping `env.<name>` (without `class` and `step_timeout_s`)."""
 
     @abc.abstractmethod
     def step(
@@ -159,8 +150,7 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT], metaclass=ActorOnRequest
             batch: `rewards`, `generated_lengths`, `truncated`, `prompt_number` (equal for samples of one prompt) and
                 each `reward/<name>` that `step` gave [B], and `task_name`.
 
-        Returns:
-            The batch, and the metrics; none unless overridden.
+        Returns the batch, and the metrics; none unless overridden.
         """
         return batch, {}
 

@@ -28,11 +28,7 @@ _THINK_THEN_ANSWER = re.compile(r"^<think>.*?</think>\n<answer>.*?</answer>$", r
 
 
 class MathEnvironment(EnvironmentInterface[dict[str, object]]):
-    """`env.math`.
-
-    Args:
-        cfg: the keys of `env.math`.
-    """
+    """`env.math`. `cfg`: the keys of `env.math`."""
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
         self.cfg = MathEnvConfig.model_validate(dict(cfg))
@@ -156,11 +152,7 @@ __getattr__, __dir__ = names_of(__name__)
 
 
 class ReasoningGymEnvironment(EnvironmentInterface[dict[str, object]]):
-    """`env.reasoning_gym`.
-
-    Args:
-        cfg: the keys of `env.reasoning_gym`.
-    """
+    """`env.reasoning_gym`. `cfg`: the keys of `env.reasoning_gym`."""
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
         self.cfg = ReasoningGymEnvConfig.model_validate(dict(cfg))

@@ -1,8 +1,8 @@
 """Environments by name, their actors, and the data and environments of a run together.
 
 `env.<name>.class` or `env.<name>.function` in YAML is all that a user's environment needs; `register_env` gives a class
-a name from Python. Knows no environment's inner life. Invariants: an environment gets exactly the keys of its mapping,
-without those that are read here; every task has an environment, whose actors are shared by all tasks that use it.
+a name from Python. Invariants: an environment gets exactly the keys of its mapping, without those that are read here;
+every task has an environment, whose actors are shared by all tasks that use it.
 """
 
 from __future__ import annotations
@@ -53,10 +53,8 @@ ResponseData = tuple[
 
 
 def register_env(env_name: str, actor_class_fqn: str) -> None:
-    """Gives an environment class a name, for `data.*.env_name`.
-
-    Raises:
-        UnknownEnvironment: another class has that name already.
+    """Gives an environment class a name, for `data.*.env_name`. Raises UnknownEnvironment: another class has that name
+    already.
     """
     known = CLASSES.get(env_name)
     if known is not None and known != actor_class_fqn:
@@ -65,11 +63,8 @@ def register_env(env_name: str, actor_class_fqn: str) -> None:
 
 
 def environment_class(name: str, config: EnvironmentConfig | None) -> Any:
-    """The class behind an environment name.
-
-    Raises:
-        UnknownEnvironment: no class has that name.
-        ConfigError: the class cannot be imported or has no `step`, or a function in its stead cannot be called.
+    """The class behind an environment name. Raises UnknownEnvironment: no class has that name; ConfigError: the class
+    cannot be imported or has no `step`, or a function in its stead cannot be called.
     """
     if config is not None and config.function is not None:
         reward_function(config.function, f"env.{name}", config.model_extra or {})
@@ -94,10 +89,8 @@ def environment_class(name: str, config: EnvironmentConfig | None) -> Any:
 
 
 def check_rows(datasets: Mapping[str, Any], env_of_task: Mapping[str, str], env_configs: EnvConfig) -> None:
-    """Whether the rows of each task bring along what the function that rewards them asks for.
-
-    Raises:
-        ConfigError: they do not.
+    """Whether the rows of each task bring along what the function that rewards them asks for. Raises ConfigError: they
+    do not.
     """
     for task, name in env_of_task.items():
         section = section_of(name, env_configs)
@@ -118,14 +111,11 @@ def create_env(name: str, env_configs: EnvConfig | Mapping[str, object]) -> Acto
     and its calls are made again: what belongs to a conversation is in its metadata, not in the actor.
 
     Args:
-        name: the environment's name.
         env_configs: `env`, as a section or a plain mapping; a mapping may also be that of the environment alone.
 
-    Returns:
-        The actor's handle.
+    Returns the actor's handle.
 
-    Raises:
-        UnknownEnvironment, ConfigError: see `environment_class`.
+    Raises UnknownEnvironment, ConfigError: see `environment_class`.
     """
     env_configs = _whole(name, env_configs)
     found = environment_class(name, section_of(name, env_configs))
@@ -182,18 +172,13 @@ def setup_response_data(
     """Loads datasets and starts environments.
 
     Args:
-        tokenizer: a Hugging Face tokenizer.
         data_config: `data`, as a section or a plain mapping.
         env_configs: `env`, the same.
-        is_vlm: not built yet.
 
-    Returns:
-        Training prompts, validation prompts (None without), environment actor per training task and per validation
-        task.
+    Returns training prompts, validation prompts (None without), environment actor per training task and per validation
+    task.
 
-    Raises:
-        DataError: see `nemo_rl.data.setup.load_datasets`.
-        UnknownEnvironment, ConfigError: see `environment_class`.
+    Raises DataError: see `nemo_rl.data.setup.load_datasets`; UnknownEnvironment, ConfigError: see `environment_class`.
     """
     if is_vlm:
         raise DataError("datasets of images (is_vlm) are not built yet")
@@ -217,10 +202,8 @@ def start_environments(names: Iterable[str], env_configs: EnvConfig) -> Actors:
 
 
 def await_environments(actors: Actors, env_configs: EnvConfig) -> None:
-    """Waits until every environment is built.
-
-    Raises:
-        EnvironmentFailure: one cannot be built, or takes longer than a call of it may.
+    """Waits until every environment is built. Raises EnvironmentFailure: one cannot be built, or takes longer than a
+    call of it may.
     """
     for name, replicas in actors.items():
         section = section_of(name, env_configs)

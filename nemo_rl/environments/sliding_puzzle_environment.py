@@ -31,11 +31,7 @@ class PuzzleState(TypedDict):
 
 
 class SlidingPuzzleEnvironment(EnvironmentInterface[PuzzleState]):
-    """`env.sliding_puzzle`.
-
-    Args:
-        cfg: the keys of `env.sliding_puzzle`.
-    """
+    """`env.sliding_puzzle`. `cfg`: the keys of `env.sliding_puzzle`."""
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
         self.cfg = SlidingPuzzleEnvConfig.model_validate(dict(cfg))

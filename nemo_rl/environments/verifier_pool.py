@@ -2,8 +2,8 @@
 
 A process that runs past its deadline is ended and replaced, and that answer earns 0. One that ends in another way, or
 stands still, is replaced too, and its answer is verified once more: something outside may have killed or stopped it.
-Knows processes and pipes, no mathematics. Invariants: `verify` returns one verdict per pair, in order, at most
-(2 * answers / workers + 1) * deadline later; no pipe is waited for beyond a deadline.
+Invariants: `verify` returns one verdict per pair, in order, at most (2 * answers / workers + 1) * deadline later; no
+pipe is waited for beyond a deadline.
 """
 
 from __future__ import annotations
@@ -69,10 +69,8 @@ class VerifierPool:
         self.timeouts = 0
 
     def verify(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
-        """Verdicts on pairs of response and expected answer.
-
-        Raises:
-            EnvironmentFailure: verifier processes cannot start.
+        """Verdicts on pairs of response and expected answer. Raises EnvironmentFailure: verifier processes cannot
+        start.
         """
         verdicts: list[Verdict | None] = [None] * len(pairs)
         waiting = list(range(len(pairs)))[::-1]

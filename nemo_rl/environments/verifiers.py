@@ -147,10 +147,7 @@ def _choice(letter: str | None, expected: str) -> Verdict:
 
 def reasoning_gym(response: str, expected: str) -> Verdict:
     """The score, 0 to 1, that reasoning-gym's own verifier gives; `expected` is a problem reference with the `tag` of
-    the answer, as JSON.
-
-    Raises:
-        Whatever a task's verifier raises on an answer it did not foresee.
+    the answer, as JSON. Raises whatever a task's verifier raises on an answer it did not foresee.
     """
     import json
 

@@ -1,8 +1,8 @@
 """What collectors have in common that roll prompts out beside training: waits, errors, the record, the end.
 
-A collector's rollouts are coroutines where requests are dispatched; the driver calls from its own thread. Knows no
-training and no order of prompts. Invariants: every wait has a deadline and says what it waited for; at `stop` nothing
-runs on, and every group that nobody trained is recorded as dropped.
+A collector's rollouts are coroutines where requests are dispatched; the driver calls from its own thread. Invariants:
+every wait has a deadline and says what it waited for; at `stop` nothing runs on, and every group that nobody trained is
+recorded as dropped.
 """
 
 from __future__ import annotations
@@ -52,49 +52,28 @@ class CollectorStalled(CollectorError):
 
 @dataclass(frozen=True)
 class StallPolicy:
-    """What a wait for groups does when none finishes.
+    """What a wait for groups does when none finishes."""
 
-    Attributes:
-        timeout_s: Seconds without a finished group that count as a stall.
-        aborts: Whether a stall ends the run; it is logged otherwise.
-        advice: What to do about it.
-    """
-
-    timeout_s: float = 600.0
-    aborts: bool = True
-    advice: str = ""
+    timeout_s: float = 600.0  # seconds without a finished group that count as a stall
+    aborts: bool = True  # whether a stall ends the run; it is logged otherwise
+    advice: str = ""  # what to do about it
 
 
 @dataclass(frozen=True)
 class CollectorParts:
-    """What a collector works with.
-
-    Attributes:
-        prompts: Batches of prompts.
-        rollouts: Rolls groups out.
-        store: Where finished groups wait for their step.
-        plan: How the rollouts of a batch are drawn.
-        start: Starts a coroutine on the loop where requests are dispatched.
-        generations: Samples per prompt.
-        record: Run record.
-    """
+    """What a collector works with. `start`: starts a coroutine on the loop where requests are dispatched."""
 
     prompts: EpochPrompts
     rollouts: LiveRollouts
-    store: ExperienceStore
-    plan: Callable[[int], RolloutPlan]
+    store: ExperienceStore  # where finished groups wait for their step
+    plan: Callable[[int], RolloutPlan]  # how the rollouts of a batch are drawn
     start: Callable[[Coroutine[object, object, object]], Future[Any]]
     generations: int
     record: Record
 
 
 class Collector:
-    """The common part.
-
-    Args:
-        parts: What it works with.
-        stall: What becomes of a wait without end.
-    """
+    """The common part. `stall`: what becomes of a wait without end."""
 
     def __init__(self, parts: CollectorParts, stall: StallPolicy) -> None:
         self._parts, self._stall = parts, stall
@@ -170,10 +149,8 @@ class Collector:
             self._parts.record.emit(WaitEnded(what, outcome))
 
     def _wait_for_change(self) -> None:
-        """Waits, under the lock, until something may have happened to a group.
-
-        Raises:
-            CollectorStalled: Nothing did for so long that the run ends.
+        """Waits, under the lock, until something may have happened to a group. Raises CollectorStalled: nothing did for
+        so long that the run ends.
         """
         left = self._last_progress + self._stall.timeout_s - time.monotonic()
         if left <= 0:
@@ -187,10 +164,8 @@ class Collector:
         self._changed.wait(min(left, _LOOK_S))
 
     def check_health(self) -> None:
-        """Raises what ended the collector, if something did.
-
-        Raises:
-            CollectorError: Rollouts failed or the collector was stopped.
+        """Raises what ended the collector, if something did. Raises CollectorError: rollouts failed or the collector
+        was stopped.
         """
         if isinstance(self._fatal, CollectorError):
             raise self._fatal

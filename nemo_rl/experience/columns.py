@@ -1,7 +1,7 @@
 """Finished trajectories as columns: token columns that training reads, and row columns that the driver decides on.
 
-Decides which tokens are trained: those of responses generated in this rollout, never the prompt's own history. Knows no
-store. Invariant: token columns are aligned and right-padded to one width; row columns never grow with sequence length.
+Decides which tokens are trained: those of responses generated in this rollout, never the prompt's own history.
+Invariant: token columns are aligned and right-padded to one width; row columns never grow with sequence length.
 """
 
 from __future__ import annotations
@@ -42,11 +42,7 @@ class RolloutColumns:
 
 
 def in_process(handle: BatchHandle) -> BatchedDataDict:
-    """The batch that a handle is.
-
-    Raises:
-        TypeError: It refers to rows that are stored elsewhere.
-    """
+    """The batch that a handle is. Raises TypeError: it refers to rows that are stored elsewhere."""
     if not isinstance(handle, BatchedDataDict):
         raise TypeError(f"expected a batch in this process, got a reference to {handle.size} rows of a data plane")
     return handle
@@ -65,7 +61,6 @@ def rollout_columns(
 
     Args:
         batch: The numbered input batch; `loss_multiplier` becomes the sample mask.
-        trajectories: One per row.
         pad_token_id: Padding of `input_ids`.
         multiple: The width is rounded up to a multiple of this.
         token_versions: Whether a column `token_versions` [B, S] says which weights made each trained token (-1
@@ -128,9 +123,7 @@ def _is_flagged(trajectory: Trajectory, flag: str) -> bool:
 
 def joined_rows(parts: Sequence[BatchedDataDict]) -> BatchedDataDict:
     """The row columns of several batches in one; a reward component that a batch's environments do not give is 0 there.
-
-    Args:
-        parts: Row columns of rollouts; components are named `reward/<name>`.
+    `parts`: row columns of rollouts; components are named `reward/<name>`.
     """
     names = sorted({name for part in parts for name in part if name.startswith("reward/")})
     filled = [BatchedDataDict({**dict.fromkeys(names, torch.zeros(part.size)), **part.get_dict()}) for part in parts]
@@ -155,11 +148,7 @@ def _training_messages(trajectory: Trajectory, token_versions: bool) -> list[dic
 
 
 def mint_ids(groups: Sequence[int]) -> list[str]:
-    """Row ids: one random name per prompt, and the number of the sample within it.
-
-    Args:
-        groups: Each row's prompt.
-    """
+    """Row ids: one random name per prompt, and the number of the sample within it."""
     names: dict[int, str] = {}
     counts: dict[int, int] = {}
     ids: list[str] = []

@@ -1,7 +1,7 @@
 """The store whose rows lie on the data plane: its handles are metas, its token stages run in an actor beside the rows.
 
-The driver moves ids, lengths, tags and one value per row; token columns pass it by. Knows no stage by name and no
-backend. Invariants: row ids are minted once; a step's rows are gone when it ends, however it ends.
+The driver moves ids, lengths, tags and one value per row; token columns pass it by. Invariants: row ids are minted
+once; a step's rows are gone when it ends, however it ends.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ class DataPlaneStore:
     """Columns on the data plane.
 
     Args:
-        client: The driver's.
         pad_token_id: Padding of token ids when columns are read.
         multiple: Widths are rounded up to a multiple of this.
         partition: Where rows go that are written here, rather than by a rollout actor.
@@ -76,7 +75,6 @@ class DataPlaneStore:
         """The same sources in an actor of this store, which writes what they give.
 
         Args:
-            train: Training rollouts.
             val: Validation rollouts, or None.
             events: The record that both write to.
             record: The run's, which takes these events over.
@@ -133,11 +131,8 @@ class DataPlaneStore:
         return self._changed("update", meta, columns)
 
     def commit(self, handle: BatchHandle, result: Scores, **renamed: str) -> KVBatchMeta:
-        """Takes note of what the workers wrote.
-
-        Raises:
-            TypeError: They gave it back.
-            ValueError: They wrote it under another name.
+        """Takes note of what the workers wrote. Raises TypeError: they gave it back; ValueError: they wrote it under
+        another name.
         """
         meta = self._current(handle)
         if not isinstance(result, StoredColumns):
@@ -164,7 +159,6 @@ class DataPlaneStore:
         return annotated
 
     def tag(self, handle: BatchHandle, name: str) -> torch.Tensor:
-        """See `ExperienceStore`."""
         return torch.tensor(self._current(handle).tag(name))
 
     def apply(self, handle: BatchHandle, stage: TokenStage) -> Applied:
@@ -246,10 +240,6 @@ class DataPlaneStore:
 class StageRunner:
     """Runs token stages where the rows can be reached. An actor, on the driver's node, so that stages may write log
     files.
-
-    Args:
-        client: Attaches by itself.
-        pad_values: Padding by column.
     """
 
     def __init__(self, client: DataPlaneClient, pad_values: Mapping[str, int]) -> None:

@@ -2,8 +2,8 @@
 
 Samples finish one by one; an environment is called with many conversations at once, in a thread, so that neither the
 event loop nor the environment pays per sample. As many calls run at once as the environment allows; what comes
-meanwhile waits and goes together. Knows environments only by their checked call. Invariant: every sample's step reaches
-its environment exactly once, and a failed call fails every sample that was in it, by the environment's name.
+meanwhile waits and goes together. Invariant: every sample's step reaches its environment exactly once, and a failed
+call fails every sample that was in it, by the environment's name.
 """
 
 from __future__ import annotations
@@ -33,21 +33,13 @@ _LEAST_THREADS = 32
 
 @dataclass(frozen=True)
 class EnvironmentHandle:
-    """An environment of this run.
-
-    Attributes:
-        name: Its name.
-        replicas: Actors or objects, each of which takes any conversation.
-        timeout_s: Deadline of one call in seconds.
-        calls: Calls that each replica works on at once.
-        max_batch: Most conversations of one call; None for no limit.
-    """
+    """An environment of this run."""
 
     name: str
-    replicas: tuple[object, ...]
-    timeout_s: float = 600.0
-    calls: int = 1
-    max_batch: int | None = None
+    replicas: tuple[object, ...]  # actors or objects, each of which takes any conversation
+    timeout_s: float = 600.0  # deadline of one call in seconds
+    calls: int = 1  # calls that each replica works on at once
+    max_batch: int | None = None  # most conversations of one call; None for no limit
 
     @classmethod
     def of(cls, name: str, replicas: Sequence[ActorHandle[object]], env_configs: EnvConfig) -> EnvironmentHandle:
@@ -61,25 +53,15 @@ class EnvironmentHandle:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """One sample's part of an environment's answer.
+    """One sample's part of an environment's answer."""
 
-    Attributes:
-        observation: Message with `role` and `content`.
-        metadata: What the environment wants back at its next step; None leaves what it was given.
-        stop_strings: Strings that end the next response.
-        reward: Total reward of this step.
-        components: `reward/<name>` parts, empty for a plain reward.
-        terminated: Whether the episode is over.
-        answer: What the environment read as the answer; None where it read none.
-    """
-
-    observation: dict[str, object]
-    metadata: object
-    stop_strings: list[str] | None
-    reward: float
-    components: dict[str, float]
-    terminated: bool
-    answer: str | None = None
+    observation: dict[str, object]  # message with `role` and `content`
+    metadata: object  # what the environment wants back at its next step; None leaves what it was given
+    stop_strings: list[str] | None  # strings that end the next response
+    reward: float  # total reward of this step
+    components: dict[str, float]  # `reward/<name>` parts, empty for a plain reward
+    terminated: bool  # whether the episode is over
+    answer: str | None = None  # what the environment read as the answer; None where it read none
 
 
 @dataclass
@@ -152,10 +134,8 @@ class EnvironmentBatcher:
         self._queue = _queues.setdefault(environment.name, EnvironmentQueue())
 
     async def step(self, message_log: LLMMessageLogType, metadata: object) -> StepOutcome:
-        """The environment's answer to one conversation.
-
-        Raises:
-            EnvironmentFailure: The environment raised, hung or answered with the wrong shape.
+        """The environment's answer to one conversation. Raises EnvironmentFailure: the environment raised, hung or
+        answered with the wrong shape.
         """
         answer: asyncio.Future[StepOutcome] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Waiting(message_log, metadata, answer, time.monotonic()))

@@ -1,8 +1,8 @@
 """The seam at which a control plane lends accelerators to a run and takes them back.
 
-The driver calls these hooks at fixed points; the default does nothing. Knows no control plane, and nothing here imports
-one. Order in a run: `on_trajectory_collector_created` once, then per step `begin_progress_batch`, `report_progress`
-while samples arrive, `end_progress_batch`, `before_training`, `before_weight_sync`, `after_training`.
+The driver calls these hooks at fixed points; the default does nothing. Order in a run:
+`on_trajectory_collector_created` once, then per step `begin_progress_batch`, `report_progress` while samples arrive,
+`end_progress_batch`, `before_training`, `before_weight_sync`, `after_training`.
 """
 
 from __future__ import annotations
@@ -65,9 +65,8 @@ class RLixHooksProtocol(Protocol):
     def after_training(self, step: int) -> int | None:
         """Brings generation to the weights of step `step` and gives the training accelerators back.
 
-        Returns:
-            The version that generation serves now, which is `step + 1`; None leaves the refit to the driver, and is an
-            error under a control plane.
+        Returns the version that generation serves now, which is `step + 1`; None leaves the refit to the driver, and is
+        an error under a control plane.
         """
         ...
 

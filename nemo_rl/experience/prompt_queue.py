@@ -21,41 +21,26 @@ class QueueProtocolError(RuntimeError):
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """What bounds the queue.
-
-    Attributes:
-        wanted: Prompt groups of a step.
-        last_step: No prompt is drawn for this step or later ones.
-        capacity: Groups that may be rolling or ready at a time.
-        max_inflight: Groups that may be rolling at a time; None for as many as the capacity allows.
-        min_fraction: Share of a step's groups without which it is not trained.
-        replaces: Whether the prompts that follow move up for one that was given up; its step is smaller otherwise.
+    """What bounds the queue. `replaces`: whether the prompts that follow move up for one that was given up; its step is
+    smaller otherwise.
     """
 
-    wanted: int
-    last_step: int
-    capacity: int
-    max_inflight: int | None = None
-    min_fraction: float = 1.0
+    wanted: int  # prompt groups of a step
+    last_step: int  # no prompt is drawn for this step or later ones
+    capacity: int  # groups that may be rolling or ready at a time
+    max_inflight: int | None = None  # groups that may be rolling at a time; None for as many as the capacity allows
+    min_fraction: float = 1.0  # share of a step's groups without which it is not trained
     replaces: bool = False
 
 
 @dataclass
 class Step:
-    """One optimizer step in the making.
+    """One optimizer step in the making. `replaced`: prompts that were given up and whose place another one took."""
 
-    Attributes:
-        version: Of the weights that it starts from, which is its number.
-        wanted: Groups that it is made of.
-        taken: Groups that were given to training, in that order.
-        dropped: Prompts that were given up and make it smaller.
-        replaced: Prompts that were given up and whose place another one took.
-    """
-
-    version: int
-    wanted: int
-    taken: list[GroupKey] = field(default_factory=list)
-    dropped: list[GroupKey] = field(default_factory=list)
+    version: int  # of the weights that it starts from, which is its number
+    wanted: int  # groups that it is made of
+    taken: list[GroupKey] = field(default_factory=list)  # groups that were given to training, in that order
+    dropped: list[GroupKey] = field(default_factory=list)  # prompts that were given up and make it smaller
     replaced: list[GroupKey] = field(default_factory=list)
 
     @property
@@ -82,13 +67,7 @@ class Drawn:
 
 
 class PromptQueue:
-    """Holds the prompts of a run on their way to a step.
-
-    Args:
-        sampler: Says which groups a step takes.
-        limits: Bounds.
-        version: Number of completed steps.
-    """
+    """Holds the prompts of a run on their way to a step. `sampler`: says which groups a step takes."""
 
     def __init__(self, sampler: Sampler, limits: QueueLimits, version: int = 0) -> None:
         self._sampler, self._limits = sampler, limits
@@ -175,10 +154,8 @@ class PromptQueue:
         return place < last * self._limits.wanted
 
     def to_launch(self, published: int) -> list[GroupKey]:
-        """Groups whose rollouts may begin now, in the order of their places.
-
-        Args:
-            published: The version that they begin under, which may still be that of the step before.
+        """Groups whose rollouts may begin now, in the order of their places. `published`: the version that they begin
+        under, which may still be that of the step before.
         """
         version = min(published, self.step.version)
         waiting = [

@@ -1,7 +1,6 @@
 """Batches of prompts across epochs, and where the loader stands.
 
-Knows the loader by its iterator and its state, and nothing of steps. Invariant: from a saved position the very batches
-follow that would have followed then.
+Invariant: from a saved position the very batches follow that would have followed then.
 """
 
 from __future__ import annotations
@@ -44,9 +43,6 @@ class EpochPrompts:
 
     Args:
         loader: Iterable with `state_dict`.
-        batch_size: Prompts per batch.
-        epoch: Epochs that are over.
-        max_epochs: Passes over the data.
 
     Attributes:
         epoch: Of the batch that was drawn last.
@@ -69,11 +65,8 @@ class EpochPrompts:
         return self._fetched.batch is not None
 
     def next(self) -> BatchedDataDict:
-        """The next batch; at an epoch's end the next epoch's first.
-
-        Raises:
-            StopIteration: The last epoch is over.
-            Whatever the loader raised.
+        """The next batch; at an epoch's end the next epoch's first. Raises StopIteration: the last epoch is over;
+        whatever the loader raised.
         """
         fetched, self._fetched = self._fetched or self._fetch(), None
         self.epoch = fetched.epoch

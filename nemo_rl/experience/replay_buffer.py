@@ -38,21 +38,13 @@ class GroupKey(NamedTuple):
 
 @dataclass
 class BufferedGroup:
-    """One finished group.
+    """One finished group."""
 
-    Attributes:
-        key: Its place in the run.
-        tokens: Handle of its token columns, pending in the store.
-        rows: Its small columns [G].
-        metrics: What its rollouts measured.
-        generated_at: Version that was published when its generation began.
-    """
-
-    key: GroupKey
-    tokens: BatchHandle
-    rows: BatchedDataDict
+    key: GroupKey  # its place in the run
+    tokens: BatchHandle  # handle of its token columns, pending in the store
+    rows: BatchedDataDict  # its small columns [G]
     metrics: dict[str, Any] = field(default_factory=dict)
-    generated_at: int = 0
+    generated_at: int = 0  # version that was published when its generation began
 
     @property
     def oldest(self) -> int:
@@ -67,11 +59,7 @@ class BufferedGroup:
 
 
 class ReplayBuffer:
-    """Groups by batch.
-
-    Args:
-        max_age: How many versions older than its step's weights a group's oldest token may be.
-    """
+    """Groups by batch. `max_age`: how many versions older than its step's weights a group's oldest token may be."""
 
     def __init__(self, max_age: int) -> None:
         self._max_age = max_age
@@ -82,10 +70,8 @@ class ReplayBuffer:
         return len(self._groups)
 
     def expect(self, target: int, attempt: int, numbers: Sequence[int]) -> None:
-        """A batch is going to be generated, with these group numbers.
-
-        Raises:
-            BufferProtocolError: The batch is known already.
+        """A batch is going to be generated, with these group numbers. Raises BufferProtocolError: the batch is known
+        already.
         """
         if (target, attempt) in self._expected:
             raise BufferProtocolError(f"generation batch {attempt} of step {target} is expected already")
@@ -96,11 +82,7 @@ class ReplayBuffer:
         return (target, attempt) in self._expected
 
     def add(self, group: BufferedGroup) -> None:
-        """A group is finished.
-
-        Raises:
-            BufferProtocolError: It was not expected, or is here already.
-        """
+        """A group is finished. Raises BufferProtocolError: it was not expected, or is here already."""
         key = group.key
         if key.number not in self._expected.get((key.target, key.attempt), set()):
             raise BufferProtocolError(
@@ -131,11 +113,8 @@ class ReplayBuffer:
         )
 
     def take(self, target: int, attempt: int) -> list[BufferedGroup]:
-        """A whole batch, in the order of its prompts; it leaves the buffer.
-
-        Raises:
-            BufferProtocolError: Groups are missing.
-            StaleGroupError: A group is too old for its step.
+        """A whole batch, in the order of its prompts; it leaves the buffer. Raises BufferProtocolError: groups are
+        missing; StaleGroupError: a group is too old for its step.
         """
         if not self.complete(target, attempt):
             raise BufferProtocolError(

@@ -1,7 +1,7 @@
 """Rollouts in a process of their own, which writes the rows and hands back a reference and one value per row.
 
 The actor wraps the same rollout sources as a run without data plane; token columns go from it to the store and never to
-the driver. Knows no algorithm. Invariant: a generation batch is one write, under ids minted here and nowhere else.
+the driver. Invariant: a generation batch is one write, under ids minted here and nowhere else.
 """
 
 from __future__ import annotations
@@ -34,27 +34,15 @@ _ROLLOUT_TIMEOUT_S = 6 * 3600.0
 
 @dataclass(frozen=True)
 class ActorSources:
-    """Where an actor's rollouts come from.
+    """Where an actor's rollouts come from."""
 
-    Attributes:
-        by_purpose: The purpose is the partition.
-        events: The record that the sources write to; pickled with them, so that it stays theirs.
-        generation: What the sources generate with; None where rollouts are replayed.
-    """
-
-    by_purpose: Mapping[Purpose, RolloutSource]
-    events: MemoryRecord
-    generation: DetachedGenerator | None = None
+    by_purpose: Mapping[Purpose, RolloutSource]  # the purpose is the partition
+    events: MemoryRecord  # the record that the sources write to; pickled with them, so that it stays theirs
+    generation: DetachedGenerator | None = None  # what the sources generate with; None where rollouts are replayed
 
 
 class RolloutActor:
-    """Rolls out and writes.
-
-    Args:
-        sources: Where rollouts come from.
-        client: Attaches by itself.
-        multiple: Readers round widths up to a multiple of this.
-    """
+    """Rolls out and writes. `multiple`: readers round widths up to a multiple of this."""
 
     def __init__(self, sources: ActorSources, client: DataPlaneClient, multiple: int) -> None:
         self._sources = dict(sources.by_purpose)
@@ -87,13 +75,8 @@ class RolloutActor:
 
 
 def write_rollout(client: DataPlaneClient, columns: RolloutColumns, partition: str, multiple: int) -> KVBatchMeta:
-    """Writes the token columns of a rollout in one go, under ids minted here.
-
-    Args:
-        client: The data plane.
-        columns: The rollout, its tokens in this process.
-        partition: Where the rows go.
-        multiple: Readers round widths up to a multiple of this.
+    """Writes the token columns of a rollout in one go, under ids minted here. `columns`: the rollout, its tokens in
+    this process. `multiple`: readers round widths up to a multiple of this.
     """
     versions = columns.rows["weight_version"].tolist() if "weight_version" in columns.rows else None
     return kv_first_write(
@@ -108,13 +91,8 @@ def write_rollout(client: DataPlaneClient, columns: RolloutColumns, partition: s
 
 
 class RemoteRollouts:
-    """A rollout source whose rollouts happen in the actor.
-
-    Args:
-        actor: The actor.
-        purpose: Which of its sources.
-        record: Takes the events of the rollouts.
-        owner: Owns the shards that the actor uses, and hears which of them died there.
+    """A rollout source whose rollouts happen in the actor. `record`: takes the events of the rollouts. `owner`: owns
+    the shards that the actor uses, and hears which of them died there.
     """
 
     def __init__(
@@ -126,7 +104,6 @@ class RemoteRollouts:
         self._owner = owner
 
     def roll_out(self, batch: BatchedDataDict, plan: RolloutPlan, attempt: int) -> Rollout:
-        """See `RolloutSource`."""
         serving = self._owner.serving() if self._owner is not None else None
         ref = self._actor.rollout_to_tq.remote(self._purpose, batch, plan, attempt, serving)
         rollout: Rollout = call(

@@ -1,8 +1,8 @@
 """Where a step's rollouts come from: generated live, and written down, or read back from a recording.
 
 A recording holds the columns of every generation batch, so a run can be repeated without an engine: for equality tests,
-debugging and profiling of everything after generation. Knows no algorithm. Invariant: replaying a recording yields the
-very tensors that were recorded.
+debugging and profiling of everything after generation. Invariant: replaying a recording yields the very tensors that
+were recorded.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ class LiveRollouts:
     """A `RolloutSource` that generates.
 
     Args:
-        runner: Rolls out batches.
         pad_token_id: Padding of `input_ids`.
         multiple: Widths are rounded up to a multiple of this.
         conversations: Whether columns hold each sample's messages and expected answer, to be shown.
@@ -123,11 +122,7 @@ class ReplayedRollouts:
             )
 
     def roll_out(self, batch: BatchedDataDict, plan: RolloutPlan, attempt: int) -> Rollout:
-        """See `RolloutSource`.
-
-        Raises:
-            RecordingError: The step was not recorded, or for another number of samples.
-        """
+        """See `RolloutSource`. Raises RecordingError: the step was not recorded, or for another number of samples."""
         path = _file(self._directory, plan.step, attempt)
         if not path.exists():
             raise RecordingError(f"{path} does not exist: the recording ends before step {plan.step + 1}")

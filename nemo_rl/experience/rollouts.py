@@ -1,9 +1,8 @@
 """Rollouts: each sample goes turn by turn through generation and its environment until it ends; and what is measured of
 them.
 
-One coroutine per sample over token ids; nothing is tokenised twice. Knows generation and environments by their
-interfaces, and nothing of rewards processing or training. Invariants: a sample's environment is stepped once per turn,
-after that turn's response is complete; row i of the result is row i of the input, whatever finished first.
+One coroutine per sample over token ids; nothing is tokenised twice. Invariants: a sample's environment is stepped once
+per turn, after that turn's response is complete; row i of the result is row i of the input, whatever finished first.
 """
 
 from __future__ import annotations
@@ -55,81 +54,48 @@ class RolloutGenerator(Protocol):
 
 @dataclass(frozen=True)
 class RolloutLimits:
-    """Limits of every sample.
-
-    Attributes:
-        max_total_tokens: Prompt, responses and observations together.
-        max_new_tokens: One response.
-        max_turns: Rounds of generation and environment.
-        generation_s: Deadline of one response, in seconds; None for none but the engine's own.
-        environment_s: Deadline of one step of the environment, its batched call and the wait for it; likewise.
+    """Limits of every sample. `environment_s`: deadline of one step of the environment, its batched call and the wait
+    for it; likewise.
     """
 
-    max_total_tokens: int
+    max_total_tokens: int  # prompt, responses and observations together
     max_new_tokens: int
-    max_turns: int
-    generation_s: float | None = None
+    max_turns: int  # rounds of generation and environment
+    generation_s: float | None = None  # deadline of one response, in seconds; None for none but the engine's own
     environment_s: float | None = None
 
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """How a batch is rolled out.
-
-    Attributes:
-        run_seed: Seed of the run.
-        step: RL step (validation adds its own offset), part of every request's seed and id.
-        sampling: How tokens are drawn.
-        limits: Limits of every sample.
-        stop_strings: End every response, besides what prompts and environments ask for.
-    """
+    """How a batch is rolled out."""
 
     run_seed: int
-    step: int
+    step: int  # RL step (validation adds its own offset), part of every request's seed and id
     sampling: GenerationSamplingParams
     limits: RolloutLimits
-    stop_strings: tuple[str, ...] = ()
+    stop_strings: tuple[str, ...] = ()  # end every response, besides what prompts and environments ask for
 
 
 @dataclass
 class Trajectory:
-    """One finished sample.
+    """One finished sample."""
 
-    Attributes:
-        message_log: All messages with token ids; responses carry `generation_logprobs`.
-        reward: Sum over turns.
-        components: Sums of `reward/<name>` over turns.
-        truncated: A response or observation was cut.
-        terminated: The environment ended the episode.
-        turns: Rounds taken.
-        generated: Response tokens per turn.
-        observed: Tokens that came from the environment.
-        spans: Weight versions, over the tokens of all responses.
-        metadata: The environment's last metadata.
-        answer: The last answer that the environment read; None without one.
-    """
-
-    message_log: LLMMessageLogType
+    message_log: LLMMessageLogType  # all messages with token ids; responses carry `generation_logprobs`
     reward: float = 0.0
-    components: dict[str, float] = field(default_factory=dict)
-    truncated: bool = False
-    terminated: bool = False
+    components: dict[str, float] = field(default_factory=dict)  # sums of `reward/<name>` over turns
+    truncated: bool = False  # a response or observation was cut
+    terminated: bool = False  # the environment ended the episode
     turns: int = 0
     generated: list[int] = field(default_factory=list)
-    observed: int = 0
-    spans: list[VersionSpan] = field(default_factory=list)
+    observed: int = 0  # tokens that came from the environment
+    spans: list[VersionSpan] = field(default_factory=list)  # weight versions, over the tokens of all responses
     metadata: Any = None
-    answer: str | None = None
+    answer: str | None = None  # the last answer that the environment read; None without one
 
 
 class RolloutRunner:
-    """Rolls out batches.
-
-    Args:
-        generation: Where responses come from.
-        tokenizer: Decodes responses and encodes observations.
-        environments: Environment of each task.
-        record: Takes which weights made every sample's tokens.
+    """Rolls out batches. `tokenizer`: decodes responses and encodes observations. `record`: takes which weights made
+    every sample's tokens.
     """
 
     def __init__(
@@ -155,12 +121,9 @@ class RolloutRunner:
         Args:
             batch: `message_log`, `task_name`, `extra_env_info`, `stop_strings` (lists of B), `prompt_number` and
                 `sample_number` [B].
-            plan: How.
 
-        Raises:
-            GenerationError: An engine failed.
-            EnvironmentFailure: An environment failed.
-            KeyError: A task has no environment.
+        Raises GenerationError: an engine failed; EnvironmentFailure: an environment failed; KeyError: a task has no
+        environment.
         """
         return self._generation.run_on_dispatch_loop(self._run_all(batch, plan))
 
@@ -287,11 +250,7 @@ def _stop_strings(plan: RolloutPlan, more: Sequence[str] | None) -> tuple[str, .
 
 def number_samples(batch: BatchedDataDict, generations: int, first_prompt: int = 0) -> BatchedDataDict:
     """Repeats every prompt `generations` times in place and numbers prompts and samples, which seeds and groups follow.
-
-    Args:
-        batch: One row per prompt.
-        generations: Samples per prompt.
-        first_prompt: Number of the batch's first prompt within its step.
+    `first_prompt`: number of the batch's first prompt within its step.
     """
     prompts = batch.size
     repeated = BatchedDataDict({k: v for k, v in batch.items() if k != "message_log"}).repeat_interleave(generations)
@@ -305,11 +264,8 @@ def number_samples(batch: BatchedDataDict, generations: int, first_prompt: int =
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory], max_turns: int) -> dict[str, object]:
-    """Turns, terminations, token counts and rewards; `histogram/*` are lists with one entry per sample.
-
-    Args:
-        trajectories: Finished samples, at least one.
-        max_turns: The limit on turns.
+    """Turns, terminations, token counts and rewards; `histogram/*` are lists with one entry per sample. `trajectories`:
+    finished samples, at least one.
     """
     turns = np.array([t.turns for t in trajectories], dtype=np.float64)
     generated = np.array([sum(t.generated) for t in trajectories], dtype=np.float64)
@@ -345,10 +301,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], max_turns: int) -> dict[
 
 def merged_rollout_metrics(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The metrics of several equally large groups as those of one batch: totals add up, extremes stay extremes,
-    histograms join, the rest is averaged.
-
-    Args:
-        parts: What `rollout_metrics` gave for each group.
+    histograms join, the rest is averaged. `parts`: what `rollout_metrics` gave for each group.
     """
     merged: dict[str, object] = {}
     for name in parts[0] if parts else ():

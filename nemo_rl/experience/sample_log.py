@@ -1,7 +1,7 @@
 """Samples as JSON lines, written where their rows are: one object per row, token columns without their padding.
 
-A token stage like any other, so that samples never travel through the driver only to be logged. Knows names as it is
-told them. Invariant: line i of a file is row i of the batch.
+A token stage like any other, so that samples never travel through the driver only to be logged. Invariant: line i of a
+file is row i of the batch.
 """
 
 from __future__ import annotations

@@ -31,23 +31,14 @@ class SlotStatus(Enum):
 
 @dataclass(frozen=True)
 class Slot:
-    """One prompt group that was drawn and is not trained.
+    """One prompt group that was drawn and is not trained."""
 
-    Attributes:
-        key: Its identity: the batch that it was drawn with, the attempt, its number.
-        place: Number of the group in the order of training, over the whole run.
-        status: Where it is.
-        started: Version that was published when its generation began; None before.
-        arrived: Number of its arrival; None until it is ready.
-        attempts: Rollouts of it that failed.
-    """
-
-    key: GroupKey
-    place: int
+    key: GroupKey  # its identity: the batch that it was drawn with, the attempt, its number
+    place: int  # number of the group in the order of training, over the whole run
     status: SlotStatus = SlotStatus.WAITING
-    started: int | None = None
-    arrived: int | None = None
-    attempts: int = 0
+    started: int | None = None  # version that was published when its generation began; None before
+    arrived: int | None = None  # number of its arrival; None until it is ready
+    attempts: int = 0  # rollouts of it that failed
 
     @property
     def ready(self) -> bool:
@@ -60,30 +51,19 @@ class Slot:
 
 
 class Sampler(Protocol):
-    """Chooses groups.
+    """Chooses groups."""
 
-    Attributes:
-        max_lag: How many versions old a group may be when it is trained; None for any number.
-        paced: Whether prompts are dispatched for at most `max_lag + 1` steps at a time.
-        in_order: Whether a step takes exactly the groups whose place is its own.
-    """
-
-    max_lag: int | None
-    paced: bool
-    in_order: bool
+    max_lag: int | None  # how many versions old a group may be when it is trained; None for any number
+    paced: bool  # whether prompts are dispatched for at most `max_lag + 1` steps at a time
+    in_order: bool  # whether a step takes exactly the groups whose place is its own
 
     def window(self) -> int:
         """How many versions early prompts are dispatched."""
         ...
 
     def eligible(self, slots: Sequence[Slot], version: int, first: int, wanted: int) -> Sequence[Slot]:
-        """The ready slots that the step which starts from `version` may take, those it prefers first.
-
-        Args:
-            slots: Every slot that is not trained, by place.
-            version: Of the weights.
-            first: Place of the step's first group.
-            wanted: Groups of the step.
+        """The ready slots that the step which starts from `version` may take, those it prefers first. `slots`: every
+        slot that is not trained, by place. `first`: place of the step's first group.
         """
         ...
 
@@ -211,14 +191,8 @@ BUILT_IN: Mapping[str, type] = {
 
 
 def custom_sampler(target: str, settings: Mapping[str, object]) -> Sampler:
-    """A sampler of the user's.
-
-    Args:
-        target: `module:Class`.
-        settings: Its further keys.
-
-    Raises:
-        SamplerError: It cannot be imported or made, or lacks a part of `Sampler`.
+    """A sampler of the user's. `target`: `module:Class`. Raises SamplerError: it cannot be imported or made, or lacks a
+    part of `Sampler`.
     """
     where = f"async_rl.sampler.target={target}"
     module, _, name = target.partition(":")

@@ -29,33 +29,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StageOutput:
-    """What a stage made of its rows.
+    """What a stage made of its rows."""
 
-    Attributes:
-        columns: new per-token columns [B, S], which stay with the rows.
-        rows: scalars per row [B], which travel to the driver.
-    """
-
-    columns: dict[str, torch.Tensor]
-    rows: dict[str, torch.Tensor]
+    columns: dict[str, torch.Tensor]  # new per-token columns [B, S], which stay with the rows
+    rows: dict[str, torch.Tensor]  # scalars per row [B], which travel to the driver
 
 
 @dataclass(frozen=True)
 class TokenStage:
     """A stage with the columns it declares. Can be pickled: `run` is a module-level function, `params` are plain
     values.
-
-    Attributes:
-        run: called with the columns it reads and `params`.
-        reads: columns it needs.
-        writes: columns it makes.
-        params: keyword arguments of `run`.
     """
 
-    run: Callable[..., StageOutput]
+    run: Callable[..., StageOutput]  # called with the columns it reads and `params`
     reads: tuple[str, ...]
     writes: tuple[str, ...] = ()
-    params: Mapping[str, object] = field(default_factory=dict)
+    params: Mapping[str, object] = field(default_factory=dict)  # keyword arguments of `run`
 
     @property
     def name(self) -> str:
@@ -63,11 +52,7 @@ class TokenStage:
         return self.run.__name__
 
     def __call__(self, columns: BatchedDataDict) -> StageOutput:
-        """Run on some rows.
-
-        Raises:
-            KeyError: a declared column is missing.
-        """
+        """Run on some rows. Raises KeyError: a declared column is missing."""
         missing = [name for name in self.reads if name not in columns]
         if missing:
             raise KeyError(f"stage {self.name} reads {missing}, which the batch lacks; it has {sorted(columns)}")
@@ -90,10 +75,8 @@ class SpentHandles:
         self._verbs[key] = weakref.ref(handle, lambda _: self._verbs.pop(key, None)), verb
 
     def check(self, handle: BatchHandle) -> None:
-        """Whether verbs take the handle.
-
-        Raises:
-            SpentHandleError: One of them gave a new handle in its place, or cleared its rows.
+        """Whether verbs take the handle. Raises SpentHandleError: one of them gave a new handle in its place, or
+        cleared its rows.
         """
         spent = self._verbs.get(id(handle))
         if spent is not None and spent[0]() is handle:
@@ -139,11 +122,7 @@ class ExperienceStore(Protocol):
         ...
 
     def read(self, handle: BatchHandle, columns: Sequence[str]) -> BatchedDataDict:
-        """The named columns, in row order.
-
-        Raises:
-            KeyError: A column was never written.
-        """
+        """The named columns, in row order. Raises KeyError: a column was never written."""
         ...
 
     def columns(self, handle: BatchHandle) -> list[str]:
@@ -157,19 +136,11 @@ class ExperienceStore(Protocol):
         ...
 
     def tag(self, handle: BatchHandle, name: str) -> torch.Tensor:
-        """What was noted, [B].
-
-        Raises:
-            KeyError: Some row was never annotated with it.
-        """
+        """What was noted, [B]. Raises KeyError: some row was never annotated with it."""
         ...
 
     def apply(self, handle: BatchHandle, stage: TokenStage) -> Applied:
-        """Runs a stage where the rows are. From any thread.
-
-        Raises:
-            Whatever the stage raised.
-        """
+        """Runs a stage where the rows are. From any thread. Raises whatever the stage raised."""
         ...
 
     def select(self, handle: BatchHandle, rows: Sequence[int]) -> BatchHandle:
@@ -198,11 +169,8 @@ class ExperienceStore(Protocol):
 
 
 class InProcessStore:
-    """Rows in this process; the handle is the batch.
-
-    Args:
-        pad_token_id: Padding of `input_ids` when batches of different width are joined.
-        multiple: Widths are rounded up to a multiple of this.
+    """Rows in this process; the handle is the batch. `pad_token_id`: padding of `input_ids` when batches of different
+    width are joined. `multiple`: widths are rounded up to a multiple of this.
     """
 
     def __init__(self, pad_token_id: int, multiple: int = 1) -> None:
@@ -227,21 +195,13 @@ class InProcessStore:
         return self._changed("update", handle, columns)
 
     def commit(self, handle: BatchHandle, result: Scores, **renamed: str) -> BatchedDataDict:
-        """Takes the result's columns under their new names.
-
-        Raises:
-            TypeError: The result lies on a data plane.
-        """
+        """Takes the result's columns under their new names. Raises TypeError: the result lies on a data plane."""
         if not isinstance(result, BatchedDataDict):
             raise TypeError(f"expected the columns of a result, got {result}: they are not in this process")
         return self._changed("commit", handle, {column: result[name] for column, name in renamed.items()})
 
     def read(self, handle: BatchHandle, columns: Sequence[str]) -> BatchedDataDict:
-        """The named columns.
-
-        Raises:
-            KeyError: A column was never written.
-        """
+        """The named columns. Raises KeyError: a column was never written."""
         batch = self._current(handle)
         missing = [name for name in columns if name not in batch]
         if missing:
@@ -257,7 +217,6 @@ class InProcessStore:
         return self._changed("annotate", handle, {TAG + name: value for name, value in tags.items()})
 
     def tag(self, handle: BatchHandle, name: str) -> torch.Tensor:
-        """See `ExperienceStore`."""
         batch = self._current(handle)
         if TAG + name not in batch:
             raise KeyError(

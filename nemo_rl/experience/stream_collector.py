@@ -1,9 +1,9 @@
 """Rolls prompts out for a streaming run and gives a step its groups as they finish.
 
 `PromptQueue` decides; this part does: it draws prompts in the driver's thread, runs rollouts where requests are
-dispatched, keeps the finished groups, and writes the run record. Knows no training. Invariants: what the queue says is
-done under one lock; every wait has a deadline and says what it waited for; at `stop` nothing runs on, and every prompt
-that was not trained is recorded as dropped.
+dispatched, keeps the finished groups, and writes the run record. Invariants: what the queue says is done under one
+lock; every wait has a deadline and says what it waited for; at `stop` nothing runs on, and every prompt that was not
+trained is recorded as dropped.
 """
 
 from __future__ import annotations
@@ -46,21 +46,13 @@ _TICK_S = 0.05
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """What becomes of rollouts that fail.
+    """What becomes of rollouts that fail."""
 
-    Attributes:
-        infra_attempts: Rollouts of a prompt before failures of the machinery end the run.
-        data_attempts: Rollouts of a prompt before failures of its own make it be dropped.
-        backoff_s: First pause and longest pause between attempts.
-        max_skipped: Prompts that a run may drop.
-        max_in_a_row: Prompts that may be dropped without one that finishes between them.
-    """
-
-    infra_attempts: int = 5
-    data_attempts: int = 2
-    backoff_s: tuple[float, float] = (1.0, 30.0)
-    max_skipped: int = 0
-    max_in_a_row: int = 0
+    infra_attempts: int = 5  # rollouts of a prompt before failures of the machinery end the run
+    data_attempts: int = 2  # rollouts of a prompt before failures of its own make it be dropped
+    backoff_s: tuple[float, float] = (1.0, 30.0)  # first pause and longest pause between attempts
+    max_skipped: int = 0  # prompts that a run may drop
+    max_in_a_row: int = 0  # prompts that may be dropped without one that finishes between them
 
 
 class SavedBatch(NamedTuple):
@@ -82,13 +74,8 @@ class _Prompt:
 
 
 class StreamCollector(Collector):
-    """Collects the experience of one streaming run.
-
-    Args:
-        parts: What it works with.
-        queue: Decides.
-        failures: What becomes of rollouts that fail.
-        stall: What becomes of a wait without end.
+    """Collects the experience of one streaming run. `failures`: what becomes of rollouts that fail. `stall`: what
+    becomes of a wait without end.
     """
 
     def __init__(self, parts: CollectorParts, queue: PromptQueue, failures: FailurePolicy, stall: StallPolicy) -> None:
@@ -241,10 +228,8 @@ class StreamCollector(Collector):
             return wanted
 
     def _tries_again(self, key: GroupKey, error: BaseException) -> bool:
-        """Whether a failed rollout is tried again; its prompt is given up otherwise.
-
-        Raises:
-            CollectorError: The run's budget for failures is used up.
+        """Whether a failed rollout is tried again; its prompt is given up otherwise. Raises CollectorError: the run's
+        budget for failures is used up.
         """
         policy, machinery, name = self._policy, is_infrastructure(error), group_name(key)
         with self._changed:
@@ -305,9 +290,8 @@ class StreamCollector(Collector):
             on_progress: Called with the groups that the step has or could take, and its total, as they grow.
             before_wait: Called once, before the first wait, where the groups are not there yet.
 
-        Raises:
-            StopIteration: The prompts are used up, and the open step is too small without them.
-            CollectorError: Rollouts failed, too many prompts of the step were dropped, or nothing arrived in time.
+        Raises StopIteration: the prompts are used up, and the open step is too small without them; CollectorError:
+        rollouts failed, too many prompts of the step were dropped, or nothing arrived in time.
         """
         waits = False
         with self._waiting(f"groups of step {self.queue.step.version}"):

@@ -2,8 +2,8 @@
 
 Prompts are drawn a batch at a time, each batch for one step; a step's rollouts may begin as soon as a version is
 published that is at most `max_age` older than the step's. Rollouts run as coroutines where requests are dispatched; the
-driver calls from its own thread. Knows no training. Invariants: every drawn prompt group reaches the buffer exactly
-once or ends the run with its error; every wait has a deadline; at `stop` nothing runs on.
+driver calls from its own thread. Invariants: every drawn prompt group reaches the buffer exactly once or ends the run
+with its error; every wait has a deadline; at `stop` nothing runs on.
 """
 
 from __future__ import annotations
@@ -45,19 +45,12 @@ Admitted = tuple[GroupKey, BatchedDataDict]
 
 @dataclass(frozen=True)
 class CollectorLimits:
-    """What bounds the collector.
+    """What bounds the collector."""
 
-    Attributes:
-        max_age: How many versions a step's rollouts may begin early.
-        last_step: No prompt is drawn for this step or later ones.
-        max_failures: Failed rollouts in a row that are tried again; one more ends the run.
-        stall_s: Without any finished group for so long, waiting ends with an error.
-    """
-
-    max_age: int
-    last_step: int
-    max_failures: int = 0
-    stall_s: float = 1800.0
+    max_age: int  # how many versions a step's rollouts may begin early
+    last_step: int  # no prompt is drawn for this step or later ones
+    max_failures: int = 0  # failed rollouts in a row that are tried again; one more ends the run
+    stall_s: float = 1800.0  # without any finished group for so long, waiting ends with an error
 
 
 @dataclass
@@ -81,12 +74,7 @@ class SavedDraw(NamedTuple):
 
 
 class TrajectoryCollector(Collector):
-    """Collects one run's experience.
-
-    Args:
-        parts: What it works with.
-        limits: Bounds.
-    """
+    """Collects one run's experience."""
 
     def __init__(self, parts: CollectorParts, limits: CollectorLimits) -> None:
         super().__init__(parts, StallPolicy(limits.stall_s))
@@ -233,13 +221,11 @@ class TrajectoryCollector(Collector):
         """The groups of one generation batch of a step, as soon as all of them are finished.
 
         Args:
-            target: The step.
             attempt: Which of its generation batches; one that was not drawn yet is drawn now.
             on_progress: Called with the finished groups and their total, as they grow, up to the last.
 
-        Raises:
-            StopIteration: The prompts are exhausted.
-            CollectorError: Rollouts failed, the collector was stopped, or nothing arrived in time.
+        Raises StopIteration: the prompts are exhausted; CollectorError: rollouts failed, the collector was stopped, or
+        nothing arrived in time.
         """
         if not self.buffer.knows(target, attempt):
             self._launch(self._draw(target, attempt))
@@ -284,10 +270,8 @@ class TrajectoryCollector(Collector):
     # -- refits -------------------------------------------------------------------------------------------------------
 
     def prepare_for_refit(self, timeout_s: float) -> None:
-        """Lets no rollout begin, and waits for those that run.
-
-        Raises:
-            CollectorError: Rollouts still run after `timeout_s`, or failed.
+        """Lets no rollout begin, and waits for those that run. Raises CollectorError: rollouts still run after
+        `timeout_s`, or failed.
         """
         self._parts.start(self._gate(is_open=False)).result(timeout=timeout_s)
         deadline = time.monotonic() + timeout_s

@@ -1,8 +1,8 @@
 """Low-rank adapters as files in PEFT's format, and what they make of a model on disk.
 
 A directory with `adapter_config.json` and `adapter_model.safetensors`, which PEFT and vLLM read; tensors are called
-`base_model.model.<module>.lora_A.weight` (`[rank, in]`) and `lora_B.weight` (`[out, rank]`). Knows files, no module in
-memory. Invariant: merged, a weight is `W + alpha / rank * B @ A` (https://arxiv.org/abs/2106.09685), added in float32.
+`base_model.model.<module>.lora_A.weight` (`[rank, in]`) and `lora_B.weight` (`[out, rank]`). Invariant: merged, a
+weight is `W + alpha / rank * B @ A` (https://arxiv.org/abs/2106.09685), added in float32.
 """
 
 from __future__ import annotations
@@ -28,19 +28,12 @@ class AdapterError(UserError, ValueError):
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """What `adapter_config.json` says, as far as it is read here.
+    """What `adapter_config.json` says, as far as it is read here."""
 
-    Attributes:
-        base_model_name_or_path: the model that it adapts.
-        r: rank.
-        lora_alpha: scale times rank.
-        target_modules: last names of the adapted modules.
-    """
-
-    base_model_name_or_path: str
+    base_model_name_or_path: str  # the model that it adapts
     r: int
     lora_alpha: float
-    target_modules: list[str]
+    target_modules: list[str]  # last names of the adapted modules
 
     @property
     def scale(self) -> float:
@@ -72,10 +65,8 @@ def write_adapter(directory: str | Path, info: AdapterInfo, tensors: Mapping[str
 
 
 def read_adapter(directory: str | Path) -> tuple[AdapterInfo, dict[str, torch.Tensor]]:
-    """An adapter's configuration, and its tensors by `<module>.lora_A` and `<module>.lora_B`.
-
-    Raises:
-        AdapterError: there is none, or it is not one of plain low-rank factors.
+    """An adapter's configuration, and its tensors by `<module>.lora_A` and `<module>.lora_B`. Raises AdapterError:
+    there is none, or it is not one of plain low-rank factors.
     """
     from safetensors.torch import load_file
 
@@ -106,10 +97,8 @@ def merged(name: str, weight: torch.Tensor, adapters: Mapping[str, torch.Tensor]
 
 
 def base_directory(name_or_path: str) -> Path:
-    """The directory of an adapter's base model, downloaded where it is a name on the hub.
-
-    Raises:
-        AdapterError: it is neither.
+    """The directory of an adapter's base model, downloaded where it is a name on the hub. Raises AdapterError: it is
+    neither.
     """
     path = Path(name_or_path).expanduser()
     if (path / "config.json").is_file():

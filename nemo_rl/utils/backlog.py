@@ -1,7 +1,7 @@
 """Work that one thread does behind its caller, in the order in which it was given.
 
-Knows nothing of what the work is. Invariants: at most one piece runs, and none waits; what a piece raised is raised
-once, by the next call; after `close` nothing runs.
+Invariants: at most one piece runs, and none waits; what a piece raised is raised once, by the next call; after `close`
+nothing runs.
 """
 
 from __future__ import annotations
@@ -18,11 +18,8 @@ class BacklogStuck(TimeoutError):
 
 
 class Backlog:
-    """One piece of work at a time.
-
-    Args:
-        name: Of the thread, and in messages.
-        timeout_s: How long a piece may take, as far as somebody waits for it.
+    """One piece of work at a time. `name`: of the thread, and in messages. `timeout_s`: how long a piece may take, as
+    far as somebody waits for it.
     """
 
     def __init__(self, name: str, timeout_s: float = 300.0) -> None:
@@ -31,20 +28,15 @@ class Backlog:
         self._running: Future[object] | None = None
 
     def put(self, work: Callable[[], object]) -> None:
-        """Begins with `work` as soon as the piece before it is done.
-
-        Raises:
-            Whatever that one raised; then `work` is not begun.
+        """Begins with `work` as soon as the piece before it is done. Raises whatever that one raised; then `work` is
+        not begun.
         """
         self.settle()
         self._running = self._pool.submit(work)
 
     def settle(self) -> None:
-        """Waits until nothing runs.
-
-        Raises:
-            BacklogStuck: Something still does after `timeout_s`.
-            Whatever the last piece raised.
+        """Waits until nothing runs. Raises BacklogStuck: something still does after `timeout_s`; whatever the last
+        piece raised.
         """
         if (error := self._outcome()) is not None:
             raise error

@@ -1,8 +1,7 @@
 """Checkpoint directories: written aside, made visible by one rename, kept by rule, found again on resume.
 
 `<checkpoint_dir>/step_N/` holds `training_info.json`, `config.yaml`, whatever the caller writes (`policy/...`,
-`train_dataloader.pt`), and the manifest that its files are verified by. Knows no file format of weights and no process
-but its own; a background thread waits for writers so that training does not. Invariant: a directory called `step_N` is
+`train_dataloader.pt`), and the manifest that its files are verified by. Invariant: a directory called `step_N` is
 complete; whatever happens during a write, the last complete one stays usable.
 """
 
@@ -73,10 +72,7 @@ class CheckpointManager:
 
     def look(self) -> None:
         """Notices at once when the checkpoint in the background is done or has failed; waits for nothing. A failure is
-        one line, and the next step tries again.
-
-        Raises:
-            CheckpointError: It was the third in a row.
+        one line, and the next step tries again. Raises CheckpointError: it was the third in a row.
         """
         if self._pending is not None and self._pending[1].done():
             with self.trying():
@@ -84,10 +80,8 @@ class CheckpointManager:
 
     @contextmanager
     def trying(self) -> Iterator[None]:
-        """A checkpoint that fails inside is one line, and is owed: the next step tries again.
-
-        Raises:
-            CheckpointError: It was the third in a row.
+        """A checkpoint that fails inside is one line, and is owed: the next step tries again. Raises CheckpointError:
+        it was the third in a row.
         """
         try:
             yield
@@ -100,10 +94,8 @@ class CheckpointManager:
             )
 
     def settle(self) -> None:
-        """Waits for the checkpoint in the background at the end of a run.
-
-        Raises:
-            CheckpointError: It failed, or an earlier one failed and none came after it.
+        """Waits for the checkpoint in the background at the end of a run. Raises CheckpointError: it failed, or an
+        earlier one failed and none came after it.
         """
         self.finalize_pending()
         if self._failures:
@@ -114,15 +106,12 @@ class CheckpointManager:
         removes what dead runs left.
 
         Args:
-            step: completed RL steps.
             training_info: counters of the run, and `"<val|train>:<metric>"` for ranking.
             run_config: a pydantic model or mapping, saved as `config.yaml`.
 
-        Returns:
-            The directory to write into.
+        Returns the directory to write into.
 
-        Raises:
-            CheckpointError: it cannot be written, or the pending checkpoint failed.
+        Raises CheckpointError: it cannot be written, or the pending checkpoint failed.
         """
         self.finalize_pending()
         path = self.root / f"tmp_step_{step}"
@@ -146,9 +135,8 @@ class CheckpointManager:
     def writing(self, path: Path) -> Iterator[None]:
         """Turns the failure of a write below into an error that names the directory, and removes the unfinished `path`.
 
-        Raises:
-            CheckpointError: an `OSError` happened inside, such as a full disk or a directory that may not be written,
-                or a worker said that the disk is full.
+        Raises CheckpointError: an `OSError` happened inside, such as a full disk or a directory that may not be
+        written, or a worker said that the disk is full.
         """
         try:
             yield
@@ -165,8 +153,7 @@ class CheckpointManager:
             tmp_path: what `init_tmp_checkpoint` returned.
             wait_fn: returns when every writer is done; what it raises is raised by the next `finalize_pending`.
 
-        Raises:
-            CheckpointError: the one pending before failed.
+        Raises CheckpointError: the one pending before failed.
         """
         self.finalize_pending()
         if self._executor is None:
@@ -174,10 +161,8 @@ class CheckpointManager:
         self._pending = (tmp_path, self._executor.submit(self._finalize_in_background, tmp_path, wait_fn))
 
     def finalize_pending(self) -> None:
-        """Wait until the checkpoint in the background, if any, is visible.
-
-        Raises:
-            CheckpointError: its write failed or passed the deadline; earlier checkpoints are intact.
+        """Wait until the checkpoint in the background, if any, is visible. Raises CheckpointError: its write failed or
+        passed the deadline; earlier checkpoints are intact.
         """
         if self._pending is None:
             return
@@ -199,12 +184,7 @@ class CheckpointManager:
 
     def finalize_checkpoint(self, tmp_path: Path) -> Path:
         """Make a written checkpoint visible as `step_N`, record it as the latest and remove those that are not kept.
-
-        Returns:
-            Its final directory.
-
-        Raises:
-            CheckpointError: it is incomplete, or the directory cannot be written.
+        Returns its final directory. Raises CheckpointError: it is incomplete, or the directory cannot be written.
         """
         match = re.fullmatch(r"tmp_step_(\d+)", tmp_path.name)
         if match is None or not (tmp_path / INFO_FILE).is_file():
@@ -233,11 +213,7 @@ class CheckpointManager:
         return final
 
     def shutdown(self) -> None:
-        """Finish pending work.
-
-        Raises:
-            CheckpointError: the checkpoint in the background failed.
-        """
+        """Finish pending work. Raises CheckpointError: the checkpoint in the background failed."""
         try:
             self.finalize_pending()
         finally:
@@ -257,10 +233,8 @@ class CheckpointManager:
         return self.root / f"step_{max(saved)}" if saved else None
 
     def has(self, step: int) -> bool:
-        """Whether the checkpoint of a step is there; waits for one that is under way.
-
-        Raises:
-            CheckpointError: That one failed.
+        """Whether the checkpoint of a step is there; waits for one that is under way. Raises CheckpointError: that one
+        failed.
         """
         self.finalize_pending()
         return step in self._saved()
@@ -271,8 +245,7 @@ class CheckpointManager:
         Args:
             set_aside: Pass over damaged ones, which become `damaged_step_N`.
 
-        Raises:
-            CheckpointError: It is damaged, or with `set_aside` all of them are.
+        Raises CheckpointError: it is damaged, or with `set_aside` all of them are.
         """
         damaged: dict[Path, list[str]] = {}
         for step in sorted(self._saved(), reverse=True):
@@ -310,10 +283,8 @@ class CheckpointManager:
         return None if step is None else self.root / f"step_{step}"
 
     def get_resume_paths(self, checkpoint_path: Path | str | None = None) -> ResumePaths | None:
-        """Where weights and optimizer lie in a checkpoint, by default the latest; None without one.
-
-        Raises:
-            CheckpointError: the checkpoint has no weights.
+        """Where weights and optimizer lie in a checkpoint, by default the latest; None without one. Raises
+        CheckpointError: the checkpoint has no weights.
         """
         path = self.get_latest_checkpoint_path() if checkpoint_path is None else Path(checkpoint_path)
         if path is None:
@@ -329,10 +300,8 @@ class CheckpointManager:
         return ResumePaths(weights, optimizer)
 
     def load_training_info(self, checkpoint_path: Path | str | None = None) -> dict[str, Any] | None:
-        """The counters of a checkpoint, by default the latest; None without one.
-
-        Raises:
-            CheckpointError: the file cannot be read.
+        """The counters of a checkpoint, by default the latest; None without one. Raises CheckpointError: the file
+        cannot be read.
         """
         path = self.get_latest_checkpoint_path() if checkpoint_path is None else Path(checkpoint_path)
         if path is None:
@@ -438,8 +407,7 @@ def model_directory(source: str) -> str:
             the run's `checkpointing.metric_name`), or anything else, which is returned as it is: a Hugging Face
             directory or id.
 
-    Raises:
-        CheckpointError: Files of the checkpoint are damaged, or none is the best.
+    Raises CheckpointError: files of the checkpoint are damaged, or none is the best.
     """
     root = Path(source)
     if root.name == BEST and not root.exists() and saved_steps(root.parent):
@@ -453,10 +421,8 @@ def model_directory(source: str) -> str:
 
 
 def verify_weights(weights: Path) -> None:
-    """Compares a directory of weights with its checkpoint's manifest; nothing to do where it belongs to none.
-
-    Raises:
-        CheckpointError: Some of its files are damaged.
+    """Compares a directory of weights with its checkpoint's manifest; nothing to do where it belongs to none. Raises
+    CheckpointError: some of its files are damaged.
     """
     real = weights.resolve()
     if real.parts[-2:] == ("policy", "weights") and (found := damage(real.parents[1], "policy/weights/")):

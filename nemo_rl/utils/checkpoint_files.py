@@ -1,6 +1,6 @@
 """What proves a checkpoint whole: `manifest.json`, the size and SHA-256 of each of its files, written after them.
 
-Knows files, not what they hold. Invariant: a manifest that is there describes files that were on the disk before it.
+Invariant: a manifest that is there describes files that were on the disk before it.
 """
 
 from __future__ import annotations
@@ -51,11 +51,8 @@ def write_manifest(folder: Path) -> None:
 
 
 def damage(folder: Path, below: str = "") -> list[str] | None:
-    """What is wrong with the files of a checkpoint, each with its name; None where there is no manifest.
-
-    Args:
-        folder: The checkpoint.
-        below: Only files whose path in the checkpoint begins so.
+    """What is wrong with the files of a checkpoint, each with its name; None where there is no manifest. `below`: only
+    files whose path in the checkpoint begins so.
     """
     path = folder / MANIFEST
     if not path.exists():

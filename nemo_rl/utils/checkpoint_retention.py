@@ -36,10 +36,6 @@ def steps_to_keep(saved: Iterable[SavedStep], cfg: CheckpointingConfig) -> set[i
       metric, ties to the newer; those without the metric come last, and with `metric_name` null the newest are best.
     - The newest `ft_keep_latest_k` of all.
     - The newest.
-
-    Args:
-        saved: finished checkpoints.
-        cfg: the checkpointing section.
     """
     newest_first = sorted(saved, key=lambda checkpoint: -checkpoint.step)
     ranked = [checkpoint for checkpoint in newest_first if not _is_extra(checkpoint.step, cfg)]
@@ -90,7 +86,6 @@ def ranking_metric(
 
     Args:
         cfg: `metric_name` is read.
-        step: for the warning.
         train: training metrics of this step, without prefix.
         val: validation metrics of this step; None when it did not validate.
     """

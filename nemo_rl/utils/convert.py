@@ -40,14 +40,11 @@ def to_hugging_face(checkpoint: Path, out_dir: Path, dtype: str | None = None) -
 
     Args:
         checkpoint: `step_N`, a checkpoint directory, whose latest is taken, or `best` in one (see `model_directory`).
-        out_dir: must not exist.
         dtype: precision of the written weights; None keeps that of the checkpoint.
 
-    Returns:
-        `out_dir`.
+    Returns `out_dir`.
 
-    Raises:
-        ConversionError: there is no such checkpoint, or `out_dir` exists. CheckpointError: It is damaged.
+    Raises ConversionError: there is no such checkpoint, or `out_dir` exists. CheckpointError: It is damaged.
     """
     source = Path(model_directory(str(checkpoint)))
     if not (source / "config.json").is_file():
@@ -69,12 +66,10 @@ def merge_adapter(source: Path, target: Path, dtype: str | None = None, base: Pa
 
     Args:
         source: the adapter, in PEFT's format.
-        target: a directory.
         dtype: precision of the written weights; None keeps the base's.
         base: the base model's directory; None takes the one that the adapter names.
 
-    Raises:
-        AdapterError, ConversionError: there is no such adapter or base, or they do not fit.
+    Raises AdapterError, ConversionError: there is no such adapter or base, or they do not fit.
     """
     info, factors = read_adapter(source)
     folder = base or base_directory(info.base_model_name_or_path)
@@ -99,11 +94,9 @@ def from_hugging_face(model: Path, checkpoint_dir: Path) -> Path:
         model: a Hugging Face directory with safetensors.
         checkpoint_dir: may exist, but must hold no `step_0`.
 
-    Returns:
-        The checkpoint.
+    Returns the checkpoint.
 
-    Raises:
-        ConversionError: there is no such model, or the checkpoint exists.
+    Raises ConversionError: there is no such model, or the checkpoint exists.
     """
     if not (model / "config.json").is_file():
         raise ConversionError(f"{model}: is no Hugging Face directory; it has no config.json")

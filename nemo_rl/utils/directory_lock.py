@@ -1,8 +1,8 @@
 """Locks that say who lives: on a directory that one run writes at a time, and on what a killed process left behind.
 
-A lock is an advisory one, which the system gives back when the process ends, however it ends. Knows no file of the run.
-Invariant: of two runs that ask for the same directory, on one machine or over a file system that shares locks, one is
-refused by name before it writes anything.
+A lock is an advisory one, which the system gives back when the process ends, however it ends. Invariant: of two runs
+that ask for the same directory, on one machine or over a file system that shares locks, one is refused by name before
+it writes anything.
 """
 
 from __future__ import annotations
@@ -37,11 +37,9 @@ def locked(directory: Path | str, key: str) -> Iterator[None]:
     A directory that cannot be made or written is left to those who write there: they name it.
 
     Args:
-        directory: The directory.
         key: Dotted key that names it, for messages.
 
-    Raises:
-        DirectoryInUse: Another run holds it.
+    Raises DirectoryInUse: another run holds it.
     """
     path = Path(directory) / LOCK_FILE
     try:

@@ -2,8 +2,7 @@
 best.
 
 Counts matrix multiplications (2 operations per multiply-add) and causal attention; leaves out norms, activations and
-the optimizer, as model FLOPs utilisation (https://arxiv.org/abs/2204.02311, appendix B) does. Knows no device but by
-name.
+the optimizer, as model FLOPs utilisation (https://arxiv.org/abs/2204.02311, appendix B) does.
 """
 
 from __future__ import annotations
@@ -90,9 +89,7 @@ class TransformerShape:
     @classmethod
     def from_hf_config(cls, config: PretrainedConfig) -> TransformerShape:
         """Read a `transformers` configuration of a decoder with (grouped) attention, dense or mixture of experts.
-
-        Raises:
-            UnknownArchitecture: a size is missing.
+        Raises UnknownArchitecture: a size is missing.
         """
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         try:
@@ -130,8 +127,7 @@ def peak_tflops(device_name: str, dtype: str = "bfloat16") -> float | None:
         device_name: as the driver reports it, such as `NVIDIA H100 80GB HBM3`.
         dtype: bfloat16, float16, float32 or float8.
 
-    Raises:
-        ValueError: unknown dtype.
+    Raises ValueError: unknown dtype.
     """
     factor = _DTYPE_FACTOR.get(dtype.removeprefix("torch."))
     if factor is None:

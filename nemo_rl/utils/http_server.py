@@ -1,7 +1,7 @@
 """Small HTTP servers that run beside whatever this process does: counters for Prometheus, pages for people.
 
-Serves any ASGI application with uvicorn in a thread. Knows no page. Invariants: a visitor who sends or reads slowly, or
-never, holds no thread and is cut off; visits are not worth a line each; the port is free again after `close`.
+Serves any ASGI application with uvicorn in a thread. Invariants: a visitor who sends or reads slowly, or never, holds
+no thread and is cut off; visits are not worth a line each; the port is free again after `close`.
 """
 
 from __future__ import annotations
@@ -57,16 +57,12 @@ class BackgroundServer:
     """Serves from a thread of its own.
 
     Args:
-        app: An ASGI application.
-        host: Address to listen on.
         port: Port; 0 takes a free one.
-        name: Of the thread.
 
     Attributes:
         port: The port that it listens on.
 
-    Raises:
-        OSError: The address cannot be listened on.
+    Raises OSError: the address cannot be listened on.
     """
 
     def __init__(self, app: Any, *, host: str, port: int, name: str) -> None:
@@ -111,11 +107,8 @@ def bearer(request: Request) -> str:
 
 
 def metrics_handler(text: Callable[[], str], token: str | None = None) -> Starlette:
-    """Answers `/metrics`.
-
-    Args:
-        text: Gives the current metrics in Prometheus's text format.
-        token: What `Authorization: Bearer` must bring; None: nothing.
+    """Answers `/metrics`. `text`: gives the current metrics in Prometheus's text format. `token`: what `Authorization:
+    Bearer` must bring; None: nothing.
     """
 
     def metrics(request: Request) -> Response:

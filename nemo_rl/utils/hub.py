@@ -1,6 +1,6 @@
 """Hugging Face's hub as a run meets it: whether it can be reached at all, and which of its libraries' lines are shown.
 
-Knows hosts and logger names, no model. Invariant: a machine without network asks the hub once, not in forty retries.
+Invariant: a machine without network asks the hub once, not in forty retries.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ def use_cache_if_unreachable(model: str) -> str | None:
     Args:
         model: A directory, or a name on the hub.
 
-    Returns:
-        A line for the person, if it was switched.
+    Returns a line for the person, if it was switched.
     """
     proxied = any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"))
     if proxied or os.environ.get(OFFLINE) or Path(model).exists():

@@ -1,8 +1,7 @@
 """Where metrics go besides `metrics.jsonl`: TensorBoard, Weights & Biases, MLflow, SwanLab.
 
 Each backend is one small class, a `LoggerInterface`; its package is imported when the backend is switched on and not
-before. Knows nothing of training. Invariant: a backend gets only what it can show (numbers, lists of numbers, figures,
-parameters).
+before. Invariant: a backend gets only what it can show (numbers, lists of numbers, figures, parameters).
 """
 
 import importlib
@@ -85,11 +84,7 @@ class LoggerInterface(Protocol):
 
 
 def require(package: str, switch: str) -> Any:
-    """Import a backend's package.
-
-    Raises:
-        BackendMissing: it is not installed.
-    """
+    """Import a backend's package. Raises BackendMissing: it is not installed."""
     try:
         return importlib.import_module(package)
     except ImportError as error:

@@ -43,9 +43,8 @@ class Logger:
     Args:
         cfg: the logger section; `log_dir` is used as it is (see `get_next_experiment_dir`) and created.
 
-    Raises:
-        BackendMissing: a backend is switched on whose package is not installed.
-        OSError: the directory cannot be written.
+    Raises BackendMissing: a backend is switched on whose package is not installed; OSError: the directory cannot be
+    written.
     """
 
     def __init__(self, cfg: LoggerConfig | Mapping[str, Any]) -> None:
@@ -132,8 +131,7 @@ class Logger:
             columns: tensors or lists with one item per row.
             filename: for example `train_data_step3.jsonl`.
 
-        Raises:
-            ValueError: the columns differ in length.
+        Raises ValueError: the columns differ in length.
         """
         path = self.samples_dir / filename
         write_rows(path, columns)
@@ -196,8 +194,7 @@ def get_next_experiment_dir(base_log_dir: str | Path) -> Path:
 
     Two runs that start at once get different ones.
 
-    Raises:
-        OSError: the directory cannot be written.
+    Raises OSError: the directory cannot be written.
     """
     base = Path(base_log_dir)
     base.mkdir(parents=True, exist_ok=True)
@@ -226,14 +223,10 @@ def print_message_log_samples(
 
     Args:
         message_logs: conversations, lists of `{role, content, ...}`.
-        rewards: reward of each.
-        num_samples: how many to show.
-        step: shown in the title.
         console: where to show; standard error by default.
         expected: the answer expected of each, None where none is; nothing where none is known.
 
-    Raises:
-        ValueError: there are not as many rewards as conversations.
+    Raises ValueError: there are not as many rewards as conversations.
     """
     if len(message_logs) != len(rewards):
         raise ValueError(f"{len(message_logs)} conversations but {len(rewards)} rewards")
@@ -277,15 +270,8 @@ def best_to_worst(rewards: Sequence[float], count: int) -> list[int]:
 
 
 class ReachableTracker:
-    """A `LoggerInterface`: a tracker while it can be reached, and nothing afterwards.
-
-    Args:
-        name: the tracker's name.
-        make: starts it.
-        log_dir: where the metrics are kept anyway, for the message.
-
-    Raises:
-        BackendMissing: its package is not installed.
+    """A `LoggerInterface`: a tracker while it can be reached, and nothing afterwards. `log_dir`: where the metrics are
+    kept anyway, for the message. Raises BackendMissing: its package is not installed.
     """
 
     def __init__(self, name: str, make: Callable[[], LoggerInterface], log_dir: Path) -> None:
@@ -351,9 +337,7 @@ def write_rows(path: Path, columns: Mapping[str, Any], *, append: bool = False) 
         columns: tensors, or sequences of anything JSON can say, arrays and tensors, with one item per row.
         append: add to the file instead of replacing it.
 
-    Raises:
-        ValueError: the columns differ in length.
-        OSError: the file cannot be written.
+    Raises ValueError: the columns differ in length; OSError: the file cannot be written.
     """
     sizes = {name: len(column) for name, column in columns.items()}
     if len(set(sizes.values())) > 1:

@@ -1,8 +1,8 @@
 """`metrics.jsonl`: every metric of a run, one JSON object per line, and the reader that pictures and tests share.
 
 A line is `{"step": int, "time": seconds since the epoch, "prefix": "train" | "validation" | "timing/train" | ...,
-<name>: number | list | null}`; null is a value that was not finite. Knows no metric by name. Invariant: lines are whole
-or, after a kill, the last one is torn and skipped.
+<name>: number | list | null}`; null is a value that was not finite. Invariant: lines are whole or, after a kill, the
+last one is torn and skipped.
 """
 
 import json
@@ -36,11 +36,8 @@ class MetricsFile:
         self._lost = False
 
     def append(self, metrics: Mapping[str, float | Sequence[float]], step: int, prefix: str) -> None:
-        """Write one line.
-
-        Raises:
-            ValueError: a metric has the name of one of the line's own fields.
-            MetricsLost: the line cannot be written.
+        """Write one line. Raises ValueError: a metric has the name of one of the line's own fields; MetricsLost: the
+        line cannot be written.
         """
         taken = [name for name in _RESERVED if name in metrics]
         if taken:
@@ -58,11 +55,7 @@ class MetricsFile:
             self._file.flush()
 
     def close(self) -> None:
-        """Close the file.
-
-        Raises:
-            MetricsLost: what was not written yet cannot be written, and this was not said before.
-        """
+        """Close the file. Raises MetricsLost: pending metrics cannot be written, and this was not reported yet."""
         with suppress(OSError) if self._lost else self._told_once():
             self._file.close()
 
@@ -120,8 +113,7 @@ def metrics_paths(run_dir: Path | str) -> list[Path]:
     Args:
         run_dir: directory with `metrics.jsonl`, or one of `exp_NNN` directories.
 
-    Raises:
-        NoMetrics: there is none.
+    Raises NoMetrics: there is none.
     """
     root = Path(run_dir)
     numbered = _numbered(root)
@@ -150,8 +142,7 @@ def read_metrics(run_dir: Path | str) -> RunMetrics:
 
     What a part logged behind the step from which a later one went on is lost, and left out.
 
-    Raises:
-        NoMetrics: there is none.
+    Raises NoMetrics: there is none.
     """
     run = RunMetrics()
     for path in metrics_paths(run_dir):

@@ -1,7 +1,7 @@
 """The curves of a run: which metrics make which panel, and their picture.
 
-Panels are plain data that the HTML page and the PNG both draw from. Knows metric names, not where a run lies.
-Invariant: a panel shows only what was logged; one without data does not exist.
+Panels are plain data that the HTML page and the PNG both draw from. Invariant: a panel shows only what was logged; one
+without data does not exist.
 """
 
 import itertools
@@ -52,33 +52,20 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart.
-
-    Attributes:
-        title: what it shows.
-        note: how to read it, in a few words.
-        series: its curves.
-        kind: lines, or areas stacked on each other.
-        unit: of the values: a percentage, seconds, or a plain number.
-        smooth: draw a moving average over the raw curve.
-        min_span: the axis covers at least this much, so that rounding noise does not look like a curve.
-    """
+    """One chart."""
 
     title: str
-    note: str
+    note: str  # how to read it, in a few words
     series: list[Series]
-    kind: Literal["line", "stack"] = "line"
-    unit: Literal["", "%", "s"] = ""
-    smooth: bool = False
-    min_span: float = 0.0
+    kind: Literal["line", "stack"] = "line"  # lines, or areas stacked on each other
+    unit: Literal["", "%", "s"] = ""  # of the values: a percentage, seconds, or a plain number
+    smooth: bool = False  # draw a moving average over the raw curve
+    min_span: float = 0.0  # the axis covers at least this much, so that rounding noise does not look like a curve
 
 
 def main_panels(run: RunMetrics, *, graded: bool = False) -> list[Panel]:
-    """The panels of the picture: reward, validation, lengths, KL, agreement of the engines, time per step.
-
-    Args:
-        run: its metrics.
-        graded: whether rewards are other than 0 and 1, so that their mean is no accuracy.
+    """The panels of the picture: reward, validation, lengths, KL, agreement of the engines, time per step. `graded`:
+    whether rewards are other than 0 and 1, so that their mean is no accuracy.
     """
     pick = _picker(run)
     validated = (
@@ -253,16 +240,8 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def figure(run: RunMetrics, title: str, subtitle: str = "", *, graded: bool = False) -> "Figure":
-    """The picture of a run.
-
-    Args:
-        run: its metrics.
-        title: its name.
-        subtitle: its result in one line.
-        graded: see `main_panels`.
-
-    Raises:
-        NothingToShow: nothing that can be drawn was logged.
+    """The picture of a run. `subtitle`: its result in one line. `graded`: see `main_panels`. Raises NothingToShow:
+    nothing that can be drawn was logged.
     """
     from matplotlib.figure import Figure
 

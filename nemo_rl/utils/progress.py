@@ -111,8 +111,6 @@ class RunProgress:
     """Progress of a run of `total_steps` steps; a context manager.
 
     Args:
-        total_steps: the last step's number.
-        title: what runs.
         first_step: steps already done by earlier runs.
         console: where to show; standard error by default, so that standard output stays clean.
         clock: monotonic seconds.
@@ -197,12 +195,8 @@ class RunProgress:
         self._phase = name
 
     def validated(self, value: float, name: str = "accuracy", *, step: int | None = None) -> None:
-        """The newest validation result.
-
-        Args:
-            value: what was measured.
-            name: of the measure.
-            step: whose weights were validated, the newest finished step by default; the line comes below that step's.
+        """The newest validation result. `step`: whose weights were validated, the newest finished step by default; the
+        line comes below that step's.
         """
         self._validated, self._validation_name = value, name
         if self._live is None:
@@ -234,7 +228,6 @@ class RunProgress:
 
         Args:
             step: its number, from 1.
-            loss: its loss.
             tokens: tokens it trained on, prompts included.
             reward: its mean reward; None where there are no rewards.
             extra: more numbers for the plain line, by name.

@@ -151,10 +151,9 @@ class RecordWriter:
     `flush()` does so on demand); `resume`, go on with an existing file: a damaged tail is moved beside it first;
     `archive_bytes`, from which size on `flush` moves lines to the compressed archive beside the file, as `close` then
     does with the rest (None keeps all in the file). `emit` costs a few microseconds and may be called from several
-    threads. It fails for no disk: lines that cannot be written wait for the next `flush`, which raises
-    RecordUnwritable (with `strict`, `emit` raises it too).
-    Raises RecordError when the file exists and `resume` is false, RecordTooNew when a resumed file is
-    of a newer schema.
+    threads. It fails for no disk: lines that cannot be written wait for the next `flush`, which raises RecordUnwritable
+    (with `strict`, `emit` raises it too). Raises RecordError when the file exists and `resume` is false, RecordTooNew
+    when a resumed file is of a newer schema.
     """
 
     def __init__(
@@ -220,10 +219,7 @@ class RecordWriter:
 
     def flush(self, *, durable: bool = False) -> None:
         """Hands everything to the operating system (survives this process); `durable` also waits for the disk (survives
-        the machine).
-
-        Raises:
-            RecordUnwritable: Lines cannot be written; they wait for the next time.
+        the machine). Raises RecordUnwritable: lines cannot be written; they wait for the next time.
         """
         with self._lock:
             self._told = True
@@ -398,9 +394,7 @@ def _decode_event(body: dict[str, object]) -> object:
 
 def _cut_damaged_tail(path: Path) -> int:
     """Truncates `path` behind its last good line, with a copy of what is cut beside it, and returns how many stay.
-
-    Raises:
-        RecordDamaged: Archived lines cannot be read, so that the number of the next one is not known.
+    Raises RecordDamaged: archived lines cannot be read, so that the number of the next one is not known.
     """
     try:
         intact = mend_archive(path)

@@ -1,10 +1,9 @@
 """The older lines of a run record, compressed: `<record>.xz` beside the file that grows.
 
-Lines move there in whole pieces, each a stream of its own, and reach the disk before they leave the growing file. Knows
-bytes and lines, no events. Invariants: whenever a process or machine stops, every line is in the archive, in the
-growing file, or in both; a reader sees it once. A piece that cannot be read is the torn end of an unfinished move
-exactly where the growing file still begins with the piece's first line; anywhere else it is damage, and nothing behind
-it is read or removed.
+Lines move there in whole pieces, each a stream of its own, and reach the disk before they leave the growing file.
+Invariants: whenever a process or machine stops, every line is in the archive, in the growing file, or in both; a reader
+sees it once. A piece that cannot be read is the torn end of an unfinished move exactly where the growing file still
+begins with the piece's first line; anywhere else it is damage, and nothing behind it is read or removed.
 """
 
 from __future__ import annotations
@@ -47,10 +46,8 @@ def archive_of(record: Path) -> Path:
 
 
 def move_to_archive(record: Path) -> None:
-    """Moves the lines of a record that nobody writes to at this moment.
-
-    Raises:
-        OSError: The archive cannot be written; the record is as it was.
+    """Moves the lines of a record that nobody writes to at this moment. Raises OSError: the archive cannot be written;
+    the record is as it was.
     """
     content = record.read_bytes()
     if not content:
@@ -63,11 +60,8 @@ def move_to_archive(record: Path) -> None:
 
 
 def lines_of(record: Path) -> Iterator[bytes]:
-    """The lines of a record, with their ends, the archived ones first.
-
-    Raises:
-        OSError: There is no such record.
-        ArchiveDamaged: The lines so far are all that can be read.
+    """The lines of a record, with their ends, the archived ones first. Raises OSError: there is no such record;
+    ArchiveDamaged: the lines so far are all that can be read.
     """
     archive = archive_of(record)
     seen = archived = 0
@@ -92,9 +86,7 @@ def lines_of(record: Path) -> Iterator[bytes]:
 
 def mend_archive(record: Path) -> int:
     """Removes what an unfinished move left, so that the record can be written again; how many lines are archived.
-
-    Raises:
-        ArchiveDamaged: Lines of the archive cannot be read; the record is as it was.
+    Raises ArchiveDamaged: lines of the archive cannot be read; the record is as it was.
     """
     archive = archive_of(record)
     archived = whole = 0

@@ -150,9 +150,7 @@ def _key_decoder(hint: object, where: str) -> Callable[[str], object]:
 
 
 def plain(value: object) -> object:
-    """What JSON has no form for, in the form in which a line carries it. Raises TypeError for what a line cannot
-    carry.
-    """
+    """The JSON form of a value that JSON does not know. Raises TypeError for one that a line cannot carry."""
     if is_dataclass(value) and not isinstance(value, type):
         return {member.name: getattr(value, member.name) for member in fields(value)}
     if isinstance(value, (set, frozenset)):
@@ -424,9 +422,7 @@ class SyncStarted:
 @event_kind("sync_finished")
 @dataclass(frozen=True, slots=True)
 class SyncFinished:
-    """A weight sync ended; `checksums` by target when verification is on, `outcome` is `done`, `failed` or
-    `expired`.
-    """
+    """A weight sync ended; `checksums` by target if verified, `outcome` is `done`, `failed` or `expired`."""
 
     sync_id: str
     version: int

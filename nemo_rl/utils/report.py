@@ -52,9 +52,7 @@ def write_report(run_dir: Path | str, out_dir: Path | str | None = None, title: 
         out_dir: where to write; `run_dir` by default.
         title: name of the run; its directory by default.
 
-    Raises:
-        NoMetrics: the directory holds no metrics.
-        NothingToShow: none of the metrics a report shows were logged.
+    Raises NoMetrics: the directory holds no metrics; NothingToShow: none of the metrics a report shows were logged.
     """
     run = read_metrics(run_dir)
     paths = _paths(run_dir, out_dir)
@@ -110,11 +108,7 @@ def _write_page(run: RunMetrics, newest: Path, path: Path, title: str | None, *,
 
 
 def log_report(logger: Logger) -> None:
-    """Gives the picture of a run's report to its trackers; nothing to do for a run without trackers or without metrics.
-
-    Args:
-        logger: the run's, still open.
-    """
+    """Sends the report's picture to the run's trackers; does nothing without trackers or metrics."""
     if not logger.backends:
         return
     try:
@@ -141,9 +135,7 @@ def damages(run_dir: Path | str) -> list[RecordDamaged]:
 
 
 def _timeline(part: Path) -> str | None:
-    """The picture of the newest whole step, as the address of an image; None where the record
-    has no such step.
-    """
+    """The picture of the newest whole step, as the address of an image; None where the record has no such step."""
     try:
         timeline = read_timeline(read_record(part / RECORD_FILE, recover=True))
     except (OSError, RecordError):
@@ -312,11 +304,8 @@ def sample_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class LiveReport:
-    """Writes `report.html` every so often, from a thread; a context manager.
-
-    Args:
-        log_dir: the run's log directory.
-        every_s: seconds between pages, more where a page takes long.
+    """Writes `report.html` every so often, from a thread; a context manager. `every_s`: seconds between pages, more
+    where a page takes long.
     """
 
     def __init__(self, log_dir: Path, every_s: float = _EVERY_S) -> None:

@@ -31,11 +31,8 @@ _TAIL_BYTES, _TAIL_LINES, _SAMPLES = 16 << 10, 40, 4
 
 
 class RunPage:
-    """What there is to show of a run.
-
-    Attributes:
-        log_dir: Where it writes; what is above it until the run has its own directory.
-        ended: Shown in place of what the run does, once it ends.
+    """What there is to show of a run. `log_dir`: where it writes; what is above it until the run has its own directory.
+    `ended`: shown in place of what the run does, once it ends.
     """
 
     def __init__(self, log_dir: Path) -> None:
@@ -103,8 +100,7 @@ def run_page(log_dir: Path, port: int) -> Iterator[tuple[RunPage, str]]:
         log_dir: `logger.log_dir`, which gets the address file.
         port: Where to listen on this machine; 0 takes a free port.
 
-    Raises:
-        PageError: The port cannot be listened on.
+    Raises PageError: the port cannot be listened on.
     """
     page = RunPage(log_dir)
     token = secrets.token_urlsafe(16)

@@ -1,7 +1,7 @@
 """When a step generated, scored and trained: read from the run record, and drawn.
 
-Knows the record's events and no driver. Generation is the time in which requests run, whichever step they are for; the
-other spans are those that the driver recorded. Invariant: a timeline holds only what the record says, on its clock.
+Generation is the time in which requests run, whichever step they are for; the other spans are those that the driver
+recorded. Invariant: a timeline holds only what the record says, on its clock.
 """
 
 from __future__ import annotations
@@ -45,32 +45,20 @@ class Span(NamedTuple):
 
 @dataclass
 class StepTimeline:
-    """One step.
+    """One step."""
 
-    Attributes:
-        step: Its number, from 0.
-        span: From the moment at which the step begins to wait for rollouts to its new weights.
-        groups: When each of its prompt groups was generated, by its name.
-        parts: When the driver did what, by what it did.
-    """
-
-    step: int
-    span: Span
-    groups: dict[str, Span] = field(default_factory=dict)
-    parts: dict[str, list[Span]] = field(default_factory=dict)
+    step: int  # its number, from 0
+    span: Span  # from the moment at which the step begins to wait for rollouts to its new weights
+    groups: dict[str, Span] = field(default_factory=dict)  # when each of its prompt groups was generated, by its name
+    parts: dict[str, list[Span]] = field(default_factory=dict)  # when the driver did what, by what it did
 
 
 @dataclass(frozen=True)
 class RunTimeline:
-    """All finished steps of a run, and when anything was generated.
-
-    Attributes:
-        steps: The steps.
-        generating: Spans in which at least one request ran, in order, apart from each other.
-    """
+    """All finished steps of a run, and when anything was generated."""
 
     steps: list[StepTimeline]
-    generating: list[Span]
+    generating: list[Span]  # spans in which at least one request ran, in order, apart from each other
 
     def hidden_share(self, first: int = 0, end: int | None = None) -> float:
         """The share of scoring and training, from step `first` on and before step `end`, during which something was
@@ -142,12 +130,7 @@ def _covered(span: Span, by: Sequence[Span]) -> float:
 
 def figure(timeline: RunTimeline, step: StepTimeline, title: str) -> Figure:
     """The picture of one step: a bar for every prompt group while it is generated, and below them when groups of other
-    steps were, and what the driver did.
-
-    Args:
-        timeline: Of the run.
-        step: One of its steps, with at least one group or part.
-        title: Of the picture.
+    steps were, and what the driver did. `step`: one of its steps, with at least one group or part.
     """
     from matplotlib.figure import Figure
 

@@ -60,21 +60,13 @@ class Timer:
         self._last_mark: dict[str, float] = {}
 
     def start(self, label: str) -> None:
-        """Begin measuring.
-
-        Raises:
-            TimerError: the label is already running.
-        """
+        """Begin measuring. Raises TimerError: the label is already running."""
         if label in self._running:
             raise TimerError(f"timer {label!r} is already running; stop it before starting it again")
         self._running[label] = self._clock()
 
     def stop(self, label: str) -> float:
-        """End measuring and return the seconds since `start`.
-
-        Raises:
-            TimerError: the label is not running.
-        """
+        """End measuring and return the seconds since `start`. Raises TimerError: the label is not running."""
         if label not in self._running:
             raise TimerError(f"timer {label!r} was not started; running are {sorted(self._running)}")
         return self.record(label, self._clock() - self._running.pop(label))
@@ -113,15 +105,8 @@ class Timer:
         return self.elapsed(label)
 
     def reduce(self, label: str, operation: str = "mean") -> float:
-        """Durations of a label joined into one number.
-
-        Args:
-            label: a measured label.
-            operation: mean, median, min, max, std (0 for a single one), sum or count.
-
-        Raises:
-            TimerError: the label has no durations.
-            ValueError: unknown operation.
+        """Durations of a label joined into one number. `operation`: mean, median, min, max, std (0 for a single one),
+        sum or count. Raises TimerError: the label has no durations; ValueError: unknown operation.
         """
         if operation not in _REDUCTIONS:
             raise ValueError(f"timer reduction {operation!r} must be one of {', '.join(_REDUCTIONS)}")
@@ -152,8 +137,7 @@ class TimeoutChecker:
         fit_last_save_time: look ahead, and save already when the next step, of average length, would end too late.
         clock: monotonic seconds.
 
-    Raises:
-        ValueError: `timeout` has another form.
+    Raises ValueError: `timeout` has another form.
     """
 
     def __init__(
@@ -202,11 +186,7 @@ class TimeoutChecker:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of `DD:HH:MM:SS`.
-
-    Raises:
-        ValueError: another form.
-    """
+    """Seconds of `DD:HH:MM:SS`. Raises ValueError: another form."""
     parts = text.split(":")
     if len(parts) != 4 or not all(part.isdigit() for part in parts):
         raise ValueError(

@@ -46,7 +46,6 @@ def guarded_app(routes: Sequence[Route], token: str, *, to_look: bool, cookie: s
         routes: What it answers; other paths are told the first ones.
         token: As `?token=`, as a bearer token or as the cookie, which `/` sets for a visitor who shows the token.
         to_look: Whether it is asked for. Otherwise any visitor who calls this machine by its own name may look.
-        cookie: Name of the cookie.
     """
 
     def elsewhere(request: Request) -> Response:
@@ -83,10 +82,8 @@ def guarded_app(routes: Sequence[Route], token: str, *, to_look: bool, cookie: s
 
 
 def serve_page(app: Starlette, token: str | None, *, host: str, port: int, name: str) -> tuple[BackgroundServer, str]:
-    """Starts serving; the server, and the page's address with the token, where there is one.
-
-    Raises:
-        PageError: The address cannot be listened on.
+    """Starts serving; the server, and the page's address with the token, where there is one. Raises PageError: the
+    address cannot be listened on.
     """
     try:
         server = BackgroundServer(app, host=host, port=port, name=name)

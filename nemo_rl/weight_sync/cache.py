@@ -2,8 +2,8 @@
 
 Built from the collective export while the weights are resident, in the layout in which weights travel. There are two
 buffers in shared memory: the slot that is served and the one that is being built; bytes and version change places under
-one lock, and not while a session reads. Knows no engine. Invariants: what is served are the bytes of exactly the
-version it says, checksummed when they were packed; there are never more than two copies.
+one lock, and not while a session reads. Invariants: what is served are the bytes of exactly the version it says,
+checksummed when they were packed; there are never more than two copies.
 """
 
 from __future__ import annotations
@@ -48,23 +48,14 @@ class CacheError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class CacheManifest:
-    """What one built buffer holds; plain values, so that it can travel.
-
-    Attributes:
-        version: Of the weights.
-        path: Shared-memory segment.
-        mapped: Size of the segment in bytes.
-        buckets: Layout of each bucket.
-        starts: Where each bucket begins in the segment.
-        checksums: Of each bucket; empty where none are taken.
-    """
+    """What one built buffer holds; plain values, so that it can travel."""
 
     version: int
     path: str
-    mapped: int
+    mapped: int  # size of the segment in bytes
     buckets: tuple[BucketLayout, ...]
-    starts: tuple[int, ...]
-    checksums: tuple[str, ...]
+    starts: tuple[int, ...]  # where each bucket begins in the segment
+    checksums: tuple[str, ...]  # of each bucket; empty where none are taken
 
     @property
     def metas(self) -> list[TensorMeta]:
@@ -105,14 +96,11 @@ class CacheBuilder:
         """Packs one version beside the one that is served.
 
         Args:
-            version: Of the weights.
             served: Path of the buffer that sessions read, which stays as it is.
             metas: What the export yields, in order.
-            weights: The export.
 
-        Raises:
-            CacheError: Two copies do not fit into host memory.
-            LayoutError: The export and its description disagree, or the weights are not resident.
+        Raises CacheError: two copies do not fit into host memory; LayoutError: the export and its description disagree,
+        or the weights are not resident.
         """
         buckets = plan_buckets(metas, self._bucket_bytes)
         starts = [0]
@@ -180,11 +168,8 @@ class BucketCache:
         return self._manifest.version if self._manifest is not None else None
 
     def build(self, version: int) -> CacheManifest:
-        """Builds `version` while the served one is read, then serves it.
-
-        Raises:
-            CacheError: Another build is under way, the version is older than the served one, or sessions read on beyond
-                the deadline.
+        """Builds `version` while the served one is read, then serves it. Raises CacheError: another build is under way,
+        the version is older than the served one, or sessions read on beyond the deadline.
         """
         if not self._building.acquire(blocking=False):
             raise CacheError(
@@ -210,10 +195,8 @@ class BucketCache:
         return manifest
 
     def open(self, version: int) -> CacheManifest:
-        """Begins a session's reading; `release` ends it.
-
-        Raises:
-            CacheError: The cache serves another version, or another session reads beyond the deadline.
+        """Begins a session's reading; `release` ends it. Raises CacheError: the cache serves another version, or
+        another session reads beyond the deadline.
         """
         if not self._reading.acquire(timeout=self._timeout_s):
             raise CacheError(f"another session has been reading the weight cache for {self._timeout_s:.0f} s")
@@ -228,11 +211,7 @@ class BucketCache:
         self._reading.release()
 
     def manifest(self) -> CacheManifest:
-        """What is served.
-
-        Raises:
-            CacheError: Nothing was built yet.
-        """
+        """What is served. Raises CacheError: nothing was built yet."""
         if self._manifest is None:
             raise CacheError("the weight cache is empty; build a version first")
         return self._manifest
@@ -314,11 +293,8 @@ class CachedSource:
         return self._owner().kept_group(timeout_s)
 
     def begin(self, spec: SendSpec, timeout_s: float) -> None:
-        """Begins to read.
-
-        Raises:
-            CacheError: The cache serves another version.
-            LayoutError: The session's buckets are not the cache's.
+        """Begins to read. Raises CacheError: the cache serves another version; LayoutError: the session's buckets are
+        not the cache's.
         """
         self._manifest = self._cache.open(self._version)
         if [bucket for window in spec.windows for bucket in window] != list(self._manifest.buckets):

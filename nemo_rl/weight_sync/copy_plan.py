@@ -3,9 +3,8 @@
 While a loader runs for a layout that was not seen before, every tensor operation on the window and on the model is
 watched. If all of them were views, copies from the window into parameters or buffers, and fills with a constant, then
 the list of these is what the loader does with that layout: later windows of it are copied by a few kernels, with no
-Python per tensor. Knows no engine and no transport. Invariants: a replay leaves the bits that the loader would have
-left; a loader that did anything else, in any window of a session, always runs itself; a plan never outlives the
-parameters that it was made for.
+Python per tensor. Invariants: a replay leaves the bits that the loader would have left; a loader that did anything
+else, in any window of a session, always runs itself; a plan never outlives the parameters that it was made for.
 """
 
 from __future__ import annotations
@@ -96,10 +95,8 @@ class CopyPlan:
 
     @torch.no_grad()
     def replay(self, window_B: torch.Tensor) -> None:
-        """Copies a window of the plan's layout into the model.
-
-        Args:
-            window_B: uint8, on the device that the plan was made on.
+        """Copies a window of the plan's layout into the model. `window_B`: uint8, on the device that the plan was made
+        on.
         """
         typed: dict[torch.dtype, torch.Tensor] = {}
 
@@ -149,11 +146,7 @@ class CopyPlans:
         self._seen.clear()
 
     def load(self, window: Window, loader: Loader) -> bool:
-        """Replays the window's plan, or lets the loader take it.
-
-        Returns:
-            Whether it was a replay.
-        """
+        """Replays the window's plan, or lets the loader take it. Returns whether it was a replay."""
         if not self._checked:
             self._check_model()
         plan = self._plans.get(window.buckets)

@@ -3,8 +3,8 @@ checksum.
 
 Decides which tensor goes where, packs tensors into a buffer and views them back out. The checksum is two 64-bit sums
 over the bytes as 32-bit words, a plain one and one weighted by position, so that swapped blocks are seen as well as
-changed words; it guards against lost, stale and misplaced bytes, not against malice. Knows neither engines nor
-transports. Invariant: unpacking a packed bucket gives back every tensor bit for bit, whatever carried the bytes.
+changed words; it guards against lost, stale and misplaced bytes, not against malice. Invariant: unpacking a packed
+bucket gives back every tensor bit for bit, whatever carried the bytes.
 """
 
 from __future__ import annotations
@@ -42,25 +42,15 @@ class TensorMeta:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Where each tensor lies in one bucket.
+    """Where each tensor lies in one bucket."""
 
-    Attributes:
-        tensors: The tensors in the order they were packed.
-        offsets: Start of each in bytes, a multiple of 512.
-        nbytes: Bytes of the bucket up to the end of its last tensor.
-    """
-
-    tensors: tuple[TensorMeta, ...]
-    offsets: tuple[int, ...]
-    nbytes: int
+    tensors: tuple[TensorMeta, ...]  # the tensors in the order they were packed
+    offsets: tuple[int, ...]  # start of each in bytes, a multiple of 512
+    nbytes: int  # bytes of the bucket up to the end of its last tensor
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The torch dtype called `name`.
-
-    Raises:
-        LayoutError: torch has no such dtype.
-    """
+    """The torch dtype called `name`. Raises LayoutError: torch has no such dtype."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise LayoutError(f"unknown dtype name {name!r}")
@@ -78,10 +68,8 @@ def align(offset: int) -> int:
 
 
 def plan_buckets(tensors: Iterable[TensorMeta], bucket_bytes: int) -> list[BucketLayout]:
-    """Fills buckets of at most `bucket_bytes` in order; a tensor larger than that gets a bucket of its own.
-
-    Raises:
-        LayoutError: `bucket_bytes` is not positive or a name appears twice.
+    """Fills buckets of at most `bucket_bytes` in order; a tensor larger than that gets a bucket of its own. Raises
+    LayoutError: `bucket_bytes` is not positive or a name appears twice.
     """
     if bucket_bytes <= 0:
         raise LayoutError(f"weight_sync.bucket_bytes must be positive, got {bucket_bytes}")
@@ -128,10 +116,8 @@ def plan_windows(buckets: Sequence[BucketLayout], window_bytes: int) -> list[lis
 
 
 def pack_tensor(buffer_B: torch.Tensor, offset: int, meta: TensorMeta, tensor: torch.Tensor) -> None:
-    """Copies one tensor into a byte buffer, converting to the layout's dtype.
-
-    Raises:
-        LayoutError: The shape differs from the layout's, or the tensor has no storage (it was offloaded).
+    """Copies one tensor into a byte buffer, converting to the layout's dtype. Raises LayoutError: the shape differs
+    from the layout's, or the tensor has no storage (it was offloaded).
     """
     if tuple(tensor.shape) != meta.shape:
         raise LayoutError(f"{meta.name}: exported with shape {tuple(tensor.shape)}, the layout says {meta.shape}")
@@ -160,14 +146,9 @@ def unpack(buffer_B: torch.Tensor, layout: BucketLayout) -> Iterator[tuple[str, 
 
 @dataclass(frozen=True)
 class Window:
-    """Buckets that arrived together; iterating gives every tensor as a named view.
+    """Buckets that arrived together; iterating gives every tensor as a named view."""
 
-    Attributes:
-        bytes_B: uint8, the buckets one after the other, each at an aligned start.
-        buckets: What they hold.
-    """
-
-    bytes_B: torch.Tensor
+    bytes_B: torch.Tensor  # uint8, the buckets one after the other, each at an aligned start
     buckets: tuple[BucketLayout, ...]
 
     def parts(self) -> Iterator[tuple[torch.Tensor, BucketLayout]]:

@@ -1,8 +1,8 @@
 """The receiving side of a sync session, inside one engine worker.
 
 Opens each window by the session's transport, checks it, and hands named tensors to the model, which is seen through a
-protocol. Knows no engine. Invariants: a session that fails or is aborted leaves the old version's label; the version is
-set only after every window has been loaded and the model has been finalised.
+protocol. Invariants: a session that fails or is aborted leaves the old version's label; the version is set only after
+every window has been loaded and the model has been finalised.
 """
 
 from __future__ import annotations
@@ -93,12 +93,7 @@ class _Arrived:
 
 
 class WeightReceiver:
-    """Receives sessions one after the other.
-
-    Args:
-        target: The model.
-        device: This worker's device.
-    """
+    """Receives sessions one after the other."""
 
     def __init__(self, target: LoadTarget, device: torch.device) -> None:
         self._target = target
@@ -120,9 +115,8 @@ class WeightReceiver:
 
         In a staged session windows are kept beside the live weights, which stay untouched until `finish`.
 
-        Raises:
-            SyncProtocolError: Another session is open.
-            TransportError: The session counts on a group that this worker does not hold.
+        Raises SyncProtocolError: another session is open; TransportError: the session counts on a group that this
+        worker does not hold.
         """
         if self._session:
             raise SyncProtocolError(
@@ -145,11 +139,8 @@ class WeightReceiver:
         self._target.begin_load()
 
     def receive(self, window: dict[str, Any]) -> None:
-        """Loads one window: `{index, buckets, senders: {place: {handle, checksums}}}`.
-
-        Raises:
-            SyncProtocolError: No session is open, or a window was skipped.
-            ChecksumMismatchError: The bytes differ from the sender's.
+        """Loads one window: `{index, buckets, senders: {place: {handle, checksums}}}`. Raises SyncProtocolError: no
+        session is open, or a window was skipped; ChecksumMismatchError: the bytes differ from the sender's.
         """
         if self._opener is None or window["index"] != self._next_window:
             raise SyncProtocolError(
@@ -199,10 +190,8 @@ class WeightReceiver:
                 )
 
     def finish(self, version: int) -> int:
-        """Finalises the model, ends the session and takes over its version.
-
-        Raises:
-            SyncProtocolError: Windows are missing.
+        """Finalises the model, ends the session and takes over its version. Raises SyncProtocolError: windows are
+        missing.
         """
         if not self._session or self._next_window != self._session["windows"]:
             raise SyncProtocolError(f"finish after {self._next_window} of {self._session.get('windows', 0)} windows")

@@ -18,17 +18,11 @@ _ANSWERS = ("auto", "cuda_ipc", "nccl", "host")
 
 @dataclass(frozen=True)
 class Route:
-    """One target's way to the bytes.
-
-    Attributes:
-        transport: What carries them.
-        source: Number of the source that stages them.
-        group_rank: The target's rank in the session's NCCL group, whose rank 0 sends; 0 for a target outside it.
-    """
+    """One target's way to the bytes."""
 
     transport: TransportName
-    source: int
-    group_rank: int = 0
+    source: int  # number of the source that stages them
+    group_rank: int = 0  # the target's rank in the session's NCCL group, whose rank 0 sends; 0 for a target outside it
 
 
 @dataclass(frozen=True)
@@ -75,11 +69,9 @@ def plan_routes(configured: str, sources: Sequence[str], targets: Sequence[str])
         sources: Device identity of each source.
         targets: Device identity of each target.
 
-    Returns:
-        One route per target.
+    Returns one route per target.
 
-    Raises:
-        TransportError: A target cannot be reached as configured.
+    Raises TransportError: a target cannot be reached as configured.
     """
     if configured not in _ANSWERS:
         raise TransportError(f"weight_sync.transport={configured} is unknown; choose {', '.join(_ANSWERS)}")
@@ -99,11 +91,7 @@ def plan_routes(configured: str, sources: Sequence[str], targets: Sequence[str])
 
 
 def _transport_for(configured: str, sources: Sequence[str], device: str) -> TransportName:
-    """The transport for a target on `device`.
-
-    Raises:
-        TransportError: The configured one does not reach it.
-    """
+    """The transport for a target on `device`. Raises TransportError: the configured one does not reach it."""
     same_host = [source for source in sources if host_of(source) == host_of(device)]
     if in_host_memory(device):
         if configured not in ("auto", "host"):

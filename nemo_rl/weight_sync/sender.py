@@ -2,8 +2,8 @@
 
 Consumes the collective weight export in layout order, packs it window by window into staging buffers, one for each
 transport that it stages for, and publishes their handles. Every rank consumes the export, since it is collective; only
-ranks with a lane pack. It knows no engine. Invariants: tensors leave in exactly the order of the layout; at most two
-windows are staged at once.
+ranks with a lane pack. Invariants: tensors leave in exactly the order of the layout; at most two windows are staged at
+once.
 """
 
 from __future__ import annotations
@@ -22,21 +22,13 @@ from nemo_rl.weight_sync.transports.nccl import BroadcastGroup
 
 @dataclass(frozen=True)
 class SendSpec:
-    """One session as the sender sees it.
+    """One session as the sender sees it. `lanes`: the transports that each source stages for, by its number."""
 
-    Attributes:
-        windows: Buckets of each window, in export order.
-        verify: Whether checksums are taken.
-        timeout_s: Deadline of collectives, in seconds.
-        lanes: The transports that each source stages for, by its number.
-        nccl: The session's NCCL group, where a lane is one.
-    """
-
-    windows: Sequence[Sequence[BucketLayout]]
+    windows: Sequence[Sequence[BucketLayout]]  # buckets of each window, in export order
     verify: bool
-    timeout_s: float
+    timeout_s: float  # deadline of collectives, in seconds
     lanes: Mapping[int, tuple[TransportName, ...]] = field(default_factory=dict)
-    nccl: GroupMeeting | None = None
+    nccl: GroupMeeting | None = None  # the session's NCCL group, where a lane is one
 
 
 def window_bytes(buckets: Sequence[BucketLayout]) -> int:
@@ -48,9 +40,7 @@ class WeightSender:
     """One session's sender.
 
     Args:
-        spec: The session.
         weights: The collective export: (name, full tensor) in layout order.
-        device: This rank's device.
         source: This rank's number among the session's sources: without a lane it only takes part in the export.
         groups: Holds the group between this rank's sessions; without it each session makes its own.
     """
@@ -97,13 +87,8 @@ class WeightSender:
 
     @torch.no_grad()
     def export_window(self, index: int) -> dict[str, Any] | None:
-        """Packs window `index` and publishes it.
-
-        Returns:
-            `{handle, checksums}` per lane, or None on a rank without one.
-
-        Raises:
-            LayoutError: The export and the layout disagree.
+        """Packs window `index` and publishes it. Returns `{handle, checksums}` per lane, or None on a rank without one.
+        Raises LayoutError: the export and the layout disagree.
         """
         buckets = self._spec.windows[index]
         stagings = self._stagings[index % len(self._stagings)] if self._stagings else []
@@ -126,10 +111,8 @@ class WeightSender:
         return {name: {"handle": handles.get(name, {"nbytes": start}), "checksums": sums} for name in self._lanes}
 
     def send_window(self, index: int) -> None:
-        """Broadcasts a published window where the transport pushes; receivers pull otherwise.
-
-        Raises:
-            TransportError: The window was not exported.
+        """Broadcasts a published window where the transport pushes; receivers pull otherwise. Raises TransportError:
+        the window was not exported.
         """
         if self._group is None:
             return

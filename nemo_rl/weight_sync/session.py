@@ -35,10 +35,8 @@ class SyncTimeoutError(TransportError):
 
 
 class WeightSource(Protocol):
-    """Where weights come from: all trainer ranks together, or a cache.
-
-    Attributes:
-        maps_host_memory: Whether targets on the host read what lies there already, so that nothing is staged for them.
+    """Where weights come from: all trainer ranks together, or a cache. `maps_host_memory`: whether targets on the host
+    read what lies there already, so that nothing is staged for them.
     """
 
     maps_host_memory: bool
@@ -112,25 +110,15 @@ class WeightTargets(Protocol):
 
 @dataclass
 class SyncReport:
-    """What a session did.
+    """What a session did. `seconds`: wall time of the phases begin, transfer, finish and of the whole (`total`)."""
 
-    Attributes:
-        version: The version that targets now have.
-        transport: How bytes travelled, such as `cuda_ipc+host`.
-        nbytes: Bytes of one copy of the weights.
-        windows: Number of windows.
-        seconds: Wall time of the phases begin, transfer, finish and of the whole (`total`).
-        pauses_s: For how long each target stopped serving.
-        checksum: Digest of the checksums that every target compared; empty without verification.
-    """
-
-    version: int
-    transport: str
-    nbytes: int
+    version: int  # the version that targets now have
+    transport: str  # how bytes travelled, such as `cuda_ipc+host`
+    nbytes: int  # bytes of one copy of the weights
     windows: int
     seconds: dict[str, float] = field(default_factory=dict)
-    pauses_s: list[float] = field(default_factory=list)
-    checksum: str = ""
+    pauses_s: list[float] = field(default_factory=list)  # for how long each target stopped serving
+    checksum: str = ""  # digest of the checksums that every target compared; empty without verification
 
 
 @dataclass(frozen=True)
@@ -146,14 +134,8 @@ class SyncOptions:
 
 
 class SyncSession:
-    """Sends version `version` from `source` to `targets`; call `run` once.
-
-    Args:
-        source: Where weights come from.
-        targets: Who receives.
-        version: Of the weights.
-        options: `weight_sync.*`.
-        staged: Whether targets keep the windows beside their live weights and load all of them in one short pause.
+    """Sends version `version` from `source` to `targets`; call `run` once. `options`: `weight_sync.*`. `staged`:
+    whether targets keep the windows beside their live weights and load all of them in one short pause.
     """
 
     def __init__(
@@ -168,12 +150,8 @@ class SyncSession:
         self.session_id = uuid.uuid4().hex
 
     def run(self) -> SyncReport:
-        """Runs the session.
-
-        Raises:
-            SyncTimeoutError: The deadline passed.
-            TransportError: The transport cannot serve these targets.
-            WorkerError: A source or target worker failed; targets keep their old version.
+        """Runs the session. Raises SyncTimeoutError: the deadline passed; TransportError: the transport cannot serve
+        these targets; WorkerError: a source or target worker failed; targets keep their old version.
         """
         started = time.monotonic()
         self._deadline = started + self._options.timeout_s

@@ -18,10 +18,8 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Guard:
-    """How a system's sockets are closed to others.
-
-    Attributes:
-        keys: Public and secret key of all its processes; None: they listen on the loopback address.
+    """How a system's sockets are closed to others. `keys`: public and secret key of all its processes; None: they
+    listen on the loopback address.
     """
 
     keys: tuple[bytes, bytes] | None = field(default=None, repr=False)
@@ -39,10 +37,8 @@ class Guard:
         return "loopback" if self.keys is None else "curve"
 
     def stand(self, *namespaces: dict[str, Any]) -> None:
-        """Guards the sockets that TransferQueue opens in this process from now on.
-
-        Args:
-            namespaces: Globals of functions of TransferQueue that belong to no module here.
+        """Guards the sockets that TransferQueue opens in this process from now on. `namespaces`: globals of functions
+        of TransferQueue that belong to no module here.
         """
         from transfer_queue.utils import zmq_utils
 

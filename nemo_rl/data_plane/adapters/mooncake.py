@@ -1,7 +1,7 @@
 """Mooncake as TransferQueue's storage: its libraries, its environment per process, and its master, which is ours.
 
-Starts one master on free ports and ends it; sets each process's own environment before an engine starts there. Knows no
-rows. Invariants: nobody else's master is touched; ours ends with the process that started it, however that one ends.
+Starts one master on free ports and ends it; sets each process's own environment before an engine starts there.
+Invariants: nobody else's master is touched; ours ends with the process that started it, however that one ends.
 """
 
 from __future__ import annotations
@@ -55,20 +55,16 @@ def native_folder() -> Path:
 
 
 def check_mooncake() -> None:
-    """Loads Mooncake and looks for its master, without starting anything.
-
-    Raises:
-        MooncakeUnavailableError: The package, a shared library or the master is missing.
+    """Loads Mooncake and looks for its master, without starting anything. Raises MooncakeUnavailableError: the package,
+    a shared library or the master is missing.
     """
     load_mooncake()
     _master_binary()
 
 
 def load_mooncake() -> None:
-    """Loads Mooncake's engine into this process.
-
-    Raises:
-        MooncakeUnavailableError: The package or a shared library is missing.
+    """Loads Mooncake's engine into this process. Raises MooncakeUnavailableError: the package or a shared library is
+    missing.
     """
     load_native_libraries()
     try:
@@ -102,13 +98,8 @@ def load_native_libraries() -> None:
 
 
 def prepare_process(config: Any) -> None:
-    """Sets this process's environment for Mooncake's engine and loads it; must run before the engine starts.
-
-    Args:
-        config: The system's configuration.
-
-    Raises:
-        MooncakeUnavailableError: Mooncake cannot be loaded.
+    """Sets this process's environment for Mooncake's engine and loads it; must run before the engine starts. Raises
+    MooncakeUnavailableError: Mooncake cannot be loaded.
     """
     import ray
 
@@ -144,16 +135,12 @@ def start_master(cfg: DataPlaneConfig, undo: ExitStack, *, one_host: bool) -> di
     """Starts a master on free ports of this host.
 
     Args:
-        cfg: The section.
-        undo: Gets the master's end.
         one_host: Whether every process is on this host, and reaches the master on the loopback address.
 
-    Returns:
-        What the system's configuration says about Mooncake.
+    Returns what the system's configuration says about Mooncake.
 
-    Raises:
-        MooncakeUnavailableError: Mooncake cannot be loaded, or its master cannot be executed.
-        DataPlaneError: The master does not serve.
+    Raises MooncakeUnavailableError: Mooncake cannot be loaded, or its master cannot be executed; DataPlaneError: the
+    master does not serve.
     """
     import ray
 

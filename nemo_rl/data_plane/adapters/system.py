@@ -2,8 +2,7 @@
 storage.
 
 Names belong to the run, so that two runs on one Ray cluster never meet; everything is started here and ended here.
-Knows no rows. Invariant: after `close` (or after the death of the process that started it) no process of the system is
-left.
+Invariant: after `close` (or after the death of the process that started it) no process of the system is left.
 """
 
 from __future__ import annotations
@@ -31,15 +30,10 @@ _START_TIMEOUT_S = 120.0
 
 @dataclass
 class TransferQueueSystem:
-    """A running system.
+    """A running system."""
 
-    Attributes:
-        address: How processes of the run attach.
-        undo: Ends everything, in reverse order.
-    """
-
-    address: TransferQueueAddress
-    undo: ExitStack
+    address: TransferQueueAddress  # how processes of the run attach
+    undo: ExitStack  # ends everything, in reverse order
 
     def close(self) -> None:
         """Ends every process of the system. Safe to call twice."""
@@ -52,9 +46,8 @@ def start_transfer_queue(cfg: DataPlaneConfig) -> TransferQueueSystem:
     Args:
         cfg: The section; `enabled` is not looked at.
 
-    Raises:
-        DataPlaneError: TransferQueue is not installed, or did not start.
-        MooncakeUnavailableError: The backend is mooncake_cpu and Mooncake cannot be loaded.
+    Raises DataPlaneError: TransferQueue is not installed, or did not start; MooncakeUnavailableError: the backend is
+    mooncake_cpu and Mooncake cannot be loaded.
     """
     import ray
 

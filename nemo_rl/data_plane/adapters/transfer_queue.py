@@ -79,20 +79,12 @@ class TransferQueueAddress:
     guard: Guard = Guard()
 
     def connect(self) -> TransferQueueStorage:
-        """A storage of this process.
-
-        Raises:
-            DataPlaneError: There is no such controller.
-        """
+        """A storage of this process. Raises DataPlaneError: there is no such controller."""
         return TransferQueueStorage(self)
 
 
 class TransferQueueStorage:
-    """A `Storage`: this process's connection.
-
-    Args:
-        address: Where.
-    """
+    """A `Storage`: this process's connection."""
 
     def __init__(self, address: TransferQueueAddress) -> None:
         self._timeout_s = address.timeout_s
@@ -273,10 +265,8 @@ class _Rows(dict[str, object]):
 
 
 def fetch_config(controller: str) -> tuple[Any, tuple[Endpoint, ...]]:
-    """The system's configuration from its controller, and what must be reachable.
-
-    Raises:
-        DataPlaneError: There is no such controller.
+    """The system's configuration from its controller, and what must be reachable. Raises DataPlaneError: there is no
+    such controller.
     """
     import ray
 

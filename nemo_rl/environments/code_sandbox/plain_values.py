@@ -68,12 +68,7 @@ PLAIN_CLASSES = (*SCALARS, bytes, tuple, list, set, frozenset, dict, bytearray, 
 
 
 def encode_immutable(value: Any, encode: Callable[[Any], Any]) -> list[Any] | None:
-    """A value that cannot change as [kind, content]; None for one that is not plain.
-
-    Args:
-        value: Anything.
-        encode: Encodes what it holds.
-    """
+    """A value that cannot change as [kind, content]; None for one that is not plain."""
     kind = type(value)
     if kind in (tuple, frozenset):
         return [kind.__name__, [encode(item) for item in value]]
@@ -97,11 +92,7 @@ def encode_immutable(value: Any, encode: Callable[[Any], Any]) -> list[Any] | No
 
 
 def decode_immutable(kind: str, content: Any, decode: Callable[[Any], Any]) -> Any:
-    """The value that `encode_immutable` was given.
-
-    Raises:
-        TypeError: There is no such kind.
-    """
+    """The value that `encode_immutable` was given. Raises TypeError: there is no such kind."""
     match kind:
         case "tuple" | "frozenset":
             items = [decode(item) for item in content]

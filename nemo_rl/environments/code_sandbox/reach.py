@@ -33,11 +33,8 @@ _CLOSED = (
 
 
 def refuse_reach(target: Any, operation: str, args: Sequence[Any]) -> None:
-    """Refuses operations on an object of the tests that lead to their globals or undo their checks.
-
-    Raises:
-        AttributeError: The attribute is not for the response.
-        TypeError: Nor is the operation.
+    """Refuses operations on an object of the tests that lead to their globals or undo their checks. Raises
+    AttributeError: the attribute is not for the response; TypeError: nor is the operation.
     """
     if operation in ("getattr", "setattr"):
         name = args[0]

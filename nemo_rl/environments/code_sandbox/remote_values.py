@@ -101,11 +101,8 @@ _METHODS = {name: _forward(name) for name in FORWARDED}
 
 
 class Peer:
-    """One end of the channel between the tests and the response.
-
-    Args:
-        channel: A stream socket.
-        is_judge: Whether the other end is the response, which may say anything.
+    """One end of the channel between the tests and the response. `is_judge`: whether the other end is the response,
+    which may say anything.
     """
 
     def __init__(self, channel: socket.socket, is_judge: bool) -> None:

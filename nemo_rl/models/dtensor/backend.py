@@ -58,9 +58,8 @@ if TYPE_CHECKING:
 def build_backend(cfg: PolicyConfig, sizes: ParallelSizes, options: BackendOptions) -> DTensorBackend:
     """This rank's model, optimizer and schedule, from the base model or a checkpoint. Collective.
 
-    Raises:
-        ModelNotFoundError: There is no such model.
-        CheckpointMismatchError: The checkpoint is of another model or optimizer.
+    Raises ModelNotFoundError: there is no such model; CheckpointMismatchError: the checkpoint is of another model or
+    optimizer.
     """
     parallel = cfg.dtensor_cfg
     mesh = ParallelMesh(sizes, CUDA if torch.cuda.is_available() else CPU, dp_replicate=parallel.dp_replicate_size)
@@ -108,11 +107,8 @@ class DTensorBackend:
     """One rank: a `Backend` and a `StepBackend`.
 
     Args:
-        scorer: The sharded model.
-        mesh: This rank's groups.
         transform: Temperature and filters of generation.
         optimizer: None for a policy that only scores.
-        writer: Of checkpoints.
         scheduler: Of the learning rate; None keeps it.
         reference: The weights that the run started from, or None.
         dtype: Precision in which the model is used, for the configuration of a checkpoint.

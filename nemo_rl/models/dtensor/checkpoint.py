@@ -1,8 +1,8 @@
 """Writes and reads a policy checkpoint: a Hugging Face directory of weights, and the sharded optimizer state.
 
 Snapshots are taken on the host while the step waits; files are written by a background thread, so the next step does
-not. Knows nothing of retention or of what else a run saves. Invariants: weights are the float32 master weights, so a
-resumed run goes on bit for bit; files load without running code.
+not. Invariants: weights are the float32 master weights, so a resumed run goes on bit for bit; files load without
+running code.
 """
 
 from __future__ import annotations
@@ -31,11 +31,7 @@ SCHEDULE_FILE = "schedule.json"
 
 
 class CheckpointWriter(BackgroundWriter):
-    """Writes checkpoints of one rank in the background.
-
-    Args:
-        mesh: This rank's groups.
-    """
+    """Writes checkpoints of one rank in the background."""
 
     def __init__(self, mesh: ParallelMesh) -> None:
         super().__init__()
@@ -114,8 +110,7 @@ def load_optimizer(
     """Restores the optimizer's state and brings the schedule to the step of the checkpoint, both in place, resharding
     where the number of ranks changed. Learning rate and every other argument stay the configuration's.
 
-    Raises:
-        CheckpointMismatchError: The files belong to another model or optimizer.
+    Raises CheckpointMismatchError: the files belong to another model or optimizer.
     """
     _initialise_state(optimizer)
     state = _named_state(scorer, optimizer)

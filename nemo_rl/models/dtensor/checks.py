@@ -23,7 +23,6 @@ _ATTENTION = "policy.dtensor_cfg.automodel_kwargs.backend.attn"
 
 
 def check_policy(cfg: PolicyConfig, model: PretrainedConfig) -> None:
-    """See `BackendSpec.check`."""
     check_divisible(model, cfg.dtensor_cfg.tensor_parallel_size, "policy.dtensor_cfg.tensor_parallel_size")
     check_experts(model, cfg.dtensor_cfg)
     check_packages(cfg.dtensor_cfg)
@@ -44,11 +43,7 @@ def _check_adapters(cfg: PolicyConfig, model: PretrainedConfig) -> None:
 
 
 def check_packages(cfg: DTensorConfig) -> None:
-    """Whether the optional packages are installed.
-
-    Raises:
-        KernelUnavailableError: One is not.
-    """
+    """Whether the optional packages are installed. Raises KernelUnavailableError: one is not."""
     if cfg.automodel_kwargs.use_liger_kernel and importlib.util.find_spec("liger_kernel") is None:
         raise KernelUnavailableError(
             f"{LIGER}=true needs the package liger-kernel, which is not installed; pip install "
@@ -57,7 +52,6 @@ def check_packages(cfg: DTensorConfig) -> None:
 
 
 def check_device(cfg: PolicyConfig, *, cuda: bool) -> None:
-    """See `BackendSpec.check_device`."""
     if cuda:
         return
     attn = cfg.dtensor_cfg.automodel_kwargs.backend.attn

@@ -3,8 +3,8 @@ to.
 
 Every token is sent at most once to each rank that holds one of its experts, which adds up what its experts make of it
 and sends one row back: never more traffic than gathering all tokens, and less than one copy per expert. Ranks may have
-any number of tokens, none included. Knows neither FSDP nor losses. Invariants: ranks of a group exchange equally often,
-whatever their tokens are; an expert's gradient is the sum over all tokens of the group, once each.
+any number of tokens, none included. Invariants: ranks of a group exchange equally often, whatever their tokens are; an
+expert's gradient is the sum over all tokens of the group, once each.
 
 Shapes: T tokens of this rank, K experts of a token, D width, R rows sent or received, E ranks of the group.
 """
@@ -41,11 +41,8 @@ def _holds_experts(module: nn.Module) -> bool:
 
 
 def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cuts the experts of every layer over `mesh`, in place.
-
-    Raises:
-        UnsupportedModelError: The model has no experts in stacked weights, they do not divide, or they cannot skip
-            tokens of other ranks.
+    """Cuts the experts of every layer over `mesh`, in place. Raises UnsupportedModelError: the model has no experts in
+    stacked weights, they do not divide, or they cannot skip tokens of other ranks.
     """
     found = expert_modules(model)
     key = f"policy.dtensor_cfg.expert_parallel_size={mesh.size()}"

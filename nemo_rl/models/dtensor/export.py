@@ -1,9 +1,9 @@
 """The collective export of full weights, tensor by tensor, in the engine's precision and under the names of files.
 
 Every rank iterates; each gets every full tensor for as long as it holds it. transformers 5 stacks the experts of a
-layer, and renames, when it loads a file; engines and other readers expect what files hold. Knows neither transports nor
-engines. Invariants: names, shapes and order are those of `tensor_metas`; what is written here loads like the file that
-the model came from; a model without conversions keeps every name.
+layer, and renames, when it loads a file; engines and other readers expect what files hold. Invariants: names, shapes
+and order are those of `tensor_metas`; what is written here loads like the file that the model came from; a model
+without conversions keeps every name.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ def hf_name(name: str) -> str:
 
 
 def remember_disk_names(model: Any) -> None:
-    """Finds the model's conversions once and leaves them where transformers itself keeps those of a model it has
-    read.
-    """
+    """Finds the model's weight conversions once and stores them where transformers does for loaded models."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange
@@ -47,9 +45,7 @@ def remember_disk_names(model: Any) -> None:
 
 
 def on_disk(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """One parameter as the files have it: itself, or its parts under their names. Works on tensors without storage
-    too.
-    """
+    """A parameter as the files have it: itself, or its parts under their names. Takes meta tensors too."""
     if not model._weight_conversions:
         return {name: tensor}
     from transformers.core_model_loading import revert_weight_conversion

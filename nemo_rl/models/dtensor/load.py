@@ -1,8 +1,7 @@
 """Loads a Hugging Face model into its sharded form.
 
-Rank 0 reads the real weights on the host; the others build the shape only and receive their shards. Knows nothing of
-training. Invariants: weights are float32 whatever the file holds; code from a model's repository runs only when the
-configuration says so.
+Rank 0 reads the real weights on the host; the others build the shape only and receive their shards. Invariants: weights
+are float32 whatever the file holds; code from a model's repository runs only when the configuration says so.
 """
 
 from __future__ import annotations
@@ -49,14 +48,10 @@ def load_scorer(cfg: PolicyConfig, mesh: ParallelMesh, *, weights_path: str | No
     """The sharded model with weights.
 
     Args:
-        cfg: The policy section.
-        mesh: This rank's groups.
         weights_path: A checkpoint's weights directory to start from instead of `policy.model_name`.
 
-    Raises:
-        ModelNotFoundError: The model cannot be loaded.
-        CheckpointMismatchError: The checkpoint is of another model.
-        KernelUnavailableError: A kernel that is asked for does not run here.
+    Raises ModelNotFoundError: the model cannot be loaded; CheckpointMismatchError: the checkpoint is of another model;
+    KernelUnavailableError: a kernel that is asked for does not run here.
     """
     from transformers import AutoModelForCausalLM
 
@@ -192,8 +187,7 @@ def apply_liger(model: PreTrainedModel, *, keep_experts: bool) -> None:
         model: A transformers model, before it is cut.
         keep_experts: Leave feed-forwards alone: Liger's experts compute with all experts of a layer at once.
 
-    Raises:
-        UnsupportedModelError: Liger has no layers for this kind of model.
+    Raises UnsupportedModelError: liger has no layers for this kind of model.
     """
     kind = model.config.model_type
     known = _liger_functions()

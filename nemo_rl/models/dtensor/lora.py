@@ -1,8 +1,8 @@
 """Low-rank adapters on a model's linear layers (https://arxiv.org/abs/2106.09685): only they are trained.
 
 A layer keeps its class's place and its weight's name; beside the frozen weight it gets `lora_A` `[rank, in]` and
-`lora_B` `[out, rank]`, whose product starts at 0. Knows modules, not files or ranks. Invariants: without its adapters
-the model is the base model bit for bit; the output projection of the vocabulary is never adapted.
+`lora_B` `[out, rank]`, whose product starts at 0. Invariants: without its adapters the model is the base model bit for
+bit; the output projection of the vocabulary is never adapted.
 """
 
 from __future__ import annotations
@@ -26,20 +26,14 @@ FACTORS = ("lora_A", "lora_B")
 
 
 class AdaptedLinear(nn.Linear):
-    """A linear layer with a frozen weight and a trained low-rank product beside it.
-
-    Attributes:
-        lora_A, lora_B: the factors.
-        scale: alpha / rank.
-        adapted: false computes with the base weight alone.
-    """
+    """A linear layer with a frozen weight and a trained low-rank product beside it."""
 
     lora_A: nn.Parameter
     lora_B: nn.Parameter
     scale: float
     dropout: float
     drops_input: bool
-    adapted: bool
+    adapted: bool  # false computes with the base weight alone
 
     @override
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -52,10 +46,8 @@ class AdaptedLinear(nn.Linear):
 
 
 def apply_adapters(model: nn.Module, cfg: LoraConfig) -> list[str]:
-    """Freezes the model and gives the chosen layers adapters, in place; returns their names.
-
-    Raises:
-        UnsupportedModelError: No layer is chosen, or a pattern chooses none.
+    """Freezes the model and gives the chosen layers adapters, in place; returns their names. Raises
+    UnsupportedModelError: no layer is chosen, or a pattern chooses none.
     """
     names = chosen_layers(model, cfg)
     model.requires_grad_(False)

@@ -2,7 +2,7 @@
 
 Axes, outermost first: dp_replicate, dp_shard, cp, tp. Gradients are summed over the first three (context-parallel ranks
 hold parts of the same rows), parameters are sharded over dp_shard x cp and, layer-wise, tp. Experts have a mesh of
-their own over the same ranks, in which dp_shard x cp is cut into expert_shard x ep. Knows no model.
+their own over the same ranks, in which dp_shard x cp is cut into expert_shard x ep.
 """
 
 from __future__ import annotations
@@ -21,15 +21,8 @@ COLLECTIVE_TIMEOUT_S = 900.0
 
 
 class ParallelMesh:
-    """Process groups of this rank; made once per process.
-
-    Args:
-        sizes: Ranks along each axis.
-        accelerator: Kind of slot.
-        dp_replicate: Whole copies of the parameters among the data-parallel ranks (HSDP).
-
-    Raises:
-        ParallelSizesError: Copies or experts do not divide the ranks.
+    """Process groups of this rank; made once per process. `dp_replicate`: whole copies of the parameters among the
+    data-parallel ranks (HSDP). Raises ParallelSizesError: copies or experts do not divide the ranks.
     """
 
     def __init__(self, sizes: ParallelSizes, accelerator: Accelerator, *, dp_replicate: int = 1) -> None:

@@ -1,8 +1,8 @@
 """Cuts a Hugging Face causal language model over the mesh: tensor and sequence parallel by DTensor, then FSDP2.
 
-Holds the tensor-parallel plan of the Llama-shaped families and the way FSDP2 is applied. Knows nothing of batches or
-losses. Invariants: tied embeddings stay one parameter; gradients come out as sums over all data-parallel ranks, never
-as means, so that the step's one division by the global count is the only one.
+Holds the tensor-parallel plan of the Llama-shaped families and the way FSDP2 is applied. Invariants: tied embeddings
+stay one parameter; gradients come out as sums over all data-parallel ranks, never as means, so that the step's one
+division by the global count is the only one.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ def tensor_parallel_plan(model: Any, *, sequence_parallel: bool) -> dict[str, Pa
     A layer with experts keeps its feed-forward whole: tensor-parallel ranks compute it alike, expert parallelism is
     what cuts it.
 
-    Raises:
-        UnsupportedModelError: The model has other modules than the plan names.
+    Raises UnsupportedModelError: the model has other modules than the plan names.
     """
     layers = model.base_model.layers
     routed = [str(index) for index, layer in enumerate(layers) if expert_modules(layer)]

@@ -1,8 +1,8 @@
 """A causal language model together with the scoring of its tokens, as one module.
 
 FSDP2 gathers the output projection around a module's forward; scoring therefore lives inside it. Feeds packed rows to
-the model, on this rank's slice of the row with context parallelism. Knows no batches and no losses. Invariant: every
-rank of a replica returns the same scores for the whole row, and gradients flow into this rank's part only.
+the model, on this rank's slice of the row with context parallelism. Invariant: every rank of a replica returns the same
+scores for the whole row, and gradients flow into this rank's part only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ class CausalLMScorer(nn.Module):
 
     Args:
         model: The model, cut over tensor-parallel ranks where there are several.
-        mesh: This rank's groups.
         chunk: Tokens whose logits exist at a time; None chooses.
         head_dtype: Precision of the output projection's product; None takes that of the model.
     """

@@ -34,27 +34,18 @@ _TURN_S = 900.0
 
 @dataclass
 class Resize:
-    """What became of a resize.
+    """What became of a resize."""
 
-    Attributes:
-        shards: Those that made the move.
-        failed: Those that did not, and why.
-        sync: The session that brought weights, if one was needed.
-    """
-
-    shards: list[int]
-    failed: dict[int, str] = field(default_factory=dict)
-    sync: SyncReport | None = None
+    shards: list[int]  # those that made the move
+    failed: dict[int, str] = field(default_factory=dict)  # those that did not, and why
+    sync: SyncReport | None = None  # the session that brought weights, if one was needed
 
 
 class ElasticGeneration:
     """Resizes one generation backend.
 
     Args:
-        generation: The engines.
-        cache: Where weights come from.
         options: `weight_sync.*`.
-        record: Run record.
 
     Attributes:
         recompute_kv: Whether requests that run through a refresh compute their keys and values anew.
@@ -72,11 +63,8 @@ class ElasticGeneration:
         self.pauses_s: list[float] = []
 
     def shrink(self, dp_ranks: Iterable[int]) -> Resize:
-        """Puts shards to sleep; their requests go on elsewhere, or wait for a shard. All shards is legal.
-
-        Raises:
-            WorkerError: A shard did not sleep, or its memory did not come back: the device must not be given to
-                anybody.
+        """Puts shards to sleep; their requests go on elsewhere, or wait for a shard. All shards is legal. Raises
+        WorkerError: a shard did not sleep, or its memory did not come back: the device must not be given to anybody.
         """
         wanted = sorted(set(dp_ranks))
         with self._alone("shrink"):
@@ -86,13 +74,11 @@ class ElasticGeneration:
     def expand(self, dp_ranks: Iterable[int]) -> Resize:
         """Wakes shards with the cache's weights and routes them.
 
-        Returns:
-            Which came back. A shard that could not wake sleeps on; one with wrong weights, or that died, is
-            quarantined.
+        Returns which came back. A shard that could not wake sleeps on; one with wrong weights, or that died, is
+        quarantined.
 
-        Raises:
-            CacheError: The cache is empty.
-            TransportError, WorkerError: The session failed through no shard's fault; they sleep as before.
+        Raises CacheError: the cache is empty; TransportError, WorkerError: the session failed through no shard's fault;
+        they sleep as before.
         """
         self._served()
         failed: dict[int, str] = {}
@@ -114,12 +100,10 @@ class ElasticGeneration:
     def resize_infer(self, dp_ranks_to_remove: Iterable[int], dp_ranks_to_add: Iterable[int]) -> tuple[Resize, Resize]:
         """`shrink` and then `expand`, for a control plane that moves shards both ways at once.
 
-        Returns:
-            What became of those to remove, and of those to add.
+        Returns what became of those to remove, and of those to add.
 
-        Raises:
-            ValueError: A shard is to be removed and added; nothing has moved.
-            CacheError, TransportError, WorkerError: As for `shrink` and `expand`; what was removed sleeps.
+        Raises ValueError: a shard is to be removed and added; nothing has moved; CacheError, TransportError,
+        WorkerError: as for `shrink` and `expand`; what was removed sleeps.
         """
         removed, added = set(dp_ranks_to_remove), set(dp_ranks_to_add)
         if removed & added:
@@ -127,10 +111,8 @@ class ElasticGeneration:
         return self.shrink(removed), self.expand(added)
 
     def wake_weights(self, dp_ranks: Iterable[int]) -> None:
-        """Builds engines that do not stand yet and wakes the weights of the others: the first half of `expand`.
-
-        Raises:
-            WorkerError: A shard could not wake, or its engine did not start.
+        """Builds engines that do not stand yet and wakes the weights of the others: the first half of `expand`. Raises
+        WorkerError: a shard could not wake, or its engine did not start.
         """
         wanted = sorted(set(dp_ranks))
         # Building takes a minute and moves no other shard: it waits for nobody's turn.
@@ -142,12 +124,10 @@ class ElasticGeneration:
         """Brings the cache's version to shards that woke, in one session, and makes them ready to be routed: the second
         half of `expand`.
 
-        Returns:
-            Which are ready; the others are quarantined.
+        Returns which are ready; the others are quarantined.
 
-        Raises:
-            CacheError: The cache is empty.
-            TransportError, WorkerError: The session failed through no shard's fault; all of them sleep.
+        Raises CacheError: the cache is empty; TransportError, WorkerError: the session failed through no shard's fault;
+        all of them sleep.
         """
         self._served()
         failed: dict[int, str] = {}
@@ -162,12 +142,10 @@ class ElasticGeneration:
     def refresh(self, dp_ranks: Iterable[int] | None = None) -> Resize:
         """Brings shards that serve to the cache's version, all of them by default.
 
-        Returns:
-            Which have it; the others are quarantined. Without a session where none serves.
+        Returns which have it; the others are quarantined. Without a session where none serves.
 
-        Raises:
-            WorkerError, TransportError: The session failed through no shard's fault, or on all of them; targets that
-                staged serve their old weights, others are quarantined.
+        Raises WorkerError, TransportError: the session failed through no shard's fault, or on all of them; targets that
+        staged serve their old weights, others are quarantined.
         """
         with self._alone("refresh"):
             active = self._generation.shards.having(ShardState.ACTIVE)
@@ -207,10 +185,8 @@ class ElasticGeneration:
             return Resize(wanted, failed, report)
 
     def sync_selected_workers(self, tgt_dp_ranks: Sequence[int], verify: bool = False) -> SyncReport:
-        """Syncs shards that are awake and not routed, and nothing else.
-
-        Raises:
-            WorkerError, TransportError: The session failed; no target has the version.
+        """Syncs shards that are awake and not routed, and nothing else. Raises WorkerError, TransportError: the session
+        failed; no target has the version.
         """
         options = replace(self._options, verify=verify or self._options.verify)
         with self._alone("sync"):

@@ -1,9 +1,9 @@
 """What generation is to the rest: requests in, token ids with their log-probabilities out.
 
 Holds the request and result values, the seed of every request, the batch form that NeMo-RL users know, and the
-interface of a backend. Knows no engine. Invariants: a result's token ids and log-probabilities have equal length; every
-token lies in exactly one version span; a run draws the same tokens whatever the order of arrival, the number of shards,
-or a restart in between.
+interface of a backend. Invariants: a result's token ids and log-probabilities have equal length; every token lies in
+exactly one version span; a run draws the same tokens whatever the order of arrival, the number of shards, or a restart
+in between.
 """
 
 from __future__ import annotations
@@ -53,25 +53,15 @@ class GenerationSamplingParams:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt to continue.
-
-    Attributes:
-        request_id: Unique within the run.
-        prompt_ids: Token ids, never text, so that nothing is tokenised twice.
-        max_new_tokens: Limit for this request.
-        sampling: How tokens are drawn.
-        seed: Seed of this request's draws; None leaves it to the engine.
-        stop_strings: End the response when one appears; it is kept in the response.
-        sample_id: Whose turn this is, for the run record; the request itself by default.
-    """
+    """One prompt to continue."""
 
     request_id: str
-    prompt_ids: list[int]
+    prompt_ids: list[int]  # token ids, never text, so that nothing is tokenised twice
     max_new_tokens: int
     sampling: GenerationSamplingParams = field(default_factory=GenerationSamplingParams)
-    seed: int | None = None
-    stop_strings: tuple[str, ...] = ()
-    sample_id: str = ""
+    seed: int | None = None  # seed of this request's draws; None leaves it to the engine
+    stop_strings: tuple[str, ...] = ()  # end the response when one appears; it is kept in the response
+    sample_id: str = ""  # whose turn this is, for the run record; the request itself by default
 
 
 @dataclass(frozen=True)
@@ -88,23 +78,14 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """What came of a request.
-
-    Attributes:
-        request_id: The request's.
-        token_ids: Response tokens, the stop token included.
-        logprobs: Log-probability of each as drawn, after temperature and filters.
-        finish_reason: `stop`, `length` (limit reached), `abort`, or `no_room` (the prompt left no room).
-        spans: Which weights produced which tokens.
-        shard: Data-parallel shard that served it.
-    """
+    """What came of a request."""
 
     request_id: str
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: FinishReason
-    spans: tuple[VersionSpan, ...] = ()
-    shard: int = 0
+    token_ids: list[int]  # response tokens, the stop token included
+    logprobs: list[float]  # log-probability of each as drawn, after temperature and filters
+    finish_reason: FinishReason  # `stop`, `length` (limit reached), `abort`, or `no_room` (the prompt left no room)
+    spans: tuple[VersionSpan, ...] = ()  # which weights produced which tokens
+    shard: int = 0  # data-parallel shard that served it
 
     @property
     def truncated(self) -> bool:
@@ -141,11 +122,8 @@ def verify_right_padding(
 def results_to_batch(
     prompts: Sequence[Sequence[int]], results: Sequence[GenerationResult], pad_token_id: int
 ) -> BatchedDataDict:
-    """GenerationOutputSpec of a batch.
-
-    Returns:
-        `output_ids [B,S]` prompt and response, right-padded; `logprobs [B,S]`, 0 on prompt and padding;
-        `generation_lengths [B]`, `unpadded_sequence_lengths [B]`, `truncated [B]`.
+    """GenerationOutputSpec of a batch. Returns `output_ids [B,S]` prompt and response, right-padded; `logprobs [B,S]`,
+    0 on prompt and padding; `generation_lengths [B]`, `unpadded_sequence_lengths [B]`, `truncated [B]`.
     """
     rows = [[*prompt, *result.token_ids] for prompt, result in zip(prompts, results, strict=True)]
     width = max((len(row) for row in rows), default=0)

@@ -1,8 +1,7 @@
 """One request's way across shards: what it keeps when its shard is taken away, and what is still to be asked for.
 
-Pure: results of pieces in, the next piece out. Knows neither engines nor routing. Invariants: the pieces joined are the
-response, every token with the log-probability and the version it was drawn with; no draw of one piece is repeated in
-the next.
+Pure: results of pieces in, the next piece out. Invariants: the pieces joined are the response, every token with the
+log-probability and the version it was drawn with; no draw of one piece is repeated in the next.
 """
 
 from __future__ import annotations
@@ -18,11 +17,8 @@ OnPreempt = Literal["continue", "redo_turn"]
 
 
 class ResumableRequest:
-    """A request that may be served in pieces.
-
-    Args:
-        request: What was asked for.
-        on_preempt: `continue` keeps the tokens of a piece that was cut short; `redo_turn` forgets them.
+    """A request that may be served in pieces. `on_preempt`: `continue` keeps the tokens of a piece that was cut short;
+    `redo_turn` forgets them.
     """
 
     def __init__(self, request: GenerationRequest, on_preempt: OnPreempt = "continue") -> None:
@@ -121,7 +117,6 @@ def safe_cut(token_ids: Sequence[int], texts: Sequence[str], decode: Callable[[l
     Args:
         token_ids: Tokens of a piece that was cut short.
         texts: What the engine looks for.
-        decode: Token ids to text.
     """
     count = len(token_ids)
     while count and texts:

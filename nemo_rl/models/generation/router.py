@@ -20,11 +20,8 @@ class NoActiveShardError(UserError, RuntimeError):
 
 
 class Router:
-    """Ledger requests on active shards.
-
-    Args:
-        shards: Number of data-parallel shards; all are active at first.
-        policy: `least_outstanding_tokens` or `round_robin`.
+    """Ledger requests on active shards. `shards`: number of data-parallel shards; all are active at first. `policy`:
+    `least_outstanding_tokens` or `round_robin`.
     """
 
     def __init__(self, shards: int, policy: RouterPolicy = "least_outstanding_tokens") -> None:
@@ -51,11 +48,7 @@ class Router:
         return self._requests[shard]
 
     def set_active(self, shards: Iterable[int]) -> int:
-        """Replaces the active set; the new generation number.
-
-        Raises:
-            ValueError: A shard does not exist.
-        """
+        """Replaces the active set; the new generation number. Raises ValueError: a shard does not exist."""
         wanted = set(shards)
         unknown = wanted - set(self._outstanding)
         if unknown:
@@ -66,10 +59,8 @@ class Router:
         return self.generation
 
     def reserve(self, tokens: int) -> int:
-        """Chooses an active shard and reserves `tokens` of work on it.
-
-        Raises:
-            NoActiveShardError: The active set is empty.
+        """Chooses an active shard and reserves `tokens` of work on it. Raises NoActiveShardError: the active set is
+        empty.
         """
         if not self._active:
             raise NoActiveShardError("no shard is active")
@@ -84,11 +75,7 @@ class Router:
         return shard
 
     def finish(self, shard: int, tokens: int) -> None:
-        """Takes finished (or failed) work off a shard.
-
-        Raises:
-            ValueError: More is finished than was booked.
-        """
+        """Takes finished (or failed) work off a shard. Raises ValueError: more is finished than was booked."""
         if self._requests[shard] < 1 or self._outstanding[shard] < tokens:
             raise ValueError(f"shard {shard}: {tokens} tokens finished, {self._outstanding[shard]} were booked")
         self._outstanding[shard] -= tokens

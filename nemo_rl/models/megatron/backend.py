@@ -51,9 +51,8 @@ if TYPE_CHECKING:
 def build_backend(cfg: PolicyConfig, sizes: ParallelSizes, options: BackendOptions) -> MegatronBackend:
     """This rank's model, optimizer and schedule, from the base model or a checkpoint. Collective.
 
-    Raises:
-        ModelNotFoundError: There is no such model.
-        CheckpointMismatchError: The checkpoint is of another model or optimizer.
+    Raises ModelNotFoundError: there is no such model; CheckpointMismatchError: the checkpoint is of another model or
+    optimizer.
     """
     virtual = cfg.megatron_cfg.model_overrides.get("virtual_pipeline_model_parallel_size")
     groups = MegatronGroups(sizes, CUDA if torch.cuda.is_available() else CPU, virtual)
@@ -77,11 +76,8 @@ class MegatronBackend:
     """One rank: a `Backend` and a `StepBackend`.
 
     Args:
-        cfg: The policy section.
-        groups: This rank's.
         hf: The model's Hugging Face configuration.
         model: This rank's part of the model, with weights.
-        weights: Its names.
         reference: Copies of the weights that the run started from, or None.
         options: Whether it trains, and what it resumes from.
     """

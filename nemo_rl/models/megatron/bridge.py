@@ -54,11 +54,8 @@ def is_known(model: PretrainedConfig) -> bool:
 
 
 def _auto_bridge(model: PretrainedConfig) -> Any:
-    """The package's entry.
-
-    Raises:
-        UnsupportedModelError: It is not installed.
-        KernelUnavailableError: It is, and cannot be imported.
+    """The package's entry. Raises UnsupportedModelError: it is not installed; KernelUnavailableError: it is, and cannot
+    be imported.
     """
     unknown = (
         f"{_KEY}: the model type {model.model_type!r} is not known; possible: {', '.join(FAMILIES)}, and with the "
@@ -77,15 +74,8 @@ def _auto_bridge(model: PretrainedConfig) -> Any:
 
 
 def check(cfg: PolicyConfig, model: PretrainedConfig) -> Sizes:
-    """What the driver asks before anything starts; the sizes of the model.
-
-    Args:
-        cfg: The policy section.
-        model: The Hugging Face configuration.
-
-    Raises:
-        UnsupportedModelError: The package is not installed or does not know the model either, or the model has a part
-            that is not supported here.
+    """What the driver asks before anything starts; the sizes of the model. Raises UnsupportedModelError: the package is
+    not installed or does not know the model either, or the model has a part that is not supported here.
     """
     auto = _auto_bridge(model)
     if cfg.hf_config_overrides:
@@ -138,18 +128,8 @@ def _sizes(provider: Any) -> Sizes:
 
 
 class Bridge:
-    """One model by way of the package.
-
-    Args:
-        cfg: The policy section.
-        model: The Hugging Face configuration.
-        engine: Whether Transformer Engine's layers run.
-
-    Attributes:
-        sizes: Of the model.
-
-    Raises:
-        UnsupportedModelError: See `check`.
+    """One model by way of the package. `engine`: whether Transformer Engine's layers run. Raises UnsupportedModelError:
+    see `check`.
     """
 
     def __init__(self, cfg: PolicyConfig, model: PretrainedConfig, *, engine: bool) -> None:
@@ -193,10 +173,8 @@ class Bridge:
         return spec
 
     def load(self, chunks: list[nn.Module], source: str) -> None:
-        """Reads this rank's part of every parameter. Collective.
-
-        Raises:
-            CheckpointMismatchError: The files do not fit the model.
+        """Reads this rank's part of every parameter. Collective. Raises CheckpointMismatchError: the files do not fit
+        the model.
         """
         try:
             self._auto.load_hf_weights(chunks, hf_path=source)
@@ -216,8 +194,6 @@ class BridgedWeights:
 
     Args:
         chunks: This rank's parts of the model.
-        bridge: The model's.
-        groups: This rank's.
 
     Attributes:
         described: This rank's parameters, by their place in the grid.

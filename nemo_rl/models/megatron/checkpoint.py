@@ -2,8 +2,8 @@
 
 Each state tensor is gathered to the shape of its whole parameter, one after the other, and the ranks take turns in
 keeping them for a file of their own: so all ranks write, no rank holds everything, and the files load on any number of
-ranks and any grid. Snapshots are taken while the step waits; files follow in the background. Knows nothing of
-retention. Invariant: a resumed run goes on with the optimizer's own float32 parameters, so that nothing is rounded.
+ranks and any grid. Snapshots are taken while the step waits; files follow in the background. Invariant: a resumed run
+goes on with the optimizer's own float32 parameters, so that nothing is rounded.
 """
 
 from __future__ import annotations
@@ -34,13 +34,7 @@ _MAIN = "param"
 
 
 class OptimizerState:
-    """The state that an optimizer keeps for each parameter, as tensors of the parameter's own shape.
-
-    Args:
-        optimizer: Megatron's.
-        weights: The parameters' names.
-        device: Where state is gathered.
-    """
+    """The state that an optimizer keeps for each parameter, as tensors of the parameter's own shape."""
 
     def __init__(self, optimizer: object, weights: ModelWeights, device: torch.device) -> None:
         self._inner = [inner for inner in inner_optimizers(optimizer) if getattr(inner, "optimizer", None) is not None]
@@ -64,10 +58,8 @@ class OptimizerState:
         return 0.0
 
     def gathered(self, trained: dict[str, bool]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Keys and whole tensors of everything; collective, the same on every rank.
-
-        Args:
-            trained: By name whether a parameter is trained.
+        """Keys and whole tensors of everything; collective, the same on every rank. `trained`: by name whether a
+        parameter is trained.
         """
         for weight in self._weights.described:
             if not trained[weight.name]:
@@ -157,13 +149,8 @@ def _holds(inner: Any, parameter: nn.Parameter) -> bool:
 
 
 class StateFiles:
-    """State tensors of a checkpoint, read one by one from the files of all ranks that wrote it.
-
-    Args:
-        path: The directory.
-
-    Raises:
-        CheckpointMismatchError: It holds no state of this backend.
+    """State tensors of a checkpoint, read one by one from the files of all ranks that wrote it. Raises
+    CheckpointMismatchError: it holds no state of this backend.
     """
 
     def __init__(self, path: str) -> None:
@@ -180,24 +167,14 @@ class StateFiles:
         self._file = {key: number for number, file in enumerate(self._files) for key in file.keys()}  # noqa: SIM118 - no mapping, only the method
 
     def tensor(self, key: str) -> torch.Tensor:
-        """One tensor.
-
-        Raises:
-            CheckpointMismatchError: It is missing.
-        """
+        """One tensor. Raises CheckpointMismatchError: it is missing."""
         if key not in self._file:
             raise CheckpointMismatchError(f"{self._path}: {key} is missing; it is of another model, optimizer or grid")
         return self._files[self._file[key]].get_tensor(key)
 
 
 class CheckpointWriter(BackgroundWriter):
-    """Writes checkpoints of one rank.
-
-    Args:
-        groups: This rank's.
-        model: The Hugging Face configuration.
-        generation: The Hugging Face generation settings that go along.
-    """
+    """Writes checkpoints of one rank. `generation`: the Hugging Face generation settings that go along."""
 
     def __init__(self, groups: MegatronGroups, model: PretrainedConfig, generation: GenerationConfig) -> None:
         super().__init__()
@@ -234,10 +211,8 @@ def _write_state(state: dict[str, torch.Tensor], saved: dict[str, Any], path: st
 
 
 def load_optimizer(state: OptimizerState, schedule: Any, trained: dict[str, bool], path: str) -> None:
-    """Restores optimizer and schedule in place, whatever grid they were saved on.
-
-    Raises:
-        CheckpointMismatchError: The files belong to another model, optimizer or backend.
+    """Restores optimizer and schedule in place, whatever grid they were saved on. Raises CheckpointMismatchError: the
+    files belong to another model, optimizer or backend.
     """
     files = StateFiles(path)
     state.restore(files, trained)

@@ -23,11 +23,8 @@ _KEY = "policy.megatron_cfg"
 
 
 def check_policy(cfg: PolicyConfig, model: PretrainedConfig) -> None:
-    """See `BackendSpec.check`.
-
-    Raises:
-        KernelUnavailableError: Megatron-Core is not installed.
-        UnsupportedModelError: The model is of no known family, or does not divide as asked.
+    """See `BackendSpec.check`. Raises KernelUnavailableError: Megatron-Core is not installed; UnsupportedModelError:
+    the model is of no known family, or does not divide as asked.
     """
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
         raise KernelUnavailableError(
@@ -96,7 +93,6 @@ def _divisors(number: int) -> str:
 
 
 def check_device(cfg: PolicyConfig, *, cuda: bool) -> None:
-    """See `BackendSpec.check_device`."""
     engine = cuda and importlib.util.find_spec("transformer_engine") is not None
     mcore = cfg.megatron_cfg
     wanted = {

@@ -1,9 +1,8 @@
 """The model families that the Megatron backend knows, and how their Hugging Face weights make up Megatron's.
 
 Megatron fuses query, key and value of each attention group, and gate and up of a feed-forward; experts keep their own
-weights. Each of its parameters is described by what it is made of and how tensor-parallel ranks cut it. Knows sizes and
-names, no process group and no file. Invariants: joining and splitting are inverse to each other bit for bit, and so are
-cutting and pasting.
+weights. Each of its parameters is described by what it is made of and how tensor-parallel ranks cut it. Invariants:
+joining and splitting are inverse to each other bit for bit, and so are cutting and pasting.
 
 Shapes: G key/value groups, Q query heads of a group, H head dimension, D model width, F feed-forward width.
 """
@@ -26,18 +25,11 @@ Cut = Literal["whole", "rows", "columns", "qkv", "gate_up"]
 
 @dataclass(frozen=True)
 class Family:
-    """What distinguishes a family.
+    """What distinguishes a family. `expert_parts`: names of gate, up and down of an expert; None for a dense family."""
 
-    Attributes:
-        qkv_bias: Whether query, key and value have a bias.
-        qk_norm: Whether queries and keys are normalised per head.
-        mlp: Prefix of the feed-forward in a layer.
-        expert_parts: Names of gate, up and down of an expert; None for a dense family.
-    """
-
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    mlp: str = "mlp"
+    qkv_bias: bool = False  # whether query, key and value have a bias
+    qk_norm: bool = False  # whether queries and keys are normalised per head
+    mlp: str = "mlp"  # prefix of the feed-forward in a layer
     expert_parts: tuple[str, str, str] | None = None
 
 
@@ -69,10 +61,8 @@ class Sizes:
 
     @staticmethod
     def of(config: PretrainedConfig) -> Sizes:
-        """Sizes of the model.
-
-        Raises:
-            UnsupportedModelError: The family is unknown, or the model has a part that Megatron's layers here lack.
+        """Sizes of the model. Raises UnsupportedModelError: the family is unknown, or the model has a part that
+        Megatron's layers here lack.
         """
         family = FAMILIES.get(config.model_type)
         if family is None:
@@ -121,21 +111,13 @@ def _refuse_unknown_parts(config: PretrainedConfig) -> None:
 
 @dataclass(frozen=True)
 class Weight:
-    """One whole parameter of Megatron.
+    """One whole parameter of Megatron."""
 
-    Attributes:
-        name: Megatron's name, layers and experts numbered over the whole model.
-        parts: Hugging Face names and shapes of what it is made of.
-        cut: How tensor-parallel ranks cut it.
-        groups: Key/value groups, for `qkv`.
-        expert: Number of the expert it belongs to, or None.
-    """
-
-    name: str
-    parts: tuple[tuple[str, tuple[int, ...]], ...]
-    cut: Cut = "whole"
-    groups: int = 1
-    expert: int | None = None
+    name: str  # Megatron's name, layers and experts numbered over the whole model
+    parts: tuple[tuple[str, tuple[int, ...]], ...]  # Hugging Face names and shapes of what it is made of
+    cut: Cut = "whole"  # how tensor-parallel ranks cut it
+    groups: int = 1  # key/value groups, for `qkv`
+    expert: int | None = None  # number of the expert it belongs to, or None
 
     def join(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The parameter from its Hugging Face parts."""
@@ -177,14 +159,11 @@ class Weight:
 
 @dataclass(frozen=True)
 class Naming:
-    """Names that differ between Megatron's kinds of layers.
-
-    Attributes:
-        fused_norms: Whether norms are part of the projection after them (Transformer Engine).
-        grouped_experts: Whether a layer's experts are one module with a weight for each (Transformer Engine).
+    """Names that differ between Megatron's kinds of layers. `grouped_experts`: whether a layer's experts are one module
+    with a weight for each (Transformer Engine).
     """
 
-    fused_norms: bool = False
+    fused_norms: bool = False  # whether norms are part of the projection after them (Transformer Engine)
     grouped_experts: bool = False
 
     def input_norm(self, layer: str) -> str:

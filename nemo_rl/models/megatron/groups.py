@@ -1,8 +1,8 @@
 """The process groups of the Megatron backend and this rank's place in them.
 
 Megatron keeps its groups in a module of its own; here they are made, with the sizes of the configuration, and read.
-Knows no model. Invariants: ranks are numbered as the policy's grid has them, pipeline outermost, then data, context and
-tensor; every reduction that the train step needs gives the same value on all ranks of a replica.
+Invariants: ranks are numbered as the policy's grid has them, pipeline outermost, then data, context and tensor; every
+reduction that the train step needs gives the same value on all ranks of a replica.
 """
 
 from __future__ import annotations
@@ -22,15 +22,8 @@ COLLECTIVE_TIMEOUT_S = 900.0
 
 
 class MegatronGroups:
-    """Groups of this rank; made once per process and set of sizes.
-
-    Args:
-        sizes: Ranks along each axis.
-        accelerator: Kind of slot.
-        virtual_stages: Parts of the model on each pipeline stage; None for one.
-
-    Raises:
-        ParallelSizesError: Experts do not divide the ranks of a stage.
+    """Groups of this rank; made once per process and set of sizes. `virtual_stages`: parts of the model on each
+    pipeline stage; None for one. Raises ParallelSizesError: experts do not divide the ranks of a stage.
     """
 
     def __init__(self, sizes: ParallelSizes, accelerator: Accelerator, virtual_stages: int | None = None) -> None:

@@ -2,8 +2,8 @@
 every sequence, and norms.
 
 They sit in the slots that Megatron's layer specifications leave open, so that both training backends attend in the same
-way with and without Transformer Engine. Knows rows, no batches and no losses. Invariant: what a layer computes for a
-sequence does not depend on what it was packed with, nor on how the row is cut over context-parallel ranks.
+way with and without Transformer Engine. Invariant: what a layer computes for a sequence does not depend on what it was
+packed with, nor on how the row is cut over context-parallel ranks.
 
 Shapes: T tokens of this rank's slice of the row, H heads, D head dimension.
 """
@@ -87,10 +87,7 @@ class RowNorm(nn.Module):
 
 class PackedGPT(GPTModel):
     """Megatron's GPT over packed rows: gives the final hidden states instead of logits, which are never whole.
-
-    Args:
-        angles_D: Rotary frequencies of the model, half a head wide.
-        options: Of `GPTModel`.
+    `angles_D`: rotary frequencies of the model, half a head wide. `options`: of `GPTModel`.
     """
 
     def __init__(self, *, angles_D: torch.Tensor, **options: Any) -> None:

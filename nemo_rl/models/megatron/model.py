@@ -1,8 +1,8 @@
 """Builds Megatron's model of a Hugging Face configuration, cut as the policy section says.
 
 Decides which implementation of the layers runs: Transformer Engine's where it is installed and there is a GPU, else
-Megatron's own. Knows configurations, no weights and no batches. Invariants: attention is ours in both; every key of
-`policy.megatron_cfg` is honoured here or refused by `checks`.
+Megatron's own. Invariants: attention is ours in both; every key of `policy.megatron_cfg` is honoured here or refused by
+`checks`.
 """
 
 from __future__ import annotations
@@ -32,33 +32,18 @@ def has_transformer_engine() -> bool:
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """This rank's part of a model.
+    """This rank's part of a model."""
 
-    Attributes:
-        chunks: One module, or several with virtual stages.
-        config: Megatron's transformer configuration.
-        sizes: Of the model.
-        naming: Of its kind of layers.
-        kernels: Which implementation of the layers it is, in words.
-        bridge: What carries its weights where the backend does not know its family.
-    """
-
-    chunks: list[nn.Module]
+    chunks: list[nn.Module]  # one module, or several with virtual stages
     config: Any
     sizes: Sizes
-    naming: Naming
-    kernels: str
-    bridge: Bridge | None = None
+    naming: Naming  # of its kind of layers
+    kernels: str  # which implementation of the layers it is, in words
+    bridge: Bridge | None = None  # what carries its weights where the backend does not know its family
 
 
 def build_model(cfg: PolicyConfig, model: PretrainedConfig, groups: MegatronGroups) -> BuiltModel:
-    """The model without weights, on this rank's device.
-
-    Args:
-        cfg: The policy section.
-        model: The Hugging Face configuration.
-        groups: This rank's.
-    """
+    """The model without weights, on this rank's device."""
     from megatron.core import __version__, tensor_parallel
     from megatron.core.transformer.moe import moe_utils
 
@@ -114,13 +99,7 @@ def build_model(cfg: PolicyConfig, model: PretrainedConfig, groups: MegatronGrou
 
 
 def transformer_config(cfg: PolicyConfig, sizes: Sizes, *, engine: bool) -> Any:
-    """Megatron's configuration of the model and of how it is cut.
-
-    Args:
-        cfg: The policy section.
-        sizes: Of the model.
-        engine: Whether Transformer Engine runs.
-    """
+    """Megatron's configuration of the model and of how it is cut."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     architecture: dict[str, object] = {
@@ -240,10 +219,8 @@ def _layers(config: object, sizes: Sizes, virtual: int | None, *, engine: bool) 
 
 
 def rotary_angles(model: Any) -> torch.Tensor:
-    """Rotary frequencies [head dimension / 2] of a model, as transformers computes them.
-
-    Raises:
-        UnsupportedModelError: Its positions also scale attention, or change with the length of a sequence.
+    """Rotary frequencies [head dimension / 2] of a model, as transformers computes them. Raises UnsupportedModelError:
+    its positions also scale attention, or change with the length of a sequence.
     """
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 

@@ -2,7 +2,7 @@
 
 Gradients are always accumulated and reduced in float32, whatever `grad_reduce_in_fp32` says: a step adds up sums over
 thousands of tokens, which half precision would lose. They are reduced once, when the step is finished, so there is
-nothing to overlap. Knows Megatron's classes, no batches. Invariant: no gradient is divided here; the step divides once.
+nothing to overlap. Invariant: no gradient is divided here; the step divides once.
 """
 
 from __future__ import annotations

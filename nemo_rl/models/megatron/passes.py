@@ -1,8 +1,8 @@
 """Microbatches through Megatron's pipeline schedules: what goes into a stage, and what the last one makes of it.
 
 Packs rows, cuts them over context-parallel ranks and scores the hidden states of the last stage; whoever calls says
-what becomes of the scores. Knows no optimizer. Invariants: every rank of a replica returns what its last stage
-computed; a failure on the last stage is one on all of them, and leaves none waiting.
+what becomes of the scores. Invariants: every rank of a replica returns what its last stage computed; a failure on the
+last stage is one on all of them, and leaves none waiting.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ class Pipeline:
 
     Args:
         model: This rank's part of the model.
-        groups: This rank's.
         chunk_size: Tokens whose logits exist at once; None for all.
         row_round: Packed rows are padded to a multiple of this too.
 
@@ -65,16 +64,12 @@ class Pipeline:
         """What `ending` made of each microbatch, on every rank of the replica.
 
         Args:
-            microbatches: This replica's.
             idle: Empty microbatches after them, so that every replica runs as many.
             ending: Called on the last stage.
-            transform: Of the logits.
-            backward: Whether gradients are added.
             logits: Whether `ending` takes logits rather than scores.
             trained_only: Whether only trained tokens are scored.
 
-        Raises:
-            PipelineStageError: `ending` failed on the last stage, and this is another one; there it raises its own.
+        Raises PipelineStageError: `ending` failed on the last stage, and this is another one; there it raises its own.
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 

@@ -17,11 +17,8 @@ _WORKSPACES = ("transformer_engine.pytorch.module.base", "transformer_engine.pyt
 
 
 class ReferenceWeights:
-    """A copy of this rank's parameters on the host, and the swap that puts them in for a while.
-
-    Args:
-        parameters: The model's, in the order of `copies`.
-        copies: What the reference computes with.
+    """A copy of this rank's parameters on the host, and the swap that puts them in for a while. `parameters`: the
+    model's, in the order of `copies`. `copies`: what the reference computes with.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], copies: Iterable[torch.Tensor]) -> None:

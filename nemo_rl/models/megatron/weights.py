@@ -2,8 +2,8 @@
 Face files.
 
 Reading takes from the files only what this rank holds; writing gathers one parameter after the other, so that never
-more than one is whole. Knows files and groups, not layers. Invariants: every rank yields the same names and full
-tensors in the same order; what was read comes out again bit for bit.
+more than one is whole. Invariants: every rank yields the same names and full tensors in the same order; what was read
+comes out again bit for bit.
 """
 
 from __future__ import annotations
@@ -31,13 +31,8 @@ _FILES = ["*.safetensors", "*.safetensors.index.json", "config.json"]
 
 
 class ModelFiles:
-    """The tensors of a Hugging Face directory, read one by one.
-
-    Args:
-        source: Directory or Hugging Face id.
-
-    Raises:
-        ModelNotFoundError: There are no weights.
+    """The tensors of a Hugging Face directory, read one by one. `source`: directory or Hugging Face id. Raises
+    ModelNotFoundError: there are no weights.
     """
 
     def __init__(self, source: str) -> None:
@@ -69,11 +64,7 @@ class ModelFiles:
         return self._open[path]
 
     def tensor(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """One tensor.
-
-        Raises:
-            CheckpointMismatchError: It is missing or of another shape.
-        """
+        """One tensor. Raises CheckpointMismatchError: it is missing or of another shape."""
         if name not in self._file and name not in self._state:
             raise CheckpointMismatchError(f"{self._source}: the weight {name} is missing; it holds another model")
         tensor = self._state[name] if name in self._state else self._handle(self._file[name]).get_tensor(name)
@@ -142,9 +133,7 @@ class ShardedWeights:
 
     Args:
         chunks: This rank's parts of the model, Megatron's GPT modules.
-        sizes: Of the model.
         naming: Of its kind of layers.
-        groups: This rank's.
 
     Attributes:
         described: Every parameter of the whole model, in order.
@@ -203,11 +192,8 @@ class ShardedWeights:
 
     @torch.no_grad()
     def load(self, source: str) -> None:
-        """Reads this rank's part of every parameter.
-
-        Raises:
-            ModelNotFoundError: There are no weights.
-            CheckpointMismatchError: They are of another model.
+        """Reads this rank's part of every parameter. Raises ModelNotFoundError: there are no weights;
+        CheckpointMismatchError: they are of another model.
         """
         files = ModelFiles(source)
         for weight in self.described:
@@ -256,7 +242,6 @@ class ShardedWeights:
         """The whole of anything that is cut like a weight, on every rank of the replica. Collective.
 
         Args:
-            weight: Which one.
             local: This rank's part, None on ranks without one.
             device: Where the whole is wanted.
             dtype: Its precision; None keeps that of the weights.

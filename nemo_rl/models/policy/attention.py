@@ -37,34 +37,21 @@ KERNELS: dict[str | None, Kernel] = {
 
 @dataclass(frozen=True)
 class SharedKeys:
-    """What segments see where some of them share a prefix: it, then themselves, of which they are the last tokens.
+    """What segments see where some of them share a prefix: it, then themselves, of which they are the last tokens."""
 
-    Attributes:
-        token_S: Token of the row behind each key, segment after segment.
-        cu_seqlens: Borders of the segments' keys, int32 [segments + 1].
-    """
-
-    token_S: torch.Tensor
-    cu_seqlens: torch.Tensor
+    token_S: torch.Tensor  # token of the row behind each key, segment after segment
+    cu_seqlens: torch.Tensor  # borders of the segments' keys, int32 [segments + 1]
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Borders of the sequences that attention must keep apart.
+    """Borders of the sequences that attention must keep apart."""
 
-    Attributes:
-        cu_seqlens: int32 [segments + 1], over the whole row.
-        max_seqlen: Most keys of a segment.
-        context_group: Ranks that share the row, or None.
-        context_start: First token of this rank's slice.
-        shared: What segments see besides themselves, or None; not with a context group.
-    """
-
-    cu_seqlens: torch.Tensor
-    max_seqlen: int
-    context_group: dist.ProcessGroup | None = None
-    context_start: int = 0
-    shared: SharedKeys | None = None
+    cu_seqlens: torch.Tensor  # int32 [segments + 1], over the whole row
+    max_seqlen: int  # most keys of a segment
+    context_group: dist.ProcessGroup | None = None  # ranks that share the row, or None
+    context_start: int = 0  # first token of this rank's slice
+    shared: SharedKeys | None = None  # what segments see besides themselves, or None; not with a context group
 
     @property
     def cu_seqlens_k(self) -> torch.Tensor:
@@ -83,13 +70,8 @@ class Segments:
 
 
 def register(attn: str | None = None) -> str:
-    """Makes the attention known to transformers. Safe to call twice.
-
-    Args:
-        attn: `policy.dtensor_cfg.automodel_kwargs.backend.attn`.
-
-    Returns:
-        The name under which transformers finds it.
+    """Makes the attention known to transformers. Safe to call twice. `attn`:
+    `policy.dtensor_cfg.automodel_kwargs.backend.attn`. Returns the name under which transformers finds it.
     """
     from transformers import AttentionInterface
 
@@ -126,21 +108,17 @@ def packed_attention(
     """The attention function that transformers calls in every layer.
 
     Args:
-        module: The attention layer.
         query: [1, H, T, D]; `key` and `value` [1, K, T, D].
         attention_mask: Unused; `segments` says everything.
         scaling: Factor on the scores; 1/sqrt(D) by default.
         segments: Sequence borders of the row.
         sliding_window: Tokens that a token may look back at; only on GPUs.
-        softcap: Not supported.
         kernel: Which kernel; `auto` takes the variable-length one where it runs, else `sdpa`.
 
-    Returns:
-        [1, T, H, D] and None.
+    Returns [1, T, H, D] and None.
 
-    Raises:
-        NotImplementedError: The model needs soft-capped scores, or a sliding window on CPU, or the kernel does not run
-            on this device or precision.
+    Raises NotImplementedError: the model needs soft-capped scores, or a sliding window on CPU, or the kernel does not
+    run on this device or precision.
     """
     if softcap is not None or getattr(module, "sinks", None) is not None:
         raise NotImplementedError(

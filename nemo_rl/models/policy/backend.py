@@ -1,9 +1,8 @@
 """The seam between a policy's worker and the framework that runs its model, and the registry of those frameworks.
 
 A backend owns the model of one rank: its forward and backward passes, its weights, its optimizer and schedule, where
-they lie, and its process groups. The worker owns steps, batches and sync sessions. Knows no framework: a backend is a
-dotted name, imported where it is used. Invariant: every method that is collective is called on all ranks in the same
-order.
+they lie, and its process groups. The worker owns steps, batches and sync sessions. Invariant: every method that is
+collective is called on all ranks in the same order.
 """
 
 from __future__ import annotations
@@ -30,19 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """What a policy asks of its backend besides its configuration.
-
-    Attributes:
-        init_optimizer: Whether this policy trains.
-        init_reference_model: Whether the weights that the run started from are kept.
-        weights_path: Checkpoint weights to start from.
-        optimizer_path: Checkpoint optimizer state to start from.
-    """
+    """What a policy asks of its backend besides its configuration."""
 
     init_optimizer: bool = True
-    init_reference_model: bool = True
-    weights_path: str | None = None
-    optimizer_path: str | None = None
+    init_reference_model: bool = True  # whether the weights that the run started from are kept
+    weights_path: str | None = None  # checkpoint weights to start from
+    optimizer_path: str | None = None  # checkpoint optimizer state to start from
 
 
 class Backend(StepBackend, Protocol):
@@ -98,10 +90,8 @@ class Backend(StepBackend, Protocol):
         ...
 
     def reference_weights(self) -> AbstractContextManager[None]:
-        """The model computes with the weights that the run started from inside the block.
-
-        Raises:
-            RuntimeError: They were not kept.
+        """The model computes with the weights that the run started from inside the block. Raises RuntimeError: they
+        were not kept.
         """
         ...
 
@@ -138,12 +128,8 @@ class Backend(StepBackend, Protocol):
         ...
 
     def offload(self, *, model: bool, optimizer: bool, keep_gradients: bool) -> None:
-        """Model or optimizer state to the host, freed memory given back.
-
-        Args:
-            model: Whether the model goes.
-            optimizer: Whether the optimizer state goes.
-            keep_gradients: Whether a step is open, whose gradients must come back as they are.
+        """Model or optimizer state to the host, freed memory given back. `optimizer`: whether the optimizer state goes.
+        `keep_gradients`: whether a step is open, whose gradients must come back as they are.
         """
         ...
 
@@ -162,38 +148,24 @@ class Backend(StepBackend, Protocol):
         ...
 
     def poll_saved(self) -> bool:
-        """Whether everything is on disk.
-
-        Raises:
-            OSError: The disk is full or the directory cannot be written.
-        """
+        """Whether everything is on disk. Raises OSError: the disk is full or the directory cannot be written."""
         ...
 
     def wait_saved(self) -> None:
-        """Waits until everything is on disk.
-
-        Raises:
-            OSError: The disk is full or the directory cannot be written.
-        """
+        """Waits until everything is on disk. Raises OSError: the disk is full or the directory cannot be written."""
         ...
 
 
 @dataclass(frozen=True)
 class BackendSpec:
-    """A training framework.
-
-    Attributes:
-        name: For messages and the run record.
-        builder: Dotted name of `(policy section, parallel sizes, BackendOptions) -> Backend`, called on every rank.
-        checker: Dotted name of `(policy section, Hugging Face configuration) -> None`, called by the driver before
-            anything starts; raises a typed error for a model or package that does not fit.
-        device_checker: Dotted name of `(policy section, cuda) -> None`, called once the kind of slot is known.
+    """A training framework. `checker`: dotted name of `(policy section, Hugging Face configuration) -> None`, called by
+    the driver before anything starts; raises a typed error for a model or package that does not fit.
     """
 
-    name: str
-    builder: str
+    name: str  # for messages and the run record
+    builder: str  # dotted name of `(policy section, parallel sizes, BackendOptions) -> Backend`, called on every rank
     checker: str
-    device_checker: str
+    device_checker: str  # dotted name of `(policy section, cuda) -> None`, called once the kind of slot is known
 
     def load(self) -> None:
         """Imports what `build` needs, which takes seconds; touches no accelerator."""
@@ -209,22 +181,16 @@ class BackendSpec:
         """Whether the model can be trained as configured, before anything starts.
 
         Args:
-            cfg: The policy section.
             model: The model's Hugging Face configuration.
 
-        Raises:
-            UnsupportedModelError: Its sizes do not divide, or it is of an unknown kind.
-            KernelUnavailableError: A package is asked for and not installed.
-            OptimizerConfigError: Optimizer or schedule do not exist or refuse their arguments.
+        Raises UnsupportedModelError: its sizes do not divide, or it is of an unknown kind; KernelUnavailableError: a
+        package is asked for and not installed; OptimizerConfigError: optimizer or schedule do not exist or refuse their
+        arguments.
         """
         resolve_fqn(self.checker)(cfg, model)
 
     def check_device(self, cfg: PolicyConfig, *, cuda: bool) -> None:
-        """Whether the accelerators can run the kernels.
-
-        Raises:
-            KernelUnavailableError: They cannot.
-        """
+        """Whether the accelerators can run the kernels. Raises KernelUnavailableError: they cannot."""
         resolve_fqn(self.device_checker)(cfg, cuda=cuda)
 
 

@@ -1,8 +1,8 @@
 """What a policy takes as a batch, and how the batch is cut over its ranks.
 
 Refuses what the forward pass would silently leave out, and turns the configuration into the arguments of sharding.
-Knows no worker, no store and no framework. Invariants: batches of this process and rows of the data plane are cut by
-the same arguments; a chunk of a step may have any number of rows.
+Invariants: batches of this process and rows of the data plane are cut by the same arguments; a chunk of a step may have
+any number of rows.
 """
 
 from __future__ import annotations
@@ -21,14 +21,8 @@ class UnsupportedColumnsError(ValueError):
 
 
 def refuse_model_inputs(columns: Iterable[str]) -> None:
-    """Refuses a batch whose model inputs the forward pass would leave out, rather than to train on its
-    text alone.
-
-    Args:
-        columns: Names of the batch's columns.
-
-    Raises:
-        UnsupportedColumnsError: There are such columns.
+    """Refuses a batch whose model inputs the forward pass would leave out, rather than to train on its text alone.
+    `columns`: names of the batch's columns. Raises UnsupportedColumnsError: there are such columns.
     """
     refused = model_inputs(columns)
     if refused:
@@ -39,11 +33,8 @@ def refuse_model_inputs(columns: Iterable[str]) -> None:
 
 
 def shares_prompts(config: PolicyConfig, *, cuda: bool) -> bool:
-    """Whether packed rows hold the tokens that a prompt's samples begin with once.
-
-    Args:
-        config: The policy section.
-        cuda: Whether training runs on GPUs.
+    """Whether packed rows hold the tokens that a prompt's samples begin with once. `cuda`: whether training runs on
+    GPUs.
     """
     packing = config.sequence_packing
     if not packing.enabled or config.megatron_cfg.enabled or config.dtensor_cfg.context_parallel_size > 1:
@@ -76,14 +67,11 @@ def shard_batch(
 
     Args:
         data: `input_ids`, `input_lengths` and whatever else travels along.
-        config: The policy section.
-        ranks: Data-parallel ranks.
         batch_size: Samples of a global batch, which is cut on its own; None takes all.
         training: Whether the token budgets of training apply, or those of log-probability passes.
         share: Whether the samples of a prompt go into the same packed row as far as they fit.
 
-    Returns:
-        One shard per rank, without tags, and the permutation that restores the caller's order (None: none needed).
+    Returns one shard per rank, without tags, and the permutation that restores the caller's order (None: none needed).
     """
     tags = tags_of(data)
     prefixes = prefixes_of({name.removeprefix(TAG): data[name].tolist() for name in tags}) if share else None
@@ -100,7 +88,6 @@ def microbatch_arguments(
     """How the configuration forms microbatches, as the keyword argument that sharding takes; none for equal ones.
 
     Args:
-        config: The policy section.
         training: Whether the token budgets of training apply, or those of log-probability passes.
         prefixes: What rows begin with that packed rows hold once.
     """
@@ -131,12 +118,7 @@ def chunk_rows(lengths: Sequence[int], ranks: int) -> list[list[int]] | None:
     """Which rows of a chunk go to which rank, where they do not divide: each to the rank with the fewest tokens so far,
     longest first. Ranks may stay without rows.
 
-    Args:
-        lengths: Tokens of each row.
-        ranks: Data-parallel ranks.
-
-    Returns:
-        Ascending rows of each rank; None for a chunk that divides, which is cut as a whole batch is.
+    Returns ascending rows of each rank; None for a chunk that divides, which is cut as a whole batch is.
     """
     if lengths and len(lengths) % ranks == 0:
         return None

@@ -1,7 +1,7 @@
 """The files of a policy checkpoint that every backend writes alike, and the thread that writes them.
 
-A snapshot is taken on the host while the step waits; files follow in the background, so the next step does not. Knows
-no framework. Invariant: the weights directory is a whole Hugging Face model.
+A snapshot is taken on the host while the step waits; files follow in the background, so the next step does not.
+Invariant: the weights directory is a whole Hugging Face model.
 """
 
 from __future__ import annotations
@@ -30,11 +30,7 @@ class BackgroundWriter:
         self._pending.append(self._pool.submit(write, *args))
 
     def poll(self) -> bool:
-        """Whether everything is on disk.
-
-        Raises:
-            OSError: The disk is full or the directory cannot be written.
-        """
+        """Whether everything is on disk. Raises OSError: the disk is full or the directory cannot be written."""
         done = [future for future in self._pending if future.done()]
         self._pending = [future for future in self._pending if future not in done]
         for future in done:
@@ -51,11 +47,7 @@ class BackgroundWriter:
         self._pending = []
 
     def wait(self) -> None:
-        """Waits until everything is on disk.
-
-        Raises:
-            OSError: The disk is full or the directory cannot be written.
-        """
+        """Waits until everything is on disk. Raises OSError: the disk is full or the directory cannot be written."""
         pending = self._pending
         self._pending = []
         for future in pending:
@@ -77,7 +69,6 @@ def write_model_directory(
     Args:
         model: Has `config`, and `generation_config` or None.
         state: Full weights on the host under their Hugging Face names.
-        path: The directory.
         dtype: The precision in which the model is used.
         save_format: `safetensors` or `torch_save`.
     """

@@ -1,7 +1,7 @@
 """The policy's interface: batch handles, scores and training results.
 
-A batch is a `BatchedDataDict` in process, or a reference to stored columns on the data plane. Log-probabilities are
-[B, S]: position i holds log p(token i | tokens < i); position 0 and padding are 0.
+A batch is a `BatchedDataDict` in process, or a reference to stored columns on the data plane. Log-probabilities are [B,
+S]: position i holds log p(token i | tokens < i); position 0 and padding are 0.
 """
 
 from __future__ import annotations
@@ -35,29 +35,19 @@ Scores = BatchedDataDict | StoredColumns
 
 
 class TrainResult(TypedDict, total=False):
-    """What `train` returns.
-
-    Attributes:
-        loss: float32 tensor, one entry per optimizer step.
-        grad_norm: Norm of the last optimizer step, before clipping.
-        all_mb_metrics: Per metric the values of all microbatches of all ranks, divided by global counts.
-        total_flops: Floating-point operations of the step over all ranks.
-        num_ranks: Ranks that took part.
-        theoretical_tflops: Peak of all ranks together; absent where unknown.
-        lr: Learning rate used.
-        wd: Weight decay used.
-        skipped_steps: Steps without a trained token, which left weights, optimizer and schedule as they were.
+    """What `train` returns. `all_mb_metrics`: per metric the values of all microbatches of all ranks, divided by global
+    counts.
     """
 
-    loss: torch.Tensor
-    grad_norm: float
+    loss: torch.Tensor  # float32 tensor, one entry per optimizer step
+    grad_norm: float  # norm of the last optimizer step, before clipping
     all_mb_metrics: dict[str, list[float]]
-    total_flops: float
+    total_flops: float  # floating-point operations of the step over all ranks
     num_ranks: int
-    theoretical_tflops: float
+    theoretical_tflops: float  # peak of all ranks together; absent where unknown
     lr: float
     wd: float
-    skipped_steps: int
+    skipped_steps: int  # steps without a trained token, which left weights, optimizer and schedule as they were
 
 
 class PolicyInterface(Protocol):

@@ -1,8 +1,8 @@
 """A language-model policy over a group of workers, one per accelerator slot.
 
 Shards batches over data-parallel ranks (plainly, by dynamic batching or by packing), gathers results back into the
-caller's order; where training state lies and how it is exported is `PolicyWeights`'s. Knows no framework: each worker
-builds the backend that the configuration enables. Invariant: rows come back in the order in which they were given.
+caller's order; where training state lies and how it is exported is `PolicyWeights`'s. Invariant: rows come back in the
+order in which they were given.
 """
 
 from __future__ import annotations
@@ -64,9 +64,6 @@ def start_policy_actors(
 
     Args:
         cluster: Slots; all of them, unless `bundle_indices_list` names some (overlapping placement).
-        config: The policy section.
-        name_prefix: Name in messages.
-        init_optimizer: Whether this policy trains.
         weights_path: Checkpoint weights to start from.
         optimizer_path: Checkpoint optimizer state to start from.
         init_reference_model: Whether the initial weights are kept for reference log-probabilities.
@@ -95,13 +92,8 @@ def start_policy_actors(
 
 
 class Policy(PolicyWeights, PolicyInterface):
-    """A policy on the slots of a cluster.
-
-    Args:
-        cluster: Slots.
-        config: The policy section.
-        tokenizer: Saved beside checkpoints.
-        actors: What `start_policy_actors` started; by default it is called here, with `options`.
+    """A policy on the slots of a cluster. `actors`: what `start_policy_actors` started; by default it is called here,
+    with `options`.
     """
 
     def __init__(
@@ -126,10 +118,8 @@ class Policy(PolicyWeights, PolicyInterface):
         self._shape: TransformerShape | None = None
 
     def wait_until_started(self) -> None:
-        """Waits until every worker has loaded its model.
-
-        Raises:
-            WorkerError: A worker could not start, e.g. because the model does not exist.
+        """Waits until every worker has loaded its model. Raises WorkerError: a worker could not start, e.g. because the
+        model does not exist.
         """
         if self._devices is None:
             self.worker_group.get_all_worker_results(self._building)
@@ -146,10 +136,8 @@ class Policy(PolicyWeights, PolicyInterface):
         return list(self._devices or [])
 
     def profile(self, on: bool) -> None:
-        """Has the workers that run under Nsight Systems record from here on, or write what they recorded.
-
-        Raises:
-            WorkerError: One could not.
+        """Has the workers that run under Nsight Systems record from here on, or write what they recorded. Raises
+        WorkerError: one could not.
         """
         group = self.worker_group
         refs = [group.run_single_worker_single_data("profile", rank, on=on) for rank in group.profiled]
@@ -167,7 +155,6 @@ class Policy(PolicyWeights, PolicyInterface):
     def shard(
         self, data: BatchedDataDict, batch_size: int | None, *, training: bool
     ) -> tuple[list[SlicedDataDict], list[int] | None]:
-        """See `shard_batch`."""
         return shard_batch(
             data, self.cfg, self.data_parallel_size, batch_size, training=training, share=self.shares_prompts
         )
@@ -232,10 +219,8 @@ class Policy(PolicyWeights, PolicyInterface):
         mbs: int | None = None,
         timer: Timer | None = None,
     ) -> TrainResult:
-        """`submit_train`, and waits for it.
-
-        Raises:
-            WorkerError: A worker failed; a step whose loss is not finite is refused with the samples named.
+        """`submit_train`, and waits for it. Raises WorkerError: a worker failed; a step whose loss is not finite is
+        refused with the samples named.
         """
         return self.submit_train(data, loss_fn, eval_mode, gbs=gbs, mbs=mbs, timer=timer).result()
 
@@ -249,11 +234,8 @@ class Policy(PolicyWeights, PolicyInterface):
         mbs: int | None = None,
         timer: Timer | None = None,
     ) -> PendingCall[TrainResult]:
-        """See `TrainingPolicy`.
-
-        Raises:
-            ValueError: The batch does not divide into global batches over the data-parallel ranks.
-            UnsupportedColumnsError: It has inputs of the model that the backend does not take.
+        """See `TrainingPolicy`. Raises ValueError: the batch does not divide into global batches over the data-parallel
+        ranks; UnsupportedColumnsError: it has inputs of the model that the backend does not take.
         """
         batch = _in_process(data)
         refuse_model_inputs(batch)
@@ -288,15 +270,10 @@ class Policy(PolicyWeights, PolicyInterface):
             result["theoretical_tflops"] = peak * self.worker_group.world_size
 
     def begin_train_step(self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None) -> None:
-        """Opens a step on every worker.
-
-        Raises:
-            WorkerError: A step is open already.
-        """
+        """Opens a step on every worker. Raises WorkerError: a step is open already."""
         self.worker_group.run("begin_train_step", loss_fn=loss_fn, gbs=gbs, mbs=mbs)
 
     def submit_microbatches(self, data: BatchHandle, timer: Timer | None = None) -> PendingCall[None]:
-        """See `TrainingPolicy`."""
         batch = _in_process(data)
         refuse_model_inputs(batch)
         with timed(timer, "policy_training/sharding_data"):
@@ -309,10 +286,8 @@ class Policy(PolicyWeights, PolicyInterface):
         return PendingCall(self.worker_group, future, lambda _: None, on_error=self._abandon_step)
 
     def train_microbatches(self, data: BatchHandle, timer: Timer | None = None) -> None:
-        """Adds a chunk of any number of samples to the open step.
-
-        Raises:
-            WorkerError: A worker failed; the step is closed on all of them.
+        """Adds a chunk of any number of samples to the open step. Raises WorkerError: a worker failed; the step is
+        closed on all of them.
         """
         self.submit_microbatches(data, timer).result()
 
@@ -321,7 +296,6 @@ class Policy(PolicyWeights, PolicyInterface):
         self.train_microbatches(data, timer)
 
     def submit_finish_train_step(self) -> PendingCall[TrainResult]:
-        """See `TrainingPolicy`."""
         future = self.worker_group.run_all_workers_single_data("finish_train_step")
 
         def report(results: list[Any]) -> TrainResult:
@@ -330,10 +304,8 @@ class Policy(PolicyWeights, PolicyInterface):
         return PendingCall(self.worker_group, future, report, on_error=self._abandon_step)
 
     def finish_train_step(self) -> TrainResult:
-        """Steps the optimizer once for everything since `begin_train_step`.
-
-        Raises:
-            WorkerError: A worker failed, or the step is not finite; it is closed, and the weights are as before.
+        """Steps the optimizer once for everything since `begin_train_step`. Raises WorkerError: a worker failed, or the
+        step is not finite; it is closed, and the weights are as before.
         """
         return self.submit_finish_train_step().result()
 
@@ -392,11 +364,8 @@ class Policy(PolicyWeights, PolicyInterface):
                 self.tokenizer.save_pretrained(path)
 
     def finalize_async_save(self) -> None:
-        """Waits until the last snapshot is on disk.
-
-        Raises:
-            WorkerError: The disk is full or the directory cannot be written.
-            WorkerTimeoutError: The files are not complete after half an hour.
+        """Waits until the last snapshot is on disk. Raises WorkerError: the disk is full or the directory cannot be
+        written; WorkerTimeoutError: the files are not complete after half an hour.
         """
         deadline = time.monotonic() + _SAVE_TIMEOUT_S
         while not all(self.worker_group.run("checkpoint_written")):

@@ -1,7 +1,6 @@
 """What happens to logits before a token is drawn: the model's own scaling, the temperature, and generation's filters.
 
-Training does to its logits exactly what generation did. Knows no projection and no tokens. Invariant: the most likely
-token is never excluded.
+Training does to its logits exactly what generation did. Invariant: the most likely token is never excluded.
 
 Shapes: C tokens, V vocabulary.
 """
@@ -19,21 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What turns raw logits into the distribution that generation drew from.
-
-    Attributes:
-        temperature: Divides the logits.
-        top_p: Nucleus mass; 1 keeps all.
-        top_k: Keeps the k largest; None keeps all.
-        softcap: The model's own tanh cap on final logits, or None.
-        scale: The model's own factor on final logits.
-    """
+    """What turns raw logits into the distribution that generation drew from."""
 
     temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int | None = None
-    softcap: float | None = None
-    scale: float = 1.0
+    top_p: float = 1.0  # nucleus mass; 1 keeps all
+    top_k: int | None = None  # keeps the k largest; None keeps all
+    softcap: float | None = None  # the model's own tanh cap on final logits, or None
+    scale: float = 1.0  # the model's own factor on final logits
 
     @property
     def filters(self) -> bool:
@@ -82,13 +73,8 @@ def filter_logits(logits_CV: torch.Tensor, *, top_p: float, top_k: int | None) -
 def logit_transform(
     temperature: float | None, top_p: float, top_k: int | None, model: PretrainedConfig
 ) -> LogitTransform:
-    """What generation does to logits, and what the model itself does before.
-
-    Args:
-        temperature: Of generation; None or 0 is 1.
-        top_p: Of generation.
-        top_k: Of generation.
-        model: The model's Hugging Face configuration.
+    """What generation does to logits, and what the model itself does before. `temperature`: of generation; None or 0 is
+    1. `model`: the model's Hugging Face configuration.
     """
     scaling = getattr(model, "logits_scaling", None)
     return LogitTransform(

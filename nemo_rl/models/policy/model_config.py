@@ -1,7 +1,7 @@
 """The model that a configuration names, as far as its own small configuration file tells, before any weights are read.
 
-Decides whether there is a model, and whether its sizes divide as asked. Knows no mesh and no FSDP, so that a driver
-that only checks imports neither. Invariant: what is refused here is refused before Ray starts.
+Decides whether there is a model, and whether its sizes divide as asked. Invariant: what is refused here is refused
+before Ray starts.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ def compute_dtype(precision: str) -> torch.dtype:
 def model_config(cfg: PolicyConfig, source: str | None = None) -> PretrainedConfig:
     """The Hugging Face configuration of the model, with `policy.hf_config_overrides` applied.
 
-    Raises:
-        ModelNotFoundError: Nothing can be loaded from there.
-        UnsupportedModelError: An override names nothing that the model has.
+    Raises ModelNotFoundError: nothing can be loaded from there; UnsupportedModelError: an override names nothing that
+    the model has.
     """
     from transformers import AutoConfig
 
@@ -107,14 +106,8 @@ def number_of_experts(config: PretrainedConfig) -> int:
 
 
 def check_experts(config: PretrainedConfig, cfg: DTensorConfig) -> None:
-    """Whether the model's experts can be shared out as configured.
-
-    Args:
-        config: The model's Hugging Face configuration.
-        cfg: `policy.dtensor_cfg`.
-
-    Raises:
-        UnsupportedModelError: It has none, or they do not divide.
+    """Whether the model's experts can be shared out as configured. `config`: the model's Hugging Face configuration.
+    `cfg`: `policy.dtensor_cfg`. Raises UnsupportedModelError: it has none, or they do not divide.
     """
     ranks, experts = cfg.expert_parallel_size, number_of_experts(config)
     key = f"policy.dtensor_cfg.expert_parallel_size={ranks}"
@@ -136,16 +129,8 @@ def check_divisible(
     key: str = "policy.dtensor_cfg.tensor_parallel_size",
     sizes: Sequence[str] = _CUT_SIZES,
 ) -> None:
-    """Whether heads and vocabulary divide over `tp` ranks.
-
-    Args:
-        config: The model's Hugging Face configuration.
-        tp: Tensor-parallel ranks.
-        key: Where the number comes from, for the message.
-        sizes: What is cut.
-
-    Raises:
-        UnsupportedModelError: They do not.
+    """Whether heads and vocabulary divide over `tp` ranks. `config`: the model's Hugging Face configuration. `key`:
+    where the number comes from, for the message. Raises UnsupportedModelError: they do not.
     """
     for what in sizes:
         value = getattr(config, what, None)

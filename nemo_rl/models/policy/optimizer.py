@@ -1,6 +1,5 @@
 """Optimizer and learning-rate schedule from the dotted names of the configuration.
 
-Knows torch's conventions (classes that take parameters, schedulers that take the optimizer) and nothing else.
 Invariant: a name or argument that does not fit is an error that names the key.
 """
 
@@ -26,10 +25,8 @@ class OptimizerConfigError(UserError, ValueError):
 
 
 def check_names(optimizer: OptimizerConfig | None, scheduler: list[SchedulerConfig] | None) -> None:
-    """Whether optimizer and schedule can be built, by building them on a single number; needs no device.
-
-    Raises:
-        OptimizerConfigError: They cannot.
+    """Whether optimizer and schedule can be built, by building them on a single number; needs no device. Raises
+    OptimizerConfigError: they cannot.
     """
     if optimizer is None:
         return
@@ -55,10 +52,8 @@ def check_names(optimizer: OptimizerConfig | None, scheduler: list[SchedulerConf
 
 
 def build_optimizer(cfg: OptimizerConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer class behind `policy.optimizer.name` on `parameters`.
-
-    Raises:
-        OptimizerConfigError: The name does not exist, is no optimizer, or refuses its arguments.
+    """The optimizer class behind `policy.optimizer.name` on `parameters`. Raises OptimizerConfigError: the name does
+    not exist, is no optimizer, or refuses its arguments.
     """
     try:
         cls = resolve_fqn(cfg.name)
@@ -82,10 +77,8 @@ def _by_mesh(parameters: Iterable[torch.nn.Parameter]) -> list[Any]:
 
 
 def build_scheduler(entries: list[SchedulerConfig] | None, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-    """One scheduler, or several in a row where an entry gives `milestones`; None keeps the rate.
-
-    Raises:
-        OptimizerConfigError: Names, arguments or milestones do not fit.
+    """One scheduler, or several in a row where an entry gives `milestones`; None keeps the rate. Raises
+    OptimizerConfigError: names, arguments or milestones do not fit.
     """
     if not entries:
         return None

@@ -3,8 +3,8 @@ and what becomes of the row's scores, whichever framework made them: loss, metri
 
 Padded, dynamic and packed microbatches differ only in which sequences share a row; here each becomes the same packed
 row, so that no compute is spent on padding and every mode computes the same numbers; neighbours that begin alike may
-share their beginning. Knows losses, no framework and no model. Invariants: what is scattered back lies where the token
-lay in the padded batch; every backend computes loss, metrics and log-probabilities from scores in the same way.
+share their beginning. Invariants: what is scattered back lies where the token lay in the padded batch; every backend
+computes loss, metrics and log-probabilities from scores in the same way.
 
 Shapes: B sequences, S padded width, T tokens of the row (padding segment included), V vocabulary, k largest logits.
 """
@@ -31,31 +31,23 @@ class PackedBatch:
     """One packed row.
 
     Attributes:
-        input_ids_T: Token ids.
-        position_ids_T: Position of each token inside its sequence.
         target_ids_T: The token that follows inside the sequence; 0 at a sequence's last token and on padding.
-        cu_seqlens: Borders of the segments, int32 [segments + 1], starting at 0 and ending at T.
-        max_seqlen: Most keys that a token may see: those of the longest sequence.
-        source_N: Flat index into the padded [B, S] batch of each real token of each sequence.
-        shape: (B, S) of the padded batch.
-        work: What a pass over the row computes.
         wanted_W: Positions of the row whose next token is trained, ascending; None where every position counts.
         place_N: Position in the row of each real token; None where sequences share nothing: they stand one after the
             other.
-        keys: What segments see besides themselves, where sequences share a prefix.
     """
 
     input_ids_T: torch.Tensor
-    position_ids_T: torch.Tensor
+    position_ids_T: torch.Tensor  # position of each token inside its sequence
     target_ids_T: torch.Tensor
-    cu_seqlens: torch.Tensor
-    max_seqlen: int
-    source_N: torch.Tensor
-    shape: tuple[int, int]
-    work: Work
+    cu_seqlens: torch.Tensor  # borders of the segments, int32 [segments + 1], starting at 0 and ending at T
+    max_seqlen: int  # most keys that a token may see: those of the longest sequence
+    source_N: torch.Tensor  # flat index into the padded [B, S] batch of each real token of each sequence
+    shape: tuple[int, int]  # (B, S) of the padded batch
+    work: Work  # what a pass over the row computes
     wanted_W: torch.Tensor | None = None
     place_N: torch.Tensor | None = None
-    keys: SharedKeys | None = None
+    keys: SharedKeys | None = None  # what segments see besides themselves, where sequences share a prefix
 
     def unpack(self, values_T: torch.Tensor) -> torch.Tensor:
         """Differentiable scatter of per-token values [T, ...] to [B, S, ...], zero on padding."""
@@ -160,12 +152,10 @@ def microbatch_loss(
     """The plain-sum loss of one microbatch, with gradient, and what it leaves behind.
 
     Args:
-        data: The microbatch's columns.
         loss_fn: Called with both counts 1.
         batch: How the microbatch was packed.
         output: Scores of the row, or its logits [T, V] where the loss wants those.
         filters: Whether the scores before and after generation's filters differ.
-        device: Where the scores are.
     """
     on_device = {
         key: to_device(value, device) if isinstance(value, torch.Tensor) else value for key, value in data.items()

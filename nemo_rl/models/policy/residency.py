@@ -18,30 +18,17 @@ _CHUNK_BYTES = 256 << 20
 
 
 class Piece(NamedTuple):
-    """Bytes of a storage, and where they lie on the host.
-
-    Attributes:
-        storage: Number of the storage.
-        start: First byte within it.
-        stop: Byte after the last.
-        chunk: Number of the chunk of host memory.
-        offset: First byte within that.
-    """
+    """Bytes of a storage, and where they lie on the host."""
 
     storage: int
-    start: int
-    stop: int
-    chunk: int
-    offset: int
+    start: int  # first byte within it
+    stop: int  # byte after the last
+    chunk: int  # number of the chunk of host memory
+    offset: int  # first byte within that
 
 
 def pieces(sizes: Iterable[int], chunk_bytes: int) -> Iterator[Piece]:
-    """Lays storages end to end in chunks of one size.
-
-    Args:
-        sizes: Of the storages, in bytes.
-        chunk_bytes: Of a chunk.
-    """
+    """Lays storages end to end in chunks of one size. `sizes`: of the storages, in bytes."""
     end = 0
     for storage, size in enumerate(sizes):
         start = 0
@@ -54,11 +41,8 @@ def pieces(sizes: Iterable[int], chunk_bytes: int) -> Iterator[Piece]:
 
 
 class MovableStorages:
-    """Some storages that move together.
-
-    Args:
-        tensors: Tensors whose storages they are; several may share one.
-        chunk_bytes: Of one piece of host memory.
+    """Some storages that move together. `tensors`: tensors whose storages they are; several may share one.
+    `chunk_bytes`: of one piece of host memory.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], chunk_bytes: int = _CHUNK_BYTES) -> None:

@@ -1,8 +1,8 @@
 """Scores of a packed row whose tokens are cut over context-parallel ranks.
 
-Each rank computes the hidden states of one contiguous slice and scores it; here the slices become the row again. Knows
-hidden states and projections, no framework and no model. Invariant: every rank of a replica has the same scores for the
-whole row, and gradients flow into its own slice only, so that the sum over ranks counts each token once.
+Each rank computes the hidden states of one contiguous slice and scores it; here the slices become the row again.
+Invariant: every rank of a replica has the same scores for the whole row, and gradients flow into its own slice only, so
+that the sum over ranks counts each token once.
 
 Shapes: T tokens of the row or of this rank's slice, D hidden size, W this rank's slice of the vocabulary.
 """
@@ -28,16 +28,10 @@ from nemo_rl.models.policy.scoring import (
 
 @dataclass(frozen=True)
 class RowSlice:
-    """This rank's place among those that share a row.
+    """This rank's place among those that share a row."""
 
-    Attributes:
-        group: They, or None where there is one.
-        rank: This rank's number among them.
-        ranks: How many there are.
-    """
-
-    group: dist.ProcessGroup | None = None
-    rank: int = 0
+    group: dist.ProcessGroup | None = None  # they, or None where there is one
+    rank: int = 0  # this rank's number among them
     ranks: int = 1
 
     def mine(self, batch: PackedBatch) -> slice:
@@ -70,19 +64,12 @@ class RowSlice:
 
 @dataclass(frozen=True)
 class Projection:
-    """The output projection as this rank holds it.
+    """The output projection as this rank holds it."""
 
-    Attributes:
-        weight_WD: Its rows for this rank's part of the vocabulary.
-        bias_W: Its bias, or None.
-        group: Ranks that share the vocabulary, or None.
-        chunk: Tokens whose logits exist at a time; None chooses.
-    """
-
-    weight_WD: torch.Tensor
-    bias_W: torch.Tensor | None = None
-    group: dist.ProcessGroup | None = None
-    chunk: int | None = None
+    weight_WD: torch.Tensor  # its rows for this rank's part of the vocabulary
+    bias_W: torch.Tensor | None = None  # its bias, or None
+    group: dist.ProcessGroup | None = None  # ranks that share the vocabulary, or None
+    chunk: int | None = None  # tokens whose logits exist at a time; None chooses
 
 
 def score_row(
@@ -98,9 +85,6 @@ def score_row(
 
     Args:
         hidden_TD: Final hidden states of this rank's slice, the same on every rank that shares the vocabulary.
-        head: The output projection.
-        batch: The row.
-        transform: Temperature and filters.
         cut: How the row is cut over ranks.
         logits: Whether whole logits are wanted.
     """

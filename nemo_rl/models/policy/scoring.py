@@ -4,7 +4,7 @@ The output projection, the softmax and the pick of the target run chunk by chunk
 tensor parallelism each rank holds a slice of the vocabulary. On one GPU the backward pass is written out: forward keeps
 one number per token, the logarithm of its sum over the vocabulary, and backward turns the logits, made again, into
 their gradient in one pass. Temperature and the filters of generation are applied to the logits exactly as generation
-applied them. Knows no model family. Invariant: values and gradients are those of a log-softmax, whatever the chunk.
+applied them. Invariant: values and gradients are those of a log-softmax, whatever the chunk.
 
 Shapes: T tokens, C tokens of a chunk, D hidden size, V vocabulary, W this rank's slice of it.
 """
@@ -142,7 +142,6 @@ def score_tokens(
         hidden_TD: Final hidden states, the same on every rank of `group`.
         weight_WD: Output projection, this rank's slice of the vocabulary.
         bias_W: Its bias, or None.
-        target_T: Token ids.
         transform: Temperature, filters and the model's own logit scaling.
         chunk: Tokens at a time; None chooses so that a chunk's logits stay under 256 MiB, or 2 GiB on one GPU.
         group: Ranks that share the vocabulary, or None.
@@ -192,10 +191,7 @@ def fused_logprobs(
     """Log-probability [T] of `target_T` after each token, in float32.
 
     Args:
-        hidden_TD: Final hidden states.
-        weight_VD: Output projection.
         bias_V: Its bias, or None.
-        target_T: Token ids.
         transform: Temperature and the model's own logit scaling; its filters are not applied.
         chunk: Tokens whose logits exist at a time; None chooses so that they stay under 2 GiB in float32.
     """

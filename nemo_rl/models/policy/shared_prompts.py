@@ -1,9 +1,9 @@
 """Neighbours of a microbatch that begin with the same tokens, and the packed row in which these tokens stand once.
 
 A run of rows with a common beginning becomes a prefix, computed once, and the rest of each row, whose tokens attend to
-the prefix and to each other. Found in the tokens alone, whoever sorted the rows. Knows no model. Invariants: a token of
-the row sees exactly the tokens that it saw in its own sequence, at the same positions, so hidden states, scores and
-gradients are those of separate rows up to rounding; every token of every sequence has one place in the row.
+the prefix and to each other. Found in the tokens alone, whoever sorted the rows. Invariants: a token of the row sees
+exactly the tokens that it saw in its own sequence, at the same positions, so hidden states, scores and gradients are
+those of separate rows up to rounding; every token of every sequence has one place in the row.
 
 Shapes: B sequences, S padded width, T tokens of the row, N tokens of all sequences, K keys of the row's segments.
 """
@@ -33,12 +33,7 @@ class Run(NamedTuple):
 
 
 def shared_runs(ids_BS: torch.Tensor, lengths: Sequence[int]) -> list[Run]:
-    """Cuts neighbouring rows into the runs that save most tokens.
-
-    Args:
-        ids_BS: Token ids, right-padded.
-        lengths: Tokens of each row.
-    """
+    """Cuts neighbouring rows into the runs that save most tokens."""
     rows = len(lengths)
     common = _common_with_next(ids_BS, lengths) - 1 if rows > 1 else np.zeros(0)
     # No run goes on where neighbours have too little in common: what lies between such places is cut by itself.
@@ -85,31 +80,19 @@ def _common_with_next(ids_BS: torch.Tensor, lengths: Sequence[int]) -> np.ndarra
 
 @dataclass(frozen=True)
 class SharedRow:
-    """A packed row in which runs share their prefixes, without padding.
-
-    Attributes:
-        source_T: Flat index into the padded [B, S] batch of the token at each place.
-        place_N: Place in the row of each token of each sequence, sequence after sequence.
-        lengths: Tokens of each segment.
-        key_T: Place of each key, segment after segment: a prefix that is seen again, then the segment's own tokens.
-        key_lengths: Keys of each segment.
+    """A packed row in which runs share their prefixes, without padding. `key_T`: place of each key, segment after
+    segment: a prefix that is seen again, then the segment's own tokens.
     """
 
-    source_T: torch.Tensor
-    place_N: torch.Tensor
+    source_T: torch.Tensor  # flat index into the padded [B, S] batch of the token at each place
+    place_N: torch.Tensor  # place in the row of each token of each sequence, sequence after sequence
     lengths: list[int]
     key_K: torch.Tensor
     key_lengths: list[int]
 
 
 def lay_out(runs: Sequence[Run], lengths: Sequence[int], width: int) -> SharedRow:
-    """The row of these runs.
-
-    Args:
-        runs: All rows, in order.
-        lengths: Tokens of each row.
-        width: S.
-    """
+    """The row of these runs."""
     source: list[torch.Tensor] = []
     place: list[torch.Tensor] = []
     keys: list[torch.Tensor] = []

@@ -37,15 +37,11 @@ class TQPolicy(Policy):
     """A policy that takes metas; batches in this process work as with `Policy`.
 
     Args:
-        cluster: Slots.
-        config: The policy section.
         tokenizer: Saved beside checkpoints; its padding fills token columns.
         dp_cfg: The `data_plane` section, enabled.
-        tq_partition_id: Partition of training rows.
         options: Of `Policy`.
 
     Attributes:
-        dp_cfg: The section.
         dp_client: The driver's client, which owns the data plane.
     """
 
@@ -170,11 +166,7 @@ class TQPolicy(Policy):
     def get_topk_logits(
         self, data: BatchHandle, k: int, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> BatchedDataDict:
-        """See `Policy`.
-
-        Raises:
-            NotImplementedError: The batch is a meta; top-k logits are not stored on the data plane.
-        """
+        """Raises NotImplementedError for a meta: top-k logits are not stored on the data plane."""
         if isinstance(data, KVBatchMeta):
             raise NotImplementedError(
                 "get_topk_logits of a meta is not built: read input_ids and input_lengths with "
@@ -197,19 +189,13 @@ class TQPolicy(Policy):
         """`train` on rows of the data plane.
 
         Args:
-            meta: Rows.
-            loss_fn: The loss.
-            eval_mode: Only losses.
             gbs: Samples of an optimizer step.
             mbs: Samples of a microbatch, unless the configuration packs.
-            timer: Times the parts.
             train_fields: Columns that workers fetch; by default those the meta names, or else all that training may
                 need.
 
-        Raises:
-            ValueError: The rows do not divide into global batches.
-            UnsupportedColumnsError: They have inputs of the model that the backend does not take.
-            WorkerError: A worker failed.
+        Raises ValueError: the rows do not divide into global batches; UnsupportedColumnsError: they have inputs of the
+        model that the backend does not take; WorkerError: a worker failed.
         """
         return self._submit_train_meta(meta, loss_fn, eval_mode, gbs, mbs, timer, train_fields).result()
 
@@ -251,7 +237,6 @@ class TQPolicy(Policy):
         return self._submit_train_meta(data, loss_fn, eval_mode, gbs, mbs, timer)
 
     def submit_microbatches(self, data: BatchHandle, timer: Timer | None = None) -> PendingCall[None]:
-        """See `TrainingPolicy`."""
         if not isinstance(data, KVBatchMeta):
             return super().submit_microbatches(data, timer)
         refuse_model_inputs(data.fields or ())

@@ -2,9 +2,8 @@
 
 The state machine that every training backend runs, and the one place where counts, gradients and metrics are
 normalised. Microbatches deposit gradients of plain sums; `finish` learns the global counts and divides once, so the
-result does not depend on how the batch was cut (`docs/train_step.md`). Knows no model and no framework. Invariants: at
-most one step is open; a call that fails closes the step and drops its gradients; a step that is not finite, or that
-trains no token, changes nothing.
+result does not depend on how the batch was cut (`docs/train_step.md`). Invariants: at most one step is open; a call
+that fails closes the step and drops its gradients; a step that is not finite, or that trains no token, changes nothing.
 """
 
 from __future__ import annotations
@@ -64,12 +63,10 @@ class StepBackend(Protocol):
 
         Args:
             microbatches: All of this chunk's at once, because pipeline schedules overlap them; may be empty.
-            loss_fn: The loss.
             idle: Microbatches that other ranks have and this one has not: it takes part in their collectives and adds
                 nothing.
 
-        Returns:
-            One result per microbatch, the same on all ranks of a replica.
+        Returns one result per microbatch, the same on all ranks of a replica.
         """
         ...
 
@@ -113,26 +110,15 @@ class _OpenStep:
 
 @dataclass(frozen=True)
 class StepResult:
-    """A finished step.
+    """A finished step. `metrics`: one value per microbatch of this rank, already divided by global counts."""
 
-    Attributes:
-        loss: Loss of the global batch.
-        grad_norm: Gradient norm before clipping.
-        metrics: Per metric one value per microbatch of this rank, already divided by global counts.
-        valid_seqs: Sequences of the global batch that were trained on.
-        valid_toks: Tokens of the global batch that were trained on.
-        stepped: Whether the optimizer stepped; False for a batch without a trained token.
-        chunks: Calls of `microbatches` that made up the step.
-        work: What this rank computed.
-    """
-
-    loss: float
+    loss: float  # loss of the global batch
     grad_norm: float
     metrics: dict[str, list[float]]
-    valid_seqs: float
-    valid_toks: float
-    stepped: bool = True
-    chunks: int = 1
+    valid_seqs: float  # sequences of the global batch that were trained on
+    valid_toks: float  # tokens of the global batch that were trained on
+    stepped: bool = True  # whether the optimizer stepped; False for a batch without a trained token
+    chunks: int = 1  # calls of `microbatches` that made up the step
     work: Work = Work()
 
 
@@ -144,11 +130,7 @@ class TrainStep:
         self._open: _OpenStep | None = None
 
     def begin(self, loss_fn: LossFunction) -> None:
-        """Opens a step.
-
-        Raises:
-            TrainStepStateError: A step is already open, and stays open.
-        """
+        """Opens a step. Raises TrainStepStateError: a step is already open, and stays open."""
         if self._open is not None:
             raise TrainStepStateError("a train step is already open: finish or abort it before beginning another")
         self._backend.start_step()
@@ -156,10 +138,7 @@ class TrainStep:
 
     def microbatches(self, batches: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Adds a chunk of any size to the open step; ranks with fewer microbatches, or none, take part in the others'
-        collectives. An error closes the step.
-
-        Raises:
-            TrainStepStateError: No step is open.
+        collectives. An error closes the step. Raises TrainStepStateError: no step is open.
         """
         step = self._require_open("train_microbatches")
         with ExitStack() as undo:
@@ -176,10 +155,8 @@ class TrainStep:
     def finish(self, max_grad_norm: float | None) -> StepResult:
         """Normalises, clips to `max_grad_norm` (None only measures) and steps the optimizer. An error closes the step.
 
-        Raises:
-            TrainStepStateError: No step is open.
-            NonFiniteStepError: Loss or gradient is not finite, and gradients are dropped; or the updated weights are
-                not, and nothing can be done with them. The step is closed.
+        Raises TrainStepStateError: no step is open; NonFiniteStepError: loss or gradient is not finite, and gradients
+        are dropped; or the updated weights are not, and nothing can be done with them. The step is closed.
         """
         step = self._require_open("finish_train_step")
         with ExitStack() as close:
@@ -265,11 +242,8 @@ def total_work(results: Sequence[MicrobatchResult]) -> Work:
 
 
 def non_finite_rows(scores: torch.Tensor, data: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Which rows [B] hold a NaN or infinity that training reads.
-
-    Args:
-        scores: next-token log-probabilities [B, S-1], or logits [B, S, V].
-        data: the microbatch, on the device of `scores`; values under a zero of its masks are not read.
+    """Which rows [B] hold a NaN or infinity that training reads. `scores`: next-token log-probabilities [B, S-1], or
+    logits [B, S, V]. `data`: the microbatch, on the device of `scores`; values under a zero of its masks are not read.
     """
     trained_BS, used_B = data.get("token_mask"), data["sample_mask"] != 0
     columns = [(scores, None if trained_BS is None or scores.dim() != 2 else trained_BS[:, 1:])]

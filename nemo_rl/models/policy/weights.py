@@ -1,8 +1,8 @@
 """A policy's weights as those see them who lend accelerators or sync: what its workers hold, the export, and the cache.
 
 The cache is built by all ranks together, owned by the first, and served to sync sessions: by the host transport these
-read it without disturbing any rank; by the others the owner rank stages and pushes. Knows neither batches nor losses.
-Invariants: every verb reaches every rank, or none; the cache has one owner, and only it stores bytes.
+read it without disturbing any rank; by the others the owner rank stages and pushes. Invariants: every verb reaches
+every rank, or none; the cache has one owner, and only it stores bytes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,7 @@ _OWNER = 0
 
 
 class PolicyWeights:
-    """What the workers of a policy hold.
-
-    Args:
-        worker_group: The workers.
-        cluster: Their slots.
-    """
+    """What the workers of a policy hold."""
 
     maps_host_memory = False
 
@@ -73,10 +68,8 @@ class PolicyWeights:
         self.offload_after_refit()
 
     def destroy_nccl_groups(self) -> None:
-        """Gives the device memory of communicators back. They are made again before their next use.
-
-        Raises:
-            WorkerError: A train step is open.
+        """Gives the device memory of communicators back. They are made again before their next use. Raises WorkerError:
+        a train step is open.
         """
         self.worker_group.run("drop_communicators")
 
@@ -135,7 +128,6 @@ class PolicyWeightCache:
     """The cache of one policy.
 
     Args:
-        policy: Whose weights.
         bucket_bytes: `weight_sync.bucket_bytes`.
         timeout_s: Deadline of a build, and of waiting for a session to end.
         checksums: Whether sessions verify what arrives.
@@ -154,11 +146,8 @@ class PolicyWeightCache:
         return self.cache.version
 
     def build(self, version: int) -> CacheManifest:
-        """Packs the policy's current weights as `version`; they must be resident.
-
-        Raises:
-            CacheError: Two copies do not fit into host memory, or another build is under way.
-            WorkerError: A rank failed.
+        """Packs the policy's current weights as `version`; they must be resident. Raises CacheError: two copies do not
+        fit into host memory, or another build is under way; WorkerError: a rank failed.
         """
         return self.cache.build(version)
 

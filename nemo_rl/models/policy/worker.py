@@ -51,8 +51,6 @@ class PolicyWorker(TQWorkerMixin):
     """One rank. The constructor only imports; `build` makes it usable.
 
     Args:
-        cfg: The policy section.
-        init_optimizer: Whether this policy trains.
         init_reference_model: Whether a copy of the initial weights is kept.
         weights_path: Checkpoint weights to start from.
         optimizer_path: Checkpoint optimizer state to start from.
@@ -78,10 +76,8 @@ class PolicyWorker(TQWorkerMixin):
     def build(self) -> None:
         """Loads the model onto the accelerator. Collective.
 
-        Raises:
-            ModelNotFoundError: There is no such model.
-            CheckpointMismatchError: The checkpoint is of another model or optimizer.
-            KernelUnavailableError: A kernel that is asked for does not run here.
+        Raises ModelNotFoundError: there is no such model; CheckpointMismatchError: the checkpoint is of another model
+        or optimizer; KernelUnavailableError: a kernel that is asked for does not run here.
         """
         torch.manual_seed(0)
         if not torch.cuda.is_available():
@@ -156,20 +152,14 @@ class PolicyWorker(TQWorkerMixin):
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        """`reference_logprobs [B, S]` under the initial weights.
-
-        Raises:
-            RuntimeError: No reference was kept.
-        """
+        """`reference_logprobs [B, S]` under the initial weights. Raises RuntimeError: no reference was kept."""
         return self._score(data, micro_batch_size, reference=True)
 
     def get_policy_and_reference_logprobs(
         self, data: BatchedDataDict, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        """`logprobs` and `reference_logprobs`, [B, S] each, of the same microbatches.
-
-        Raises:
-            RuntimeError: No reference was kept.
+        """`logprobs` and `reference_logprobs`, [B, S] each, of the same microbatches. Raises RuntimeError: no reference
+        was kept.
         """
         return self._score(data, micro_batch_size, policy=True, reference=True)
 
@@ -343,13 +333,9 @@ class PolicyWorker(TQWorkerMixin):
         export.
 
         Args:
-            step: The version.
-            bucket_bytes: Size of a bucket.
             served: Path of the buffer that sessions read, which stays as it is; None before the first.
-            checksums: Whether buckets get checksums.
 
-        Returns:
-            What the cache holds, from the rank that owns it.
+        Returns what the cache holds, from the rank that owns it.
         """
         self._bring_weights()
         weights = self.backend.export(self._export_dtype())

@@ -22,13 +22,9 @@ class TransportError(UserError, RuntimeError):
 
 
 class Staging(ABC):
-    """A sender's staging buffer.
+    """A sender's staging buffer."""
 
-    Attributes:
-        buffer_B: uint8 tensor that the sender packs into.
-    """
-
-    buffer_B: torch.Tensor
+    buffer_B: torch.Tensor  # uint8 tensor that the sender packs into
 
     @abstractmethod
     def publish(self, nbytes: int) -> dict[str, Any]:
@@ -59,10 +55,8 @@ class Opener(ABC):
 
 
 def make_staging(name: TransportName, nbytes: int, device: torch.device) -> Staging:
-    """A sender's buffer of `nbytes` bytes.
-
-    Raises:
-        TransportError: The transport does not work on this device, or memory is short.
+    """A sender's buffer of `nbytes` bytes. Raises TransportError: the transport does not work on this device, or memory
+    is short.
     """
     if name == "host":
         from nemo_rl.weight_sync.transports.host import HostStaging
@@ -78,11 +72,7 @@ def make_staging(name: TransportName, nbytes: int, device: torch.device) -> Stag
 
 
 def make_opener(name: TransportName, device: torch.device) -> Opener:
-    """A receiver's end that needs no group.
-
-    Raises:
-        TransportError: The transport needs a group (nccl).
-    """
+    """A receiver's end that needs no group. Raises TransportError: the transport needs a group (nccl)."""
     if name == "host":
         from nemo_rl.weight_sync.transports.host import HostOpener
 

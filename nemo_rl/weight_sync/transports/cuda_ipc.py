@@ -60,11 +60,7 @@ class CudaIpcOpener(Opener):
         self._opened: dict[bytes, torch.Tensor] = {}
 
     def open(self, handle: dict[str, Any]) -> torch.Tensor:
-        """The sender's buffer, as a view.
-
-        Raises:
-            TransportError: The driver or the container forbids IPC.
-        """
+        """The sender's buffer, as a view. Raises TransportError: the driver or the container forbids IPC."""
         plain = handle["ipc"] | {"storage_device": self._device.index or 0}
         key = bytes(plain["storage_handle"]) + str(plain["storage_offset_bytes"]).encode()
         if key not in self._opened:

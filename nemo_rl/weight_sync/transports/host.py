@@ -29,14 +29,7 @@ _STALE_AFTER_S = 60.0
 
 
 class HostStaging(Staging):
-    """A segment of shared memory of `nbytes` bytes.
-
-    Attributes:
-        path: Where it lies.
-
-    Raises:
-        TransportError: Shared memory is full.
-    """
+    """A segment of shared memory of `nbytes` bytes. Raises TransportError: shared memory is full."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         remove_stale_segments()
@@ -98,8 +91,7 @@ class HostOpener(Opener):
 
         A handle with `keep` names a segment that later sessions read too.
 
-        Raises:
-            TransportError: The segment is gone.
+        Raises TransportError: the segment is gone.
         """
         path, start = handle["path"], handle.get("offset", 0)
         mapped_B = self._keep(path, handle["mapped"]) if handle.get("keep") else self._mapped.get(path)
@@ -130,11 +122,7 @@ class HostOpener(Opener):
 
 
 def map_segment(path: str, nbytes: int) -> torch.Tensor:
-    """A segment as a uint8 tensor.
-
-    Raises:
-        TransportError: The segment is gone.
-    """
+    """A segment as a uint8 tensor. Raises TransportError: the segment is gone."""
     if not os.path.exists(path):
         raise TransportError(f"shared-memory segment {path} does not exist: its sender ended, or runs on another node")
     with open(path, "r+b") as segment:

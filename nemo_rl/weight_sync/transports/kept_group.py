@@ -2,8 +2,8 @@
 
 At most one group is held. Its id begins with a digest of its members, and goes on with letters of its own for each
 meeting: a member that was built anew does not know them, and a session uses a group only where every member has said
-that it holds that very id. Knows neither sessions nor windows. Invariants: nobody waits for a member that holds another
-group, for a held one needs no meeting; what is dropped here needs nobody else to drop it.
+that it holds that very id. Invariants: nobody waits for a member that holds another group, for a held one needs no
+meeting; what is dropped here needs nobody else to drop it.
 """
 
 from __future__ import annotations
@@ -21,22 +21,14 @@ from nemo_rl.weight_sync.transports.nccl import BroadcastGroup, nccl_group
 
 @dataclass(frozen=True)
 class GroupMeeting:
-    """A session's group.
+    """A session's group."""
 
-    Attributes:
-        group_id: See `new_group_id`.
-        world_size: The sender and its receivers.
-        address: Of the sender, and `port` a free one there; of no use where the group is held already.
-        held: Whether every member holds it from a session before.
-        keep: Whether members hold it for sessions to come.
-    """
-
-    group_id: str
-    world_size: int
-    address: str = ""
+    group_id: str  # see `new_group_id`
+    world_size: int  # the sender and its receivers
+    address: str = ""  # of the sender, and `port` a free one there; of no use where the group is held already
     port: int = 0
-    held: bool = False
-    keep: bool = False
+    held: bool = False  # whether every member holds it from a session before
+    keep: bool = False  # whether members hold it for sessions to come
 
 
 def members_digest(sender: str, receivers: Sequence[str], timeout_s: float) -> str:
@@ -62,10 +54,8 @@ class KeptGroup:
         self.group_id: str | None = None
 
     def join(self, meeting: GroupMeeting, rank: int, timeout_s: float, device: torch.device) -> BroadcastGroup:
-        """The session's group: the one that is held, or a new one in its place.
-
-        Raises:
-            TransportError: The session counts on a group that is not held, or the device is no GPU.
+        """The session's group: the one that is held, or a new one in its place. Raises TransportError: the session
+        counts on a group that is not held, or the device is no GPU.
         """
         if self._group is not None and self.group_id == meeting.group_id:
             return self._group

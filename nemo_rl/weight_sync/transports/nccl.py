@@ -1,8 +1,8 @@
 """One sender broadcasts its staging buffer to receivers elsewhere: over NCCL between GPUs, the `nccl` transport, and
 over gloo between CPU slots, for services that drive receivers one by one.
 
-It needs no default process group on either side. Whoever made a group closes it: `KeptGroup` for sessions.
-Invariant: every member broadcasts the same windows in the same order, which the session's fixed layout guarantees.
+It needs no default process group on either side. Whoever made a group closes it: `KeptGroup` for sessions. Invariant:
+every member broadcasts the same windows in the same order, which the session's fixed layout guarantees.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ class BroadcastGroup:
     """A group of one sender (rank 0) and its receivers.
 
     Args:
-        address: Host of the sender.
-        port: Free port there.
         rank: 0 for the sender.
-        world_size: Sender and receivers.
         timeout_s: Deadline of rendezvous and collectives.
         device: Where this member's tensors are.
     """
@@ -66,11 +63,7 @@ class BroadcastGroup:
 def nccl_group(
     address: str, port: int, rank: int, world_size: int, timeout_s: float, device: torch.device
 ) -> BroadcastGroup:
-    """A group of sessions; see `BroadcastGroup`.
-
-    Raises:
-        TransportError: The device is no GPU.
-    """
+    """A group of sessions; see `BroadcastGroup`. Raises TransportError: the device is no GPU."""
     if device.type != "cuda":
         raise TransportError("weight_sync.transport=nccl needs GPUs; use host on CPU slots")
     return BroadcastGroup(address, port, rank, world_size, timeout_s, device)

@@ -34,15 +34,8 @@ class ServingShard(NamedTuple):
 
 
 class DetachedGenerator:
-    """Continues prompts on shards that another process started.
-
-    Args:
-        serving: Generation actors by shard.
-        names: Their names, for messages.
-        policy: How shards are chosen.
-        request_timeout_s: Deadline of one request.
-        on_preempt: What a request keeps whose shard dies.
-        record: Takes what becomes of requests; pickled with this, so that it stays its owner's.
+    """Continues prompts on shards that another process started. `on_preempt`: what a request keeps whose shard dies.
+    `record`: takes what becomes of requests; pickled with this, so that it stays its owner's.
     """
 
     def __init__(
@@ -105,10 +98,6 @@ class DetachedGenerator:
         )
 
     def run_on_dispatch_loop(self, work: Coroutine[object, object, T]) -> T:
-        """Runs a coroutine on the dispatcher's loop and waits.
-
-        Raises:
-            GenerationError: It hangs.
-        """
+        """Runs a coroutine on the dispatcher's loop and waits. Raises GenerationError: it hangs."""
         loop, _ = self._started()
         return wait_on_loop(work, loop, LOOP_TIMEOUT_S)

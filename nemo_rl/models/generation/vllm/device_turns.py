@@ -1,8 +1,7 @@
 """Engines of one device take turns where one reads how much memory is free or in use, and another would change it.
 
 A turn is an abstract Unix socket, which one process of a machine holds at a time and which the system takes back when
-that process ends, however it ends. Knows no engine. Invariant: of the engines of one device at most one starts, sleeps
-or wakes.
+that process ends, however it ends. Invariant: of the engines of one device at most one starts, sleeps or wakes.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ async def device_turn(device: str | None, *, timeout_s: float = _WAIT_S) -> Asyn
         device: Its name, which no other device of the machine has; None where there are no others.
         timeout_s: How long to wait, in seconds.
 
-    Raises:
-        GenerationError: The others did not end in time.
+    Raises GenerationError: the others did not end in time.
     """
     if device is None:
         yield

@@ -64,7 +64,6 @@ class Dispatcher:
         router: Chooses shards; owned by this dispatcher.
         names: Shard names for error messages.
         on_preempt: What a request keeps whose shard leaves.
-        record: Run record.
         hang_s: Seconds after which an engine that does not answer counts as hung.
         poll_s: Seconds that a shard holds a poll while it has nothing to tell.
         on_failure: Told which shard was quarantined, and why; must not block.
@@ -114,13 +113,11 @@ class Dispatcher:
         """Serves one request, on as many shards as it takes.
 
         Args:
-            request: The request.
             timeout_s: How long it waits for a shard, and for its result while its shard finishes no other request:
                 requests queue in the engine, and a long queue that moves is no failure.
 
-        Raises:
-            GenerationError: The request failed, no shard is left, or there was neither a shard nor a result in time.
-            ValueError: A request of this id is under way.
+        Raises GenerationError: the request failed, no shard is left, or there was neither a shard nor a result in time;
+        ValueError: a request of this id is under way.
         """
         if request.request_id in self._under_way:
             raise ValueError(f"request {request.request_id} is already under way; ids are unique within a run")
@@ -285,10 +282,7 @@ class Dispatcher:
 
     def route(self, shards: Sequence[int], versions: Sequence[int] | None = None) -> int:
         """Shards take requests from now on; the router's generation number. Without their versions the record says
-        nothing of it: their owner routed them.
-
-        Raises:
-            ShardStateError: A shard is quarantined.
+        nothing of it: their owner routed them. Raises ShardStateError: a shard is quarantined.
         """
         bad = [shard for shard in shards if shard in self.failed]
         if bad:
@@ -332,10 +326,8 @@ class Dispatcher:
             return self._router.set_active(self._router.active - set(shards))
 
     async def until_idle(self, shards: Sequence[int], timeout_s: float) -> None:
-        """Waits until no result of these shards is outstanding.
-
-        Raises:
-            ShardStateError: Results are outstanding after `timeout_s`.
+        """Waits until no result of these shards is outstanding. Raises ShardStateError: results are outstanding after
+        `timeout_s`.
         """
         deadline = asyncio.get_running_loop().time() + timeout_s
         while busy := sorted({pending.shard for pending in self._pending.values()} & set(shards)):
@@ -391,10 +383,8 @@ class Dispatcher:
 
 
 def wait_on_loop(work: Coroutine[object, object, T], loop: asyncio.AbstractEventLoop, timeout_s: float) -> T:
-    """Runs a coroutine on a dispatcher's loop, from another thread, and waits.
-
-    Raises:
-        GenerationError: It has not ended after `timeout_s`, and was cancelled.
+    """Runs a coroutine on a dispatcher's loop, from another thread, and waits. Raises GenerationError: it has not ended
+    after `timeout_s`, and was cancelled.
     """
     name = getattr(work, "__qualname__", type(work).__name__)
     future = asyncio.run_coroutine_threadsafe(work, loop)

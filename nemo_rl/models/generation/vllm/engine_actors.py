@@ -32,29 +32,21 @@ class EngineSpec:
     """How one engine is started.
 
     Attributes:
-        engine_kwargs: Keyword arguments of `AsyncEngineArgs`.
-        env: Environment variables that must be set before vLLM is imported.
-        cuda: Whether the engine runs on GPUs.
-        sleep_level: Level at which the engine sleeps.
-        max_model_len: Longest sequence in tokens.
-        stats_interval_s: Seconds between readings of the engine's statistics; None reads none.
         cuts_to_room: Whether a request's limit is cut to the room left in `max_model_len`, or the request refused.
-        seeds_requests: Whether each request is drawn from its own seed, or all from the engine's.
-        engines_per_device: Engines that share each device; neighbours in the order of shards.
         has_neighbours: Whether other jobs use the device at the same time, so that its memory tells nothing of this
             engine's.
         run: Name of these engines that no others on the machine have.
     """
 
-    engine_kwargs: dict[str, object]
-    env: dict[str, str] = field(default_factory=dict)
-    cuda: bool = False
-    sleep_level: int = 2
+    engine_kwargs: dict[str, object]  # keyword arguments of `AsyncEngineArgs`
+    env: dict[str, str] = field(default_factory=dict)  # environment variables that must be set before vLLM is imported
+    cuda: bool = False  # whether the engine runs on GPUs
+    sleep_level: int = 2  # level at which the engine sleeps
     max_model_len: int = 0
     cuts_to_room: bool = True
-    seeds_requests: bool = True
-    stats_interval_s: float | None = None
-    engines_per_device: int = 1
+    seeds_requests: bool = True  # whether each request is drawn from its own seed, or all from the engine's
+    stats_interval_s: float | None = None  # seconds between readings of the engine's statistics; None reads none
+    engines_per_device: int = 1  # engines that share each device; neighbours in the order of shards
     has_neighbours: bool = False
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -83,7 +75,6 @@ def engine_spec(
 
     Args:
         policy: The policy section; generation lives under it.
-        cuda: Whether slots are GPUs.
         seed: Seed of the first engine; shard n takes `seed + n`.
         sleeps: Whether the engine must be able to sleep.
         refits: Whether training sends its weights, so that loading them from disk can be skipped.
@@ -92,8 +83,7 @@ def engine_spec(
         slot_bytes: Device memory that the engine may take, since neighbours use the rest; None for
             `gpu_memory_utilization` of the device.
 
-    Raises:
-        ConfigError: The weights alone do not fit into the slot.
+    Raises ConfigError: the weights alone do not fit into the slot.
     """
     generation, vllm = policy.generation, policy.generation.vllm_cfg
     kwargs: dict[str, object] = {
@@ -157,11 +147,7 @@ def engine_spec(
 
 
 def _kv_cache_bytes(policy: PolicyConfig, slot_bytes: int) -> int:
-    """What of a slot's memory is left for the KV cache of one rank.
-
-    Raises:
-        ConfigError: Nothing is.
-    """
+    """What of a slot's memory is left for the KV cache of one rank. Raises ConfigError: nothing is."""
     vllm = policy.generation.vllm_cfg
     weights = weight_bytes(policy) / (vllm.tensor_parallel_size * vllm.pipeline_parallel_size)
     left = int(slot_bytes - weights * _WEIGHTS_OVERHEAD) - _ACTIVATION_BYTES
@@ -213,19 +199,13 @@ def _environment(policy: PolicyConfig, *, cuda: bool, threads: int) -> dict[str,
 
 @dataclass(frozen=True)
 class EngineActors:
-    """What `VllmGeneration` is made of.
-
-    Attributes:
-        cfg: The generation section.
-        group: One actor per shard.
-        colocated: Whether the slots are shared with training, so that engines must sleep.
-        lent: Whether a scheduler lends the slots shard by shard: engines are then built one by one (`shards.build`),
-            and nothing is routed at first.
+    """What `VllmGeneration` is made of. `lent`: whether a scheduler lends the slots shard by shard: engines are then
+    built one by one (`shards.build`), and nothing is routed at first.
     """
 
     cfg: GenerationConfig
     group: RayWorkerGroup
-    colocated: bool
+    colocated: bool  # whether the slots are shared with training, so that engines must sleep
     lent: bool
 
 
@@ -254,7 +234,6 @@ def start_engine_actors(
         refits: Whether training sends its weights.
         sleeps: Whether engines must be able to sleep; by default where slots are shared or lent.
         lent: Whether a scheduler lends the slots.
-        name_prefix: Name in messages.
         profile: Which shards start under Nsight Systems; none by default.
     """
     vllm = policy.generation.vllm_cfg
@@ -283,10 +262,8 @@ def start_engine_actors(
 
 
 def _tie_bundles(cluster: RayVirtualCluster, width: int) -> list[tuple[int, list[int]]]:
-    """Groups of `width` neighbouring slots inside one node.
-
-    Raises:
-        ValueError: A node's slots do not divide into groups.
+    """Groups of `width` neighbouring slots inside one node. Raises ValueError: a node's slots do not divide into
+    groups.
     """
     tied: list[tuple[int, list[int]]] = []
     by_node: dict[int, list[int]] = {}

@@ -1,7 +1,7 @@
 """What of an engine is resident: puts its weights and KV cache to sleep, and wakes them.
 
-Knows neither requests nor versions. Invariants: memory that was slept is measured to be free, or an error says that it
-is not, and no engine of the same device moves meanwhile; an engine that could not wake sleeps as before.
+Invariants: memory that was slept is measured to be free, or an error says that it is not, and no engine of the same
+device moves meanwhile; an engine that could not wake sleeps as before.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ class EngineMemory:
     """Memory of one engine.
 
     Args:
-        engine: vLLM's asynchronous engine.
         rpc: A method's answer of every rank.
         alive: The answer of the engine's process to a call, or an error where that died.
-        shard: Its number, for messages.
         cuda: Whether vLLM itself gives memory back; on CPU slots the worker extension does.
         sleep_level: 2 drops the weights, 1 keeps them on the host.
         device: Name of the device that it shares with other engines; None where it has its own.
@@ -57,10 +55,7 @@ class EngineMemory:
 
     async def sleep(self, level: int) -> dict[str, int]:
         """Drops weights and KV cache (level 1: keeps the weights on the host); bytes in use before and after, over
-        ranks.
-
-        Raises:
-            MemoryNotFreedError: The memory did not come back.
+        ranks. Raises MemoryNotFreedError: the memory did not come back.
         """
         async with device_turn(self._device):
             return await self._sleep(level)
@@ -104,11 +99,7 @@ class EngineMemory:
             await asyncio.sleep(0.05)
 
     async def wake(self, tags: list[str]) -> None:
-        """Makes memory resident again.
-
-        Raises:
-            WakeError: The memory is not there; the engine sleeps as before.
-        """
+        """Makes memory resident again. Raises WakeError: the memory is not there; the engine sleeps as before."""
         async with device_turn(self._device):
             await self._wake([tag for tag in ("weights", "kv_cache") if tag in tags and tag in self.asleep])
 

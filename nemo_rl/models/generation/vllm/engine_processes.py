@@ -3,10 +3,9 @@
 vLLM spawns an engine's process inside Ray actors, and a spawned process imports everything once more, a third of an
 engine's start on CPUs; here it is a fork of its actor, which has imported vLLM already, where the actor has left the
 GPUs' driver alone. Sockets and files of a rendezvous go to a folder of their own, which vLLM would leave behind when it
-is killed. An actor that is killed cannot end its children; they watch it and end themselves. Knows processes, folders
-and log lines, no engine. Invariants: a fork keeps none of the actor's connections, so that Ray sees the actor's end;
-the folder of a living process is never touched; within seconds of the owner's end no engine process is left, also when
-the owner ended while they started.
+is killed. An actor that is killed cannot end its children; they watch it and end themselves. Invariants: a fork keeps
+none of the actor's connections, so that Ray sees the actor's end; the folder of a living process is never touched;
+within seconds of the owner's end no engine process is left, also when the owner ended while they started.
 """
 
 from __future__ import annotations
@@ -60,9 +59,7 @@ _ENGINE_ERROR = re.compile(
 
 def import_engine(engine_kwargs: dict[str, Any]) -> None:
     """Imports what an engine needs and has vLLM look the model up, which takes seconds the first time; touches no GPU.
-
-    Args:
-        engine_kwargs: Keyword arguments of `AsyncEngineArgs`. What is wrong with them is said when the engine starts.
+    `engine_kwargs`: keyword arguments of `AsyncEngineArgs`. What is wrong with them is said when the engine starts.
     """
     with importing():
         from vllm.engine.arg_utils import AsyncEngineArgs

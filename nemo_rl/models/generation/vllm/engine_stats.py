@@ -1,7 +1,7 @@
 """What an engine says of itself while it generates: samples of its queues and its KV cache, one per interval.
 
 Takes the engine's own statistics after each of its steps, as one of its stat loggers; keeps sums only, so that a long
-step costs no memory. Knows no vLLM class. Invariant: what was taken is counted once.
+step costs no memory. Invariant: what was taken is counted once.
 """
 
 from __future__ import annotations
@@ -16,28 +16,18 @@ GAUGES = ("inflight_batch_sizes", "num_pending_samples", "kv_cache_usage_perc")
 
 @dataclass(frozen=True)
 class EngineSample:
-    """One engine since it was last asked.
-
-    Attributes:
-        samples: How often the gauges were read.
-        sums: Of each gauge's readings: running requests, waiting requests, and the used share of the KV cache (0 to 1).
-        largest: Of each gauge's readings.
-        generation_tokens: Tokens drawn.
+    """One engine since it was last asked. `sums`: of each gauge's readings: running requests, waiting requests, and the
+    used share of the KV cache (0 to 1).
     """
 
-    samples: int = 0
+    samples: int = 0  # how often the gauges were read
     sums: Mapping[str, float] = field(default_factory=dict)
     largest: Mapping[str, float] = field(default_factory=dict)
     generation_tokens: int = 0
 
 
 class EngineStats:
-    """One engine's stat logger.
-
-    Args:
-        interval_s: Seconds between readings of the gauges.
-        clock: Monotonic seconds.
-    """
+    """One engine's stat logger. `interval_s`: seconds between readings of the gauges. `clock`: monotonic seconds."""
 
     def __init__(self, interval_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._interval_s = interval_s
@@ -85,10 +75,7 @@ class EngineStats:
 
 def generation_metrics(engines: Sequence[EngineSample]) -> dict[str, float]:
     """The `generation_metrics/`: means over readings and engines with the largest reading, tokens drawn, and with
-    several engines those of each.
-
-    Args:
-        engines: One sample per engine; engines that did nothing count for nothing.
+    several engines those of each. `engines`: one sample per engine; engines that did nothing count for nothing.
     """
     metrics: dict[str, float] = {}
     readings = sum(engine.samples for engine in engines)

@@ -53,10 +53,8 @@ class ArrivedAdapters:
     def merged(
         self, files: Iterable[tuple[str, torch.Tensor]], device: torch.device
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The files' tensors in order, those with an adapter in float32 with its product added.
-
-        Raises:
-            AdapterMismatchError: A layer is not in the files, is of another shape, or lacks a factor.
+        """The files' tensors in order, those with an adapter in float32 with its product added. Raises
+        AdapterMismatchError: a layer is not in the files, is of another shape, or lacks a factor.
         """
         left = dict(self._factors)
         for name, tensor in files:
@@ -284,10 +282,7 @@ class VllmInternalWorkerExtension(ReceiverMethods):
 
     def nrl_restore_memory(self) -> None:
         """CPU slots: makes the memory resident again with buffers restored and KV cache zeroed; dropped weights need a
-        sync.
-
-        Raises:
-            MemoryError: The machine has not as much left; nothing has changed then.
+        sync. Raises MemoryError: the machine has not as much left; nothing has changed then.
         """
         if not hasattr(self, "_nrl_released"):
             return

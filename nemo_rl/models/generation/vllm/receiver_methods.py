@@ -1,8 +1,8 @@
 """The receiver's methods for sync services that drive them one by one: group, buckets, finalise, verify.
 
 The names and arguments are those that schedulers call through `collective_rpc`; underneath it is the same layout, the
-same transports and the same loading as in a sync session. Knows no service. Invariants: a rank that is not in a mask
-does nothing; a group is destroyed at most once; nothing is finalised twice.
+same transports and the same loading as in a sync session. Invariants: a rank that is not in a mask does nothing; a
+group is destroyed at most once; nothing is finalised twice.
 """
 
 from __future__ import annotations
@@ -53,13 +53,11 @@ class ReceiverMethods:
         """Joins a group that `broadcast_parameter` receives from: over NCCL, or gloo on CPU slots.
 
         Args:
-            model_update_name: The group's name.
             comm_plan: Per local rank `{address, port, rank, world_size}`; a rank that is not named takes no part.
             mode: `receiver`.
             timeout_s: Deadline of rendezvous and collectives; null is 120 s.
 
-        Returns:
-            True: this rank is ready, as a member or because it takes no part.
+        Returns true: this rank is ready, as a member or because it takes no part.
         """
         if mode != "receiver":
             raise ValueError(f"mode={mode!r}: an engine worker only receives; expected 'receiver'")
@@ -148,10 +146,8 @@ class ReceiverMethods:
             update["open"] = False
 
     def verify_model(self, expected_stats: dict[str, Sequence[float]]) -> None:
-        """Compares sum, largest and smallest value of every tensor that was received with the sender's.
-
-        Raises:
-            ChecksumMismatchError: A tensor is missing or differs.
+        """Compares sum, largest and smallest value of every tensor that was received with the sender's. Raises
+        ChecksumMismatchError: a tensor is missing or differs.
         """
         got = self._nrl_update()["stats"]
         for name, expected in expected_stats.items():

@@ -1,9 +1,9 @@
 """Brings quarantined shards of a run without scheduler back: a new engine in the place of the old one.
 
 Ends what is left of a shard as soon as it is quarantined, so that its memory is free, and starts engines beside the
-run. A new engine stays quarantined until whoever refits takes it back, since it has no weights. Knows nothing of how
-they travel. Invariants: one engine is built at a time for a shard; one that does not start is tried again a few times
-and then given up, and the run goes on with the others.
+run. A new engine stays quarantined until whoever refits takes it back, since it has no weights. Invariants: one engine
+is built at a time for a shard; one that does not start is tried again a few times and then given up, and the run goes
+on with the others.
 """
 
 from __future__ import annotations
@@ -24,12 +24,7 @@ _ATTEMPTS = 3
 
 
 class ShardRepair:
-    """Repairs one generation backend.
-
-    Args:
-        generation: The engines.
-        attempts: How often an engine that does not start is tried.
-    """
+    """Repairs one generation backend. `attempts`: how often an engine that does not start is tried."""
 
     def __init__(self, generation: VllmGeneration, *, attempts: int = _ATTEMPTS) -> None:
         self._generation = generation

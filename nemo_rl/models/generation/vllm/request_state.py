@@ -2,9 +2,8 @@
 fetched.
 
 Engines that label tokens themselves (vLLM 0.32 and later) are believed; for others the tokens drawn so far are counted
-while the engine is paused for new weights. Knows versions, request ids and the name of the engine's fatal error.
-Invariants: the spans of a response cover all of its tokens, in order, and a span is marked where its tokens attended to
-keys and values of older weights; what is put into a buffer is fetched once.
+while the engine is paused for new weights. Invariants: the spans of a response cover all of its tokens, in order, and a
+span is marked where its tokens attended to keys and values of older weights; what is put into a buffer is fetched once.
 """
 
 from __future__ import annotations
@@ -28,12 +27,7 @@ class _Running:
 
 
 class VersionTracker:
-    """Tracks the versions of one engine's tokens.
-
-    Args:
-        engine: vLLM's asynchronous engine.
-        own: Count here even where the engine labels tokens itself.
-    """
+    """Tracks the versions of one engine's tokens. `own`: count here even where the engine labels tokens itself."""
 
     def __init__(self, engine: Any, *, own: bool = False) -> None:
         self._engine = engine
@@ -46,11 +40,8 @@ class VersionTracker:
         self._running[request_id] = _Running([(self.version, 0)])
 
     async def publish(self, version: int, *, kv_recomputed: bool) -> None:
-        """From here on tokens come from `version`; the engine must be paused.
-
-        Args:
-            version: Of the weights that are loaded now.
-            kv_recomputed: Whether running requests compute their keys and values anew.
+        """From here on tokens come from `version`; the engine must be paused. `version`: of the weights that are loaded
+        now. `kv_recomputed`: whether running requests compute their keys and values anew.
         """
         # Requests that begin while this waits belong to the new version, whose weights are loaded.
         self.version, before = version, dict(self._running)

@@ -1,4 +1,4 @@
-"""How vLLM is asked to draw one response. Knows requests, no engine.
+"""How vLLM is asked to draw one response.
 
 Invariant: a response comes once, whole, with the log-probability of each of its tokens.
 """
@@ -24,7 +24,6 @@ def sampling_params(
     """vLLM's parameters.
 
     Args:
-        request: What is asked for.
         limit: Tokens of the response, at most.
         seeded: Whether it is drawn from the request's own seed, rather than the engine's.
         stop_token_ids: Tokens that end a response.

@@ -2,9 +2,8 @@
 
 Each shard is in one state; moves are idempotent and one at a time. A shard leaves in this order: unroute, end its
 requests, verify that it is idle, sleep, verify that the memory is free; it comes back by: wake weights, (the caller's
-sync), wake the KV cache, publish its version, route. Knows workers and the dispatcher. Invariants: no engine sleeps
-with a request; no shard is routed that has no current weights; a shard that fails is quarantined and the others live
-on.
+sync), wake the KV cache, publish its version, route. Invariants: no engine sleeps with a request; no shard is routed
+that has no current weights; a shard that fails is quarantined and the others live on.
 """
 
 from __future__ import annotations
@@ -94,11 +93,7 @@ class ElasticShards:
     def call(
         self, shards: Sequence[int], method: str, *, timeout_s: float | None = None, **kwargs: object
     ) -> list[Any]:
-        """Calls a method of these shards' workers.
-
-        Raises:
-            WorkerError: A worker raised, died or hung.
-        """
+        """Calls a method of these shards' workers. Raises WorkerError: a worker raised, died or hung."""
         refs = [getattr(self._workers[shard], method).remote(**kwargs) for shard in shards]
         return wait_for_workers(
             refs,
@@ -111,8 +106,7 @@ class ElasticShards:
         """Calls a method of the shards, all by default, that are not quarantined; one whose engine is gone, or that
         gives no answer, is quarantined, and the answers of the others are all there is.
 
-        Raises:
-            WorkerError: A living worker raised, or none is left.
+        Raises WorkerError: a living worker raised, or none is left.
         """
         deadline = time.monotonic() + self._timeout_s
         called = [shard for shard in self.healthy() if shards is None or shard in shards]
@@ -160,7 +154,6 @@ class ElasticShards:
         self._state[shard] = ShardState.ASLEEP
 
     def await_rebuild(self, rebuilds: bool) -> None:
-        """See `Dispatcher.await_rebuild`."""
 
         async def change() -> None:
             self._dispatcher.await_rebuild(rebuilds)
@@ -178,10 +171,7 @@ class ElasticShards:
 
     def build(self, shards: Iterable[int]) -> list[int]:
         """Starts the engines of shards that have none, or whose engine failed: awake afterwards, without weights, not
-        routed. The shards that it was.
-
-        Raises:
-            WorkerError: An engine did not start; the shard is quarantined.
+        routed. The shards that it was. Raises WorkerError: an engine did not start; the shard is quarantined.
         """
         built = []
         for shard in self._check(shards):
@@ -207,9 +197,7 @@ class ElasticShards:
 
     def deactivate(self, shards: Iterable[int]) -> int:
         """Shards take no new request; running ones go on elsewhere with what they have. The router's generation number.
-
-        Raises:
-            ShardStateError: A request did not end; the shard is quarantined.
+        Raises ShardStateError: a request did not end; the shard is quarantined.
         """
         wanted = self._check(shards)
 
@@ -233,9 +221,7 @@ class ElasticShards:
 
     def sleep(self, shards: Iterable[int], level: int | None = None) -> dict[int, dict[str, int]]:
         """Takes shards away and gives their memory back; bytes in use before and after, per shard that was awake.
-
-        Raises:
-            WorkerError: A shard did not sleep or its memory did not come back; it is quarantined.
+        Raises WorkerError: a shard did not sleep or its memory did not come back; it is quarantined.
         """
         wanted = self._check(shards)
         self.deactivate(wanted)
@@ -277,10 +263,8 @@ class ElasticShards:
     # -- and back -----------------------------------------------------------------------------------------------------
 
     def wake(self, shards: Iterable[int], tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Makes the memory behind `tags` resident; the shards take no requests yet.
-
-        Raises:
-            WorkerError: A shard could not wake (its cause is a `WakeError`: it sleeps as before), or died.
+        """Makes the memory behind `tags` resident; the shards take no requests yet. Raises WorkerError: a shard could
+        not wake (its cause is a `WakeError`: it sleeps as before), or died.
         """
         wanted = [shard for shard in self._check(shards) if self.state(shard) in (ShardState.ASLEEP, ShardState.WAKING)]
 
@@ -292,11 +276,8 @@ class ElasticShards:
         self._each(wanted, "wake_up", woken, tags=list(tags))
 
     def activate(self, shards: Iterable[int]) -> int:
-        """Shards take requests again; the router's generation number.
-
-        Raises:
-            ShardStateError: A shard is quarantined.
-            WorkerError: A shard sleeps or has no weights.
+        """Shards take requests again; the router's generation number. Raises ShardStateError: a shard is quarantined;
+        WorkerError: a shard sleeps or has no weights.
         """
         wanted = self._check(shards)
         bad = [shard for shard in wanted if self.state(shard) is ShardState.FAILED]
@@ -320,10 +301,8 @@ class ElasticShards:
         return generation
 
     def accept(self, shards: Sequence[int]) -> list[int]:
-        """Shards that are awake take requests again, once they are routed; the versions that they serve.
-
-        Raises:
-            WorkerError: A shard sleeps or has no weights.
+        """Shards that are awake take requests again, once they are routed; the versions that they serve. Raises
+        WorkerError: a shard sleeps or has no weights.
         """
         versions: list[int] = self.call(shards, "accept")
         self._served |= dict(zip(shards, versions, strict=True))

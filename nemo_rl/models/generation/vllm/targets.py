@@ -1,7 +1,7 @@
 """Some shards of a generation backend as the targets of a sync session.
 
-Passes a session's calls on to the workers of its shards and to no other, and says which of them failed. Knows sessions
-by their plain messages. Invariant: shards that are not targets never notice.
+Passes a session's calls on to the workers of its shards and to no other, and says which of them failed. Invariant:
+shards that are not targets never notice.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ class ShardTargets:
     """Targets of one session.
 
     Args:
-        shards: State of all shards.
-        wanted: Those that receive.
         workers: Generation actors, one per shard.
-        identities: Who they are.
         devices: Device identities of each shard's ranks.
         recompute_kv: Whether running requests compute their keys and values anew under the new weights.
 
@@ -69,11 +66,8 @@ class ShardTargets:
         return [held for shard in self._wait(refs, "kept_groups", timeout_s) for held in shard]
 
     def begin(self, session: dict[str, object], routes: Sequence[dict[str, object]], timeout_s: float) -> None:
-        """Opens the session on every target, each rank by its own route.
-
-        Raises:
-            ShardStateError: A target sleeps or is quarantined.
-            WorkerError: A target refused: its version is newer, or another session is open.
+        """Opens the session on every target, each rank by its own route. Raises ShardStateError: a target sleeps or is
+        quarantined; WorkerError: a target refused: its version is newer, or another session is open.
         """
         out = {
             shard: self._states.state(shard).value

@@ -54,10 +54,8 @@ class VllmGeneration(GenerationInterface):
 
     Args:
         actors: One per shard; their engines are started here.
-        pad_token_id: Padding of batch outputs.
         stop_token_ids: Tokens that end a response.
         request_timeout_s: Deadline of one request. Where shards are lent, requests wait for shards without one.
-        record: Run record.
     """
 
     def __init__(
@@ -105,10 +103,8 @@ class VllmGeneration(GenerationInterface):
         self.weights_resident = True
 
     def wait_until_started(self) -> None:
-        """Waits for every engine; engines start while the caller builds other things.
-
-        Raises:
-            WorkerError: An engine failed to start.
+        """Waits for every engine; engines start while the caller builds other things. Raises WorkerError: an engine
+        failed to start.
         """
         starting, self._starting = self._starting, None
         if starting is not None:
@@ -116,10 +112,8 @@ class VllmGeneration(GenerationInterface):
                 self._workers[shard] = answer
 
     def start_shard(self, shard: int) -> None:
-        """Starts the engine of a shard, in the place of one that was there before, and returns once it is up.
-
-        Raises:
-            WorkerError: It did not start.
+        """Starts the engine of a shard, in the place of one that was there before, and returns once it is up. Raises
+        WorkerError: it did not start.
         """
         if shard in self._unused:
             self._unused.discard(shard)
@@ -143,10 +137,8 @@ class VllmGeneration(GenerationInterface):
         return self.group.world_size
 
     def profile(self, on: bool) -> None:
-        """Has the shards that run under Nsight Systems record from here on, or write what they recorded.
-
-        Raises:
-            WorkerError: One could not.
+        """Has the shards that run under Nsight Systems record from here on, or write what they recorded. Raises
+        WorkerError: one could not.
         """
         shards = [shard for shard in self.shards.healthy() if shard in self.group.profiled]
         self.shards.call(shards, "profile", timeout_s=_PROFILE_TIMEOUT_S, on=on)
@@ -163,10 +155,7 @@ class VllmGeneration(GenerationInterface):
 
     def run_on_dispatch_loop(self, work: Coroutine[object, object, T], timeout_s: float = LOOP_TIMEOUT_S) -> T:
         """Runs a coroutine on the dispatcher's own loop and waits: rollouts that live there skip a thread hop per
-        request.
-
-        Raises:
-            GenerationError: It has not ended after `timeout_s`.
+        request. Raises GenerationError: it has not ended after `timeout_s`.
         """
         return wait_on_loop(work, self._loop, timeout_s)
 
@@ -181,10 +170,8 @@ class VllmGeneration(GenerationInterface):
         }
 
     def for_other_process(self, record: Record) -> DetachedGenerator:
-        """What another process needs to send requests to these shards; it can be pickled.
-
-        Args:
-            record: Takes what becomes of the requests there.
+        """What another process needs to send requests to these shards; it can be pickled. `record`: takes what becomes
+        of the requests there.
         """
         names = [str(identity) for identity in self.group.identities]
         return DetachedGenerator(
@@ -292,11 +279,9 @@ class VllmGeneration(GenerationInterface):
             dp_ranks: Shards; all of them is legal.
             level: Sleep level; `vllm_cfg.sleep_level` by default.
 
-        Returns:
-            Bytes in use before and after, per shard that was awake.
+        Returns bytes in use before and after, per shard that was awake.
 
-        Raises:
-            WorkerError: A shard did not sleep or its memory did not come back; it is quarantined.
+        Raises WorkerError: a shard did not sleep or its memory did not come back; it is quarantined.
         """
         return self.shards.sleep(dp_ranks, level or self.cfg.vllm_cfg.sleep_level)
 
@@ -304,10 +289,7 @@ class VllmGeneration(GenerationInterface):
         self, dp_ranks: Sequence[int], skip_activate: bool = False, tags: Sequence[str] | None = None
     ) -> None:
         """Makes shards resident again, and routes them unless `skip_activate`: shards that slept at level 2 must be
-        synced first. Idempotent.
-
-        Raises:
-            WorkerError: A shard could not wake (it sleeps as before) or has no weights.
+        synced first. Idempotent. Raises WorkerError: a shard could not wake (it sleeps as before) or has no weights.
         """
         self.shards.wake(dp_ranks, tags or ("weights", "kv_cache"))
         if not skip_activate:
@@ -328,11 +310,8 @@ class VllmGeneration(GenerationInterface):
     def get_model_update_receiver(
         self, dp_ranks: Sequence[int] | None = None, *, recompute_kv: bool = True
     ) -> ShardTargets:
-        """Shards as the targets of a sync session; all that are not quarantined by default.
-
-        Args:
-            dp_ranks: Shards.
-            recompute_kv: Whether their running requests compute keys and values anew under the new weights.
+        """Shards as the targets of a sync session; all that are not quarantined by default. `recompute_kv`: whether
+        their running requests compute keys and values anew under the new weights.
         """
         self.wait_until_started()
         wanted = self.shards.healthy() if dp_ranks is None else sorted(set(dp_ranks))
@@ -341,10 +320,7 @@ class VllmGeneration(GenerationInterface):
 
     def finalize_weight_update(self, dp_ranks: Sequence[int], version: int | None = None) -> None:
         """Finalises weights that a sync service loaded by the receiver's own methods; the shards may be activated.
-
-        Args:
-            dp_ranks: Shards.
-            version: What tokens carry from here on; by default one more than before.
+        `version`: what tokens carry from here on; by default one more than before.
         """
         self.shards.call(list(dp_ranks), "rlix_model_update_rpc", name="finalize_weight_update", version=version)
 

@@ -45,11 +45,8 @@ _RECEIVES = ("update_parameter_in_bucket", "broadcast_parameter")
 
 
 class VllmGenerationWorker:
-    """One engine. All methods run on the actor's event loop.
-
-    Args:
-        spec: How the engine is started.
-        bad_words: Strings that are never generated.
+    """One engine. All methods run on the actor's event loop. `spec`: how the engine is started. `bad_words`: strings
+    that are never generated.
     """
 
     def __init__(self, spec: EngineSpec, bad_words: list[str] | None = None) -> None:
@@ -83,13 +80,8 @@ class VllmGenerationWorker:
             os.environ["VLLM_RPC_BASE_PATH"] = str(make_socket_folder())
 
     async def start(self, stop_token_ids: list[int]) -> list[dict[str, Any]]:
-        """Starts the engine; describes its workers (pid, rank, device).
-
-        Args:
-            stop_token_ids: Tokens that end a response.
-
-        Raises:
-            GenerationError: The engine could not start; with what its processes said.
+        """Starts the engine; describes its workers (pid, rank, device). `stop_token_ids`: tokens that end a response.
+        Raises GenerationError: the engine could not start; with what its processes said.
         """
         self._stop_token_ids = stop_token_ids
         await self.prepare()
@@ -247,10 +239,8 @@ class VllmGenerationWorker:
         return not self._tasks
 
     async def leave(self, timeout_s: float) -> int:
-        """Takes no more requests and ends those that run, each with what it has; how many there were.
-
-        Raises:
-            ShardStateError: Requests still run after `timeout_s`.
+        """Takes no more requests and ends those that run, each with what it has; how many there were. Raises
+        ShardStateError: requests still run after `timeout_s`.
         """
         self._leaving = True
         ended = len(self._tasks)
@@ -265,10 +255,8 @@ class VllmGenerationWorker:
         return ended
 
     async def accept(self) -> int:
-        """Takes requests again; the version that it serves.
-
-        Raises:
-            ShardStateError: The shard sleeps, or has no weights.
+        """Takes requests again; the version that it serves. Raises ShardStateError: the shard sleeps, or has no
+        weights.
         """
         if self._memory.asleep:
             raise ShardStateError(
@@ -285,11 +273,7 @@ class VllmGenerationWorker:
         return self._stats.take() if self._stats else EngineSample()
 
     async def check_engine(self, timeout_s: float) -> None:
-        """Returns once the engine's workers have answered.
-
-        Raises:
-            TimeoutError: They did not within `timeout_s`.
-        """
+        """Returns once the engine's workers have answered. Raises TimeoutError: they did not within `timeout_s`."""
         await asyncio.wait_for(self._rpc("nrl_memory_in_use"), timeout_s)
 
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -298,9 +282,7 @@ class VllmGenerationWorker:
         """Drops weights and KV cache (level 1: keeps the weights on the host) and gives the memory back; bytes in use
         before and after, over ranks.
 
-        Raises:
-            ShardStateError: Requests are still running.
-            MemoryNotFreedError: The memory did not come back.
+        Raises ShardStateError: requests are still running; MemoryNotFreedError: the memory did not come back.
         """
         if "weights" in self._memory.asleep:
             used = await self._memory.in_use()
@@ -314,10 +296,8 @@ class VllmGenerationWorker:
         return await self._memory.sleep(level)
 
     async def wake_up(self, tags: list[str]) -> None:
-        """Makes memory resident again; the engine serves once both tags are awake.
-
-        Raises:
-            WakeError: The memory is not there; the shard sleeps as before.
+        """Makes memory resident again; the engine serves once both tags are awake. Raises WakeError: the memory is not
+        there; the shard sleeps as before.
         """
         await self._memory.wake(tags)
 
@@ -335,9 +315,7 @@ class VllmGenerationWorker:
         """Opens a sync session on every rank, by its route. A serving engine is paused here, or (weights staged beside
         the live ones) in `finish_sync`.
 
-        Raises:
-            ShardStateError: The weights sleep.
-            StaleVersionError: The session's version is older than the shard's.
+        Raises ShardStateError: the weights sleep; StaleVersionError: the session's version is older than the shard's.
         """
         if "weights" in self._memory.asleep:
             raise ShardStateError(f"shard {self._shard} sleeps: wake its weights before session {session['id']}")
@@ -408,8 +386,7 @@ class VllmGenerationWorker:
         Requests stand still from the first weights until `finalize_weight_update`, after which tokens carry `version`
         (by default one more than before). Weights that were not finalised may be half new: the shard takes no requests.
 
-        Raises:
-            ShardStateError: Weights are sent while the shard's weights sleep.
+        Raises ShardStateError: weights are sent while the shard's weights sleep.
         """
         if name in _RECEIVES:
             if "weights" in self._memory.asleep:
