@@ -68,27 +68,11 @@ def reap(at: float, rank: int, *outcome: str, key: str = "1.1", incarnation: int
     return [(at, sent), *((at, ev.CommandEnded(key, how)) for how in outcome)]
 
 
-def asked(at: float, name: str, number: int, priority: Priority = Priority.ACTOR_TRAINING) -> Line:
-    return at, ev.Requested(name, ACTOR_TRAIN, priority, number, 0)
-
-
-def granted(at: float, name: str, number: int, gpus: tuple[int, ...], passed: tuple[str, ...] = ()) -> list[Line]:
-    kind = Priority.ACTOR_TRAINING
-    return [
-        (at, ev.Claimed(number, name, ACTOR_TRAIN, -1, number, gpus, passed)),
-        (at, ev.Granted(name, ACTOR_TRAIN, number, gpus, kind, 0, number, at + 3600.0)),
-    ]
-
-
 FAILS = [*serves(1.0, "a", 0, 1), *moved(2.0, "a", 0, Phase.DRAINING, Phase.FAILED)]
 REAPED = ev.Unregistered("a", 0, "reaped")
 FENCED = (3.0, ev.Fenced("a", 0, "it was unregistered"))
 WITHHELD = (3.0, ev.GpusQuarantined((3,), "a", 0, 3, 23.0, "their processes could not be ended"))
 SHARED = [registered("a", (0, 1)), registered("b", (0, 1)), demand("a", target=1), demand("b", target=1)]
-TRAINERS = [registered("a", (0, 3), (0,)), registered("b", (0, 1, 3), (0, 1)), registered("c", (1, 2), (1,))]
-SHORT = [asked(1.0, "c", 1), *granted(1.0, "c", 1, (1,)), (2.0, ev.Released("c", ACTOR_TRAIN, 1, 0))]
-LONG = [asked(3.0, "a", 2), *granted(3.0, "a", 2, (0,)), (9.0, ev.Released("a", ACTOR_TRAIN, 2, 0))]
-HOLDS = [asked(10.0, "a", 3), *granted(10.0, "a", 3, (0,)), asked(11.0, "b", 4)]
 
 BROKEN: dict[str, list[Line]] = {
     "which may be in what is lost": [(5.0, ev.SchedulerStarted(2, complete=False))],
@@ -113,21 +97,6 @@ BROKEN: dict[str, list[Line]] = {
     "a quarantine of no GPUs": [registered("a"), (3.0, ev.GpusQuarantined((), "a", 0, -1, 23.0, "nothing"))],
     "is guaranteed, its pipeline has waited": [registered("a"), demand("a"), claimed(2.0, "a", 1, guaranteed=True)],
     "is not guaranteed, though": [registered("a"), demand("a"), claimed(9.0, "a", 1)],
-    "it has never trained": [
-        registered("a"),
-        registered("b", (0, 1), (1,)),
-        demand("b"),
-        claimed(2.0, "a", 1, ahead=True),
-    ],
-    "each of its ranks went to others": [
-        registered("a", (0, 1)),
-        registered("b", (0, 1)),
-        demand("a"),
-        demand("b", 20.0),
-        claimed(21.0, "b", 0),
-        claimed(22.0, "b", 1, 2),
-        demand("b", 23.0),
-    ],
     "goes to b after 1.00 s": [
         *SHARED,
         *serves(2.0, "a", 0, 1),
@@ -135,19 +104,17 @@ BROKEN: dict[str, list[Line]] = {
         claimed(3.0, "b", 0, 2),
         (4.0, ev.Leaving("a")),
     ],
-    "nobody knows for how long": [
-        *TRAINERS,
-        asked(1.0, "b", 1),
-        asked(2.0, "c", 2),
-        *granted(2.0, "c", 2, (1,), ("b#1",)),
-    ],
-    "which can start in 0.50 s": [
-        *TRAINERS,
-        *SHORT,
-        *LONG,
-        *HOLDS,
-        asked(15.5, "c", 5),
-        *granted(15.5, "c", 5, (1,), ("b#4",)),
+    "its share of what both have is 2.0": [
+        registered("a"),
+        registered("b"),
+        demand("a"),
+        demand("b"),
+        *(line for rank in range(4) for line in serves(2.0, "a", rank, rank + 1)),
+        *moved(20.0, "a", 0, Phase.DRAINING),
+        *serves(20.0, "b", 0, 9),
+        *(line for rank in (1, 2, 3) for line in moved(40.0, "a", rank, Phase.DRAINING, epoch=rank + 1)),
+        *(claimed(40.0, "b", rank, 10) for rank in (1, 2, 3)),
+        demand("b", 41.0),
     ],
 }
 

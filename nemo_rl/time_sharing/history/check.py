@@ -17,11 +17,9 @@ from nemo_rl.time_sharing.history.fairness import FairnessChecks
 from nemo_rl.time_sharing.history.gaps import lost_tails
 from nemo_rl.time_sharing.history.gpus import GpuChecks
 from nemo_rl.time_sharing.history.order import OrderChecks
-from nemo_rl.time_sharing.history.passing import PassingChecks
 from nemo_rl.time_sharing.history.prompts import PromptChecks
 from nemo_rl.time_sharing.history.rules import RuleChecks
 from nemo_rl.time_sharing.history.sense import Sense
-from nemo_rl.time_sharing.history.starvation import StarvationChecks
 from nemo_rl.time_sharing.history.waiting import WaitChecks
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.utils.record import Entry, RecordError
@@ -94,11 +92,9 @@ def check(entries: Iterable[Entry], *, first_only: bool = False, ended: bool = T
         PromptChecks(),
         OrderChecks(),
         WaitChecks(),
-        StarvationChecks(),
         RuleChecks(),
         EndChecks(),
         FairnessChecks(),
-        PassingChecks(),
     ]
     if not any(isinstance(entry.event, ev.PoolOpened) for entry in record):
         # One run by itself: its parts are one pipeline, and nobody lends it accelerators.

@@ -1,335 +1,404 @@
-"""Invariant 11, of generation: who gets ranks, from whom, and when.
+"""Invariant 9: nobody starves. Measured on the record, whatever rule a plan followed.
 
-A first rank that somebody has waited for long enough is guaranteed, and no other is; the GPUs of one rank are kept for
-him until then. A rank of use serves for a time slice before another pipeline may have it, and goes only from one that
-stays better served. Engines are built ahead only where nobody is about to train. All of it is worked out from events;
-what a lost end of the log leaves in doubt, and moves that later ones of the same plan go on from, are not judged.
+Waits: each request, and each pipeline with work and no rank, within its bound (`bounds`). Overtakes: a request is
+overtaken on its GPUs at most `max_backfills` times, and only by requests that name it. Shares (invariant 11): a rank in
+use goes to another pipeline after its time slice, and the taker has at most its share then of what both have; a first
+rank is guaranteed exactly when it has been waited for long enough. A grant is what was asked for (invariant 10). What
+is open when the log loses its end is not judged, nor what a restarted scheduler takes stock of.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from nemo_rl.time_sharing.history.bounds import MOST_WEIGHT, Wait, WaitBound
 from nemo_rl.time_sharing.history.clocks import Clocks
-from nemo_rl.time_sharing.history.generation import Eviction, PlanSeen, Served
 from nemo_rl.time_sharing.log import events as ev
-from nemo_rl.time_sharing.protocol.types import Phase, Priority
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, SLEEP_PHASES, Phase, Priority
 from nemo_rl.utils.record import Entry
 
 _EPS = 1e-3
+_SLICE_HANDOVERS = 4.0
+"""A time slice lasts at least as long as so many of the fastest hand-overs (rule 7)."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """An open request, and its place in the queue."""
+
+    since: float
+    key: float
+    asked: tuple[int, int, Priority]
+    claimed: bool = False
+    overtaken: int = 0
+
+
+class _Eviction(NamedTuple):
+    """A serving rank is drained: its GPUs, seconds served, ranks its pipeline had up before; `own`: for a reason of its
+    own.
+    """
+
+    pipeline: str
+    gpus: frozenset[int]
+    served_s: float
+    up: int
+    own: bool
+
+
+class _Pipeline:
+    """A registered pipeline: its mapping, and what it wants and has now."""
+
+    def __init__(self, event: ev.Registered) -> None:
+        infer = next(cluster for cluster in event.clusters if cluster.name == ACTOR_INFER)
+        ranks = len(infer.gpus) // infer.tp_size
+        self.spec, self.tp, self.mapping = event, infer.tp_size, infer.gpus
+        self.clusters = {cluster.name: frozenset(cluster.gpus) for cluster in event.clusters}
+        self.mapped = frozenset[int]().union(*self.clusters.values())
+        self.most = min(max(int(event.max_share * ranks + 1e-9), 1), ranks)
+        self.demand = 0
+        self.leaving = False
+        self.up: dict[int, float] = {}
+        self.active: dict[int, float] = {}
+        self.claims: set[int] = set()
+        self.holds: dict[str, float] = {}
+        self.fixed_claims: set[str] = set()
+        self.unscheduled_since: float | None = None
+        self.cools_until = 0.0
+        self.fastest = math.inf
+
+    def rank_gpus(self, rank: int) -> frozenset[int]:
+        return frozenset(self.mapping[rank * self.tp : (rank + 1) * self.tp])
+
+    @property
+    def ranks_up(self) -> int:
+        return len(self.claims) + len(self.up)
+
+    @property
+    def useful(self) -> int:
+        return 0 if self.leaving else min(math.ceil(self.demand / self.spec.rank_batch), self.most)
+
+    @property
+    def gpus(self) -> int:
+        fixed = sum(len(self.clusters[cluster]) for cluster in self.holds.keys() | self.fixed_claims)
+        return fixed + self.ranks_up * self.tp
+
+    @property
+    def pull(self) -> float:
+        """What its share is in proportion to."""
+        return max(self.spec.weight * self.demand * self.tp, 1e-9)
+
+    def least_slice(self, min_hold_s: float, max_slice_s: float) -> float:
+        hold = min_hold_s if self.fastest == math.inf else min(min_hold_s, max_slice_s, _SLICE_HANDOVERS * self.fastest)
+        return hold * min(max(self.spec.weight, 0.1), MOST_WEIGHT)
 
 
 class FairnessChecks:
-    """Watches plans as they are carried out."""
+    """Measures waits, overtakes and shares."""
 
     def __init__(self) -> None:
         self.found: list[tuple[int, str]] = []
-        self._limits: dict[str, float] = {}
-        self._pipelines: dict[str, Served] = {}
-        self._quarantined: set[int] = set()
-        self._gap = self._recovering = self._partial = False
-        self._plan = PlanSeen(-1, 0.0)
-
-    def handlers(self) -> dict[type, Callable[[Entry, Any], None]]:
-        return {
+        self._bound = WaitBound()
+        self._pipelines: dict[str, _Pipeline] = {}
+        self._requests: dict[tuple[str, str], _Request] = {}
+        self._waits: list[Wait] = []
+        self._recovering = False
+        self._time = 0.0
+        self._claims: list[ev.Claimed] = []
+        self._evictions: list[_Eviction] = []
+        self._first_ranks: set[str] = set()
+        self._turns = False
+        """A rank on its way up turns round in this plan: its GPUs go to anybody."""
+        self._table: dict[type, Callable[[Entry, Any], None]] = {
             ev.PoolOpened: self._opened,
             ev.SchedulerStarted: self._started,
             ev.InventoryDone: self._inventory_done,
+            ev.Reconnected: self._reconnected,
             ev.Registered: self._registered,
             ev.Unregistered: self._unregistered,
-            ev.Leaving: self._leaving,
-            ev.Fenced: self._fenced,
-            ev.DemandReported: self._demand,
+            ev.CommandEnded: lambda entry, event: None,
+            ev.GpusQuarantined: self._quarantined,
+        }
+        of_pipeline: dict[type, Callable[[Entry, Any, _Pipeline], None]] = {
             ev.Requested: self._requested,
-            ev.RequestDropped: self._request_over,
+            ev.RequestDropped: self._dropped,
             ev.Claimed: self._claimed,
             ev.ClaimDropped: self._claim_dropped,
             ev.Granted: self._granted,
-            ev.PriorityChanged: self._request_over,
+            ev.PriorityChanged: self._granted,
             ev.Released: self._released,
             ev.RankMoved: self._rank,
+            ev.DemandReported: self._demand,
+            ev.Leaving: self._leaving,
+            ev.Fenced: self._fenced,
             ev.RankCooling: self._cooling,
-            ev.GpusQuarantined: self._withheld,
-            ev.GpusCleared: self._cleared,
         }
+        self._table.update({kind: self._if_known(handler) for kind, handler in of_pipeline.items()})
+
+    def handlers(self) -> dict[type, Callable[[Entry, Any], None]]:
+        return dict.fromkeys(self._table, self._see)
 
     def tail_lost(self, entry: Entry) -> None:
-        # Of who was registered before nothing is known for certain from here on.
-        self._gap = self._partial = True
+        """Forgets everybody: who is registered again is judged from then on."""
+        for pipeline in self._pipelines.values():
+            pipeline.demand = 0
+            self._update(pipeline, entry.time)
         self._pipelines.clear()
-        self._plan = PlanSeen(-1, entry.time)
+        self._requests.clear()
+        self._end_plan()
 
     def finish(self, clocks: Clocks, ended: bool) -> None:
         self._end_plan()
+        now = clocks.scheduler
+        for (name, cluster), request in self._requests.items():
+            self._add_wait(name, cluster, request.since, now, f"waits for {cluster} since")
+        for name, pipeline in self._pipelines.items():
+            for since in pipeline.holds.values():
+                self._bound.held(now - since)
+            if pipeline.unscheduled_since is not None:
+                self._add_wait(name, ACTOR_INFER, pipeline.unscheduled_since, now, "has had work and no rank since")
+        self.found += [(9, problem) for wait in self._waits if (problem := self._bound.problem(wait))]
 
-    def _bad(self, message: str) -> None:
-        self.found.append((11, message))
+    def _add_wait(self, name: str, cluster: str, since: float, until: float, what: str) -> None:
+        pipeline = self._pipelines[name]
+        if not pipeline.leaving or cluster == ACTOR_INFER:
+            wait = Wait(name, pipeline.clusters[cluster], since, until, f"{name} {what} {since:.1f} s")
+            self._waits.append(wait)
 
-    def _limit(self, name: str) -> float:
-        return self._limits.get(name, 0.0)
-
-    def _at(self, time: float, *, of_plan: bool = False) -> None:
-        """Before what happens now, and may be part of a plan: judges the plan that was carried out before."""
-        if time != self._plan.time or (self._plan.claims and not of_plan):
+    def _see(self, entry: Entry, event: object) -> None:
+        if entry.time != self._time or not isinstance(event, ev.Claimed | ev.Granted | ev.RankMoved):
             self._end_plan()
-            self._plan = PlanSeen(-1, time)
+        self._table[type(event)](entry, event)
+        self._time = entry.time
 
-    def _nothing_is_kept(self) -> None:
-        """Which rank is kept for whom may be another from now on."""
-        for pipeline in self._pipelines.values():
-            pipeline.kept = None
+    def _if_known(self, handler: Callable[[Entry, Any, _Pipeline], None]) -> Callable[[Entry, Any], None]:
+        def handle(entry: Entry, event: Any) -> None:
+            if (pipeline := self._pipelines.get(event.pipeline)) is not None:
+                handler(entry, event, pipeline)
+
+        return handle
 
     # Schedulers and pipelines.
 
     def _opened(self, entry: Entry, event: ev.PoolOpened) -> None:
-        self._limits = dict(event.limits)
+        self._bound.limits = dict(event.limits)
 
     def _started(self, entry: Entry, event: ev.SchedulerStarted) -> None:
+        lease = self._bound.limit("lease_s") * (1 if event.complete else 2)
+        self._bound.add_fault("", None, self._time, entry.time + lease)
         self._recovering = event.term > 1
-        self._nothing_is_kept()
 
     def _inventory_done(self, entry: Entry, event: ev.InventoryDone) -> None:
-        self._gap = self._recovering = False
-        self._nothing_is_kept()
+        self._recovering = False
+
+    def _reconnected(self, entry: Entry, event: ev.Reconnected) -> None:
+        lease = self._bound.limit("lease_s")
+        self._bound.add_fault("", None, entry.time - event.seconds - lease, entry.time + lease)
 
     def _registered(self, entry: Entry, event: ev.Registered) -> None:
-        self._at(entry.time)
-        self._nothing_is_kept()
-        self._pipelines[event.pipeline] = Served(event)
+        pipeline = self._pipelines[event.pipeline] = _Pipeline(event)
+        self._bound.registered(event.pipeline, pipeline.mapped, event.weight, len(self._pipelines))
 
     def _unregistered(self, entry: Entry, event: ev.Unregistered) -> None:
-        self._at(entry.time)
-        self._nothing_is_kept()
         self._pipelines.pop(event.pipeline, None)
+        self._drop_requests(event.pipeline)
 
-    def _leaving(self, entry: Entry, event: ev.Leaving) -> None:
-        self._at(entry.time)
-        if (pipeline := self._pipelines.get(event.pipeline)) is not None:
-            pipeline.leaving = True
-            pipeline.feed(entry.time)
+    def _drop_requests(self, name: str) -> None:
+        self._requests = {key: request for key, request in self._requests.items() if key[0] != name}
 
-    def _fenced(self, entry: Entry, event: ev.Fenced) -> None:
-        self._at(entry.time)
-        if (pipeline := self._pipelines.get(event.pipeline)) is not None:
-            pipeline.fenced = True
-            pipeline.requests.clear()
-            pipeline.feed(entry.time)
+    def _demand(self, entry: Entry, event: ev.DemandReported, pipeline: _Pipeline) -> None:
+        pipeline.demand = max(event.target - event.done, 0) * event.unit
+        self._update(pipeline, entry.time)
 
-    def _demand(self, entry: Entry, event: ev.DemandReported) -> None:
-        self._at(entry.time)
-        if (pipeline := self._pipelines.get(event.pipeline)) is not None:
-            pipeline.demand = max(event.target - event.done, 0) * event.unit
-            pipeline.feed(entry.time)
+    def _leaving(self, entry: Entry, event: ev.Leaving, pipeline: _Pipeline) -> None:
+        pipeline.leaving = True
+        self._update(pipeline, entry.time)
 
-    # Requests and claims.
+    def _update(self, pipeline: _Pipeline, time: float) -> None:
+        """Begins or ends the wait for a first rank."""
+        name, since = pipeline.spec.pipeline, pipeline.unscheduled_since
+        if pipeline.demand <= 0 or pipeline.leaving or pipeline.ranks_up:
+            if since is not None:
+                self._add_wait(name, ACTOR_INFER, since, time, "had work and no rank from")
+            pipeline.unscheduled_since = None
+        elif since is None:
+            pipeline.unscheduled_since = time
 
-    def _requested(self, entry: Entry, event: ev.Requested) -> None:
-        self._at(entry.time)
-        if (pipeline := self._pipelines.get(event.pipeline)) is not None:
-            pipeline.requests[event.cluster] = (entry.time + event.priority * self._limit("aging_s"), event.priority)
-            pipeline.kept = None
-            if event.cluster not in pipeline.held and event.priority is not Priority.INITIALIZATION:
-                pipeline.has_asked = True
+    # Requests, claims and holds.
 
-    def _request_over(self, entry: Entry, event: ev.RequestDropped | ev.PriorityChanged) -> None:
-        self._at(entry.time)
-        if isinstance(event, ev.PriorityChanged) and event.priority is Priority.ACTOR_TRAINING:
-            self._plan.train.add(event.pipeline)
-        if (pipeline := self._pipelines.get(event.pipeline)) is not None:
-            pipeline.requests.pop(event.cluster, None)
-            pipeline.kept = None
+    def _requested(self, entry: Entry, event: ev.Requested, pipeline: _Pipeline) -> None:
+        key = entry.time + event.priority * self._bound.limit("aging_s")
+        asked = (event.request, event.step, event.priority)
+        self._requests[event.pipeline, event.cluster] = _Request(entry.time, key, asked)
 
-    def _claimed(self, entry: Entry, event: ev.Claimed) -> None:
-        self._at(entry.time, of_plan=True)
-        if event.plan != self._plan.number:
-            if self._plan.number >= 0:
-                self._end_plan()
-                self._plan = PlanSeen(event.plan, entry.time)
-            self._plan.number = event.plan
-        if not self._plan.claims:
-            waits = ((p.held, p.requests.keys() - p.held.keys()) for p in self._pipelines.values())
-            self._plan.contended = self._partial or any(held and wanted for held, wanted in waits)
-        self._plan.claims.append(event)
-        pipeline = self._pipelines.get(event.pipeline)
-        if pipeline is None:
-            return
-        if not self._gap and not self._recovering:
-            if event.ahead:
-                self._check_build(event)
-            elif event.rank >= 0:
-                self._check_guarantee(entry, event, pipeline)
-        self._plan.places.append((event, self._place_of(event, pipeline)))
+    def _dropped(self, entry: Entry, event: ev.RequestDropped, pipeline: _Pipeline) -> None:
+        self._requests.pop((event.pipeline, event.cluster), None)
+
+    def _claimed(self, entry: Entry, event: ev.Claimed, pipeline: _Pipeline) -> None:
         if event.rank >= 0:
-            self._plan.was_hungry.update([event.pipeline] if pipeline.hungry_since is not None else [])
+            self._check_guarantee(entry.time, event, pipeline)
+            if pipeline.unscheduled_since is not None:
+                self._first_ranks.add(event.pipeline)
             pipeline.claims.add(event.rank)
-            pipeline.feed(entry.time)
+            self._update(pipeline, entry.time)
         else:
-            pipeline.fixed_claims[event.cluster] = event.gpus
+            pipeline.fixed_claims.add(event.cluster)
+            self._count_overtakes(event)
+        self._claims.append(event)
 
-    def _claim_dropped(self, entry: Entry, event: ev.ClaimDropped) -> None:
-        self._at(entry.time)
-        if (pipeline := self._pipelines.get(event.pipeline)) is not None:
-            pipeline.claims.discard(event.rank)
-            if event.rank < 0:
-                pipeline.fixed_claims.pop(event.cluster, None)
-            pipeline.feed(entry.time)
-
-    def _granted(self, entry: Entry, event: ev.Granted) -> None:
-        self._at(entry.time, of_plan=True)
-        if event.priority is Priority.ACTOR_TRAINING:
-            self._plan.train.add(event.pipeline)
-        if (pipeline := self._pipelines.get(event.pipeline)) is not None:
-            pipeline.fixed_claims.pop(event.cluster, None)
-            pipeline.requests.pop(event.cluster, None)
-            pipeline.held[event.cluster] = event.gpus
-
-    def _released(self, entry: Entry, event: ev.Released) -> None:
-        self._at(entry.time)
-        if (pipeline := self._pipelines.get(event.pipeline)) is not None:
-            pipeline.held.pop(event.cluster, None)
-
-    # Ranks and GPUs.
-
-    def _rank(self, entry: Entry, event: ev.RankMoved) -> None:
-        self._at(entry.time, of_plan=True)
-        pipeline = self._pipelines.get(event.pipeline)
-        if pipeline is None:
+    def _count_overtakes(self, event: ev.Claimed) -> None:
+        mine = self._requests.get((event.pipeline, event.cluster))
+        if mine is None:
             return
-        before = pipeline.phases.get(event.rank, Phase.ASLEEP)
-        if event.phase is Phase.DRAINING and before is Phase.ACTIVE:
-            own = pipeline.leaving or pipeline.cools_until > entry.time
-            self._plan.evictions.append(
-                Eviction(
-                    event.pipeline,
-                    pipeline.gpus_of(event.rank),
-                    entry.time - pipeline.serves_since.get(event.rank, entry.time),
-                    pipeline.up,
-                    own or self._gap or self._recovering,
-                )
-            )
-        self._plan.turns |= event.phase is Phase.DRAINING and before is not Phase.ACTIVE
-        pipeline.moved(event, entry.time)
-        if event.phase is Phase.FAILED:
-            pipeline.cools_until = entry.time + 2 * self._limit("quarantine_s")
-        pipeline.feed(entry.time)
+        mine.claimed = True
+        for (name, cluster), other in self._requests.items():
+            passed = self._pipelines[name]
+            ahead = other.key < mine.key and name != event.pipeline and not other.claimed and not passed.leaving
+            if not ahead or passed.clusters[cluster].isdisjoint(event.gpus):
+                continue
+            named = f"{name}#{other.asked[0]}" in event.passed
+            who, by = f"{name} waits for {cluster}", event.pipeline
+            if not named and cluster not in passed.holds and not self._recovering:
+                self.found.append((9, f"{who} and is overtaken by {by}, which is behind it in the queue"))
+            other.overtaken += 1
+            if other.overtaken > self._bound.limit("max_backfills"):
+                self.found.append((9, f"{who} and is overtaken for the {other.overtaken}th time, by {by}"))
 
-    def _cooling(self, entry: Entry, event: ev.RankCooling) -> None:
-        self._at(entry.time)
-        if (pipeline := self._pipelines.get(event.pipeline)) is not None:
-            pipeline.cools_until = max(pipeline.cools_until, event.until)
-
-    def _withheld(self, entry: Entry, event: ev.GpusQuarantined) -> None:
-        self._quarantined.update(event.gpus)
-        self._nothing_is_kept()
-
-    def _cleared(self, entry: Entry, event: ev.GpusCleared) -> None:
-        self._quarantined.difference_update(event.gpus)
-        self._nothing_is_kept()
-
-    # The rules.
-
-    def _check_guarantee(self, entry: Entry, event: ev.Claimed, pipeline: Served) -> None:
-        since, who = pipeline.hungry_since, f"rank {event.rank} of {event.pipeline}"
-        due = float("inf") if since is None else since + self._limit("aging_s") * Priority.GENERATION
-        if event.guaranteed and entry.time < due - _EPS:
-            self._bad(f"{who} is guaranteed, its pipeline has waited for a rank since {since}")
+    def _check_guarantee(self, time: float, event: ev.Claimed, pipeline: _Pipeline) -> None:
+        since, who = pipeline.unscheduled_since, f"rank {event.rank} of {event.pipeline}"
+        due = math.inf if since is None else since + self._bound.limit("aging_s") * Priority.GENERATION
         # What a request leaves of a rank that makes way for it may be had by anybody.
-        spare = self._plan.turns or any(claim.rank < 0 for claim in self._plan.claims)
-        if not event.guaranteed and entry.time > due + _EPS and not pipeline.held and not spare:
-            self._bad(f"{who} is not guaranteed, though its pipeline has waited for a first rank since {since}")
+        spare = self._turns or any(claim.rank < 0 for claim in self._claims)
+        if self._recovering or event.ahead:
+            return
+        if event.guaranteed and time < due - _EPS:
+            self.found.append((11, f"{who} is guaranteed, its pipeline has waited for a rank since {since}"))
+        if not event.guaranteed and time > due + _EPS and not pipeline.holds and not spare:
+            what = f"{who} is not guaranteed, though its pipeline has waited for a first rank since {since}"
+            self.found.append((11, what))
 
-    def _check_build(self, event: ev.Claimed) -> None:
-        for name, other in self._pipelines.items():
-            if other.fenced or other.trains_on.isdisjoint(event.gpus):
-                continue
-            if other.demand <= 0 or not other.has_asked:
-                what = "waits for no samples" if other.demand <= 0 else "has never trained"
-                self._bad(
-                    f"an engine of {event.pipeline} is built ahead on GPUs {event.gpus}, where {name} may train any "
-                    f"time: it {what}"
-                )
+    def _claim_dropped(self, entry: Entry, event: ev.ClaimDropped, pipeline: _Pipeline) -> None:
+        pipeline.claims.discard(event.rank)
+        if event.rank < 0:
+            pipeline.fixed_claims.discard(event.cluster)
+            if (request := self._requests.get((event.pipeline, event.cluster))) is not None:
+                request.claimed = False
+        self._update(pipeline, entry.time)
 
-    def _place_of(self, event: ev.Claimed, by: Served) -> float:
-        """Where in the queue it stands who gets this; last are ranks beyond the first."""
-        aging = self._limit("aging_s") * Priority.GENERATION
-        if event.rank >= 0:
-            return math.inf if event.ahead or by.hungry_since is None else by.hungry_since + aging
-        key, _ = by.requests.get(event.cluster, (0.0, None))
-        return key
+    def _granted(self, entry: Entry, event: ev.Granted | ev.PriorityChanged, pipeline: _Pipeline) -> None:
+        who, request = f"{event.pipeline}/{event.cluster}", self._requests.get((event.pipeline, event.cluster))
+        given = f"request {event.request}, step {event.step}, {event.priority.name}"
+        if request is None and not self._recovering:
+            self.found.append((10, f"{who} is granted ({given}) without having been asked for"))
+        elif request is not None and (event.request, event.step, event.priority) != request.asked:
+            number, step, priority = request.asked
+            asked = f"request {number}, step {step}, {priority.name}"
+            self.found.append((10, f"{who} is granted as {given}; asked for was {asked}"))
+        if request is not None:
+            self._add_wait(event.pipeline, event.cluster, request.since, entry.time, f"waited for {event.cluster} from")
+            del self._requests[event.pipeline, event.cluster]
+        pipeline.fixed_claims.discard(event.cluster)
+        pipeline.holds.setdefault(event.cluster, entry.time)
 
-    def _check_kept(self, plan: PlanSeen) -> None:
-        """One rank of whoever has waited too long for his first is left alone by those who are behind him."""
-        aging = self._limit("aging_s") * Priority.GENERATION
-        for name, waiting in self._pipelines.items():
-            since = waiting.hungry_since
-            if since is None or plan.time < since + aging + _EPS:
-                continue
-            judged = not plan.contended and waiting.cools_until <= since and waiting.all_asleep and waiting.useful > 0
-            trains = any(priority is Priority.ACTOR_TRAINING for _, priority in waiting.requests.values())
-            if not judged or trains or name in plan.train or not self._quarantined.isdisjoint(waiting.mapping):
-                waiting.kept = None
-                continue
-            for claim, place in plan.places:
-                if claim.pipeline != name and place > since + aging + _EPS:
-                    left = set(range(waiting.ranks)) if waiting.kept is None else waiting.kept
-                    waiting.kept = {rank for rank in left if not waiting.lies_on(rank, claim.gpus)}
-            if waiting.kept is not None and not waiting.kept:
-                waiting.kept = None
-                self._bad(
-                    f"{name} has waited for a first rank since {since:.1f} s, and each of its ranks went to others "
-                    f"behind it, the last to {plan.claims[-1].pipeline}"
-                )
+    def _released(self, entry: Entry, event: ev.Released, pipeline: _Pipeline) -> None:
+        self._bound.held(entry.time - pipeline.holds.pop(event.cluster, entry.time))
+
+    # Faults.
+
+    def _fenced(self, entry: Entry, event: ev.Fenced, pipeline: _Pipeline) -> None:
+        for since in pipeline.holds.values():
+            self._bound.held(entry.time - since)
+        pipeline.holds.clear()
+        self._drop_requests(event.pipeline)
+        self._leaving(entry, ev.Leaving(event.pipeline), pipeline)
+        until = entry.time + self._bound.limit("reap_s")
+        self._bound.add_fault(event.pipeline, pipeline.mapped, entry.time - self._bound.limit("lease_s"), until)
+
+    def _quarantined(self, entry: Entry, event: ev.GpusQuarantined) -> None:
+        self._bound.add_fault(event.pipeline, event.gpus, entry.time, event.until + self._bound.limit("reap_s"))
+
+    def _cooling(self, entry: Entry, event: ev.RankCooling, pipeline: _Pipeline) -> None:
+        pipeline.cools_until = max(pipeline.cools_until, event.until)
+        until = event.until + self._bound.limit("reap_s")
+        self._bound.add_fault(event.pipeline, pipeline.rank_gpus(event.rank), entry.time, until)
+
+    # Ranks and shares.
+
+    def _rank(self, entry: Entry, event: ev.RankMoved, pipeline: _Pipeline) -> None:
+        rank, time = event.rank, entry.time
+        if event.phase in (Phase.WAKING, Phase.BUILDING):
+            pipeline.claims.discard(rank)
+        if event.phase is Phase.DRAINING and rank in pipeline.active:
+            own = pipeline.leaving or pipeline.cools_until > time or self._recovering
+            served, before = time - pipeline.active[rank], pipeline.ranks_up
+            self._evictions.append(_Eviction(event.pipeline, pipeline.rank_gpus(rank), served, before, own))
+        self._turns |= event.phase is Phase.DRAINING and rank not in pipeline.active
+        if event.phase is Phase.ASLEEP or event.phase in SLEEP_PHASES:
+            pipeline.up.pop(rank, None)
+            pipeline.active.pop(rank, None)
+        else:
+            woken = pipeline.up.setdefault(rank, time)
+            if event.phase is Phase.ACTIVE:
+                pipeline.active[rank] = time
+                pipeline.fastest = min(pipeline.fastest, time - woken) if time > woken else pipeline.fastest
+        if event.phase is Phase.FAILED:
+            seconds = self._bound.limit("quarantine_s")
+            pipeline.cools_until = time + 2 * seconds
+            until = time + seconds + self._bound.limit("reap_s")
+            self._bound.add_fault(event.pipeline, pipeline.rank_gpus(rank), time, until)
+        self._update(pipeline, time)
 
     def _end_plan(self) -> None:
-        plan = self._plan
-        if self._gap or self._recovering or not plan.claims:
-            return
-        moves = list(plan.moves())
-        self._check_kept(plan)
-        self._check_slices(plan, moves)
-        self._check_better_served(plan, moves)
-
-    def _check_slices(self, plan: PlanSeen, moves: list[tuple[ev.Claimed, Eviction]]) -> None:
+        """Judges the moves of a plan that has been carried out."""
+        claims, evictions, first = self._claims, self._evictions, self._first_ranks
+        self._claims, self._evictions = list[ev.Claimed](), list[_Eviction]()
+        self._first_ranks, self._turns = set[str](), False
+        fixed = {gpu for claim in claims if claim.rank < 0 for gpu in claim.gpus}
+        moves: list[tuple[int, _Eviction]] = []
+        for eviction in evictions:
+            takers = [i for i, c in enumerate(claims) if c.rank >= 0 and not eviction.gpus.isdisjoint(c.gpus)]
+            if takers and not eviction.own and eviction.gpus.isdisjoint(fixed):
+                moves.append((takers[0], eviction))
         for name in {eviction.pipeline for _, eviction in moves}:
-            giver = self._pipelines.get(name)
-            if giver is None:
-                continue
-            least = giver.least_slice(self._limit("min_hold_s"), self._limit("max_slice_s"))
-            early = [e for _, e in moves if e.pipeline == name and e.served_s < least - _EPS]
-            before = next(e.up for e in plan.evictions if e.pipeline == name)
-            if len(early) > max(before - giver.useful, 0):
-                self._bad(
-                    f"a rank of {name} goes to {'another' if len(moves) > 1 else moves[0][0].pipeline} after "
-                    f"{early[-1].served_s:.2f} s; a time slice lasts {least:.2f} s at least"
+            given = sorted([move for move in moves if move[1].pipeline == name], key=lambda move: move[0])
+            lost = [eviction for eviction in evictions if eviction.pipeline == name]
+            self._check_slices(name, given, lost[0].up, claims)
+            # Judged is a giver that the plan gives nothing, by the last of its ranks that goes, to a taker whose last
+            # claim that is: both have then what they have now.
+            last, taker = given[-1][0], claims[given[-1][0]].pipeline
+            others = claims[:last] + claims[last + 1 :]
+            settled = len(lost) == len(given) and all(claim.pipeline != name for claim in claims)
+            settled = settled and all(c.pipeline != taker or (c.rank >= 0 and c in claims[:last]) for c in others)
+            if settled and taker not in first and all(eviction.pipeline != taker for eviction in evictions):
+                self._check_shares(name, taker)
+
+    def _check_slices(
+        self, name: str, given: list[tuple[int, _Eviction]], before: int, claims: list[ev.Claimed]
+    ) -> None:
+        giver = self._pipelines.get(name)
+        if giver is None:
+            return
+        least = giver.least_slice(self._bound.limit("min_hold_s"), self._bound.limit("max_slice_s"))
+        early = [(claims[index].pipeline, e.served_s) for index, e in given if e.served_s < least - _EPS]
+        if len(early) > max(before - giver.useful, 0):
+            taker, served = early[-1]
+            what = f"a rank of {name} goes to {taker} after {served:.2f} s; a time slice lasts {least:.2f} s at least"
+            self.found.append((11, what))
+
+    def _check_shares(self, name: str, by: str) -> None:
+        giver, taker = self._pipelines.get(name), self._pipelines.get(by)
+        if giver is None or taker is None or giver.ranks_up >= giver.useful:
+            return
+        if giver.spec.min_share or taker.spec.min_share:
+            return
+        share = (giver.gpus + taker.gpus) * taker.pull / (giver.pull + taker.pull)
+        if taker.gpus > share * (1 + 1e-9):
+            self.found.append(
+                (
+                    11,
+                    f"a rank of {name} goes to {by} at {self._time:.1f} s, which has {taker.gpus} GPUs then; its share "
+                    f"of what both have is {share:.1f} ({taker.demand} samples, {giver.demand} of {name})",
                 )
-
-    def _check_better_served(self, plan: PlanSeen, moves: list[tuple[ev.Claimed, Eviction]]) -> None:
-        """Looks at moves after which neither side gives or takes in this plan, so that both have then what they have at
-        its end.
-        """
-        claims = {claim.pipeline: claim for claim in plan.claims}
-        in_order = sorted(moves, key=lambda move: plan.claims.index(move[0]))
-        last_given = {eviction.pipeline: claim for claim, eviction in in_order}
-        moved = Counter(eviction.pipeline for _, eviction in moves)
-        lost = Counter(eviction.pipeline for eviction in plan.evictions)
-        for name, claim in last_given.items():
-            settled = name not in claims and moved[name] == lost[name]
-            if settled and claims[claim.pipeline] is claim and not lost[claim.pipeline]:
-                self._check_move(plan, claim, name)
-
-    def _check_move(self, plan: PlanSeen, claim: ev.Claimed, name: str) -> None:
-        taker, giver = self._pipelines.get(claim.pipeline), self._pipelines.get(name)
-        if taker is None or giver is None or claim.pipeline in plan.was_hungry:
-            return
-        if any(other.rank < 0 for other in plan.claims if other.pipeline == claim.pipeline):
-            return
-        if giver.min_share or taker.min_share or giver.up >= giver.useful:
-            return
-        if giver.part < taker.part - 1e-9:
-            self._bad(
-                f"a rank of {name} goes to {claim.pipeline}, which is served better then: "
-                f"{taker.gpus} GPUs for {taker.demand} samples, against {giver.gpus} for {giver.demand}"
             )
