@@ -1,7 +1,4 @@
-"""What dotted keys and paths name: values in nested mappings and lists, and objects in modules.
-
-Knows no key by itself; a list's entries go by their index. Invariant: no module is imported before it is asked for.
-"""
+"""Values by dotted key in nested mappings and lists, whose entries go by their index, and objects by dotted path."""
 
 from __future__ import annotations
 
@@ -26,30 +23,38 @@ def at(node: object, key: Sequence[str | int], default: object = ABSENT) -> Any:
     return node
 
 
-def put(node: dict[str, Any], key: Sequence[str], value: object) -> None:
-    """Sets a value, with mappings made on the way where nothing, or null, is there."""
-    for part in key[:-1]:
-        if node.get(part) is None:
-            node[part] = {}
-        node = node[part]
-    node[key[-1]] = value
+def put(node: Any, key: Sequence[str], value: object) -> None:
+    """Sets a value, with mappings made on the way where nothing, or null, is there.
+
+    Raises:
+        LookupError: the key lies below a plain value or outside a list.
+    """
+    for depth, part in enumerate(key[:-1]):
+        child = at(node, [part])
+        if isinstance(node, dict) and (child is ABSENT or child is None):
+            child = node[part] = dict[str, object]()
+        if not isinstance(child, (dict, list)):
+            above = ".".join(key[: depth + 1])
+            raise LookupError(f"no {above}" if child is ABSENT else f"{above} is {child!r}, not a mapping")
+        node = child
+    if isinstance(node, dict):
+        node[key[-1]] = value
+    elif at(node, key[-1:]) is ABSENT:
+        raise LookupError(f"{key[-1]!r} is not an index of a list of {len(node)}")
+    else:
+        node[int(key[-1])] = value
 
 
 def take(node: object, key: Sequence[str | int]) -> None:
     """Removes a key, where it is there."""
-    holder = at(node, key[:-1]) if key else ABSENT
-    if isinstance(holder, dict):
-        holder.pop(key[-1], None)
-    elif isinstance(holder, list) and str(key[-1]).isdigit() and int(key[-1]) < len(holder):
-        del holder[int(key[-1])]
+    if key and at(node, key) is not ABSENT:
+        holder = at(node, key[:-1])
+        del holder[int(key[-1]) if isinstance(holder, list) else key[-1]]
 
 
 def import_dotted(path: str, key: str) -> Any:
-    """What `path` (`package.module.name` or `package.module:name`) names.
-
-    Args:
-        path: the dotted path.
-        key: the dotted key it was given under, for messages.
+    """Imports what `path` (`package.module.name` or `package.module:name`) names; `key` is the dotted key that holds
+    it, for messages.
 
     Raises:
         ConfigError: the module cannot be imported, or has no such name.

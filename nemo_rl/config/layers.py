@@ -1,8 +1,7 @@
-"""Configuration files as layers: reading them with their parents, merging them, and telling which one a value came
-from.
+"""Configuration files as layers: reads them with their parents, merges them, and finds the source of a value.
 
-Knows YAML and the merge rules, not the schema. Interpolations stay as they are until everything is merged.
-Invariant: layers are ordered from the weakest to the strongest; merging never changes a layer.
+Interpolations stay as they are until everything is merged. Invariant: layers are ordered from the weakest to the
+strongest; merging never changes a layer.
 """
 
 from __future__ import annotations
@@ -70,23 +69,64 @@ def read_yaml(text: str) -> object:
     return yaml.load(text, Loader=_Loader)
 
 
-def read_layers(path: str | Path, mistakes: list[ConfigError] | None = None) -> list[Layer]:
-    """The file at `path` with everything it inherits through `defaults`, weakest first.
+def read_layers(
+    path: str | Path, mistakes: list[ConfigError] | None = None, heirs: tuple[Path, ...] = ()
+) -> list[Layer]:
+    """Reads the file at `path` with everything it inherits through `defaults`, weakest first.
 
     Args:
         path: the file.
-        mistakes: is given the errors of files, which are then left out; None raises the first.
+        mistakes: collects the errors of files, which are then left out; None raises the first.
+        heirs: the files that inherit this one.
 
     Raises:
         ConfigError: a file is missing, is not YAML, gives a key twice, has no mapping at its root, or inherits itself.
     """
-    return _read(Path(path), (), mistakes)
+    file = Path(path).expanduser()
+    layers: list[Layer] = []
+    try:
+        values = _read_mapping(file, heirs)
+        parents = values.pop(PARENTS, None) or []
+        for parent in [parents] if isinstance(parents, str) else parents:
+            if not isinstance(parent, str):
+                raise ConfigError([f"{PARENTS}: {parent!r} is not the path of a file"], source=str(file))
+            layers += read_layers(file.parent / parent, mistakes, (*heirs, file.resolve()))
+    except ConfigError as error:
+        if mistakes is None:
+            raise
+        mistakes.append(error)
+        return []
+    return [*layers, Layer(str(file), values)]
 
 
-def merge(layers: Sequence[Layer]) -> dict[str, object]:
-    """One mapping from all layers: mappings merge key by key, anything else replaces.
+def _read_mapping(path: Path, heirs: tuple[Path, ...]) -> dict[str, Any]:
+    if path.resolve() in heirs:
+        chain = " -> ".join(str(step) for step in (*heirs, path.resolve()))
+        raise ConfigError([f"{PARENTS}: the files inherit each other in a circle: {chain}"])
+    if not path.is_file():
+        inherited = f" (inherited by {heirs[-1]})" if heirs else ""
+        raise ConfigError([f"there is no file {path}{inherited}"], source=str(path))
+    try:
+        values: Any = read_yaml(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError([_unreadable(error)], source=str(path)) from error
+    if values is not None and not isinstance(values, dict):
+        raise ConfigError([f"the root must be a mapping, not a {type(values).__name__}"], source=str(path))
+    return {str(key): value for key, value in (values or {}).items()}
 
-    A mapping with `_override_: true` replaces the mapping below it; a value `???` lets the one below show.
+
+def _unreadable(error: yaml.YAMLError | UnicodeDecodeError) -> str:
+    twice = re.fullmatch(r"found duplicate key (.*)", getattr(error, "problem", None) or "")
+    if isinstance(error, yaml.MarkedYAMLError) and twice and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: the key {twice[1]} is given twice in this mapping; leave one out"
+    return f"not readable as YAML: {' '.join(str(error).split())}"
+
+
+def merge(layers: Sequence[Layer]) -> dict[str, Any]:
+    """Merges all layers: mappings merge key by key, anything else replaces.
+
+    A mapping with `_override_: true` replaces the mapping below it, which OmegaConf has no word for; a value `???` lets
+    the one below show.
     """
     merged: dict[str, Any] = {}
     for layer in layers:
@@ -94,25 +134,31 @@ def merge(layers: Sequence[Layer]) -> dict[str, object]:
     return merged
 
 
-def merge_mappings(below: Mapping[str, object], above: Mapping[str, object]) -> dict[str, object]:
-    """`above` over `below`, by the rules of `merge`."""
-    if above.get(REPLACE) is True:
-        below = {}
-    merged = dict(below)
+def merge_mappings(below: Mapping[str, object], above: Mapping[str, object]) -> dict[str, Any]:
+    """Merges `above` over `below`, by the rules of `merge`."""
+    merged: dict[str, Any] = {} if above.get(REPLACE) is True else dict(below)
     for key, value in above.items():
-        if key == REPLACE or (value == MANDATORY and key in below):
+        if key == REPLACE or (value == MANDATORY and key in merged):
             continue
-        if isinstance(value, Mapping):
-            under = merged.get(key)
-            merged[key] = merge_mappings(under if isinstance(under, Mapping) else {}, value)
-        else:
-            merged[key] = value
+        under = merged.get(key)
+        merged[key] = (
+            merge_mappings(under if isinstance(under, Mapping) else {}, value) if isinstance(value, Mapping) else value
+        )
     return merged
 
 
 def source_of(layers: Sequence[Layer], key: Sequence[str]) -> str | None:
-    """The source of the strongest layer that says something about the dotted key; None when no layer does."""
-    return next((layer.source for layer in reversed(layers) if _speaks_of(layer.values, key)), None)
+    """The source of the strongest layer that sets the dotted key; None when no layer does."""
+    return next((layer.source for layer in reversed(layers) if _sets(layer.values, key)), None)
+
+
+def _sets(values: object, key: Sequence[str]) -> bool:
+    if not isinstance(values, Mapping) or not key or values.get(REPLACE) is True:
+        return True
+    if key[0].isdigit() and key[0] not in values:
+        # A single entry may be written without its list.
+        return _sets(values, key[1:])
+    return key[0] in values and values[key[0]] != MANDATORY and _sets(values[key[0]], key[1:])
 
 
 _DOTTED_KEY = re.compile(r"[A-Za-z_][\w-]*(?:\.[\w-]+)+")
@@ -124,70 +170,10 @@ def with_sources(problems: Sequence[Problem], layers: Sequence[Layer], own: str 
 
 
 def _with_sources(problem: Problem, layers: Sequence[Layer], own: str | None) -> Problem:
-    line = str(problem)
-    keys = dict.fromkeys([line.partition(":")[0], *_DOTTED_KEY.findall(line)])
-    sources = {key: source_of(layers, key.split(".")) for key in keys}
-    named = [f"{key} from {source}" for key, source in sources.items() if source not in (None, own)]
+    keys = dict.fromkeys([str(problem).partition(":")[0], *_DOTTED_KEY.findall(str(problem))])
+    sources = ((key, source_of(layers, key.split("."))) for key in keys)
+    named = [f"{key} from {source}" for key, source in sources if source not in (None, own)]
     if not named:
         return problem
-    line = f"{line} ({', '.join(named)})"
+    line = f"{problem} ({', '.join(named)})"
     return replace(problem, line=line) if isinstance(problem, NotBuilt) else line
-
-
-def _speaks_of(values: object, key: Sequence[str]) -> bool:
-    if not isinstance(values, Mapping):
-        return True
-    if not key:
-        return True
-    if values.get(REPLACE) is True:
-        return True
-    if key[0].isdigit() and key[0] not in values:
-        # A single entry may be written without its list.
-        return _speaks_of(values, key[1:])
-    return key[0] in values and values[key[0]] != MANDATORY and _speaks_of(values[key[0]], key[1:])
-
-
-def _read(path: Path, readers: tuple[Path, ...], mistakes: list[ConfigError] | None) -> list[Layer]:
-    try:
-        return _read_one(path.expanduser(), readers, mistakes)
-    except ConfigError as error:
-        if mistakes is None:
-            raise
-        mistakes.append(error)
-        return []
-
-
-def _read_one(path: Path, readers: tuple[Path, ...], mistakes: list[ConfigError] | None) -> list[Layer]:
-    if path.resolve() in readers:
-        chain = " -> ".join(str(step) for step in (*readers, path.resolve()))
-        raise ConfigError([f"{PARENTS}: the files inherit each other in a circle: {chain}"])
-    values = _read_mapping(path, readers)
-    parents = values.pop(PARENTS, [])
-    layers: list[Layer] = []
-    for parent in [parents] if isinstance(parents, str) else parents or []:
-        if not isinstance(parent, str):
-            raise ConfigError([f"{PARENTS}: {parent!r} is not the path of a file"], source=str(path))
-        layers += _read(path.parent / parent, (*readers, path.resolve()), mistakes)
-    return [*layers, Layer(str(path), values)]
-
-
-def _unreadable(error: yaml.YAMLError | UnicodeDecodeError) -> str:
-    twice = re.fullmatch(r"found duplicate key (.*)", getattr(error, "problem", None) or "")
-    if isinstance(error, yaml.MarkedYAMLError) and twice and error.problem_mark is not None:
-        return f"line {error.problem_mark.line + 1}: the key {twice[1]} is given twice in this mapping; leave one out"
-    return f"not readable as YAML: {' '.join(str(error).split())}"
-
-
-def _read_mapping(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
-    if not path.is_file():
-        inherited = f" (inherited by {readers[-1]})" if readers else ""
-        raise ConfigError([f"there is no file {path}{inherited}"], source=str(path))
-    try:
-        text = path.read_text(encoding="utf-8")
-        root = read_yaml(text)
-        values: Any = {} if root is None else root
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError([_unreadable(error)], source=str(path)) from error
-    if not isinstance(values, dict):
-        raise ConfigError([f"the root must be a mapping, not a {type(values).__name__}"], source=str(path))
-    return {str(key): value for key, value in values.items()}

@@ -1,28 +1,26 @@
 """Loads a configuration: files with inheritance, then overrides, then schema, status and rules.
 
 `load_config` gives the merged mapping as NeMo-RL's scripts expect it; `load_master_config` gives the checked
-configuration. Knows the order of the stages, and nothing of what they do.
+configuration.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from nemo_rl.config.defaults import register_omegaconf_resolvers, resolve, with_defaults
-from nemo_rl.config.dotted import ABSENT, at
+from nemo_rl.config.dotted import ABSENT, at, put
 from nemo_rl.config.errors import ConfigError, OverridesError
 from nemo_rl.config.evaluation import EvalMasterConfig
 from nemo_rl.config.foreign import adapt
 from nemo_rl.config.layers import Layer, merge, read_layers, with_sources
 from nemo_rl.config.master import CompleteConfig, MasterConfig, SFTMasterConfig
-from nemo_rl.config.overrides import Action, Override, apply, names_beside, parse_hydra_overrides, parse_override
-from nemo_rl.config.schema import is_known, is_null_when_deleted, names_in
+from nemo_rl.config.overrides import Action, Override, apply, parse_hydra_overrides, parse_override
 from nemo_rl.config.validate import validate
 
 logger = logging.getLogger(__name__)
@@ -30,13 +28,12 @@ logger = logging.getLogger(__name__)
 Config = TypeVar("Config", bound=CompleteConfig)
 
 
-@dataclass(frozen=True)
-class Loaded:
+class Loaded(NamedTuple):
     """The merged mapping before defaults, the layers it came from, weakest first, and notes on overrides."""
 
     values: dict[str, Any]
     layers: list[Layer]
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
@@ -47,15 +44,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
         OverridesError: an override cannot be applied.
     """
     register_omegaconf_resolvers()
-    return parse_hydra_overrides(OmegaConf.create(merge(read_layers(path))), overrides)
+    return parse_hydra_overrides(merge(read_layers(path)), overrides)
 
 
 @overload
 def load_master_config(path: str | Path | None, overrides: Sequence[str] = ()) -> MasterConfig: ...
 @overload
-def load_master_config(path: str | Path | None, overrides: Sequence[str], kind: type[Config]) -> Config: ...
-@overload
-def load_master_config(path: str | Path | None, overrides: Sequence[str] = (), *, kind: type[Config]) -> Config: ...
+def load_master_config(path: str | Path | None, overrides: Sequence[str] = ..., kind: type[Config] = ...) -> Config: ...
 
 
 def load_master_config(
@@ -89,38 +84,34 @@ def load_layers(
     kind: type[CompleteConfig],
     mistakes: list[ConfigError] | None = None,
 ) -> Loaded:
-    """Files and overrides merged, with every override as a layer of its own.
-
-    Args:
-        path: a YAML file, or None.
-        overrides: what the command line says.
-        kind: the configuration's class.
-        mistakes: is given the errors of files and overrides, which are then left out; None raises them.
+    """Merges files and overrides, every override as a layer of its own; `mistakes` is as in `read_layers`.
 
     Raises:
         ConfigError, OverridesError: as `load_master_config`.
     """
     layers = [] if path is None else read_layers(path, mistakes)
-    values = merge(layers)
+    loaded = Loaded(merge(layers), layers, [])
     problems: list[str] = []
     given: list[Override] = []
-    notes: list[str] = []
+    values = loaded.values
     for text in overrides:
         try:
             override = parse_override(text)
-            values = _override(values, override, kind)
+            values = apply(values, override, kind)
         except OverridesError as error:
             problems += error.problems
             continue
-        notes += [note for earlier in given if (note := _hidden(earlier, override))]
+        loaded.notes.extend(note for earlier in given if (note := _hidden(earlier, override)))
         given.append(override)
-        layers.append(Layer(f"override {text!r}", _nested(override.key, override.value)))
+        nested: dict[str, Any] = {}
+        put(nested, override.key, override.value)
+        layers.append(Layer(f"override {text!r}", nested))
     if problems:
         error = OverridesError(problems)
         if mistakes is None:
             raise error
         mistakes.append(error)
-    return Loaded(values, layers, notes)
+    return loaded._replace(values=values)
 
 
 def load_partly(path: str | Path | None, overrides: Sequence[str], kind: type[CompleteConfig]) -> dict[str, object]:
@@ -134,17 +125,14 @@ def load_partly(path: str | Path | None, overrides: Sequence[str], kind: type[Co
 
 
 def _hidden(earlier: Override, later: Override) -> str | None:
-    """What is said of two overrides, the later of which leaves nothing of the earlier."""
-    inside = earlier.key[len(later.key) :]
+    """The note on two overrides, the later of which leaves nothing of the earlier."""
     if earlier.key[: len(later.key)] != later.key or earlier.action is Action.DELETE:
         return None
-    value = at(later.value, inside)
-    gone = later.action is Action.DELETE or (value is not ABSENT and value != earlier.value)
-    return (
-        f"{earlier.dotted} is set twice: {earlier.text!r} has no effect, {later.text!r} wins"
-        if gone and not isinstance(value, Mapping)
-        else None
-    )
+    value = at(later.value, earlier.key[len(later.key) :])
+    kept = value is ABSENT or value == earlier.value
+    if isinstance(value, Mapping) or (kept and later.action is not Action.DELETE):
+        return None
+    return f"{'.'.join(earlier.key)} is set twice: {earlier.text!r} has no effect, {later.text!r} wins"
 
 
 def kind_of_file(
@@ -156,22 +144,3 @@ def kind_of_file(
     """
     sections: dict[str, Any] = {} if path is None else merge(read_layers(path, mistakes))
     return SFTMasterConfig if "sft" in sections else EvalMasterConfig if "eval" in sections else MasterConfig
-
-
-def _override(values: dict[str, Any], override: Override, kind: type[CompleteConfig]) -> dict[str, object]:
-    changed = apply(
-        values, override, lambda key: is_known(kind, key), lambda key: names_in(kind, key) or names_beside(values, key)
-    )
-    if override.action is Action.DELETE and is_null_when_deleted(kind, override.key):
-        # NeMo-RL reads a deleted key as null; without this the schema's default would come back.
-        return apply(
-            changed, Override(override.text, Action.FORCE, override.key, None), lambda key: True, lambda key: []
-        )
-    return changed
-
-
-def _nested(key: Sequence[str], value: object) -> dict[str, Any]:
-    nested: Any = value
-    for part in reversed(key):
-        nested = {part: nested}
-    return nested

@@ -1,14 +1,14 @@
-"""The grammar of command-line overrides: `a.b=v` sets, `+a.b=v` adds, `++a.b=v` adds or sets, `~a.b` deletes.
+"""Command-line overrides: `a.b=v` sets, `+a.b=v` adds, `++a.b=v` adds or sets, `~a.b` deletes.
 
-Values are YAML; a mapping merges into the one it meets, a list replaces. Knows no schema: which keys may be set though
-no file writes them is asked of the caller. Invariant: a mapping given to `apply` is never changed.
+Values are YAML; a mapping merges into the one it meets, a list replaces. This is Hydra's grammar, of which OmegaConf
+knows `a.b=v` alone. Invariant: a mapping given to `apply` is never changed.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -16,9 +16,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
-from nemo_rl.config.dotted import at
+from nemo_rl.config.dotted import ABSENT, at, put, take
 from nemo_rl.config.errors import OverridesError, did_you_mean
 from nemo_rl.config.layers import merge_mappings, read_yaml
+from nemo_rl.config.schema import is_known, is_null_when_deleted, names_in
+from nemo_rl.config.section import Section
 
 Key = tuple[str, ...]
 _PATTERN = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=\s~+]+)(?P<assigned>=(?P<text>.*))?", re.DOTALL)
@@ -42,11 +44,6 @@ class Override:
     key: Key
     value: Any = None
 
-    @property
-    def dotted(self) -> str:
-        """The key as it was written."""
-        return ".".join(self.key)
-
 
 def parse_override(text: str) -> Override:
     """Reads one override.
@@ -61,15 +58,10 @@ def parse_override(text: str) -> Override:
     key = tuple(match["key"].split("."))
     if "" in key:
         raise OverridesError([f"{text!r}: the key {match['key']!r} has an empty part"])
-    return Override(text, action, key, None if match["assigned"] is None else parse_value(match["text"], text))
+    return Override(text, action, key, None if match["assigned"] is None else _parse_value(match["text"], text))
 
 
-def parse_value(text: str, where: str) -> Any:
-    """A value as YAML reads it, with `1e-6` as a number and `{a:1}` as a mapping; the empty text is the empty string.
-
-    Raises:
-        OverridesError: brackets or quotes do not match.
-    """
+def _parse_value(text: str, where: str) -> Any:
     text = text.strip()
     if text == "":
         return ""
@@ -94,47 +86,42 @@ def _split_tight_pairs(value: object) -> Any:
     pairs: dict[str, Any] = {}
     for key, item in value.items():
         name, colon, rest = str(key).partition(":")
-        if item is None and colon and rest:
-            pairs[name] = parse_value(rest, str(key))
-        else:
-            pairs[str(key)] = _split_tight_pairs(item)
+        tight = item is None and colon and rest
+        pairs[name if tight else str(key)] = _parse_value(rest, str(key)) if tight else _split_tight_pairs(item)
     return pairs
 
 
-def apply(
-    values: Mapping[str, object],
-    override: Override,
-    is_known: Callable[[Key], bool],
-    siblings: Callable[[Key], Iterable[str]],
-) -> dict[str, object]:
-    """A copy of `values` with one override applied.
-
-    Args:
-        is_known: whether a key that `values` omits may be set or deleted all the same.
-        siblings: the valid names beside a key, for the message about a misspelt one.
+def apply(values: Mapping[str, object], override: Override, schema: type[Section] | None = None) -> dict[str, Any]:
+    """Returns a copy of `values` with one override applied; keys that `schema` has may be set though `values` omits
+    them, and a deleted key becomes null where that is NeMo-RL's reading.
 
     Raises:
-        OverridesError: the key is not there (set, delete), is there already (add), or lies below something that is no
-            mapping.
+        OverridesError: the key is not there (set, delete), is there already (add), or lies below a plain value.
     """
     changed = copy.deepcopy(dict(values))
-    there = _exists(changed, override.key)
-    taken = there and _at(changed, override.key) is not None and not isinstance(override.value, (dict, list))
-    if override.action is Action.ADD and taken:
-        raise OverridesError(
-            [f"{override.text!r}: {override.dotted} is there already; write {override.dotted}=... to change it"]
-        )
-    if override.action in (Action.SET, Action.DELETE) and not there and not is_known(override.key):
-        elsewhere = [".".join(key) for key in _keys_named(changed, override.key[-1])]
-        hint = f" There is {' and '.join(elsewhere[:3])}." if elsewhere else ""
-        hint = hint or did_you_mean(override.key[-1], siblings(override.key))
-        adds = override.action is Action.SET and not elsewhere
-        advice = f" Write +{override.dotted}=... to add it." if adds else ""
-        raise OverridesError([f"{override.text!r}: there is no key {override.dotted}.{hint}{advice}"])
-    if override.action is Action.DELETE:
-        _delete(changed, override, there)
+    action, key, value, dotted = override.action, override.key, override.value, ".".join(override.key)
+    found = at(changed, key)
+    problem = ""
+    if action is Action.ADD and found not in (ABSENT, None) and not isinstance(value, (dict, list)):
+        problem = f"{dotted} is there already; write {dotted}=... to change it"
+    elif action in (Action.SET, Action.DELETE) and found is ABSENT and not (schema and is_known(schema, key)):
+        problem = f"there is no key {dotted}.{_hint(changed, override, schema)}"
+    elif action is Action.DELETE and value is not None and found not in (ABSENT, value):
+        problem = f"{dotted} is {found!r}"
     else:
-        _assign(changed, override)
+        # The schema's default would come back in the place of a deleted key.
+        null = action is Action.DELETE and schema is not None and is_null_when_deleted(schema, key)
+        if isinstance(value, dict) and isinstance(found, dict):
+            value = merge_mappings(found, value)
+        try:
+            if action is Action.DELETE and not null:
+                take(changed, key)
+            else:
+                put(changed, key, None if null else value)
+        except LookupError as error:
+            problem = str(error)
+    if problem:
+        raise OverridesError([f"{override.text!r}: {problem}"])
     return changed
 
 
@@ -144,19 +131,23 @@ def parse_hydra_overrides(config: DictConfig | Mapping[str, object], overrides: 
     Raises:
         OverridesError: see `parse_override` and `apply`.
     """
-    values = OmegaConf.to_container(config, resolve=False) if isinstance(config, DictConfig) else dict(config)
-    named: dict[str, Any] = {str(key): value for key, value in values.items()} if isinstance(values, dict) else {}
+    values = OmegaConf.to_container(config, resolve=False) if isinstance(config, DictConfig) else config
+    named = {str(key): value for key, value in values.items()} if isinstance(values, Mapping) else {}
     for text in overrides:
-        named = apply(named, parse_override(text), lambda key: False, lambda key, now=named: names_beside(now, key))
+        named = apply(named, parse_override(text))
     return OmegaConf.create(named)
 
 
-def names_beside(values: Mapping[str, object], key: Key) -> list[str]:
-    """The keys of the mapping in which `key` was looked for."""
-    node: Any = values
-    for part in key[:-1]:
-        node = node.get(part) if isinstance(node, Mapping) else None
-    return [str(name) for name in node] if isinstance(node, Mapping) else []
+def _hint(values: Mapping[str, object], override: Override, schema: type[Section] | None) -> str:
+    """What to say about a key that is not there."""
+    key = override.key
+    elsewhere = [".".join(other) for other in _keys_named(values, key[-1])]
+    if elsewhere:
+        return f" There is {' and '.join(elsewhere[:3])}."
+    holder = at(values, key[:-1])
+    beside = (names_in(schema, key) if schema else []) or (map(str, holder) if isinstance(holder, Mapping) else [])
+    advice = f" Write +{'.'.join(key)}=... to add it." if override.action is Action.SET else ""
+    return did_you_mean(key[-1], beside) + advice
 
 
 def _keys_named(node: object, name: str, prefix: Key = ()) -> Iterator[Key]:
@@ -165,65 +156,3 @@ def _keys_named(node: object, name: str, prefix: Key = ()) -> Iterator[Key]:
         if key == name:
             yield (*prefix, name)
         yield from _keys_named(value, name, (*prefix, str(key)))
-
-
-def _step(node: object, part: str) -> object:
-    if isinstance(node, list) and part.isdigit() and int(part) < len(node):
-        return node[int(part)]
-    return node[part] if isinstance(node, dict) and part in node else _ABSENT
-
-
-_ABSENT = object()
-
-
-def _exists(values: dict[str, object], key: Key) -> bool:
-    node: Any = values
-    for part in key:
-        node = _step(node, part)
-    return node is not _ABSENT
-
-
-def _at(values: dict[str, object], key: Key) -> object:
-    return at(values, key, default=None)
-
-
-def _holder(values: dict[str, Any], override: Override) -> Any:
-    node: Any = values
-    for depth, part in enumerate(override.key[:-1]):
-        child = _step(node, part)
-        if (child is _ABSENT or child is None) and isinstance(node, dict):
-            child = dict[str, object]()
-            node[part] = child
-        if not isinstance(child, (dict, list)):
-            above = ".".join(override.key[: depth + 1])
-            raise OverridesError(
-                [
-                    f"{override.text!r}: {above} is {child!r}, not a mapping"
-                    if child is not _ABSENT
-                    else f"{override.text!r}: no {above}"
-                ]
-            )
-        node = child
-    return node
-
-
-def _assign(values: dict[str, Any], override: Override) -> None:
-    node, last = _holder(values, override), override.key[-1]
-    if isinstance(node, list):
-        if not last.isdigit() or int(last) >= len(node):
-            raise OverridesError([f"{override.text!r}: {last!r} is not an index of a list of {len(node)}"])
-        node[int(last)] = override.value
-    elif isinstance(override.value, dict) and isinstance(node.get(last), dict):
-        node[last] = merge_mappings(node[last], override.value)
-    else:
-        node[last] = override.value
-
-
-def _delete(values: dict[str, Any], override: Override, there: bool) -> None:
-    if not there:
-        return
-    node, last = _holder(values, override), override.key[-1]
-    found = _step(node, last)
-    if override.value is not None and found != override.value:
-        raise OverridesError([f"{override.text!r}: {override.dotted} is {found!r}"])
-    del node[int(last) if isinstance(node, list) else last]
