@@ -14,7 +14,8 @@ import torch
 
 from nemo_rl.algorithms.grpo.loop import drive
 from nemo_rl.algorithms.grpo.run import GRPOState
-from nemo_rl.algorithms.grpo.streaming import _joined_metrics, check_streaming
+from nemo_rl.algorithms.grpo.step_trainer import joined_metrics
+from nemo_rl.algorithms.grpo.streaming import check_streaming
 from nemo_rl.config import ConfigError, load_master_config
 from nemo_rl.environments.interfaces import EnvironmentFailure
 from nemo_rl.experience.collector import CollectorError
@@ -386,7 +387,7 @@ def test_metrics_of_parts_are_joined_by_their_kind() -> None:
 
     one = {"num_masked": 1.0, "advantages/sum": 2.0, "advantages/max": 5.0, "min_seq": 0.5, "lag/mean": 1.0, "h": [1]}
     two = {"num_masked": 2.0, "advantages/sum": 3.0, "advantages/max": 4.0, "min_seq": 0.1, "lag/mean": 4.0, "h": [2]}
-    joined = _joined_metrics([part(1, **one), part(3, **two, late=7.0)])
+    joined = joined_metrics([part(1, **one), part(3, **two, late=7.0)])
     assert joined == {
         "num_masked": 3.0,
         "advantages/sum": 5.0,

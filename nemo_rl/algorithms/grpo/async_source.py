@@ -17,7 +17,7 @@ import torch
 
 from nemo_rl.algorithms.grpo.collect import gather_experience, training_plan
 from nemo_rl.algorithms.grpo.control_plane import ReportProgress
-from nemo_rl.algorithms.grpo.sources import prompts_of
+from nemo_rl.algorithms.grpo.sources import WholeSteps, prompts_of
 from nemo_rl.algorithms.grpo.stages import Experience, apply_staleness_policy
 from nemo_rl.algorithms.run_checkpoint import dataset_names
 from nemo_rl.data.loader import HasState
@@ -97,7 +97,7 @@ class AheadSource(Generic[Collector]):
         self.collector.clear()
 
 
-class AsynchronousSource(AheadSource[TrajectoryCollector]):
+class AsynchronousSource(WholeSteps, AheadSource[TrajectoryCollector]):
     """Rollouts run ahead of training, and every step takes what was made for it."""
 
     def __init__(self, run: GRPORun) -> None:

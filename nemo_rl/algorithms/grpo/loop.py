@@ -1,6 +1,6 @@
 """The step loop of GRPO, whatever its experience comes from and whoever owns its accelerators.
 
-`run_step` is one step from experience to checkpoint; what makes new weights is in `step` and `streaming`.
+`run_step` is one step from experience to checkpoint.
 Decides only when things happen: the source says where a batch comes from, the control plane when accelerators change
 hands, the stages what is computed. Invariants: a step either completes (weights, counters and record agree) or raises
 with the weights of the step before; the version of the weights is the number of completed steps.
@@ -9,24 +9,17 @@ with the weights of the step before; the version of the weights is the number of
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 
 from nemo_rl.algorithms.grpo.async_source import AsynchronousSource
 from nemo_rl.algorithms.grpo.control_plane import HookedControlPlane, OwnAccelerators
-from nemo_rl.algorithms.grpo.metrics import report_step
+from nemo_rl.algorithms.grpo.metrics import report_step, step_metrics
 from nemo_rl.algorithms.grpo.run import GRPORun
-from nemo_rl.algorithms.grpo.sources import BatchSource, ExperienceSource, SynchronousSource
-from nemo_rl.algorithms.grpo.step import (
-    CompletedStep,
-    Trained,
-    complete_step,
-    early_stop,
-    save_step,
-    train_on_batch,
-    validation_due,
-)
-from nemo_rl.algorithms.grpo.streaming import StreamingSource, train_on_stream
+from nemo_rl.algorithms.grpo.sources import ExperienceSource, SynchronousSource
+from nemo_rl.algorithms.grpo.step import CompletedStep, complete_step, early_stop, save_step, validation_due
+from nemo_rl.algorithms.grpo.step_trainer import StepTrainer, score, weigh
+from nemo_rl.algorithms.grpo.streaming import StreamingSource
 from nemo_rl.algorithms.grpo.validation import validate
 from nemo_rl.algorithms.profiling import profiled_steps
 from nemo_rl.algorithms.run_checkpoint import saved_without_logs
@@ -47,14 +40,14 @@ def drive(run: GRPORun) -> None:
     train_to_end(run, source_of(run))
 
 
-def source_of(run: GRPORun) -> BatchSource | StreamingSource:
+def source_of(run: GRPORun) -> ExperienceSource:
     """The source that a run's configuration asks for: streaming, ahead of training, or in turns with it."""
     if run.config.async_rl is not None:
         return StreamingSource(run)
     return AsynchronousSource(run) if run.config.grpo.async_grpo.enabled else SynchronousSource(run)
 
 
-def train_to_end(run: GRPORun, source: BatchSource | StreamingSource) -> None:
+def train_to_end(run: GRPORun, source: ExperienceSource) -> None:
     """Drives a run to its end.
 
     Raises:
@@ -95,23 +88,29 @@ def train_to_end(run: GRPORun, source: BatchSource | StreamingSource) -> None:
     _say_why(run, newest, used_up=used_up)
 
 
-def run_step(run: GRPORun, source: BatchSource | StreamingSource) -> CompletedStep | None:
+def run_step(run: GRPORun, source: ExperienceSource) -> CompletedStep | None:
     """One step and everything that follows from it; None when the prompts are used up."""
     control, step = run.control, run.state.step
     run.timer.reset()
     with run.timer.time("total_step_time"), run.store.step():
         run.record.emit(StepBegun(step))
-        try:
-            trained = train_on_stream(run, source) if isinstance(source, StreamingSource) else _train_whole(run, source)
-        except StopIteration:
-            return None
+        with StepTrainer(run, in_parts=source.in_parts) as trainer, closing(source.parts()) as parts:
+            for part in parts:
+                control.lend_training(step)
+                score(run, part, step_open=trainer.rows > 0)
+                weigh(run, part, first_row=trainer.rows)
+                trainer.add(part)
+            if not trainer.rows:
+                return None
+            trained = trainer.finish(meanwhile=source.draw_ahead)
+        metrics = step_metrics(run, trained.experience, trained.result) | dict(source.metrics())
         control.weights_ready(step)
         complete_step(run, trained.experience)
         source.trained(step)
         with run.timer.time("step_report"):
             run.reports.settle()
 
-        done = CompletedStep(trained.metrics)
+        done = CompletedStep(metrics)
         is_last = source.finished()
         if control.saves_before_publish:
             _save_if_due(run, source, done, is_last=is_last)
@@ -134,16 +133,10 @@ def run_step(run: GRPORun, source: BatchSource | StreamingSource) -> CompletedSt
             # Again where that was before its validation, which tells the same command that the run is over.
             save_step(run, source, done)
         run.store.keep(trained.experience.handle)
-    report_step(run, trained.experience, trained.metrics, trained.result)
+    report_step(run, trained.experience, metrics, trained.result)
     if done.saved or done.ends_run:
         run.reports.settle()
     return done
-
-
-def _train_whole(run: GRPORun, source: BatchSource) -> Trained:
-    experience = source.next_experience()
-    run.control.lend_training(run.state.step)
-    return train_on_batch(run, experience, source.draw_ahead)
 
 
 def _idle(run: GRPORun, source: ExperienceSource, what: str) -> AbstractContextManager[object]:

@@ -7,7 +7,7 @@ once, or recorded as dropped, or held by the checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Generator, Mapping, Sized
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
@@ -28,9 +28,11 @@ class ExperienceSource(Protocol):
 
     Attributes:
         generates_ahead: Whether rollouts of later steps run while a step trains.
+        in_parts: Whether a step comes in parts; otherwise it is one.
     """
 
     generates_ahead: bool
+    in_parts: bool
 
     @property
     def collector(self) -> TrajectoryCollector | StreamCollector | None:
@@ -48,6 +50,18 @@ class ExperienceSource(Protocol):
 
     def published(self, version: int) -> None:
         """Generation serves `version`: rollouts may begin."""
+        ...
+
+    def parts(self) -> Generator[Experience]:
+        """The experience of the current step, scored and filtered; nothing where the prompts are used up.
+
+        Raises:
+            GenerationError, EnvironmentFailure, CollectorError, DynamicSamplingError: It cannot be made.
+        """
+        ...
+
+    def metrics(self) -> Mapping[str, float]:
+        """The source's own figures of the step whose parts were given, for the prefix `train`."""
         ...
 
     def draw_ahead(self) -> None:
@@ -93,18 +107,6 @@ class ExperienceSource(Protocol):
         ...
 
 
-class BatchSource(ExperienceSource, Protocol):
-    """Gives whole steps."""
-
-    def next_experience(self) -> Experience:
-        """The scored and filtered batch of the current step.
-
-        Raises:
-            StopIteration: The prompts are used up.
-        """
-        ...
-
-
 def prompts_of(run: GRPORun) -> EpochPrompts:
     """The run's prompts, batch by batch across epochs."""
     cfg = run.config.grpo
@@ -116,7 +118,33 @@ def prompts_of(run: GRPORun) -> EpochPrompts:
     )
 
 
-class SynchronousSource:
+class WholeSteps:
+    """What sources have in common that give a step in one piece."""
+
+    in_parts = False
+
+    def next_experience(self) -> Experience:
+        """The scored and filtered experience of the current step.
+
+        Raises:
+            StopIteration: The prompts are used up.
+        """
+        raise NotImplementedError
+
+    def parts(self) -> Generator[Experience]:
+        """One part."""
+        try:
+            whole = self.next_experience()
+        except StopIteration:
+            return
+        yield whole
+
+    def metrics(self) -> Mapping[str, float]:
+        """None."""
+        return {}
+
+
+class SynchronousSource(WholeSteps):
     """Generates the batch of a step when the step wants it, with the weights of that moment."""
 
     generates_ahead = False

@@ -1,15 +1,15 @@
-"""Training on prompt groups as they finish: the source that gives a step in parts, and the step that trains on them.
+"""Training on prompt groups as they finish: the source that gives a step in parts.
 
 Early groups are scored, weighed and put through forward and backward while slow ones still generate; there is one
 optimizer step, with one gradient reduction, once the last group is through. Stages that need all groups of a step at
-once are refused by name. Invariants: every group of a step is trained once, in a part that is large enough to fill the
-accelerators, or in the last one; a step that fails leaves the weights of the step before, and no step open.
+once are refused by name. Invariant: every group of a step is given once, in a part that is large enough to fill the
+accelerators, or in the last one.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -25,16 +25,13 @@ from nemo_rl.algorithms.grpo.async_source import (
     saved_groups,
 )
 from nemo_rl.algorithms.grpo.control_plane import ReportProgress
-from nemo_rl.algorithms.grpo.metrics import step_metrics
 from nemo_rl.algorithms.grpo.stages import (
     Experience,
     apply_staleness_policy,
-    columns_to_train,
     filter_rows,
     score_rewards,
     whole_batch_stages,
 )
-from nemo_rl.algorithms.grpo.step import Trained, recorded_span, score, weigh
 from nemo_rl.config import AsyncRLConfig, ConfigError, MasterConfig
 from nemo_rl.config.placement import data_parallel_size
 from nemo_rl.experience.collector import StallPolicy, group_name
@@ -44,7 +41,6 @@ from nemo_rl.experience.replay_buffer import BufferedGroup, GroupKey
 from nemo_rl.experience.rollouts import merged_rollout_metrics
 from nemo_rl.experience.samplers import BUILT_IN, Sampler, SamplerError, custom_sampler
 from nemo_rl.experience.stream_collector import FailurePolicy, SavedBatch, StreamCollector
-from nemo_rl.utils.step_timeline import TRAINING
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.grpo.run import GRPORun
@@ -102,7 +98,10 @@ def check_streaming(config: MasterConfig) -> None:
 class StreamingSource(AheadSource[StreamCollector]):
     """Rollouts run beside training, and a step takes its groups as they finish."""
 
+    in_parts = True
+
     def __init__(self, run: GRPORun) -> None:
+        self._parts = 0
         self._cfg = run.config.async_rl or AsyncRLConfig()
         super().__init__(run, _build_collector(run, self._cfg))
 
@@ -110,25 +109,35 @@ class StreamingSource(AheadSource[StreamCollector]):
         """Goes on with the prompts and groups of the checkpoint."""
         _restore(self._run, self._cfg, self.collector)
 
-    def demand(self) -> AbstractContextManager[ReportProgress]:
-        """The span in which the current step waits for its groups and trains on them."""
-        return self._run.control.demand(self._run.state.step, *self.waited_for())
-
-    def next_part(self, report: ReportProgress) -> Experience | None:
-        """The next groups of the current step, scored and filtered, as many as are worth a pass; None once it has all
-        that it gets, each once.
+    def parts(self) -> Generator[Experience]:
+        """Groups of the current step as they finish, scored and filtered, as many as are worth a pass; each once.
 
         Raises:
-            StopIteration: The prompts are used up, and what is left of the step is too small.
             CollectorError: The collector cannot deliver.
         """
+        run, step = self._run, self._run.state.step
+        self._parts = 0
+        with run.control.demand(step, *self.waited_for()) as report:
+            while groups := self._take(report):
+                self._parts += 1
+                yield self._scored(groups)
+        if self._parts:
+            # They may have been away while the step waited for its last groups.
+            run.control.lend_training(step)
+
+    def _take(self, report: ReportProgress) -> Sequence[BufferedGroup]:
+        """The next groups; none once the step has all that it gets, or where the prompts are used up."""
         run = self._run
         run.progress.phase("waiting for rollouts")
         with run.timer.time("exposed_generation"):
-            # A step that kept its training accelerators while it waits could wait for rollouts that need them.
-            groups = self.collector.take(self._enough, report, lambda: run.control.yield_training(run.state.step))
-        if not groups:
-            return None
+            try:
+                # A step that kept its training accelerators while it waits could wait for rollouts that need them.
+                return self.collector.take(self._enough, report, lambda: run.control.yield_training(run.state.step))
+            except StopIteration:
+                return ()
+
+    def _scored(self, groups: Sequence[BufferedGroup]) -> Experience:
+        run = self._run
         experience = self._experience(groups)
         score_rewards(experience.rows, run.config.grpo)
         experience.metrics |= filter_rows(experience.rows, run.config.grpo)
@@ -158,11 +167,12 @@ class StreamingSource(AheadSource[StreamCollector]):
         return Experience(handle, rows, merged_rollout_metrics([group.metrics for group in groups]), names)
 
     def metrics(self) -> dict[str, float]:
-        """What became of prompts since the last step."""
+        """In how many parts the step was trained, and what became of prompts since the last one."""
         step, collector = self.collector.queue.step, self.collector
         evicted, collector.evicted = collector.evicted, 0
         lag_s, collector.loop_lag_s = collector.loop_lag_s, 0.0
         return {
+            "streaming/parts": float(self._parts),
             "dropped_prompt_groups": float(len(step.dropped)),
             "replaced_prompt_groups": float(len(step.replaced)),
             "evicted_stale_prompt_groups": float(evicted),
@@ -235,76 +245,3 @@ def _restore(run: GRPORun, cfg: AsyncRLConfig, collector: StreamCollector) -> No
         logger.warning("resume=groups_generated_anew reason=sampler_was_%s", saved["sampler"])
     collector.restore(batches, groups)
     logger.info("resume=buffer groups=%d batches=%d", len(groups), len(batches))
-
-
-def train_on_stream(run: GRPORun, source: StreamingSource) -> Trained:
-    """One step, trained on its groups as they finish; the weights are then those of version `state.step + 1`.
-
-    Raises:
-        StopIteration: The prompts are used up.
-        NonFiniteStepError, WorkerError, CollectorError: The weights are those of the step before.
-    """
-    parts: list[Experience] = []
-    try:
-        with source.demand() as report:
-            while (part := source.next_part(report)) is not None:
-                _train_on_part(run, parts, part)
-        if not parts:
-            raise StopIteration
-        run.control.lend_training(run.state.step)
-        run.policy.prepare_for_training()
-        with run.timer.time("policy_training"), recorded_span(run, TRAINING):
-            pending = run.policy.submit_finish_train_step()
-            source.draw_ahead()
-            result = pending.result()
-    except BaseException:
-        if parts:
-            run.policy.abort_train_step()
-        raise
-    whole = _joined(run, parts)
-    metrics = step_metrics(run, whole, result) | source.metrics() | {"streaming/parts": float(len(parts))}
-    return Trained(whole, metrics, result)
-
-
-def _train_on_part(run: GRPORun, parts: list[Experience], part: Experience) -> None:
-    """Accumulates the gradients of some groups of a step; the first of them opens it."""
-    run.control.lend_training(run.state.step)
-    score(run, part, step_open=bool(parts))
-    weigh(run, part, first_row=sum(earlier.rows.size for earlier in parts))
-    run.progress.phase("training")
-    with run.timer.time("training_prep"):
-        run.policy.prepare_for_training()
-    if not parts:
-        run.policy.begin_train_step(run.loss_fn, gbs=run.config.policy.train_global_batch_size)
-    parts.append(part)
-    with run.timer.time("policy_training"), recorded_span(run, TRAINING):
-        data = columns_to_train(part, run.store, run.config.grpo, run.config.loss_fn)
-        run.policy.train_microbatches(data, timer=run.timer)
-
-
-def _joined(run: GRPORun, parts: Sequence[Experience]) -> Experience:
-    """All parts of a step as one, for its metrics and its samples."""
-    if len(parts) == 1:
-        return parts[0]
-    rows = joined_rows([part.rows for part in parts])
-    names = {number: name for part in parts for number, name in part.group_names.items()}
-    return Experience(run.store.concat([part.handle for part in parts]), rows, _joined_metrics(parts), names)
-
-
-def _joined_metrics(parts: Sequence[Experience]) -> dict[str, object]:
-    """Lists joined, extremes of extremes, sums of counts, and means by rows."""
-    joined: dict[str, object] = {}
-    for name in dict.fromkeys(name for part in parts for name in part.metrics):
-        found = [(part.metrics[name], part.rows.size) for part in parts if name in part.metrics]
-        values = [value for value, _ in found]
-        if isinstance(values[0], list):
-            joined[name] = [one for value in values for one in value]
-        elif "max" in name:
-            joined[name] = max(values)
-        elif "min" in name:
-            joined[name] = min(values)
-        elif name.startswith(("num_", "total_")) or name.endswith("/sum"):
-            joined[name] = sum(values)
-        else:
-            joined[name] = sum(value * size for value, size in found) / sum(size for _, size in found)
-    return joined
