@@ -67,6 +67,10 @@ class RunState:
             "data_contents": self.data_contents,
         }
 
+    def training_info(self) -> dict[str, object]:
+        """What a checkpoint carries, under the algorithm's names."""
+        raise NotImplementedError
+
     @classmethod
     def resumed(cls, info: dict[str, Any], *, epoch: int, step_in_epoch: int, val_metrics: dict[str, float]) -> Self:
         """The counters behind a checkpoint's `totals` and what an algorithm names itself."""

@@ -300,8 +300,8 @@ class Hooks:
 def save_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints in memory: what would be written, by step."""
 
-    def save(run: Any, *_: Any, loader: Any, also: Any) -> None:
-        run.policy.happened.append(f"save {run.state.step}")
-        run.policy.saved[run.state.step] = (loader.state_dict(), dict(also))
+    def save(checkpointer: Any, world: World, loader: Any, step: int, info: Any, config: Any, also: Any) -> None:
+        world.happened.append(f"save {step}")
+        world.saved[step] = (loader.state_dict(), dict(also))
 
-    monkeypatch.setattr("nemo_rl.algorithms.grpo.step.save_checkpoint", save)
+    monkeypatch.setattr("nemo_rl.algorithms.training_loop.begin_checkpoint", save)

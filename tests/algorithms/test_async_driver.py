@@ -163,7 +163,7 @@ def test_without_hooks_every_prompt_is_trained_once_in_order_and_within_the_boun
 def test_the_synchronous_driver_trains_the_same_prompts_on_the_same_stages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nemo_rl.algorithms.grpo.step.save_checkpoint", lambda *_, **__: None)
+    save_in_memory(monkeypatch)
     world, other = World(tmp_path), World(tmp_path)
     grpo_train(world.run)
     async_grpo_train(other.run)
@@ -246,6 +246,7 @@ def test_when_prompts_end_below_dynamic_sampling_the_newest_step_is_validated_an
         "grpo.max_num_steps=100",
         "grpo.val_at_end=true",
         "checkpointing.save_period=50",
+        "checkpointing.metric_name=val:accuracy",
         loader=Loader(batches=5),
     )
     validated: list[int] = []
@@ -254,14 +255,14 @@ def test_when_prompts_end_below_dynamic_sampling_the_newest_step_is_validated_an
         "nemo_rl.algorithms.grpo.loop.validate", lambda run, step: validated.append(step) or {"accuracy": 0.5}
     )
     monkeypatch.setattr(
-        "nemo_rl.algorithms.grpo.step.save_checkpoint",
-        lambda run, _, val, **__: saved.append((run.state.step, val)),
+        "nemo_rl.algorithms.training_loop.begin_checkpoint",
+        lambda checkpointer, policy, loader, step, info, *_: saved.append((step, info["val:accuracy"])),
     )
     world.rewards = lambda prompt, sample: float(sample) if prompt % 3 else 1.0
     driver(world.run)
     steps = world.run.state.step
     assert steps > 1 and len(world.trained) == steps * PROMPTS
-    assert validated == [steps] and saved[-1] == (steps, {"accuracy": 0.5})
+    assert validated == [steps] and saved[-1] == (steps, 0.5)
     trained, dropped, admitted = (
         sorted(event.group_id for event in events(world, kind)) for kind in (GroupTrained, GroupDropped, GroupAdmitted)
     )
@@ -474,7 +475,7 @@ def test_an_end_before_the_last_step_says_why(
     held_out = "data.train.split_validation_size=1"
     ends = {
         "stop_at_validation_metric=accuracy has reached grpo.stop_at_validation_threshold=0.5": [held_out, *stop],
-        "grpo.max_num_epochs=1 passes over the prompts are done": ["grpo.max_num_steps=50"],
+        "grpo.max_num_epochs=1 passes over the data are done": ["grpo.max_num_steps=50"],
         "it was asked to end; the same command goes on": ["grpo.max_num_steps=3"],
         "": ["grpo.max_num_steps=2"],
     }

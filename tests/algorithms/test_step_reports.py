@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.algorithms.grpo import loop
-from nemo_rl.algorithms.grpo.loop import grpo_train
-from nemo_rl.algorithms.grpo.step import CompletedStep, early_stop, validation_due
+from nemo_rl.algorithms.grpo.loop import GRPOSteps, drive, grpo_train
 from nemo_rl.algorithms.grpo.validation import batches_to_run
 from nemo_rl.config import GRPOConfig
 from nemo_rl.experience.prompts import EpochPrompts
@@ -177,20 +176,23 @@ def test_what_a_loader_raises_while_it_is_asked_ahead_is_raised_by_who_draws() -
     ],
 )
 def test_validation_is_due_by_its_period_its_first_step_and_the_end(keys: dict[str, Any], due: list[int]) -> None:
-    def run(step: int) -> Any:
-        return SimpleNamespace(config=SimpleNamespace(grpo=GRPOConfig(**keys)), state=SimpleNamespace(step=step))
-
-    assert [step for step in range(1, 8) if validation_due(run(step), is_last=step == 7)] == due
+    assert [step for step in range(1, 8) if steps(GRPOConfig(**keys), step).validation_due(is_last=step == 7)] == due
 
 
 @pytest.mark.parametrize("name", ["accuracy", "val:accuracy", "validation/accuracy"])
 def test_a_run_ends_once_its_metric_is_at_least_the_threshold(name: str) -> None:
-    grpo = GRPOConfig(stop_at_validation_metric=name, stop_at_validation_threshold=0.5)
-    run: Any = SimpleNamespace(config=SimpleNamespace(grpo=grpo))
-    assert [early_stop(run, {"accuracy": value}) for value in (0.4, 0.5, 0.6)] == [False, True, True]
-    assert not early_stop(run, None)
-    run.config.grpo = GRPOConfig()
-    assert not early_stop(run, {"accuracy": 1.0})
+    stops = steps(GRPOConfig(stop_at_validation_metric=name, stop_at_validation_threshold=0.5))
+    assert [stops.early_stop({"accuracy": value}) for value in (0.4, 0.5, 0.6)] == [False, True, True]
+    assert not stops.early_stop(None) and not steps(GRPOConfig()).early_stop({"accuracy": 1.0})
+
+
+def steps(grpo: GRPOConfig, step: int = 1) -> GRPOSteps:
+    """The steps of a run that has done `step` of them."""
+    control = SimpleNamespace(saves_before_publish=False)
+    run: Any = SimpleNamespace(
+        config=SimpleNamespace(grpo=grpo), state=SimpleNamespace(step=step), control=control, generation=None
+    )
+    return GRPOSteps(run, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -200,12 +202,36 @@ def test_validation_runs_whole_batches_and_at_least_one(samples: int | None, bat
     assert batches_to_run(GRPOConfig(max_val_samples=samples, val_batch_size=batch), 9) == batches
 
 
-def test_a_last_validation_is_logged_after_what_is_said_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-    run: Any = SimpleNamespace(
-        reports=SimpleNamespace(settle=lambda: order.append("report")), state=SimpleNamespace(step=3)
-    )
-    monkeypatch.setattr(loop, "validation_due", lambda run, is_last: True)
-    monkeypatch.setattr(loop, "validate", lambda run, step: order.append(f"validation {step}"))
-    loop._end_with(run, None, CompletedStep({}, saved=True))  # type: ignore[arg-type]
-    assert order == ["report", "validation 3"]
+STREAMS = (
+    "++async_rl.sampler.name=in_order",
+    "++async_rl.sampler.max_lookahead_versions=1",
+    "++async_rl.min_groups_for_streaming_train=1",
+    "grpo.async_grpo.enabled=false",
+)
+SAMPLING = ("grpo.use_dynamic_sampling=true", "grpo.use_leave_one_out_baseline=false", "grpo.max_num_steps=100")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [TURNS, ("grpo.max_num_steps=3",), (*STREAMS, "grpo.max_num_steps=3"), (*TURNS, *SAMPLING), SAMPLING],
+    ids=["in_turns", "ahead", "streaming", "in_turns_until_prompts_end", "ahead_until_prompts_end"],
+)
+def test_trackers_take_the_steps_of_every_group_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
+) -> None:
+    monkeypatch.delenv("RLIX_CONTROL_PLANE", raising=False)
+    world = World(tmp_path, *overrides, "grpo.val_at_end=true", "grpo.val_period=2", loader=Loader(batches=5))
+    world.rewards = lambda prompt, sample: float(sample) if prompt % 3 else 1.0
+    logged: list[tuple[int, str]] = []
+    world.run.logger.log_metrics = lambda metrics, step, prefix, **_: logged.append((step, prefix))
+
+    def validate(run: Any, step: int) -> dict[str, float]:
+        logged.append((step, "validation"))
+        return {"accuracy": 0.5}
+
+    monkeypatch.setattr(loop, "validate", validate)
+    drive(world.run)
+    done = world.run.state.step
+    assert done > 1 and [step for step, _ in logged] == sorted(step for step, _ in logged)
+    assert [step for step, prefix in logged if prefix == "train"] == [*range(1, done + 1)]
+    assert {step for step, prefix in logged if prefix == "validation"} == {*range(2, done + 1, 2), done}

@@ -1,34 +1,34 @@
-"""The step loop of GRPO, whatever its experience comes from and whoever owns its accelerators.
+"""The steps of a GRPO run, whatever its experience comes from and whoever owns its accelerators.
 
-`run_step` is one step from experience to checkpoint.
-Decides only when things happen: the source says where a batch comes from, the control plane when accelerators change
-hands, the stages what is computed. Invariants: a step either completes (weights, counters and record agree) or raises
-with the weights of the step before; the version of the weights is the number of completed steps.
+The source says where a batch comes from, the control plane when accelerators change hands, the stages what is computed;
+`training_loop` decides when. Invariants: as there.
 """
 
 from __future__ import annotations
 
-import logging
-from contextlib import AbstractContextManager, closing, nullcontext
-from functools import partial
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl.algorithms.grpo.async_source import AsynchronousSource
+from nemo_rl.algorithms.grpo.collect import group_id
 from nemo_rl.algorithms.grpo.control_plane import HookedControlPlane, OwnAccelerators
 from nemo_rl.algorithms.grpo.metrics import report_step, step_metrics
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.grpo.sources import ExperienceSource, SynchronousSource
-from nemo_rl.algorithms.grpo.step import CompletedStep, complete_step, early_stop, save_step, validation_due
-from nemo_rl.algorithms.grpo.step_trainer import StepTrainer, score, weigh
+from nemo_rl.algorithms.grpo.stages import Experience
+from nemo_rl.algorithms.grpo.step_trainer import StepTrainer, Trained, score, weigh
 from nemo_rl.algorithms.grpo.streaming import StreamingSource
 from nemo_rl.algorithms.grpo.validation import validate
-from nemo_rl.algorithms.profiling import profiled_steps
-from nemo_rl.algorithms.run_checkpoint import saved_without_logs
-from nemo_rl.config.errors import UserError
+from nemo_rl.algorithms.training_loop import CompletedStep, Steps, train_to_end
+from nemo_rl.config.errors import UserError, did_you_mean
+from nemo_rl.config.metric_names import MetricName
 from nemo_rl.experience.hooks import RLixHooksProtocol, time_sharing_enabled
-from nemo_rl.utils.checkpoint_retention import UnknownMetric, should_save
-from nemo_rl.utils.record_events import StepBegun
+from nemo_rl.utils.checkpoint_retention import UnknownMetric
+from nemo_rl.utils.record_events import GroupTrained, StepBegun, StepFinished
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from nemo_rl.data.loader import HasState
 
 
 class PromptsUsedUp(UserError, RuntimeError):
@@ -36,8 +36,8 @@ class PromptsUsedUp(UserError, RuntimeError):
 
 
 def drive(run: GRPORun) -> None:
-    """Drives a run to its end with the source that its configuration asks for; see `train_to_end`."""
-    train_to_end(run, source_of(run))
+    """Drives a run to its end with the source that its configuration asks for; see `training_loop.train_to_end`."""
+    train_to_end(GRPOSteps(run, source_of(run)))
 
 
 def source_of(run: GRPORun) -> ExperienceSource:
@@ -47,164 +47,167 @@ def source_of(run: GRPORun) -> ExperienceSource:
     return AsynchronousSource(run) if run.config.grpo.async_grpo.enabled else SynchronousSource(run)
 
 
-def train_to_end(run: GRPORun, source: ExperienceSource) -> None:
-    """Drives a run to its end.
+class GRPOSteps(Steps[GRPORun]):
+    """What GRPO does in the loop.
 
-    Raises:
-        NonFiniteStepError, WorkerError, GenerationError, EnvironmentFailure, CollectorError, CheckpointError: The run
-            cannot go on; the last checkpoint is usable.
+    Args:
+        run: The run.
+        source: Gives it its experience.
     """
-    run.timeout.start_iterations()
-    newest: CompletedStep | None = None
-    used_up = False
-    try:
-        source.start()
-        run.control.start(source)
-        if run.config.grpo.val_at_start and run.state.step == 0:
-            validate(run, 0)
-        source.published(run.state.step)
-        last_step = partial(save_step, run, source, CompletedStep({}))
-        with (
-            profiled_steps(run.policy, run.generation) as profiler,
-            saved_without_logs(run.checkpointer, run.state, last_step),
-        ):
-            while not source.finished():
-                profiler.before(run.state.step + 1)
-                step = run_step(run, source)
-                if step is None:
-                    used_up = True
-                    _end_with(run, source, newest)
-                    break
-                newest = step
-                if step.ends_run:
-                    break
-            # What is said of the last step may fail too, and the run can be saved only while its source goes on.
-            run.reports.settle()
-    finally:
-        source.stop()
-        run.control.stop()
-    source.clear()
-    run.checkpointer.settle()
-    _say_why(run, newest, used_up=used_up)
 
+    section = "grpo"
 
-def run_step(run: GRPORun, source: ExperienceSource) -> CompletedStep | None:
-    """One step and everything that follows from it; None when the prompts are used up."""
-    control, step = run.control, run.state.step
-    run.timer.reset()
-    with run.timer.time("total_step_time"), run.store.step():
+    def __init__(self, run: GRPORun, source: ExperienceSource) -> None:
+        self.run = run
+        self.saves_before_publish = run.control.saves_before_publish
+        self._source = source
+        self._trained: Trained | None = None
+        self._used_up = False
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Rollouts may run inside."""
+        run, source = self.run, self._source
+        try:
+            source.start()
+            run.control.start(source)
+            if run.config.grpo.val_at_start and run.state.step == 0:
+                validate(run, 0)
+            source.published(run.state.step)
+            yield
+        finally:
+            source.stop()
+            run.control.stop()
+        source.clear()
+
+    def finished(self) -> bool:
+        """The source knows."""
+        return self._source.finished()
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Rows of a step that fails are cleared; others are its report's."""
+        self._trained = None
+        with self.run.store.step():
+            yield
+            if self._trained is not None:
+                self.run.store.keep(self._trained.experience.handle)
+
+    def train(self) -> dict[str, Any] | None:
+        """Scores, weighs and trains on the experience of the step, in as many parts as the source gives."""
+        run, source, step = self.run, self._source, self.run.state.step
         run.record.emit(StepBegun(step))
         with StepTrainer(run, in_parts=source.in_parts) as trainer, closing(source.parts()) as parts:
             for part in parts:
-                control.lend_training(step)
+                run.control.lend_training(step)
                 score(run, part, step_open=trainer.rows > 0)
                 weigh(run, part, first_row=trainer.rows)
                 trainer.add(part)
             if not trainer.rows:
+                self._used_up = True
                 return None
-            trained = trainer.finish(meanwhile=source.draw_ahead)
+            self._trained = trained = trainer.finish(meanwhile=source.draw_ahead)
         metrics = step_metrics(run, trained.experience, trained.result) | dict(source.metrics())
-        control.weights_ready(step)
+        run.control.weights_ready(step)
         complete_step(run, trained.experience)
         source.trained(step)
         with run.timer.time("step_report"):
             run.reports.settle()
+        return metrics
 
-        done = CompletedStep(metrics)
-        is_last = source.finished()
-        if control.saves_before_publish:
-            _save_if_due(run, source, done, is_last=is_last)
-        control.publish(step, source)
+    def publish(self) -> None:
+        """Rollouts of the next version may begin."""
+        run = self.run
+        run.control.publish(run.state.step - 1, self._source)
         with run.timer.time("begin_rollouts"):
-            source.published(run.state.step)
-        with _idle(run, source, "validation"):
-            done.val_metrics = validate(run, run.state.step) if validation_due(run, is_last=is_last) else None
-        run.timeout.mark_iteration()
-        try:
-            done.stops_early = early_stop(run, done.val_metrics)
-        except UnknownMetric:
-            # A name of a user's environment is known only now; the steps so far are not lost for it.
-            if run.config.checkpointing.enabled and not done.saved:
-                save_step(run, source, done)
-            raise
-        if not control.saves_before_publish:
-            _save_if_due(run, source, done, is_last=is_last)
-        elif done.stops_early and run.config.checkpointing.enabled:
-            # Again where that was before its validation, which tells the same command that the run is over.
-            save_step(run, source, done)
-        run.store.keep(trained.experience.handle)
-    report_step(run, trained.experience, metrics, trained.result)
-    if done.saved or done.ends_run:
-        run.reports.settle()
-    return done
+            self._source.published(run.state.step)
+
+    def validation_due(self, *, is_last: bool) -> bool:
+        """Not before `grpo.val_start_at`."""
+        cfg = self.run.config.grpo
+        early = self.run.state.step < cfg.val_start_at and not (cfg.val_at_end and is_last)
+        return not early and super().validation_due(is_last=is_last)
+
+    def validate(self) -> dict[str, float]:
+        """Takes the time in which generation that could run ahead waits."""
+        run = self.run
+        with run.timer.time("idle/validation") if self._source.generates_ahead else nullcontext():
+            return validate(run, run.state.step)
+
+    def early_stop(self, val_metrics: Mapping[str, float] | None) -> bool:
+        """By `grpo.stop_at_validation_metric` and `stop_at_validation_threshold`."""
+        cfg = self.run.config.grpo
+        name, threshold = cfg.stop_at_validation_metric, cfg.stop_at_validation_threshold
+        if name is None or threshold is None or val_metrics is None:
+            return False
+        short = MetricName.read(name).name
+        if short not in val_metrics:
+            raise UnknownMetric(
+                f"grpo.stop_at_validation_metric={name}: validation gives {sorted(val_metrics)}."
+                f"{did_you_mean(short, val_metrics)}"
+            )
+        return val_metrics[short] >= threshold
+
+    def lend_saving(self) -> None:
+        """The control plane makes room."""
+        self.run.control.lend_saving(self.run.state.step)
+
+    def position(self) -> tuple[HasState, Mapping[str, object]]:
+        """The source knows what is drawn and not trained."""
+        return self._source.loader(), self._source.saved()
+
+    def report(self, done: CompletedStep) -> None:
+        """Written while the next step generates."""
+        if self._trained is not None:
+            report_step(self.run, self._trained.experience, done.metrics, self._trained.result)
+
+    def await_reports(self) -> None:
+        """See `Backlog.settle`."""
+        self.run.reports.settle()
+
+    def why_ended(self, newest: CompletedStep | None) -> str | None:
+        """See `Steps.why_ended`.
+
+        Raises:
+            PromptsUsedUp: It is not the end that was asked for.
+        """
+        cfg, step = self.run.config.grpo, self.run.state.step
+        if self._used_up and self.run.config.data.use_multiple_dataloader:
+            raise PromptsUsedUp(
+                f"ended after step {step} of grpo.max_num_steps={cfg.max_num_steps}: data.custom_dataloader gave no "
+                "more prompts; it has to start exhausted iterators anew (itself, from the loaders that it is given)"
+            )
+        if self._used_up and step == 0:
+            kept = "dynamic sampling kept too few samples for one step of " if cfg.use_dynamic_sampling else ""
+            raise PromptsUsedUp(
+                f"no step was trained: the prompts of grpo.max_num_epochs={cfg.max_num_epochs} are used up, and {kept}"
+                f"grpo.num_prompts_per_step={cfg.num_prompts_per_step} was not filled; look at the rewards "
+                "(are the prompts too hard or too easy for the model?), take more data or smaller steps"
+            )
+        return super().why_ended(newest)
 
 
-def _idle(run: GRPORun, source: ExperienceSource, what: str) -> AbstractContextManager[object]:
-    """Takes the time in which generation that could run ahead waits."""
-    return run.timer.time(f"idle/{what}") if source.generates_ahead else nullcontext()
-
-
-def _save_if_due(run: GRPORun, source: ExperienceSource, done: CompletedStep, *, is_last: bool) -> None:
-    done.timed_out = run.timeout.check_save()
-    cfg, stops_early = run.config.checkpointing, done.stops_early
-    run.checkpointer.look()
-    due = should_save(run.state.step, cfg, is_last=is_last, early_stop=stops_early, timeout=done.timed_out)
-    if due or run.checkpointer.owes:
-        save_step(run, source, done)
-
-
-def _end_with(run: GRPORun, source: ExperienceSource, newest: CompletedStep | None) -> None:
-    """Does for the newest step what only the last one gets: with dynamic sampling nobody knew that it would be."""
-    if newest is None:
-        return
-    if newest.val_metrics is None and validation_due(run, is_last=True):
-        # What is said of the step is said first: trackers take steps in order.
-        run.reports.settle()
-        newest.val_metrics = validate(run, run.state.step)
-    if not newest.saved and should_save(run.state.step, run.config.checkpointing, is_last=True):
-        save_step(run, source, newest)
-
-
-def _say_why(run: GRPORun, newest: CompletedStep | None, *, used_up: bool) -> None:
-    """Says why a run ended that did not reach `grpo.max_num_steps`.
-
-    Raises:
-        PromptsUsedUp: It is not the end that was asked for.
-    """
-    cfg, step = run.config.grpo, run.state.step
-    if used_up and run.config.data.use_multiple_dataloader:
-        raise PromptsUsedUp(
-            f"ended after step {step} of grpo.max_num_steps={cfg.max_num_steps}: data.custom_dataloader gave no more "
-            "prompts; it has to start exhausted iterators anew (itself, from the loaders that it is given)"
-        )
-    if used_up and step == 0:
-        kept = "dynamic sampling kept too few samples for one step of " if cfg.use_dynamic_sampling else ""
-        raise PromptsUsedUp(
-            f"no step was trained: the prompts of grpo.max_num_epochs={cfg.max_num_epochs} are used up, and {kept}"
-            f"grpo.num_prompts_per_step={cfg.num_prompts_per_step} was not filled; look at the rewards "
-            "(are the prompts too hard or too easy for the model?), take more data or smaller steps"
-        )
-    if newest is not None and newest.stops_early:
-        why = (
-            f"grpo.stop_at_validation_metric={cfg.stop_at_validation_metric} has reached "
-            f"grpo.stop_at_validation_threshold={cfg.stop_at_validation_threshold}"
-        )
-    elif newest is not None and newest.timed_out and step < cfg.max_num_steps:
-        why = run.timeout.reason
-    elif step < cfg.max_num_steps:
-        why = f"grpo.max_num_epochs={cfg.max_num_epochs} passes over the prompts are done"
-    else:
-        return
-    logger.warning("ended after step %d of grpo.max_num_steps=%d: %s", step, cfg.max_num_steps, why)
+def complete_step(run: GRPORun, experience: Experience) -> None:
+    """Counts and records the step whose weights were just made."""
+    state, rows = run.state, experience.rows
+    trained = sorted(set(rows["prompt_number"].tolist()))
+    for prompt in trained:
+        name = experience.group_names.get(prompt, group_id(state.step, prompt))
+        run.record.emit(GroupTrained(name, state.step))
+    run.record.emit(StepFinished(state.step, state.step + 1, len(trained)))
+    state.step += 1
+    state.step_in_epoch += 1
+    state.consumed_samples += run.config.grpo.num_prompts_per_step if not experience.group_names else len(trained)
+    state.total_valid_tokens += int(rows["generated_lengths"][rows["sample_mask"] != 0].sum())
 
 
 def grpo_train(run: GRPORun) -> None:
-    """Drives a run to its end with rollouts and training in turns; see `train_to_end`."""
-    train_to_end(run, SynchronousSource(run))
+    """Drives a run to its end with rollouts and training in turns; see `training_loop.train_to_end`."""
+    train_to_end(GRPOSteps(run, SynchronousSource(run)))
 
 
 def async_grpo_train(run: GRPORun, rlix_hooks: RLixHooksProtocol | None = None) -> None:
-    """Drives a run to its end with rollouts ahead of training; see `train_to_end`.
+    """Drives a run to its end with rollouts ahead of training; see `training_loop.train_to_end`.
 
     Args:
         run: Set up, with generation on accelerators of its own.
@@ -216,4 +219,4 @@ def async_grpo_train(run: GRPORun, rlix_hooks: RLixHooksProtocol | None = None) 
     if rlix_hooks is not None:
         own = run.control if isinstance(run.control, OwnAccelerators) and not time_sharing_enabled() else None
         run.control = HookedControlPlane(rlix_hooks, own)
-    train_to_end(run, AsynchronousSource(run))
+    train_to_end(GRPOSteps(run, AsynchronousSource(run)))

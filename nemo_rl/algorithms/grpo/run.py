@@ -1,7 +1,6 @@
 """Everything one GRPO run consists of, as one named object, and the counters that a checkpoint carries.
 
-Holds references only; what is done with them is the drivers' business. Invariant: `state.step` is the number of
-completed RL steps and thereby the version of the policy's weights.
+Holds references only; what is done with them is the loop's business.
 """
 
 from __future__ import annotations
@@ -14,26 +13,20 @@ from nemo_rl.algorithms.grpo.control_plane import ControlPlane
 from nemo_rl.algorithms.grpo.placement import Placement
 from nemo_rl.algorithms.grpo.rewards import RewardWatch
 from nemo_rl.algorithms.run_checkpoint import RunState
+from nemo_rl.algorithms.training_loop import TrainingRun
 from nemo_rl.config import MasterConfig
-from nemo_rl.data.loader import Batch, Loader
+from nemo_rl.data.loader import Loader
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.environments.registry import Actors
 from nemo_rl.experience.rollout_source import RolloutSource
 from nemo_rl.experience.rollouts import RolloutWatch
 from nemo_rl.experience.sample_log import SampleFiles
 from nemo_rl.experience.store import ExperienceStore
-from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.generation.vllm import VllmGeneration
-from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.backlog import Backlog
-from nemo_rl.utils.checkpoint import CheckpointManager
-from nemo_rl.utils.logger import Logger
-from nemo_rl.utils.progress import RunProgress
 from nemo_rl.utils.record import Record
-from nemo_rl.utils.timer import TimeoutChecker, Timer
 
 if TYPE_CHECKING:
-    from torchdata.stateful_dataloader import StatefulDataLoader
     from transformers import PreTrainedTokenizerBase
 
 
@@ -62,28 +55,18 @@ class GRPOState(RunState):
 
 
 @dataclass
-class GRPORun:
-    """One run, set up and ready to be driven.
+class GRPORun(TrainingRun[MasterConfig]):
+    """A GRPO run.
 
     Attributes:
-        config: The merged configuration.
         tokenizer: The policy's.
-        policy: The trained policy.
         generation: The engines; None when rollouts are replayed and nothing validates.
         control: Owns the accelerators: refits, lends, and says what is saved when.
         rollouts: Where training rollouts come from.
         validation_rollouts: Where validation rollouts come from.
         store: Where a step's columns live.
-        loss_fn: The loss.
         train_loader: Training prompts.
-        val_loader: Validation prompts, or None.
-        logger: Metrics.
-        checkpointer: Checkpoints.
-        state: Counters.
         record: Run record.
-        timer: Times of the current step.
-        timeout: Watches `checkpointing.checkpoint_must_save_by`.
-        progress: What a person watches.
         total_steps: Of the whole run, as far as they can be known before it.
         environments: Environment actors by name, to be ended with the run.
         placement: Gave the run its accelerators.
@@ -97,24 +80,14 @@ class GRPORun:
         env_of_validation_task: Environment name per validation task.
     """
 
-    config: MasterConfig
     tokenizer: PreTrainedTokenizerBase
-    policy: Policy
     generation: VllmGeneration | None
     control: ControlPlane
     rollouts: RolloutSource
     validation_rollouts: RolloutSource | None
     store: ExperienceStore
-    loss_fn: LossFunction
     train_loader: Loader
-    val_loader: StatefulDataLoader[Batch] | None
-    logger: Logger
-    checkpointer: CheckpointManager
-    state: GRPOState
     record: Record
-    timer: Timer
-    timeout: TimeoutChecker
-    progress: RunProgress
     total_steps: int
     environments: Actors
     placement: Placement

@@ -1,42 +1,31 @@
-"""Supervised fine-tuning: what a run consists of, and its driver: one optimizer step per batch, validation loss,
-checkpoints.
+"""Supervised fine-tuning: what a run consists of, and its steps: one optimizer step per batch, validation loss.
 
-Decides only when things happen. A scheduler that lends accelerators brings a placement of its own. Invariants: a step
-either completes (weights and counters agree) or raises with the weights of the step before; `state.step` is the number
-of optimizer steps behind the policy's weights; nothing of training touches an accelerator but inside `building`, and
-between `lend` and `step_done`.
+A scheduler that lends accelerators brings a placement of its own. Invariants: `state.step` is the number of optimizer
+steps behind the policy's weights; nothing of training touches an accelerator but inside `building`, and between `lend`
+and `step_done`.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nemo_rl.algorithms.grpo.metrics import aggregate_microbatch_metrics
 from nemo_rl.algorithms.placement import OwnSlots, reserve_all
-from nemo_rl.algorithms.profiling import profiled_steps
-from nemo_rl.algorithms.run_checkpoint import RunState, begin_checkpoint, name_latest, saved_without_logs
+from nemo_rl.algorithms.run_checkpoint import RunState, name_latest
+from nemo_rl.algorithms.training_loop import CompletedStep, Steps, TrainingRun, train_to_end
 from nemo_rl.config import SFTMasterConfig
 from nemo_rl.data.loader import Batch
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.loss.interfaces import LossFunction
-from nemo_rl.models.policy.lm_policy import Policy
-from nemo_rl.utils.checkpoint import CheckpointManager
-from nemo_rl.utils.checkpoint_retention import ranking_metric, should_save
-from nemo_rl.utils.logger import Logger
-from nemo_rl.utils.progress import RunProgress
-from nemo_rl.utils.timer import TimeoutChecker, Timer
 
 if TYPE_CHECKING:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-logger = logging.getLogger(__name__)
+    from nemo_rl.data.loader import HasState
 
 
 class SFTState(RunState):
@@ -86,36 +75,16 @@ class Placement(Protocol):
 
 
 @dataclass
-class SFTRun:
-    """One run, set up and ready to be driven.
+class SFTRun(TrainingRun[SFTMasterConfig]):
+    """An SFT run.
 
     Attributes:
-        config: The merged configuration.
-        policy: The trained policy.
-        loss_fn: The loss.
         train_loader: Training conversations, batches of `policy.train_global_batch_size`.
-        val_loader: Validation conversations, or None.
-        logger: Metrics.
-        checkpointer: Checkpoints.
-        state: Counters.
-        timer: Times of the current step.
-        timeout: Watches `checkpointing.checkpoint_must_save_by`.
-        progress: What a person watches.
         cluster: Slots, to be given back.
         placement: Who they come from.
     """
 
-    config: SFTMasterConfig
-    policy: Policy
-    loss_fn: LossFunction
     train_loader: StatefulDataLoader[Batch]
-    val_loader: StatefulDataLoader[Batch] | None
-    logger: Logger
-    checkpointer: CheckpointManager
-    state: SFTState
-    timer: Timer
-    timeout: TimeoutChecker
-    progress: RunProgress
     cluster: RayVirtualCluster
     placement: Placement
 
@@ -151,51 +120,66 @@ def sft_train(run: SFTRun) -> None:
     Raises:
         NonFiniteStepError, WorkerError, CheckpointError: The run cannot go on; the last checkpoint is usable.
     """
-    run.timeout.start_iterations()
-    run.placement.lend(run)
-    if run.config.sft.val_at_start and run.state.step == 0:
-        validate(run)
-    timed_out = False
-    last_step = partial(_save, run, {}, None)
-    with profiled_steps(run.policy) as profiler, saved_without_logs(run.checkpointer, run.state, last_step):
-        for batch in _batches(run):
-            profiler.before(run.state.step + 1)
-            run.timer.reset()
-            with run.timer.time("total_step_time"):
-                run.placement.lend(run)
-                metrics = _step(run, batch)
-                val_metrics = validate(run) if _validation_due(run) else None
-                run.timeout.mark_iteration()
-                timed_out = run.timeout.check_save()
-                run.checkpointer.look()
-                due = should_save(run.state.step, run.config.checkpointing, is_last=_finished(run), timeout=timed_out)
-                if due or run.checkpointer.owes:
-                    with run.timer.time("checkpointing"), run.checkpointer.trying():
-                        _save(run, metrics, val_metrics)
-            run.placement.step_done(run)
-            _log_step(run, batch, metrics)
-            if timed_out:
-                break
-    run.checkpointer.settle()
+    train_to_end(SFTSteps(run))
     if run.config.checkpointing.enabled:
         name_latest(run.checkpointer)
-    cfg, step = run.config.sft, run.state.step
-    if step < cfg.max_num_steps:
-        why = (
-            run.timeout.reason
-            if timed_out
-            else f"sft.max_num_epochs={cfg.max_num_epochs} passes over the data are done"
-        )
-        logger.warning("ended after step %d of sft.max_num_steps=%d: %s", step, cfg.max_num_steps, why)
+
+
+class SFTSteps(Steps[SFTRun]):
+    """What SFT does in the loop."""
+
+    section = "sft"
+
+    def __init__(self, run: SFTRun) -> None:
+        self.run = run
+        self._batches = _batches(run)
+        self._tokens = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Nothing runs beside the steps."""
+        self.run.placement.lend(self.run)
+        if self.run.config.sft.val_at_start and self.run.state.step == 0:
+            validate(self.run)
+        yield
+
+    def finished(self) -> bool:
+        """Whether steps or epochs are used up."""
+        return _finished(self.run)
+
+    def train(self) -> dict[str, Any] | None:
+        """One optimizer step on the next batch."""
+        run, batch = self.run, next(self._batches, None)
+        if batch is None:
+            return None
+        run.placement.lend(run)
+        self._tokens = float(batch["input_lengths"].sum())
+        return _step(run, batch)
+
+    def validate(self) -> dict[str, float]:
+        """See `validate`."""
+        return validate(self.run)
+
+    def position(self) -> tuple[HasState, Mapping[str, object]]:
+        """The loader is all there is."""
+        return self.run.train_loader, {}
+
+    def report(self, done: CompletedStep) -> None:
+        """The accelerators may go to somebody else; logs metrics, times and rates."""
+        run, step = self.run, self.run.state.step
+        run.placement.step_done(run)
+        run.logger.log_metrics(done.metrics, step, prefix="train")
+        seconds = {name: sum(run.timer.elapsed(name)) for name in run.timer.get_timing_metrics("sum")}
+        rate = {"tokens_per_sec": self._tokens / seconds["total_step_time"]}
+        run.logger.log_metrics(rate, step, prefix="performance")
+        run.logger.log_metrics(seconds, step, prefix="timing/train", step_finished=True)
+        run.progress.step_done(step, loss=done.metrics["loss"], tokens=self._tokens)
 
 
 def _batches(run: SFTRun) -> Iterator[BatchedDataDict]:
-    """Training batches until steps or epochs are used up, the first one where the checkpoint left off."""
-    while not _finished(run):
-        for batch in run.train_loader:
-            yield batch
-            if _finished(run):
-                return
+    """Training batches of one epoch after the other, the first one where the checkpoint left off."""
+    while True:
+        yield from run.train_loader
         run.state.epoch += 1
         run.state.step_in_epoch = 0
 
@@ -257,24 +241,3 @@ def _filled(batch: BatchedDataDict, rows: int) -> BatchedDataDict:
     filler = batch.select_indices([0] * missing)
     filler["sample_mask"] = filler["sample_mask"] * 0
     return BatchedDataDict.from_batches([batch, filler])
-
-
-def _validation_due(run: SFTRun) -> bool:
-    cfg = run.config.sft
-    return (cfg.val_at_end and _finished(run)) or (cfg.val_period > 0 and run.state.step % cfg.val_period == 0)
-
-
-def _save(run: SFTRun, metrics: dict[str, object], val_metrics: dict[str, float] | None) -> None:
-    info = run.state.training_info() | ranking_metric(
-        run.config.checkpointing, run.state.step, train=metrics, val=val_metrics
-    )
-    begin_checkpoint(run.checkpointer, run.policy, run.train_loader, run.state.step, info, run.config)
-
-
-def _log_step(run: SFTRun, batch: BatchedDataDict, metrics: dict[str, Any]) -> None:
-    step, tokens = run.state.step, float(batch["input_lengths"].sum())
-    run.logger.log_metrics(metrics, step, prefix="train")
-    seconds = {name: sum(run.timer.elapsed(name)) for name in run.timer.get_timing_metrics("sum")}
-    run.logger.log_metrics({"tokens_per_sec": tokens / seconds["total_step_time"]}, step, prefix="performance")
-    run.logger.log_metrics(seconds, step, prefix="timing/train", step_finished=True)
-    run.progress.step_done(step, loss=metrics["loss"], tokens=tokens)
