@@ -1,4 +1,4 @@
-"""Five hundred random scenarios with every kind of fault keep every invariant and come to an end."""
+"""Random scenarios with every kind of fault keep every invariant and come to an end."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from nemo_rl.time_sharing.simulation.soak import run_many, run_scenario
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_five_hundred_random_scenarios_keep_every_invariant() -> None:
-    verdicts = list(run_many(0, 500, processes=2))
+def test_two_hundred_random_scenarios_keep_every_invariant() -> None:
+    verdicts = list(run_many(0, 200, processes=2))
     assert [verdict for verdict in verdicts if not verdict.clean] == []
     assert statistics.median(verdict.events for verdict in verdicts) >= 2000
     # Faults strike for the first 600 s; every job comes to its end soon after. The search for planted defects takes
