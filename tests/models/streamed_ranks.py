@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from nemo_rl.algorithms.grpo.loop import train_to_end
-from nemo_rl.algorithms.grpo.sources import SynchronousSource
 from nemo_rl.algorithms.grpo.streaming import StreamingSource
+from nemo_rl.algorithms.grpo.synchronous_source import SynchronousSource
 from nemo_rl.experience.rollout_source import Rollout
 from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.models.policy.lm_policy import Policy, _rank_grid

@@ -50,7 +50,7 @@ MEASURE = {
     "algorithms/grpo/loop.py": ("timing/train",),
     "algorithms/training_loop.py": ("timing/train",),
     "algorithms/grpo/step_trainer.py": ("timing/train",),
-    "algorithms/grpo/sources.py": ("timing/train",),
+    "algorithms/grpo/synchronous_source.py": ("timing/train",),
     "algorithms/grpo/async_source.py": ("train", "timing/train"),
     "algorithms/grpo/streaming.py": ("train", "timing/train"),
     "algorithms/grpo/refit.py": ("refit", "timing/train"),

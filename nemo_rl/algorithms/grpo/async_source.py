@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from nemo_rl.algorithms.grpo.collect import gather_experience, training_plan
+from nemo_rl.algorithms.grpo.collect import gather_experience, prompts_of, training_plan
 from nemo_rl.algorithms.grpo.control_plane import ReportProgress
-from nemo_rl.algorithms.grpo.sources import WholeSteps, prompts_of
+from nemo_rl.algorithms.grpo.experience_source import WholeSteps
 from nemo_rl.algorithms.grpo.stages import Experience, apply_staleness_policy
 from nemo_rl.algorithms.run_checkpoint import dataset_names
 from nemo_rl.data.loader import HasState

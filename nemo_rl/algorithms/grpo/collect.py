@@ -22,6 +22,7 @@ from nemo_rl.config.errors import UserError
 from nemo_rl.data_plane.schema import PROMPT, PROMPT_TOKENS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import joined_rows
+from nemo_rl.experience.prompts import EpochPrompts
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, number_samples
 from nemo_rl.models.generation.interfaces import VALIDATION_STEP_OFFSET, GenerationSamplingParams
 from nemo_rl.utils.record_events import GroupAdmitted, GroupCommitted, GroupDropped
@@ -134,6 +135,17 @@ def _limits(run: GRPORun) -> RolloutLimits:
         grpo.max_rollout_turns,
         native.generation_timeout_s,
         native.env_timeout_s,
+    )
+
+
+def prompts_of(run: GRPORun) -> EpochPrompts:
+    """The run's prompts, batch by batch across epochs."""
+    cfg = run.config.grpo
+    return EpochPrompts(
+        run.train_loader,
+        batch_size=int(cfg.num_prompts_per_step * cfg.batch_multiplier),
+        epoch=run.state.epoch,
+        max_epochs=cfg.max_num_epochs,
     )
 
 

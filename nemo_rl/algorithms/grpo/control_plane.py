@@ -17,8 +17,8 @@ from nemo_rl.experience.hooks import CONTROL_PLANE_VARIABLE, HooksError, RLixHoo
 from nemo_rl.utils.timer import Timer
 
 if TYPE_CHECKING:
+    from nemo_rl.algorithms.grpo.experience_source import ExperienceSource
     from nemo_rl.algorithms.grpo.refit import Refitter
-    from nemo_rl.algorithms.grpo.sources import ExperienceSource
 
 ReportProgress = Callable[[int, int], None]
 """Takes the prompt groups that are there and those that are waited for."""

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 from nemo_rl.algorithms.grpo.async_source import AsynchronousSource
 from nemo_rl.algorithms.grpo.collect import group_id
 from nemo_rl.algorithms.grpo.control_plane import HookedControlPlane, OwnAccelerators
+from nemo_rl.algorithms.grpo.experience_source import ExperienceSource
 from nemo_rl.algorithms.grpo.metrics import report_step, step_metrics
 from nemo_rl.algorithms.grpo.run import GRPORun
-from nemo_rl.algorithms.grpo.sources import ExperienceSource, SynchronousSource
 from nemo_rl.algorithms.grpo.stages import Experience
 from nemo_rl.algorithms.grpo.step_trainer import StepTrainer, Trained, score, weigh
 from nemo_rl.algorithms.grpo.streaming import StreamingSource
+from nemo_rl.algorithms.grpo.synchronous_source import SynchronousSource
 from nemo_rl.algorithms.grpo.validation import validate
 from nemo_rl.algorithms.training_loop import CompletedStep, Steps, train_to_end
 from nemo_rl.config.errors import UserError, did_you_mean

@@ -21,7 +21,6 @@ from nemo_rl.weight_sync.sender import SendSpec
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-    from nemo_rl.models.policy.lm_policy import Policy
 
 _OWNER = 0
 
@@ -133,7 +132,9 @@ class PolicyWeightCache:
         checksums: Whether sessions verify what arrives.
     """
 
-    def __init__(self, policy: Policy, *, bucket_bytes: int, timeout_s: float = 150.0, checksums: bool = True) -> None:
+    def __init__(
+        self, policy: PolicyWeights, *, bucket_bytes: int, timeout_s: float = 150.0, checksums: bool = True
+    ) -> None:
         self._checksums = checksums
         self._policy = policy
         self._bucket_bytes = bucket_bytes

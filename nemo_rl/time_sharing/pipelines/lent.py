@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from nemo_rl.algorithms.grpo.control_plane import ControlPlane, DemandKind, ReportProgress
+from nemo_rl.algorithms.grpo.experience_source import ExperienceSource
 from nemo_rl.algorithms.grpo.placement import Built, Clusters
-from nemo_rl.algorithms.grpo.sources import ExperienceSource
 from nemo_rl.config import MasterConfig
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.models.generation.elastic import ElasticGeneration

@@ -1,0 +1,101 @@
+"""The source that generates on the spot: rollouts and training take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sized
+from contextlib import AbstractContextManager, nullcontext
+
+from nemo_rl.algorithms.grpo.collect import collect_experience, prompts_of
+from nemo_rl.algorithms.grpo.experience_source import WholeSteps
+from nemo_rl.algorithms.grpo.run import GRPORun
+from nemo_rl.algorithms.grpo.stages import Experience
+from nemo_rl.data.loader import HasState
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+
+class SynchronousSource(WholeSteps):
+    """Generates the batch of a step when the step wants it, with the weights of that moment."""
+
+    generates_ahead = False
+
+    def __init__(self, run: GRPORun) -> None:
+        self._run = run
+        self._prompts = prompts_of(run)
+
+    @property
+    def collector(self) -> None:
+        """None: rollouts and training take turns."""
+
+    @property
+    def version(self) -> int:
+        """The version of the run's weights."""
+        return self._run.state.step
+
+    def start(self) -> None:
+        """The loader stands where the checkpoint left it already."""
+
+    def published(self, version: int) -> None:
+        """Generation waits for the step."""
+
+    def next_experience(self) -> Experience:
+        """Brings generation to the current weights and rolls out."""
+        run = self._run
+        run.progress.phase("generation")
+        with run.timer.time("prepare_for_generation/total"):
+            run.control.serve(run.state.step)
+        with run.control.demand(run.state.step, *self.waited_for()):
+            return collect_experience(run, self._next_prompts)
+
+    def _next_prompts(self) -> BatchedDataDict:
+        state = self._run.state
+        try:
+            return self._prompts.next()
+        finally:
+            if self._prompts.epoch != state.epoch:
+                state.epoch, state.step_in_epoch = self._prompts.epoch, 0
+
+    def draw_ahead(self) -> None:
+        """Fetches the next batch."""
+        if not self.finished():
+            self._prompts.prefetch()
+
+    def trained(self, step: int) -> None:
+        """A trained step leaves no state."""
+
+    def finished(self) -> bool:
+        """Whether steps or epochs are used up."""
+        cfg, state, data = self._run.config.grpo, self._run.state, self._run.config.data
+        if state.step >= cfg.max_num_steps:
+            return True
+        if data.use_multiple_dataloader or cfg.use_dynamic_sampling:
+            return not data.use_multiple_dataloader and state.epoch >= cfg.max_num_epochs
+        loader, in_last_epoch = self._run.train_loader, state.epoch == cfg.max_num_epochs - 1
+        return state.epoch >= cfg.max_num_epochs or (
+            in_last_epoch and isinstance(loader, Sized) and state.step_in_epoch >= len(loader)
+        )
+
+    def waited_for(self) -> tuple[int, int]:
+        """A whole batch, none of it made yet."""
+        return (0 if self.finished() else self._run.config.grpo.num_prompts_per_step), 0
+
+    def recompute_kv(self) -> bool:
+        """Cached prefixes are of the old weights too."""
+        return True
+
+    def refit_window(self) -> AbstractContextManager[None]:
+        """No rollout runs between steps."""
+        return nullcontext()
+
+    def loader(self) -> HasState:
+        """Where the run's own stands, or stood before it was asked ahead."""
+        return self._prompts.position()
+
+    def saved(self) -> Mapping[str, object]:
+        """The loader is all there is."""
+        return {}
+
+    def stop(self) -> None:
+        """No rollout runs between steps."""
+
+    def clear(self) -> None:
+        """No group waits."""
