@@ -93,6 +93,11 @@ class PolicyWeights:
         """Bytes of one staging window on the fullest slot."""
         return min(self.worker_group.run("staging_budget"))
 
+    def devices(self) -> list[str]:
+        """Device identity of every rank."""
+        self.wait_until_started()
+        return list(self._devices or [])
+
     def rendezvous(self) -> tuple[str, int]:
         """Address of rank 0 and a free port there."""
         return self._cluster.get_master_address_and_port()
