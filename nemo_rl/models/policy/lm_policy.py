@@ -130,6 +130,11 @@ class Policy(PolicyWeights, PolicyInterface):
             self.started = PolicyStarted(answers[0]["backend"], answers[0]["kernels"], len(answers))
             logger.info("policy=started backend=%s kernels=%s", self.started.backend, self.started.kernels)
 
+    def devices(self) -> list[str]:
+        """Device identity of every rank."""
+        self.wait_until_started()
+        return list(self._devices or [])
+
     def profile(self, on: bool) -> None:
         """Has the workers that run under Nsight Systems record from here on, or write what they recorded. Raises
         WorkerError: one could not.
