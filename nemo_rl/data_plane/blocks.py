@@ -238,7 +238,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _storable(name: str, row: int, value: object) -> object:
-    """The object with tensors of its own: saving a view would save all that it is a view of."""
+    """The object with tensors copied: pickling a view would store its whole base tensor."""
     if isinstance(value, torch.Tensor):
         own = value.detach().cpu()
         return own.clone() if own.untyped_storage().nbytes() > own.nbytes else own

@@ -42,17 +42,17 @@ _TAGS_OF_OURS = (_CLAIMED,)
 
 
 class StorageFull(Exception):
-    """An adapter has no room at present; nothing of the put is visible."""
+    """An adapter has no space right now; nothing of the put is visible."""
 
 
 class StoredClient(DataPlaneClient):
-    """A client that connects when it is first used.
+    """A client that connects at first use.
 
     Args:
         connect: Opens the storage; must pickle.
-        poll_s: Seconds between looks for rows or for space.
+        poll_s: Seconds between polls for rows or for space.
         full_wait_s: How long a put waits for space.
-        on_close: Ends what this client started; not pickled.
+        on_close: Stops what this client started; not pickled.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class StoredClient(DataPlaneClient):
         grpo_group_size: int | None = None,
         enums: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """See `DataPlaneClient`. Rows need no declaration here; tasks are what is kept."""
+        """Keeps the tasks; rows need no declaration here."""
         self._tasks.setdefault(partition_id, set()).update(consumer_tasks)
 
     def put_samples(
@@ -270,9 +270,7 @@ class StoredClient(DataPlaneClient):
         blocking: bool = True,
         timeout_s: float = 60.0,
     ) -> KVBatchMeta:
-        """See `DataPlaneClient`. The cursor lies in the rows' tags, so that everybody sees it and it goes with the
-        rows.
-        """
+        """The cursor is kept in the rows' tags: every process sees it and it is cleared with the rows."""
         self._check_task(partition_id, task_name)
         deadline = time.monotonic() + timeout_s
         while True:

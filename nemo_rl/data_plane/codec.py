@@ -45,9 +45,7 @@ def to_nested_by_length(padded: torch.Tensor, lengths: torch.Tensor | Sequence[i
 
 
 def pack_per_token_field(val: torch.Tensor, lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
-    """Jagged where the tensor has a row of tokens for each length (it may be wider: what lies beyond is padding), else
-    as it is.
-    """
+    """A jagged tensor if the tensor has a token axis at least as long as the rows, else the tensor itself."""
     counts = torch.as_tensor(lengths)
     wide_enough = (
         val.ndim >= 2 and len(counts) > 0 and val.shape[0] == len(counts) and val.shape[1] >= int(counts.max())

@@ -1,7 +1,6 @@
-"""From the `data_plane` section to a client: the one place that knows which implementation and backend there are.
+"""Builds the client of a `data_plane` section; the only place that lists implementations and backends.
 
-The driver starts the system, everybody else attaches. Invariant: there is no way from a configuration to a client that
-stores nothing.
+The driver starts the system, other processes attach. Invariant: no configuration gives a client that stores nothing.
 """
 
 from __future__ import annotations

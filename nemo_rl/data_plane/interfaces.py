@@ -1,8 +1,7 @@
-"""What the data plane is to the rest: rows by id in partitions, columns added as they are made.
+"""The data-plane client: rows by id in partitions, to which columns are added.
 
-The client's eight operations, two shorter ways for padded batches, the storage that an adapter brings, and what can go
-wrong. Writing a column is what tells others that its stage is done. Invariants: what is read is what was written last,
-bit for bit; a row that was cleared is never read again.
+A stage is done when its column is written. Invariants: a read returns the last write bit for bit; a cleared row is
+never read again.
 """
 
 from __future__ import annotations
@@ -196,7 +195,7 @@ class Storage(Protocol):
 
 
 class DataPlaneError(UserError, RuntimeError):
-    """The data plane cannot serve; the message says what and where."""
+    """The data plane failed; the message names what and where."""
 
 
 class DataPlaneTimeout(DataPlaneError):
@@ -226,4 +225,4 @@ class MissingColumnsError(KeyError):
 
 
 class MooncakeUnavailableError(DataPlaneError):
-    """Mooncake cannot be loaded on this machine; the message says what is missing and how to get it."""
+    """Mooncake cannot be loaded on this machine; the message names what is missing and how to install it."""

@@ -1,8 +1,8 @@
-"""The bytes of a row: which columns lie in one block, in which order, with which types.
+"""The byte layout of a row: which columns share a block, in which order and with which types.
 
-Columns that are written together travel together: a store pays per row and field, not per byte. A block's layout is
-written in its name, so that any process can read it without asking another. Invariant: `Layout.parse(layout.name) ==
-layout`, and of two blocks with one column the later generation holds its value.
+Columns written together share a block, since a store has costs per row and field. A block's name encodes its layout, so
+any process can decode it. Invariant: `Layout.parse(layout.name) == layout`; if two blocks hold a column, the later
+generation counts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""A reference to rows of the data plane: ids, lengths and tags, never tensors.
+"""A reference to rows of the data plane: ids, lengths and tags, never tensors. Transforms return new metas.
 
-Carries what a driver needs to decide about rows, with pure transforms that change no other meta. Invariant: lengths and
-tags, where known, stand in the order of the ids.
+Invariant: lengths and tags, where known, are in the order of the ids.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The columns that the data plane knows by name: how each lies in memory, how it is padded, who reads it.
+"""The known columns: shape, padding and readers of each.
 
-One registry from which token alignment, padding and fetch sets follow; whoever adds a column adds one line here. A
-column that is not in it travels too, as the values it has. Invariant: a name means the same axis and padding
-everywhere.
+Token alignment, padding and fetch sets follow from this registry; a new column is one line here. Other columns can be
+stored too, with the values they have.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ TOKEN_ALIGNED_FIELDS = frozenset(name for name, field in SCHEMA.items() if field
 
 
 def default_fields(consumer: Consumer) -> list[str]:
-    """The columns a consumer reads when nobody says otherwise, in the registry's order."""
+    """The columns that a consumer reads by default, in the registry's order."""
     return [name for name, field in SCHEMA.items() if consumer in field.consumers]
 
 
@@ -106,9 +105,7 @@ def model_inputs(names: Iterable[str]) -> list[str]:
 
 
 def columns_of_others(names: Iterable[str]) -> list[str]:
-    """Those of the columns that training takes along although no stage names them: the model's, and those that nobody
-    here knows.
-    """
+    """The columns that training passes through: inputs of the model, and columns that are not in the registry."""
     return [name for name in names if name not in SCHEMA or Consumer.MODEL in SCHEMA[name].consumers]
 
 

@@ -1,8 +1,7 @@
-"""Which rows go to which data-parallel rank, decided on lengths alone, for rows that lie elsewhere.
+"""Plans which rows of the data plane go to which data-parallel rank, from lengths alone.
 
-The same plans as for a batch in this process, made once for all ranks; workers never plan again. The plan travels with
-each rank's meta and never sticks to the caller's. Invariant: every rank has the same number of microbatches per global
-batch, or the gradient collectives of all would hang.
+The driver plans once for all ranks, and each rank's meta carries its plan. Invariant: every rank has the same number of
+microbatches per global batch; otherwise gradient collectives would hang.
 """
 
 from __future__ import annotations

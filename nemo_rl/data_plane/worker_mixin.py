@@ -1,9 +1,7 @@
-"""What a training worker does on the data plane: fetch its rows, run its ordinary method, write the result back.
+"""The data-plane side of a training worker: fetch rows, call the ordinary method, write results back.
 
-Mixed into a backend's worker class; it knows rows and plans, the backend knows models. Workers lay rows out as the
-driver planned and never plan again. Invariants: of the ranks that share rows one writes, at coordinate 0 of every axis
-that is not data parallel; a fetch that ranks share fails on all of them at once, instead of leaving the others in a
-collective; results stay with the rows and never travel through Ray.
+Invariants: one of the ranks that share rows writes, the one at coordinate 0 of every axis but data parallel; a failed
+shared fetch fails on all those ranks, so none hangs in a collective; results stay with the rows and never pass Ray.
 """
 
 from __future__ import annotations

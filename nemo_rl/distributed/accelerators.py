@@ -1,6 +1,6 @@
-"""What an accelerator slot is: a CUDA GPU, or a CPU slot (a Ray custom resource with a memory budget).
+"""Accelerator slots: a CUDA GPU, or a CPU slot (a Ray custom resource with a memory budget).
 
-Invariant: importing this needs no torch, so that Ray can start beside its import.
+Invariant: importing this needs no torch, so that Ray can start meanwhile.
 """
 
 from __future__ import annotations

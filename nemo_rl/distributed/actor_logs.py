@@ -1,7 +1,6 @@
-"""What this node's actors printed, one file per actor, beside the run's metrics.
+"""The output of this node's actors, one file per actor, beside the run's metrics.
 
-Ray keeps its workers' output under names that say nothing; each file holds a line with its actor's class. Invariant: a
-file here is the actor's output as it was, without Ray's own marks; an actor that printed nothing has none.
+Ray names its workers' files by ids; these are named by actor. An actor without output has no file.
 """
 
 from __future__ import annotations

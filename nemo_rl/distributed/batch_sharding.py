@@ -1,8 +1,8 @@
-"""Which rows of a global batch go to which data-parallel rank, and how each rank cuts them into microbatches.
+"""Plans which rows of a global batch go to which data-parallel rank, and each rank's microbatches.
 
-Works on row counts and lengths alone, so that the driver can plan for rows it does not hold; it knows nothing of
-tensors. Invariant: every row goes to exactly one rank (in the uneven mode too), and every rank has the same number of
-microbatches per global batch, since one more on one rank would hang the gradient collectives of all.
+Works on row counts and lengths alone, so the driver can plan for rows it does not hold. Invariant: every row goes to
+exactly one rank, and every rank has the same number of microbatches per global batch; one more on one rank would hang
+the gradient collectives.
 """
 
 import itertools
@@ -191,7 +191,7 @@ def _pack(packer: SequencePacker, items: Sequence[Bundle]) -> list[Bundle]:
 
 
 def _pack_bundles(packer: SequencePacker, cut: Callable[..., list[Bundle]], shards: int) -> list[Bundle]:
-    """Bins of whole bundles, which are cut smaller until they fill as many bins as all ranks want."""
+    """Bins of whole bundles, which are split until there are as many bins as the ranks need."""
     wanted = shards
     while True:
         items = cut(at_least=wanted)

@@ -1,8 +1,6 @@
 """A dictionary of columns over the same rows: tensors (dim 0 is the batch) and lists.
 
-Carries samples between the driver, the policy and the environments, and cuts them into shards and microbatches. It
-decides nothing about lengths or packing (`batch_sharding` does) and knows no column by name except through arguments.
-Invariant: an operation on rows is applied to every column alike, so row i of all columns is always the same sample.
+Invariant: an operation on rows is applied to every column, so row i of all columns is the same sample.
 """
 
 import copy

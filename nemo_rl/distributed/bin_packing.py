@@ -1,8 +1,7 @@
-"""Bin packing of sequences into microbatches of bounded token count.
+"""Bin packing of sequences, by length, into microbatches of bounded token count.
 
-Decides which sequences share a bin, from lengths alone; it knows nothing of tensors, ranks or padding. Invariant: every
-index is in exactly one bin, no bin is above its capacity, no bin is empty, and the number of bins is at least
-`min_bin_count` and a multiple of `bin_count_multiple` (so that all data-parallel ranks run the same number of
+Invariant: every index is in exactly one bin, no bin is above its capacity, no bin is empty, and the number of bins is
+at least `min_bin_count` and a multiple of `bin_count_multiple` (so that all data-parallel ranks run the same number of
 microbatches: a rank with one more would hang the first collective).
 """
 

@@ -1,9 +1,7 @@
-"""Process groups whose communicators can be dropped and made again, while whoever holds the groups keeps working.
+"""Destroys NCCL process groups to free their device memory, and recreates them with the same ranks.
 
-A communicator of NCCL keeps device memory as long as it lives. Here every group of a device backend is destroyed, and
-later made again with the same ranks; all objects of the process that held the old group hold the new one afterwards,
-whichever framework they belong to, and it answers to the old name too. Invariants: groups are made in the same order on
-all ranks; nobody holds a group that was destroyed.
+Every object of the process that held the old group holds the new one afterwards, whatever its framework, and the new
+group has the old name. Invariants: all ranks create groups in the same order; no destroyed group is still referenced.
 """
 
 from __future__ import annotations
@@ -121,7 +119,7 @@ def _rename(group: Any, name: Any) -> None:
 
 
 def _replace_everywhere(swaps: Sequence[_Swap]) -> None:
-    """One look at all objects of the process for all swaps, and one more for each depth of tuples around them."""
+    """Scans all objects of the process once for all swaps, and once more per nesting depth of tuples around them."""
     while swaps:
         new_of = {id(swap.old): swap for swap in swaps}
         in_tuples: list[_Swap] = []

@@ -1,7 +1,7 @@
-"""The device of this process: everything that differs between a GPU and a CPU slot once torch is there.
+"""The device of this process: what differs between a GPU and a CPU slot.
 
-Memory readings, pinned staging memory, names, and giving cached memory back. Nothing here knows about models or
-clusters. Invariant: code outside this package, the transports and the backends never names `torch.cuda`.
+Memory readings, pinned staging memory, names and freeing of cached memory. Invariant: code outside this package, the
+transports and the backends never names `torch.cuda`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def host_of(identity: str) -> str:
 
 
 def host_memory_of(identity: str) -> str:
-    """The identity of the host memory beside a device."""
+    """The identity of the host memory of a device's machine."""
     return f"cpu@{host_of(identity)}"
 
 

@@ -1,7 +1,6 @@
 """A grid of ranks with named axes, such as (pipeline, data, context, tensor) parallel.
 
-Answers where a rank sits and which ranks share coordinates; it knows nothing of Ray, processes or devices. Invariant:
-the grid is rectangular and every rank appears exactly once.
+Invariant: the grid is rectangular and every rank appears exactly once.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,6 @@
-"""Memory and accelerator use of every node, sampled while a run goes on.
+"""Samples memory and accelerator use of every node, from one small Ray actor per node.
 
-One small Ray actor per node reads the node; a thread of the driver asks them all and hands numbers to the logger.
-Invariant: a slow or lost node costs its own numbers, never the run: every question has a deadline.
+Invariant: a slow or lost node only loses its own numbers: every call has a deadline.
 """
 
 from __future__ import annotations

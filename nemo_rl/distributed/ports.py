@@ -1,8 +1,8 @@
-"""Free ports of this machine, each promised to one process at a time.
+"""Free ports of this machine, each reserved for one process at a time.
 
-A promise is an abstract Unix socket that the asking process holds until it ends, so that two runs which choose before
-either listens get different ports. Ranges belong below the system's ephemeral ports (32768 and up on Linux): from there
-the kernel gives an outgoing connection any port that nobody listens on at the moment.
+A reservation is an abstract Unix socket that the process holds until it ends, so two runs that choose before either
+listens get different ports. Ranges must be below the ephemeral ports (32768 and up on Linux), which the kernel may give
+to outgoing connections.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Processes of this node: what those of a run do first, what children say before they die, and ending them for good.
+"""Processes of this node: set-up of a run's workers, output of children, and killing process trees.
 
-A Ray worker enters the directory where the command was typed, so that relative paths in a configuration mean the same
-in every process: Ray runs workers where its node was started, which is elsewhere when a run joins a cluster. All
-processes search for garbage less often, and not at all while they import torch, transformers and vLLM, which make a
-million objects that are no garbage: it was a sixth of the processor time of importing them. Invariant: whoever is told
-that all are gone may give on what they held.
+Ray runs workers where its node was started; here they change to the directory of the command, so that relative paths
+mean the same in every process. Garbage collection runs less often, and not during the imports of torch, transformers
+and vLLM, where it took a sixth of the time.
 """
 
 from __future__ import annotations

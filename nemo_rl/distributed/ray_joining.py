@@ -43,12 +43,8 @@ def credentials() -> tuple[str, str]:
 
 
 def join_cluster(address: str, credentials: tuple[str, str] | None = None) -> None:
-    """Joins a running cluster for a few questions; its workers' output and errors are not shown here.
-
-    Args:
-        credentials: See `credentials`; by default what the environment says.
-
-    Raises RayStartError: it does not answer, or asks for another token.
+    """Joins a running cluster without showing its workers' output. Raises RayStartError: it does not answer, or has
+    another token. `credentials`: see `credentials`; by default from the environment.
     """
     if credentials is not None:
         os.environ["RAY_AUTH_MODE"], token = credentials
@@ -70,9 +66,7 @@ def running_cluster() -> str | None:
 
 
 def running_here() -> str | None:
-    """Address of the cluster that `ray start` left on this machine, if anybody listens there: a cluster that was killed
-    leaves its address behind.
-    """
+    """Address of the cluster that `ray start` left on this machine, if it still listens."""
     address = read_ray_address()
     if not address:
         return None
@@ -85,9 +79,7 @@ def running_here() -> str | None:
 
 
 def probe(address: str) -> None:
-    """Finds out in seconds whether anybody listens at RAY_ADDRESS; Ray itself would ask for minutes. Raises
-    RayStartError: nobody does.
-    """
+    """Checks within seconds that RAY_ADDRESS answers; Ray would try for minutes. Raises RayStartError: it does not."""
     if ":" not in address:
         # `auto`, or a name that Ray resolves.
         return
@@ -159,9 +151,7 @@ def _nothing(*arguments: object) -> None:
 
 @contextmanager
 def without_errors_of_others() -> Iterator[None]:
-    """A cluster that is joined or started in the block does not print paragraphs here about workers that ended: whoever
-    waits for one is told by an exception.
-    """
+    """Keeps Ray from printing errors of ended workers; callers get exceptions."""
     with patch.object(worker, "listen_error_messages", _nothing):
         yield
 

@@ -196,12 +196,12 @@ def _without(*starters: str) -> Iterator[None]:
 
 
 def _nothing(*arguments: object, **options: object) -> None:
-    """In the place of what is left out."""
+    """Replaces a function that is switched off."""
 
 
 @contextmanager
 def _seen_at_once() -> Iterator[None]:
-    """Inside the block Ray notices within milliseconds that its node is up; itself it looks once a second."""
+    """Makes Ray poll for its node every few milliseconds instead of once a second."""
     get_node = services.get_node
 
     def once_there(gcs_address: str, node_id: str) -> Any:
@@ -226,7 +226,7 @@ def _end_half_started(before: set[psutil.Process]) -> None:
 
 
 class RayStart(Generic[Started]):
-    """Ray, and what starts on it first, coming up beside other work."""
+    """A start of Ray that runs in parallel with other work."""
 
     def __init__(self, start: Callable[[], Started]) -> None:
         # Ray tells every thread but the main one that it leaves signals alone.
@@ -254,15 +254,15 @@ def shutdown_ray() -> None:
 
 
 class _StartAhead:
-    """A start of Ray that nobody waits for yet; None where there is none."""
+    """The start of Ray in progress, if any."""
 
     accelerator: Future[Accelerator] | None = None
 
 
 @contextmanager
 def starting_ahead(*, device: str, cpu_slots: int) -> Iterator[None]:
-    """Ray comes up beside what the block does first, such as imports, until a `RayConnection` in it is opened; ends it
-    where none was. For arguments see `init_ray`.
+    """Starts Ray in parallel with the block until a `RayConnection` in it takes it over; stops it if none did. For
+    arguments see `init_ray`.
     """
     if not ray.is_initialized():
         _StartAhead.accelerator = RayStart(lambda: init_ray(device=device, cpu_slots=cpu_slots)).started

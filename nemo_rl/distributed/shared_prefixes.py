@@ -1,9 +1,8 @@
-"""Rows that begin with the same tokens, bundled so that a microbatch computes these once.
+"""Groups rows with a common prefix, so that a microbatch computes it once.
 
-Works on group numbers and token counts that the driver knows without the rows; it knows nothing of tensors. What a
-microbatch really shares is found in its tokens (`models/policy/shared_prompts.py`): a wrong number here costs memory or
-time, never a result. Invariants: every row is in exactly one bundle, a bundle's rows are of one group, and no bundle of
-several rows is above the cap.
+Works on group numbers and token counts. Which tokens are shared is decided later from the tokens themselves
+(`models/policy/shared_prompts.py`), so a wrong number here costs memory or time only. Invariants: every row is in one
+bundle, a bundle's rows are of one group, and no bundle of several rows is above the cap.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""A set of accelerator slots reserved on the Ray cluster, and where each of them is.
+"""Accelerator slots reserved on the Ray cluster.
 
-`RayVirtualCluster` reserves slots as placement groups (one per node), tells which physical device is behind each slot,
-and hands out rendezvous addresses. It does not know what runs on the slots. Invariants: a slot belongs to one bundle of
-one placement group for as long as the cluster lives; no rendezvous port is handed out twice, not even to another run on
-the machine while this one lives. Asks Ray rather than a worker process where it can: the first of those takes seconds
-to start.
+`RayVirtualCluster` reserves slots as placement groups (one per node), finds the physical device of each, and hands out
+rendezvous addresses. Invariants: a slot stays in its bundle while the cluster exists; no rendezvous port is given out
+twice, not even to another run on the machine.
 """
 
 from __future__ import annotations
@@ -77,8 +75,8 @@ def holders_of(resource: str) -> str:
 
 
 def first_not_reserved(groups: Sequence[PlacementGroup], timeout_s: float) -> int | None:
-    """Waits until all groups are reserved: None; otherwise gives all of them back, and says which was not in time. A
-    wait of some seconds is said, with who holds the slots.
+    """Waits for all reservations and returns None; after the timeout it releases them and returns the first that is
+    missing. A wait of some seconds is logged with the holders of the slots.
     """
     deadline = time.monotonic() + timeout_s
     bundles = [bundle for group in groups for bundle in group.bundle_specs]
@@ -218,7 +216,7 @@ class RayVirtualCluster:
         return ray.get(asked, timeout=self._timeout_s)
 
     def actor_name(self, group: str, rank: int) -> dict[str, str]:
-        """Ray options that name the actor of a worker group's rank; none here, where nobody looks for actors."""
+        """Ray options with the name of a rank's actor; none by default."""
         return {}
 
     def strategy_for(self, node_rank: int, bundle_index: int) -> PlacementGroupSchedulingStrategy:

@@ -103,7 +103,7 @@ def wait_for_workers(
 def _root_failure(
     first: WorkerError, others: Sequence[tuple[ray.ObjectRef[object], WorkerIdentity]], what: str
 ) -> WorkerError:
-    """The failure to report: a worker whose peer died often raises a moment before the death itself is known."""
+    """The failure to report: a worker whose peer died often raises just before the death is known."""
     if isinstance(first, WorkerDiedError) or not others:
         return first
     ready, _ = ray.wait(

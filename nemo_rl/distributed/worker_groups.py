@@ -1,9 +1,8 @@
 """Groups of Ray actors on the slots of a virtual cluster, called together.
 
-`RayWorkerGroup` places one actor per slot (or one leader per tied group of slots), gives each its rank environment, and
-dispatches calls: the same data to all, different data to each, or sharded along named axes. It does not know what the
-workers compute. Invariants: a failing worker surfaces as a `WorkerError` within seconds, whatever the others do; what
-is to happen after a failure happens once, before the caller learns of it.
+`RayWorkerGroup` places one actor per slot (or one leader per tied group of slots), sets its rank environment, and
+dispatches calls: the same data to all, different data to each, or sharded along named axes. Invariants: a failing
+worker surfaces as a `WorkerError` within seconds; a failure handler runs once, before the caller gets the error.
 """
 
 from __future__ import annotations
@@ -387,5 +386,5 @@ class PendingCall(Generic[Result]):
             raise
 
     def __await__(self) -> Generator[object, None, Result]:
-        """The result, awaited by an event loop, which goes on meanwhile."""
+        """The result, awaited without blocking the event loop."""
         return asyncio.to_thread(self.result).__await__()

@@ -28,7 +28,7 @@ class AdapterError(UserError, ValueError):
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """What `adapter_config.json` says, as far as it is read here."""
+    """The fields of `adapter_config.json` that are used here."""
 
     base_model_name_or_path: str  # the model that it adapts
     r: int

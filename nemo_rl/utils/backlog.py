@@ -1,7 +1,7 @@
-"""Work that one thread does behind its caller, in the order in which it was given.
+"""A background thread that runs one task at a time, in order.
 
-Invariants: at most one piece runs, and none waits; what a piece raised is raised once, by the next call; after `close`
-nothing runs.
+Invariants: at most one task runs, and none waits; a task's error is raised once, by the next call; nothing runs after
+`close`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ class BacklogStuck(TimeoutError):
 
 
 class Backlog:
-    """One piece of work at a time. `name`: of the thread, and in messages. `timeout_s`: how long a piece may take, as
-    far as somebody waits for it.
-    """
+    """Runs one task at a time. `timeout_s`: how long a caller waits for a task."""
 
     def __init__(self, name: str, timeout_s: float = 300.0) -> None:
         self._name, self._timeout_s = name, timeout_s
@@ -51,9 +49,7 @@ class Backlog:
         return running.exception()
 
     def close(self) -> None:
-        """Waits until nothing runs, and ends the thread. What fails is logged: whatever ended the caller goes on.
-        Safe to call twice.
-        """
+        """Waits for the running task and ends the thread; logs its error. Safe to call twice."""
         if (error := self._outcome()) is not None:
             logger.error("%s=failed", self._name, exc_info=error)
         self._pool.shutdown(wait=False)

@@ -51,9 +51,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def damage(folder: Path, below: str = "") -> list[str] | None:
-    """What is wrong with the files of a checkpoint, each with its name; None where there is no manifest. `below`: only
-    files whose path in the checkpoint begins so.
-    """
+    """Describes damaged files of a checkpoint; None without a manifest. `below`: only files under this path."""
     path = folder / MANIFEST
     if not path.exists():
         return None

@@ -1,8 +1,7 @@
-"""Locks that say who lives: on a directory that one run writes at a time, and on what a killed process left behind.
+"""Advisory file locks, which the system releases when their process ends.
 
-A lock is an advisory one, which the system gives back when the process ends, however it ends. Invariant: of two runs
-that ask for the same directory, on one machine or over a file system that shares locks, one is refused by name before
-it writes anything.
+Of two runs with the same directory, on one machine or a file system that shares locks, the second is refused by name
+before it writes. Leftovers of killed processes are recognised by their released locks.
 """
 
 from __future__ import annotations
@@ -78,11 +77,11 @@ def _owner(path: Path) -> str:
 
 @contextmanager
 def abandoned(path: str | Path, *, stale_after_s: float) -> Iterator[bool]:
-    """Whether nobody who lives holds a lock on `path`; inside the block it is locked here.
+    """Whether no process holds the lock of `path`; inside the block this process holds it.
 
     Args:
-        path: A file or directory that its owner locks once it has made it.
-        stale_after_s: Seconds in which the owner of a new one may still be about to lock it.
+        path: A file or directory that its owner locks after creating it.
+        stale_after_s: Age in seconds from which a path without a lock counts as abandoned.
     """
     try:
         young = time.time() - os.stat(path).st_ctime < stale_after_s

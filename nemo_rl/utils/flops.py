@@ -47,19 +47,19 @@ _DTYPE_FACTOR = {"bfloat16": 1.0, "float16": 1.0, "float8": 2.0, "float32": 0.5}
 
 
 class UnknownArchitecture(ValueError):
-    """A model configuration does not say how large its matrices are."""
+    """A model configuration does not give the sizes of its matrices."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What passes over packed rows compute: tokens, and pairs of a token and one that it looks at."""
+    """The work of passes over packed rows: tokens, and attention pairs."""
 
     tokens: int = 0
     pairs: int = 0
 
     @classmethod
     def of(cls, queries: Sequence[int], keys: Sequence[int]) -> Work:
-        """The work of segments whose last `queries` of `keys` tokens look at themselves and all before them."""
+        """The work of segments whose last `queries` of `keys` tokens attend to themselves and all before them."""
         seen = sum(n * (2 * k - n + 1) // 2 for n, k in zip(queries, keys, strict=True))
         return cls(sum(queries), seen)
 

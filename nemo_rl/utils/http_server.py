@@ -1,7 +1,7 @@
-"""Small HTTP servers that run beside whatever this process does: counters for Prometheus, pages for people.
+"""Small HTTP servers in a background thread: Prometheus counters and web pages.
 
-Serves any ASGI application with uvicorn in a thread. Invariants: a visitor who sends or reads slowly, or never, holds
-no thread and is cut off; visits are not worth a line each; the port is free again after `close`.
+Serves any ASGI application with uvicorn. Invariants: slow clients are cut off; requests are not logged; the port is
+free again after `close`.
 """
 
 from __future__ import annotations
@@ -54,15 +54,8 @@ class _BoundedProtocol(H11Protocol):
 
 
 class BackgroundServer:
-    """Serves from a thread of its own.
-
-    Args:
-        port: Port; 0 takes a free one.
-
-    Attributes:
-        port: The port that it listens on.
-
-    Raises OSError: the address cannot be listened on.
+    """Serves an ASGI application from a thread. `port`: the port it listens on; 0 takes a free one. Raises OSError: the
+    address cannot be used.
     """
 
     def __init__(self, app: Any, *, host: str, port: int, name: str) -> None:

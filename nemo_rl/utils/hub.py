@@ -1,6 +1,6 @@
-"""Hugging Face's hub as a run meets it: whether it can be reached at all, and which of its libraries' lines are shown.
+"""Access to Hugging Face's hub: whether it is reachable, and which of its libraries' log lines are shown.
 
-Invariant: a machine without network asks the hub once, not in forty retries.
+Invariant: a machine without network asks the hub once instead of retrying.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _REPEATING = ("huggingface_hub.utils._http", "datasets.packaged_modules.json.jso
 
 
 def calm() -> None:
-    """Leaves it to the final error to say what went wrong, and draws no bars into files."""
+    """Silences the hub libraries' retries and progress bars; the final error says what failed."""
     if not sys.stderr.isatty():
         for name in _BARS:
             os.environ.setdefault(name, "1")
@@ -50,7 +50,7 @@ def use_cache_if_unreachable(model: str) -> str | None:
 
 
 def _answers(host: str, port: int) -> bool:
-    """Whether somebody listens; a name server that does not answer counts as nobody."""
+    """Whether the host accepts connections; a failing name lookup counts as no."""
     reached = threading.Event()
 
     def connect() -> None:

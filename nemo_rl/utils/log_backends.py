@@ -1,7 +1,7 @@
-"""Where metrics go besides `metrics.jsonl`: TensorBoard, Weights & Biases, MLflow, SwanLab.
+"""Metric backends besides `metrics.jsonl`: TensorBoard, Weights & Biases, MLflow, SwanLab.
 
-Each backend is one small class, a `LoggerInterface`; its package is imported when the backend is switched on and not
-before. Invariant: a backend gets only what it can show (numbers, lists of numbers, figures, parameters).
+Each is a small class with `LoggerInterface`, whose package is imported when it is switched on. They get only what they
+can show: numbers, lists of numbers, figures, parameters.
 """
 
 import importlib
@@ -63,7 +63,7 @@ class LoggerInterface(Protocol):
         ...
 
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        """Values whose distribution is of interest."""
+        """Values to show as a distribution."""
         ...
 
     def log_plot(self, figure: "Figure", step: int, name: str) -> None:
@@ -75,7 +75,7 @@ class LoggerInterface(Protocol):
         ...
 
     def close(self) -> None:
-        """Write out what is buffered."""
+        """Flush and close."""
         ...
 
     def failures(self) -> tuple[type[Exception], ...]:
@@ -96,7 +96,7 @@ def require(package: str, switch: str) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line; its type where it says nothing."""
+    """The first line of an error's message, or its type if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -188,11 +188,11 @@ _AXIS = "step"
 
 
 class WandbLogger:
-    """Weights & Biases; a step is committed when it is finished. Out of reach, the run is recorded offline, for `wandb
+    """Weights & Biases; a step is committed when it is finished. If unreachable, the run is recorded offline for `wandb
     sync`.
 
-    W&B drops what is logged for a step below its newest. What comes late (the report's picture, steps that a resumed
-    run trains again) gets rows of its own behind; every row names its step, which is the axis of all charts.
+    W&B drops what is logged below its newest step. Late values (the report's picture, steps that a resumed run repeats)
+    go into rows of their own; every row has its step, which is the axis of all charts.
     """
 
     def __init__(self, cfg: WandbConfig, log_dir: Path) -> None:

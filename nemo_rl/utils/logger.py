@@ -1,9 +1,7 @@
-"""The run's logger: every metric goes to `metrics.jsonl` and to each backend that is switched on; samples go to files
-of one JSON object per row.
+"""The run's logger: metrics go to `metrics.jsonl` and every enabled backend, samples to JSON-lines files.
 
-Turns tensors and numbers into plain floats once, for all of them; decides nothing about what is logged. The first
-failure of a tracker's own kind switches that tracker off with one line. Invariants: what a backend shows for a step is
-what the file holds for it; no call raises what its tracker declares as a failure, and none is made after the first.
+Tensors and numbers are converted to floats once. The first failure of a tracker's own kind switches that tracker off
+with one log line; later calls skip it. Invariant: backends show what the file holds.
 """
 
 from __future__ import annotations
@@ -38,13 +36,8 @@ _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE | orjson.OPT_N
 
 
 class Logger:
-    """Fans metrics out.
-
-    Args:
-        cfg: the logger section; `log_dir` is used as it is (see `get_next_experiment_dir`) and created.
-
-    Raises BackendMissing: a backend is switched on whose package is not installed; OSError: the directory cannot be
-    written.
+    """Logs to all backends. `cfg.log_dir` is used as it is (see `get_next_experiment_dir`) and created. Raises
+    BackendMissing: an enabled backend is not installed; OSError: the directory cannot be written.
     """
 
     def __init__(self, cfg: LoggerConfig | Mapping[str, Any]) -> None:
@@ -95,7 +88,7 @@ class Logger:
                 backend.log_metrics(plain, step, prefix, step_metric, step_finished)
 
     def log_hyperparams(self, params: Mapping[str, object]) -> None:
-        """The configuration, nested; backends get it flat, and it lies next to the metrics as `config.yaml`."""
+        """The configuration, nested; backends get it flat, and it is saved as `config.yaml` beside the metrics."""
         plain = json.loads(json.dumps(params, default=str))
         (self.log_dir / "config.yaml").write_text(
             yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=160), encoding="utf-8"
@@ -105,7 +98,7 @@ class Logger:
             backend.log_hyperparams(flat)
 
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        """Values whose distribution is of interest."""
+        """Values to show as a distribution."""
         prefix, _, short = name.rpartition("/")
         with self._lock:
             self._file.append({short: [float(value) for value in histogram]}, step, prefix)
@@ -138,7 +131,7 @@ class Logger:
         return path
 
     def close(self) -> None:
-        """Write out what is buffered and close every backend."""
+        """Flush and close all backends."""
         self._file.close()
         for backend in self.backends:
             backend.close()

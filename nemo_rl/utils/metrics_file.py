@@ -104,16 +104,11 @@ class NoMetrics(UserError, FileNotFoundError):
 
 
 def metrics_paths(run_dir: Path | str) -> list[Path]:
-    """The metrics files of one run, oldest first: those of the part that is named, or of the newest one in a
-    `logger.log_dir`, and of the parts that it goes on from.
+    """The metrics files of a run, oldest first: of the given part (or the newest in a `logger.log_dir`) and of the
+    parts that it resumed from.
 
-    A part goes on from an earlier one in the same `logger.log_dir` when it begins behind step 0 and shares its
-    checkpoint directory; other runs that logged there are left out.
-
-    Args:
-        run_dir: directory with `metrics.jsonl`, or one of `exp_NNN` directories.
-
-    Raises NoMetrics: there is none.
+    A part resumed from an earlier one if it starts after step 0 and shares its checkpoint directory; other runs in the
+    same `logger.log_dir` are skipped. Raises NoMetrics: there are none.
     """
     root = Path(run_dir)
     numbered = _numbered(root)

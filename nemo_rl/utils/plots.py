@@ -190,9 +190,8 @@ def _responses_over_the_step(run: RunMetrics) -> list[Series]:
 
 
 def phase_series(run: RunMetrics) -> list[Series]:
-    """Seconds of each phase per step, the largest first; what no timer covers is `other`.
-
-    `x/total` stands for `x`; other timers with a slash are parts of one of these and left out.
+    """Seconds of each phase per step, largest first; time without a timer is `other`. `x/total` stands for `x`; other
+    timers with a slash are part of one of these and skipped.
     """
     prefix = "timing/train/"
     phases: dict[str, dict[int, float]] = {}

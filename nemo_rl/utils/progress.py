@@ -1,9 +1,7 @@
-"""What a run shows on the terminal: the phases of its start with their seconds, then step, reward, accuracy, tokens per
-second and time left.
+"""A run's terminal output: start phases with their seconds, then step, reward, accuracy, tokens per second, time left.
 
-On a terminal both are live; elsewhere (a file, a Slurm log) a phase is a line when it ends, and one each half minute
-while it lasts, and a step is a line, or for quick steps one every few seconds. Shows what it is told and measures
-nothing but time. Invariant: the terminal is left as it was found, also after an error.
+Live on a terminal; elsewhere (a file, a Slurm log) one line per finished phase, per half minute of a running one, and
+per step (for quick steps every few seconds). Invariant: the terminal is restored, also after an error.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ class StartPhases:
     Args:
         console: Where to show; standard error by default.
         clock: Monotonic seconds.
-        failed: Is given an error that ends a phase at once, before what was begun beside it is ended.
+        failed: Called at once with the error that ends a phase, before work in parallel is stopped.
     """
 
     def __init__(
@@ -111,11 +109,11 @@ class RunProgress:
     """Progress of a run of `total_steps` steps; a context manager.
 
     Args:
-        first_step: steps already done by earlier runs.
+        first_step: steps done by earlier runs.
         console: where to show; standard error by default, so that standard output stays clean.
         clock: monotonic seconds.
-        measure: what a validation measures, also before the first.
-        details: says what else goes on, when a step takes long; empty for nothing.
+        measure: name of the validation metric, shown before the first validation too.
+        details: describes running work when a step takes long; may be empty.
     """
 
     def __init__(
@@ -195,8 +193,8 @@ class RunProgress:
         self._phase = name
 
     def validated(self, value: float, name: str = "accuracy", *, step: int | None = None) -> None:
-        """The newest validation result. `step`: whose weights were validated, the newest finished step by default; the
-        line comes below that step's.
+        """The newest validation result. `step`: the validated step, by default the newest finished; shown below its
+        line.
         """
         self._validated, self._validation_name = value, name
         if self._live is None:
@@ -211,7 +209,7 @@ class RunProgress:
         self._gpu_memory = gigabytes
 
     def say(self, line: str) -> None:
-        """A line for the person, beside the steps."""
+        """Prints a line above the live display."""
         self.said.append(line)
         self.console.print(printable(line), highlight=False, soft_wrap=True, markup=False)
 

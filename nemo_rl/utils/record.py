@@ -1,9 +1,8 @@
 """The run record: an append-only file of checksummed, numbered, versioned JSON lines, one writer per file.
 
-Everything that happened in a run can be read back from here, so a line once written is never changed, and what follows
-a damaged line is never trusted. A line is one JSON object: `{"crc":"...", "v":schema, "n":line number, "t":seconds,
-"src":source, "kind":..., fields}`, the checksum being CRC-32 of everything behind its own comma. The events are in
-`record_events`; what they mean together is for checkers and pictures to say.
+A written line is never changed, and nothing after a damaged line is trusted. A line is one JSON object: `{"crc":"...",
+"v":schema, "n":line number, "t":seconds, "src":source, "kind":..., fields}`; the checksum is the CRC-32 of everything
+after its own comma. Events are defined in `record_events`.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class RecordDamaged(RecordError):
 
     @property
     def torn(self) -> bool:
-        """Whether the record merely ends in a line that was not written whole."""
+        """Whether the damage is just a last line that was not written whole."""
         return self.reason == TORN
 
 
@@ -76,7 +75,7 @@ class RecordUnwritable(RecordError, OSError):
 
 
 class RecordTooNew(RecordError):
-    """A line was written by a newer schema than this reader knows."""
+    """A line has a newer schema than this reader supports."""
 
     def __init__(self, path: Path, line: int, version: int) -> None:
         super().__init__(
@@ -112,7 +111,7 @@ class Record(Protocol):
 
 
 class NullRecord:
-    """Forgets everything; for callers that keep no record."""
+    """Drops all events."""
 
     def emit(self, event: object) -> None:
         pass
@@ -144,16 +143,19 @@ class MemoryRecord:
 
 
 class RecordWriter:
-    """Appends events to one file that nobody else writes.
+    """Appends events to a file; the file's only writer. May be called from several threads.
 
-    Arguments: `path`, whose folder must exist; `source`, who speaks (`<pipeline>/<part>`); `clock`, seconds;
-    `flush_interval_s`, how much a killed process may lose (0 hands each event to the operating system at once;
-    `flush()` does so on demand); `resume`, go on with an existing file: a damaged tail is moved beside it first;
-    `archive_bytes`, from which size on `flush` moves lines to the compressed archive beside the file, as `close` then
-    does with the rest (None keeps all in the file). `emit` costs a few microseconds and may be called from several
-    threads. It fails for no disk: lines that cannot be written wait for the next `flush`, which raises RecordUnwritable
-    (with `strict`, `emit` raises it too). Raises RecordError when the file exists and `resume` is false, RecordTooNew
-    when a resumed file is of a newer schema.
+    Unwritable lines wait for the next `flush`, which raises RecordUnwritable. Raises RecordError: the file exists and
+    `resume` is false; RecordTooNew: a resumed file has a newer schema.
+
+    Args:
+        path: The file; its folder must exist.
+        source: `<pipeline>/<part>`.
+        clock: Seconds.
+        flush_interval_s: How much a killed process may lose; 0 passes each event to the system at once.
+        resume: Continue an existing file; a damaged tail is copied to another file first.
+        archive_bytes: Size from which `flush` moves lines to the compressed archive, as `close` does; None for never.
+        strict: `emit` raises RecordUnwritable too.
     """
 
     def __init__(
@@ -255,7 +257,7 @@ class RecordWriter:
 
 
 class BoundRecord:
-    """A view of a RecordWriter that speaks under another source name."""
+    """A RecordWriter under another source name."""
 
     def __init__(self, writer: RecordWriter, source: str, clock: Callable[[], float]) -> None:
         self._writer, self._source, self._clock = writer, source, clock
@@ -287,11 +289,10 @@ def encode_entry(entry: Entry) -> bytes:
 
 
 def read_record(path: str | Path, *, recover: bool = False) -> Iterator[Entry]:
-    """The entries of a record, in order.
+    """The entries of a record, in order. Kinds not registered in this process come as UnknownEvent.
 
-    A line that does not end, whose checksum is wrong or whose number is not the next one raises RecordDamaged; with
-    `recover` the entries before it are all there is, and a warning says what was left out. A newer schema raises
-    RecordTooNew in both modes. Kinds that are not registered in this process come as UnknownEvent.
+    Raises RecordDamaged: a line is torn, altered or out of order; with `recover` the entries before it are returned and
+    a warning is logged; RecordTooNew: a newer schema, in both modes.
     """
     path = Path(path)
     offset = index = 0
@@ -350,7 +351,7 @@ class _NewerSchema(ValueError):
 
 
 def decode_line(line: bytes, expected_seq: int) -> Entry:
-    """One line as an entry; ValueError says what is wrong with it."""
+    """Parses a line. Raises ValueError: it is damaged."""
     if not line.endswith(b"\n"):
         raise ValueError(TORN)
     rest = line[_PREFIX_BYTES:-1]
@@ -370,7 +371,7 @@ def decode_line(line: bytes, expected_seq: int) -> Entry:
 
 
 def _newer_by_its_own_word(line: bytes) -> str:
-    """A newer schema may sum otherwise, so a line that says it has one is told apart from a damaged one."""
+    """Names a newer schema, whose checksum may differ, in the error for a line with a wrong checksum."""
     try:
         version = json.loads(line).get("v")
     except ValueError:
@@ -393,8 +394,8 @@ def _decode_event(body: dict[str, object]) -> object:
 
 
 def _cut_damaged_tail(path: Path) -> int:
-    """Truncates `path` behind its last good line, with a copy of what is cut beside it, and returns how many stay.
-    Raises RecordDamaged: archived lines cannot be read, so that the number of the next one is not known.
+    """Truncates `path` after its last good line, copies the rest to another file, and returns the number of good lines.
+    Raises RecordDamaged: archived lines cannot be read, so the next number is unknown.
     """
     try:
         intact = mend_archive(path)

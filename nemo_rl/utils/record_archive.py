@@ -1,9 +1,9 @@
-"""The older lines of a run record, compressed: `<record>.xz` beside the file that grows.
+"""The older lines of a run record, compressed: `<record>.xz` beside the growing file.
 
-Lines move there in whole pieces, each a stream of its own, and reach the disk before they leave the growing file.
-Invariants: whenever a process or machine stops, every line is in the archive, in the growing file, or in both; a reader
-sees it once. A piece that cannot be read is the torn end of an unfinished move exactly where the growing file still
-begins with the piece's first line; anywhere else it is damage, and nothing behind it is read or removed.
+Lines move in pieces, each an xz stream, which reaches the disk before the growing file is truncated. Invariants: at any
+stop every line is in the archive, the growing file, or both; a reader yields it once. An unreadable piece is a torn
+move if the growing file still starts with the piece's first line; anywhere else it is damage, and nothing after it is
+read or removed.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def archive_of(record: Path) -> Path:
 
 
 def move_to_archive(record: Path) -> None:
-    """Moves the lines of a record that nobody writes to at this moment. Raises OSError: the archive cannot be written;
-    the record is as it was.
+    """Moves the lines of a record that no one writes to meanwhile. Raises OSError: the archive cannot be written; the
+    record is unchanged.
     """
     content = record.read_bytes()
     if not content:

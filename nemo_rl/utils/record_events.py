@@ -1,9 +1,7 @@
-"""The events of the run record that every part of a run shares, and the registry that gives each event its name on
-disk.
+"""The run record's shared events, and the registry of their names on disk.
 
-An event is a frozen dataclass of plain values. Its kind, registered once with `@event_kind`, is what a line says; a
-field that is added later needs a default, and one that changes its meaning needs a new `SCHEMA_VERSION`. Packages above
-add kinds of their own in the same way (the scheduler does). Nothing here knows files, clocks or who writes.
+An event is a frozen dataclass of plain values, registered with `@event_kind`. A field added later needs a default; a
+changed meaning needs a new `SCHEMA_VERSION`. Packages above add kinds of their own.
 """
 
 from __future__ import annotations
@@ -172,9 +170,7 @@ def _as(expected: type[Value] | tuple[type[Value], ...], value: object) -> Value
 
 @dataclass(frozen=True, slots=True)
 class UnknownEvent:
-    """A line whose kind nobody has registered in this process (its module is not imported); kept so that a reader can
-    count and show it.
-    """
+    """A line whose kind is not registered in this process (its module is not imported)."""
 
     kind: str
     fields: Mapping[str, object]
@@ -278,9 +274,7 @@ class VersionPublished:
 @event_kind("engine_built")
 @dataclass(frozen=True, slots=True)
 class EngineBuilt:
-    """The engine of a shard was built, or built anew, within `seconds`; asleep it leaves `left_bytes` on each of its
-    devices.
-    """
+    """A shard's engine was built or rebuilt within `seconds`; asleep it keeps `left_bytes` on each of its devices."""
 
     shard: int
     seconds: float
@@ -350,7 +344,7 @@ class RequestFinished:
 @event_kind("wait_begun")
 @dataclass(frozen=True, slots=True)
 class WaitBegun:
-    """Somebody waits for `what`, at most until `deadline` (seconds on the record's clock)."""
+    """A wait for `what` began, until at most `deadline` (seconds on the record's clock)."""
 
     wait_id: str
     what: str
@@ -408,8 +402,8 @@ class Validated:
 @event_kind("sync_started")
 @dataclass(frozen=True, slots=True)
 class SyncStarted:
-    """A weight sync of `version` to the shards `targets` begins; `recompute_kv` when their running requests compute
-    keys and values anew under it.
+    """A weight sync of `version` to the shards `targets` begins; with `recompute_kv` their running requests recompute
+    keys and values.
     """
 
     sync_id: str

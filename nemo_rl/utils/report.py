@@ -1,8 +1,7 @@
-"""`python -m nemo_rl.utils.report RUN_DIR`: one HTML page and one picture of a run, from what its logger wrote.
+"""`python -m nemo_rl.utils.report RUN_DIR`: an HTML page and a picture of a run, from what its logger wrote.
 
-Reads `metrics.jsonl`, `config.yaml` and `samples/val_data_stepN.jsonl`; needs nothing that ran. The page holds its data
-and its script, and loads nothing. Invariants: what the page shows is escaped data, so a model's output cannot run in
-the reader's browser; a page kept up to date beside a run takes at most a small share of the time.
+Reads `metrics.jsonl`, `config.yaml` and `samples/val_data_stepN.jsonl`. The page is self-contained. Invariants: model
+output is escaped and cannot run as script; updating a page beside a run takes a small share of the time.
 """
 
 import argparse
@@ -47,8 +46,7 @@ def write_report(run_dir: Path | str, out_dir: Path | str | None = None, title: 
     """Write `report.html` and `report.png`.
 
     Args:
-        run_dir: a run's log directory, or a `logger.log_dir`, whose newest run is meant; the parts that it goes on from
-            are shown with it.
+        run_dir: a run's log directory, or a `logger.log_dir` (its newest run); runs that it resumed from are included.
         out_dir: where to write; `run_dir` by default.
         title: name of the run; its directory by default.
 
@@ -65,9 +63,7 @@ def write_report(run_dir: Path | str, out_dir: Path | str | None = None, title: 
 
 
 def write_page(run_dir: Path | str) -> Path | None:
-    """Write `report.html` alone, of a run that goes on: the page loads itself anew; None while there is nothing to
-    show.
-    """
+    """Write `report.html` alone, for a run in progress: the page reloads itself. None while there is nothing to show."""
     try:
         run = read_metrics(run_dir)
     except NoMetrics:
@@ -121,7 +117,7 @@ def log_report(logger: Logger) -> None:
 
 
 def damages(run_dir: Path | str) -> list[RecordDamaged]:
-    """The records of a run that are damaged, and not merely cut off at their end."""
+    """The damaged records of a run; one that is just cut off at the end does not count."""
     found: list[RecordDamaged] = []
     for path in metrics_paths(run_dir):
         try:

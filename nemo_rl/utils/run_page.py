@@ -1,7 +1,7 @@
-"""The live page of one run (`--page`): what it does now, its report, its newest samples and the end of its logs.
+"""The live page of a run (`--page`): its state, its report, its newest samples and the end of its logs.
 
-Served on this machine alone and with a token. Shows files that the run writes and what its progress knows; changes
-nothing. Invariant: the address file is readable by its owner alone, and gone when the run has ended.
+Served on this machine only, with a token; read-only. Invariant: only the owner can read the address file, which is
+removed at the end of the run.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ _TAIL_BYTES, _TAIL_LINES, _SAMPLES = 16 << 10, 40, 4
 
 
 class RunPage:
-    """What there is to show of a run. `log_dir`: where it writes; what is above it until the run has its own directory.
-    `ended`: shown in place of what the run does, once it ends.
-    """
+    """The content of the page. `log_dir`: the run's directory, or its parent until that exists. `ended`: final text."""
 
     def __init__(self, log_dir: Path) -> None:
         self.log_dir = log_dir

@@ -1,7 +1,6 @@
-"""When a step generated, scored and trained: read from the run record, and drawn.
+"""Timelines of steps (generation, scoring, training) from the run record, and their pictures.
 
-Generation is the time in which requests run, whichever step they are for; the other spans are those that the driver
-recorded. Invariant: a timeline holds only what the record says, on its clock.
+Generation is the time in which any request runs, whatever its step; other spans are as the driver recorded them.
 """
 
 from __future__ import annotations

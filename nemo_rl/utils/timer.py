@@ -1,8 +1,6 @@
-"""Named durations of a run's phases, and the clock that says when a run must save and end.
+"""Named durations of a run's phases, and the check whether a run must save and end.
 
-Measures and reduces; knows nothing of what the phases are or where the numbers go. The clock is an argument, so that
-tests need not wait. Invariant: a label runs at most once at a time, and its measurements stay in the order they were
-taken.
+Invariant: a label runs at most once at a time, and its measurements stay in order.
 """
 
 import statistics
@@ -119,7 +117,7 @@ class Timer:
         return {label: self.reduce(label, reduction_op) for label in self._measured}
 
     def reset(self, label: str | None = None) -> None:
-        """Forget the durations of a label, or of all; what runs goes on running."""
+        """Forget the durations of a label, or of all; running labels go on."""
         for measured in [label] if label is not None else list(self._measured):
             self._measured.pop(measured, None)
 

@@ -1,7 +1,7 @@
-"""Pages for people: who may see them, the headers that they have, and the files of a folder.
+"""Web pages: access by token, response headers, and files of a folder.
 
-Invariants: without the token nothing is shown where it is asked for; what a page links to never leads out of its
-folder; a report, which shows what a model wrote, has an origin of its own.
+Invariants: a token-protected page shows nothing without the token; links never leave the page's folder; a report, which
+contains model output, is sandboxed into an origin of its own.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class PageError(UserError, RuntimeError):
 
 
 def guarded_app(routes: Sequence[Route], token: str, *, to_look: bool, cookie: str) -> Starlette:
-    """An application that asks for a token.
+    """An ASGI application that asks for a token.
 
     Args:
-        routes: What it answers; other paths are told the first ones.
-        token: As `?token=`, as a bearer token or as the cookie, which `/` sets for a visitor who shows the token.
-        to_look: Whether it is asked for. Otherwise any visitor who calls this machine by its own name may look.
+        routes: Its routes; a 404 names them.
+        token: As `?token=`, bearer token or cookie; `/?token=` sets the cookie.
+        to_look: Whether a token is needed; otherwise any client that addresses this machine by its own name may read.
     """
 
     def elsewhere(request: Request) -> Response:
@@ -104,7 +104,7 @@ def of_this_machine(host: str) -> bool:
 
 
 def file_of(folder: Path, path: str) -> Response:
-    """A file of a folder, or what lies below a directory of it."""
+    """A file of a folder or below it."""
     # Links lead out of the folder only by a name that a visitor must not choose.
     wanted = (folder / path).resolve()
     if not wanted.is_relative_to(folder.resolve()):

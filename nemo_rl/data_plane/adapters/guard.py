@@ -1,9 +1,8 @@
-"""Who may speak to TransferQueue's processes: they unpickle what they receive, so nobody but processes of the run.
+"""Access control of TransferQueue's sockets, whose messages are unpickled: only processes of the run may connect.
 
 On one host they listen on the loopback address. On several, every connection is encrypted by ZMQ's CURVE
-(https://rfc.zeromq.org/spec/26/) with keys that only the run's own processes have, from Ray: a peer that does not know
-the server's key, which is never sent, is dropped before a message of it is read. Invariant: no socket of TransferQueue
-opens in a process before its guard stands there.
+(https://rfc.zeromq.org/spec/26/) with keys that only the run's processes get, from Ray; other peers are dropped before
+a message is read. Invariant: a process installs its guard before TransferQueue opens a socket there.
 """
 
 from __future__ import annotations

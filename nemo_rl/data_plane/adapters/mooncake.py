@@ -1,7 +1,6 @@
-"""Mooncake as TransferQueue's storage: its libraries, its environment per process, and its master, which is ours.
+"""Mooncake as TransferQueue's storage: its libraries, each process's environment, and a master of the run's own.
 
-Starts one master on free ports and ends it; sets each process's own environment before an engine starts there.
-Invariants: nobody else's master is touched; ours ends with the process that started it, however that one ends.
+Invariants: no other job's master is touched; ours ends with the process that started it, even when that is killed.
 """
 
 from __future__ import annotations
@@ -55,9 +54,7 @@ def native_folder() -> Path:
 
 
 def check_mooncake() -> None:
-    """Loads Mooncake and looks for its master, without starting anything. Raises MooncakeUnavailableError: the package,
-    a shared library or the master is missing.
-    """
+    """Checks that Mooncake and its master can be loaded. Raises MooncakeUnavailableError: a part is missing."""
     load_mooncake()
     _master_binary()
 
@@ -85,7 +82,7 @@ def load_mooncake() -> None:
 
 
 def load_native_libraries() -> None:
-    """Loads the shared libraries that Mooncake needs, where they lie unpacked."""
+    """Loads the shared libraries that Mooncake needs from where they are unpacked."""
     # Read when the engine's library is loaded, and it tells of every step of its start.
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     for name in _NATIVE:
@@ -116,7 +113,7 @@ def prepare_process(config: Any) -> None:
 
 
 def announced_address(address: str) -> str:
-    """The address under which peers are told to reach this process; empty for those that only mean something here."""
+    """The address by which peers reach this process; empty for addresses that are valid on this host only."""
     address = address.strip("[]")
     local = address.startswith(("169.254.", "127.", "fe80:")) or address in ("::1", "localhost", "0.0.0.0")
     return "" if local else address
@@ -264,9 +261,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _first_rdma_device() -> str:
-    """The first Mellanox device whose port speaks Ethernet, as `MC_MOONCAKE_DEVICE` would name it; empty leaves the
-    choice to Mooncake.
-    """
+    """The first Mellanox device with an Ethernet port, as in `MC_MOONCAKE_DEVICE`; empty lets Mooncake choose."""
     for device in sorted(Path("/sys/class/infiniband").glob("mlx5_*")):
         link = device / "ports" / "1" / "link_layer"
         if link.exists() and link.read_text().strip() == "Ethernet":

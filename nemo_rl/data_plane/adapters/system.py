@@ -1,8 +1,7 @@
-"""Starts and ends TransferQueue for one run: its controller, its storage, and Mooncake's master where that is the
-storage.
+"""Starts and stops one run's TransferQueue: controller, storage, and Mooncake's master if that is the storage.
 
-Names belong to the run, so that two runs on one Ray cluster never meet; everything is started here and ended here.
-Invariant: after `close` (or after the death of the process that started it) no process of the system is left.
+Actor names contain the run's id, so runs on one Ray cluster do not collide. Invariant: no process of the system
+survives `close` or the death of the process that started it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Rows in TransferQueue: a controller that knows which rows exist, and storage that holds their bytes.
+"""Rows in TransferQueue: a controller that lists the rows, and storage that holds their bytes.
 
-Speaks to TransferQueue's own client on one event loop per process, with a deadline on every call, and finds out what
-died when one passes. Which storage lies behind it is the system's configuration. Invariant: nothing outside `adapters`
-imports `transfer_queue`.
+Calls TransferQueue's client on one event loop per process, with a deadline on every call; after a timeout it finds out
+which process died. Invariant: nothing outside `adapters` imports `transfer_queue`.
 """
 
 from __future__ import annotations
@@ -174,9 +173,7 @@ class TransferQueueStorage:
             self._run(what, lambda: self._client.async_clear_samples(meta))
 
     async def _clear_every_block(self, meta: Any, partition_id: str) -> None:
-        """Clears rows of a key-value storage, which drops only the fields it is told, and is told only those that all
-        rows have.
-        """
+        """Clears all fields of rows; a key-value storage drops only fields that it is given and that all the rows have."""
         whole = await self._client._get_partition_meta(partition_id)
         wanted = set(meta.global_indexes)
         rows = whole.select_samples([index for index, row in enumerate(whole.global_indexes) if row in wanted])
@@ -241,9 +238,7 @@ class TransferQueueStorage:
 
 
 def _settle(loop: asyncio.AbstractEventLoop) -> None:
-    """Lets calls that nobody waits for any more end on their own loop; a coroutine that is only forgotten complains
-    when it is collected.
-    """
+    """Lets abandoned calls finish on their loop; a coroutine that is dropped instead logs a warning."""
     if loop.is_running():
         try:
             asyncio.run_coroutine_threadsafe(_cancel_others(), loop).result(timeout=_SETTLE_TIMEOUT_S)
