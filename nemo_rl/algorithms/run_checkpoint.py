@@ -136,7 +136,7 @@ def saved_without_logs(checkpointer: CheckpointManager, state: RunState, save: C
         try:
             if checkpointer.cfg.enabled and state.step > 0 and not checkpointer.has(state.step):
                 save()
-                checkpointer.settle()
+                checkpointer.finish()
                 logger.error("step %d was saved; its logs are incomplete", state.step)
         except CheckpointError as error:
             logger.error("step %d could not be saved either: %s", state.step, error)

@@ -201,7 +201,7 @@ def train_to_end(steps: Steps[Any]) -> None:
                 break
         # What is said of the last step may fail too, and the run can be saved only while its source goes on.
         steps.await_reports()
-    run.checkpointer.settle()
+    run.checkpointer.finish()
     if (why := steps.why_ended(newest)) is not None:
         asked = f"{steps.section}.max_num_steps={steps.cfg.max_num_steps}"
         logger.warning("ended after step %d of %s: %s", run.state.step, asked, why)
@@ -244,10 +244,10 @@ def run_step(steps: Steps[Any]) -> CompletedStep | None:
 def _save_if_due(steps: Steps[Any], done: CompletedStep, *, is_last: bool) -> None:
     run = steps.run
     done.timed_out = run.timeout.check_save()
-    run.checkpointer.look()
+    run.checkpointer.poll()
     stops_early, step = done.stops_early, run.state.step
     due = should_save(step, run.config.checkpointing, is_last=is_last, early_stop=stops_early, timeout=done.timed_out)
-    if due or run.checkpointer.owes:
+    if due or run.checkpointer.retry_due:
         save_step(steps, done)
 
 
@@ -260,7 +260,7 @@ def save_step(steps: Steps[Any], done: CompletedStep) -> None:
     """
     run, cfg = steps.run, steps.run.config
     steps.lend_saving()
-    with run.timer.time("checkpointing"), run.checkpointer.trying():
+    with run.timer.time("checkpointing"), run.checkpointer.tolerate_failure():
         step, (loader, files) = run.state.step, steps.position()
         info = run.state.training_info()
         info |= ranking_metric(cfg.checkpointing, step, train=done.metrics, val=done.val_metrics)

@@ -82,9 +82,9 @@ def kill_and_wait(processes: Sequence[psutil.Process], timeout_s: float) -> list
     return list(alive)
 
 
-class LastWords:
-    """Reads the standard error of a child in a thread, passes it on, and keeps its last lines. `process`: started with
-    `stderr=subprocess.PIPE`. `pass_on`: takes every line; this process's own standard error by default.
+class OutputTail:
+    """Reads a child's standard error in a thread, passes it on, and keeps its last lines. `process`: started with
+    `stderr=subprocess.PIPE`. `pass_on`: gets every line; writes to this process's standard error by default.
     """
 
     def __init__(
@@ -109,12 +109,12 @@ class LastWords:
                 self._pass_on(line)
 
     def of_ended(self) -> str:
-        """How a child ended that is ending by itself: its exit code, its last line, and the lines before it."""
+        """How a child ended that is ending by itself: its exit code and its last lines."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=_EXIT_S)
         # Whatever it started may hold its standard error open.
         self._thread.join(timeout=1.0)
         lines = [line for line in self._lines if line]
         if not lines:
-            return f"with exit code {self._process.returncode} and without a word"
+            return f"with exit code {self._process.returncode} and no output on stderr"
         return f"with exit code {self._process.returncode}: {lines[-1]}\n" + "\n".join(lines)

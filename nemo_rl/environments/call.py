@@ -1,7 +1,6 @@
 """One checked call of an environment: in time, without an exception, and with one answer per conversation.
 
-Decides what a failure looks like; what to do about it is the rollout's business. Invariant: what is returned has B
-entries everywhere, each of the type that `EnvironmentReturn` names.
+Invariant: the result has B entries everywhere, each of the type that `EnvironmentReturn` names.
 """
 
 from __future__ import annotations

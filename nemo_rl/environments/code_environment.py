@@ -1,9 +1,9 @@
-"""Judges code: by running the Python that a response contains, against tests or by what it printed, or by its overlap
-with a reference (the Jaccard index of their words: equal texts earn 1, disjoint ones 0).
+"""Judges code: runs a response's Python against tests or compares its output, or scores word overlap with a reference
+(Jaccard index).
 
-Code is what stands between `<code>` and `</code>`, or in fenced blocks. `code_sandbox/judge.py` runs it, in an empty
-directory, with limits on time, memory, output and the size of a file. Invariants: no run outlives its deadline, and
-nothing that it started outlives it; tests and verdict are out of the response's reach.
+Code is the text between `<code>` and `</code>`, or in fenced blocks. `code_sandbox/judge.py` runs it in an empty
+directory with limits on time, memory, output and file size. Invariants: no process outlives the run's deadline; tests
+and verdict are out of the response's reach.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class CodeEnvironment(EnvironmentInterface[dict[str, object]]):
 
     @classmethod
     def start_line(cls, cfg: Mapping[str, object]) -> str:
-        """What a run says of it at its start."""
+        """What the environment prints at a run's start."""
         sandbox = usable_sandbox(CodeEnvConfig.model_validate(dict(cfg)).sandbox)
         return f"env.code: code of responses runs in the sandbox {sandbox} ({_SANDBOXES[sandbox]})"
 

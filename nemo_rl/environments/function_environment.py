@@ -1,8 +1,8 @@
-"""A reward that is a plain function: `env.<name>.function` names it, and it is called once per response.
+"""A reward from a plain function, `env.<name>.function`, called once per response.
 
 Parameters are filled by name: `response`, `expected` (the row's `ground_truth`), `messages` (the whole conversation),
-what the row's processor put into `extra_env_info`, and the further keys of `env.<name>`. Invariant: a function whose
-parameters cannot be filled is refused before anything starts.
+values that the row's processor put into `extra_env_info`, and the further keys of `env.<name>`. A function with other
+required parameters is refused before anything starts.
 """
 
 from __future__ import annotations

@@ -34,9 +34,9 @@ class UnknownEnvironment(UserError, ValueError):
 
 
 class Conversation(list[dict[str, Any]]):
-    """Messages {role, content} of the prompt, then what a rollout added: the form in which environments get a sample.
+    """Messages {role, content} of the prompt and the rollout, as environments get them.
 
-    The prompt may hold assistant messages of its own; `response_of` is the one place that tells them from answers.
+    The prompt may contain assistant messages; `response_of` separates them from the rollout's.
     """
 
     prompt_length: int | None = None  # number of messages of the prompt; None where a caller did not say
@@ -57,10 +57,8 @@ class Conversation(list[dict[str, Any]]):
 
 
 def response_of(message_log: LLMMessageLogType) -> str:
-    """What the assistant said in this rollout, its turns joined; never what the prompt says that it said.
-
-    In a plain list, whose prompt's length is not known, it is what the assistant said after the last message of the
-    system or the user.
+    """The assistant's messages of this rollout, joined; without those of the prompt. For a plain list, which does not
+    mark the prompt, those after the last system or user message.
     """
     start = getattr(message_log, "prompt_length", None)
     if start is None:
@@ -137,10 +135,10 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT], metaclass=ActorOnRequest
     def step(
         self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[MetadataT]
     ) -> EnvironmentReturn[MetadataT]:
-        """Takes B conversations that end with an assistant message, and what is known of each, and judges them.
+        """Judges B conversations that end with an assistant message.
 
-        The last message is the newest response; `response_of` a conversation joins all responses of the rollout. Other
-        assistant messages are the prompt's own history.
+        The last message is the newest response; `response_of` joins all responses of the rollout. Other assistant
+        messages belong to the prompt.
         """
 
     def global_post_process_and_metrics(self, batch: BatchedDataDict) -> tuple[BatchedDataDict, dict[str, float]]:

@@ -90,14 +90,11 @@ class MathEnvironment(EnvironmentInterface[dict[str, object]]):
 
 
 class MathMultiRewardEnvironment(EnvironmentInterface[dict[str, object]]):
-    """`env.math_multi_reward`: three components, for estimators that weigh them, of responses that think first:
-    `<think>..</think>`, a line break, `<answer>..</answer>`.
+    """`env.math_multi_reward`: three reward components for responses of the form `<think>..</think>`, a line break,
+    `<answer>..</answer>`.
 
-    `reward/correctness` is 1 where what stands in the last `<answer>` is the expected answer, letter by letter;
-    `reward/integer` where that is nothing but digits; `reward/format` where the response has the form above.
-
-    Args:
-        cfg: the keys of `env.math_multi_reward`.
+    `reward/correctness` is 1 if the last `<answer>` equals the expected answer; `reward/integer` if it contains only
+    digits; `reward/format` if the response has the form above.
     """
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
@@ -123,9 +120,7 @@ class MathMultiRewardEnvironment(EnvironmentInterface[dict[str, object]]):
 
 
 def answer_in(response: str) -> str:
-    """What stands in the last `<answer>` of a response, whose end a stop string may have cut off; without the tag, the
-    whole response.
-    """
+    """The content of a response's last `<answer>`, whose end tag may be missing; without the tag the whole response."""
     return response.rpartition("<answer>")[2].partition("</answer>")[0].strip()
 
 

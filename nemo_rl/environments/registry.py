@@ -1,8 +1,8 @@
-"""Environments by name, their actors, and the data and environments of a run together.
+"""Environments by name, their actors, and the match of a run's data with its environments.
 
-`env.<name>.class` or `env.<name>.function` in YAML is all that a user's environment needs; `register_env` gives a class
-a name from Python. Invariants: an environment gets exactly the keys of its mapping, without those that are read here;
-every task has an environment, whose actors are shared by all tasks that use it.
+A user's environment needs only `env.<name>.class` or `env.<name>.function` in YAML; `register_env` names a class from
+Python. Invariants: an environment gets the keys of its mapping without those that are read here; every task has an
+environment, and tasks share its actors.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def setup_response_data(
 
 
 def start_environments(names: Iterable[str], env_configs: EnvConfig) -> Actors:
-    """The replicas of each name; every class is looked up before the first actor starts."""
+    """The replicas of each name; all classes are resolved before the first actor starts."""
     wanted = {name: section_of(name, env_configs) for name in names}
     for name, section in wanted.items():
         environment_class(name, section)
@@ -223,7 +223,7 @@ def await_environments(actors: Actors, env_configs: EnvConfig) -> None:
 
 
 def _innermost(error: Exception) -> str:
-    """The line of a remote traceback that says what was raised."""
+    """The last line of a remote traceback, with the exception."""
     return next((line for line in reversed(str(error).strip().splitlines()) if line.strip()), type(error).__name__)
 
 
@@ -234,7 +234,7 @@ def end_environments(actors: Actors) -> None:
 
 
 def start_lines(names: Iterable[str], env_configs: EnvConfig) -> list[str]:
-    """What environments have a run say at its start."""
+    """What environments print at a run's start."""
     lines = []
     for name in dict.fromkeys(names):
         section = section_of(name, env_configs)

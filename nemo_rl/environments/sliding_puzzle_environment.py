@@ -1,8 +1,7 @@
-"""The sliding puzzle, move by move: an action per turn, reward 1 for solving it.
+"""The sliding puzzle: one action per turn, reward 1 for solving it.
 
-A response is read for its last `<action>..</action>`; what is no legal move costs a turn and is answered by what was
-wrong. The board lives in the conversation's metadata. Invariant: a puzzle ends when it is solved or after `max_moves`
-actions, legal or not.
+The last `<action>..</action>` of a response counts; an illegal move costs a turn and is answered with the reason. The
+board is kept in the conversation's metadata. A puzzle ends when solved or after `max_moves` actions.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _STOP = ["</action>"]
 
 
 class PuzzleState(TypedDict):
-    """What is known of a puzzle: its board, and how many moves were made."""
+    """A puzzle's board and the number of moves made."""
 
     board: Board
     moves: int

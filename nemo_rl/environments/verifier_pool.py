@@ -1,9 +1,8 @@
-"""Verifier processes that share out answers, with a deadline per answer.
+"""Verifier processes with a deadline per answer.
 
-A process that runs past its deadline is ended and replaced, and that answer earns 0. One that ends in another way, or
-stands still, is replaced too, and its answer is verified once more: something outside may have killed or stopped it.
-Invariants: `verify` returns one verdict per pair, in order, at most (2 * answers / workers + 1) * deadline later; no
-pipe is waited for beyond a deadline.
+A process that exceeds its deadline is replaced and its answer earns 0. One that dies otherwise or hangs is replaced
+too, and its answer is verified once more, since something outside may have killed it. Invariant: `verify` returns one
+verdict per pair, in order, within (2 * answers / workers + 1) * deadline.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
-from nemo_rl.distributed.processes import LastWords, plain_environment
+from nemo_rl.distributed.processes import OutputTail, plain_environment
 from nemo_rl.environments.interfaces import EnvironmentFailure
 from nemo_rl.environments.verifiers import Verdict
 
@@ -41,7 +40,7 @@ class _Worker:
     replies: IO[bytes]
     task: int | None
     give_up_at: float
-    last_words: LastWords
+    output_tail: OutputTail
     ready: bool = False
     outgoing: bytes = b""
     incoming: bytearray = field(default_factory=bytearray)
@@ -51,11 +50,10 @@ _LOST = Verdict(0.0, None)
 
 
 class VerifierPool:
-    """Verifies answers in processes of its own.
+    """Verifies answers in processes of its own, started at first use.
 
     Args:
         verifier: a name in `verifiers.VERIFIERS`.
-        num_workers: processes, started when they are first needed.
         deadline_s: seconds per answer.
     """
 
@@ -112,7 +110,7 @@ class VerifierPool:
         for pipe in (process.stdin, process.stdout):
             os.set_blocking(pipe.fileno(), False)
         give_up_at = time.monotonic() + _START_UP_S
-        worker = _Worker(process, process.stdin, process.stdout, None, give_up_at, LastWords(process))
+        worker = _Worker(process, process.stdin, process.stdout, None, give_up_at, OutputTail(process))
         self._workers.append(worker)
         self._selector.register(worker.replies, selectors.EVENT_READ, worker)
 
@@ -153,7 +151,7 @@ class VerifierPool:
             self._selector.unregister(worker.requests)
 
     def _collect(self, worker: _Worker) -> Verdict | None:
-        """What a worker says of its answer, `_LOST` if it says nothing more; None if that is still to come."""
+        """A worker's answer; `_LOST` if none will come, None if it is still pending."""
         try:
             said = os.read(worker.replies.fileno(), _CHUNK)
         except BlockingIOError:
@@ -174,7 +172,7 @@ class VerifierPool:
         return Verdict(float(reply["reward"]), reply["answer"])
 
     def _lost(self, worker: _Worker, *, late: bool) -> Verdict | None:
-        how = f"was not ready after {_START_UP_S:g} s" if late else f"ended {worker.last_words.of_ended()}"
+        how = f"was not ready after {_START_UP_S:g} s" if late else f"ended {worker.output_tail.of_ended()}"
         self._end(worker)
         code = worker.process.returncode
         if not worker.ready:

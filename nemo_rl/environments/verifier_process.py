@@ -1,8 +1,7 @@
-"""A process that verifies answers, one at a time, and is ended by the kernel when one takes too long.
+"""A process that verifies answers, one at a time, and is killed by the kernel when one exceeds its deadline.
 
 Reads a JSON line {verifier, response, expected, deadline_s} and writes one {reward, answer}. The deadline is an
-interval timer whose signal ends the process: unlike an exception it also ends a computation stuck in C code. Invariant:
-no answer is written after the deadline.
+interval timer whose signal ends the process: unlike an exception it also ends a computation stuck in C code.
 """
 
 from __future__ import annotations

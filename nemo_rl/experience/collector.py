@@ -1,8 +1,7 @@
-"""What collectors have in common that roll prompts out beside training: waits, errors, the record, the end.
+"""What collectors share that generate rollouts in parallel with training: waits, errors, record events, shutdown.
 
-A collector's rollouts are coroutines where requests are dispatched; the driver calls from its own thread. Invariants:
-every wait has a deadline and says what it waited for; at `stop` nothing runs on, and every group that nobody trained is
-recorded as dropped.
+Rollouts are coroutines on the dispatch loop; the driver calls from its own thread. Invariants: every wait has a
+deadline and names what it waited for; after `stop` nothing runs, and every untrained group is recorded as dropped.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class Collector:
         raise NotImplementedError
 
     def _untrained_groups(self) -> Iterable[GroupKey]:
-        """Groups that were admitted and that nobody trained."""
+        """Admitted groups that were not trained."""
         raise NotImplementedError
 
     def _waits_for(self) -> str:
@@ -177,12 +176,12 @@ class Collector:
     # -- end ----------------------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Forgets the groups that wait; for the end of a run that trains no more."""
+        """Drops the waiting groups, at the end of a run."""
         for group in self.finished():
             self._parts.store.clear(group.tokens)
 
     def stop(self) -> None:
-        """Ends every rollout; groups that nobody trained are recorded as dropped. Safe to call twice."""
+        """Ends all rollouts and records untrained groups as dropped. Safe to call twice."""
         with self._changed:
             if self.stopped:
                 return
@@ -202,7 +201,7 @@ async def _cancel_all(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 
 def committed(group: BufferedGroup, *, restored: bool = False) -> GroupCommitted:
-    """What the run record says of a finished group."""
+    """The record event of a finished group."""
     newest, tokens = int(group.rows["newest_version"].max()), int(group.rows["generated_lengths"].sum())
     return GroupCommitted(group_name(group.key), newest, tokens, restored)
 

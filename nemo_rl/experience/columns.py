@@ -61,12 +61,9 @@ def rollout_columns(
 
     Args:
         batch: The numbered input batch; `loss_multiplier` becomes the sample mask.
-        pad_token_id: Padding of `input_ids`.
         multiple: The width is rounded up to a multiple of this.
-        token_versions: Whether a column `token_versions` [B, S] says which weights made each trained token (-1
-            elsewhere).
-        conversations: Whether a text column `conversation` holds each sample's `messages` with roles, and the answer
-            that was `expected`, as JSON.
+        token_versions: Whether to add `token_versions` [B, S], the weight version of each trained token (-1 elsewhere).
+        conversations: Whether to add `conversation`, each sample's messages and expected answer as JSON.
     """
     logs = [_training_messages(trajectory, token_versions) for trajectory in trajectories]
     flat, lengths_B = batched_message_log_to_flat_message(

@@ -1,7 +1,7 @@
-"""The store whose rows lie on the data plane: its handles are metas, its token stages run in an actor beside the rows.
+"""The experience store on the data plane: handles are metas, token stages run in an actor.
 
-The driver moves ids, lengths, tags and one value per row; token columns pass it by. Invariants: row ids are minted
-once; a step's rows are gone when it ends, however it ends.
+The driver moves ids, lengths, tags and one value per row, never token columns. Invariants: row ids are minted once; a
+step's rows are cleared when it ends, also after an error.
 """
 
 from __future__ import annotations
@@ -149,11 +149,11 @@ class DataPlaneStore:
         return read_columns(self._client, self._with(handle, columns), columns, pad_value_dict=self._pad_values)
 
     def columns(self, handle: BatchHandle) -> list[str]:
-        """What the meta says is written."""
+        """The columns that the meta names."""
         return list(self._current(handle).fields or ())
 
     def annotate(self, handle: BatchHandle, tags: Mapping[str, torch.Tensor]) -> KVBatchMeta:
-        """Tags lie in the meta."""
+        """Tags are kept in the meta."""
         annotated = self._changed("annotate", self._current(handle), ())
         annotated.set_tags({name: value.tolist() for name, value in tags.items()})
         return annotated
@@ -162,7 +162,7 @@ class DataPlaneStore:
         return torch.tensor(self._current(handle).tag(name))
 
     def apply(self, handle: BatchHandle, stage: TokenStage) -> Applied:
-        """Runs the stage beside the rows; its columns stay there."""
+        """Runs the stage in an actor; its columns stay on the data plane."""
         meta = self._with(handle, stage.reads)
         rows = call(
             self.start_runner().apply.remote(meta, stage), what=f"stage {stage.name}", timeout_s=_STAGE_TIMEOUT_S
@@ -220,7 +220,7 @@ class DataPlaneStore:
         return handle
 
     def _with(self, handle: BatchHandle, columns: Sequence[str]) -> KVBatchMeta:
-        """The meta, whose rows have these columns."""
+        """The meta with further columns."""
         meta = self._current(handle)
         if missing := [name for name in columns if name not in (meta.fields or ())]:
             raise KeyError(f"columns {missing} were never written; there are {sorted(meta.fields or ())}")

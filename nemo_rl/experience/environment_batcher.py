@@ -43,7 +43,7 @@ class EnvironmentHandle:
 
     @classmethod
     def of(cls, name: str, replicas: Sequence[ActorHandle[object]], env_configs: EnvConfig) -> EnvironmentHandle:
-        """Actors with what `env.<name>` says about their calls."""
+        """Actors with the call settings of `env.<name>`."""
         section = section_of(name, env_configs)
         calls = calls_at_once(name, section)
         if section is None:
@@ -124,7 +124,7 @@ def _threads_of(environment: str, calls: int) -> ThreadPoolExecutor:
 
 
 class EnvironmentBatcher:
-    """Batches steps of one environment; lives on one event loop."""
+    """Batches the steps of one environment, on one event loop."""
 
     def __init__(self, environment: EnvironmentHandle) -> None:
         self._environment = environment
@@ -148,8 +148,8 @@ class EnvironmentBatcher:
         return self._environment.calls * len(self._running) - sum(self._running)
 
     def _gather(self) -> None:
-        """Begins calls soon, if there is anything to call for and room for a call. The more calls run, the longer it
-        waits for others to come along, so that those who come one by one do not take all the room.
+        """Starts calls soon, if there are steps and free call slots. It waits longer the more calls run, so that
+        samples that arrive one by one share a call.
         """
         if self._waiting and self._free and not self._gathers:
             self._gathers = True

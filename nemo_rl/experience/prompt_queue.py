@@ -1,9 +1,8 @@
-"""The prompts of a streaming run between the loader and their optimizer step: what is drawn, rolling, ready, taken.
+"""The prompts of a streaming run, from the loader to their optimizer step: drawn, rolling, ready, taken.
 
-A state machine without threads, clocks or tokens: the collector tells it what happened and asks what to do. The open
-`Step` owns the groups that it took and the prompts that were given up in it. Invariants: every drawn prompt is trained
-once, or given up with a reason, or among those that a checkpoint holds; groups that are rolling or ready are never more
-than the capacity; a step takes only what its sampler allows.
+A state machine without threads, clocks or tokens. The open `Step` owns the groups it took and the prompts given up in
+it. Invariants: every drawn prompt is trained once, given up with a reason, or saved in a checkpoint; rolling and ready
+groups never exceed the capacity; a step takes only what its sampler allows.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from nemo_rl.experience.samplers import Sampler, Slot, SlotStatus
 
 
 class QueueProtocolError(RuntimeError):
-    """The queue was told of a group that it does not know, or in an order that cannot be."""
+    """A call names an unknown group or comes in the wrong order."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class QueueLimits:
 
 @dataclass
 class Step:
-    """One optimizer step in the making. `replaced`: prompts that were given up and whose place another one took."""
+    """One open optimizer step. `replaced`: prompts that were given up and replaced by another."""
 
     version: int  # of the weights that it starts from, which is its number
     wanted: int  # groups that it is made of
@@ -50,9 +49,8 @@ class Step:
 
 
 def worth_a_pass(ready: int, step: Step, least: int) -> bool:
-    """Whether a pass over `ready` groups is better than waiting for more: once they are `least`. What is left of a step
-    that has begun, and would make one more pass at most, is halved again and again: the pass that nothing is generated
-    under is then the smallest.
+    """Whether to train `ready` groups now instead of waiting for more: from `least` groups on. The rest of a step that
+    fits one more pass is halved repeatedly, so that the last pass, under which nothing is generated, is the smallest.
     """
     return ready >= least or (bool(step.taken) and step.missing <= least and 2 * ready >= step.missing)
 
@@ -67,7 +65,7 @@ class Drawn:
 
 
 class PromptQueue:
-    """Holds the prompts of a run on their way to a step. `sampler`: says which groups a step takes."""
+    """The prompts of a run on their way to a step. `sampler`: chooses a step's groups."""
 
     def __init__(self, sampler: Sampler, limits: QueueLimits, version: int = 0) -> None:
         self._sampler, self._limits = sampler, limits
@@ -98,14 +96,14 @@ class PromptQueue:
         return sum(slot.status is not SlotStatus.WAITING for slot in self._slots.values())
 
     def rolling(self) -> int:
-        """Groups whose rollouts run."""
+        """Groups with running rollouts."""
         return sum(slot.status is SlotStatus.ROLLING for slot in self._slots.values())
 
     # -- prompts in ---------------------------------------------------------------------------------------------------
 
     def wants_batch(self, *, ahead: bool = False) -> bool:
-        """Whether prompts that may be dispatched, or could be as soon as there is room, are not drawn yet; with `ahead`
-        those that could be under the next version.
+        """Whether to draw more prompts, for dispatch now or as soon as there is capacity; with `ahead` also those for
+        the next version.
         """
         if self.exhausted or not self._admits(self._next_place, self.step.version + ahead):
             return False
@@ -154,8 +152,8 @@ class PromptQueue:
         return place < last * self._limits.wanted
 
     def to_launch(self, published: int) -> list[GroupKey]:
-        """Groups whose rollouts may begin now, in the order of their places. `published`: the version that they begin
-        under, which may still be that of the step before.
+        """Groups whose rollouts may start now, in order. `published`: the version they start under, which may be that
+        of the step before.
         """
         version = min(published, self.step.version)
         waiting = [
@@ -219,7 +217,7 @@ class PromptQueue:
         del drawn.open[key.number % drawn.rows]
 
     def again(self, key: GroupKey) -> GroupKey:
-        """The rollouts of a group are of no use any more and begin anew, under a key of their own, in its place."""
+        """Restarts a group whose rollouts became useless, under a new key, in its place."""
         slot = self._slots.pop(key)
         drawn = next(one for one in self._drawn if one.batch == key.target)
         fresh = GroupKey(key.target, key.attempt + 1, key.number + drawn.rows)
@@ -257,7 +255,7 @@ class PromptQueue:
         return list(self._sampler.eligible(slots, self.version, self._first, self._limits.wanted))
 
     def _more_may_come(self, slots: Sequence[Slot], found: Sequence[Slot]) -> bool:
-        """Whether a group that is not ready would be eligible beside these, were it ready."""
+        """Whether an unfinished group could become eligible together with these."""
         moves = self.rolling() > 0 or self._room() > 0
         later = [
             replace(slot, status=SlotStatus.READY, started=self.version if slot.started is None else slot.started,

@@ -30,7 +30,7 @@ class Position:
 
 @dataclass(frozen=True)
 class _Fetched:
-    """A batch that nobody has drawn yet, or why there is none; and where the loader stood before it."""
+    """A prefetched batch, or why there is none, and the loader's position before it."""
 
     before: Position
     epoch: int

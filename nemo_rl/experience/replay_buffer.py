@@ -48,7 +48,7 @@ class BufferedGroup:
 
     @property
     def oldest(self) -> int:
-        """Oldest version among its tokens; -1 where no sample has a token, since their prompts left no room."""
+        """Oldest version among its tokens; -1 if no sample has tokens, because their prompts fill the sequence."""
         versions_G = self.rows["weight_version"]
         with_tokens_N = versions_G[versions_G >= 0]
         return int(with_tokens_N.min()) if len(with_tokens_N) else -1

@@ -91,8 +91,8 @@ def write_rollout(client: DataPlaneClient, columns: RolloutColumns, partition: s
 
 
 class RemoteRollouts:
-    """A rollout source whose rollouts happen in the actor. `record`: takes the events of the rollouts. `owner`: owns
-    the shards that the actor uses, and hears which of them died there.
+    """A rollout source that runs in the actor. `record`: gets the rollouts' events. `owner`: the owner of the shards,
+    which quarantines those that the actor found dead.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
-"""Where a step's rollouts come from: generated live, and written down, or read back from a recording.
+"""Sources of a step's rollouts: live generation, with or without recording, and replay of a recording.
 
-A recording holds the columns of every generation batch, so a run can be repeated without an engine: for equality tests,
-debugging and profiling of everything after generation. Invariant: replaying a recording yields the very tensors that
-were recorded.
+A recording holds the columns of every generation batch, so a run can be repeated without an engine, for equality tests,
+debugging and profiling. Invariant: replay yields the recorded tensors.
 """
 
 from __future__ import annotations
@@ -64,9 +63,7 @@ class LiveRollouts:
         return self._finished(batch, self._runner.run(batch, plan), plan)
 
     async def roll_out_group(self, batch: BatchedDataDict, plan: RolloutPlan) -> Rollout:
-        """The samples of one prompt, awaited where requests are dispatched; columns also say which weights made each
-        token.
-        """
+        """The samples of one prompt, on the dispatch loop; with a column of each token's weight version."""
         return self._finished(batch, await self._runner.run_group(batch, plan), plan, token_versions=True)
 
     def _finished(

@@ -1,8 +1,7 @@
-"""Rollouts: each sample goes turn by turn through generation and its environment until it ends; and what is measured of
-them.
+"""Rollouts: each sample alternates between generation and its environment until it ends; and their metrics.
 
-One coroutine per sample over token ids; nothing is tokenised twice. Invariants: a sample's environment is stepped once
-per turn, after that turn's response is complete; row i of the result is row i of the input, whatever finished first.
+One coroutine per sample, over token ids; nothing is tokenised twice. Invariants: a sample's environment is stepped once
+per turn, after the turn's response; row i of the result is row i of the input.
 """
 
 from __future__ import annotations
@@ -221,7 +220,7 @@ class RolloutRunner:
     def _append_observation(
         self, trajectory: Trajectory, observation: dict[str, object], room: int
     ) -> tuple[list[int], bool]:
-        """Appends what of an observation has room; its tokens, and whether that is all of it."""
+        """Appends as much of an observation as fits; returns its tokens and whether all fitted."""
         tokens = self._tokenizer(observation["content"], add_special_tokens=False)["input_ids"]
         kept = tokens[: max(0, room)]
         trajectory.observed += len(kept)
@@ -320,9 +319,9 @@ def merged_rollout_metrics(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 class RolloutWatch:
-    """Notices when many samples are cut short, which looks like a bad model and is mostly a wrong setting.
+    """Warns when many samples are cut short, which looks like a bad model and is mostly a wrong setting.
 
-    Speaks once for each reason, and again only after the share has been low in between.
+    Warns once per reason, and again only after the share was low in between.
     """
 
     def __init__(self) -> None:

@@ -53,10 +53,10 @@ def _per_row(column: object, lengths: list[int]) -> Any:
 
 
 class SampleFiles:
-    """Files that a run goes on without: says once that they cannot be written."""
+    """Writes sample files; if that fails, warns once and goes on."""
 
     def __init__(self) -> None:
-        self._told = False
+        self._warned = False
 
     @contextmanager
     def best_effort(self) -> Iterator[None]:
@@ -66,7 +66,7 @@ class SampleFiles:
         except OSError as error:
             if isinstance(error, TimeoutError):
                 raise
-            if not self._told:
+            if not self._warned:
                 why = "no space left on the disk" if disk_is_full(error) else error.strerror or str(error)
                 logger.warning(
                     "samples=not_written path=%s reason=%s; the run goes on without such files where they cannot be "
@@ -74,4 +74,4 @@ class SampleFiles:
                     error.filename,
                     why,
                 )
-            self._told = True
+            self._warned = True

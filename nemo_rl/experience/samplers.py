@@ -1,8 +1,7 @@
-"""Which finished prompt groups the next optimizer step takes: pure functions over immutable slots.
+"""Samplers choose the finished prompt groups of the next optimizer step: pure functions over immutable slots.
 
-A sampler sees slots and the version of the weights, and knows neither tokens nor threads. `PromptQueue` asks it when
-prompts may be dispatched, which groups a step may take, and which have become too old. Invariant: what `eligible`
-returns is ready, and, where the sampler bounds it, at most `max_lag` versions old.
+`PromptQueue` asks a sampler when prompts may be dispatched, which groups a step may take, and which are too old.
+Invariant: `eligible` returns ready groups, at most `max_lag` versions old where the sampler is bounded.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class InOrder:
 
     @property
     def max_lag(self) -> int:
-        """The lookahead: what is dispatched so early is trained so late."""
+        """The lookahead: prompts dispatched this many versions early are trained this many versions late."""
         return self.max_lookahead_versions
 
     def window(self) -> int:

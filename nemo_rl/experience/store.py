@@ -1,12 +1,10 @@
-"""Where the columns of a step live, behind data verbs only, and the token stages that run where they are.
+"""The store of a step's columns, and the token stages that run on them. Here: the interface and the in-process store.
 
-Drivers write rollouts, read columns, run token stages and clear rows through an `ExperienceStore`; whether rows lie in
-this process or on a data plane is the store's business. Here is the interface and the in-process store, whose handle is
-the batch itself. A stage sees some rows of a batch, writes per-token columns for them and sends back scalars per row;
-it never sees other rows, so it gives the same bits wherever it runs. A statistic over all rows is two stages with a
-reduction by the driver between them. Invariants: a handle never changes, and every verb that changes rows gives a new
-one and refuses the old one from then on; after `clear` a handle's rows are gone; token columns are as wide as the
-longest row needs, rounded up to one multiple, so that a batch's width follows from its rows alone.
+Drivers write rollouts, read columns, run token stages and clear rows through an `ExperienceStore`. A stage sees some
+rows of a batch, writes per-token columns for them and returns scalars per row; it never sees other rows, so it gives
+the same bits everywhere. A statistic over all rows is two stages with a reduction by the driver between them.
+Invariants: a handle never changes; a verb that changes rows returns a new one and invalidates the old; token columns
+are as wide as the longest row, rounded up to one multiple.
 """
 
 from __future__ import annotations
@@ -60,11 +58,11 @@ class TokenStage:
 
 
 class SpentHandleError(RuntimeError):
-    """A verb was given a handle whose rows were changed or cleared since."""
+    """The handle's rows were changed or cleared since."""
 
 
 class SpentHandles:
-    """Handles that a verb of a store has replaced; held weakly, told apart by identity."""
+    """Handles that were replaced; weak references, compared by identity."""
 
     def __init__(self) -> None:
         self._verbs: dict[int, tuple[weakref.ref[BatchHandle], str]] = {}
@@ -92,15 +90,10 @@ class Applied(NamedTuple):
 
 
 class ExperienceStore(Protocol):
-    """Holds the columns of a step's rows.
-
-    Every verb but `write` raises `SpentHandleError` for a handle in whose place a verb gave a new one.
-    """
+    """Holds the columns of a step's rows. Every verb but `write` raises `SpentHandleError` for a replaced handle."""
 
     def step(self) -> AbstractContextManager[None]:
-        """The span in which the rows of a step live: those written in it and not cleared are cleared at its end,
-        however it ends.
-        """
+        """Clears rows at the end that were written inside, except kept ones, also after an error."""
         ...
 
     def write(self, columns: BatchHandle) -> BatchHandle:
@@ -156,11 +149,11 @@ class ExperienceStore(Protocol):
         ...
 
     def keep(self, handle: BatchHandle) -> None:
-        """The rows outlive their step: whoever keeps them clears them."""
+        """Lets rows outlive their step; the caller clears them."""
         ...
 
     def clear(self, handle: BatchHandle) -> None:
-        """Forgets the rows of a handle. From any thread."""
+        """Drops the rows of a handle. Thread-safe."""
         ...
 
     def close(self) -> None:

@@ -1,9 +1,8 @@
-"""Rolls prompts out for a streaming run and gives a step its groups as they finish.
+"""Generates rollouts for a streaming run and gives a step its groups as they finish.
 
-`PromptQueue` decides; this part does: it draws prompts in the driver's thread, runs rollouts where requests are
-dispatched, keeps the finished groups, and writes the run record. Invariants: what the queue says is done under one
-lock; every wait has a deadline and says what it waited for; at `stop` nothing runs on, and every prompt that was not
-trained is recorded as dropped.
+`PromptQueue` decides; this draws prompts in the driver's thread, runs rollouts on the dispatch loop, keeps finished
+groups, and writes the run record. Invariants: the queue's decisions are carried out under one lock; every wait has a
+deadline and names what it waited for; after `stop` nothing runs, and every untrained prompt is recorded as dropped.
 """
 
 from __future__ import annotations
@@ -99,8 +98,8 @@ class StreamCollector(Collector):
     # -- prompts in ---------------------------------------------------------------------------------------------------
 
     def set_weight_version(self, version: int) -> None:
-        """Version `version` is published: what is too old for every step from now on begins anew, and prompts that it
-        is early enough for are drawn and begin.
+        """Publishes `version`: restarts groups that are too old for every later step, and draws and starts prompts that
+        are now allowed.
         """
         with self._changed:
             self._version = version
@@ -175,7 +174,7 @@ class StreamCollector(Collector):
         self._parts.record.emit(GroupAdmitted(group_name(key), prompt.identity, self._parts.generations, key.target))
 
     async def _watch_loop(self) -> None:
-        """Keeps how late the loop came back at worst; whoever reads `loop_lag_s` sets it to 0 again."""
+        """Keeps the event loop's worst delay; readers of `loop_lag_s` reset it to 0."""
         while not self.stopped:
             begun = time.monotonic()
             await asyncio.sleep(_TICK_S)
@@ -220,7 +219,7 @@ class StreamCollector(Collector):
         self._launch()
 
     def _may_commit(self, key: GroupKey) -> bool:
-        """Whether a finished rollout is still wanted; from here on it is not begun anew."""
+        """Whether a finished rollout is still wanted; afterwards it is not restarted."""
         with self._changed:
             wanted = key in self._prompt_of and not self.stopped
             if wanted:
@@ -343,7 +342,7 @@ class StreamCollector(Collector):
             return dict(self.queue.taken_in_order())
 
     def finish_step(self, target: int) -> Position:
-        """The open step, `target`, is trained. Where the loader stood before what is still to be trained."""
+        """Closes the trained step `target`; returns the loader's position before the untrained prompts."""
         with self._changed:
             for key in self.queue.finish_step().taken:
                 self._forget(key)
@@ -378,7 +377,7 @@ class StreamCollector(Collector):
             return drawn + self._restored
 
     def restore(self, draws: Sequence[SavedBatch], groups: Sequence[BufferedGroup]) -> None:
-        """Goes on from a checkpoint: the loader stands before `draws`, of which `groups` are finished already."""
+        """Resumes from a checkpoint: the loader's position is before `draws`, of which `groups` are finished."""
         with self._changed:
             self._restored = list(draws)
             self._buffer = {group.key: group for group in groups}

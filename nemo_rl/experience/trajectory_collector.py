@@ -66,7 +66,7 @@ class Draw:
 
 
 class SavedDraw(NamedTuple):
-    """A draw as a checkpoint has it; one that is trained lies between others that are not, and is only skipped."""
+    """A draw in a checkpoint; a trained one between untrained ones is skipped on resume."""
 
     target: int
     attempt: int
@@ -254,7 +254,7 @@ class TrajectoryCollector(Collector):
         return self._untrained
 
     def finish_step(self, target: int) -> Position:
-        """Step `target` is trained. Where the loader stood before what is still to be trained."""
+        """Closes the trained step `target`; returns the loader's position before the untrained prompts."""
         with self._changed:
             for draw in self._draws:
                 draw.trained = draw.trained or draw.target <= target
@@ -319,7 +319,7 @@ class TrajectoryCollector(Collector):
             return [SavedDraw(draw.target, draw.attempt, draw.trained) for draw in self._draws] + self._restored
 
     def restore(self, draws: Sequence[SavedDraw], groups: Sequence[BufferedGroup]) -> None:
-        """Goes on from a checkpoint: the loader stands before `draws`, of which `groups` are finished already."""
+        """Resumes from a checkpoint: the loader's position is before `draws`, of which `groups` are finished."""
         size = self._parts.prompts.batch_size
         with self._changed:
             self._restored = list(draws)

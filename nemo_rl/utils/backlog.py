@@ -26,16 +26,12 @@ class Backlog:
         self._running: Future[object] | None = None
 
     def put(self, work: Callable[[], object]) -> None:
-        """Begins with `work` as soon as the piece before it is done. Raises whatever that one raised; then `work` is
-        not begun.
-        """
-        self.settle()
+        """Waits for the running task, then starts `work`. Raises what that task raised, without starting `work`."""
+        self.wait()
         self._running = self._pool.submit(work)
 
-    def settle(self) -> None:
-        """Waits until nothing runs. Raises BacklogStuck: something still does after `timeout_s`; whatever the last
-        piece raised.
-        """
+    def wait(self) -> None:
+        """Waits for the running task. Raises BacklogStuck after `timeout_s`, or what the task raised."""
         if (error := self._outcome()) is not None:
             raise error
 

@@ -66,22 +66,22 @@ class CheckpointManager:
         self._failures: list[CheckpointError] = []
 
     @property
-    def owes(self) -> bool:
+    def retry_due(self) -> bool:
         """Whether the last checkpoint failed, so that the next step writes one."""
         return bool(self._failures)
 
-    def look(self) -> None:
-        """Notices at once when the checkpoint in the background is done or has failed; waits for nothing. A failure is
-        one line, and the next step tries again. Raises CheckpointError: it was the third in a row.
+    def poll(self) -> None:
+        """Handles a finished background checkpoint, without waiting. A failure is logged, and the next step tries
+        again. Raises CheckpointError: it was the third in a row.
         """
         if self._pending is not None and self._pending[1].done():
-            with self.trying():
+            with self.tolerate_failure():
                 self.finalize_pending()
 
     @contextmanager
-    def trying(self) -> Iterator[None]:
-        """A checkpoint that fails inside is one line, and is owed: the next step tries again. Raises CheckpointError:
-        it was the third in a row.
+    def tolerate_failure(self) -> Iterator[None]:
+        """Logs a checkpoint that fails inside; the next step tries again. Raises CheckpointError: it was the third in a
+        row.
         """
         try:
             yield
@@ -93,9 +93,9 @@ class CheckpointManager:
                 "checkpoint=failed attempt=%d of=%d; the next step tries again: %s", len(self._failures), _TRIES, error
             )
 
-    def settle(self) -> None:
-        """Waits for the checkpoint in the background at the end of a run. Raises CheckpointError: it failed, or an
-        earlier one failed and none came after it.
+    def finish(self) -> None:
+        """Waits for the background checkpoint at the end of a run. Raises CheckpointError: it failed, or an earlier one
+        did and none came after it.
         """
         self.finalize_pending()
         if self._failures:

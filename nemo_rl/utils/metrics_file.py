@@ -50,17 +50,17 @@ class MetricsFile:
             "prefix": prefix,
             **{name: _finite(value) for name, value in metrics.items()},
         }
-        with self._told_once():
+        with self._reported_once():
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
             self._file.flush()
 
     def close(self) -> None:
         """Close the file. Raises MetricsLost: pending metrics cannot be written, and this was not reported yet."""
-        with suppress(OSError) if self._lost else self._told_once():
+        with suppress(OSError) if self._lost else self._reported_once():
             self._file.close()
 
     @contextmanager
-    def _told_once(self) -> Iterator[None]:
+    def _reported_once(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -73,7 +73,7 @@ class MetricsFile:
 
 
 class MetricsLost(UserError, OSError):
-    """Metrics cannot be written. A run without them would go on in the dark, so it ends."""
+    """Metrics cannot be written; the run ends."""
 
 
 @dataclass

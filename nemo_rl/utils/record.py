@@ -174,7 +174,7 @@ class RecordWriter:
         self.source, self._clock, self._flush_interval_s = source, clock, flush_interval_s
         self._lock, self._archive_bytes = threading.Lock(), archive_bytes
         self._next, self._last_flush, self._lost = 0, time.monotonic(), False
-        self._waiting, self._told = bytearray(), False
+        self._waiting, self._flush_failed = bytearray(), False
         existing = self.path.exists() and (self.path.stat().st_size > 0 or archive_of(self.path).exists())
         if existing and not resume:
             raise RecordError(
@@ -224,9 +224,9 @@ class RecordWriter:
         the machine). Raises RecordUnwritable: lines cannot be written; they wait for the next time.
         """
         with self._lock:
-            self._told = True
+            self._flush_failed = True
             self._hand_over()
-            self._told = False
+            self._flush_failed = False
             try:
                 if durable:
                     os.fsync(self._file.fileno())
@@ -241,7 +241,7 @@ class RecordWriter:
                 if not self._file.closed:
                     self._hand_over()
             except RecordUnwritable:
-                if self._told:
+                if self._flush_failed:
                     return
                 raise
             finally:

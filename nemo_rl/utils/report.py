@@ -63,7 +63,7 @@ def write_report(run_dir: Path | str, out_dir: Path | str | None = None, title: 
 
 
 def write_page(run_dir: Path | str) -> Path | None:
-    """Write `report.html` alone, for a run in progress: the page reloads itself. None while there is nothing to show."""
+    """Write `report.html` alone, for a run in progress; it reloads itself. None while there is nothing to show."""
     try:
         run = read_metrics(run_dir)
     except NoMetrics:

@@ -1,9 +1,8 @@
-"""A copy of one version of the weights in host memory, from which any set of shards can be synced at any time.
+"""A copy of one weight version in host memory, from which any set of shards can be synced at any time.
 
-Built from the collective export while the weights are resident, in the layout in which weights travel. There are two
-buffers in shared memory: the slot that is served and the one that is being built; bytes and version change places under
-one lock, and not while a session reads. Invariants: what is served are the bytes of exactly the version it says,
-checksummed when they were packed; there are never more than two copies.
+Built from the collective export while the weights are resident. Two buffers in shared memory, one served, one being
+built; bytes and version swap under one lock, and not while a session reads. Invariants: the served bytes are those of
+the served version, checksummed when packed; there are never more than two copies.
 """
 
 from __future__ import annotations
@@ -70,12 +69,12 @@ class CacheManifest:
 
 
 class CacheBuilder:
-    """Packs versions into two buffers in turn; lives in the one rank that owns the cache.
+    """Packs versions into two buffers in turn, in the rank that owns the cache.
 
     Args:
-        bucket_bytes: Size of a bucket; a larger tensor gets a bucket of its own.
+        bucket_bytes: Size of a bucket; a larger tensor gets its own.
         device: The rank's device: on a GPU the buffers are pinned.
-        checksums: Whether buckets get checksums, which sessions that verify compare. They take longer than the copies.
+        checksums: Whether buckets get checksums for sessions that verify. They take longer than the copies.
     """
 
     def __init__(self, bucket_bytes: int, device: torch.device, *, checksums: bool = True) -> None:
@@ -93,11 +92,11 @@ class CacheBuilder:
         *,
         served: str | None,
     ) -> CacheManifest:
-        """Packs one version beside the one that is served.
+        """Packs one version into the buffer that is not served.
 
         Args:
-            served: Path of the buffer that sessions read, which stays as it is.
-            metas: What the export yields, in order.
+            served: Path of the buffer that sessions read.
+            metas: The export's tensors, in order.
 
         Raises CacheError: two copies do not fit into host memory; LayoutError: the export and its description disagree,
         or the weights are not resident.
@@ -148,11 +147,11 @@ class CacheBuilder:
 
 
 class BucketCache:
-    """Who owns the cache: the served version, the lock, and one build at a time.
+    """The owner's side: the served version, the lock, and one build at a time.
 
     Args:
-        build: Builds a version beside the buffer of a path and says what it holds; where the buffers live.
-        timeout_s: How long a build or a session waits for its turn.
+        build: Builds a version beside the served buffer, whose path it gets.
+        timeout_s: How long a build or a session waits for the other.
     """
 
     def __init__(self, build: Callable[[int, str | None], CacheManifest], *, timeout_s: float = 150.0) -> None:
@@ -211,7 +210,7 @@ class BucketCache:
         self._reading.release()
 
     def manifest(self) -> CacheManifest:
-        """What is served. Raises CacheError: nothing was built yet."""
+        """The served version's description. Raises CacheError: nothing was built yet."""
         if self._manifest is None:
             raise CacheError("the weight cache is empty; build a version first")
         return self._manifest
@@ -274,7 +273,7 @@ class CachedSource:
         return self._cache.manifest().metas
 
     def devices(self) -> list[str]:
-        """The host memory that holds the cache and, where there is one, the GPU of its owner."""
+        """The host memory of the cache and the owner's GPU, if any."""
         if self._through is None:
             return [device_uuid(CPU.torch_device())]
         owner = self._through.devices()[0]
@@ -285,7 +284,7 @@ class CachedSource:
         return max(_WINDOW_BYTES, max((bucket.nbytes for bucket in self._cache.manifest().buckets), default=0))
 
     def rendezvous(self) -> tuple[str, int]:
-        """Where the owner meets receivers."""
+        """Address of the owner for group set-up."""
         return self._owner().rendezvous()
 
     def kept_group(self, timeout_s: float) -> str | None:
@@ -306,7 +305,7 @@ class CachedSource:
             self._owner().begin_cached(spec, self._manifest, timeout_s)
 
     def export_window(self, index: int, timeout_s: float) -> list[dict[str, object] | None]:
-        """Where the window lies in the cache, and the owner's staged copy if it has a lane."""
+        """The window's place in the cache, and the owner's staged copy if its lane is used."""
         if self._manifest is None or self._spec is None:
             raise CacheError("a window was asked for before the session began")
         first = sum(len(window) for window in self._spec.windows[:index])

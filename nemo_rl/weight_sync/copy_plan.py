@@ -259,7 +259,7 @@ class _Operations(TorchDispatchMode):
         self.refusal = self.refusal or reason
 
     def touches(self, values: Any) -> bool:
-        """Whether one of the tensors lies in the window or the model."""
+        """Whether a tensor is in the window or the model."""
         return any(tensor.numel() and self._known(tensor) for tensor in _tensors(values))
 
     def _known(self, tensor: torch.Tensor) -> bool:

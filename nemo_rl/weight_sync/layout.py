@@ -42,7 +42,7 @@ class TensorMeta:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Where each tensor lies in one bucket."""
+    """The offset of each tensor in one bucket."""
 
     tensors: tuple[TensorMeta, ...]  # the tensors in the order they were packed
     offsets: tuple[int, ...]  # start of each in bytes, a multiple of 512
@@ -68,8 +68,8 @@ def align(offset: int) -> int:
 
 
 def plan_buckets(tensors: Iterable[TensorMeta], bucket_bytes: int) -> list[BucketLayout]:
-    """Fills buckets of at most `bucket_bytes` in order; a tensor larger than that gets a bucket of its own. Raises
-    LayoutError: `bucket_bytes` is not positive or a name appears twice.
+    """Fills buckets of at most `bucket_bytes` in order; a larger tensor gets its own. Raises LayoutError:
+    `bucket_bytes` is not positive or a name appears twice.
     """
     if bucket_bytes <= 0:
         raise LayoutError(f"weight_sync.bucket_bytes must be positive, got {bucket_bytes}")

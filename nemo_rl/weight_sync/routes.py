@@ -1,8 +1,7 @@
-"""By which transport each target of a session gets the weights, and which source rank stages the bytes for it.
+"""Chooses each target's transport, and the source rank that stages its bytes.
 
-A pure function of where sources and targets are and of `weight_sync.transport`; it knows no buffers, groups or engines.
-One session mixes transports: a target is told its own, which is what masks are for elsewhere. Invariants: a target's
-transport follows from its own device alone; nobody is sent to bytes that it cannot reach; one rank at most pushes.
+A pure function of devices and `weight_sync.transport`. One session mixes transports. Invariants: a target's transport
+follows from its own device alone; a target can reach its bytes; at most one rank pushes.
 """
 
 from __future__ import annotations

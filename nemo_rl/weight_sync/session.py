@@ -1,9 +1,8 @@
-"""One sync session: a version of the weights goes from a source to a set of targets, or not at all.
+"""One sync session: sends a weight version from a source to a set of targets, or fails as a whole.
 
-Plans the layout, drives export and load window by window (window i+1 is packed while window i is loaded), finalises
-every target once, and tears everything down whatever happens. Source and targets are seen through protocols, so the
-same session serves live weights and a cache, all shards and some. Invariants: targets change their version only in
-`finish`; a failure aborts every target and leaves no buffer or group behind; the whole session has one deadline.
+Plans the layout, exports and loads window by window (window i+1 is packed while window i is loaded), finalises every
+target once, and cleans up after errors. Invariants: targets change their version only in `finish`; a failure aborts
+every target and leaves no buffer or group; the whole session has one deadline.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ class SyncTimeoutError(TransportError):
 
 
 class WeightSource(Protocol):
-    """Where weights come from: all trainer ranks together, or a cache. `maps_host_memory`: whether targets on the host
-    read what lies there already, so that nothing is staged for them.
+    """A source of weights: all trainer ranks together, or a cache. `maps_host_memory`: targets on the host read its
+    memory, so nothing is staged for them.
     """
 
     maps_host_memory: bool
@@ -90,8 +89,8 @@ class WeightTargets(Protocol):
         ...
 
     def begin(self, session: dict[str, object], routes: Sequence[dict[str, Any]], timeout_s: float) -> None:
-        """Opens the session on every target, each with the route of its own: what `session` lacks of
-        `WeightReceiver.begin`'s message.
+        """Opens the session on every target, each with its own route: the fields of `WeightReceiver.begin`'s message
+        that `session` lacks.
         """
         ...
 
@@ -104,7 +103,7 @@ class WeightTargets(Protocol):
         ...
 
     def abort(self, session_id: str) -> None:
-        """Ends the session on every target, version unchanged; a session of another id goes on."""
+        """Ends the session on every target without changing the version; ignores other sessions."""
         ...
 
 
@@ -134,8 +133,8 @@ class SyncOptions:
 
 
 class SyncSession:
-    """Sends version `version` from `source` to `targets`; call `run` once. `options`: `weight_sync.*`. `staged`:
-    whether targets keep the windows beside their live weights and load all of them in one short pause.
+    """Sends version `version` from `source` to `targets`; call `run` once. `staged`: targets keep the windows beside
+    their live weights and load all of them in one short pause.
     """
 
     def __init__(
@@ -290,8 +289,8 @@ class SyncSession:
 
 
 def steady_window(budget: int, bucket_bytes: int) -> int:
-    """The most bytes of a window that stay the same while the budget, a share of free memory, wanders from session to
-    session: receivers know windows again by their layout.
+    """A window size that stays the same while the budget, a share of free memory, varies between sessions: receivers
+    recognise windows by their layout.
     """
     return budget if budget < bucket_bytes else bucket_bytes << (budget // bucket_bytes).bit_length() - 1
 
@@ -306,7 +305,7 @@ def pause_quantiles(pauses_s: Sequence[float]) -> dict[str, float]:
 
 
 def finished_event(session: SyncSession, shards: Sequence[int], report: SyncReport | None) -> SyncFinished:
-    """What the run record says of an ended session; without a report it failed."""
+    """The record event of an ended session; without a report it failed."""
     if report is None:
         return SyncFinished(session.session_id, session.version, "failed")
     checksums = {str(shard): report.checksum for shard in shards} if report.checksum else {}

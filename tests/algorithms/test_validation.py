@@ -91,7 +91,7 @@ def test_validation_shows_as_many_samples_as_asked_for(shown: int, tmp_path: Pat
             record=MemoryRecord(),
         )
         validate(run, 0)
-        run.reports.settle()
+        run.reports.wait()
         [said] = [entry.event for entry in run.record.entries]
         assert (said.version, said.samples) == (0, 4)
         store.close()

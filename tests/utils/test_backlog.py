@@ -16,7 +16,7 @@ def test_work_runs_behind_its_caller_in_order_and_what_it_raised_is_raised_once(
     assert not seen
     go.set()
     backlog.put(lambda: seen.append(2))
-    backlog.settle()
+    backlog.wait()
     assert seen == [1, 2]
 
     def fail() -> None:
@@ -25,7 +25,7 @@ def test_work_runs_behind_its_caller_in_order_and_what_it_raised_is_raised_once(
     backlog.put(fail)
     with pytest.raises(OSError, match="No space left"):
         backlog.put(lambda: seen.append(3))
-    backlog.settle()
+    backlog.wait()
     assert seen == [1, 2], "nothing is begun behind a failure that nobody has heard of"
     backlog.put(lambda: seen.append(4))
     backlog.close()
@@ -38,7 +38,7 @@ def test_a_wait_has_a_deadline_and_an_end_shows_what_failed(caplog: pytest.LogCa
     backlog.put(lambda: go.wait(30.0))
     begun = time.monotonic()
     with pytest.raises(BacklogStuck, match="step-report: not done within 0 s"):
-        backlog.settle()
+        backlog.wait()
     assert time.monotonic() - begun < 10
     go.set()
     backlog.put(lambda: {}["samples"])

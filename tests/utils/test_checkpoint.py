@@ -201,9 +201,9 @@ def test_a_failed_checkpoint_is_noticed_at_the_next_step_and_written_with_it(
             raise RuntimeError("rank 0 raised OSError: [Errno 28] No space left on device\nTraceback\n  many\n  lines")
 
     def step(number: int, due: bool) -> None:
-        checkpoints.look()
-        if due or checkpoints.owes:
-            with checkpoints.trying():
+        checkpoints.poll()
+        if due or checkpoints.retry_due:
+            with checkpoints.tolerate_failure():
                 checkpoints.begin_finalization(checkpoints.init_tmp_checkpoint(number, {}), wait_fn=write)
                 wait([checkpoints._pending[1]])
 
@@ -216,14 +216,14 @@ def test_a_failed_checkpoint_is_noticed_at_the_next_step_and_written_with_it(
     full[0] = False
     step(3, due=False)
     step(4, due=False)
-    assert steps(tmp_path) == [3] and not checkpoints.owes
-    checkpoints.settle()
+    assert steps(tmp_path) == [3] and not checkpoints.retry_due
+    checkpoints.finish()
     # One that is owed at the end fails the run, and so do three in a row before.
     full[0] = True
     step(5, due=True)
     step(6, due=False)
     with pytest.raises(CheckpointError, match="no space left on its disk.*step_3 is intact"):
-        checkpoints.settle()
+        checkpoints.finish()
     with pytest.raises(CheckpointError, match="no space left"):
         for number in (7, 8, 9):
             step(number, due=False)

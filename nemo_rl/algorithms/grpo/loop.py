@@ -113,7 +113,7 @@ class GRPOSteps(Steps[GRPORun]):
         complete_step(run, trained.experience)
         source.trained(step)
         with run.timer.time("step_report"):
-            run.reports.settle()
+            run.reports.wait()
         return metrics
 
     def publish(self) -> None:
@@ -164,7 +164,7 @@ class GRPOSteps(Steps[GRPORun]):
 
     def await_reports(self) -> None:
         """See `Backlog.settle`."""
-        self.run.reports.settle()
+        self.run.reports.wait()
 
     def why_ended(self, newest: CompletedStep | None) -> str | None:
         """See `Steps.why_ended`.

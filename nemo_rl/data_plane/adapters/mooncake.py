@@ -27,7 +27,7 @@ from nemo_rl.config import DataPlaneConfig
 from nemo_rl.data_plane.adapters.guard import LOOPBACK
 from nemo_rl.data_plane.interfaces import DataPlaneError, MooncakeUnavailableError
 from nemo_rl.distributed.ports import free_ports
-from nemo_rl.distributed.processes import LastWords
+from nemo_rl.distributed.processes import OutputTail
 
 logger = logging.getLogger(__name__)
 
@@ -178,8 +178,8 @@ def start_master(cfg: DataPlaneConfig, undo: ExitStack, *, one_host: bool) -> di
         start_new_session=True,
     )
     undo.callback(_end, process)
-    last_words = LastWords(process, lambda line: logger.debug("mooncake_master: %s", line))
-    _wait_until_serving(process, last_words, host, (rpc, metadata))
+    output_tail = OutputTail(process, lambda line: logger.debug("mooncake_master: %s", line))
+    _wait_until_serving(process, output_tail, host, (rpc, metadata))
     segment, buffer = segment_sizes(cfg, psutil.virtual_memory().total)
     logger.info(
         "mooncake=started pid=%d rpc=%s:%d segment_bytes=%d buffer_bytes=%d per process",
@@ -231,13 +231,13 @@ def _master_binary() -> Path:
 
 
 def _wait_until_serving(
-    process: subprocess.Popen[bytes], last_words: LastWords, host: str, ports: tuple[int, ...]
+    process: subprocess.Popen[bytes], output_tail: OutputTail, host: str, ports: tuple[int, ...]
 ) -> None:
     deadline = time.monotonic() + _START_TIMEOUT_S
     for port in ports:
         while True:
             if process.poll() is not None:
-                raise MooncakeUnavailableError(f"mooncake_master ended at once {last_words.of_ended()}\n{_HINT}")
+                raise MooncakeUnavailableError(f"mooncake_master ended at once {output_tail.of_ended()}\n{_HINT}")
             try:
                 with socket.create_connection((host, port), timeout=1.0):
                     break

@@ -173,7 +173,7 @@ class TransferQueueStorage:
             self._run(what, lambda: self._client.async_clear_samples(meta))
 
     async def _clear_every_block(self, meta: Any, partition_id: str) -> None:
-        """Clears all fields of rows; a key-value storage drops only fields that it is given and that all the rows have."""
+        """Clears all fields of rows; a key-value storage drops only given fields that all the rows have."""
         whole = await self._client._get_partition_meta(partition_id)
         wanted = set(meta.global_indexes)
         rows = whole.select_samples([index for index, row in enumerate(whole.global_indexes) if row in wanted])

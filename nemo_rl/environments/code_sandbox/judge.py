@@ -1,9 +1,8 @@
-"""Runs one response's code and its tests, each in an interpreter of its own. A script: it needs nothing of nemo_rl.
+"""Runs one response's code and its tests, each in an interpreter of its own. A script that imports nothing of nemo_rl.
 
-The judge, which the environment starts, confines the process of the response, runs the tests, in which the names of the
-response are proxies, writes the verdict to a pipe that the response never has, and ends what the response started.
-Invariants: code of the response runs in the other process alone, which never sees the tests or the secret; what it
-started ends with the judge.
+The judge confines the response's process, runs the tests with proxies for the response's names, writes the verdict to a
+pipe that the response never has, and kills what the response started. Invariant: the response's code runs only in its
+own process, which never sees the tests or the secret.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def judge() -> None:
     theirs.close()
     os.close(status_end)
     peer = Peer(ours, is_judge=True)
-    peer.tell({"code": request["code"], "tests": bool(request["tests"])})
+    peer.send_first({"code": request["code"], "tests": bool(request["tests"])})
     if request["tests"]:
         passed = _passes(peer, request["tests"])
         ours.shutdown(socket.SHUT_RDWR)
@@ -181,7 +180,7 @@ def names_kept(tree: ast.Module) -> tuple[set[str], set[str]]:
 
 
 def _show(error: BaseException, source: str) -> None:
-    """Prints an error as Python does, without what is not of the code that it is about."""
+    """Prints an error as Python does, without frames of the sandbox."""
     shown = traceback.TracebackException.from_exception(error)
     shown.stack = traceback.StackSummary.from_list([frame for frame in shown.stack if frame.filename == source])
     with contextlib.suppress(Exception):  # the response may have put anything there
@@ -242,7 +241,7 @@ def play() -> None:
     os.close(status)
     channel.set_inheritable(False)
     peer = Peer(channel, is_judge=False)
-    task = peer.told()
+    task = peer.receive_first()
     sys.argv = ["-"]
     module = types.ModuleType("__main__")
     vars(module)["__builtins__"] = builtins

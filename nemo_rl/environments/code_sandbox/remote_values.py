@@ -1,9 +1,9 @@
-"""Objects of one process in another: plain values cross as JSON, others stay where they are and are called from afar.
+"""Objects of one process used in another: plain values cross as JSON, others stay and are called remotely.
 
-What a call changes in a list, set or dict that it was given is changed in the caller's too. The tests are one end, the
-response the other, which may say anything. Invariants: nothing is unpickled; in the tests a value that came from the
-response and is not of a plain type never equals one of their own; of the tests' own objects the response reaches what
-it was given to call, and no name that leads to their globals.
+Changes that a call makes to a list, set or dict argument are made in the caller's too. The tests are one end, the
+untrusted response the other. Invariants: nothing is unpickled; in the tests a remote value that is not plain never
+equals one of their own; of the tests' objects the response reaches only its arguments, and no name that leads to their
+globals.
 """
 
 from __future__ import annotations
@@ -101,9 +101,7 @@ _METHODS = {name: _forward(name) for name in FORWARDED}
 
 
 class Peer:
-    """One end of the channel between the tests and the response. `is_judge`: whether the other end is the response,
-    which may say anything.
-    """
+    """One end of the channel of tests and response. `is_judge`: whether the other end is the (untrusted) response."""
 
     def __init__(self, channel: socket.socket, is_judge: bool) -> None:
         self.is_judge = is_judge
@@ -151,13 +149,13 @@ class Peer:
             raise value if isinstance(value, BaseException) else RuntimeError("no exception came with an error")
         return value
 
-    def tell(self, message: dict[str, Any]) -> None:
-        """Sends what is no operation: the first message."""
+    def send_first(self, message: dict[str, Any]) -> None:
+        """Sends the first message, which is not an operation."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._send(message)
 
-    def told(self) -> Any:
-        """Receives what is no operation."""
+    def receive_first(self) -> Any:
+        """Receives the first message, which is not an operation."""
         return self._receive()
 
     def export(self, value: Any) -> None:
@@ -408,7 +406,7 @@ class Peer:
 
 
 class _Mirrored:
-    """What stands here for an exception of a class of the response."""
+    """The local class for an exception class of the response."""
 
     _peer: Any
     _number: int

@@ -1,8 +1,7 @@
-"""What a transport is: a way to make the bytes of one staging buffer readable in another process; and its ends by name.
+"""Transports make the bytes of a staging buffer readable in another process.
 
-A sender stages bytes in a buffer it allocates here and publishes a small picklable `handle`; the receiver opens the
-handle and gets the bytes as a tensor on its own device. Transports know nothing about models, layouts or sessions.
-Invariant: the bytes behind a handle stay unchanged until the receiver has answered.
+A sender stages bytes in a buffer and publishes a small picklable `handle`; the receiver opens the handle and gets the
+bytes as a tensor on its device. Invariant: the bytes stay unchanged until the receiver has answered.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def map_segment(path: str, nbytes: int) -> torch.Tensor:
 
 
 def remove_stale_segments() -> int:
-    """Removes segments whose sender was killed before it could; how many. A living sender holds a lock on its own."""
+    """Removes segments whose sender was killed (a live one holds a lock on its own); returns how many."""
     removed = 0
     for path in glob.glob(os.path.join(SHARED_MEMORY_DIR, f"{_PREFIX}*")):
         # One that was made a moment ago may not be locked yet.

@@ -1,9 +1,8 @@
-"""One member's end of the group that sessions of the same members share, for making and leaving one costs seconds.
+"""One member's end of a process group that sessions with the same members reuse, since creating one takes seconds.
 
-At most one group is held. Its id begins with a digest of its members, and goes on with letters of its own for each
-meeting: a member that was built anew does not know them, and a session uses a group only where every member has said
-that it holds that very id. Invariants: nobody waits for a member that holds another group, for a held one needs no
-meeting; what is dropped here needs nobody else to drop it.
+At most one group is held. Its id is a digest of its members plus random letters per creation, so a rebuilt member does
+not know it; a session reuses a group only if every member reports that id. Invariants: nobody waits for a member that
+holds another group; dropping a group needs no other member.
 """
 
 from __future__ import annotations

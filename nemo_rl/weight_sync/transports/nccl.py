@@ -1,8 +1,7 @@
-"""One sender broadcasts its staging buffer to receivers elsewhere: over NCCL between GPUs, the `nccl` transport, and
-over gloo between CPU slots, for services that drive receivers one by one.
+"""One sender broadcasts its staging buffer: over NCCL between GPUs (the `nccl` transport), over gloo between CPU slots.
 
-It needs no default process group on either side. Whoever made a group closes it: `KeptGroup` for sessions. Invariant:
-every member broadcasts the same windows in the same order, which the session's fixed layout guarantees.
+Needs no default process group. The creator of a group closes it: `KeptGroup` for sessions. Invariant: every member
+broadcasts the same windows in the same order, which the session's layout fixes.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class NcclStaging(Staging):
 
 
 class NcclOpener(Opener):
-    """Receives into a buffer of its own."""
+    """Receives into its own buffer."""
 
     def __init__(self, group: BroadcastGroup) -> None:
         self._group = group

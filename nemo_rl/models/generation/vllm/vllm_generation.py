@@ -127,9 +127,9 @@ class VllmGeneration(GenerationInterface):
         """Ends the processes of a shard, which must be quarantined; its engine notices that its actor is gone."""
         ray.kill(self.group.workers[shard])
 
-    def on_failure(self, tell: Callable[[int, str], None]) -> None:
-        """Has `tell` called with every shard that is quarantined from now on, and why; it must not block."""
-        self._dispatcher.on_failure = tell
+    def on_failure(self, notify: Callable[[int, str], None]) -> None:
+        """Has `notify` called with every shard that is quarantined from now on, and why; it must not block."""
+        self._dispatcher.on_failure = notify
 
     @property
     def dp_size(self) -> int:
