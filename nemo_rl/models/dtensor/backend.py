@@ -107,17 +107,16 @@ class DTensorBackend:
     """One rank: a `Backend` and a `StepBackend`.
 
     Args:
-        transform: Temperature and filters of generation.
         optimizer: None for a policy that only scores.
-        scheduler: Of the learning rate; None keeps it.
-        reference: The weights that the run started from, or None.
-        dtype: Precision in which the model is used, for the configuration of a checkpoint.
+        scheduler: Of the learning rate; None keeps it constant.
+        reference: The run's initial weights, or None.
+        dtype: Precision of the model, for the configuration of a checkpoint.
         stays_on_host: Whether FSDP keeps parameters on the host between uses.
-        defer_gradient_sync: Whether gradients are reduced once per step; until then every rank holds them whole.
-        clear_cache_every: Microbatches between two times that cached device memory is given back; None never.
-        adapter: What a checkpoint says of the adapters; None where all weights are trained.
+        defer_gradient_sync: Whether gradients are reduced once per step; until then every rank holds whole gradients.
+        clear_cache_every: Microbatches between releases of cached device memory; None for never.
+        adapter: The adapters' configuration in checkpoints; None if all weights are trained.
         sends_adapters: Whether a refit sends adapters alone.
-        share_prompts: Whether neighbours of a microbatch that begin alike share their beginning.
+        share_prompts: Whether rows of a microbatch share a common prefix.
         row_multiple: Packed rows are padded to a multiple of this.
     """
 
@@ -384,7 +383,7 @@ class DTensorBackend:
             self._optimizer_memory = None
 
     def offload(self, *, model: bool, optimizer: bool, keep_gradients: bool) -> None:
-        """See `Backend`. Gradients lie with their parameters and move with them."""
+        """Gradients are stored with their parameters and move with them."""
         if not self._stays_on_host:
             if optimizer and self.optimizer is not None and self._optimizer_memory is None:
                 self._optimizer_memory = MovableStorages.on_gpu(optimizer_tensors(self.optimizer))

@@ -1,8 +1,7 @@
 """Writes and reads a policy checkpoint: a Hugging Face directory of weights, and the sharded optimizer state.
 
-Snapshots are taken on the host while the step waits; files are written by a background thread, so the next step does
-not. Invariants: weights are the float32 master weights, so a resumed run goes on bit for bit; files load without
-running code.
+Snapshots are taken while the step waits; a background thread writes the files. Invariants: weights are the float32
+master weights, so a run resumes bit for bit; files load without running code.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class CheckpointWriter(BackgroundWriter):
             self.submit(write_model_directory, scorer.lm, state, path, dtype_in_config, save_format)
 
     def save_adapter(self, scorer: CausalLMScorer, path: str, info: AdapterInfo) -> None:
-        """Snapshots the adapters on rank 0 and writes them in PEFT's format, with the model's configuration beside."""
+        """Snapshots the adapters on rank 0 and writes them in PEFT's format, with the model's configuration."""
         state: dict[str, torch.Tensor] = {}
         for name, tensor in adapter_factors(scorer, self._mesh.device):
             if self._mesh.rank == 0:

@@ -1,8 +1,7 @@
-"""What the driver asks the DTensor backend before anything starts: parallel sizes, names, adapters, and kernels that a
-machine may lack (attention on GPUs, and Liger's layers).
+"""The driver's checks of the DTensor backend: parallel sizes, names, adapters, and kernels that a machine may lack
+(attention on GPUs, Liger's layers).
 
-Reads configurations, never weights. Invariant: what is refused here is refused before Ray starts, or as soon as the
-kind of slot is known.
+Reads configurations only. Refuses before Ray starts, or as soon as the kind of slot is known.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class _LocalExperts:
 
 
 class _Exchange:
-    """The forward of an experts module whose experts are cut over a group."""
+    """The forward pass of an experts module whose experts are sharded over a group."""
 
     def __init__(self, module: nn.Module, compute: Callable[..., torch.Tensor], mesh: DeviceMesh) -> None:
         self._compute = compute

@@ -1,9 +1,8 @@
-"""The collective export of full weights, tensor by tensor, in the engine's precision and under the names of files.
+"""The collective export of full weights, tensor by tensor, in the engine's precision and with the names of files.
 
-Every rank iterates; each gets every full tensor for as long as it holds it. transformers 5 stacks the experts of a
-layer, and renames, when it loads a file; engines and other readers expect what files hold. Invariants: names, shapes
-and order are those of `tensor_metas`; what is written here loads like the file that the model came from; a model
-without conversions keeps every name.
+Every rank iterates and gets every full tensor. transformers 5 stacks the experts of a layer, and renames, when it loads
+a file; this undoes it. Invariants: names, shapes and order are those of `tensor_metas`; exported weights load like the
+original files.
 """
 
 from __future__ import annotations

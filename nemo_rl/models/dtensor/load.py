@@ -1,7 +1,7 @@
 """Loads a Hugging Face model into its sharded form.
 
-Rank 0 reads the real weights on the host; the others build the shape only and receive their shards. Invariants: weights
-are float32 whatever the file holds; code from a model's repository runs only when the configuration says so.
+Rank 0 reads the weights on the host; the others build the shapes and receive their shards. Invariants: weights are
+float32 whatever the file holds; code from a model's repository runs only if the configuration allows it.
 """
 
 from __future__ import annotations

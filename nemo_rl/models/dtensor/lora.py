@@ -1,8 +1,8 @@
 """Low-rank adapters on a model's linear layers (https://arxiv.org/abs/2106.09685): only they are trained.
 
-A layer keeps its class's place and its weight's name; beside the frozen weight it gets `lora_A` `[rank, in]` and
-`lora_B` `[out, rank]`, whose product starts at 0. Invariants: without its adapters the model is the base model bit for
-bit; the output projection of the vocabulary is never adapted.
+A layer keeps its place and its weight's name; beside the frozen weight it gets `lora_A` `[rank, in]` and `lora_B`
+`[out, rank]`, whose product starts at 0. Invariants: without adapters the model is the base model bit for bit; the
+vocabulary's output projection is never adapted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FACTORS = ("lora_A", "lora_B")
 
 
 class AdaptedLinear(nn.Linear):
-    """A linear layer with a frozen weight and a trained low-rank product beside it."""
+    """A linear layer with a frozen weight plus a trained low-rank product."""
 
     lora_A: nn.Parameter
     lora_B: nn.Parameter

@@ -1,8 +1,7 @@
-"""Cuts a Hugging Face causal language model over the mesh: tensor and sequence parallel by DTensor, then FSDP2.
+"""Shards a Hugging Face causal language model over the mesh: tensor and sequence parallel by DTensor, then FSDP2.
 
-Holds the tensor-parallel plan of the Llama-shaped families and the way FSDP2 is applied. Invariants: tied embeddings
-stay one parameter; gradients come out as sums over all data-parallel ranks, never as means, so that the step's one
-division by the global count is the only one.
+Invariants: tied embeddings stay one parameter; gradients are sums over all data-parallel ranks, never means, so that
+the step divides once by the global count.
 """
 
 from __future__ import annotations
@@ -143,7 +142,7 @@ def apply_activation_checkpointing(model: Any, *, keep_routing: bool = False) ->
 
 
 def _keep_routing(widths: set[int]) -> Callable[..., CheckpointPolicy]:
-    """Keeps products whose width is the number of experts: those of a router."""
+    """Keeps the output of layers whose width is the number of experts: routers."""
     products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
     def policy(_: Any, op: object, *args: Any, **__: object) -> CheckpointPolicy:
@@ -164,9 +163,9 @@ def apply_compile(model: Any) -> None:
 
 def apply_fsdp(scorer: nn.Module, model: Any, mesh: ParallelMesh, cfg: DTensorConfig, *, dtype: torch.dtype) -> None:
     """Shards every decoder layer and then the whole with FSDP2: float32 weights, `dtype` compute, float32 gradient
-    sums. Weights that are small beside the device's memory stay gathered between passes, until `drop_gathered`.
+    sums. Weights that are small compared with the device's memory stay gathered between passes, until `drop_gathered`.
 
-    Experts that are cut over expert-parallel ranks are a part of their own: fewer ranks share each of them.
+    Experts sharded over expert-parallel ranks are a module of their own: fewer ranks share each.
     """
     keep = not cfg.cpu_offload and _are_small(model, mesh.device, dtype)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)

@@ -1,8 +1,8 @@
 """A causal language model together with the scoring of its tokens, as one module.
 
-FSDP2 gathers the output projection around a module's forward; scoring therefore lives inside it. Feeds packed rows to
-the model, on this rank's slice of the row with context parallelism. Invariant: every rank of a replica returns the same
-scores for the whole row, and gradients flow into this rank's part only.
+FSDP2 gathers the output projection around a module's forward, so scoring must be inside it. Takes packed rows, on this
+rank's slice with context parallelism. Invariant: every rank of a replica returns the scores of the whole row, and
+gradients flow into this rank's slice only.
 """
 
 from __future__ import annotations
@@ -27,12 +27,8 @@ if TYPE_CHECKING:
 
 
 class CausalLMScorer(nn.Module):
-    """Wraps a Hugging Face causal language model.
-
-    Args:
-        model: The model, cut over tensor-parallel ranks where there are several.
-        chunk: Tokens whose logits exist at a time; None chooses.
-        head_dtype: Precision of the output projection's product; None takes that of the model.
+    """Wraps a Hugging Face causal language model, which may be sharded by tensor parallelism. `chunk`: tokens whose
+    logits exist at a time; None chooses. `head_dtype`: precision of the output projection; None takes the model's.
     """
 
     def __init__(
@@ -66,7 +62,7 @@ class CausalLMScorer(nn.Module):
             self.set_requires_gradient_sync(synchronize)
 
     def deferred_gradients(self) -> Iterator[torch.Tensor]:
-        """Whole gradients of this rank that were not reduced yet; FSDP keeps them beside its parameters."""
+        """This rank's whole gradients that are not reduced yet; FSDP keeps them beside its parameters."""
         for parameter in self._fsdp_parameters():
             if parameter.unsharded_accumulated_grad is not None:
                 yield parameter.unsharded_accumulated_grad

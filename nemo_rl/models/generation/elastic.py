@@ -1,9 +1,8 @@
-"""Shards leave and come back with the weights of the cache; shards that serve take new weights without leaving.
+"""Resizes generation: shards leave and return with the cache's weights, and serving shards take new weights in place.
 
-The one path by which a time-shared run resizes generation. Ties the cache, the sync session and the shards together.
-Invariants: moves and refreshes take turns, while versions are built at any time; a shard comes back in the order wake
-weights, sync, finalise, wake KV, publish, route; one that cannot is put to sleep again or quarantined, and the others
-come back all the same; the version served is the cache's.
+Time-shared runs resize only here. Invariants: moves and refreshes are serialised, versions can be built at any time; a
+shard returns in the order wake weights, sync, finalise, wake KV, publish, route; one that cannot is put to sleep again
+or quarantined, and the others return; the served version is the cache's.
 """
 
 from __future__ import annotations
@@ -42,13 +41,8 @@ class Resize:
 
 
 class ElasticGeneration:
-    """Resizes one generation backend.
-
-    Args:
-        options: `weight_sync.*`.
-
-    Attributes:
-        recompute_kv: Whether requests that run through a refresh compute their keys and values anew.
+    """Resizes one generation backend. `recompute_kv`: whether requests that run through a refresh recompute keys and
+    values.
     """
 
     def __init__(
@@ -63,8 +57,8 @@ class ElasticGeneration:
         self.pauses_s: list[float] = []
 
     def shrink(self, dp_ranks: Iterable[int]) -> Resize:
-        """Puts shards to sleep; their requests go on elsewhere, or wait for a shard. All shards is legal. Raises
-        WorkerError: a shard did not sleep, or its memory did not come back: the device must not be given to anybody.
+        """Puts shards to sleep; their requests continue on other shards, or wait. All shards is legal. Raises
+        WorkerError: a shard did not sleep or its memory is not free: the device must not be handed over.
         """
         wanted = sorted(set(dp_ranks))
         with self._alone("shrink"):
@@ -111,8 +105,8 @@ class ElasticGeneration:
         return self.shrink(removed), self.expand(added)
 
     def wake_weights(self, dp_ranks: Iterable[int]) -> None:
-        """Builds engines that do not stand yet and wakes the weights of the others: the first half of `expand`. Raises
-        WorkerError: a shard could not wake, or its engine did not start.
+        """Builds missing engines and wakes the weights of the others: the first half of `expand`. Raises WorkerError: a
+        shard could not wake, or its engine did not start.
         """
         wanted = sorted(set(dp_ranks))
         # Building takes a minute and moves no other shard: it waits for nobody's turn.

@@ -1,9 +1,8 @@
-"""What generation is to the rest: requests in, token ids with their log-probabilities out.
+"""The generation interface: requests in, token ids with log-probabilities out.
 
-Holds the request and result values, the seed of every request, the batch form that NeMo-RL users know, and the
-interface of a backend. Invariants: a result's token ids and log-probabilities have equal length; every token lies in
-exactly one version span; a run draws the same tokens whatever the order of arrival, the number of shards, or a restart
-in between.
+Holds request and result values, the seed of every request, NeMo-RL's batch form, and the backend interface. Invariants:
+a result's token ids and log-probabilities have equal length; every token is in one version span; a run draws the same
+tokens whatever the order of arrival, the number of shards, or restarts.
 """
 
 from __future__ import annotations
@@ -194,7 +193,7 @@ def request_seed(run_seed: int, step: int, prompt: int, sample: int, turn: int =
 
 
 class ShardPreemptedError(GenerationError):
-    """The shard of a request was taken away before it answered; the request goes on elsewhere."""
+    """The shard of a request was taken away before it answered; the request continues on another."""
 
 
 class ShardStateError(GenerationError):
@@ -206,7 +205,7 @@ class MemoryNotFreedError(GenerationError):
 
 
 class WakeError(GenerationError):
-    """A shard could not make its memory resident again; it sleeps, and the others live on."""
+    """A shard could not make its memory resident again; it stays asleep, and the others are unaffected."""
 
 
 class StaleVersionError(GenerationError):

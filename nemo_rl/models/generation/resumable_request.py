@@ -1,7 +1,7 @@
-"""One request's way across shards: what it keeps when its shard is taken away, and what is still to be asked for.
+"""A request that moves between shards: the tokens it keeps when its shard is taken away, and the rest of its prompt.
 
-Pure: results of pieces in, the next piece out. Invariants: the pieces joined are the response, every token with the
-log-probability and the version it was drawn with; no draw of one piece is repeated in the next.
+Pure: results of pieces in, the next piece out. Invariants: the joined pieces are the response, with each token's
+log-probability and version; no random draw of one piece is repeated in the next.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ OnPreempt = Literal["continue", "redo_turn"]
 
 
 class ResumableRequest:
-    """A request that may be served in pieces. `on_preempt`: `continue` keeps the tokens of a piece that was cut short;
-    `redo_turn` forgets them.
+    """A request that may be served in pieces. `on_preempt`: `continue` keeps the tokens of an interrupted piece;
+    `redo_turn` drops them.
     """
 
     def __init__(self, request: GenerationRequest, on_preempt: OnPreempt = "continue") -> None:
@@ -109,14 +109,8 @@ def _further_seed(seed: int, kept: int) -> int:
 
 
 def safe_cut(token_ids: Sequence[int], texts: Sequence[str], decode: Callable[[list[int]], str]) -> int:
-    """How many tokens can be kept so that none of `texts` (stop strings, bad words) began in them without being
-    complete.
-
-    The engine looks for such texts in what it generates itself: one that straddles two pieces would be missed.
-
-    Args:
-        token_ids: Tokens of a piece that was cut short.
-        texts: What the engine looks for.
+    """How many tokens can be kept so that no text of `texts` (stop strings, bad words) has begun in them without being
+    complete: the engine searches only what it generates itself, and would miss one that straddles two pieces.
     """
     count = len(token_ids)
     while count and texts:

@@ -1,8 +1,8 @@
-"""Which shard takes the next request.
+"""Chooses the shard of the next request.
 
-A plain class without clocks or actors: it holds the active set of data-parallel shards with a generation number, and
-the outstanding work of each. Choosing a shard and booking the work on it are one step, so whoever removes a shard sees
-either no booking or a booked one. Invariant: outstanding work is never negative, and only active shards are chosen.
+A plain class without clocks or actors: the active set of data-parallel shards with a generation number, and each
+shard's outstanding work. Choosing and booking are one step. Invariant: outstanding work is never negative, and only
+active shards are chosen.
 """
 
 from __future__ import annotations

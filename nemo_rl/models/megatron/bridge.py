@@ -1,9 +1,8 @@
-"""Model families that the backend does not know itself, by way of the package megatron-bridge, where it is installed.
+"""Model families through the package megatron-bridge, if installed, for families that the backend does not know.
 
-The package says what Megatron's configuration of such a model is, and carries weights between its files and Megatron's
-modules. Attention over packed rows, positions, the output layer and the step stay ours: what they cannot do is refused
-by its name in Megatron's configuration. Nothing of the package is imported before a family asks for it. Invariant:
-every rank yields the same names and full tensors in the same order.
+The package gives Megatron's configuration and maps weights between files and Megatron's modules. Attention, positions,
+output layer and train step stay ours; unsupported settings are refused by their names in Megatron's configuration. The
+package is imported only when needed. Invariant: every rank yields the same names and full tensors in the same order.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _TAKEN_BY_LOCAL_LAYERS: dict[str, tuple[object, ...]] = {
 
 
 def is_known(model: PretrainedConfig) -> bool:
-    """Whether the backend knows a model's family without the package, by its Hugging Face configuration."""
+    """Whether the backend itself knows a model's family, by its Hugging Face configuration."""
     return model.model_type in FAMILIES
 
 
@@ -74,8 +73,8 @@ def _auto_bridge(model: PretrainedConfig) -> Any:
 
 
 def check(cfg: PolicyConfig, model: PretrainedConfig) -> Sizes:
-    """What the driver asks before anything starts; the sizes of the model. Raises UnsupportedModelError: the package is
-    not installed or does not know the model either, or the model has a part that is not supported here.
+    """The driver's check; returns the sizes of the model. Raises UnsupportedModelError: the package is not installed or
+    does not know the model either, or the model has an unsupported part.
     """
     auto = _auto_bridge(model)
     if cfg.hf_config_overrides:

@@ -1,9 +1,8 @@
 """Writes and reads a checkpoint of the Megatron backend: a Hugging Face directory of weights, and optimizer state.
 
-Each state tensor is gathered to the shape of its whole parameter, one after the other, and the ranks take turns in
-keeping them for a file of their own: so all ranks write, no rank holds everything, and the files load on any number of
-ranks and any grid. Snapshots are taken while the step waits; files follow in the background. Invariant: a resumed run
-goes on with the optimizer's own float32 parameters, so that nothing is rounded.
+Each state tensor is gathered to its whole shape, one at a time, and the ranks take turns keeping them for their files:
+all ranks write, none holds everything, and the files load on any grid. Snapshots are taken while the step waits; files
+are written in the background. Invariant: a run resumes from the optimizer's own float32 parameters, unrounded.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""What the driver asks the Megatron backend before anything starts: installed packages, the model's family, and sizes
-that divide. Keys that are not honoured are refused where the configuration is read.
+"""The driver's checks of the Megatron backend: installed packages, the model's family, and divisible sizes.
 
-Reads configurations, never weights. Invariant: what is refused here is refused before Ray starts, or as soon as the
-kind of slot is known.
+Reads configurations only. Refuses before Ray starts, or as soon as the kind of slot is known.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The model families that the Megatron backend knows, and how their Hugging Face weights make up Megatron's.
+"""The model families that the Megatron backend supports, and the mapping of their Hugging Face weights.
 
-Megatron fuses query, key and value of each attention group, and gate and up of a feed-forward; experts keep their own
-weights. Each of its parameters is described by what it is made of and how tensor-parallel ranks cut it. Invariants:
-joining and splitting are inverse to each other bit for bit, and so are cutting and pasting.
+Megatron fuses query, key and value of each attention group, and gate and up of a feed-forward; experts stay separate.
+Each parameter is described by its parts and how tensor-parallel ranks cut it. Invariant: joining and splitting, cutting
+and pasting are inverse bit for bit.
 
 Shapes: G key/value groups, Q query heads of a group, H head dimension, D model width, F feed-forward width.
 """

@@ -1,8 +1,7 @@
 """The process groups of the Megatron backend and this rank's place in them.
 
-Megatron keeps its groups in a module of its own; here they are made, with the sizes of the configuration, and read.
-Invariants: ranks are numbered as the policy's grid has them, pipeline outermost, then data, context and tensor; every
-reduction that the train step needs gives the same value on all ranks of a replica.
+Invariants: ranks are numbered as in the policy's grid, pipeline outermost, then data, context and tensor; reductions of
+the train step give the same value on all ranks of a replica.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The parts that are ours in Megatron's model: exact attention over packed rows, rotary positions that start anew in
-every sequence, and norms.
+"""Our parts of Megatron's model: exact attention over packed rows, rotary positions that restart in every sequence,
+norms.
 
-They sit in the slots that Megatron's layer specifications leave open, so that both training backends attend in the same
-way with and without Transformer Engine. Invariant: what a layer computes for a sequence does not depend on what it was
-packed with, nor on how the row is cut over context-parallel ranks.
+They fill slots of Megatron's layer specifications, so both training backends attend alike with and without Transformer
+Engine. Invariant: a sequence's result does not depend on what it was packed with, nor on how the row is cut over
+context-parallel ranks.
 
 Shapes: T tokens of this rank's slice of the row, H heads, D head dimension.
 """
@@ -25,10 +25,10 @@ from nemo_rl.models.policy.attention import Segments, packed_attention
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """What Megatron hands from layer to layer beside the hidden states, with the borders of the row's sequences.
+    """The packed-sequence argument that Megatron passes from layer to layer: the borders of the row's sequences.
 
-    It names no packed format of Megatron's own, so that its layers treat the row as one sequence in everything but
-    attention and positions, which are ours.
+    It sets no packed format of Megatron's own, so that its layers treat the row as one sequence; attention and
+    positions are ours.
     """
 
     qkv_format: str = "sbhd"
@@ -36,7 +36,7 @@ class PackedRow(PackedSeqParams):
 
 
 class PackedAttention(MegatronModule):
-    """Attention of every token to the earlier ones of its own sequence, in the slot `core_attention`."""
+    """Attention of every token to the earlier ones of its own sequence, as `core_attention`."""
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: object

@@ -1,8 +1,7 @@
-"""Builds Megatron's model of a Hugging Face configuration, cut as the policy section says.
+"""Builds Megatron's model of a Hugging Face configuration, sharded as the policy section says.
 
-Decides which implementation of the layers runs: Transformer Engine's where it is installed and there is a GPU, else
-Megatron's own. Invariants: attention is ours in both; every key of `policy.megatron_cfg` is honoured here or refused by
-`checks`.
+Layers are Transformer Engine's if it is installed and there is a GPU, else Megatron's own. Invariant: every key of
+`policy.megatron_cfg` is honoured here or refused by `checks`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Microbatches through Megatron's pipeline schedules: what goes into a stage, and what the last one makes of it.
+"""Microbatches through Megatron's pipeline schedules: input of the first stage, scores of the last.
 
-Packs rows, cuts them over context-parallel ranks and scores the hidden states of the last stage; whoever calls says
-what becomes of the scores. Invariants: every rank of a replica returns what its last stage computed; a failure on the
-last stage is one on all of them, and leaves none waiting.
+Packs rows, cuts them over context-parallel ranks and scores the last stage's hidden states. Invariants: every rank of a
+replica returns the last stage's result; a failure of the last stage is raised on all ranks, so none waits.
 """
 
 from __future__ import annotations
@@ -32,15 +31,8 @@ class PipelineStageError(RuntimeError):
 
 
 class Pipeline:
-    """Passes of one rank.
-
-    Args:
-        model: This rank's part of the model.
-        chunk_size: Tokens whose logits exist at once; None for all.
-        row_round: Packed rows are padded to a multiple of this too.
-
-    Attributes:
-        chunks: What the schedule drives: the model's chunks, or what holds their gradients.
+    """Passes of one rank. `chunk_size`: tokens whose logits exist at once; None for all. `row_round`: packed rows are
+    padded to a multiple of this too.
     """
 
     def __init__(self, model: BuiltModel, groups: MegatronGroups, chunk_size: int | None, row_round: int = 1) -> None:

@@ -40,7 +40,7 @@ class ReferenceWeights:
 
 
 def optimizer_tensors(optimizers: Iterable[object], model: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """What optimizers hold beside the model's own memory: their state, and parameters in float32."""
+    """An optimizer's tensors beside the model's own memory: state, and float32 parameters."""
     known = {tensor.untyped_storage()._cdata for tensor in model}
     found: list[torch.Tensor] = []
     for optimizer in optimizers:

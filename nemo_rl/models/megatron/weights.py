@@ -120,7 +120,7 @@ class ModelWeights(Protocol):
     def gather(
         self, weight: Weight, local: torch.Tensor | None, device: torch.device, dtype: torch.dtype | None
     ) -> torch.Tensor:
-        """What is kept of anything that is cut like a weight."""
+        """The whole tensor of this rank's parts of a weight."""
         ...
 
     def keeps(self, number: int, name: str) -> bool:
@@ -177,8 +177,8 @@ class ShardedWeights:
         return _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + first}", name)
 
     def _mark_cuts(self) -> None:
-        """Tells Megatron which parameters are parts, so that its norm counts whole ones once; its layers say so only
-        where they also draw initial weights.
+        """Marks sharded parameters, so that Megatron's norm counts whole ones once; its layers do so only when they
+        initialise.
         """
         for weight in self.described:
             for parameter in self.copies(weight):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """What a policy asks of its backend besides its configuration."""
+    """A policy's requests to its backend besides the configuration."""
 
     init_optimizer: bool = True
     init_reference_model: bool = True  # whether the weights that the run started from are kept
@@ -128,8 +128,8 @@ class Backend(StepBackend, Protocol):
         ...
 
     def offload(self, *, model: bool, optimizer: bool, keep_gradients: bool) -> None:
-        """Model or optimizer state to the host, freed memory given back. `optimizer`: whether the optimizer state goes.
-        `keep_gradients`: whether a step is open, whose gradients must come back as they are.
+        """Moves model or optimizer state to the host and frees memory. `keep_gradients`: whether an open step needs its
+        gradients restored.
         """
         ...
 

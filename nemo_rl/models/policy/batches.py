@@ -21,9 +21,7 @@ class UnsupportedColumnsError(ValueError):
 
 
 def refuse_model_inputs(columns: Iterable[str]) -> None:
-    """Refuses a batch whose model inputs the forward pass would leave out, rather than to train on its text alone.
-    `columns`: names of the batch's columns. Raises UnsupportedColumnsError: there are such columns.
-    """
+    """Refuses batches with model inputs that the forward pass would ignore. Raises UnsupportedColumnsError."""
     refused = model_inputs(columns)
     if refused:
         raise UnsupportedColumnsError(
@@ -43,7 +41,7 @@ def shares_prompts(config: PolicyConfig, *, cuda: bool) -> bool:
 
 
 def prefixes_of(tags: Mapping[str, Sequence[int]]) -> SharedPrefixes | None:
-    """What rows with these tags say of their prompts; None where they say nothing."""
+    """The prompts of rows, from their tags; None without tags."""
     if PROMPT not in tags or PROMPT_TOKENS not in tags:
         return None
     return SharedPrefixes(tags[PROMPT], tags[PROMPT_TOKENS])
@@ -63,13 +61,13 @@ def shard_batch(
     training: bool,
     share: bool = False,
 ) -> tuple[list[SlicedDataDict], list[int] | None]:
-    """Shards a batch over data-parallel ranks: plainly, by dynamic batching or by packing, as the configuration says.
+    """Shards a batch over data-parallel ranks: plainly, by dynamic batching or by packing.
 
     Args:
-        data: `input_ids`, `input_lengths` and whatever else travels along.
-        batch_size: Samples of a global batch, which is cut on its own; None takes all.
-        training: Whether the token budgets of training apply, or those of log-probability passes.
-        share: Whether the samples of a prompt go into the same packed row as far as they fit.
+        data: `input_ids`, `input_lengths` and other columns.
+        batch_size: Samples of a global batch, each sharded separately; None takes all.
+        training: Whether the token budgets of training or of log-probability passes apply.
+        share: Whether samples of a prompt go into the same packed row as far as they fit.
 
     Returns one shard per rank, without tags, and the permutation that restores the caller's order (None: none needed).
     """

@@ -1,8 +1,7 @@
 """A language-model policy over a group of workers, one per accelerator slot.
 
-Shards batches over data-parallel ranks (plainly, by dynamic batching or by packing), gathers results back into the
-caller's order; where training state lies and how it is exported is `PolicyWeights`'s. Invariant: rows come back in the
-order in which they were given.
+Shards batches over data-parallel ranks (plainly, by dynamic batching or by packing) and gathers the results.
+`PolicyWeights` has residency and exports. Invariant: rows are returned in the given order.
 """
 
 from __future__ import annotations
@@ -219,8 +218,8 @@ class Policy(PolicyWeights, PolicyInterface):
         mbs: int | None = None,
         timer: Timer | None = None,
     ) -> TrainResult:
-        """`submit_train`, and waits for it. Raises WorkerError: a worker failed; a step whose loss is not finite is
-        refused with the samples named.
+        """`submit_train` and its result. Raises WorkerError: a worker failed; a step whose loss is not finite names the
+        samples.
         """
         return self.submit_train(data, loss_fn, eval_mode, gbs=gbs, mbs=mbs, timer=timer).result()
 
@@ -376,7 +375,7 @@ class Policy(PolicyWeights, PolicyInterface):
             time.sleep(_SAVE_POLL_S)
 
     def run_on_all(self, method: str, **kwargs: Any) -> list[object]:
-        """Calls a method of every worker, for worker classes of one's own."""
+        """Calls a method of every worker, for custom worker classes."""
         return self.worker_group.run(method, **kwargs)
 
     def shutdown(self) -> bool:
@@ -396,6 +395,6 @@ def _rank_grid(config: PolicyConfig, world: int) -> NamedSharding:
 
 
 def submit_label(method: str) -> str:
-    """The timer's label of a scoring call, as dashboards know it."""
+    """The timer label of a scoring call, as in NeMo-RL's dashboards."""
     reference = "reference_policy_" if method == "get_reference_policy_logprobs" else ""
     return f"{method}/submit_{reference}logprob_futures"

@@ -54,9 +54,8 @@ class LogitTransform:
 
 
 def filter_logits(logits_CV: torch.Tensor, *, top_p: float, top_k: int | None) -> torch.Tensor:
-    """Sets the logits of excluded tokens to -inf: first top-k, then top-p on what is left, as vLLM does.
-
-    The most likely token is always kept.
+    """Sets the logits of excluded tokens to -inf: first top-k, then top-p of the rest, as vLLM does. The most likely
+    token is always kept.
     """
     ordered, indices = logits_CV.sort(dim=-1, descending=False)
     if top_k is not None and top_k < logits_CV.shape[-1]:

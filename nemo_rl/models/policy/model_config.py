@@ -1,7 +1,6 @@
-"""The model that a configuration names, as far as its own small configuration file tells, before any weights are read.
+"""The model's small configuration file, read before any weights: whether the model exists and its sizes divide.
 
-Decides whether there is a model, and whether its sizes divide as asked. Invariant: what is refused here is refused
-before Ray starts.
+Refuses before Ray starts.
 """
 
 from __future__ import annotations

@@ -99,14 +99,8 @@ def build_scheduler(entries: list[SchedulerConfig] | None, optimizer: torch.opti
 
 
 def advance_scheduler(scheduler: LRScheduler, steps: int) -> None:
-    """Takes a new schedule to where it is after `steps` steps, in place.
-
-    Steps are repeated, not restored: a schedule whose arguments changed is obeyed, one that did not ends at the same
-    rate bit for bit.
-
-    Args:
-        scheduler: As the configuration makes it; its optimizer has stepped.
-        steps: Steps of the run so far.
+    """Advances a new schedule by `steps` steps, in place. Steps are repeated, not restored: changed arguments take
+    effect, and unchanged ones give the same rate bit for bit.
     """
     for _ in range(steps):
         scheduler.step()

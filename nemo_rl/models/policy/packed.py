@@ -1,10 +1,9 @@
-"""The one form in which sequences go through a model: all real tokens of a microbatch in one row, with their borders;
-and what becomes of the row's scores, whichever framework made them: loss, metrics and log-probabilities.
+"""Packs a microbatch into one row of real tokens with sequence borders; and turns the row's scores into loss, metrics
+and log-probabilities.
 
-Padded, dynamic and packed microbatches differ only in which sequences share a row; here each becomes the same packed
-row, so that no compute is spent on padding and every mode computes the same numbers; neighbours that begin alike may
-share their beginning. Invariants: what is scattered back lies where the token lay in the padded batch; every backend
-computes loss, metrics and log-probabilities from scores in the same way.
+Padded, dynamic and packed microbatches differ only in which sequences share a row; no compute is spent on padding and
+every mode computes the same numbers. Neighbours with a common prefix may share it. Invariant: results are scattered to
+the tokens' places in the padded batch.
 
 Shapes: B sequences, S padded width, T tokens of the row (padding segment included), V vocabulary, k largest logits.
 """
@@ -76,11 +75,10 @@ def pack(
 
     Args:
         data: `input_ids [B, S]` and `input_lengths [B]`.
-        device: Where the row is needed.
-        multiple: The row is padded to a multiple of this by a segment of its own, which nothing attends to.
-        trained_only: Scores are needed only before tokens that `token_mask [B, S]` and `sample_mask [B]` keep: the
-            output projection then skips prompts.
-        share: Neighbours that begin with the same tokens have these once.
+        multiple: The row is padded to a multiple of this by a separate segment.
+        trained_only: Score only positions whose next token `token_mask [B, S]` and `sample_mask [B]` keep: the output
+            projection then skips prompts.
+        share: Store a common prefix of neighbours once.
     """
     ids_BS, lengths_B = data["input_ids"].cpu(), data["input_lengths"].to(torch.long).cpu()
     batch, width = ids_BS.shape
@@ -149,12 +147,11 @@ def microbatch_loss(
     filters: bool,
     device: torch.device,
 ) -> tuple[torch.Tensor, MicrobatchResult]:
-    """The plain-sum loss of one microbatch, with gradient, and what it leaves behind.
+    """The plain-sum loss of one microbatch, with gradient, and its metrics.
 
     Args:
         loss_fn: Called with both counts 1.
-        batch: How the microbatch was packed.
-        output: Scores of the row, or its logits [T, V] where the loss wants those.
+        output: Scores of the row, or its logits [T, V] if the loss wants those.
         filters: Whether the scores before and after generation's filters differ.
     """
     on_device = {

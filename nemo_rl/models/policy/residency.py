@@ -1,9 +1,8 @@
 """Moves training memory between the device and the host, storage by storage.
 
-A storage is copied to pinned host memory and shrunk to nothing in place, then grown and filled again, so that every
-view of it (parameters in Megatron's large buffers, FSDP's shards, an optimizer's own copies) stays what it was. On a
-CPU slot there is only one memory, and nothing moves. Invariant: a move never changes a value, but for values that
-nobody waits for, which come back as zeros.
+A storage is copied to pinned host memory and shrunk to nothing in place, then grown and refilled, so every view of it
+(parameters in Megatron's large buffers, FSDP's shards, an optimizer's copies) stays valid. On CPU slots nothing moves.
+Invariant: values are unchanged, except those declared unneeded, which come back as zeros.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _CHUNK_BYTES = 256 << 20
 
 
 class Piece(NamedTuple):
-    """Bytes of a storage, and where they lie on the host."""
+    """Bytes of a storage and their place on the host."""
 
     storage: int
     start: int  # first byte within it
@@ -41,8 +40,8 @@ def pieces(sizes: Iterable[int], chunk_bytes: int) -> Iterator[Piece]:
 
 
 class MovableStorages:
-    """Some storages that move together. `tensors`: tensors whose storages they are; several may share one.
-    `chunk_bytes`: of one piece of host memory.
+    """Storages that move together. `tensors`: their tensors; several may share a storage. `chunk_bytes`: size of one
+    piece of host memory.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], chunk_bytes: int = _CHUNK_BYTES) -> None:

@@ -1,8 +1,7 @@
 """Scores of a packed row whose tokens are cut over context-parallel ranks.
 
-Each rank computes the hidden states of one contiguous slice and scores it; here the slices become the row again.
-Invariant: every rank of a replica has the same scores for the whole row, and gradients flow into its own slice only, so
-that the sum over ranks counts each token once.
+Each rank scores one contiguous slice; here the slices are joined. Invariant: every rank of a replica has the scores of
+the whole row, and gradients flow into its own slice only, so that the sum over ranks counts each token once.
 
 Shapes: T tokens of the row or of this rank's slice, D hidden size, W this rank's slice of the vocabulary.
 """
@@ -40,7 +39,7 @@ class RowSlice:
         return slice(tokens * self.rank, tokens * (self.rank + 1))
 
     def segments(self, batch: PackedBatch) -> Segments:
-        """What attention needs to know of the row."""
+        """The row's sequence borders, for attention."""
         return Segments(batch.cu_seqlens, batch.max_seqlen, self.group, self.mine(batch).start, batch.keys)
 
     def wanted(self, batch: PackedBatch) -> torch.Tensor | None:

@@ -1,9 +1,8 @@
-"""Neighbours of a microbatch that begin with the same tokens, and the packed row in which these tokens stand once.
+"""Common prefixes of neighbouring rows in a microbatch, stored once in the packed row.
 
-A run of rows with a common beginning becomes a prefix, computed once, and the rest of each row, whose tokens attend to
-the prefix and to each other. Found in the tokens alone, whoever sorted the rows. Invariants: a token of the row sees
-exactly the tokens that it saw in its own sequence, at the same positions, so hidden states, scores and gradients are
-those of separate rows up to rounding; every token of every sequence has one place in the row.
+A prefix is computed once; the rest of each row attends to it and to itself. Prefixes are found in the tokens alone.
+Invariants: a token attends to exactly the tokens of its own sequence, at the same positions, so hidden states, scores
+and gradients are those of separate rows up to rounding; every token has one place in the row.
 
 Shapes: B sequences, S padded width, T tokens of the row, N tokens of all sequences, K keys of the row's segments.
 """
@@ -22,9 +21,9 @@ from nemo_rl.distributed import shared_prefixes
 
 
 class Run(NamedTuple):
-    """Rows `[first, end)` whose first `shared` tokens stand once in the packed row; alone or with 0, they share none.
+    """Rows `[first, end)` whose first `shared` tokens are stored once; single rows or 0 share none.
 
-    The last token that rows have in common is not among them: what it predicts differs from row to row.
+    The last common token is not shared, since what it predicts differs from row to row.
     """
 
     first: int

@@ -1,7 +1,7 @@
-"""A policy whose batches lie on the data plane: the driver sends references, workers fetch rows and write results back.
+"""A policy on the data plane: the driver sends references, workers fetch rows and write results back.
 
-Same workers, same plans and same results as `Policy`; only the way of the columns differs. Starts the data plane of the
-run and ends it. Invariant: no tensor with a token axis passes the driver.
+Same workers, plans and results as `Policy`. Owns the run's data plane. Invariant: no tensor with a token axis passes
+the driver.
 """
 
 from __future__ import annotations
@@ -40,9 +40,6 @@ class TQPolicy(Policy):
         tokenizer: Saved beside checkpoints; its padding fills token columns.
         dp_cfg: The `data_plane` section, enabled.
         options: Of `Policy`.
-
-    Attributes:
-        dp_client: The driver's client, which owns the data plane.
     """
 
     def __init__(

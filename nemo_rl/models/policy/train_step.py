@@ -35,8 +35,8 @@ class NonFiniteStepError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class MicrobatchResult:
-    """What a microbatch's backward pass gives besides gradients: metric sums, which rows were not finite [B], and what
-    was computed.
+    """Results of a microbatch's backward pass besides gradients: metric sums, rows that were not finite [B], and its
+    work.
     """
 
     metrics: dict[str, torch.Tensor]

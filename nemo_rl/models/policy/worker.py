@@ -1,8 +1,7 @@
-"""One rank of a policy: the Ray actor's class, whatever framework runs the model.
+"""One rank of a policy: the Ray actor's class, for both backends.
 
-Cuts its rows into microbatches, runs steps and scoring on a `Backend`, and opens weight exports and caches, all as
-methods that take plain values. Which ranks are called with what is the policy's business, how a model runs the
-backend's. Invariant: every method that is collective is called on all ranks in the same order.
+Cuts rows into microbatches, runs steps and scoring on a `Backend`, and opens weight exports and caches; its methods
+take plain values. Invariant: collective methods are called on all ranks in the same order.
 """
 
 from __future__ import annotations
@@ -90,9 +89,7 @@ class PolicyWorker(TQWorkerMixin):
             logger.info("backend=%s kernels=%s sizes=%s", spec.name, self.backend.kernels(), sizes)
 
     def describe(self) -> dict[str, object]:
-        """Device identity and name of this rank, its backend and kernels, and the model's sizes (None where its
-        configuration does not say).
-        """
+        """This rank's device identity and name, its backend and kernels, and the model's sizes (None if unknown)."""
         try:
             shape = TransformerShape.from_hf_config(self.backend.model_config)
         except UnknownArchitecture as error:
@@ -384,9 +381,7 @@ class PolicyWorker(TQWorkerMixin):
         self.backend.save(weights_path, optimizer_path, save_format)
 
     def checkpoint_written(self) -> bool:
-        """Whether the files of the last snapshot are written; asked again and again, so that training goes on
-        meanwhile.
-        """
+        """Whether the files of the last snapshot are written; polled, so that training goes on meanwhile."""
         return self.backend.poll_saved()
 
     def weight_checksums(self) -> dict[str, str]:

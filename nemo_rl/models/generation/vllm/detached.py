@@ -1,8 +1,7 @@
 """Generation requests from another process than the one that owns the engines.
 
-Holds what a dispatcher needs (the shards' actors and their names) and starts one at its first request. Before a batch
-of rollouts it is told which shards serve, and afterwards it says which of them it lost: the owner hears of a shard that
-died here, and a shard that was built anew is used here too. Invariant: pickling one never starts anything.
+Starts a dispatcher over the shards' actors at its first request. Before a batch of rollouts the owner sends the serving
+shards; afterwards this returns the shards that it found dead. Pickling starts nothing.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ class ServingShard(NamedTuple):
 
 
 class DetachedGenerator:
-    """Continues prompts on shards that another process started. `on_preempt`: what a request keeps whose shard dies.
-    `record`: takes what becomes of requests; pickled with this, so that it stays its owner's.
+    """Continues prompts on shards that another process started. `record`: pickled with this, so events are collected
+    where it runs.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class DetachedGenerator:
         return self._loop, self._dispatcher
 
     def follow(self, serving: Mapping[int, ServingShard]) -> None:
-        """Only these shards take requests from now on; one that was started anew is used again."""
+        """Restricts requests to these shards; a rebuilt one is used again."""
         loop, dispatcher = self._started()
         anew = [shard for shard, now in serving.items() if self._serving.get(shard, (0,))[0] != now.started]
 

@@ -1,9 +1,8 @@
-"""Carries requests from an event loop to shards and results back, while shards come and go.
+"""Sends requests from an event loop to shards and returns results, while shards come and go.
 
-Requests for one shard that arrive in the same moment travel in one call, and one long poll per shard brings results
-back, so that the cost per sample is small. Owns the router: choosing a shard and handing the request over are one step
-on one loop. Invariants: a booking is taken off exactly once; a request on a shard that leaves, hangs or dies goes on
-elsewhere with the tokens it has; every wait has a deadline.
+Requests for a shard that arrive together are one call, and a long poll per shard fetches results, so the cost per
+sample is small. Owns the router. Invariants: a booking is released exactly once; a request on a shard that leaves,
+hangs or dies continues on another with its tokens; every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -57,22 +56,20 @@ class _Pending:
 
 
 class Dispatcher:
-    """Runs on one event loop; every method must be called there, but for `stop_routing`.
+    """Runs on one event loop; every method but `stop_routing` must be called there.
 
     Args:
         workers: Generation actors, one per shard.
-        router: Chooses shards; owned by this dispatcher.
-        names: Shard names for error messages.
-        on_preempt: What a request keeps whose shard leaves.
+        on_preempt: Whether a request keeps its tokens when its shard leaves.
         hang_s: Seconds after which an engine that does not answer counts as hung.
-        poll_s: Seconds that a shard holds a poll while it has nothing to tell.
-        on_failure: Told which shard was quarantined, and why; must not block.
+        poll_s: Seconds that a shard holds an empty poll.
+        on_failure: Called with a quarantined shard and the reason; must not block.
 
     Attributes:
-        lends_shards: Whether somebody else takes shards away and gives them back: a request then waits without a
-            deadline while all of them are away by order.
-        rebuilds: Whether somebody builds lost shards anew while requests wait: one then waits for a shard although all
-            are lost, until its own deadline. Changed by `await_rebuild`.
+        lends_shards: Whether a scheduler takes shards away and returns them: requests then wait without deadline while
+            all are away.
+        rebuilds: Whether lost shards are rebuilt while requests wait: a request then waits until its deadline even if
+            all are lost. Set by `await_rebuild`.
     """
 
     def __init__(
@@ -281,8 +278,8 @@ class Dispatcher:
     # -- shards come and go -------------------------------------------------------------------------------------------
 
     def route(self, shards: Sequence[int], versions: Sequence[int] | None = None) -> int:
-        """Shards take requests from now on; the router's generation number. Without their versions the record says
-        nothing of it: their owner routed them. Raises ShardStateError: a shard is quarantined.
+        """Lets shards take requests; returns the router's generation number. Recorded only if versions are given.
+        Raises ShardStateError: a shard is quarantined.
         """
         bad = [shard for shard in shards if shard in self.failed]
         if bad:
@@ -357,7 +354,7 @@ class Dispatcher:
             self._routed.set()
 
     def revive(self, shard: int) -> None:
-        """A quarantined shard was built anew; it takes requests once it is routed."""
+        """Ends the quarantine of a rebuilt shard; it takes requests once it is routed."""
         self.failed.pop(shard, None)
         poller = self._pollers.pop(shard, None)
         if poller is not None:
@@ -371,7 +368,7 @@ class Dispatcher:
             )
 
     async def close(self) -> None:
-        """Stops polling and fails what is still under way."""
+        """Stops polling and fails the remaining requests."""
         for task in self._pollers.values():
             task.cancel()
         await asyncio.gather(*self._pollers.values(), return_exceptions=True)

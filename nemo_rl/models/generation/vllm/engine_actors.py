@@ -71,17 +71,16 @@ def engine_spec(
     threads: int,
     slot_bytes: int | None = None,
 ) -> EngineSpec:
-    """The start of one engine.
+    """The start parameters of one engine.
 
     Args:
-        policy: The policy section; generation lives under it.
+        policy: The policy section.
         seed: Seed of the first engine; shard n takes `seed + n`.
         sleeps: Whether the engine must be able to sleep.
         refits: Whether training sends its weights, so that loading them from disk can be skipped.
         cpu_slot_memory_gb: Memory budget of a CPU slot; a quarter of it holds the KV caches of its engines.
         threads: CPU threads of one engine rank.
-        slot_bytes: Device memory that the engine may take, since neighbours use the rest; None for
-            `gpu_memory_utilization` of the device.
+        slot_bytes: Device memory for the engine beside other jobs; None for `gpu_memory_utilization` of the device.
 
     Raises ConfigError: the weights alone do not fit into the slot.
     """

@@ -1,7 +1,7 @@
-"""What of an engine is resident: puts its weights and KV cache to sleep, and wakes them.
+"""An engine's resident memory: puts its weights and KV cache to sleep, and wakes them.
 
-Invariants: memory that was slept is measured to be free, or an error says that it is not, and no engine of the same
-device moves meanwhile; an engine that could not wake sleeps as before.
+Invariants: slept memory is verified to be free, or an error is raised, and no other engine of the device moves
+meanwhile; an engine that could not wake stays asleep.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ class EngineMemory:
 
     Args:
         rpc: A method's answer of every rank.
-        alive: The answer of the engine's process to a call, or an error where that died.
-        cuda: Whether vLLM itself gives memory back; on CPU slots the worker extension does.
+        alive: Awaits a call of the engine's process, or raises if that died.
+        cuda: Whether vLLM itself frees memory; on CPU slots the worker extension does.
         sleep_level: 2 drops the weights, 1 keeps them on the host.
-        device: Name of the device that it shares with other engines; None where it has its own.
-        has_neighbours: Whether other jobs use the device at the same time. What is in use there then says nothing of
-            this engine, and vLLM's word has to do that the memory was unmapped.
+        device: Name of a device shared with other engines; None for one of its own.
+        has_neighbours: Whether other jobs use the device; free memory then cannot be verified by measuring.
 
     Attributes:
         asleep: Which of `weights` and `kv_cache` are not resident.

@@ -1,11 +1,10 @@
-"""The processes of an engine: how they start, where they meet, how they end with their owner, and what they said last.
+"""The processes of an engine: start, rendezvous files, end with their owner, and their last output.
 
-vLLM spawns an engine's process inside Ray actors, and a spawned process imports everything once more, a third of an
-engine's start on CPUs; here it is a fork of its actor, which has imported vLLM already, where the actor has left the
-GPUs' driver alone. Sockets and files of a rendezvous go to a folder of their own, which vLLM would leave behind when it
-is killed. An actor that is killed cannot end its children; they watch it and end themselves. Invariants: a fork keeps
-none of the actor's connections, so that Ray sees the actor's end; the folder of a living process is never touched;
-within seconds of the owner's end no engine process is left, also when the owner ended while they started.
+vLLM spawns an engine's process inside Ray actors, and a spawned process imports everything again, a third of an
+engine's start on CPUs; here it is forked from its actor, if that has not touched the GPU driver. Sockets and files go
+into a folder of the engine. Engine processes watch their actor and exit when it is killed. Invariants: a fork keeps
+none of the actor's connections, so Ray sees the actor's end; the folder of a live process is never removed; within
+seconds of the owner's end no engine process is left, even during start-up.
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ _ENGINE_ERROR = re.compile(
 
 
 def import_engine(engine_kwargs: dict[str, Any]) -> None:
-    """Imports what an engine needs and has vLLM look the model up, which takes seconds the first time; touches no GPU.
-    `engine_kwargs`: keyword arguments of `AsyncEngineArgs`. What is wrong with them is said when the engine starts.
+    """Imports what an engine needs and lets vLLM inspect the model, which takes seconds the first time; touches no GPU.
+    `engine_kwargs`: keyword arguments of `AsyncEngineArgs`; their errors are raised when the engine starts.
     """
     with importing():
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -80,8 +79,8 @@ def may_fork() -> bool:
 
 @contextmanager
 def forked_engine() -> Iterator[None]:
-    """Inside the block vLLM forks the engine's process, and that one its workers, where they `may_fork`: each would
-    import vLLM anew otherwise. Elsewhere they start by vLLM's own rules.
+    """Makes vLLM fork the engine's process, and that its workers, where they `may_fork`, to avoid importing vLLM again.
+    Elsewhere vLLM's own rules apply.
     """
     if not may_fork():
         yield
@@ -108,7 +107,7 @@ def forked_engine() -> Iterator[None]:
 
 
 def _become_an_engine() -> None:
-    """A connection ends only when nobody holds it; the title that Ray gave the actor can be changed by Ray alone."""
+    """Closes inherited connections, which otherwise stay open, and sets the process title."""
     if not _forking:
         return
     if (ray := sys.modules.get("ray")) is not None:
@@ -137,9 +136,7 @@ def make_socket_folder() -> Path:
 
 @contextmanager
 def temporary_files_in(folder: Path | str) -> Iterator[None]:
-    """Processes that are started inside the block, forked or not, put temporary files into `folder`; what torch
-    compiles stays where later processes look for it.
-    """
+    """Makes processes started inside the block put temporary files into `folder`; torch's cache stays shared."""
     known = {name: os.environ.get(name) for name in ("TMPDIR", _COMPILED)}
     before = tempfile.gettempdir()
     os.environ.setdefault(_COMPILED, f"{before}/torchinductor_{getpass.getuser()}")
@@ -190,9 +187,7 @@ def follow_owner() -> None:
 
 
 def end_without_last_collection() -> None:
-    """Spares this process the search for cycles at its end: two seconds among an engine's objects, whose memory the
-    system takes back anyway.
-    """
+    """Skips the garbage collection at exit: two seconds for an engine's objects."""
     atexit.register(_leave_objects)
 
 

@@ -1,7 +1,6 @@
-"""What an engine says of itself while it generates: samples of its queues and its KV cache, one per interval.
+"""An engine's statistics during generation: samples of its queues and KV cache, one per interval.
 
-Takes the engine's own statistics after each of its steps, as one of its stat loggers; keeps sums only, so that a long
-step costs no memory. Invariant: what was taken is counted once.
+A vLLM stat logger that keeps sums only, so memory does not grow. Invariant: every value is counted once.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""The one class that vLLM mixes into its workers: weights come in, and memory of CPU slots is really released.
+"""The worker extension of vLLM: loads weights, and frees the memory of CPU slots.
 
-Runs inside vLLM's worker process on top of its own worker class; its methods are called by `collective_rpc` with plain
-values. It holds no policy: what to load and when comes from the sync session and the generation worker. The base
-weights of a policy with adapters never change, and every engine has their files: a refit then sends the factors, whose
-product is added to what the engine reads. Invariants: after a release the memory is back with the system; after restore
-and reload the model computes exactly what it did; adapted files are what the policy would have sent merged, up to the
-rounding of one float32 product.
+Runs in vLLM's worker process; its methods are called by `collective_rpc` with plain values. The base weights of a
+policy with adapters never change, and every engine has their files: a refit then sends the factors, whose product is
+added to the base. Invariants: after a release the memory is back with the system; after restore and reload the model
+computes exactly the same; adapted weights equal merged ones up to the rounding of one float32 product.
 """
 
 from __future__ import annotations

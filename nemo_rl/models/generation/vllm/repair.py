@@ -1,9 +1,8 @@
-"""Brings quarantined shards of a run without scheduler back: a new engine in the place of the old one.
+"""Rebuilds quarantined shards of a run without scheduler.
 
-Ends what is left of a shard as soon as it is quarantined, so that its memory is free, and starts engines beside the
-run. A new engine stays quarantined until whoever refits takes it back, since it has no weights. Invariants: one engine
-is built at a time for a shard; one that does not start is tried again a few times and then given up, and the run goes
-on with the others.
+Kills the rest of a shard as soon as it is quarantined, so that its memory is free, and starts a new engine in parallel
+with the run. It stays quarantined until the next refit gives it weights. Invariants: one build at a time per shard; an
+engine that does not start is tried a few times and then given up, and the run continues with the others.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class ShardRepair:
         wait(self._building.values(), timeout=timeout_s)
 
     def take_back(self) -> list[int]:
-        """The shards whose new engines stand: awake, without weights, not routed."""
+        """The shards whose new engines are up: awake, without weights, not routed."""
         back: list[int] = []
         for shard, built in [(shard, built) for shard, built in self._building.items() if built.done()]:
             del self._building[shard]

@@ -1,9 +1,8 @@
-"""What a generation worker keeps of its engine's requests: which weights drew which tokens, and results until they are
-fetched.
+"""A generation worker's state of requests: which weights drew which tokens, and results until they are fetched.
 
-Engines that label tokens themselves (vLLM 0.32 and later) are believed; for others the tokens drawn so far are counted
-while the engine is paused for new weights. Invariants: the spans of a response cover all of its tokens, in order, and a
-span is marked where its tokens attended to keys and values of older weights; what is put into a buffer is fetched once.
+Engines that label tokens themselves (vLLM 0.32 and later) are used as they are; for others the tokens so far are
+counted while the engine is paused for new weights. Invariants: a response's spans cover its tokens in order; a span is
+marked if its tokens attended to keys and values of older weights; a buffered result is fetched once.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class VersionTracker:
         self._running[request_id] = _Running([(self.version, 0)])
 
     async def publish(self, version: int, *, kv_recomputed: bool) -> None:
-        """From here on tokens come from `version`; the engine must be paused. `version`: of the weights that are loaded
-        now. `kv_recomputed`: whether running requests compute their keys and values anew.
+        """Labels further tokens with `version`; the engine must be paused. `kv_recomputed`: whether running requests
+        recompute keys and values.
         """
         # Requests that begin while this waits belong to the new version, whose weights are loaded.
         self.version, before = version, dict(self._running)
@@ -105,12 +104,12 @@ class RequestFailure:
 
 
 def is_engine_death(error: BaseException | None) -> bool:
-    """Whether an error of a request or call says that the engine's own process is gone."""
+    """Whether an error means that the engine's process is gone."""
     return error is not None and (type(error).__name__ == "EngineDeadError" or "root cause" in str(error))
 
 
 def failure_of(request_id: str, error: BaseException) -> RequestFailure:
-    """The error as text; where it only says that the engine is gone, also what the engine itself said."""
+    """The error as text, with the engine's own last output if the engine died."""
     text = f"{type(error).__name__}: {error}"
     if not is_engine_death(error):
         return RequestFailure(request_id, text)
@@ -131,7 +130,7 @@ class ResultBuffer:
     ready: asyncio.Event = field(default_factory=asyncio.Event)
 
     def put(self, result: GenerationResult | RequestFailure) -> None:
-        """Adds a result, and says so."""
+        """Adds a result and wakes waiting polls."""
         self.results.append(result)
         self.ready.set()
 

@@ -1,9 +1,9 @@
-"""Takes shards away from generation and gives them back, one at a time or all of them, at any moment.
+"""Takes shards out of generation and returns them, singly or together, at any moment.
 
-Each shard is in one state; moves are idempotent and one at a time. A shard leaves in this order: unroute, end its
-requests, verify that it is idle, sleep, verify that the memory is free; it comes back by: wake weights, (the caller's
-sync), wake the KV cache, publish its version, route. Invariants: no engine sleeps with a request; no shard is routed
-that has no current weights; a shard that fails is quarantined and the others live on.
+Each shard has one state; moves are idempotent and one at a time. A shard leaves in the order unroute, end its requests,
+verify that it is idle, sleep, verify that the memory is free; it returns by wake weights, (the caller's sync), wake the
+KV cache, publish its version, route. Invariants: no engine sleeps with a request; no shard without current weights is
+routed; a failing shard is quarantined and the others are unaffected.
 """
 
 from __future__ import annotations
@@ -49,12 +49,11 @@ class ElasticShards:
 
     Args:
         workers: Generation actors, one per shard.
-        identities: Who they are, for messages.
-        dispatcher: Routes requests; touched only on its own loop.
+        dispatcher: Routes requests; used only on its own loop.
         on_loop: Runs a coroutine there and waits.
         timeout_s: Deadline of each step of a move.
-        start: Starts the engine of a shard, anew or for the first time, and returns once it is up.
-        built: Whether the engines stand already, awake and routed.
+        start: Starts or restarts the engine of a shard and waits until it is up.
+        built: Whether the engines are up already, awake and routed.
     """
 
     def __init__(
@@ -103,10 +102,8 @@ class ElasticShards:
         )
 
     def call_healthy(self, method: str, shards: Iterable[int] | None = None, **kwargs: object) -> dict[int, Any]:
-        """Calls a method of the shards, all by default, that are not quarantined; one whose engine is gone, or that
-        gives no answer, is quarantined, and the answers of the others are all there is.
-
-        Raises WorkerError: a living worker raised, or none is left.
+        """Calls a method of the shards (all by default) that are not quarantined. One that is gone or does not answer
+        is quarantined and left out of the result. Raises WorkerError: a live worker raised, or none is left.
         """
         deadline = time.monotonic() + self._timeout_s
         called = [shard for shard in self.healthy() if shards is None or shard in shards]
@@ -149,7 +146,7 @@ class ElasticShards:
     # -- built when they are needed -----------------------------------------------------------------------------------
 
     def ended(self, shard: int) -> None:
-        """The processes of a shard were ended from outside; it sleeps until it is built anew."""
+        """Marks a shard whose processes were killed; it sleeps until it is rebuilt."""
         self._unbuilt.add(shard)
         self._state[shard] = ShardState.ASLEEP
 
@@ -170,8 +167,8 @@ class ElasticShards:
         self._on_loop(revive())
 
     def build(self, shards: Iterable[int]) -> list[int]:
-        """Starts the engines of shards that have none, or whose engine failed: awake afterwards, without weights, not
-        routed. The shards that it was. Raises WorkerError: an engine did not start; the shard is quarantined.
+        """Starts the engines of shards without one or with a failed one, awake, without weights, not routed; returns
+        these shards. Raises WorkerError: an engine did not start; the shard is quarantined.
         """
         built = []
         for shard in self._check(shards):
@@ -333,10 +330,10 @@ async def _answer(ref: ObjectRef[object]) -> object:
 
 
 def is_lost(error: WorkerError) -> bool:
-    """Whether a worker's failure says that its shard is gone: its process or engine died, or it does not answer."""
+    """Whether a failure means that the shard is gone: its process or engine died, or it does not answer."""
     return isinstance(error, (WorkerDiedError, WorkerTimeoutError)) or is_engine_death(error.__cause__)
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, for a line of the log."""
+    """The first line of an error, for the log."""
     return str(error).partition("\n")[0]

@@ -1,7 +1,6 @@
-"""Some shards of a generation backend as the targets of a sync session.
+"""Shards of a generation backend as the targets of a sync session.
 
-Passes a session's calls on to the workers of its shards and to no other, and says which of them failed. Invariant:
-shards that are not targets never notice.
+Sends a session's calls to the workers of its shards only, and reports which failed.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ class ShardTargets:
     Args:
         workers: Generation actors, one per shard.
         devices: Device identities of each shard's ranks.
-        recompute_kv: Whether running requests compute their keys and values anew under the new weights.
+        recompute_kv: Whether running requests recompute keys and values under the new weights.
 
     Attributes:
-        culprits: After a failure, which shards caused it and what they said.
-        died: Whether the culprits are gone, rather than that they raised.
+        culprits: After a failure, the shards that caused it and their errors.
+        died: Whether the culprits are gone rather than raised.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class ShardTargets:
         ray.wait(refs, num_returns=len(refs), timeout=30.0)
 
     def staging_fits(self, nbytes: int) -> bool:
-        """Whether every target has room for a second copy of the weights beside the live ones."""
+        """Whether every target has memory for a second copy of the weights."""
         free = self._wait([worker.free_memory.remote() for worker in self._workers], "free_memory", _ANSWER_S)
         # Copies on one device add up: on a GPU that several engines share, in the one memory of a host's CPU slots.
         copies = Counter(self.devices())

@@ -128,7 +128,7 @@ class VllmGeneration(GenerationInterface):
         ray.kill(self.group.workers[shard])
 
     def on_failure(self, notify: Callable[[int, str], None]) -> None:
-        """Has `notify` called with every shard that is quarantined from now on, and why; it must not block."""
+        """Calls `notify` with every shard that is quarantined later, and the reason; it must not block."""
         self._dispatcher.on_failure = notify
 
     @property
@@ -154,8 +154,8 @@ class VllmGeneration(GenerationInterface):
         return await asyncio.wrap_future(future)
 
     def run_on_dispatch_loop(self, work: Coroutine[object, object, T], timeout_s: float = LOOP_TIMEOUT_S) -> T:
-        """Runs a coroutine on the dispatcher's own loop and waits: rollouts that live there skip a thread hop per
-        request. Raises GenerationError: it has not ended after `timeout_s`.
+        """Runs a coroutine on the dispatcher's loop and waits, which saves a thread switch per request. Raises
+        GenerationError: it did not end within `timeout_s`.
         """
         return wait_on_loop(work, self._loop, timeout_s)
 
@@ -198,7 +198,7 @@ class VllmGeneration(GenerationInterface):
         ]
 
     def generate(self, data: BatchedDataDict, greedy: bool = False) -> BatchedDataDict:
-        """Continues a right-padded batch; see `results_to_batch` for what is returned."""
+        """Continues a right-padded batch; see `results_to_batch` for the result."""
         requests = self._requests(data, greedy)
 
         async def all_of_them() -> list[GenerationResult]:
@@ -248,14 +248,12 @@ class VllmGeneration(GenerationInterface):
         return [dict(bytes_in_use) for bytes_in_use in freed.values()]
 
     def invalidate_kv_cache(self) -> None:
-        """Forgets cached prefixes on every shard."""
+        """Drops cached prefixes on every shard."""
         self.shards.call_healthy("reset_prefix_cache")
 
     def engine_metrics(self) -> dict[str, float]:
-        """The `generation_metrics/` of the time since they were last asked for; empty where
-        `vllm_cfg.enable_vllm_metrics_logger` is off.
-
-        An engine that does not answer at once is left out: whoever waits for its results finds out what it has.
+        """The `generation_metrics/` since the last call; empty if `vllm_cfg.enable_vllm_metrics_logger` is off. Engines
+        that do not answer at once are skipped.
         """
         if not self.cfg.vllm_cfg.enable_vllm_metrics_logger:
             return {}
@@ -310,8 +308,8 @@ class VllmGeneration(GenerationInterface):
     def get_model_update_receiver(
         self, dp_ranks: Sequence[int] | None = None, *, recompute_kv: bool = True
     ) -> ShardTargets:
-        """Shards as the targets of a sync session; all that are not quarantined by default. `recompute_kv`: whether
-        their running requests compute keys and values anew under the new weights.
+        """Shards as the targets of a sync session; by default all that are not quarantined. `recompute_kv`: whether
+        running requests recompute keys and values.
         """
         self.wait_until_started()
         wanted = self.shards.healthy() if dp_ranks is None else sorted(set(dp_ranks))

@@ -1,9 +1,9 @@
 """The Ray actor around one vLLM engine: one data-parallel shard of generation.
 
-Starts the asynchronous engine, runs requests, and passes sleep, wake and sync calls on to it. Requests arrive in lists
-and results are fetched in lists, so that Ray's per-call cost does not grow with the number of samples. It does not
-choose shards and knows no training. Invariants: every submitted request yields exactly one result or failure to the
-client that submitted it; a shard that leaves takes no request; no forward pass runs while weights are half new.
+Starts the asynchronous engine, runs requests, and passes sleep, wake and sync calls on to it. Requests and results
+travel in lists, so that Ray's per-call cost does not grow with the number of samples. Invariants: every request yields
+exactly one result or failure to its client; a leaving shard takes no request; no forward pass runs while weights are
+partly new.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class VllmGenerationWorker:
         return result.first(safe_cut(result.token_ids, looked_for, self._engine.output_processor.tokenizer.decode))
 
     async def cancel(self, request_ids: list[str]) -> None:
-        """Ends requests that nobody waits for any more, without a result."""
+        """Ends abandoned requests, without a result."""
         for request_id in request_ids:
             if request_id in self._tasks:
                 self._tasks[request_id].cancel()
@@ -302,7 +302,7 @@ class VllmGenerationWorker:
         await self._memory.wake(tags)
 
     async def reset_prefix_cache(self) -> None:
-        """Forgets cached prefixes, which belong to old weights after a refit."""
+        """Drops cached prefixes, which belong to old weights after a refit."""
         await self._alive(self._engine.reset_prefix_cache())
 
     async def model_bytes(self) -> list[dict[str, int]]:
@@ -312,10 +312,9 @@ class VllmGenerationWorker:
     # -- new weights --------------------------------------------------------------------------------------------------
 
     async def begin_sync(self, session: dict[str, object], routes: list[dict[str, object]], timeout_s: float) -> None:
-        """Opens a sync session on every rank, by its route. A serving engine is paused here, or (weights staged beside
-        the live ones) in `finish_sync`.
-
-        Raises ShardStateError: the weights sleep; StaleVersionError: the session's version is older than the shard's.
+        """Opens a sync session on every rank, by its route. A serving engine is paused here or, with weights staged
+        beside the live ones, in `finish_sync`. Raises ShardStateError: the weights sleep; StaleVersionError: the
+        session's version is older than the shard's.
         """
         if "weights" in self._memory.asleep:
             raise ShardStateError(f"shard {self._shard} sleeps: wake its weights before session {session['id']}")
@@ -345,8 +344,8 @@ class VllmGenerationWorker:
         return await self._resume()
 
     async def abort_sync(self, session_id: str) -> None:
-        """Ends a session on every rank, if it is the open one; an engine whose weights may be half new stays paused
-        until a session succeeds.
+        """Ends this session on every rank; an engine whose weights may be partly new stays paused until a session
+        succeeds.
         """
         await self._rpc("nrl_abort_sync", session_id)
         if self._session.get("id") == session_id:
@@ -383,10 +382,9 @@ class VllmGenerationWorker:
     ) -> list[object]:
         """Calls one of the receiver's methods on every rank, for sync services that drive them one by one.
 
-        Requests stand still from the first weights until `finalize_weight_update`, after which tokens carry `version`
-        (by default one more than before). Weights that were not finalised may be half new: the shard takes no requests.
-
-        Raises ShardStateError: weights are sent while the shard's weights sleep.
+        Requests pause from the first weights until `finalize_weight_update`, after which tokens carry `version` (by
+        default one more than before). Without it the shard takes no requests. Raises ShardStateError: weights are sent
+        while the shard's weights sleep.
         """
         if name in _RECEIVES:
             if "weights" in self._memory.asleep:
