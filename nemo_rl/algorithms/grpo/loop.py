@@ -163,7 +163,7 @@ class GRPOSteps(Steps[GRPORun]):
             report_step(self.run, self._trained.experience, done.metrics, self._trained.result)
 
     def await_reports(self) -> None:
-        """See `Backlog.settle`."""
+        """See `Backlog.wait`."""
         self.run.reports.wait()
 
     def why_ended(self, newest: CompletedStep | None) -> str | None:
