@@ -15,38 +15,33 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import yaml
-
 from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing.arguments import add_page_arguments, add_pool_arguments, seconds
 from nemo_rl.time_sharing.history.check import INVARIANTS, check, refuse_nothing
 from nemo_rl.time_sharing.log import events as _events  # registers the scheduler's event kinds
+from nemo_rl.time_sharing.log.pool_state import PoolState
 from nemo_rl.time_sharing.log.reading import read_logs
 from nemo_rl.time_sharing.log.segments import segments_of
-from nemo_rl.time_sharing.pipelines.pool_book import PoolBook
 from nemo_rl.time_sharing.simulation.cli import (
     UsageError,
+    add_keys_arguments,
     add_simulate_arguments,
-    check_outputs,
     count,
     events_count,
-    print_table,
+    fit,
     simulate,
     soak,
+    write_keys,
 )
-from nemo_rl.time_sharing.simulation.fit import fit
-from nemo_rl.time_sharing.simulation.scenario_page import DEFAULT_PAGE, scenario_page
-from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.time_sharing.viewing.report import write_report
 from nemo_rl.time_sharing.viewing.timeline import build_timeline
 from nemo_rl.time_sharing.viewing.trace import write_trace
-from nemo_rl.utils.record import NullRecord, RecordDamaged
+from nemo_rl.utils.record import RecordDamaged
 
 logger = logging.getLogger(__name__)
 
 _KINDS = _events.__name__
 _DRAIN_S = 900.0
-_FAR_OFF = 0.1
 _EXAMPLES = """examples:
   python -m nemo_rl.time_sharing simulate examples/time_sharing/two_jobs.yaml --report two.html
   python -m nemo_rl.time_sharing simulate examples/time_sharing/with_faults.yaml --runs 5
@@ -160,11 +155,10 @@ def parser() -> argparse.ArgumentParser:
         "--processes", type=count, default=2, help="processes that simulate at a time (default: %(default)s)"
     )
     _live_commands(command)
-    fitting = command("fit", _fit, "make a scenario of a run's own times, and say how well it predicts the run")
+    fitting = command("fit", fit, "make a scenario of a run's own times, and say how well it predicts the run")
     _log_arguments(fitting)
     fitting.add_argument("-o", "--output", type=Path, required=True, help="the scenario file to write")
-    keys = command("keys", _keys, "write the page that describes every key of a scenario file")
-    keys.add_argument("-o", "--output", type=Path, default=DEFAULT_PAGE, help="the page (default: %(default)s)")
+    add_keys_arguments(command("keys", write_keys, "write the page that describes every key of a scenario file"))
     return whole
 
 
@@ -243,10 +237,6 @@ def _log_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr)
-
-
 def _of_damage(damage: RecordDamaged) -> str:
     if not damage.intact:
         return f"{damage.path}: is not a record of nemo_rl: line 1 {damage.reason}"
@@ -259,7 +249,7 @@ def _of_damage(damage: RecordDamaged) -> str:
 
 def _check(chosen: argparse.Namespace) -> int:
     began = time.perf_counter()
-    entries, whole = read_logs(chosen.log, recover=chosen.recover, say=_say)
+    entries, whole = read_logs(chosen.log, recover=chosen.recover)
     violations = check(entries, first_only=True, ended=whole and not chosen.running)
     if violations:
         print(violations[0])
@@ -274,52 +264,22 @@ def _check(chosen: argparse.Namespace) -> int:
 
 def _trace(chosen: argparse.Namespace) -> int:
     output = chosen.output or chosen.log[0].with_suffix(".trace.json")
-    entries = read_logs(chosen.log, recover=chosen.recover, say=_say)[0]
+    entries = read_logs(chosen.log, recover=chosen.recover)[0]
     refuse_nothing(entries)
-    book = PoolBook.read(chosen.log[0].parent / "pool.json")
-    count = write_trace(entries, output, pool=book.name, unit=book.unit)
+    kept = PoolState.read(chosen.log[0].parent / "pool.json")
+    count = write_trace(entries, output, pool=kept.name, unit=kept.unit)
     print(f"{output}: {count} trace events; open it at https://ui.perfetto.dev")
     return 0
 
 
 def _report(chosen: argparse.Namespace) -> int:
     output = chosen.output or chosen.log[0].with_suffix(".html")
-    entries, whole = read_logs(chosen.log, recover=chosen.recover, say=_say)
+    entries, whole = read_logs(chosen.log, recover=chosen.recover)
     # First, as it refuses what no picture can be made of.
     violations = check(entries, ended=whole)
     timeline = build_timeline(entries)
-    pool = PoolBook.read(chosen.log[0].parent / "pool.json")
+    pool = PoolState.read(chosen.log[0].parent / "pool.json")
     title = timeline.simulated.scenario if timeline.simulated is not None else pool.name or chosen.log[0].stem
     write_report(timeline, violations, output, title=title, unit=pool.unit)
     print(f"{output}: {len(entries)} events")
-    return 0
-
-
-def _keys(chosen: argparse.Namespace) -> int:
-    chosen.output.write_text(scenario_page(), encoding="utf-8")
-    print(f"wrote {chosen.output}")
-    return 0
-
-
-def _fit(chosen: argparse.Namespace) -> int:
-    entries, _ = read_logs(chosen.log, recover=chosen.recover, say=_say)
-    check_outputs(None, chosen.output)
-    fitted = fit(entries)
-    chosen.output.write_text(yaml.safe_dump(fitted.scenario.model_dump(mode="json", exclude_unset=True)))
-    world = World(fitted.scenario, 0, lambda clock: NullRecord())
-    world.run()
-    lines = [("job", "measured", "simulated", "ratio")]
-    for name, measured in fitted.measured.items():
-        run = world.jobs[name]
-        seconds = (run.finished_at or world.loop.now) - run.job.arrive_s
-        lines.append((name, f"{measured:.1f} s", f"{seconds:.1f} s", f"{seconds / measured:.2f}"))
-    print_table(lines)
-    off = [name for name, _, _, ratio in lines[1:] if abs(float(ratio) - 1) > _FAR_OFF]
-    if off:
-        print(
-            f"far off: the simulation of {', '.join(off)} differs by more than {_FAR_OFF:.0%} from the run; do not "
-            "draw conclusions from differences of that size. Usual causes: a short run, jobs that were drained, "
-            "cancelled or restarted, first starts of engines, and a machine with other work on it"
-        )
-    print(f"{chosen.output}: simulate it, change it, simulate it again")
     return 0

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 from nemo_rl.config.dotted import import_dotted
 from nemo_rl.config.errors import ConfigError, UserError
 from nemo_rl.time_sharing.log.log_tail import LogTail
+from nemo_rl.time_sharing.log.pool_state import PoolState, Standing
 from nemo_rl.time_sharing.open_pools import OpenPool, the_open_pool
 from nemo_rl.time_sharing.pipelines.grpo import POOL_NAME
 from nemo_rl.time_sharing.pipelines.job import Job, read_jobs
-from nemo_rl.time_sharing.pipelines.pool_book import PoolBook
-from nemo_rl.time_sharing.pool import About, PoolError, Standing
+from nemo_rl.time_sharing.pool import About, PoolError
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.viewing.standings_table import StandingsTable
 from nemo_rl.time_sharing.viewing.timeline import Timeline, TimelineBuilder, in_unit
@@ -137,7 +137,7 @@ def explain(chosen: argparse.Namespace) -> int:
     timeline = builder.so_far(None)
     if not timeline.origin and not timeline.decisions:
         raise PoolError(f"{log_dir}: there is no scheduler.jsonl with a plan in it; give the folder of a pool's log")
-    for line in explained(timeline, chosen.names, PoolBook.read(log_dir / "pool.json").unit):
+    for line in explained(timeline, chosen.names, PoolState.read(log_dir / "pool.json").unit):
         sys.stdout.write(f"{line}\n")
     return EXIT_OK
 

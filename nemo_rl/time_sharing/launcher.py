@@ -30,11 +30,12 @@ from nemo_rl.time_sharing.commands import (
     submitters_env,
     watch,
 )
+from nemo_rl.time_sharing.log.pool_state import Standing
 from nemo_rl.time_sharing.mps import multi_process_service
 from nemo_rl.time_sharing.open_pools import OpenPool, announced
 from nemo_rl.time_sharing.opening import LIVE_LIMITS, close_pool, open_pool
 from nemo_rl.time_sharing.pipelines.job import read_jobs
-from nemo_rl.time_sharing.pool import PoolError, Standing
+from nemo_rl.time_sharing.pool import PoolError
 from nemo_rl.time_sharing.protocol.topology import Pool
 
 if TYPE_CHECKING:

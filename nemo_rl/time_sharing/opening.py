@@ -14,10 +14,10 @@ from typing import Any
 
 from nemo_rl.time_sharing.agents.actors import CONTROL_NAMESPACE, SCHEDULER_NAME, start_scheduler, stop_scheduler
 from nemo_rl.time_sharing.agents.ray_reaper import end_agents
+from nemo_rl.time_sharing.log.pool_state import Outcome, Standing
 from nemo_rl.time_sharing.pipelines.grpo import POOL_NAME, PoolHandles
-from nemo_rl.time_sharing.pipelines.pool_book import Outcome
 from nemo_rl.time_sharing.pipelines.residents import slot_bytes
-from nemo_rl.time_sharing.pool import ACTOR_THREADS, PoolActor, Standing
+from nemo_rl.time_sharing.pool import ACTOR_THREADS, PoolActor
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import Limits
 

@@ -24,10 +24,10 @@ from nemo_rl.time_sharing.agents.actors import (
 )
 from nemo_rl.time_sharing.agents.ray_reaper import agent_actor_name, agent_namespace
 from nemo_rl.time_sharing.log.log_tail import LogTail
+from nemo_rl.time_sharing.log.pool_state import Outcome, PoolState, Progress, Standing, Submission
 from nemo_rl.time_sharing.log.sharing import Sharing, SharingWatch
-from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles, Progress
+from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job, Kind
-from nemo_rl.time_sharing.pipelines.pool_book import Life, Outcome, PoolBook
 from nemo_rl.time_sharing.pipelines.residents import Part, PoolFull, Residents, SlotMemory
 from nemo_rl.time_sharing.planning.placement import Mapped
 from nemo_rl.time_sharing.protocol.topology import Pool
@@ -42,54 +42,6 @@ _LEFT = ("done", "drained")
 
 class PoolError(UserError, RuntimeError):
     """There is no such pool or pipeline, or the pool cannot take it."""
-
-
-@dataclass(frozen=True)
-class Standing:
-    """One pipeline of the pool.
-
-    Attributes:
-        name: Its id.
-        train: Its training GPUs.
-        infer: Its generation GPUs.
-        submitted_at: Seconds since the epoch.
-        ended_at: The same; None while it runs.
-        progress: What it was doing when last asked.
-        outcome: How it ended; None while it runs.
-        sharing: What it gets and loses by sharing; None before its registration.
-        asked: `drain` or `cancel`, where a user has asked for its end.
-        log_dir: Where its own logs are; empty before it has said.
-    """
-
-    name: str
-    train: tuple[int, ...]
-    infer: tuple[int, ...]
-    submitted_at: float
-    ended_at: float | None = None
-    progress: Progress | None = None
-    outcome: Outcome | None = None
-    sharing: Sharing | None = None
-    asked: str = ""
-    log_dir: str = ""
-
-    @property
-    def state(self) -> str:
-        """What it does, in a word or two."""
-        if self.outcome is not None:
-            return self.outcome.kind
-        if self.asked:
-            return {"drain": "draining", "cancel": "being cancelled"}[self.asked]
-        return self.progress.phase if self.progress is not None else "starting"
-
-    @property
-    def why(self) -> str:
-        """How far it is, or why it ended."""
-        if self.outcome is not None:
-            return self.outcome.reason
-        if self.progress is None:
-            return ""
-        doing = f"; {self.progress.phase}" if self.asked else ""
-        return f"step {self.progress.step}/{self.progress.of}{doing}"
 
 
 @dataclass(frozen=True)
@@ -119,39 +71,39 @@ class PoolActor(Orchestrator):
         self._handles = handles
         self._lock = threading.Lock()
         self._path = Path(handles.log_dir) / "pool.json"
-        book = PoolBook.read(self._path)
-        self._lives = {life.name: life for life in book.lives}
-        self._residents = Residents(book.residents)
+        kept = PoolState.read(self._path)
+        self._submissions = {submission.name: submission for submission in kept.submissions}
+        self._residents = Residents(kept.residents)
         self._actors: dict[str, Any] = {}
         self._seen: dict[str, Progress] = {}
         self._log = LogTail(Path(handles.log_dir) / "scheduler.jsonl")
         self._sharing = SharingWatch()
         self._keep()
-        for life in book.lives:
-            if life.outcome is None:
-                self._go_on_with(life)
+        for submission in kept.submissions:
+            if submission.outcome is None:
+                self._go_on_with(submission)
 
-    def _go_on_with(self, life: Life) -> None:
+    def _go_on_with(self, submission: Submission) -> None:
         """Watches a pipeline that a killed actor of this pool has started."""
         import ray
 
         try:
-            self._actors[life.name] = ray.get_actor(
-                agent_actor_name(life.incarnation), namespace=agent_namespace(life.name)
+            self._actors[submission.name] = ray.get_actor(
+                agent_actor_name(submission.incarnation), namespace=agent_namespace(submission.name)
             )
         except ValueError:
-            self._note_end(life, Outcome("died", "its process was gone when the pool's actor was started anew"))
+            self._note_end(submission, Outcome("died", "its process was gone when the pool's actor was started anew"))
         else:
             # What the killed actor asked of a process that was not up yet died with it.
-            self._actors[life.name].start.remote()
-            self._begin_watch(life)
+            self._actors[submission.name].start.remote()
+            self._begin_watch(submission)
 
-    def _begin_watch(self, life: Life) -> None:
-        threading.Thread(target=self._watch, args=(life,), name=f"watch-{life.name}", daemon=True).start()
+    def _begin_watch(self, submission: Submission) -> None:
+        threading.Thread(target=self._watch, args=(submission,), name=f"watch-{submission.name}", daemon=True).start()
 
     def _keep(self) -> None:
-        lives, residents = list(self._lives.values()), self._residents.entries()
-        PoolBook(lives, residents, self._handles.name, self._handles.unit).write(self._path)
+        submissions, residents = list(self._submissions.values()), self._residents.entries()
+        PoolState(submissions, residents, self._handles.name, self._handles.unit).write(self._path)
 
     def pid(self) -> int:
         """The process."""
@@ -170,10 +122,10 @@ class PoolActor(Orchestrator):
                 self._residents.admit(name, measured, needs, part)
                 self._keep()
         except PoolFull as full:
-            life = self._lives.get(name)
-            if life is not None and part is Part.ENGINES:
+            submission = self._submissions.get(name)
+            if submission is not None and part is Part.ENGINES:
                 # Its run goes on with other engines, or waits for this one: it does not end by itself.
-                life.refused = f"{type(full).__name__}: {full}"
+                submission.refused = f"{type(full).__name__}: {full}"
                 self.unregister_pipeline(name)
             raise
 
@@ -198,25 +150,30 @@ class PoolActor(Orchestrator):
         """
         with self._lock:
             running = [
-                Mapped(life.train, life.infer, life.column) for life in self._lives.values() if life.outcome is None
+                Mapped(submission.train, submission.infer, submission.column)
+                for submission in self._submissions.values()
+                if submission.outcome is None
             ]
             job = job.placed(self._handles.pool, running)
             job.topology(self._handles.pool)
-            known = self._lives.get(job.name)
+            known = self._submissions.get(job.name)
             if known is not None and known.outcome is None:
                 raise PoolError(f"a pipeline {job.name!r} runs already; cancel it, or submit under another name")
             # Larger than any before, also those of an earlier pool over the same log.
             incarnation = max(int(time.time()), known.incarnation + 1 if known else 0)
-            life = Life(job.name, incarnation, job.train, job.infer, time.time(), column=job.column)
-            self._lives[job.name] = life
+            submission = Submission(job.name, incarnation, job.train, job.infer, time.time(), column=job.column)
+            self._submissions[job.name] = submission
             self._keep()  # first, so that whoever comes after a kill knows of every pipeline that may be there
             try:
                 self._actors[job.name] = self.create_pipeline_actor(job, incarnation)
             except Exception as error:
-                life.outcome, life.ended_at = Outcome("failed", f"{type(error).__name__}: {error}"), time.time()
+                submission.outcome, submission.ended_at = (
+                    Outcome("failed", f"{type(error).__name__}: {error}"),
+                    time.time(),
+                )
                 self._keep()
                 raise
-        self._begin_watch(life)
+        self._begin_watch(submission)
         return job.name
 
     def create_pipeline_actor(self, job: Job, incarnation: int) -> Any:
@@ -224,7 +181,7 @@ class PoolActor(Orchestrator):
 
         Args:
             job: What to run.
-            incarnation: Larger than that of any earlier life of this pipeline.
+            incarnation: Larger than that of any earlier submission of this pipeline.
         """
         import ray
 
@@ -244,41 +201,41 @@ class PoolActor(Orchestrator):
         """What runs a job."""
         return _pipeline_class(job.kind)
 
-    def _watch(self, life: Life) -> None:
+    def _watch(self, submission: Submission) -> None:
         import ray
 
-        actor = self._actors[life.name]
+        actor = self._actors[submission.name]
         try:
             outcome: Outcome = ray.get(actor.outcome.remote())
-            self._note_progress(life, ray.get(actor.progress.remote(), timeout=_ANSWER_S))
+            self._note_progress(submission, ray.get(actor.progress.remote(), timeout=_ANSWER_S))
         except ray.exceptions.RayError as error:
             outcome = Outcome("died", str(error).partition("\n")[0])
-        if life.asked == "cancel" and outcome.kind != "done":
-            seen = self._seen.get(life.name)
+        if submission.asked == "cancel" and outcome.kind != "done":
+            seen = self._seen.get(submission.name)
             at = f"at step {seen.step} of {seen.of}; its last finished checkpoint stays" if seen and seen.of else ""
             outcome = Outcome("cancelled", at, seen.step if seen else 0, seen.waited_s if seen else 0.0)
-        elif life.refused and outcome.kind != "done":
-            outcome = Outcome("failed", life.refused, outcome.steps, outcome.waited_s)
-        self._note_end(life, outcome)
+        elif submission.refused and outcome.kind != "done":
+            outcome = Outcome("failed", submission.refused, outcome.steps, outcome.waited_s)
+        self._note_end(submission, outcome)
         if outcome.kind in _LEFT:
             ray.kill(actor, no_restart=True)
 
-    def _note_progress(self, life: Life, progress: Progress) -> None:
-        self._seen[life.name] = progress
-        if progress.log_dir and life.log_dir != progress.log_dir:
+    def _note_progress(self, submission: Submission, progress: Progress) -> None:
+        self._seen[submission.name] = progress
+        if progress.log_dir and submission.log_dir != progress.log_dir:
             with self._lock:
-                life.log_dir = progress.log_dir
+                submission.log_dir = progress.log_dir
                 self._keep()
 
-    def _note_end(self, life: Life, outcome: Outcome) -> None:
+    def _note_end(self, submission: Submission, outcome: Outcome) -> None:
         if outcome.kind not in _LEFT:
             level = logging.INFO if outcome.kind == "cancelled" else logging.ERROR
-            logger.log(level, "pipeline=%s outcome=%s reason=%s", life.name, outcome.kind, outcome.reason)
+            logger.log(level, "pipeline=%s outcome=%s reason=%s", submission.name, outcome.kind, outcome.reason)
             # Its processes are ended and its GPUs verified free before anybody else gets them.
-            self.unregister_pipeline(life.name)
+            self.unregister_pipeline(submission.name)
         with self._lock:
-            life.outcome, life.ended_at = outcome, time.time()
-            self._residents.leave(life.name)
+            submission.outcome, submission.ended_at = outcome, time.time()
+            self._residents.leave(submission.name)
             self._keep()
 
     def standings(self) -> list[Standing]:
@@ -286,31 +243,35 @@ class PoolActor(Orchestrator):
         import ray
 
         with self._lock:
-            lives = dict(self._lives)
+            submissions = dict(self._submissions)
             actors = dict(self._actors)
-        asked = {name: actors[name].progress.remote() for name, life in lives.items() if life.outcome is None}
+        asked = {
+            name: actors[name].progress.remote()
+            for name, submission in submissions.items()
+            if submission.outcome is None
+        }
         ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=1.0) if asked else ([], [])
         for name, ref in asked.items():
             if ref in ready:
                 try:
-                    self._note_progress(lives[name], ray.get(ref))
+                    self._note_progress(submissions[name], ray.get(ref))
                 except ray.exceptions.RayError:
                     continue
         sharing = self._sharing_so_far()
         return [
             Standing(
                 name,
-                life.train,
-                life.infer,
-                life.submitted_at,
-                life.ended_at,
+                submission.train,
+                submission.infer,
+                submission.submitted_at,
+                submission.ended_at,
                 self._seen.get(name),
-                life.outcome,
+                submission.outcome,
                 sharing.get(name),
-                life.asked,
-                life.log_dir,
+                submission.asked,
+                submission.log_dir,
             )
-            for name, life in lives.items()
+            for name, submission in submissions.items()
         ]
 
     def _sharing_so_far(self) -> dict[str, Sharing]:
@@ -327,10 +288,10 @@ class PoolActor(Orchestrator):
         """
         import ray
 
-        life = self._known(name)
-        if life.outcome is not None:
-            return f"has ended already: {life.outcome.kind}"
-        self._note_asked(life, "cancel")
+        submission = self._known(name)
+        if submission.outcome is not None:
+            return f"has ended already: {submission.outcome.kind}"
+        self._note_asked(submission, "cancel")
         known: Mapping[str, Any] = ray.get(self._handles.scheduler.describe.remote(), timeout=_ANSWER_S)["pipelines"]
         self.unregister_pipeline(name)
         if name not in known:
@@ -346,25 +307,25 @@ class PoolActor(Orchestrator):
         """
         import ray
 
-        life = self._known(name)
-        if life.outcome is not None:
-            return f"has ended already: {life.outcome.kind}"
+        submission = self._known(name)
+        if submission.outcome is not None:
+            return f"has ended already: {submission.outcome.kind}"
         try:
             does: str = ray.get(self._actors[name].drain.remote(), timeout=_ANSWER_S)
         except ray.exceptions.RayError as error:
             raise PoolError(f"{name}: does not answer ({type(error).__name__}); cancel it") from error
-        self._note_asked(life, "drain")
+        self._note_asked(submission, "drain")
         return f"draining: {does}"
 
-    def _note_asked(self, life: Life, what: str) -> None:
+    def _note_asked(self, submission: Submission, what: str) -> None:
         with self._lock:
-            life.asked = what
+            submission.asked = what
             self._keep()
 
-    def _known(self, name: str) -> Life:
-        if name not in self._lives:
-            raise PoolError(f"there is no pipeline {name!r}; there are {sorted(self._lives) or 'none'}")
-        return self._lives[name]
+    def _known(self, name: str) -> Submission:
+        if name not in self._submissions:
+            raise PoolError(f"there is no pipeline {name!r}; there are {sorted(self._submissions) or 'none'}")
+        return self._submissions[name]
 
 
 def _pipeline_class(kind: Kind) -> type[LentPipeline]:

@@ -17,9 +17,9 @@ from typing import Any
 from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing.agents.ray_reaper import agent_namespace, rank_actor_name
 from nemo_rl.time_sharing.agents.runtime import AgentRuntime, EngineError
+from nemo_rl.time_sharing.log.pool_state import Outcome
 from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, Progress
 from nemo_rl.time_sharing.pipelines.job import Job
-from nemo_rl.time_sharing.pipelines.pool_book import Outcome
 from nemo_rl.time_sharing.pool import PoolActor
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Priority
 from nemo_rl.utils import record_events as rec

@@ -22,9 +22,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from nemo_rl.time_sharing.commands import explained
 from nemo_rl.time_sharing.log.events import LogClosed
+from nemo_rl.time_sharing.log.pool_state import Outcome, PoolState
 from nemo_rl.time_sharing.log.sharing import Sharing
 from nemo_rl.time_sharing.pipelines.grpo import Progress
-from nemo_rl.time_sharing.pipelines.pool_book import Outcome, PoolBook
 from nemo_rl.time_sharing.pool import PoolError, Standing
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Demand, GivenBack, Priority, Want
 from nemo_rl.time_sharing.viewing.page_server import PageServer, PoolView
@@ -289,7 +289,7 @@ def test_a_browser_draws_the_page(page: PageServer, tmp_path: Path) -> None:
 
 
 def test_a_pool_of_cpu_slots_is_described_in_cpu_slots(bench: Bench, tmp_path: Path) -> None:
-    PoolBook([], [], "team", "CPU slot").write(tmp_path / "pool.json")
+    PoolState([], [], "team", "CPU slot").write(tmp_path / "pool.json")
     data: Any = PoolView(tmp_path, standings).data()
     said = [text for _, _, text in data["decisions"]]
     assert any("wakes on CPU slots 1" in text for text in said)

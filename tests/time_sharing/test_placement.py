@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.log.events import Registered
+from nemo_rl.time_sharing.log.pool_state import Outcome
 from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job, read_jobs
-from nemo_rl.time_sharing.pipelines.pool_book import Outcome
 from nemo_rl.time_sharing.planning.placement import Mapped, place
 from nemo_rl.time_sharing.pool import PoolActor
 from nemo_rl.time_sharing.protocol.topology import Pool
@@ -86,7 +86,7 @@ def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PoolActor:
 
 def trains_on(pool: PoolActor, job: Job) -> tuple[int, ...]:
     started: Any = pool._actors[pool.submit(job)]
-    life = pool._lives[job.name]
+    life = pool._submissions[job.name]
     assert (started.job.train, started.job.infer) == (life.train, life.infer)
     return life.train
 
@@ -100,7 +100,7 @@ def test_jobs_that_are_submitted_one_by_one_train_on_different_gpus(pool: PoolAc
         return replace(read, name=f"job{number}")
 
     assert [trains_on(pool, job(number)) for number in range(5)] == [(0,), (1,), (2,), (3,), (0,)]
-    pool._lives["job2"].outcome = Outcome("done")
+    pool._submissions["job2"].outcome = Outcome("done")
     assert trains_on(pool, job(5)) == (2,)
 
 
@@ -114,10 +114,10 @@ def test_a_job_trains_where_its_file_says_or_among_its_own_gpus_and_sft_holds_wh
 
     assert trains_on(pool, wrapped("named", GRPO, train_device_mapping=[0])) == (0,)
     assert trains_on(pool, wrapped("named_too", GRPO, train_device_mapping=[0])) == (0,)
-    assert trains_on(pool, wrapped("sft", SFT)) == (1,) == pool._lives["sft"].infer
+    assert trains_on(pool, wrapped("sft", SFT)) == (1,) == pool._submissions["sft"].infer
     among = wrapped("among", GRPO, infer_device_mapping=[1, 3])
     assert among.options["full_overlap"] is False and trains_on(pool, among) == (3,)
-    assert trains_on(pool, wrapped("scores", EVALUATION)) == () and pool._lives["scores"].infer == (0, 1, 2, 3)
+    assert trains_on(pool, wrapped("scores", EVALUATION)) == () and pool._submissions["scores"].infer == (0, 1, 2, 3)
 
 
 def job(name: str, arrive_s: float, **keys: Any) -> dict[str, Any]:

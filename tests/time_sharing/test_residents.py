@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from nemo_rl.config import EvalMasterConfig
 from nemo_rl.time_sharing.agents.runtime import EngineError
+from nemo_rl.time_sharing.log.pool_state import Outcome, PoolState, PoolStateDamaged, Submission
 from nemo_rl.time_sharing.pipelines.evaluation import EvaluationPipeline, FixedWeights
 from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job, read_jobs
-from nemo_rl.time_sharing.pipelines.pool_book import Life, Outcome, PoolBook, PoolBookDamaged
 from nemo_rl.time_sharing.pipelines.residents import Part, PoolFull, Residents, SlotMemory
 from nemo_rl.time_sharing.pool import PoolActor
 from nemo_rl.time_sharing.protocol.topology import Pool
@@ -62,20 +62,20 @@ def test_what_is_kept_of_a_pool_comes_back(tmp_path: Path) -> None:
     ledger, path = Residents(), tmp_path / "pool.json"
     ledger.admit("a", {0: SlotMemory(2 * GIB, 8 * GIB)}, {0: 5 * GIB})
     ledger.admit("a", {0: SlotMemory(3 * GIB, 8 * GIB)}, {0: GIB}, Part.ENGINES)
-    assert PoolBook.read(path) == PoolBook()
+    assert PoolState.read(path) == PoolState()
     ended = Outcome("failed", "why", 2, 0.5)
-    lives = [Life("a", 7, (0,), (0, 1), 1.5), Life("b", 8, (), (1,), 2.5, 3.5, ended, "full")]
-    PoolBook(lives, ledger.entries()).write(path)
-    again = PoolBook.read(path)
-    assert again.lives == lives and Residents(again.residents).entries() == ledger.entries()
+    lives = [Submission("a", 7, (0,), (0, 1), 1.5), Submission("b", 8, (), (1,), 2.5, 3.5, ended, "full")]
+    PoolState(lives, ledger.entries()).write(path)
+    again = PoolState.read(path)
+    assert again.submissions == lives and Residents(again.residents).entries() == ledger.entries()
     assert [file.name for file in tmp_path.iterdir()] == ["pool.json"]
 
 
 @pytest.mark.parametrize("content", [b"", b'{"lives": [', b'{"lives": [{"name": 3}]}', b"\x00\x00"])
 def test_a_damaged_pool_file_is_named(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "pool.json").write_bytes(content)
-    with pytest.raises(PoolBookDamaged, match=r"pool\.json: is damaged .*move it away"):
-        PoolBook.read(tmp_path / "pool.json")
+    with pytest.raises(PoolStateDamaged, match=r"pool\.json: is damaged .*move it away"):
+        PoolState.read(tmp_path / "pool.json")
 
 
 class Shards:
@@ -119,7 +119,7 @@ def test_the_engine_of_an_evaluation_is_entered_when_it_first_sleeps(
     ended: list[str] = []
     monkeypatch.setattr(pool, "unregister_pipeline", ended.append)
     pipeline = evaluation(pool, tmp_path, monkeypatch)
-    pool._lives["score"] = life = Life("score", 0, (), (0, 1), 0.0)
+    pool._submissions["score"] = life = Submission("score", 0, (), (0, 1), 0.0)
     shards = Shards(others)
     generation: Any = SimpleNamespace(
         shards=shards,

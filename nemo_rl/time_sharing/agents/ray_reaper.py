@@ -59,8 +59,8 @@ def rank_actor_name(rank: int, incarnation: int) -> str:
     return f"rank_{rank}.{incarnation}"
 
 
-class Left(NamedTuple):
-    """A process that was to be killed and is not known to be gone. `started`: seconds since the epoch, 0 if unknown;
+class SurvivingProcess(NamedTuple):
+    """A killed process that is not known to be gone. `started`: seconds since the epoch, 0 if unknown;
     its number may be another's later.
     """
 
@@ -126,7 +126,9 @@ class Reaper:
             time.sleep(0.05)
         return not left
 
-    def _remember(self, earlier: Sequence[tuple[str, int, int]], whose: tuple[str, int, int], left: set[Left]) -> None:
+    def _remember(
+        self, earlier: Sequence[tuple[str, int, int]], whose: tuple[str, int, int], left: set[SurvivingProcess]
+    ) -> None:
         """In the place of what was left earlier; on the disk before Ray is told to forget them."""
         with self._lock:
             for key in earlier:
@@ -139,11 +141,11 @@ class Reaper:
                 draft.rename(self._memory)
 
 
-def _recalled(memory: Path) -> dict[tuple[str, int, int], set[Left]]:
+def _recalled(memory: Path) -> dict[tuple[str, int, int], set[SurvivingProcess]]:
     try:
         return {
-            (name, life, rank): {Left(*left) for left in processes}
-            for name, life, rank, processes in json.loads(memory.read_text())
+            (name, incarnation, rank): {SurvivingProcess(*left) for left in processes}
+            for name, incarnation, rank, processes in json.loads(memory.read_text())
         }
     except (ValueError, TypeError) as error:
         # Only a machine that was lost leaves half a file, and it has taken the processes along.
@@ -160,18 +162,18 @@ def actors_in(namespace: str) -> set[str]:
     }
 
 
-def _processes_of(actor_ids: Sequence[str]) -> set[Left]:
+def _processes_of(actor_ids: Sequence[str]) -> set[SurvivingProcess]:
     from ray._private.state import actors
 
     entries: list[dict[str, Any]] = [actors(actor_id) for actor_id in actor_ids]
     return {
-        Left(entry["Address"]["NodeID"], entry["Pid"], 0.0)
+        SurvivingProcess(entry["Address"]["NodeID"], entry["Pid"], 0.0)
         for entry in entries
         if entry and entry["Pid"] and entry["State"] != "DEAD"
     }
 
 
-def _end_on_their_nodes(processes: Set[Left], timeout_s: float) -> set[Left]:
+def _end_on_their_nodes(processes: Set[SurvivingProcess], timeout_s: float) -> set[SurvivingProcess]:
     """Ends processes where they are; those that are not known to be gone."""
     if not processes:
         return set()
@@ -192,14 +194,14 @@ def _end_on_their_nodes(processes: Set[Left], timeout_s: float) -> set[Left]:
         for node, numbers in by_node.items()
         if node != here
     }
-    left = {Left(here, *number) for number in end_processes(by_node.get(here, []), timeout_s)}
+    left = {SurvivingProcess(here, *number) for number in end_processes(by_node.get(here, []), timeout_s)}
     for node, answer in elsewhere.items():
         try:
-            left |= {Left(node, *number) for number in ray.get(answer, timeout=timeout_s)}
+            left |= {SurvivingProcess(node, *number) for number in ray.get(answer, timeout=timeout_s)}
         except (ray.exceptions.RayError, TimeoutError) as error:
             # A node that cannot be asked cannot show that its memory is free.
             logger.warning("event=processes_not_ended node=%s error=%r", node, error)
-            left |= {Left(node, *number) for number in by_node[node]}
+            left |= {SurvivingProcess(node, *number) for number in by_node[node]}
     return left
 
 

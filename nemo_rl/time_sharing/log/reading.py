@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_rl.config.errors import UserError
@@ -15,13 +16,12 @@ class UnusableLogError(UserError, ValueError):
     """The records given are incomplete or empty."""
 
 
-def read_logs(given_logs: Sequence[Path], *, recover: bool, say: Callable[[str], None]) -> tuple[list[Entry], bool]:
+def read_logs(given_logs: Sequence[Path], *, recover: bool) -> tuple[list[Entry], bool]:
     """The entries of all records given, by time, with the later segments of a scheduler's log.
 
     Args:
         given_logs: Records of runs, or first segments of schedulers' logs.
-        recover: Read a damaged record up to the damage.
-        say: Is told how far a damaged record is read.
+        recover: Read a damaged record up to the damage, and write to stderr how far that is.
 
     Returns:
         The entries, and whether all records are whole.
@@ -31,7 +31,7 @@ def read_logs(given_logs: Sequence[Path], *, recover: bool, say: Callable[[str],
         RecordDamaged: A record is damaged and `recover` is off, or nothing of it can be read.
     """
     given = [_segments(log) for log in given_logs]
-    damaged = [_first_damaged(segments, say) if recover else None for segments in given]
+    damaged = [_first_damaged(segments) if recover else None for segments in given]
     whole = all(damage is None for damage in damaged)
     # What comes behind damage would be read without what it rests on.
     kept = (
@@ -59,7 +59,7 @@ def _segments(log: Path) -> list[Path]:
     return segments
 
 
-def _first_damaged(segments: Sequence[Path], say: Callable[[str], None]) -> Path | None:
+def _first_damaged(segments: Sequence[Path]) -> Path | None:
     """The first of them that is not whole; says how far it is read. Raises RecordDamaged where nothing of it can be."""
     for path in segments:
         try:
@@ -69,9 +69,9 @@ def _first_damaged(segments: Sequence[Path], say: Callable[[str], None]) -> Path
             if not damage.intact:
                 raise
             left_out = ", without the segments after it" if path != segments[-1] else ""
-            say(
+            sys.stderr.write(
                 f"{path}: line {damage.line} (byte {damage.offset}) {damage.reason}; read up to "
-                f"there{left_out}, as a run that did not end"
+                f"there{left_out}, as a run that did not end\n"
             )
             return path
     return None

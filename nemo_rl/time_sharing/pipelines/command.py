@@ -22,10 +22,10 @@ from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.processes import kill_and_wait
 from nemo_rl.time_sharing.agents.actors import RayLink
 from nemo_rl.time_sharing.agents.external import ExternalJob
+from nemo_rl.time_sharing.log.pool_state import Outcome, Progress
 from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
-from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles, Progress
+from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job
-from nemo_rl.time_sharing.pipelines.pool_book import Outcome
 from nemo_rl.time_sharing.protocol.types import Command, Reply
 
 logger = logging.getLogger(__name__)

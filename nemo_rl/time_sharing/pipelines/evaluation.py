@@ -15,10 +15,10 @@ from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.models.generation.vllm.shards import ShardState
 from nemo_rl.time_sharing.agents.runtime import AgentRuntime, EngineError
-from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles, Progress
+from nemo_rl.time_sharing.log.pool_state import Outcome, Progress
+from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job
 from nemo_rl.time_sharing.pipelines.lent import RequestsOnly
-from nemo_rl.time_sharing.pipelines.pool_book import Outcome
 from nemo_rl.time_sharing.pipelines.shared_cluster import SharedCluster
 from nemo_rl.time_sharing.pipelines.vllm_engine import EngineSlot, FirstSlept, build_engine, engine_errors
 from nemo_rl.utils.record import Record

@@ -11,16 +11,16 @@ import logging
 import os
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config import MasterConfig
 from nemo_rl.time_sharing.agents.actors import CONTROL_NAMESPACE, RayLink
 from nemo_rl.time_sharing.agents.runtime import AgentRuntime, Dismissed, EngineError, Ranks
+from nemo_rl.time_sharing.log.pool_state import Outcome, Progress
 from nemo_rl.time_sharing.pipelines.job import Job
-from nemo_rl.time_sharing.pipelines.pool_book import Outcome
 from nemo_rl.time_sharing.protocol.topology import Pool, Topology
 from nemo_rl.time_sharing.protocol.types import Command, Limits, Reply
 from nemo_rl.utils.record import RecordWriter
@@ -69,19 +69,6 @@ class PoolHandles:
         return "GPU" if self.accelerator == "cuda" else "CPU slot"
 
 
-@dataclass(frozen=True)
-class Progress:
-    """What a pipeline is doing; `figures` are its newest reward and validation, `left_s` is an estimate."""
-
-    phase: str
-    step: int
-    of: int
-    log_dir: str
-    waited_s: float = 0.0
-    figures: Mapping[str, float] = field(default_factory=dict)
-    left_s: float | None = None
-
-
 def progress_of(shown: RunProgress, step: int, log_dir: str, waited_s: float) -> Progress:
     """What a run with steps shows of itself."""
     left_s = shown.seconds_left() or None
@@ -96,7 +83,7 @@ class LentPipeline:
     Args:
         job: What to run.
         handles: The pool.
-        incarnation: Which life of the pipeline this is; larger than any before.
+        incarnation: Number of this start of the pipeline; larger than any before.
     """
 
     def __init__(self, job: Job, handles: PoolHandles, incarnation: int) -> None:

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from nemo_rl.config.errors import UserError
+from nemo_rl.time_sharing.log.pool_state import Resident
 
 _GIB = 1 << 30
 
@@ -61,16 +62,6 @@ class SlotMemory(NamedTuple):
 
     used: int
     total: int
-
-
-class Resident(NamedTuple):
-    """One entry of the ledger: what a part of a pipeline leaves on a GPU, and what it needs there besides, in bytes."""
-
-    pipeline: str
-    part: str
-    gpu: int
-    left: int
-    needs: int
 
 
 class _Entry(NamedTuple):

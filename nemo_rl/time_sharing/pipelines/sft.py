@@ -15,10 +15,10 @@ from nemo_rl.algorithms.sft.driver import SFTRun
 from nemo_rl.config import SFTMasterConfig
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.time_sharing.agents.runtime import AgentRuntime, EngineError
-from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles, Progress, progress_of
+from nemo_rl.time_sharing.log.pool_state import Outcome, Progress
+from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles, progress_of
 from nemo_rl.time_sharing.pipelines.job import Job
 from nemo_rl.time_sharing.pipelines.lent import Settle, leave_accelerators, leave_and_settle
-from nemo_rl.time_sharing.pipelines.pool_book import Outcome
 from nemo_rl.time_sharing.pipelines.shared_cluster import SharedCluster
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Priority
 

@@ -12,25 +12,31 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import yaml
+
 from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.log.comparison import LEGEND, Simulated
+from nemo_rl.time_sharing.log.reading import read_logs
 from nemo_rl.time_sharing.planning.validator import validate
 from nemo_rl.time_sharing.simulation.baselines import OURS, way, worth_comparing
 from nemo_rl.time_sharing.simulation.coverage import EXPECTED
+from nemo_rl.time_sharing.simulation.fit import fit as fit_scenario
 from nemo_rl.time_sharing.simulation.results import AloneTimes, Outcome, run_way, summarise
 from nemo_rl.time_sharing.simulation.scenario import Scenario, load_scenario
+from nemo_rl.time_sharing.simulation.scenario_page import DEFAULT_PAGE, scenario_page
 from nemo_rl.time_sharing.simulation.soak import run_many
 from nemo_rl.time_sharing.simulation.tables import simulated
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.time_sharing.viewing.report import write_report
 from nemo_rl.time_sharing.viewing.timeline import build_timeline
-from nemo_rl.utils.record import Record, RecordWriter, read_record
+from nemo_rl.utils.record import NullRecord, Record, RecordWriter, read_record
 
 logger = logging.getLogger(__name__)
 
 _SOAK_BATCH = 200
 _ENOUGH_SCENARIOS = 1000
+_FAR_OFF = 0.1
 
 
 class UsageError(UserError, ValueError):
@@ -224,3 +230,37 @@ def soak(chosen: argparse.Namespace) -> int:
     if missed and len(counts) >= _ENOUGH_SCENARIOS:
         print(f"never reached: {'; '.join(missed)}")
     return 1 if bad or (missed and len(counts) >= _ENOUGH_SCENARIOS) else 0
+
+
+def add_keys_arguments(keys: argparse.ArgumentParser) -> None:
+    keys.add_argument("-o", "--output", type=Path, default=DEFAULT_PAGE, help="the page (default: %(default)s)")
+
+
+def write_keys(chosen: argparse.Namespace) -> int:
+    chosen.output.write_text(scenario_page(), encoding="utf-8")
+    print(f"wrote {chosen.output}")
+    return 0
+
+
+def fit(chosen: argparse.Namespace) -> int:
+    entries, _ = read_logs(chosen.log, recover=chosen.recover)
+    check_outputs(None, chosen.output)
+    fitted = fit_scenario(entries)
+    chosen.output.write_text(yaml.safe_dump(fitted.scenario.model_dump(mode="json", exclude_unset=True)))
+    world = World(fitted.scenario, 0, lambda clock: NullRecord())
+    world.run()
+    lines = [("job", "measured", "simulated", "ratio")]
+    for name, measured in fitted.measured.items():
+        run = world.jobs[name]
+        seconds = (run.finished_at or world.loop.now) - run.job.arrive_s
+        lines.append((name, f"{measured:.1f} s", f"{seconds:.1f} s", f"{seconds / measured:.2f}"))
+    print_table(lines)
+    off = [name for name, _, _, ratio in lines[1:] if abs(float(ratio) - 1) > _FAR_OFF]
+    if off:
+        print(
+            f"far off: the simulation of {', '.join(off)} differs by more than {_FAR_OFF:.0%} from the run; do not "
+            "draw conclusions from differences of that size. Usual causes: a short run, jobs that were drained, "
+            "cancelled or restarted, first starts of engines, and a machine with other work on it"
+        )
+    print(f"{chosen.output}: simulate it, change it, simulate it again")
+    return 0

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -27,7 +27,7 @@ from nemo_rl.time_sharing.history.check import NothingToCheck, check
 from nemo_rl.time_sharing.log.events import LogClosed
 from nemo_rl.time_sharing.log.log_tail import LogTail
 from nemo_rl.time_sharing.log.merged import merge_by_machine_time
-from nemo_rl.time_sharing.pipelines.pool_book import PoolBook
+from nemo_rl.time_sharing.log.pool_state import PoolState, Standing
 from nemo_rl.time_sharing.viewing.pool_metrics import prometheus_text
 from nemo_rl.time_sharing.viewing.report import report_data
 from nemo_rl.time_sharing.viewing.report_page import PAGE
@@ -37,9 +37,6 @@ from nemo_rl.utils.http_server import PROMETHEUS_TEXT, bearer, shows_token
 from nemo_rl.utils.record import RecordError
 from nemo_rl.utils.record_events import StepFinished
 from nemo_rl.utils.web_page import NEEDS_TOKEN, file_of, guarded_app, of_this_machine, serve_page
-
-if TYPE_CHECKING:
-    from nemo_rl.time_sharing.pool import Standing
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +59,9 @@ class PoolView:
 
     def __init__(self, log_dir: Path, standings: Callable[[], Sequence[Standing]] | None = None) -> None:
         self._log_dir, self._standings = log_dir, standings
-        book = PoolBook.read(log_dir / "pool.json")
-        self.name, self._unit = book.name or log_dir.resolve().name, book.unit
-        self._ended = {life.name: life.log_dir for life in book.lives}
+        kept = PoolState.read(log_dir / "pool.json")
+        self.name, self._unit = kept.name or log_dir.resolve().name, kept.unit
+        self._ended = {job.name: job.log_dir for job in kept.submissions}
         self._tail, self._builder = LogTail(log_dir / "scheduler.jsonl"), TimelineBuilder()
         self._lock = threading.Lock()
         self._asked = float("-inf")

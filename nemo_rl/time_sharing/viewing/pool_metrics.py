@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from nemo_rl.time_sharing.log.pool_state import Standing
 from nemo_rl.time_sharing.viewing.standings_table import steps_of
 from nemo_rl.time_sharing.viewing.timeline import Timeline
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
-    from nemo_rl.time_sharing.pool import Standing
 
 _BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 

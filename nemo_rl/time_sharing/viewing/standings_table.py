@@ -6,18 +6,16 @@ import sys
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TextIO
+from typing import Self, TextIO
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from nemo_rl.time_sharing.log.pool_state import Standing
 from nemo_rl.utils.progress import format_duration
 from nemo_rl.utils.terminal import printable
-
-if TYPE_CHECKING:
-    from nemo_rl.time_sharing.pool import Standing
 
 _WIDTH = 160
 

@@ -1,0 +1,173 @@
+"""The jobs of a pool: what its actor keeps on disk to go on after a restart, and what it tells of them.
+
+Invariant: the file holds one whole state; a reader sees the last that was written, or none.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from nemo_rl.config.errors import UserError
+from nemo_rl.time_sharing.log.sharing import Sharing
+
+
+class PoolStateDamaged(UserError, ValueError):
+    """What a pool kept cannot be read."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a pipeline ended: `done`, `drained`, `cancelled`, `failed`, `dismissed` or `died`; why, where it is not
+    `done`; its completed steps, and the seconds for which it waited for training GPUs.
+    """
+
+    kind: str
+    reason: str = ""
+    steps: int = 0
+    waited_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a pipeline is doing; `figures` are its newest reward and validation, `left_s` is an estimate."""
+
+    phase: str
+    step: int
+    of: int
+    log_dir: str
+    waited_s: float = 0.0
+    figures: Mapping[str, float] = field(default_factory=dict)
+    left_s: float | None = None
+
+
+class Resident(NamedTuple):
+    """One entry of the ledger: what a part of a pipeline leaves on a GPU, and what it needs there besides, in bytes."""
+
+    pipeline: str
+    part: str
+    gpu: int
+    left: int
+    needs: int
+
+
+@dataclass
+class Submission:
+    """One pipeline of the pool, as it was last submitted.
+
+    Attributes:
+        name: Its id.
+        incarnation: How often it was registered before.
+        train: Its training GPUs.
+        infer: Its generation GPUs.
+        submitted_at: Seconds since the epoch.
+        ended_at: The same; None while it runs.
+        outcome: How it ended; None while it runs.
+        refused: Why the pool ends it, where it does.
+        asked: `drain` or `cancel`, where a user has asked for its end.
+        log_dir: Where its own logs are, once it has said.
+        column: Which slot of each GPU it is on; None for all of them.
+    """
+
+    name: str
+    incarnation: int
+    train: tuple[int, ...]
+    infer: tuple[int, ...]
+    submitted_at: float
+    ended_at: float | None = None
+    outcome: Outcome | None = None
+    refused: str = ""
+    asked: str = ""
+    log_dir: str = ""
+    column: int | None = 0
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One pipeline of the pool.
+
+    Attributes:
+        name: Its id.
+        train: Its training GPUs.
+        infer: Its generation GPUs.
+        submitted_at: Seconds since the epoch.
+        ended_at: The same; None while it runs.
+        progress: What it was doing when last asked.
+        outcome: How it ended; None while it runs.
+        sharing: What it gets and loses by sharing; None before its registration.
+        asked: `drain` or `cancel`, where a user has asked for its end.
+        log_dir: Where its own logs are; empty before it has said.
+    """
+
+    name: str
+    train: tuple[int, ...]
+    infer: tuple[int, ...]
+    submitted_at: float
+    ended_at: float | None = None
+    progress: Progress | None = None
+    outcome: Outcome | None = None
+    sharing: Sharing | None = None
+    asked: str = ""
+    log_dir: str = ""
+
+    @property
+    def state(self) -> str:
+        """What it does, in a word or two."""
+        if self.outcome is not None:
+            return self.outcome.kind
+        if self.asked:
+            return {"drain": "draining", "cancel": "being cancelled"}[self.asked]
+        return self.progress.phase if self.progress is not None else "starting"
+
+    @property
+    def why(self) -> str:
+        """How far it is, or why it ended."""
+        if self.outcome is not None:
+            return self.outcome.reason
+        if self.progress is None:
+            return ""
+        doing = f"; {self.progress.phase}" if self.asked else ""
+        return f"step {self.progress.step}/{self.progress.of}{doing}"
+
+
+@dataclass(frozen=True)
+class PoolState:
+    """Everything that is kept: the pool's name, what its slots are, and its pipelines."""
+
+    submissions: Annotated[list[Submission], Field(alias="lives")] = field(default_factory=list)
+    residents: list[Resident] = field(default_factory=list)
+    name: str = ""
+    unit: str = "GPU"
+
+    def write(self, path: Path) -> None:
+        """Puts the whole state in the place of what was there."""
+        beside = path.with_suffix(".new")
+        with beside.open("wb") as file:
+            file.write(_STATE.dump_json(self, by_alias=True))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+
+    @classmethod
+    def read(cls, path: Path) -> PoolState:
+        """What was written last; empty where nothing was.
+
+        Raises:
+            PoolStateDamaged: The file is not what was written.
+        """
+        try:
+            return _STATE.validate_json(path.read_bytes()) if path.exists() else cls()
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]["msg"]
+            raise PoolStateDamaged(
+                f"{path}: is damaged ({first}); move it away to start the pool without what it knew: end the processes "
+                "of its pipelines first, and submit them again"
+            ) from error
+
+
+_STATE = TypeAdapter(PoolState)
