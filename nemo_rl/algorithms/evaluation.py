@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 from nemo_rl.algorithms.placement import OwnSlots, reserve_all
 from nemo_rl.algorithms.startup import Say, check_prompt_lengths, check_tokens, hold_to_vocabulary, set_seed
 from nemo_rl.config import ConfigError, EvalMasterConfig, PolicyConfig
-from nemo_rl.config.errors import UserError, disk_is_full
+from nemo_rl.config.errors import UserError, why_not_written
 from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.data.datasets.registry import load_response_dataset
 from nemo_rl.data.interfaces import DataError
@@ -91,7 +91,7 @@ class ResultNotWritten(UserError, OSError):
     """The files of a result cannot be written; the message has the result."""
 
     def __init__(self, path: Path, score: Score, error: OSError) -> None:
-        reason = "no space left on the disk" if disk_is_full(error) else error.strerror or str(error)
+        reason = why_not_written(error)
         super().__init__(
             f"eval.save_path: {path} cannot be written: {reason}. The result: {score.metric} {score.value:.4f} of "
             f"{score.problems} problems with {score.answers_per_problem} answers each, mean reward "

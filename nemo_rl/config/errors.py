@@ -50,6 +50,16 @@ def disk_is_full(error: BaseException) -> bool:
     return False
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type if the message is empty."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def why_not_written(error: OSError) -> str:
+    """The cause of a failed write in a few words."""
+    return "no space left on the disk" if disk_is_full(error) else error.strerror or str(error)
+
+
 @dataclass(frozen=True)
 class NotBuilt:
     """A key of NeMo-RL's whose value asks for a part that this package does not have.

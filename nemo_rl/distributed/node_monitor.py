@@ -16,6 +16,8 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from nemo_rl.config.errors import first_line
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -94,7 +96,7 @@ class RaySamplers:
             try:
                 own = ray.get(answer, timeout=_QUERY_DEADLINE_S)
             except (ray.exceptions.RayError, subprocess.TimeoutExpired) as error:
-                self._report(answers[answer], str(error).splitlines()[0])
+                self._report(answers[answer], first_line(error))
                 continue
             usage |= {f"node.{answers[answer]}.{name}": value for name, value in own.items()}
         return usage

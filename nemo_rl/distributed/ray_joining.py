@@ -24,7 +24,7 @@ from ray._raylet import (  # it is compiled
 )
 from ray.exceptions import AuthenticationError, RayError
 
-from nemo_rl.config.errors import UserError
+from nemo_rl.config.errors import UserError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def join_cluster(address: str, credentials: tuple[str, str] | None = None) -> No
         with without_errors_of_others():
             ray.init(address=address, log_to_driver=False, configure_logging=False)
     except (ConnectionError, RuntimeError, RayError) as error:
-        raise RayStartError(f"{address} cannot be joined: {str(error).partition(chr(10))[0]}") from error
+        raise RayStartError(f"{address} cannot be joined: {first_line(error)}") from error
 
 
 def running_cluster() -> str | None:
@@ -119,9 +119,7 @@ def _is_let_in(address: str) -> bool:
     except AuthenticationError:
         return False
     except RayError as error:
-        raise RayStartError(
-            f"RAY_ADDRESS={address} does not answer as a Ray cluster: {str(error).partition(chr(10))[0]}"
-        ) from error
+        raise RayStartError(f"RAY_ADDRESS={address} does not answer as a Ray cluster: {first_line(error)}") from error
     return True
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from nemo_rl.config.errors import disk_is_full
+from nemo_rl.config.errors import why_not_written
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.store import StageOutput, TokenStage
 from nemo_rl.utils.logger import write_rows
@@ -67,7 +67,7 @@ class SampleFiles:
             if isinstance(error, TimeoutError):
                 raise
             if not self._warned:
-                why = "no space left on the disk" if disk_is_full(error) else error.strerror or str(error)
+                why = why_not_written(error)
                 logger.warning(
                     "samples=not_written path=%s reason=%s; the run goes on without such files where they cannot be "
                     "written, and says this once",

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self
 import yaml
 
 from nemo_rl.config import CheckpointingConfig
-from nemo_rl.config.errors import UserError, disk_is_full
+from nemo_rl.config.errors import UserError, disk_is_full, first_line
 from nemo_rl.lazy import names_of
 from nemo_rl.utils.checkpoint_files import MANIFEST, apply_umask, damage, sync, write_manifest
 from nemo_rl.utils.checkpoint_retention import SavedStep, best_step, steps_to_keep
@@ -179,7 +179,7 @@ class CheckpointManager:
             return
         if isinstance(failure, CheckpointError):
             raise failure
-        said = str(failure).partition("\n")[0]
+        said = first_line(failure)
         raise CheckpointError(f"writing {path} failed: {said}{self._last_good()}") from failure
 
     def finalize_checkpoint(self, tmp_path: Path) -> Path:
@@ -368,7 +368,7 @@ class CheckpointManager:
         if self._says_full(error):
             reason = "no space left on its disk"
         else:
-            reason = (error.strerror if isinstance(error, OSError) else None) or str(error).partition("\n")[0]
+            reason = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
         return CheckpointError(
             f"checkpointing.checkpoint_dir={self.root}: cannot write {path.name} ({reason}); free space or choose a "
             f"directory that can be written{self._last_good()}"

@@ -7,7 +7,7 @@ the optimizer, as model FLOPs utilisation (https://arxiv.org/abs/2204.02311, app
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -62,12 +62,6 @@ class Work:
         """The work of segments whose last `queries` of `keys` tokens attend to themselves and all before them."""
         seen = sum(n * (2 * k - n + 1) // 2 for n, k in zip(queries, keys, strict=True))
         return cls(sum(queries), seen)
-
-    @classmethod
-    def of_sequences(cls, lengths: Iterable[int]) -> Work:
-        """The work of sequences that share nothing."""
-        lengths = list(lengths)
-        return cls.of(lengths, lengths)
 
     def __add__(self, other: Work) -> Work:
         return Work(self.tokens + other.tokens, self.pairs + other.pairs)

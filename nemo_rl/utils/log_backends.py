@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from nemo_rl.config import MlflowConfig, SwanlabConfig, WandbConfig
-from nemo_rl.config.errors import UserError
+from nemo_rl.config.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -93,11 +93,6 @@ def require(package: str, switch: str) -> Any:
             f"{switch}=true needs the package {name!r}, which cannot be imported ({error}); pip install "
             f"{name}, or set {switch}=false"
         ) from error
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type if the message is empty."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def full_name(prefix: str, name: str) -> str:

@@ -11,6 +11,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -19,9 +20,10 @@ import orjson
 import yaml
 
 from nemo_rl.config import ConfigError, LoggerConfig
+from nemo_rl.config.errors import first_line
 from nemo_rl.lazy import names_of
 from nemo_rl.utils import log_backends
-from nemo_rl.utils.log_backends import LoggerInterface, MetricValue, TrackerUnreachable, first_line
+from nemo_rl.utils.log_backends import LoggerInterface, MetricValue, TrackerUnreachable
 from nemo_rl.utils.metrics_file import METRICS_FILE, MetricsFile
 from nemo_rl.utils.terminal import printable
 
@@ -278,37 +280,19 @@ class ReachableTracker:
         except TypeError as error:
             raise ConfigError([f"logger.{name}: {name} does not take these arguments: {error}"]) from error
 
-    def log_metrics(
-        self,
-        metrics: Mapping[str, Any],
-        step: int,
-        prefix: str = "",
-        step_metric: str | None = None,
-        step_finished: bool = False,
-    ) -> None:
-        self._call(lambda tracker: tracker.log_metrics(metrics, step, prefix, step_metric, step_finished))
-
-    def log_hyperparams(self, params: Mapping[str, object]) -> None:
-        self._call(lambda tracker: tracker.log_hyperparams(params))
-
-    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        self._call(lambda tracker: tracker.log_histogram(histogram, step, name))
-
-    def log_plot(self, figure: Figure, step: int, name: str) -> None:
-        self._call(lambda tracker: tracker.log_plot(figure, step, name))
-
-    def log_table(self, table: Mapping[str, Sequence[object]], step: int, name: str) -> None:
-        self._call(lambda tracker: tracker.log_table(table, step, name))
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        """Any other method of `LoggerInterface`."""
+        return partial(self._call, method)
 
     def close(self) -> None:
-        self._call(lambda tracker: tracker.close())
+        self._call("close")
         self._tracker = None
 
-    def _call(self, work: Callable[[LoggerInterface], None]) -> None:
+    def _call(self, method: str, *arguments: object) -> None:
         if self._tracker is None:
             return
         try:
-            work(self._tracker)
+            getattr(self._tracker, method)(*arguments)
         except self._tracker.failures() as error:
             self._switch_off(error)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from nemo_rl.config.errors import UserError, disk_is_full
+from nemo_rl.config.errors import UserError, why_not_written
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class MetricsFile:
             yield
         except OSError as error:
             self._lost = True
-            reason = "no space left on the disk" if disk_is_full(error) else error.strerror or str(error)
+            reason = why_not_written(error)
             raise MetricsLost(
                 f"{self.path} cannot be written: {reason}; free some and start the command again: the run goes on from "
                 "its last checkpoint"

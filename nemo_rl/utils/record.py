@@ -7,21 +7,20 @@ after its own comma. Events are defined in `record_events`.
 
 from __future__ import annotations
 
-import heapq
 import json
 import logging
 import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import BinaryIO, Protocol, Self
 
-from nemo_rl.config.errors import UserError, disk_is_full
+from nemo_rl.config.errors import UserError, why_not_written
 from nemo_rl.utils.record_archive import ArchiveDamaged, archive_of, lines_of, mend_archive, move_to_archive
 from nemo_rl.utils.record_events import SCHEMA_VERSION, RecordOpened, UnknownEvent, event_class, plain, shape_of
 
@@ -66,7 +65,7 @@ class RecordUnwritable(RecordError, OSError):
     """Lines cannot be written: what happens would be lost, so the run saves and ends."""
 
     def __init__(self, path: Path, error: OSError) -> None:
-        reason = "no space left on the disk" if disk_is_full(error) else error.strerror or str(error)
+        reason = why_not_written(error)
         super().__init__(f"{path} cannot be written: {reason}; free some and start again: the lines before are intact")
         self.path, self.error = path, error
 
@@ -305,19 +304,6 @@ def read_record(path: str | Path, *, recover: bool = False) -> Iterator[Entry]:
             yield entry
     except ArchiveDamaged as error:
         _found(RecordDamaged(error.archive, index + 1, error.offset, error.reason), error, recover=recover)
-
-
-def merge_records(paths: Iterable[str | Path], *, recover: bool = False) -> Iterator[Entry]:
-    """Entries of several records of one run, by time; entries of one file keep their order whatever its clock did."""
-
-    def keyed(index: int, path: str | Path) -> Iterator[tuple[float, int, int, Entry]]:
-        latest = float("-inf")
-        for entry in read_record(path, recover=recover):
-            latest = max(latest, entry.time)
-            yield latest, index, entry.seq, entry
-
-    for _, _, _, entry in heapq.merge(*(keyed(i, path) for i, path in enumerate(paths))):
-        yield entry
 
 
 def _decode(path: Path, index: int, offset: int, line: bytes, *, recover: bool) -> Entry | None:

@@ -24,7 +24,7 @@ from nemo_rl.time_sharing.protocol.types import (
     Verb,
     Want,
 )
-from nemo_rl.utils.record import Entry, RecordWriter, merge_records
+from nemo_rl.utils.record import Entry, RecordWriter, read_record
 from tests.time_sharing.bench import Bench
 from tests.time_sharing.test_checker_judges import LIMITS, broken, record, registered
 
@@ -211,7 +211,10 @@ def test_the_scheduler_records_that_quarantined_memory_is_free_although_its_pipe
             time.sleep(0.05)
     finally:
         scheduler.stop()
-    entries = list(merge_records([tmp_path / "scheduler.jsonl", tmp_path / "a.jsonl"]))
+    entries = sorted(
+        (entry for name in ("scheduler", "a") for entry in read_record(tmp_path / f"{name}.jsonl")),
+        key=lambda entry: entry.time,
+    )
     assert cleared and any(entry.event == ev.Unregistered("a", 0, "could not be ended") for entry in entries)
     assert check(entries) == []
     # Without the daemon's word the checker could not know that they are free.

@@ -8,6 +8,7 @@ import os
 import time
 import zlib
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from nemo_rl.time_sharing.scheduling.scheduler import Scheduler
 from nemo_rl.time_sharing.scheduling.steady_clock import SteadyClock
 from nemo_rl.time_sharing.simulation.random_scenarios import random_scenario
 from nemo_rl.time_sharing.simulation.world import World
-from nemo_rl.utils.record import Entry, MemoryRecord, RecordTooNew, RecordWriter, merge_records, read_record
+from nemo_rl.utils.record import Entry, MemoryRecord, RecordTooNew, RecordWriter, read_record
 from nemo_rl.utils.record_events import RecordOpened
 from tests.time_sharing.test_saved_state import everything, history
 
@@ -65,7 +66,7 @@ def test_the_newest_segment_leads_to_the_state_of_the_whole_log(tmp_path: Path) 
     past, complete = log_end.read_log(tmp_path / names[-1], BOOT)
     assert complete and len(past) < 250
     assert everything(replay(past)) == everything(state)
-    assert everything(replay(merge_records(segments_of(first)))) == everything(state)
+    assert everything(replay(chain.from_iterable(map(read_record, segments_of(first))))) == everything(state)
 
 
 def test_older_segments_may_be_removed(folder: Path) -> None:
@@ -274,7 +275,11 @@ def test_a_scheduler_whose_newest_segment_is_damaged_goes_on_from_the_one_before
     again = started()
     assert again.describe()["recovering"] and "p0" in again.describe()["pipelines"]
     again.stop()
-    begun = [entry.event for entry in merge_records(segments_of(first)) if isinstance(entry.event, ev.SchedulerStarted)]
+    begun = [
+        entry.event
+        for entry in chain.from_iterable(map(read_record, segments_of(first)))
+        if isinstance(entry.event, ev.SchedulerStarted)
+    ]
     assert [(event.term, event.complete) for event in begun] == [(1, True), (1001, False)], (
         "agents may know commands of term 2"
     )

@@ -23,7 +23,7 @@ def test_a_dense_model_by_hand() -> None:
     shape = TransformerShape.from_hf_config(LlamaConfig(**SMALL))
     per_token = 3 * (32 * 64 + 2 * 32 * 32 + 64 * 32 + 3 * 32 * 48) + 32 * 100
     attention = 3 * 2 * 64 * sum(range(1, 11))
-    ten = Work.of_sequences([10])
+    ten = Work.of([10], [10])
     assert shape.forward_flops(ten) == 2 * (10 * per_token + attention)
     assert shape.forward_flops(ten + ten) == 2 * shape.forward_flops(ten)
     assert shape.train_flops(ten) == 3 * shape.forward_flops(ten)
@@ -43,7 +43,7 @@ def test_matrix_products_agree_with_the_counter_of_pytorch() -> None:
     shape = TransformerShape.from_hf_config(config)
     # Eager attention multiplies the masked half too.
     masked_half = 3 * 2 * 2 * 64 * length * (length - 1) / 2
-    assert counter.get_total_flops() == shape.forward_flops(Work.of_sequences([length])) + masked_half
+    assert counter.get_total_flops() == shape.forward_flops(Work.of([length], [length])) + masked_half
 
 
 def test_a_mixture_of_experts_counts_the_experts_a_token_visits() -> None:

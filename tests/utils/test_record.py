@@ -27,7 +27,6 @@ from nemo_rl.utils.record import (
     RecordWriter,
     decode_line,
     encode_entry,
-    merge_records,
     read_record,
 )
 from nemo_rl.utils.record_archive import archive_of, move_to_archive
@@ -210,20 +209,6 @@ def test_a_field_of_the_wrong_type_is_damage() -> None:
     line = encode_entry(Entry(0, 0.0, "p", GroupTrained("g", "seven")))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="expected int"):
         decode_line(line, 0)
-
-
-def test_records_of_one_run_merge_by_time_and_bound_sources_share_a_file(tmp_path: Path) -> None:
-    now = [0.0]
-    with (
-        RecordWriter(tmp_path / "a", source="a/driver", clock=lambda: now[0]) as a,
-        RecordWriter(tmp_path / "b", source="b/driver", clock=lambda: now[0]) as b,
-    ):
-        for step, writer in enumerate([a, b, b, a]):
-            now[0] = float(step)
-            writer.bind("x/router").emit(GroupTrained("g", step))
-    merged = [e for e in merge_records([tmp_path / "a", tmp_path / "b"]) if isinstance(e.event, GroupTrained)]
-    assert [e.event for e in merged] == [GroupTrained("g", s) for s in range(4)]
-    assert {e.source for e in merged} == {"x/router"}
 
 
 def test_memory_and_null_records_speak_the_same_protocol() -> None:

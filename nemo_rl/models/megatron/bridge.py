@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nemo_rl.config import PolicyConfig
+from nemo_rl.config.errors import first_line
 from nemo_rl.models.megatron.families import FAMILIES, Family, Sizes, Weight
 from nemo_rl.models.megatron.groups import MegatronGroups
 from nemo_rl.models.policy.model_config import CheckpointMismatchError, KernelUnavailableError, UnsupportedModelError
@@ -87,7 +88,7 @@ def check(cfg: PolicyConfig, model: PretrainedConfig) -> Sizes:
     except ValueError as error:
         raise UnsupportedModelError(
             f"{_KEY}: megatron-bridge does not take the model type {model.model_type!r} "
-            f"({str(error).strip().splitlines()[0]}); {_INSTEAD}"
+            f"({first_line(error)}); {_INSTEAD}"
         ) from error
     _refuse(provider, model, _TAKEN)
     return _sizes(provider)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nemo_rl.config import DTensorConfig, PolicyConfig
-from nemo_rl.config.errors import UserError, did_you_mean
+from nemo_rl.config.errors import UserError, did_you_mean, first_line
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig
@@ -53,7 +53,7 @@ def model_config(cfg: PolicyConfig, source: str | None = None) -> PretrainedConf
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=cfg.trust_remote_code)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise ModelNotFoundError(
             f"policy.model_name={name!r}: no model configuration could be loaded from there ({reason})"
         ) from error

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
+from nemo_rl.config.errors import first_line
 from nemo_rl.models.generation.interfaces import (
     REQUEST_TIMEOUT_VARIABLE,
     GenerationError,
@@ -236,7 +237,7 @@ class Dispatcher:
         try:
             await self._workers[shard].submit.remote(self._client, requests)
         except RayError as error:
-            self.quarantine(shard, str(error).partition("\n")[0])
+            self.quarantine(shard, first_line(error))
 
     async def _poll(self, shard: int) -> None:
         worker = self._workers[shard]
@@ -251,7 +252,7 @@ class Dispatcher:
                 self.quarantine(shard, f"it hangs: no answer within {self.hang_s:.0f} s")
                 return
             except RayError as error:
-                self.quarantine(shard, str(error).partition("\n")[0])
+                self.quarantine(shard, first_line(error))
                 return
             for result in results:
                 self._deliver(shard, result)

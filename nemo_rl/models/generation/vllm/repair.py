@@ -11,8 +11,9 @@ import logging
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
+from nemo_rl.config.errors import first_line
 from nemo_rl.distributed.worker_calls import WorkerError
-from nemo_rl.models.generation.vllm.shards import ShardState, first_line
+from nemo_rl.models.generation.vllm.shards import ShardState
 
 if TYPE_CHECKING:
     from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration

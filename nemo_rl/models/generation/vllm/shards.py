@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from nemo_rl.config.errors import first_line
 from nemo_rl.distributed.worker_calls import (
     WorkerDiedError,
     WorkerError,
@@ -332,8 +333,3 @@ async def _answer(ref: ObjectRef[object]) -> object:
 def is_lost(error: WorkerError) -> bool:
     """Whether a failure means that the shard is gone: its process or engine died, or it does not answer."""
     return isinstance(error, (WorkerDiedError, WorkerTimeoutError)) or is_engine_death(error.__cause__)
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error, for the log."""
-    return str(error).partition("\n")[0]

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from nemo_rl.config.errors import first_line
 from nemo_rl.distributed.worker_calls import WorkerError, wait_for_workers, worker_failure
 from nemo_rl.models.generation.interfaces import ShardStateError
-from nemo_rl.models.generation.vllm.shards import ElasticShards, first_line, is_lost
+from nemo_rl.models.generation.vllm.shards import ElasticShards, is_lost
 
 if TYPE_CHECKING:
     from ray import ObjectRef
