@@ -38,7 +38,7 @@ def fleet(pipelines: int, gpus: int, rng: random.Random) -> SchedulerState:
         state.apply(Registered(spec.pipeline, 0, "ns", spec.clusters, rank_batch=8), 0.0)
         pipeline = state.pipelines[spec.pipeline]
         pipeline.demand = Demand(rng.randrange(64, 1024), 0, 1, 1)
-        state.note_hunger(pipeline, 0.0)
+        state.update_unscheduled_since(pipeline, 0.0)
         if rng.random() < 0.3:
             pipeline.wants[ACTOR_TRAIN] = QueuedWant(Want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, 0, 0), rng.random())
     return state
@@ -59,7 +59,7 @@ def fill(state: SchedulerState, plan: Plan, rng: random.Random) -> None:
         pipeline.wants.clear()
     for pipeline in state.pipelines.values():
         pipeline.demand = Demand(rng.randrange(64, 1024), rng.randrange(0, 200), 1, 2)
-        state.note_hunger(pipeline, 50.0)
+        state.update_unscheduled_since(pipeline, 50.0)
 
 
 def timed(state: SchedulerState) -> tuple[Plan, float, float]:

@@ -109,7 +109,7 @@ class PoolActor(Orchestrator):
         """The process."""
         return os.getpid()
 
-    def settle(
+    def report_memory(
         self, name: str, measured: Mapping[int, SlotMemory], needs: Mapping[int, int], part: Part = Part.TRAINER
     ) -> None:
         """See `Residents.admit`; a pipeline that does not fit is ended.

@@ -87,7 +87,7 @@ def planner_ignores_expands_under_way(patch: pytest.MonkeyPatch) -> None:
 def agent_closes_the_door_after_the_drain(patch: pytest.MonkeyPatch) -> None:
     def unroute(self, rank, index) -> None:  # type: ignore[no-untyped-def]
         original(self, rank, index)
-        self._host.life.generation.set_active(index, True)
+        self._host.process.generation.set_active(index, True)
 
     original = Agent._unroute
     patch.setattr(Agent, "_unroute", unroute)
@@ -172,10 +172,10 @@ def driver_admits_one_step_too_early(patch: pytest.MonkeyPatch) -> None:
     """
     original = SimulatedJob._next_step
 
-    def next_step(self, life) -> None:  # type: ignore[no-untyped-def]
+    def next_step(self, process) -> None:  # type: ignore[no-untyped-def]
         job = self.job
         self.job = job.model_copy(update={"staleness": job.staleness + 1})
-        original(self, life)
+        original(self, process)
         self.job = job
 
     patch.setattr(SimulatedJob, "_next_step", next_step)

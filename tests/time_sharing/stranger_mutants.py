@@ -80,17 +80,17 @@ MUTANTS = (
     ),
     # What is known, and restored.
     Mutant(
-        "hunger-begins-anew",
+        "unscheduled-since-begins-anew",
         _STATE,
         "        elif pipeline.unscheduled_since is None:\n            pipeline.unscheduled_since = at",
         "        else:\n            pipeline.unscheduled_since = at",
         "the wait for a first rank begins anew with each event",
     ),
     Mutant(
-        "leaving-pipelines-hunger",
+        "leaving-pipelines-are-unscheduled",
         _STATE,
-        "pipeline.demand.remaining > 0 and not fed and not pipeline.leaving and not pipeline.fenced",
-        "pipeline.demand.remaining > 0 and not fed",
+        "pipeline.demand.remaining > 0 and not has_rank and not pipeline.leaving and not pipeline.fenced",
+        "pipeline.demand.remaining > 0 and not has_rank",
         "a pipeline that leaves or is fenced still waits for a rank",
     ),
     Mutant(
@@ -143,9 +143,9 @@ MUTANTS = (
         "a segment does not say that the log may have lost its end",
     ),
     Mutant(
-        "demand-feeds-no-hunger",
+        "demand-begins-no-wait",
         _STATE,
-        "    pipeline.demand = demand\n    state.note_hunger(pipeline, at)",
+        "    pipeline.demand = demand\n    state.update_unscheduled_since(pipeline, at)",
         "    pipeline.demand = demand",
         "new demand does not begin the wait for a first rank",
     ),
@@ -490,7 +490,7 @@ MUTANTS = (
         "GPUs of a rank that could not be ended are given on",
     ),
     Mutant(
-        "claims-settle-in-recovery",
+        "claims-become-leases-in-recovery",
         _EXECUTOR,
         "if not all(self._state.free(gpu) for gpu in claim.gpus) or self._state.recovering:",
         "if not all(self._state.free(gpu) for gpu in claim.gpus):",

@@ -82,7 +82,7 @@ OPEN = {
     "command": ([(1.0, ev.CommandSent("1.1", "a", "wake", 0, "", 1, 10.0))], 8),
     "hold": ([wants("a", 1, 1.0), *gets("a", 1, 1.0, (0, 1), 1)], 8),
     "request": ([wants("a", 1, 1.0)], 9),
-    "hunger": ([(1.0, ev.DemandReported("a", 8, 0, 1, 1))], 9),
+    "unscheduled": ([(1.0, ev.DemandReported("a", 8, 0, 1, 1))], 9),
 }
 
 

@@ -219,20 +219,20 @@ def test_a_clock_that_runs_ahead_and_a_silence_that_was_none_are_seen() -> None:
     entries: list[Entry] = []
     watch = SchedulerWatch(Limits(), entries, 0.0, 0.0)
     with pytest.raises(Misbehaviour, match=r"1\.0 s passed, and 9\.0 s on the steady clock"):
-        watch.looked(SchedulerState(), 9.0, 1.0)
+        watch.observe(SchedulerState(), 9.0, 1.0)
     watch = SchedulerWatch(Limits(), entries, 0.0, 0.0)
     watch.jumped()
     watch.jumped()
-    watch.looked(SchedulerState(), 1.0 + 2 * Limits().max_tick_s, 1.0)
+    watch.observe(SchedulerState(), 1.0 + 2 * Limits().max_tick_s, 1.0)
     with pytest.raises(Misbehaviour, match="on the steady clock"):
-        watch.looked(SchedulerState(), 3.0 + 2 * Limits().max_tick_s, 1.5)
+        watch.observe(SchedulerState(), 3.0 + 2 * Limits().max_tick_s, 1.5)
     made = Fleet(4)
     made.add("a", [0], [0, 1])
     watch = SchedulerWatch(Limits(), entries, 9.0, 9.0)
     watch.status_comes(made.state, Status("a", 0, 1), 9.0)
     entries.append(Entry(0, 10.0, "scheduler", ev.Fenced("a", 0, "no heartbeat for 31.0 s (lease 30 s)")))
     with pytest.raises(Misbehaviour, match=r"a was heard at 9\.0 s and is fenced at 10\.0 s"):
-        watch.looked(made.state, 10.0, 10.0)
+        watch.observe(made.state, 10.0, 10.0)
     watch = SchedulerWatch(Limits(), entries, 11.0, 11.0)
     made.state.recovering, made.state.term = True, 3
     began = watch.status_comes(made.state, Status("a", 0, 2, term=2), 11.0)
@@ -244,16 +244,16 @@ def test_a_clock_that_runs_ahead_and_a_silence_that_was_none_are_seen() -> None:
 def test_an_agent_that_breaks_its_contract_is_seen() -> None:
     world = World(random_scenario(3), 3, lambda clock: MemoryRecord(clock=clock))
     world.run(max_events=60)
-    life = next(job.life for job in world.jobs.values() if job.life is not None)
-    watch, name = life.watch, life.agent.topology.pipeline
+    process = next(job.process for job in world.jobs.values() if job.process is not None)
+    watch, name = process.watch, process.agent.topology.pipeline
     watch.heard(Reply(name, 0, 9, True))
     late = Command("1.900", 1, name, 0, Verb.DRAIN, 0)
     with pytest.raises(Misbehaviour, match="is none for this incarnation now"):
-        watch.obeys(late, lambda command: life.agent._answer(command, Outcome.DONE))
+        watch.obeys(late, lambda command: process.agent._answer(command, Outcome.DONE))
     new = Command("9.1", 9, name, 0, Verb.DRAIN, 0, epoch=1 << 60)
     with pytest.raises(Misbehaviour, match="may always be drained, and is refused"):
-        watch.obeys(new, lambda command: life.agent._answer(command, Outcome.REFUSED))
+        watch.obeys(new, lambda command: process.agent._answer(command, Outcome.REFUSED))
     foreign = Command("9.2", 9, name, 0, Verb.GRANT, -1, 1, ACTOR_TRAIN, (0,), request=999)
-    life.agent.holds.clear()
+    process.agent.holds.clear()
     with pytest.raises(Misbehaviour, match="is a grant that was not asked for"):
-        watch.obeys(foreign, lambda command: life.agent._answer(command, Outcome.DONE))
+        watch.obeys(foreign, lambda command: process.agent._answer(command, Outcome.DONE))

@@ -102,7 +102,9 @@ def test_what_was_not_gone_is_looked_for_again_although_ray_has_forgotten_it(
         return {process for process in processes if process.node in stuck}
 
     # Each actor is a process on a node of its own name.
-    monkeypatch.setattr(ray_reaper, "_processes_of", lambda ids: {ray_reaper.SurvivingProcess(name, 7, 0.0) for name in ids})
+    monkeypatch.setattr(
+        ray_reaper, "_processes_of", lambda ids: {ray_reaper.SurvivingProcess(name, 7, 0.0) for name in ids}
+    )
     monkeypatch.setattr(ray_reaper, "_end_on_their_nodes", end)
     reaper = ray_reaper.Reaper(tmp_path / "left")
     assert reaper.end("a", 0, 2, timeout_s=1.0) and not (tmp_path / "left").exists()

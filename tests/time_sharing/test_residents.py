@@ -104,7 +104,7 @@ def evaluation(pool: PoolActor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     pipeline._record = pipeline.open_record()
 
     def enter(part: Part, gpus: Any, measured: list[SlotMemory], needs: list[int]) -> None:
-        pool.settle("score", dict(zip(gpus, measured, strict=True)), dict(zip(gpus, needs, strict=True)), part)
+        pool.report_memory("score", dict(zip(gpus, measured, strict=True)), dict(zip(gpus, needs, strict=True)), part)
 
     monkeypatch.setattr(pipeline, "_enter", enter)
     return pipeline

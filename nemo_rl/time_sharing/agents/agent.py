@@ -67,7 +67,7 @@ class Agent(RankKeeper):
         self._term = self._requests = 0
         self._bucket = -1
         self._dismissed = self._held_back = self._unsaid = False
-        self._told: tuple[str, ...] = ()
+        self._last_refused: tuple[str, ...] = ()
 
     # What the pipeline says.
 
@@ -236,8 +236,8 @@ class Agent(RankKeeper):
             self._dismissed = True
             self._host.dismissed(self.leaving)
             return
-        if reply.refused != self._told:
-            self._told = reply.refused
+        if reply.refused != self._last_refused:
+            self._last_refused = reply.refused
             for problem in reply.refused:
                 logger.error("event=status_refused pipeline=%s reason=%s", self.topology.pipeline, problem)
         for ended in reply.ended:

@@ -44,7 +44,7 @@ class ExternalJob:
         self._asked: set[int] = set()
         self._yielded: set[int] = set()
         self._released = False
-        self._wait_bound_s = limits.drain_s
+        self._yield_deadline_s = limits.drain_s
         self._runtime = AgentRuntime(topology, incarnation, self, link, record, limits, on_closed=self._closed)
         self._runtime.start()
 
@@ -159,9 +159,10 @@ class ExternalJob:
         if ask:
             self._tell_asked(rank)
         with self._changed:
-            if not self._changed.wait_for(lambda: rank not in self._held, self._wait_bound_s):
+            if not self._changed.wait_for(lambda: rank not in self._held, self._yield_deadline_s):
                 raise EngineError(
-                    f"{self._topology.pipeline}: the GPUs of rank {rank} were not yielded in {self._wait_bound_s:g} s"
+                    f"{self._topology.pipeline}: the GPUs of rank {rank} were not yielded in "
+                    f"{self._yield_deadline_s:g} s"
                 )
 
     def sleep(self, rank: int) -> None:

@@ -284,11 +284,11 @@ def _started_anew() -> bool:
 def _watched(work: Future[Any], what: str) -> None:
     """An error of work that nobody waits for is one line: whoever asked for it asks again."""
 
-    def look(done: Future[Any]) -> None:
+    def log_error(done: Future[Any]) -> None:
         if not done.cancelled() and (error := done.exception()) is not None:
             logger.error("%s=failed reason=%s: %s", what.replace(" ", "_"), type(error).__name__, error)
 
-    work.add_done_callback(look)
+    work.add_done_callback(log_error)
 
 
 def _tell_agent(pipeline: str, incarnation: int, method: str, message: object) -> None:

@@ -18,8 +18,8 @@ from nemo_rl.time_sharing.history.gaps import lost_tails
 from nemo_rl.time_sharing.history.gpus import GpuChecks
 from nemo_rl.time_sharing.history.order import OrderChecks
 from nemo_rl.time_sharing.history.prompts import PromptChecks
+from nemo_rl.time_sharing.history.references import References
 from nemo_rl.time_sharing.history.rules import RuleChecks
-from nemo_rl.time_sharing.history.sense import Sense
 from nemo_rl.time_sharing.history.waiting import WaitChecks
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.utils.record import Entry, RecordError
@@ -86,7 +86,7 @@ def check(entries: Iterable[Entry], *, first_only: bool = False, ended: bool = T
     """
     record = entries if isinstance(entries, Sequence) else list(entries)
     refuse_nothing(record)
-    sense, clocks = Sense(), Clocks()
+    references, clocks = References(), Clocks()
     groups: list[Checks] = [
         GpuChecks(),
         PromptChecks(),
@@ -104,13 +104,13 @@ def check(entries: Iterable[Entry], *, first_only: bool = False, ended: bool = T
     for group in groups:
         for kind, handler in group.handlers().items():
             table.setdefault(kind, []).append((group, handler))
-    judges, latest = sense.judges(), clocks.latest
+    judges, latest = references.judges(), clocks.latest
     gaps = lost_tails(record)
     violations: list[Violation] = []
     for index, entry in enumerate(record):
         if gaps and index == gaps[0]:
             gaps.pop(0)
-            sense.tail_lost()
+            references.tail_lost()
             for group in groups:
                 group.tail_lost(entry)
         time, kind = entry.time, type(entry.event)

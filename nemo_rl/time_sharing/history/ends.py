@@ -196,7 +196,7 @@ class EndChecks:
     # Commands and quarantines.
 
     def _sent(self, entry: Entry, event: ev.CommandSent) -> None:
-        self._look_for_forgotten(entry)
+        self._check_forgotten(entry)
         self._commands[event.command] = event
 
     def _ended(self, entry: Entry, event: ev.CommandEnded) -> None:
@@ -207,7 +207,7 @@ class EndChecks:
             for quarantine in self._quarantines:
                 if quarantine[1] == whose:
                     self._quarantines[quarantine] = max(self._quarantines[quarantine], entry.time)
-        self._look_for_forgotten(entry)
+        self._check_forgotten(entry)
 
     def _quarantined(self, entry: Entry, event: ev.GpusQuarantined) -> None:
         if not event.gpus:
@@ -226,7 +226,7 @@ class EndChecks:
         if not ended or (self._reaped is not None and self._reaped[0] == entry.time and self._reaped[2] != "done"):
             self._bad(f"GPUs {event.gpus} leave quarantine, and the processes of {whose.pipeline} were not ended")
 
-    def _look_for_forgotten(self, entry: Entry) -> None:
+    def _check_forgotten(self, entry: Entry) -> None:
         if not self._quarantines or self._isolated or self._recovering:
             return
         for (gpus, whose), until in list(self._quarantines.items()):

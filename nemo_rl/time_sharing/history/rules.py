@@ -226,7 +226,7 @@ class RuleChecks:
             self._left_claimed = (entry.time, event.pipeline, event.cluster)
 
     def _claimed(self, entry: Entry, event: ev.Claimed) -> None:
-        self._look_for_left_claim(entry)
+        self._check_left_claim(entry)
         self._judge_taken(entry.time)
         self._claims_at[1].append(event)
         pipeline, who = self._known(event.pipeline), f"{event.pipeline}/{event.cluster}"
@@ -289,7 +289,7 @@ class RuleChecks:
         if self._left_claimed is not None and self._left_claimed[1:] == (event.pipeline, event.cluster):
             self._left_claimed = None
 
-    def _look_for_left_claim(self, entry: Entry) -> None:
+    def _check_left_claim(self, entry: Entry) -> None:
         """A claim goes with its request, at the same moment."""
         if self._left_claimed is not None and entry.time > self._left_claimed[0]:
             _, name, cluster = self._left_claimed
@@ -306,7 +306,7 @@ class RuleChecks:
         self._newest_epoch = max(epoch, self._newest_epoch)
 
     def _granted(self, entry: Entry, event: ev.Granted) -> None:
-        self._look_for_left_claim(entry)
+        self._check_left_claim(entry)
         pipeline = self._known(event.pipeline)
         self._settled(entry, pipeline, (event.cluster, -1), event.epoch)
         if pipeline is not None:
@@ -319,14 +319,14 @@ class RuleChecks:
             pipeline.holds[event.cluster] = event.priority
 
     def _released(self, entry: Entry, event: ev.Released) -> None:
-        self._look_for_left_claim(entry)
+        self._check_left_claim(entry)
         if (pipeline := self._known(event.pipeline)) is not None:
             pipeline.holds.pop(event.cluster, None)
 
     # Ranks and commands.
 
     def _rank_moved(self, entry: Entry, event: ev.RankMoved) -> None:
-        self._look_for_left_claim(entry)
+        self._check_left_claim(entry)
         pipeline, who = self._known(event.pipeline), f"rank {event.rank} of {event.pipeline}"
         begins = event.phase in (Phase.WAKING, Phase.BUILDING)
         if begins:

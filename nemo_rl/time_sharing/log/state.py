@@ -123,9 +123,11 @@ class SchedulerState:
         if pipeline is not None:
             pipeline.claimed_ranks.discard(claim.rank)
 
-    def note_hunger(self, pipeline: PipelineState, at: float) -> None:
-        fed = bool(pipeline.claimed_ranks) or any(rank.phase not in SLEEP_PHASES for rank in pipeline.awake.values())
-        unscheduled = pipeline.demand.remaining > 0 and not fed and not pipeline.leaving and not pipeline.fenced
+    def update_unscheduled_since(self, pipeline: PipelineState, at: float) -> None:
+        has_rank = bool(pipeline.claimed_ranks) or any(
+            rank.phase not in SLEEP_PHASES for rank in pipeline.awake.values()
+        )
+        unscheduled = pipeline.demand.remaining > 0 and not has_rank and not pipeline.leaving and not pipeline.fenced
         if not unscheduled:
             pipeline.unscheduled_since = None
         elif pipeline.unscheduled_since is None:
@@ -237,7 +239,7 @@ def _demand(state: SchedulerState, event: ev.DemandReported, at: float) -> None:
     if pipeline.demand.remaining == 0 or demand.done < pipeline.demand.done:
         pipeline.batch_since = at
     pipeline.demand = demand
-    state.note_hunger(pipeline, at)
+    state.update_unscheduled_since(pipeline, at)
 
 
 def _builds_ahead(state: SchedulerState, event: ev.BuildsAhead, at: float) -> None:
@@ -266,7 +268,7 @@ def _claimed(state: SchedulerState, event: ev.Claimed, at: float) -> None:
     state.plan = max(state.plan, event.plan)
     state.add_claim(claim)
     if claim.rank >= 0:
-        state.note_hunger(state.pipeline(event.pipeline), at)
+        state.update_unscheduled_since(state.pipeline(event.pipeline), at)
     for passed in event.passed:
         name, _, request = passed.rpartition("#")
         for queued in state.pipeline(name).wants.values():
@@ -276,7 +278,7 @@ def _claimed(state: SchedulerState, event: ev.Claimed, at: float) -> None:
 
 def _claim_dropped(state: SchedulerState, event: ev.ClaimDropped, at: float) -> None:
     state.drop_claim((event.pipeline, event.cluster, event.rank))
-    state.note_hunger(state.pipeline(event.pipeline), at)
+    state.update_unscheduled_since(state.pipeline(event.pipeline), at)
 
 
 def _granted(state: SchedulerState, event: ev.Granted, at: float) -> None:
@@ -342,7 +344,7 @@ def _rank_moved(state: SchedulerState, event: ev.RankMoved, at: float) -> None:
         if event.phase is Phase.ACTIVE:
             rank.serves_since = at
             _note_handover(pipeline, event.rank, at - rank.since)
-    state.note_hunger(pipeline, at)
+    state.update_unscheduled_since(pipeline, at)
 
 
 def _note_handover(pipeline: PipelineState, rank: int, seconds: float) -> None:
@@ -377,14 +379,14 @@ def _command_ended(state: SchedulerState, event: ev.CommandEnded, at: float) -> 
 def _leaving(state: SchedulerState, event: ev.Leaving, at: float) -> None:
     pipeline = state.pipeline(event.pipeline)
     pipeline.leaving = True
-    state.note_hunger(pipeline, at)
+    state.update_unscheduled_since(pipeline, at)
 
 
 def _fenced(state: SchedulerState, event: ev.Fenced, at: float) -> None:
     pipeline = state.pipeline(event.pipeline)
     pipeline.fenced = True
     pipeline.wants.clear()
-    state.note_hunger(pipeline, at)
+    state.update_unscheduled_since(pipeline, at)
 
 
 def _unregistered(state: SchedulerState, event: ev.Unregistered, at: float) -> None:

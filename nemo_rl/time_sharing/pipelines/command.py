@@ -190,18 +190,18 @@ class CommandPipeline(LentPipeline):
             if self._client is not None:
                 self._client.yielded(rank)
 
-    def _end(self, wait_bound_s: float) -> None:
-        """Ends the command with all its processes: politely for `wait_bound_s`, then at once."""
+    def _end(self, grace_s: float) -> None:
+        """Ends the command with all its processes: politely for `grace_s`, then at once."""
         process = self._process
         if process is None or process.poll() is not None:
             return
         family = psutil.Process(process.pid)
         with suppress(psutil.NoSuchProcess):
             everybody = [*family.children(recursive=True), family]
-            if wait_bound_s:
+            if grace_s:
                 process.send_signal(signal.SIGTERM)
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(wait_bound_s)
+                    process.wait(grace_s)
             kill_and_wait([one for one in everybody if one.is_running()], _KILLED_S)
 
 

@@ -34,11 +34,11 @@ class FixedWeights:
 
     Args:
         generation: Whose shards are lent.
-        told: See `build_engine`.
+        on_first_sleep: See `build_engine`.
     """
 
-    def __init__(self, generation: VllmGeneration, told: FirstSlept) -> None:
-        self._generation, self._told = generation, told
+    def __init__(self, generation: VllmGeneration, on_first_sleep: FirstSlept) -> None:
+        self._generation, self._on_first_sleep = generation, on_first_sleep
 
     def drain(self, rank: int) -> None:
         """Ends the rank's requests, which go on elsewhere, and waits until it is idle."""
@@ -60,7 +60,7 @@ class FixedWeights:
     def wake(self, rank: int) -> None:
         """Wakes the rank's engine, or builds one where none stands."""
         with engine_errors(f"wake of rank {rank}"):
-            build_engine(self._generation, rank, self._told, _KEEP_WEIGHTS)
+            build_engine(self._generation, rank, self._on_first_sleep, _KEEP_WEIGHTS)
             self._generation.wake_up_partial([rank], skip_activate=True)
 
     def load(self, rank: int, version: int) -> int:
@@ -87,7 +87,7 @@ class LentEngines:
         runtime: Its agent, registered and started.
         engines: Where the agent finds the engines.
         record: For requests.
-        told: See `build_engine`.
+        on_first_sleep: See `build_engine`.
 
     Attributes:
         done: Problems that are answered.
@@ -97,9 +97,14 @@ class LentEngines:
     lends_shards = True
 
     def __init__(
-        self, cluster: SharedCluster, runtime: AgentRuntime, engines: EngineSlot, record: Record, told: FirstSlept
+        self,
+        cluster: SharedCluster,
+        runtime: AgentRuntime,
+        engines: EngineSlot,
+        record: Record,
+        on_first_sleep: FirstSlept,
     ) -> None:
-        self._cluster, self._runtime, self._engines, self._told = cluster, runtime, engines, told
+        self._cluster, self._runtime, self._engines, self._on_first_sleep = cluster, runtime, engines, on_first_sleep
         self.record: Record | None = record
         self.done, self.of = 0, 0
 
@@ -118,7 +123,7 @@ class LentEngines:
     def serving(self, generation: VllmGeneration, problems: int, answers: int) -> Iterator[Callable[[int], None]]:
         """The demand stands while problems are open; afterwards the ranks go to sleep and the registration ends."""
         self.of = problems
-        self._engines.put(FixedWeights(generation, self._told))
+        self._engines.put(FixedWeights(generation, self._on_first_sleep))
         generation.on_failure(lambda rank, reason: self._runtime.rank_broken_soon(rank))
         self._runtime.begin_progress(problems, 0, answers)
 

@@ -209,7 +209,7 @@ class LentPipeline:
         self._ready.set()
         return self._runtime
 
-    def settle(self, measured: Sequence[SlotMemory], needs: Sequence[int]) -> None:
+    def report_memory(self, measured: Sequence[SlotMemory], needs: Sequence[int]) -> None:
         """Enters what stays on the training GPUs into the pool's ledger.
 
         Raises:
@@ -249,7 +249,7 @@ class LentPipeline:
             # Neighbours use the GPU at the same time, so that nothing can be measured there; each keeps to its budget.
             return
         pool: Any = ray.get_actor(POOL_NAME, namespace=CONTROL_NAMESPACE)
-        entered = pool.settle.remote(
+        entered = pool.report_memory.remote(
             self._job.name, dict(zip(gpus, measured, strict=True)), dict(zip(gpus, needs, strict=True)), part
         )
         try:
@@ -329,8 +329,8 @@ class NemoRLFullFinetunePipeline(LentPipeline):
                 runtime,
                 engines,
                 wait_s=wait_s,
-                settle=self.settle,
-                told=self.engine_built,
+                report_memory=self.report_memory,
+                on_first_sleep=self.engine_built,
             )
             self._run = run = setup(config, placement=placement)
             self._show_record(run)

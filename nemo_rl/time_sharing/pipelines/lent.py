@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _LEAVE_S = 300.0
 
-Settle = Callable[[Sequence[SlotMemory], Sequence[int]], None]
+ReportMemory = Callable[[Sequence[SlotMemory], Sequence[int]], None]
 """Takes memory and needs (bytes) by training rank."""
 
 
@@ -74,9 +74,9 @@ class LentPlacement:
         runtime: Its agent, registered and started.
         engines: Where the agent finds the engines, once they can be built.
         wait_s: How long a grant may take.
-        settle: Told what stays on each training GPU, and what the pipeline needs there when it is awake; raises where
-            that does not fit.
-        told: See `build_engine`.
+        report_memory: Takes what stays on each training GPU, and what the pipeline needs there when it is awake; raises
+            where that does not fit.
+        on_first_sleep: See `build_engine`.
     """
 
     lends_shards = True
@@ -90,10 +90,10 @@ class LentPlacement:
         engines: EngineSlot,
         *,
         wait_s: float,
-        settle: Settle,
-        told: FirstSlept,
+        report_memory: ReportMemory,
+        on_first_sleep: FirstSlept,
     ) -> None:
-        self._settle, self._told = settle, told
+        self._report_memory, self._on_first_sleep = report_memory, on_first_sleep
         self.record_prefix = f"{pipeline}/"
         self._clusters = Clusters(training, generation)
         self._runtime, self._engines, self._wait_s = runtime, engines, wait_s
@@ -115,7 +115,7 @@ class LentPlacement:
 
     def generation_prepared(self, generation: VllmGeneration) -> None:
         """Engines may be built from here on, on GPUs that nobody has a use for, beside the policy."""
-        self._engines.put(BuildableEngines(generation, self._told))
+        self._engines.put(BuildableEngines(generation, self._on_first_sleep))
         self._runtime.builds_ahead()
 
     @contextmanager
@@ -139,13 +139,13 @@ class LentPlacement:
         )
         options = SyncOptions(sync.transport, sync.bucket_bytes, sync.verify, sync.timeout_s, keep_group=False)
         elastic = ElasticGeneration(built.generation, cache, options)
-        engine = VllmEngine(built.generation, elastic, lambda: cache.version, self._told)
+        engine = VllmEngine(built.generation, elastic, lambda: cache.version, self._on_first_sleep)
         self._engines.put(engine)
         built.generation.on_failure(lambda rank, reason: self._runtime.rank_broken_soon(rank))
         cache.build(built.version)
         self._runtime.begin_at(built.version)
         share = built.config.policy.generation.vllm_cfg.gpu_memory_utilization
-        leave_and_settle(built.policy, self._clusters.training.accelerator, self._settle, share)
+        leave_and_report_memory(built.policy, self._clusters.training.accelerator, self._report_memory, share)
         samples = built.config.grpo.num_generations_per_prompt
         return LentAccelerators(
             self._runtime,
@@ -165,13 +165,15 @@ def leave_accelerators(policy: Policy, accelerator: Accelerator) -> None:
         policy.destroy_nccl_groups()
 
 
-def leave_and_settle(policy: Policy, accelerator: Accelerator, settle: Settle, share: float) -> None:
+def leave_and_report_memory(
+    policy: Policy, accelerator: Accelerator, report_memory: ReportMemory, share: float
+) -> None:
     """Leaves the GPUs for the first time, and has what stays there entered into the ledger.
 
     Args:
         policy: Built, and resident.
         accelerator: What it is on.
-        settle: See `LentPlacement`; by training rank.
+        report_memory: See `LentPlacement`; by training rank.
         share: Of a GPU's memory, what an engine there will take.
 
     Raises:
@@ -187,7 +189,7 @@ def leave_and_settle(policy: Policy, accelerator: Accelerator, settle: Settle, s
     needs = [
         max(before - memory.used, int(share * memory.total)) for before, memory in zip(resident, measured, strict=True)
     ]
-    settle(measured, needs)
+    report_memory(measured, needs)
 
 
 class LentAccelerators:

@@ -18,7 +18,7 @@ from nemo_rl.time_sharing.agents.runtime import AgentRuntime, EngineError
 from nemo_rl.time_sharing.log.pool_state import Outcome, Progress
 from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles, progress_of
 from nemo_rl.time_sharing.pipelines.job import Job
-from nemo_rl.time_sharing.pipelines.lent import Settle, leave_accelerators, leave_and_settle
+from nemo_rl.time_sharing.pipelines.lent import ReportMemory, leave_accelerators, leave_and_report_memory
 from nemo_rl.time_sharing.pipelines.shared_cluster import SharedCluster
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Priority
 
@@ -36,7 +36,7 @@ class LentTraining:
         cluster: Its slots.
         runtime: Its agent, registered and started.
         wanted: Whether somebody else waits for the GPUs.
-        settle: See `LentPlacement`.
+        report_memory: See `LentPlacement`.
         slice_s: How long they are kept all the same: moving to the host and back takes seconds.
         longest_s: When they are given back even if nobody wants them.
         wait_s: How long a grant may take.
@@ -50,14 +50,14 @@ class LentTraining:
         cluster: SharedCluster,
         runtime: AgentRuntime,
         wanted: Callable[[], bool],
-        settle: Settle,
+        report_memory: ReportMemory,
         *,
         slice_s: float,
         longest_s: float,
         wait_s: float,
     ) -> None:
-        self._cluster, self._runtime, self._wanted, self._settle = cluster, runtime, wanted, settle
-        self._settled = False
+        self._cluster, self._runtime, self._wanted, self._report_memory = cluster, runtime, wanted, report_memory
+        self._memory_reported = False
         self._slice_s, self._longest_s, self._wait_s = slice_s, longest_s, wait_s
         self._held: Priority | None = None
         self._since = 0.0
@@ -90,9 +90,9 @@ class LentTraining:
         """
         if self._held is Priority.ACTOR_TRAINING:
             return
-        if not self._settled:
-            leave_and_settle(run.policy, self._cluster.accelerator, self._settle, _NO_ENGINE)
-            self._settled = True
+        if not self._memory_reported:
+            leave_and_report_memory(run.policy, self._cluster.accelerator, self._report_memory, _NO_ENGINE)
+            self._memory_reported = True
         run.progress.phase("waiting for training GPUs")
         with run.timer.time("idle/training_grant"):
             self._acquire(Priority.ACTOR_TRAINING, run.state.step)
@@ -188,7 +188,7 @@ class SFTPipeline(LentPipeline):
                 self.cluster(job.train, leads_ranks=False),
                 runtime,
                 self._wanted,
-                self.settle,
+                self.report_memory,
                 slice_s=job.slice_s,
                 longest_s=limits.max_hold_s / 2,
                 wait_s=limits.request_s,

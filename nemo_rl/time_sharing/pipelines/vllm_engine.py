@@ -50,14 +50,14 @@ FirstSlept = Callable[[int, FirstSleep], None]
 """Is told of a rank whose engine was built and sleeps."""
 
 
-def build_engine(generation: VllmGeneration, rank: int, told: FirstSlept, level: int | None = None) -> None:
+def build_engine(generation: VllmGeneration, rank: int, on_first_sleep: FirstSlept, level: int | None = None) -> None:
     """Builds the rank's engine where none stands, and puts it to sleep: its next wake, which may follow a neighbour's
     training, is not the first use that it makes of an allocator.
 
     Args:
         generation: Whose shard it is.
         rank: Which.
-        told: Hears what it leaves on its devices while it sleeps.
+        on_first_sleep: Hears what it leaves on its devices while it sleeps.
         level: At which it sleeps.
 
     Raises:
@@ -71,7 +71,7 @@ def build_engine(generation: VllmGeneration, rank: int, told: FirstSlept, level:
     used, free = (shards.call([rank], what)[0] for what in ("memory_in_use", "free_memory"))
     measured = [SlotMemory(stays, stays + rest) for stays, rest in zip(used, free, strict=True)]
     needs = [max(0, before - stays) for before, stays in zip(awake, used, strict=True)]
-    told(rank, FirstSleep(time.monotonic() - began, measured, needs))
+    on_first_sleep(rank, FirstSleep(time.monotonic() - began, measured, needs))
 
 
 class BuildableEngines:
@@ -79,11 +79,11 @@ class BuildableEngines:
 
     Args:
         generation: Whose shards are lent.
-        told: See `build_engine`.
+        on_first_sleep: See `build_engine`.
     """
 
-    def __init__(self, generation: VllmGeneration, told: FirstSlept) -> None:
-        self._generation, self._told = generation, told
+    def __init__(self, generation: VllmGeneration, on_first_sleep: FirstSlept) -> None:
+        self._generation, self._on_first_sleep = generation, on_first_sleep
 
     def drain(self, rank: int) -> None:
         """Ends the rank's requests, which go on elsewhere with the tokens they have, and waits until it is idle."""
@@ -102,7 +102,7 @@ class BuildableEngines:
     def wake(self, rank: int) -> None:
         """Builds the rank's engine where none stands; it sleeps on."""
         with engine_errors(f"build of rank {rank}"):
-            build_engine(self._generation, rank, self._told)
+            build_engine(self._generation, rank, self._on_first_sleep)
 
     def load(self, rank: int, version: int) -> int:
         """There is nothing to load yet.
@@ -129,7 +129,7 @@ class VllmEngine(BuildableEngines):
         generation: Whose shards are lent.
         elastic: Moves weights into them.
         version: The version that the weight cache serves; None before the first.
-        told: See `build_engine`.
+        on_first_sleep: See `build_engine`.
     """
 
     def __init__(
@@ -137,16 +137,16 @@ class VllmEngine(BuildableEngines):
         generation: VllmGeneration,
         elastic: ElasticGeneration,
         version: Callable[[], int | None],
-        told: FirstSlept,
+        on_first_sleep: FirstSlept,
     ) -> None:
-        super().__init__(generation, told)
+        super().__init__(generation, on_first_sleep)
         self._elastic, self._version = elastic, version
         self._loads = Together(self._load_all, _GATHER_S)
 
     def wake(self, rank: int) -> None:
         """Makes room for the rank's weights: wakes its engine, or builds one where none stands."""
         with engine_errors(f"wake of rank {rank}"):
-            build_engine(self._generation, rank, self._told)
+            build_engine(self._generation, rank, self._on_first_sleep)
             self._elastic.wake_weights([rank])
 
     def load(self, rank: int, version: int) -> int:
@@ -247,10 +247,10 @@ class Together:
                 with self._lock:
                     asked = dict(self._asked)
                     self._asked.clear()
-                self._settle(asked)
+                self._answer(asked)
         answer.result()
 
-    def _settle(self, asked: dict[int, Future[None]]) -> None:
+    def _answer(self, asked: dict[int, Future[None]]) -> None:
         try:
             failed = self._work(sorted(asked))
         except BaseException as error:

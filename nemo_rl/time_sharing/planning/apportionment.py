@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from nemo_rl.time_sharing.log.ledger import PipelineState
 from nemo_rl.time_sharing.planning.busy_ranks import given_by, move_busy, ranks_to_evict
+from nemo_rl.time_sharing.planning.entitlement import divide
 from nemo_rl.time_sharing.planning.free_ranks import hand_out_free
-from nemo_rl.time_sharing.planning.parties import divide
 from nemo_rl.time_sharing.planning.plan import Plan
 from nemo_rl.time_sharing.planning.plan_state import BLOCKED, FREEING, RANK, PlanState, Reservation
 from nemo_rl.time_sharing.planning.waking import candidates, expand, rank_state, slice_seconds
@@ -18,16 +18,16 @@ from nemo_rl.time_sharing.protocol.types import Priority
 
 def share(plan_state: PlanState, result: Plan) -> None:
     """Adds the expands and shrinks of elastic generation to the plan."""
-    parties = divide(plan_state, result)
-    if not parties:
+    shares = divide(plan_state, result)
+    if not shares:
         return
     takers = [
-        party
-        for name, party in parties.items()
+        share
+        for name, share in shares.items()
         if name not in plan_state.no_expand and not _trains_next(plan_state.pipelines[name])
     ]
     hand_out_free(plan_state, result, takers)
-    move_busy(plan_state, result, takers, parties)
+    move_busy(plan_state, result, takers, shares)
 
 
 def _trains_next(pipeline: PipelineState) -> bool:
@@ -47,7 +47,7 @@ def serve_unscheduled(plan_state: PlanState, result: Plan, name: str, pipeline: 
     options: list[tuple[bool, int, float, int, list[tuple[str, int]]]] = []
     for until in pipeline.cooling.values():
         if until > plan_state.now:
-            result.look_again(until)
+            result.replan_by(until)
     could_wake, ranks = candidates(plan_state, pipeline), pipeline.topology.ranks
     for rank in could_wake:
         gpus = ranks[rank]
@@ -65,7 +65,7 @@ def serve_unscheduled(plan_state: PlanState, result: Plan, name: str, pipeline: 
                 options.append((rank not in pipeline.warm, -spare, held, rank, donors))
             elif donors is None and (slice_end := _slice_end_on(plan_state, gpus)) > plan_state.now:
                 # Otherwise a rank is on its way up, and its arrival brings the next plan.
-                result.look_again(slice_end)
+                result.replan_by(slice_end)
     if options:
         *_, chosen, donors = min(options)
         for donor, rank in donors:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import compress
 
-from nemo_rl.time_sharing.planning.parties import Idle, Party
+from nemo_rl.time_sharing.planning.entitlement import PipelineShare, WithoutDemand
 from nemo_rl.time_sharing.planning.plan import Plan, Reason
 from nemo_rl.time_sharing.planning.plan_state import RANK, PlanState
 from nemo_rl.time_sharing.planning.waking import candidates, expand, rank_state, reserved_against, slice_seconds
@@ -21,12 +21,14 @@ _Option = tuple[float, int, list[tuple[str, int]]]
 """Minus how well the worst served of those who would give is served; the taker's rank; the ranks on its GPUs."""
 
 
-def move_busy(plan_state: PlanState, result: Plan, takers: list[Party], parties: dict[str, Party]) -> None:
+def move_busy(
+    plan_state: PlanState, result: Plan, takers: list[PipelineShare], shares: dict[str, PipelineShare]
+) -> None:
     """Moves ranks from pipelines that are served better to pipelines that are served worse, where the mapping
     allows.
     """
     if RANK in plan_state.kind:
-        moves = _Moves(plan_state, result, parties)
+        moves = _Moves(plan_state, result, shares)
         for taker in sorted([p for p in takers if p.ranks_up < p.useful], key=lambda p: (p.now, p.name)):
             moves.serve(taker)
 
@@ -34,26 +36,26 @@ def move_busy(plan_state: PlanState, result: Plan, takers: list[Party], parties:
 class _Moves:
     """Busy ranks that change hands in one plan."""
 
-    def __init__(self, plan_state: PlanState, result: Plan, parties: dict[str, Party]) -> None:
-        self._plan_state, self._result, self._parties = plan_state, result, parties
+    def __init__(self, plan_state: PlanState, result: Plan, shares: dict[str, PipelineShare]) -> None:
+        self._plan_state, self._result, self._shares = plan_state, result, shares
         self._lead = 1 + plan_state.limits.hysteresis
         # Whose rank, which could be put to sleep, is on each GPU.
-        self._givers: list[Party | None] = _givers(plan_state, parties)
+        self._givers: list[PipelineShare | None] = _givers(plan_state, shares)
 
-    def serve(self, taker: Party) -> None:
+    def serve(self, taker: PipelineShare) -> None:
         """Moves ranks to this one until it can use no more, or nobody who could would give it one."""
         holders = self._plan_state.pipelines[taker.name].topology.at_first_gpus(self._givers)
         willing = _willing(holders, self._bar(taker))
         if taker.tp > 1:
-            self._take_wide(taker, _wide_options(self._plan_state, taker, holders, willing, self._parties))
+            self._take_wide(taker, _wide_options(self._plan_state, taker, holders, willing, self._shares))
         elif willing:
             self._take_narrow(taker, _options(self._plan_state, taker, holders, willing))
 
-    def _bar(self, taker: Party) -> _Bar:
+    def _bar(self, taker: PipelineShare) -> _Bar:
         """What somebody must reach to give this one a rank."""
         return self._lead * taker.now, taker.served(taker.gpus + taker.tp)
 
-    def _take_narrow(self, taker: Party, ranks: list[int]) -> None:
+    def _take_narrow(self, taker: PipelineShare, ranks: list[int]) -> None:
         """Takes ranks of one GPU each, in this order, from holders that may give them."""
         plan_state, givers, owner = self._plan_state, self._givers, self._plan_state.owner
         bar, after = self._bar(taker)
@@ -74,19 +76,19 @@ class _Moves:
                 self._take_over(taker, rank, [(lease.pipeline, lease.rank)])
                 bar, after = self._bar(taker)
 
-    def _take_wide(self, taker: Party, options: list[_Option]) -> None:
+    def _take_wide(self, taker: PipelineShare, options: list[_Option]) -> None:
         """Takes ranks of several GPUs each, in this order, from holders that all may give them."""
         for _, rank, donors in options:
             if taker.ranks_up >= taker.useful:
                 return
-            if _may_give(self._plan_state, self._parties, donors, self._bar(taker)):
+            if _may_give(self._plan_state, self._shares, donors, self._bar(taker)):
                 self._take_over(taker, rank, donors)
 
-    def _take_over(self, taker: Party, rank: int, donors: list[tuple[str, int]]) -> None:
+    def _take_over(self, taker: PipelineShare, rank: int, donors: list[tuple[str, int]]) -> None:
         """Puts these ranks to sleep for one of the taker."""
         plan_state, result, name = self._plan_state, self._result, taker.name
         for donor, given in donors:
-            giver = self._parties.get(donor)
+            giver = self._shares.get(donor)
             why: Reason = ("surplus", donor, name) if giver is None else ("gives", donor, giver.now, name, taker.now)
             plan_state.shrink(result, donor, given, why)
             if giver is not None:
@@ -97,18 +99,18 @@ class _Moves:
         taker.update(taker.ranks_up + 1)
 
 
-def _givers(plan_state: PlanState, parties: dict[str, Party]) -> list[Party | None]:
-    idle = Idle()
-    givers: list[Party | None] = [
-        parties.get(lease.pipeline, idle) if kind == RANK and lease is not None else None
+def _givers(plan_state: PlanState, shares: dict[str, PipelineShare]) -> list[PipelineShare | None]:
+    without_demand = WithoutDemand()
+    givers: list[PipelineShare | None] = [
+        shares.get(lease.pipeline, without_demand) if kind == RANK and lease is not None else None
         for kind, lease in zip(plan_state.kind, plan_state.owner, strict=True)
     ]
-    for gpu in plan_state.rising:
+    for gpu in plan_state.waking_gpus:
         givers[gpu] = None
     return givers
 
 
-def _willing(holders: Iterable[Party | None], bar: _Bar) -> set[Party]:
+def _willing(holders: Iterable[PipelineShare | None], bar: _Bar) -> set[PipelineShare]:
     """Whoever of these would give a rank away as far as shares are concerned."""
     now, after = bar
     return {
@@ -118,7 +120,9 @@ def _willing(holders: Iterable[Party | None], bar: _Bar) -> set[Party]:
     }
 
 
-def _options(plan_state: PlanState, taker: Party, holders: Sequence[Party | None], willing: set[Party]) -> list[int]:
+def _options(
+    plan_state: PlanState, taker: PipelineShare, holders: Sequence[PipelineShare | None], willing: set[PipelineShare]
+) -> list[int]:
     """Ranks of one GPU each whose holder might give way, those of the best served first; `holders` by rank."""
     name, pipeline = taker.name, plan_state.pipelines[taker.name]
     found = list(compress(range(len(holders)), map(willing.__contains__, holders)))
@@ -127,17 +131,17 @@ def _options(plan_state: PlanState, taker: Party, holders: Sequence[Party | None
         could_wake = set(candidates(plan_state, pipeline))
         found = [rank for rank in found if rank in could_wake]
     if len(willing) > 1:
-        served: dict[Party | None, float] = {giver: -giver.now for giver in willing}
+        served: dict[PipelineShare | None, float] = {giver: -giver.now for giver in willing}
         found.sort(key=lambda rank: served[holders[rank]])
     return found
 
 
 def _wide_options(
     plan_state: PlanState,
-    taker: Party,
-    holders: Sequence[Party | None],
-    willing: set[Party],
-    parties: dict[str, Party],
+    taker: PipelineShare,
+    holders: Sequence[PipelineShare | None],
+    willing: set[PipelineShare],
+    shares: dict[str, PipelineShare],
 ) -> list[_Option]:
     """Ranks of several GPUs each whose holders might give way, those of the best served first; `holders` by rank, of
     its first GPU.
@@ -148,7 +152,7 @@ def _wide_options(
         if (giver is None or giver in willing) and rank_state(plan_state, gpus, taker.name, rank) == RANK:
             donors = _holders(plan_state, gpus)
             if donors is not None:
-                worst = min([parties[donor].now if donor in parties else math.inf for donor, _ in donors])
+                worst = min([shares[donor].now if donor in shares else math.inf for donor, _ in donors])
                 found.append((-worst, rank, donors))
     found.sort()
     return found
@@ -170,7 +174,7 @@ def _holders(plan_state: PlanState, gpus: tuple[int, ...]) -> list[tuple[str, in
         if lease is None:
             continue
         pair = (lease.pipeline, lease.rank)
-        if gpu in plan_state.rising:
+        if gpu in plan_state.waking_gpus:
             return None
         if pair not in donors:
             donors.append(pair)
@@ -195,7 +199,9 @@ def given_by(name: str, donors: list[tuple[str, int]]) -> int:
     return 1 if len(donors) == 1 else sum(giver == name for giver, _ in donors)
 
 
-def _may_give(plan_state: PlanState, parties: dict[str, Party], donors: list[tuple[str, int]], bar: _Bar) -> bool:
+def _may_give(
+    plan_state: PlanState, shares: dict[str, PipelineShare], donors: list[tuple[str, int]], bar: _Bar
+) -> bool:
     """Giving must leave each giver at least as well served as the taker becomes, by a margin; what a pipeline has no
     use for it just gives.
 
@@ -209,7 +215,7 @@ def _may_give(plan_state: PlanState, parties: dict[str, Party], donors: list[tup
         ranks = plan_state.counts[donor] - given_by(donor, donors)
         if ranks >= plan_state.useful[donor]:
             continue
-        giver = parties[donor]
+        giver = shares[donor]
         if giver.now < bar[0] or giver.served(giver.fixed + ranks * giver.tp) < bar[1]:
             return False
     return not in_slice(plan_state, donors)

@@ -19,7 +19,7 @@ Reason = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a planner may look at. It must not change any of it. `slots`: how many of what is leased engines may be on;
+    """What a planner reads. It must not change any of it. `slots`: how many of what is leased engines may be on;
     training turns have the numbers from there on.
     """
 
@@ -108,7 +108,7 @@ class Plan:
     def empty(self) -> bool:
         return not (self.grants or self.priority_changes or self.shrinks or self.expands)
 
-    def look_again(self, at: float) -> None:
+    def replan_by(self, at: float) -> None:
         """Asks for another plan no later than `at`, when a hold or a slice ends."""
         if self.wake_at is None or at < self.wake_at:
             self.wake_at = at
@@ -142,7 +142,7 @@ _ABOUT_TIME = ("backfill", "unscheduled", "time_slice")
 
 
 def reason_text(because: Reason, now: float = 0.0) -> str:
-    """A reason as an English clause; points in time are told as seconds from `now`."""
+    """A reason as an English clause; points in time are given as seconds from `now`."""
     name, *values = because
     if name in _ABOUT_TIME:
         values[-1] = abs(now - float(str(values[-1])))

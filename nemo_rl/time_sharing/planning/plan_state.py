@@ -75,7 +75,7 @@ class PlanState:
         self.counts: dict[str, int] = {}
         self.building: dict[str, int] = {}
         # GPUs of ranks that are up and do not serve yet.
-        self.rising: set[int] = set()
+        self.waking_gpus: set[int] = set()
         self.asleep: dict[str, Sequence[int]] = {}
         self.kind = self._kinds()
         # GPUs on which a pipeline trains count as its share: it is being served, though not with generation.
@@ -97,7 +97,7 @@ class PlanState:
 
     def _kinds(self) -> bytearray:
         """What each GPU is, by who holds it; counts the ranks that are up on the way."""
-        # Nearly all ranks that hold GPUs serve. They are told by the leases; only the others are looked at one by one.
+        # Nearly all ranks that hold GPUs serve. The leases name them; only the others are read one by one.
         kind = bytearray([FREE if lease is None else RANK if lease.rank >= 0 else BLOCKED for lease in self.owner])
         active = Phase.ACTIVE
         for name, pipeline in self.pipelines.items():
@@ -109,7 +109,7 @@ class PlanState:
                 if what != RANK:
                     up -= 1
                 elif awake.phase is not active:
-                    self.rising.update(gpus)
+                    self.waking_gpus.update(gpus)
                 if awake.phase is Phase.BUILDING:
                     self.building[name] = self.building.get(name, 0) + 1
                 for gpu in gpus:

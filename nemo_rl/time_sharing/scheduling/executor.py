@@ -63,11 +63,11 @@ class Executor:
             self.begin_shrink(shrink.pipeline, shrink.rank)
         for grant in plan.grants:
             self._emit(ev.Claimed(number, grant.pipeline, grant.cluster, -1, grant.request, grant.gpus, grant.passed))
-            self._settle(self._state.claims[grant.pipeline, grant.cluster, -1])
+            self._lease_if_free(self._state.claims[grant.pipeline, grant.cluster, -1])
         for expand in plan.expands:
             what = (number, expand.pipeline, ACTOR_INFER, expand.rank, -1, expand.gpus)
             self._emit(ev.Claimed(*what, guaranteed=expand.guaranteed, ahead=expand.ahead))
-            self._settle(self._state.claims[expand.pipeline, ACTOR_INFER, expand.rank])
+            self._lease_if_free(self._state.claims[expand.pipeline, ACTOR_INFER, expand.rank])
 
     def begin_shrink(self, name: str, rank: int) -> None:
         """Sends a rank to sleep from whatever it is doing. A waking rank is turned round: the agent finishes its step
@@ -77,10 +77,10 @@ class Executor:
         awake = pipeline.awake[rank]
         if awake.phase in SLEEP_PHASES:
             return
-        wait_bound = self._state.limits.drain_s + (0.0 if awake.phase is Phase.ACTIVE else self._state.limits.sync_s)
+        deadline_s = self._state.limits.drain_s + (0.0 if awake.phase is Phase.ACTIVE else self._state.limits.sync_s)
         self._end_command_of(name, rank, "superseded")
         self._emit(ev.RankMoved(name, rank, Phase.DRAINING, awake.epoch))
-        self._command(pipeline, Verb.DRAIN, rank=rank, epoch=awake.epoch, wait_bound=wait_bound)
+        self._command(pipeline, Verb.DRAIN, rank=rank, epoch=awake.epoch, deadline_s=deadline_s)
 
     def begin_cooling(self, name: str, rank: int) -> None:
         """Sends a rank that cannot serve to sleep and leaves it alone for a while."""
@@ -139,7 +139,7 @@ class Executor:
                     contested, name, pipeline.incarnation, -1, until, "it occupies what the log has given to others"
                 )
             )
-        self._command(pipeline, Verb.REAP, wait_bound=self._state.limits.reap_s)
+        self._command(pipeline, Verb.REAP, deadline_s=self._state.limits.reap_s)
 
     def end_unknown(self, name: str, incarnation: int) -> None:
         """Ends a pipeline that holds GPUs and whose registration is lost."""
@@ -183,16 +183,16 @@ class Executor:
                 if not any(
                     (c.pipeline, c.incarnation) == (name, pipeline.incarnation) for c in self._state.commands.values()
                 ):
-                    self._command(pipeline, Verb.REAP, wait_bound=self._state.limits.reap_s)
+                    self._command(pipeline, Verb.REAP, deadline_s=self._state.limits.reap_s)
                 continue
             for rank, awake in list(pipeline.awake.items()):
                 if (name, rank) not in self._of_rank and awake.phase is not Phase.ACTIVE:
                     self._resume_rank(pipeline, rank)
 
-    def settle_claims(self) -> None:
+    def lease_claims(self) -> None:
         """Turns every claim whose GPUs are all free into a lease."""
         for claim in list(self._state.claims.values()):
-            self._settle(claim)
+            self._lease_if_free(claim)
 
     def new_epoch(self) -> int:
         """An epoch larger than any before, of this scheduler and of those whose log was lost."""
@@ -222,7 +222,7 @@ class Executor:
             return
         if outcome is Outcome.REFUSED:
             self._emit(ev.Released(pending.pipeline, pending.cluster, held.epoch, -1))
-            self.settle_claims_on(held.gpus)
+            self.lease_claims_on(held.gpus)
         else:
             self.fence(
                 pending.pipeline,
@@ -268,7 +268,7 @@ class Executor:
             self.begin_cooling(name, rank)
             return
         self._emit(ev.RankMoved(name, rank, Phase.FAILED, awake.epoch))
-        self._command(pipeline, Verb.REAP, rank=rank, epoch=awake.epoch, wait_bound=self._state.limits.reap_s)
+        self._command(pipeline, Verb.REAP, rank=rank, epoch=awake.epoch, deadline_s=self._state.limits.reap_s)
 
     def _after_reap(self, pipeline: PipelineState | None, pending: PendingCommand, outcome: Outcome) -> None:
         done = outcome is Outcome.DONE
@@ -281,7 +281,7 @@ class Executor:
                 # Whatever is still on its way of this rank was said before its end.
                 self.slept[quarantined.whose] = self.new_epoch() - 1
                 self._emit(ev.GpusCleared(quarantined.gpus, *quarantined.whose))
-                self.settle_claims_on(quarantined.gpus)
+                self.lease_claims_on(quarantined.gpus)
             else:
                 self._quarantine(quarantined.gpus, pending)
         if pipeline is None or pipeline.incarnation != pending.incarnation:
@@ -304,7 +304,7 @@ class Executor:
         if not done and gpus:
             self._quarantine(gpus, pending)
         self._emit(ev.Unregistered(pending.pipeline, pipeline.incarnation, "reaped" if done else "could not be ended"))
-        self.settle_claims_on(gpus)
+        self.lease_claims_on(gpus)
 
     def _quarantine(self, gpus: tuple[int, ...], pending: PendingCommand) -> None:
         until = self._now() + self._state.limits.quarantine_s
@@ -320,14 +320,14 @@ class Executor:
     def _asleep(self, pipeline: PipelineState, rank: int, epoch: int) -> None:
         self.slept[pipeline.topology.pipeline, pipeline.incarnation, rank] = epoch
         self._emit(ev.RankMoved(pipeline.topology.pipeline, rank, Phase.ASLEEP, epoch))
-        self.settle_claims_on(pipeline.topology.ranks[rank])
+        self.lease_claims_on(pipeline.topology.ranks[rank])
 
-    def settle_claims_on(self, gpus: Iterable[int]) -> None:
-        """Looks at the claims on GPUs that have just become free."""
+    def lease_claims_on(self, gpus: Iterable[int]) -> None:
+        """Turns claims on GPUs that have just become free into leases."""
         for claim in {id(c): c for c in (self._state.claimed.get(g) for g in gpus) if c is not None}.values():
-            self._settle(claim)
+            self._lease_if_free(claim)
 
-    def _settle(self, claim: Claim) -> None:
+    def _lease_if_free(self, claim: Claim) -> None:
         if not all(self._state.free(gpu) for gpu in claim.gpus) or self._state.recovering:
             return
         pipeline, epoch = self._state.pipelines[claim.pipeline], self.new_epoch()
@@ -367,10 +367,10 @@ class Executor:
         rank: int = -1,
         epoch: int = 0,
         cluster: str = "",
-        wait_bound: float | None = None,
+        deadline_s: float | None = None,
     ) -> None:
         gpus = pipeline.topology.ranks[rank] if rank >= 0 else pipeline.held[cluster].gpus if cluster else ()
-        seconds = self._state.limits.deadline_of(verb) if wait_bound is None else wait_bound
+        seconds = self._state.limits.deadline_of(verb) if deadline_s is None else deadline_s
         self._raw_command(pipeline.topology.pipeline, pipeline.incarnation, verb, rank, epoch, cluster, gpus, seconds)
 
     def _raw_command(

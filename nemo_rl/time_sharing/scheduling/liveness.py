@@ -31,7 +31,7 @@ class Isolation:
         self.since: float | None = None
         self._given_up = False
 
-    def look(self, now: float, seen: Mapping[str, float], limits: Limits) -> Isolated | Reconnected | None:
+    def update(self, now: float, seen: Mapping[str, float], limits: Limits) -> Isolated | Reconnected | None:
         """What has changed, if anything.
 
         Args:
@@ -87,11 +87,11 @@ class Liveness:
         """A pipeline is registered no more."""
         self._seen.pop(name, None)
 
-    def look_around(self, now: float) -> None:
+    def update_isolation(self, now: float) -> None:
         """Judges the scheduler's own network."""
         pipelines, limits = self._state.pipelines, self._state.limits
         seen = {name: self._seen.setdefault(name, now) for name, p in pipelines.items() if not p.fenced}
-        change = self._isolation.look(now, seen, limits)
+        change = self._isolation.update(now, seen, limits)
         if change is None:
             return
         logger.warning("event=%s registered=%d", type(change).__name__.lower(), len(seen))

@@ -78,8 +78,8 @@ class Scheduler:
         self._record, self._rule = record, rule
         self._explains = explains
         self._send_now, self._notify = send, notify
-        self._result_buffer: list[Command] = []
-        self._executor = Executor(self.state, self._emit, self._result_buffer.append, lambda: clock.now)
+        self._outgoing: list[Command] = []
+        self._executor = Executor(self.state, self._emit, self._outgoing.append, lambda: clock.now)
         self._seqs: dict[str, int] = {}
         self._answered: dict[str, int] = {}
         self._inventoried: set[str] = set()
@@ -89,7 +89,7 @@ class Scheduler:
         self._dirty = False
         self._urgent = False
         self._planned_at = float("-inf")
-        self._look_again: float | None = None
+        self._replan_by: float | None = None
         self._timers_due = 0.0
 
     def open(self, pool: Pool, limits: Limits, reading: float, *, complete: bool = True) -> None:
@@ -212,7 +212,7 @@ class Scheduler:
         known = self.state.pipelines.get(pipeline)
         if known is not None and not known.leaving and not known.fenced:
             self._begin_leaving(pipeline)
-            self._settle_leaving(pipeline)
+            self._unregister_if_left(pipeline)
             self._plan_if_due()
         self._flush()
 
@@ -279,7 +279,7 @@ class Scheduler:
         elif self._executor.answer(answer):
             if answer.pipeline in self.state.pipelines:
                 self._answered[answer.pipeline] = max(answer.seq, self._answered.get(answer.pipeline, -1))
-            self._settle_leaving(answer.pipeline)
+            self._unregister_if_left(answer.pipeline)
             self._plan_if_due()
         self._flush()
 
@@ -292,21 +292,21 @@ class Scheduler:
         self._advance(reading)
         now = self.clock.now
         if now >= self._timers_due:
-            self._liveness.look_around(now)
+            self._liveness.update_isolation(now)
             isolated = self._liveness.isolated
             self._timers_due = min(self._executor.tick(isolated=isolated), now + 1.0)
             if not isolated:
                 self._check_leases()
                 self._executor.retry_quarantined()
         stale = now >= self._planned_at + self.state.limits.replan_s
-        if (self._look_again is not None and now >= self._look_again) or stale:
+        if (self._replan_by is not None and now >= self._replan_by) or stale:
             self._dirty = self._urgent = True
         self._plan_if_due()
         self._flush()
         due = self._timers_due
         if self._dirty:
             due = min(due, self._planned_at + self.state.limits.plan_interval_s)
-        return due if self._look_again is None else min(due, self._look_again)
+        return due if self._replan_by is None else min(due, self._replan_by)
 
     def hello(self) -> list[Reply]:
         """What a restarted scheduler tells every registered agent, so that inventories come at once."""
@@ -339,11 +339,11 @@ class Scheduler:
 
     def _flush(self) -> None:
         """The log reaches the operating system before any command leaves."""
-        if self._result_buffer:
+        if self._outgoing:
             self._record.flush()
-            result_buffer = list(self._result_buffer)
-            self._result_buffer.clear()
-            for command in result_buffer:
+            outgoing = list(self._outgoing)
+            self._outgoing.clear()
+            for command in outgoing:
                 self._send_now(command)
 
     def _restart(self, term: int, *, complete: bool) -> None:
@@ -363,7 +363,7 @@ class Scheduler:
         unknown |= self.state.unsure and any(pipeline.fenced for pipeline in self.state.pipelines.values())
         if self._inventoried >= self.state.pipelines.keys() and self.clock.now >= self._grace_until and not unknown:
             self._emit(ev.InventoryDone(self.state.term))
-            self._executor.settle_claims()
+            self._executor.lease_claims()
             self._dirty = self._urgent = True
 
     def _take(self, pipeline: PipelineState, status: Status) -> None:
@@ -372,7 +372,7 @@ class Scheduler:
             held = pipeline.held.get(back.cluster)
             if held is not None and held.epoch <= back.epoch:
                 self._emit(ev.Released(name, back.cluster, held.epoch, back.version))
-                self._executor.settle_claims_on(held.gpus)
+                self._executor.lease_claims_on(held.gpus)
         self._requests.take(pipeline, status)
         demand = status.demand
         if demand.seq > pipeline.demand.seq:
@@ -388,14 +388,14 @@ class Scheduler:
                 self._executor.begin_cooling(name, rank)
         if status.leaving and not pipeline.leaving:
             self._begin_leaving(name)
-        self._settle_leaving(name)
+        self._unregister_if_left(name)
 
     def _begin_leaving(self, name: str) -> None:
         self._emit(ev.Leaving(name))
         for claim in [c for c in self.state.claims.values() if c.pipeline == name]:
             self._emit(ev.ClaimDropped(name, claim.cluster, claim.rank, "leaving"))
 
-    def _settle_leaving(self, name: str) -> None:
+    def _unregister_if_left(self, name: str) -> None:
         pipeline = self.state.pipelines.get(name)
         if pipeline is None or not pipeline.leaving or pipeline.fenced or pipeline.awake or pipeline.held:
             return
@@ -426,9 +426,9 @@ class Scheduler:
         if not self._dirty or self.state.recovering or not (self._urgent or rested):
             return
         self._dirty = self._urgent = False
-        self._planned_at, self._look_again = now, None
+        self._planned_at, self._replan_by = now, None
         plan = self._rule(Snapshot.of(self.state), now)
-        self._look_again = plan.wake_at
+        self._replan_by = plan.wake_at
         if plan.empty:
             return
         if self._explains:

@@ -51,7 +51,7 @@ class AgentWatch:
 
     def obeys(self, command: Command, obey: Callable[[Command], None]) -> None:
         """Has a command obeyed and judges what comes of it."""
-        self.look()
+        self.check()
         before, known = self._seen(), self._known.get(command.command)
         foreign = command.incarnation != self._agent.incarnation or command.term < self._term or self._dismissed
         wanted = self._is_wanted(command)
@@ -80,9 +80,9 @@ class AgentWatch:
             self._bad(command, "is what the pipeline waits for, and is refused")
         if known is None and not refused and command.rank >= 0:
             self._newest[command.rank] = max(own, order)
-        self.look()
+        self.check()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Judges what the agent is doing."""
         agent = self._agent
         for index, rank in enumerate(agent.ranks):

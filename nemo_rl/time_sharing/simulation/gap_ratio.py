@@ -44,7 +44,7 @@ def plan(snapshot: Snapshot, now: float) -> Plan:
     """
     if _cycle_runs(snapshot):
         waiting = Plan()
-        waiting.look_again(now + _POLL_S)
+        waiting.replan_by(now + _POLL_S)
         return waiting
     return decide(snapshot, now)
 

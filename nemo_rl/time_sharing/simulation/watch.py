@@ -47,7 +47,7 @@ class SchedulerWatch:
         """The clock of the machine was set."""
         self._jumps += 1
 
-    def looked(self, state: SchedulerState, now: float, real: float) -> None:
+    def observe(self, state: SchedulerState, now: float, real: float) -> None:
         """After each tick."""
         if now - self._now > real - self._real + self._jumps * self._limits.max_tick_s + 1e-6:
             raise Misbehaviour(f"{real - self._real:.1f} s passed, and {now - self._now:.1f} s on the steady clock")
@@ -56,7 +56,7 @@ class SchedulerWatch:
         if self._read >= self._audited + _AUDIT_EVERY:
             self.audit(state)
         if not self._isolated:
-            self._look_for_silence(state, now)
+            self._check_silence(state, now)
 
     def audit(self, state: SchedulerState) -> None:
         """Raises where the state contradicts itself."""
@@ -102,7 +102,7 @@ class SchedulerWatch:
                     f"{event.pipeline} was heard at {heard:.1f} s and is fenced at {entry.time:.1f} s for its silence"
                 )
 
-    def _look_for_silence(self, state: SchedulerState, now: float) -> None:
+    def _check_silence(self, state: SchedulerState, now: float) -> None:
         for name, pipeline in state.pipelines.items():
             _, heard = self._heard.get((name, pipeline.incarnation), (-1, 0.0))
             since = max(heard, self._spared_at, pipeline.registered_at)

@@ -141,15 +141,15 @@ class World:
             self._queue.ended(job.job.name)
             self._start_queued()
         if self.open_jobs == 0:
-            wait_bound = 4 * self.limits.lease_s + 4 * self.limits.reap_s
-            self.loop.after(self.limits.heartbeat_s, self._stop_if_done, self.loop.now + wait_bound)
+            longest_end_s = 4 * self.limits.lease_s + 4 * self.limits.reap_s
+            self.loop.after(self.limits.heartbeat_s, self._stop_if_done, self.loop.now + longest_end_s)
 
     def _stop_if_done(self, at_the_latest: float) -> None:
         """The run is over when the scheduler knows no pipeline any more; a scheduler that never gets there is cut short
         for the checker to see.
         """
-        settled = self._scheduler is not None and not self._scheduler.state.pipelines
-        if settled or self.loop.now >= at_the_latest:
+        all_unregistered = self._scheduler is not None and not self._scheduler.state.pipelines
+        if all_unregistered or self.loop.now >= at_the_latest:
             self.loop.stopped = True
         else:
             self.loop.after(self.limits.heartbeat_s, self._stop_if_done, at_the_latest)
@@ -225,7 +225,7 @@ class World:
         self._tick_at = float("inf")
         if self._scheduler is not None:
             due = self._scheduler.tick(self._reading())
-            self._watch.looked(self._scheduler.state, self._clock.now, self.loop.now)
+            self._watch.observe(self._scheduler.state, self._clock.now, self.loop.now)
             self._arm(self.loop.now + min(max(due - self._clock.now, 0.01), 1.0))
 
     # The reaper: a daemon on each node that ends processes and shows that their memory is free.
@@ -234,7 +234,7 @@ class World:
         job = self.jobs[command.pipeline]
         failed = self.rng.random() < self.scenario.faults.reap_fails
         if not failed:
-            alive = job.life is not None and job.life.incarnation == command.incarnation
+            alive = job.process is not None and job.process.incarnation == command.incarnation
             if alive and command.rank >= 0:
                 self._end_rank(job, command.rank)
             elif alive:
@@ -247,14 +247,14 @@ class World:
         self.loop.after(0.1, self._on_answer, answer)
 
     def _end_rank(self, job: SimulatedJob, rank: int) -> None:
-        life = job.life
-        if life is not None and life.agent.ranks[rank].phase is not Phase.ASLEEP:
+        process = job.process
+        if process is not None and process.agent.ranks[rank].phase is not Phase.ASLEEP:
             # Dead before its requests go elsewhere, or some would be sent to it again.
-            life.generation.set_active(rank, False)
-            life.generation.preempt(rank)
-            life.started_ranks.discard(rank)
-            life.record.emit(MemoryFreed(f"rank {rank}", life.agent.topology.ranks[rank]))
-            life.agent.rank_ended(rank)
+            process.generation.set_active(rank, False)
+            process.generation.preempt(rank)
+            process.started_ranks.discard(rank)
+            process.record.emit(MemoryFreed(f"rank {rank}", process.agent.topology.ranks[rank]))
+            process.agent.rank_ended(rank)
 
     def evict(self, job: SimulatedJob) -> None:
         """Ends all processes of a job."""
@@ -263,22 +263,24 @@ class World:
 
     def crash(self, job: SimulatedJob) -> None:
         """The agent process dies by itself; what its workers hold on the GPUs stays until somebody ends them."""
-        if job.life is not None:
+        if job.process is not None:
             self.leave_orphans(job)
             job.kill("crashed")
 
     def leave_orphans(self, job: SimulatedJob) -> None:
         """Notes what the job's workers occupy although nobody leads them any more."""
-        life = job.life
-        if life is None:
+        process = job.process
+        if process is None:
             return
-        orphans = [_Memory(f"{job.job.name}/driver", cluster, held.gpus) for cluster, held in life.agent.holds.items()]
+        orphans = [
+            _Memory(f"{job.job.name}/driver", cluster, held.gpus) for cluster, held in process.agent.holds.items()
+        ]
         orphans += [
-            _Memory(f"{job.job.name}/driver", f"rank {i}", life.agent.topology.ranks[i])
-            for i, rank in enumerate(life.agent.ranks)
+            _Memory(f"{job.job.name}/driver", f"rank {i}", process.agent.topology.ranks[i])
+            for i, rank in enumerate(process.agent.ranks)
             if rank.phase is not Phase.ASLEEP
         ]
-        self._orphans.setdefault((job.job.name, life.incarnation), []).extend(orphans)
+        self._orphans.setdefault((job.job.name, process.incarnation), []).extend(orphans)
 
     def _free_orphans(self, whose: tuple[str, int], what: str | None) -> None:
         orphans = self._orphans.pop(whose, [])
@@ -319,7 +321,7 @@ class World:
             self._next_strike(kind, rate, strike)
 
     def _some_job(self) -> SimulatedJob | None:
-        alive = [job for job in self.jobs.values() if job.life is not None]
+        alive = [job for job in self.jobs.values() if job.process is not None]
         return self.rng.choice(alive) if alive else None
 
     def _strike_agent(self) -> bool:
@@ -417,11 +419,11 @@ class World:
 
     def _set_speed(self, speed: float) -> bool:
         job = self._some_job()
-        if job is None or job.life is None:
+        if job is None or job.process is None:
             return False
-        active = [shard.rank for shard in job.life.generation.shards if shard.active]
+        active = [shard.rank for shard in job.process.generation.shards if shard.active]
         if active:
-            job.life.generation.set_speed(self.rng.choice(active), speed)
+            job.process.generation.set_speed(self.rng.choice(active), speed)
         return bool(active)
 
     def _strike_clock(self) -> bool:

@@ -1,6 +1,6 @@
-"""Whether an entry can mean anything: the pipelines, clusters, ranks and GPUs that it names exist and belong together.
+"""Whether the pipelines, clusters, ranks and GPUs that an entry names exist and belong together.
 
-The other checks see only entries that make sense, so that they need not guard every look-up; one that does not is a
+The other checks see only entries that pass this one, so that they need not guard every look-up; one that does not is a
 violation of invariant 10 itself. After a lost end of the log (see `gaps`) the scheduler may speak of registrations as
 they were earlier, of each until it ends it anew; these are taken up again.
 """
@@ -23,7 +23,7 @@ class _Shape(NamedTuple):
         return len(self.clusters[ACTOR_INFER]) // self.tp
 
 
-class Sense:
+class References:
     """Knows the pool and who is registered with which mapping."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""One incarnation of a simulated job, and the prompt groups on their way in it: everything that dies with it."""
+"""The processes of one incarnation of a simulated job, with the prompt groups that they generate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Group:
 
 
 @dataclass(slots=True)
-class Life:
+class JobProcess:
     """One incarnation of a job: everything that dies with its processes."""
 
     incarnation: int

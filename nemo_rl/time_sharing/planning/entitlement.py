@@ -14,7 +14,7 @@ from nemo_rl.time_sharing.planning.plan_state import PlanState
 from nemo_rl.time_sharing.planning.shares import Claimant, fill, whole_ranks
 
 
-class Party:
+class PipelineShare:
     """A pipeline with demand, and how well it is served while ranks are given and moved: GPUs for its work and weight;
     below 0 as long as it lacks GPUs that it is guaranteed.
 
@@ -73,8 +73,8 @@ class Party:
         self.less_one = less / minimum - 1.0 if less < minimum else less / self.pull
 
 
-class Idle(Party):
-    """Whoever has ranks and no demand: the first to give."""
+class WithoutDemand(PipelineShare):
+    """A pipeline with ranks and no demand: the first to give."""
 
     __slots__ = ()
 
@@ -83,7 +83,7 @@ class Idle(Party):
         self.surplus = True
 
 
-def divide(plan_state: PlanState, result: Plan) -> dict[str, Party]:
+def divide(plan_state: PlanState, result: Plan) -> dict[str, PipelineShare]:
     """Everybody with demand, by name, and into the plan what each is entitled to."""
     claimants = [
         _claimant(plan_state, name, pipeline)
@@ -98,7 +98,7 @@ def divide(plan_state: PlanState, result: Plan) -> dict[str, Party]:
     level = budget / sum([c.claim for c in claimants])
     result.in_ranks = in_ranks = {c.name: ranks[c.name] * c.rank_gpus for c in claimants}
     return {
-        c.name: Party(plan_state, c.name, entitled[c.name], in_ranks[c.name], c.claim * level, c.minimum)
+        c.name: PipelineShare(plan_state, c.name, entitled[c.name], in_ranks[c.name], c.claim * level, c.minimum)
         for c in claimants
     }
 
