@@ -1,10 +1,8 @@
-"""One evaluation: engines answer every problem several times, environments judge, estimators turn verdicts into one
-number.
+"""Evaluates a model: engines answer every problem several times, environments judge, estimators reduce to one number.
 
-Uses the rollouts of training with a model that nobody trains. Estimators are exact over the answers drawn. Knows no
-policy. A scheduler that lends accelerators brings a placement of its own. Invariants: a mistake in the configuration
-raises before Ray starts; problem i is answered with the same seeds whatever else is evaluated; every process is ended
-on every way out.
+A scheduler that lends accelerators supplies its own placement. Invariants: a mistake in the configuration raises before
+Ray starts; problem i is answered with the same seeds whatever else is evaluated; all processes are ended, also after
+errors.
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Score:
-    """What an evaluation found.
+    """Result of an evaluation.
 
     Attributes:
         metric: Name with its k, such as `pass@1`.
@@ -74,7 +72,7 @@ class Score:
         problems: Number of problems.
         answers_per_problem: Answers drawn for each.
         mean_reward: Mean over all answers.
-        truncated: Share of answers that were cut.
+        truncated: Share of cut answers.
         seconds: Time of the rollouts.
     """
 
@@ -88,7 +86,7 @@ class Score:
 
 
 class ResultNotWritten(UserError, OSError):
-    """The files of a result cannot be written; the message has the result."""
+    """The result files cannot be written; the message contains the result."""
 
     def __init__(self, path: Path, score: Score, error: OSError) -> None:
         reason = why_not_written(error)
@@ -100,18 +98,18 @@ class ResultNotWritten(UserError, OSError):
 
 
 class Placement(Protocol):
-    """Gives an evaluation its accelerators.
+    """Provides an evaluation with accelerators.
 
     Attributes:
-        lends_shards: Whether engines are built and routed one by one, by order.
-        record: Where requests are recorded; None for nowhere.
+        lends_shards: Whether engines are built and routed one by one, on command.
+        record: Record for requests, or None.
     """
 
     lends_shards: bool
     record: Record | None
 
     def connect(self, config: EvalMasterConfig) -> Accelerator:
-        """Joins or starts the Ray cluster; its kind of accelerator."""
+        """Joins or starts the Ray cluster; returns its kind of accelerator."""
         ...
 
     def disconnect(self) -> None:
@@ -119,41 +117,39 @@ class Placement(Protocol):
         ...
 
     def reserve(self, config: EvalMasterConfig, accelerator: Accelerator) -> RayVirtualCluster:
-        """The evaluation's slots."""
+        """Reserves the evaluation's slots."""
         ...
 
     def serving(
         self, generation: VllmGeneration, problems: int, answers: int
     ) -> AbstractContextManager[Callable[[int], None]]:
-        """The span in which generation answers `problems` problems, each `answers` times; yields what is told how many
-        problems are done.
-        """
+        """Context manager around the generation of `problems` x `answers` answers; yields a progress callback."""
         ...
 
 
 class OwnPlacement(OwnSlots):
-    """One evaluation on slots of its own."""
+    """For an evaluation with slots of its own."""
 
     lends_shards = False
     record: Record | None = None
 
     def reserve(self, config: EvalMasterConfig, accelerator: Accelerator) -> RayVirtualCluster:
-        """All slots of the configuration."""
+        """Reserves all configured slots."""
         return reserve_all(config.cluster, accelerator, "evaluation")
 
     def serving(
         self, generation: VllmGeneration, problems: int, answers: int
     ) -> AbstractContextManager[Callable[[int], None]]:
-        """Reports go nowhere."""
+        """Progress is not reported."""
         return nullcontext(lambda done: None)
 
 
 def evaluate(config: EvalMasterConfig, placement: Placement | None = None) -> Score:
-    """Runs a checked configuration and writes what `eval.save_path` asks for.
+    """Runs an evaluation and writes the files of `eval.save_path`.
 
     Args:
         config: What to evaluate.
-        placement: Gives the engines their accelerators; by default they have slots of their own.
+        placement: Provides accelerators; by default slots of its own.
 
     Raises:
         ConfigError, DataError, ModelNotFoundError, DeviceUnavailableError: The configuration asks for what is not
@@ -207,7 +203,7 @@ def evaluate(config: EvalMasterConfig, placement: Placement | None = None) -> Sc
 
 @dataclass(frozen=True)
 class Problems:
-    """What is asked: `count` of the dataset's prompts, from the first, and their tasks."""
+    """The first `count` prompts of the dataset, and their tasks."""
 
     dataset: AllTaskProcessedDataset
     count: int
@@ -242,7 +238,7 @@ def _writable(save_path: str | None) -> Path | None:
 
 
 def _as_policy(config: EvalMasterConfig) -> PolicyConfig:
-    """The model as generation takes it: a policy section of which training will never read a key."""
+    """The model as a policy section, as generation expects it."""
     generation = config.generation
     return PolicyConfig(
         model_name=generation.model_name,
@@ -257,7 +253,7 @@ def load_problems(config: EvalMasterConfig, tokenizer: PreTrainedTokenizerBase, 
     """Reads the problems of an evaluation.
 
     Raises:
-        DataError: they cannot be read, or none is short enough to be asked.
+        DataError: they cannot be read, or all are too long.
     """
     if config.data.split_validation_size > 0:
         raise DataError(
@@ -304,9 +300,7 @@ def _answer(
     problems: Problems,
     tell: Callable[[int], None],
 ) -> list[list[Trajectory]]:
-    """Trajectories by problem; at most `num_prompts_per_step` problems are in flight. `tell` hears how many are
-    done.
-    """
+    """Answers problems, at most `num_prompts_per_step` at a time. Calls `tell` with the number done."""
     draws, at_once = config.eval.num_tests_per_prompt, config.generation.num_prompts_per_step
     limits = RolloutLimits(
         config.generation.vllm_cfg.max_model_len, config.generation.max_new_tokens, config.data.max_rollout_turns

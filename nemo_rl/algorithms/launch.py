@@ -1,9 +1,8 @@
-"""What every run's command line shares: arguments in, configuration, set-up, drive, clean end, exit code out.
+"""The command line of every run: arguments, configuration, set-up, training, shutdown, exit code.
 
-Knows a run only as something that is set up, driven and closed. User mistakes become one message without a traceback;
-Ctrl-C and SIGTERM end the run, or save and end it, by where it is. Invariants: whatever happens, no process of the run
-is left, for while it is being ended no signal breaks that off, and the last line says what came of it; Ctrl-C ends with
-exit code 130 and the last checkpoint usable.
+User mistakes become one message without a traceback. Ctrl-C and SIGTERM end the run, or save and end it. Invariants: no
+process of the run is left behind, since signals cannot interrupt the shutdown; the last line says how the run ended;
+Ctrl-C ends with exit code 130 and a usable last checkpoint.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Watchable(Protocol):
-    """What a run shows of itself."""
+    """A run as the command line sees it."""
 
     progress: RunProgress
     logger: Logger
@@ -70,16 +69,16 @@ def main(
     run_to_end: Callable[[Config], int],
     run_with_page: Callable[[Config, int | None], int] | None = None,
 ) -> int:
-    """Reads the command line and the configuration, and runs.
+    """Parses the command line, loads the configuration, and runs.
 
     Args:
         arguments: Command-line arguments without the program's name.
         default_config: Used when `--config` is not given.
         kind: Class of the configuration.
-        what: The run in words, for `--help`.
+        what: Description for `--help`.
         example: An override, for `--help`.
         run_to_end: Runs a checked configuration.
-        run_with_page: The same with a live page at a port, for `--page`; None where there is no page.
+        run_with_page: The same with a live page at a port, for `--page`; None without a page.
 
     Returns:
         The process's exit code: 0 done, 1 the run failed, 2 the configuration is wrong, 130 interrupted.
@@ -114,8 +113,8 @@ def run_to_end(
     close: Callable[[Run], None],
     page_port: int | None = None,
 ) -> int:
-    """Sets a checked configuration up, drives the run, ends it and writes its report; the exit code. With `page_port`
-    a live page is served there meanwhile; 0 takes a free port.
+    """Runs a checked configuration and writes its report; returns the exit code. `page_port` serves a live page; 0
+    takes a free port.
     """
     from nemo_rl.utils.directory_lock import DirectoryInUse
 
@@ -144,10 +143,10 @@ def _live_page(config: RootConfig, port: int | None) -> Iterator[RunPage | None]
 
 @contextmanager
 def directories_of_its_own(config: RootConfig) -> Iterator[None]:
-    """Locks the run's log and checkpoint directories for the length of the block.
+    """Context manager that locks the run's log and checkpoint directories.
 
     Raises:
-        DirectoryInUse: Another run has one of them.
+        DirectoryInUse: Another run uses one of them.
     """
     from nemo_rl.utils.directory_lock import locked
 
@@ -173,10 +172,10 @@ def _run_to_end(
     from nemo_rl.utils.report import LiveReport
 
     run: Run | None = None
-    code, told = EXIT_FAILED, _ToldOnce()
+    code, errors = EXIT_FAILED, _ErrorPrinter()
     with Interrupts() as interrupts:
         try:
-            run = setup(config, StartPhases(failed=told.tell))
+            run = setup(config, StartPhases(failed=errors.print_once))
             # Starting Ray installs a handler of its own.
             interrupts.listen()
             if config.checkpointing.enabled and config.checkpointing.save_on_signal:
@@ -188,13 +187,13 @@ def _run_to_end(
             _show_trackers(run)
             code = EXIT_INTERRUPTED if interrupts.save_asked else EXIT_OK
         except NothingToDo as nothing:
-            told.tell(nothing)
+            errors.print_once(nothing)
             code = EXIT_OK
         except KeyboardInterrupt:
             sys.stderr.write("interrupted: ending workers\n" if run else "interrupted while starting\n")
             code = EXIT_INTERRUPTED
         except (UserError, OSError) as error:
-            if not told.tell(error):
+            if not errors.print_once(error):
                 raise
             logger.debug("run failed", exc_info=True)
             code = EXIT_FAILED
@@ -211,22 +210,22 @@ def _run_to_end(
     return code
 
 
-class _ToldOnce:
-    """Errors in one line: as soon as they are known, and no second time when they have ended the run."""
+class _ErrorPrinter:
+    """Prints each error once, in one line."""
 
     def __init__(self) -> None:
-        self._told: list[Exception] = []
+        self._printed: list[Exception] = []
 
-    def tell(self, error: Exception) -> bool:
-        """Writes the line, unless it was written; False for an error that only its traceback explains."""
+    def print_once(self, error: Exception) -> bool:
+        """Prints the error unless it was printed. Returns False for errors that need their traceback."""
         from nemo_rl.algorithms.resume import NothingToDo
 
-        if any(error is known for known in self._told):
+        if any(error is known for known in self._printed):
             return True
         line = str(error) if isinstance(error, NothingToDo) else in_one_line(error)
         if line is None:
             return False
-        self._told.append(error)
+        self._printed.append(error)
         sys.stderr.write(f"{line}\n")
         return True
 
@@ -249,7 +248,7 @@ def _monitor(config: RootConfig, run: Watchable) -> AbstractContextManager[objec
 
 
 def _closed(run: Run, close: Callable[[Run], None], code: int) -> int:
-    """Ends the run; the exit code, which a checkpoint that could not be finished turns into a failure."""
+    """Shuts the run down; returns the exit code, which a failed checkpoint turns into a failure."""
     try:
         close(run)
     except (UserError, OSError) as error:
@@ -262,7 +261,7 @@ def _closed(run: Run, close: Callable[[Run], None], code: int) -> int:
 
 
 def _report(log_dir: Path, *, expected: bool) -> None:
-    """Writes the run's report, however it ended; a run that failed before its first step has nothing to show."""
+    """Writes the run's report, also after an error. A run that failed before its first step has none."""
     from nemo_rl.utils.metrics_file import NoMetrics
     from nemo_rl.utils.plots import NothingToShow
     from nemo_rl.utils.report import write_report
@@ -280,15 +279,15 @@ def _report(log_dir: Path, *, expected: bool) -> None:
 
 
 class Interrupts:
-    """The handlers of a run's signals; a context manager that puts the former ones back.
+    """Signal handlers of a run; a context manager that restores the previous ones.
 
-    A scheduler that ends the job sends SIGTERM: it deserves the same clean end as Ctrl-C.
+    SIGTERM, which job schedulers send, is handled like Ctrl-C.
     """
 
     def __init__(self) -> None:
         self.save_asked = False
         self._end_after_step: Callable[[], None] | None = None
-        self._ending = self._told = False
+        self._ending = self._warned = False
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Self:
@@ -300,25 +299,25 @@ class Interrupts:
             signal.signal(number, handler)  # pyrefly: ignore[bad-argument-type]
 
     def listen(self) -> None:
-        """Takes the signals, also from libraries that took them meanwhile."""
-        # Handlers can be set by the main thread only; a run inside another thread is ended by whoever owns the process.
+        """Installs the handlers, also over those of libraries."""
+        # Handlers can be set by the main thread only; a run inside another thread is ended by the owner of the process.
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 before = signal.signal(number, self._on_signal)
                 self._before.setdefault(number, before)
 
     def save_first(self, end_after_step: Callable[[], None]) -> None:
-        """From here on the first signal lets the step finish, saves and ends; `end_after_step` asks the run to."""
+        """Makes the first signal finish the step, save and end; `end_after_step` requests that."""
         self._end_after_step = end_after_step
 
     def ending(self) -> None:
-        """The run is being ended: signals wait for it."""
+        """Marks the run as shutting down: signals are ignored from here on."""
         self._ending = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._ending:
-            if not self._told:
-                self._told = True
+            if not self._warned:
+                self._warned = True
                 sys.stderr.write("already ending: workers and files are being closed\n")
             return
         if self._end_after_step is not None and not self.save_asked:
@@ -330,7 +329,7 @@ class Interrupts:
 
 
 def what_is_saved(run: Watchable, cfg: CheckpointingConfig) -> str:
-    """Where an interrupted run would go on, and how many steps that loses; to be asked once the run is closed."""
+    """Where an interrupted run would resume, and how many steps are lost. Call it after shutdown."""
     step = run.state.step
     done = f"interrupted after step {step}"
     if not cfg.enabled:

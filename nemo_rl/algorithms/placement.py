@@ -1,8 +1,4 @@
-"""Slots for a run and the policy on them, as every algorithm takes them from its configuration.
-
-Knows how slots are reserved, not who shares them: that is what each algorithm's placement decides. A scheduler that
-lends accelerators brings placements of its own.
-"""
+"""Reserves slots and starts the policy on them, for every algorithm."""
 
 from __future__ import annotations
 
@@ -28,15 +24,14 @@ if TYPE_CHECKING:
 
 
 def check_policy(config: RootConfig) -> PretrainedConfig:
-    """Reads the model's configuration and checks that the policy can be built, before anything starts; the model's
-    configuration.
+    """Checks before anything starts that the policy can be built; returns the model's configuration.
 
     Raises:
         ModelNotFoundError: There is no model at `policy.model_name`.
         UnsupportedModelError: Heads, vocabulary or experts do not divide over the ranks of training.
         KernelUnavailableError: A package is asked for and not installed.
         OptimizerConfigError: Optimizer or schedule do not exist or refuse their arguments.
-        CheckpointError: `policy.model_name` is a checkpoint's, and damaged.
+        CheckpointError: `policy.model_name` is a damaged checkpoint.
     """
     verify_weights(Path(config.policy.model_name))
     model = model_config(config.policy)
@@ -45,7 +40,7 @@ def check_policy(config: RootConfig) -> PretrainedConfig:
 
 
 def check_device(config: RootConfig, accelerator: Accelerator) -> None:
-    """Whether the accelerators can run what the training backend is configured for.
+    """Checks that the accelerators can run the configured training backend.
 
     Raises:
         KernelUnavailableError: They cannot.
@@ -56,12 +51,12 @@ def check_device(config: RootConfig, accelerator: Accelerator) -> None:
 def reserve(
     cluster: ClusterConfig, accelerator: Accelerator, name: str, per_node: Sequence[int], *, groups: int = 1
 ) -> RayVirtualCluster:
-    """Slots on the cluster.
+    """Reserves slots on the cluster.
 
     Args:
         cluster: Ports, and slots per node.
         accelerator: Kind of slot.
-        name: For messages.
+        name: Used in messages.
         per_node: Slots of each node.
         groups: Worker groups that share each slot.
     """
@@ -77,12 +72,12 @@ def reserve(
 
 
 def reserve_all(cluster: ClusterConfig, accelerator: Accelerator, name: str) -> RayVirtualCluster:
-    """Every slot of the configuration."""
+    """Reserves all configured slots."""
     return reserve(cluster, accelerator, name, [cluster.gpus_per_node] * cluster.num_nodes)
 
 
 class HasCluster(Protocol):
-    """A configuration that says which accelerators it wants."""
+    """A configuration with a `cluster` section."""
 
     @property
     def cluster(self) -> ClusterConfig:
@@ -91,7 +86,7 @@ class HasCluster(Protocol):
 
 
 class OwnSlots:
-    """What placements have in common that give one run slots of its own: the Ray cluster, joined or started for it."""
+    """Base of placements that reserve slots for one run and may start a Ray cluster for it."""
 
     def __init__(self) -> None:
         self._ray = RayConnection()
@@ -101,7 +96,7 @@ class OwnSlots:
         return self._ray.open(device=config.cluster.device, cpu_slots=config.cluster.cpu_slots)
 
     def disconnect(self) -> None:
-        """Ends the cluster where this run started it."""
+        """Stops the cluster if this run started it."""
         self._ray.close()
 
 
@@ -113,13 +108,13 @@ def begin_policy(
     *,
     init_reference_model: bool,
 ) -> RayWorkerGroup:
-    """Starts the actors of the policy, which will load the checkpoint if there is one.
+    """Starts the policy's actors.
 
     Args:
         config: The run's.
         cluster: Slots; all of them are used.
         checkpointer: Owner of the checkpoint.
-        resume: What to go on from, or None.
+        resume: Checkpoint to load, or None.
         init_reference_model: Whether the initial weights are kept for reference log-probabilities.
 
     Raises:
@@ -140,13 +135,13 @@ def begin_policy(
 def start_policy(
     config: RootConfig, cluster: RayVirtualCluster, tokenizer: PreTrainedTokenizerBase, actors: RayWorkerGroup
 ) -> Policy:
-    """Has the actors load the policy; they may still be at it.
+    """Makes the actors load the policy; returns before they have finished.
 
     Args:
         config: The run's.
         cluster: Slots; all of them are used.
         tokenizer: Saved beside checkpoints.
-        actors: What `begin_policy` started.
+        actors: From `begin_policy`.
     """
     if isinstance(config, MasterConfig) and config.data_plane.enabled:
         from nemo_rl.models.policy.tq_policy import TQPolicy

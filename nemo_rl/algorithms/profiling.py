@@ -1,7 +1,6 @@
-"""The steps of a run that Nsight Systems records.
+"""Profiles chosen steps with Nsight Systems.
 
-Switches the recording of workers on and off between steps; which workers record is theirs to know. Invariants: it is on
-in the steps that were asked for and in no other; a worker that cannot be switched does not end the run.
+Invariants: recording is on in the requested steps only; a worker that cannot be switched does not end the run.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ logger = logging.getLogger(__name__)
 
 
 def profile_of_run() -> Profile | None:
-    """The profile that this process's variables ask for."""
+    """The profile requested by environment variables."""
     return asked_profile(os.environ, (POLICY_WORKERS, ENGINES))
 
 
 def check_profile(accelerator: Accelerator | None) -> None:
-    """Whether what this process's variables ask for can be profiled.
+    """Checks that the requested profile can be taken.
 
     Args:
-        accelerator: Of the cluster that will be started on this machine; None where the run joins one, whose nodes find
-            it out themselves.
+        accelerator: Of the cluster that will start on this machine; None if the run joins a cluster, whose nodes check
+            it themselves.
 
     Raises:
         ProfilerUnavailable: There is no GPU, or `nsys` is not on PATH.
@@ -43,7 +42,7 @@ class StepProfiler:
     """Switches recording between steps.
 
     Args:
-        profile: What is asked for; None records nothing.
+        profile: The request; None records nothing.
         switches: Each switches some workers.
     """
 
@@ -56,7 +55,7 @@ class StepProfiler:
         """Called before each step.
 
         Args:
-            step: Counted from 1 over the whole run, also where it goes on from a checkpoint.
+            step: From 1, counted over the whole run including resumed steps.
         """
         if self._profile is not None:
             self._switch(self._profile.covers(step), step)
@@ -86,10 +85,10 @@ class StepProfiler:
 
 @contextmanager
 def profiled_steps(*workers: Any) -> Iterator[StepProfiler]:
-    """Records the steps inside that this process's variables ask for.
+    """Context manager that records the requested steps.
 
     Args:
-        *workers: What has workers: a policy, engines; None is left out.
+        *workers: Policy and engines; None is left out.
     """
     profile = profile_of_run()
     switches = [each.profile for each in workers if each is not None] if profile is not None else []

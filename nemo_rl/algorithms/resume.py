@@ -1,9 +1,8 @@
-"""Whether and how a run goes on from the newest checkpoint in its directory.
+"""Decides whether and how a run resumes from the newest checkpoint in its directory.
 
-Compares the configuration with the one that the checkpoint was written under: what can be obeyed is obeyed and named,
-what would make another run of it is refused unless `checkpointing.resume` allows it. Knows no algorithm and no file
-format of weights. Invariants: nothing that differs is passed over in silence; a run that is over starts nothing; no
-prompt is repeated or left out unless the data changed.
+Compares the configuration with the checkpoint's: harmless changes are applied and printed, changes that make it a
+different run are refused unless `checkpointing.resume` allows them. Invariants: no difference is ignored silently; a
+finished run starts nothing; no prompt is repeated or skipped unless the data changed.
 """
 
 from __future__ import annotations
@@ -79,16 +78,16 @@ _SIZES = (
 
 
 class ResumeError(UserError, ValueError):
-    """The newest checkpoint belongs to another run than the one that is configured."""
+    """The newest checkpoint belongs to a different run."""
 
 
 class NothingToDo(UserError):
-    """The newest checkpoint is already where the configuration ends; this is no failure."""
+    """The newest checkpoint is already at the last step; not a failure."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A key whose value is not the one that the checkpoint was written under."""
+    """A key whose value differs from the checkpoint's."""
 
     key: str
     before: Any
@@ -100,16 +99,16 @@ class Difference:
 
 @dataclass(frozen=True)
 class Resume:
-    """What a run goes on from.
+    """A checkpoint to resume from.
 
     Attributes:
         checkpoint: Its directory.
         info: Its counters.
-        obeyed: What differs and simply holds from here on.
-        allowed: What makes another run of it and was allowed, by name.
-        rows_before: Prompts, or conversations, of a step then.
+        obeyed: Differences that apply from now on.
+        allowed: Differences that make it a different run and were allowed, by name.
+        rows_before: Prompts, or conversations, per step in the checkpoint.
         compared: Whether the checkpoint's configuration could be read.
-        same_data: Whether the data are those that the checkpoint's position is in.
+        same_data: Whether the data position refers to the run's data.
     """
 
     checkpoint: Path
@@ -121,7 +120,7 @@ class Resume:
     same_data: bool = True
 
     def lines(self) -> Iterator[str]:
-        """The resume in words."""
+        """The resume as lines for the terminal."""
         yield f"resuming from step {self.info['total_steps']} of {self.checkpoint}"
         if not (self.checkpoint / MANIFEST).is_file():
             yield f"  its files were not verified: it has no {MANIFEST}, which earlier versions did not write"
@@ -136,11 +135,11 @@ class Resume:
 
     @property
     def fresh_optimizer(self) -> bool:
-        """Whether the optimizer's state stays behind."""
+        """Whether the optimizer's state is not restored."""
         return "optimizer" in self.allowed
 
     def check_unfinished(self, total: int, steps_key: str) -> None:
-        """Whether the run has a step left.
+        """Checks that the run has a step left.
 
         Args:
             total: The configuration's last step.
@@ -158,11 +157,11 @@ class Resume:
             )
 
     def restore_position(self, loader: Loader, state: RunState, rows_per_step: int) -> bool:
-        """Takes a loader to where the checkpoint left the data; False, and an untouched loader, for other data.
+        """Restores a loader's position. Returns False, and leaves the loader unchanged, for different data.
 
         Args:
             loader: Has `load_state_dict`.
-            state: The run's counters; those of the epoch are brought in line.
+            state: Counters; those of the epoch are adjusted.
             rows_per_step: Prompts, or conversations, of a step now.
         """
         file = self.checkpoint / LOADER_FILE
@@ -182,23 +181,23 @@ class Resume:
         return True
 
     def total_steps(self, state: RunState, limit: int, epochs: int, steps_per_epoch: int) -> int:
-        """The run's last step, once the position is restored: steps of another size count as they were made."""
+        """The last step once the position is restored; completed steps count with their own batch size."""
         if self.same_data and "batch" not in self.allowed:
             return min(limit, epochs * steps_per_epoch)
         return min(limit, state.step + max(0, (epochs - state.epoch) * steps_per_epoch - state.step_in_epoch))
 
 
 def find_resume(config: RootConfig, checkpointer: CheckpointManager) -> Resume | None:
-    """What the run goes on from; None where it begins.
+    """The checkpoint to resume from, or None.
 
     Args:
         config: The run's configuration.
-        checkpointer: Owner of its checkpoint directory.
+        checkpointer: Manages its checkpoint directory.
 
     Raises:
-        ResumeError: The checkpoint was written under a configuration that makes another run.
+        ResumeError: The checkpoint belongs to a different run.
         CheckpointError: The checkpoint is damaged, or cannot be read.
-        NothingToDo: The run has ended by its validation.
+        NothingToDo: Validation has already ended the run.
     """
     aside = "intact" in config.checkpointing.resume
     checkpoint = checkpointer.newest_intact(set_aside=aside) if config.checkpointing.enabled else None
@@ -229,7 +228,7 @@ def find_resume(config: RootConfig, checkpointer: CheckpointManager) -> Resume |
 def _check_position(
     checkpoint: Path, info: Mapping[str, Any], *, same_data: bool, allowed: Sequence[ResumeChange]
 ) -> None:
-    """Whether the checkpoint says where in the data it is; one of step 0 is at their beginning."""
+    """Checks that the checkpoint holds a data position; step 0 needs none."""
     file = checkpoint / LOADER_FILE
     if same_data and info["total_steps"] > 0 and not file.is_file() and "data" not in allowed:
         raise CheckpointError(
@@ -250,15 +249,15 @@ def _check_not_stopped(config: MasterConfig, checkpoint: Path, info: Mapping[str
 
 
 def same_contents(resume: Resume | None, contents: Mapping[str, str], allowed: Sequence[ResumeChange]) -> Resume | None:
-    """The resume, with what it says of rows that are others than those of the checkpoint, under the same keys.
+    """Compares the contents of the datasets with those of the checkpoint.
 
     Args:
-        resume: What the run goes on from.
-        contents: What the rows of each dataset are known by, by its dotted key.
+        resume: The checkpoint to resume from.
+        contents: Content hash of each dataset by its dotted key.
         allowed: `checkpointing.resume`.
 
     Raises:
-        ResumeError: Rows of training changed, which makes another run.
+        ResumeError: Training rows changed.
     """
     if resume is None:
         return None
@@ -276,14 +275,14 @@ def same_contents(resume: Resume | None, contents: Mapping[str, str], allowed: S
 
 
 def check_same_shape(model: PretrainedConfig, checkpoint: Path) -> None:
-    """Whether a checkpoint's weights fit the model that is configured, by the sizes in both configurations.
+    """Checks that a checkpoint's weights fit the configured model, by the sizes in both configurations.
 
     Args:
         model: The Hugging Face configuration of `policy.model_name`.
         checkpoint: The checkpoint.
 
     Raises:
-        ResumeError: They do not.
+        ResumeError: They do not fit.
     """
     file = checkpoint / WEIGHTS / "config.json"
     if not file.is_file():
@@ -302,7 +301,7 @@ def check_same_shape(model: PretrainedConfig, checkpoint: Path) -> None:
 
 
 def _saved_config(config: RootConfig, checkpoint: Path) -> dict[str, Any] | None:
-    """The checkpoint's configuration, flat, with the keys that are newer than it at their defaults."""
+    """The checkpoint's configuration, flattened, with defaults for newer keys."""
     try:
         raw = yaml.safe_load((checkpoint / CONFIG_FILE).read_text(encoding="utf-8"))
         return _flat(type(config)(**raw))

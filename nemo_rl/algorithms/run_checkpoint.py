@@ -1,8 +1,8 @@
-"""What every run's checkpoint holds: its counters, policy and loader; and that a run has where to write.
+"""What all runs' checkpoints hold: counters, policy and loader.
 
-Ties the checkpoint directory to policy and loader. Each algorithm names the counters as NeMo-RL does. Knows no file
-format and no algorithm. Invariants: `step` is the number of completed steps and thereby the version of the policy's
-weights; a visible checkpoint is complete; the loader state saved with step N yields the batches of step N+1 first.
+Each algorithm names the counters as NeMo-RL does. Invariants: `step` is the number of completed steps and thereby the
+version of the policy's weights; a visible checkpoint is complete; the loader state saved with step N yields the batches
+of step N+1 first.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RunState:
         consumed_samples: Prompts, or conversations, trained on.
         total_valid_tokens: Tokens trained on.
         val_metrics: Metrics of the last validation.
-        data_contents: What the rows of each dataset are known by.
+        data_contents: Content hash of each dataset.
     """
 
     step: int = 0
@@ -59,7 +59,7 @@ class RunState:
     data_contents: dict[str, str] = field(default_factory=dict)
 
     def totals(self) -> dict[str, object]:
-        """The counters that every algorithm's checkpoint has under the same name."""
+        """Counters that all algorithms save under the same names."""
         return {
             "total_steps": self.step,
             "consumed_samples": self.consumed_samples,
@@ -68,12 +68,12 @@ class RunState:
         }
 
     def training_info(self) -> dict[str, object]:
-        """What a checkpoint carries, under the algorithm's names."""
+        """The fields of `training_info.json`, under the algorithm's names."""
         raise NotImplementedError
 
     @classmethod
     def resumed(cls, info: dict[str, Any], *, epoch: int, step_in_epoch: int, val_metrics: dict[str, float]) -> Self:
-        """The counters behind a checkpoint's `totals` and what an algorithm names itself."""
+        """Counters from a checkpoint."""
         totals = (info["consumed_samples"], info["total_valid_tokens"])
         return cls(info["total_steps"], epoch, step_in_epoch, *totals, val_metrics)
 
@@ -91,7 +91,7 @@ def begin_checkpoint(
     config: RootConfig,
     also: Mapping[str, object] | None = None,
 ) -> None:
-    """Snapshots policy and loader after a completed step; files are finished in the background.
+    """Takes a checkpoint of policy and loader; its files are finished in the background.
 
     Args:
         checkpointer: Owner of the directory.
@@ -122,13 +122,13 @@ def begin_checkpoint(
 
 @contextmanager
 def saved_without_logs(checkpointer: CheckpointManager, state: RunState, save: Callable[[], None]) -> Iterator[None]:
-    """The span of a run's steps; where logs cannot be written any more, its last completed step is saved before the
-    error goes on.
+    """Context manager around a run's steps: if logs can no longer be written, saves the last completed step and
+    re-raises.
 
     Args:
         checkpointer: Owner of the directory.
         state: The run's counters.
-        save: Snapshots the run.
+        save: Takes a checkpoint.
     """
     try:
         yield
@@ -144,7 +144,7 @@ def saved_without_logs(checkpointer: CheckpointManager, state: RunState, save: C
 
 
 def check_writable(checkpointer: CheckpointManager) -> None:
-    """Finds out before the first step, not after it, whether checkpoints can be written.
+    """Checks that checkpoints can be written.
 
     Raises:
         CheckpointError: The directory cannot be made or written.
@@ -156,10 +156,10 @@ def check_writable(checkpointer: CheckpointManager) -> None:
 
 
 def new_log_dir(config: RootConfig) -> str:
-    """The next numbered directory in `logger.log_dir`, made.
+    """Creates the next numbered directory in `logger.log_dir`.
 
     Raises:
-        ConfigError: It cannot be made.
+        ConfigError: It cannot be created.
     """
     try:
         return str(get_next_experiment_dir(config.logger.log_dir))
@@ -170,9 +170,7 @@ def new_log_dir(config: RootConfig) -> str:
 
 
 def name_latest(checkpointer: CheckpointManager) -> None:
-    """Points `<checkpoint_dir>/latest` at the newest weights, in one rename, so that a later run can name them without
-    knowing the step.
-    """
+    """Points `<checkpoint_dir>/latest` at the newest weights with one rename."""
     newest = checkpointer.get_latest_checkpoint_path()
     if newest is None:
         return
@@ -183,5 +181,5 @@ def name_latest(checkpointer: CheckpointManager) -> None:
 
 
 def dataset_names(config: RootConfig) -> list[str]:
-    """The training datasets, by which a checkpoint knows whether its prompts are still the run's."""
+    """Names of the training datasets; a checkpoint is resumed only with the same ones."""
     return [entry.dataset_name for entry in config.data.train]

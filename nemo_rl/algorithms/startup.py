@@ -1,9 +1,8 @@
-"""The walk from a configuration to a run, the same for every algorithm that trains.
+"""Prepares a training run: from the configuration to everything that needs no accelerator.
 
-Checks everything that needs no accelerator (directories, model, tokenizer, data) while Ray and the first actors start,
-and restores the position in the data. An algorithm brings its own checks, loaders and limits, and builds policy and
-engines on what comes out. Invariants: a mistake in the configuration raises before Ray is waited for; whatever was
-built is ended again when a later part fails.
+Checks directories, model, tokenizer and data while Ray and the first actors start, and restores the data position. An
+algorithm supplies its own checks, loaders and limits, and then builds policy and engines. Invariants: a mistake in the
+configuration raises before the run waits for Ray; if a step fails, everything built before is shut down.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ _TOO_LARGE_FOR_CPUS = 200e6
 
 
 class ConnectsRay(Protocol[Config_contra]):
-    """The part of a placement that the walk needs."""
+    """The part of a placement that `prepared` needs."""
 
     def connect(self, config: Config_contra) -> Accelerator:
-        """Joins or starts the Ray cluster; its kind of accelerator."""
+        """Joins or starts the Ray cluster; returns its kind of accelerator."""
         ...
 
     def disconnect(self) -> None:
@@ -64,12 +63,12 @@ class ConnectsRay(Protocol[Config_contra]):
 
 @dataclass(frozen=True)
 class Limits:
-    """Where a run ends.
+    """The end of a run.
 
     Attributes:
         steps_key: Dotted key of the number of steps, for messages.
         max_steps: The last step.
-        max_epochs: Passes over the data; None where the number of steps of one is not known.
+        max_epochs: Passes over the data; None if the number of steps of an epoch is not known.
         rows_per_step: Prompts, or conversations, of a step.
     """
 
@@ -81,35 +80,35 @@ class Limits:
 
 @dataclass(frozen=True)
 class Loaders(Generic[TrainLoader]):
-    """Training batches, and those of validation, if there are any."""
+    """Training batches, and validation batches or None."""
 
     train: TrainLoader
     validation: StatefulDataLoader[Batch] | None
 
 
 class Ends(Protocol):
-    """What an algorithm has started on Ray."""
+    """Something on Ray that can be shut down."""
 
     def shutdown(self) -> None:
-        """Ends it. Safe to call twice."""
+        """Shuts it down. Safe to call twice."""
         ...
 
 
 @dataclass(frozen=True)
 class Algorithm(Generic[State, TrainLoader, Begun]):
-    """What the walk asks the algorithm.
+    """What an algorithm supplies to `prepared`.
 
     Attributes:
-        state: Counters of a run that begins.
-        resumed: Counters behind those of a checkpoint.
+        state: Counters of a new run.
+        resumed: Returns the counters of a checkpoint.
         seed: Of the run.
         limits: Where it ends.
-        check_directories: Looks at what lies on disk, given the checkpoint that the run goes on from.
-        check: Checks what needs neither tokenizer nor data; the model's configuration.
-        loaders: Checks the datasets and makes the loaders.
-        begin: Starts what needs neither tokenizer nor data, given the kind of accelerator and the checkpoint that the
-            run goes on from. Called beside the checks, on a thread of its own, as soon as Ray is up.
-        mask: Marks what is trained of a row; None where rows are prompts, and responses are trained.
+        check_directories: Checks directories, given the checkpoint that the run resumes from.
+        check: Checks what needs neither tokenizer nor data; returns the model's configuration.
+        loaders: Checks the datasets and creates the loaders.
+        begin: Starts what needs neither tokenizer nor data, given the accelerator and the checkpoint. Called on its own
+            thread as soon as Ray is up.
+        mask: Marks the trained tokens of a row; None if rows are prompts.
     """
 
     state: State
@@ -125,22 +124,22 @@ class Algorithm(Generic[State, TrainLoader, Begun]):
 
 @dataclass(frozen=True)
 class Prepared(Generic[State, TrainLoader, Begun]):
-    """A run of which only the parts on accelerators are missing.
+    """A run without its parts on accelerators.
 
     Attributes:
         accelerator: The cluster's kind.
-        begun: What the algorithm's `begin` started.
+        begun: Result of the algorithm's `begin`.
         tokenizer: The policy's.
-        stop_tokens: End a response, and an assistant's turn.
-        datasets: What the loaders read.
-        loaders: At the run's position.
-        checkpointer: Owner of its checkpoints.
-        resume: What it goes on from, or None.
+        stop_tokens: Tokens that end a response.
+        datasets: The datasets.
+        loaders: Positioned at the next batch.
+        checkpointer: Manages its checkpoints.
+        resume: The checkpoint to resume from, or None.
         state: Its counters.
         total_steps: Its last step.
         logger: Metrics.
-        undo: Ends what was built so far, should the rest fail.
-        seconds: How long parts of the set-up took, by metric; logged when the run is ready.
+        undo: Shuts down what was built so far.
+        seconds: Durations of parts of the set-up, by metric; logged when the run is ready.
     """
 
     accelerator: Accelerator
@@ -162,13 +161,13 @@ class Prepared(Generic[State, TrainLoader, Begun]):
 def prepared(
     config: Config, algorithm: Algorithm[State, TrainLoader, Begun], placement: ConnectsRay[Config], start: StartPhases
 ) -> Iterator[Prepared[State, TrainLoader, Begun]]:
-    """The span in which a run is built; everything of it is ended again if the span fails.
+    """Context manager in which a run is built; on an error everything is shut down.
 
     Args:
         config: A checked configuration. `logger.log_dir` is replaced by its next numbered directory.
-        algorithm: What the run is.
-        placement: Gives it its accelerators.
-        start: Where the phases of the start are shown.
+        algorithm: What the algorithm supplies.
+        placement: Provides accelerators.
+        start: Shows the phases of the start.
 
     Raises:
         ConfigError, DataError, ModelNotFoundError, DeviceUnavailableError: The configuration asks for what is not
@@ -249,7 +248,7 @@ def prepared(
 def _position(
     algorithm: Algorithm[State, TrainLoader, Begun], resume: Resume | None, loader: TrainLoader
 ) -> tuple[State, int]:
-    """The run's counters, with the loader where they say, and its last step.
+    """Restores the loader's position; returns the counters and the last step.
 
     Raises:
         NothingToDo: That step is done.
@@ -276,13 +275,13 @@ def check_tokens(
     *,
     key: str = "policy.generation.stop_token_ids",
 ) -> StopTokens:
-    """Compares tokenizer and model, and names the tokens that end a response.
+    """Compares tokenizer and model, and returns the tokens that end a response.
 
     Args:
         policy: What is trained or evaluated.
         model: Its Hugging Face configuration.
         tokenizer: Its tokenizer.
-        say: Tells the person.
+        say: Prints a line.
         key: Dotted key of the run's stop tokens, for messages.
 
     Raises:
@@ -306,7 +305,7 @@ def check_tokens(
 def hold_to_vocabulary(
     datasets: Iterable[AllTaskProcessedDataset | None], tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig
 ) -> None:
-    """Has rows refused that spell a token which the model lacks, where the tokenizer has such tokens."""
+    """Makes datasets refuse rows with tokens that the model's vocabulary lacks."""
     rows = vocabulary_size(model)
     for dataset in datasets if rows is not None and len(tokenizer) > rows else ():
         if dataset is not None:
@@ -316,18 +315,17 @@ def hold_to_vocabulary(
 def check_prompt_lengths(
     key: str, by_task: Mapping[str, Any], limit: int | None, say: Say, mask: Mask | None = None
 ) -> None:
-    """Counts rows and shows one of each task; prompts that are longer than the limit are cut, train nothing, and nobody
-    can answer them.
+    """Prints row counts and one example of each task. Prompts longer than the limit are cut and train nothing.
 
     Args:
         key: `data.train`, `data.validation`, or `data` of an evaluation.
         by_task: Processed data per task; `[i]["loss_multiplier"]` is 0 for a prompt that is too long.
         limit: `data.max_input_seq_length`, tokens; None has no limit.
-        say: Tells the person.
-        mask: Marks what is trained of a conversation; None for prompts.
+        say: Prints a line.
+        mask: Marks the trained tokens of a conversation; None for prompts.
 
     Raises:
-        DataError: Every prompt that was looked at is too long.
+        DataError: All sampled prompts are too long.
     """
     trained = key == "data.train"
     effect = "train nothing" if trained else "are cut, so that no answer to them counts as right"
@@ -349,16 +347,16 @@ def check_prompt_lengths(
 
 
 def check_cpu_is_meant(config: RootConfig, accelerator: Accelerator, model: PretrainedConfig, say: Say) -> None:
-    """Whether a run that took what it found runs where it was meant to.
+    """Checks that a run without GPUs was meant to run on CPUs.
 
     Args:
         config: The run's.
-        accelerator: What there is.
+        accelerator: The accelerator that was found.
         model: The model's Hugging Face configuration.
-        say: Tells the person.
+        say: Prints a line.
 
     Raises:
-        ConfigError: There is no GPU, nobody asked for CPUs, and the run is too large for them.
+        ConfigError: There is no GPU, CPUs were not requested, and the model is too large for them.
     """
     cluster = config.cluster
     if accelerator.is_cuda or cluster.device != "auto":
@@ -388,7 +386,7 @@ def _spread(rows: int) -> Sequence[int]:
 
 
 def _parameters(model: PretrainedConfig) -> float | None:
-    """Parameters that a token meets, and the embedding."""
+    """Number of active parameters per token, and of the embedding."""
     try:
         shape = TransformerShape.from_hf_config(model)
     except UnknownArchitecture:
@@ -398,7 +396,7 @@ def _parameters(model: PretrainedConfig) -> float | None:
 
 
 def set_seed(seed: int) -> None:
-    """Seed Python's, NumPy's and PyTorch's generators, those of every accelerator included."""
+    """Seeds Python's, NumPy's and PyTorch's generators, on all accelerators."""
     import torch
 
     random.seed(seed)

@@ -1,8 +1,8 @@
-"""The loop of every run that trains: new weights, hand-over, validation, checkpoint and report, step after step.
+"""The training loop of GRPO and SFT: train, publish weights, validate, save a checkpoint, report.
 
-`run_step` is one step. An algorithm brings its `Steps`, which say what is computed and who owns the accelerators; the
-loop decides only when things happen. Invariants: a step either completes (weights, counters and record agree) or raises
-with the weights of the step before; the version of the weights is the number of completed steps.
+`run_step` is one step. An algorithm implements `Steps`; the loop calls them in order. Invariants: a step either
+completes (weights, counters and record agree) or raises with the weights of the step before; the version of the weights
+is the number of completed steps.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Run = TypeVar("Run", bound="TrainingRun[Any]")
 
 @dataclass
 class TrainingRun(Generic[Config]):
-    """What every run that trains consists of, set up and ready to be driven.
+    """A run that is set up: the parts that GRPO and SFT share.
 
     Attributes:
         config: The merged configuration.
@@ -50,7 +50,7 @@ class TrainingRun(Generic[Config]):
         state: Counters; `state.step` is the version of the policy's weights.
         timer: Times of the current step.
         timeout: Watches `checkpointing.checkpoint_must_save_by`.
-        progress: What a person watches.
+        progress: Terminal output.
     """
 
     config: Config
@@ -67,14 +67,14 @@ class TrainingRun(Generic[Config]):
 
 @dataclass
 class CompletedStep:
-    """What is known of a step that has made new weights.
+    """Result of a trained step.
 
     Attributes:
-        metrics: Of its training.
-        val_metrics: Of its validation, if it had one.
+        metrics: Training metrics.
+        val_metrics: Validation metrics; None if it did not validate.
         saved: Whether its weights are in a checkpoint.
         stops_early: Whether validation has reached its threshold.
-        timed_out: Whether `checkpointing.checkpoint_must_save_by` has come.
+        timed_out: Whether the run was asked to end, or `checkpointing.checkpoint_must_save_by` has passed.
     """
 
     metrics: dict[str, Any]
@@ -85,18 +85,18 @@ class CompletedStep:
 
     @property
     def ends_run(self) -> bool:
-        """Whether no further step follows."""
+        """Whether this is the last step."""
         return self.stops_early or self.timed_out
 
 
 class Steps(Generic[Run]):
-    """What an algorithm does in the loop.
+    """What an algorithm implements for the loop.
 
     Attributes:
         run: The run.
-        section: Its section of the configuration, which has `max_num_steps`, `max_num_epochs`, `val_period`,
-            `val_at_end`.
-        saves_before_publish: Whether the training accelerators are somebody else's after `publish`.
+        section: Name of the algorithm's configuration section.
+        saves_before_publish: Whether the run loses its training accelerators in `publish`, so that a due checkpoint
+            must be taken before.
     """
 
     run: Run
@@ -105,13 +105,11 @@ class Steps(Generic[Run]):
 
     @property
     def cfg(self) -> Any:
-        """The algorithm's section."""
+        """The algorithm's configuration section."""
         return getattr(self.run.config, self.section)
 
     def running(self) -> AbstractContextManager[object]:
-        """The span of all steps: whatever generates is started, and ended however the span ends. Validates first where
-        that is wanted.
-        """
+        """Context manager around all steps: starts generation, validates if configured, and stops generation."""
         raise NotImplementedError
 
     def finished(self) -> bool:
@@ -119,7 +117,7 @@ class Steps(Generic[Run]):
         raise NotImplementedError
 
     def train(self) -> dict[str, Any] | None:
-        """Makes the weights of the next version and counts the step; its metrics. None where the data is used up."""
+        """Trains and counts one step. Returns its metrics, or None if the data is used up."""
         raise NotImplementedError
 
     def validate(self) -> dict[str, float]:
@@ -127,27 +125,27 @@ class Steps(Generic[Run]):
         raise NotImplementedError
 
     def position(self) -> tuple[HasState, Mapping[str, object]]:
-        """Where the data stands, for a checkpoint: its loader, and further files by name."""
+        """Data position for a checkpoint: the loader, and further files by name."""
         raise NotImplementedError
 
     def report(self, done: CompletedStep) -> None:
-        """Has the step shown and logged; its accelerators may go to somebody else."""
+        """Logs the step. SFT also releases its accelerators here."""
         raise NotImplementedError
 
     def open(self) -> AbstractContextManager[object]:
-        """The span of one step."""
+        """Context manager around one step."""
         return nullcontext()
 
     def publish(self) -> None:
-        """Generation gets the new weights; training may lose its accelerators."""
+        """Sends the new weights to generation. The run may lose its training accelerators."""
 
     def validation_due(self, *, is_last: bool) -> bool:
-        """Whether validation runs after the step that was just counted."""
+        """Whether to validate after the step that was just counted."""
         period = self.cfg.val_period
         return (self.cfg.val_at_end and is_last) or (period > 0 and self.run.state.step % period == 0)
 
     def early_stop(self, val_metrics: Mapping[str, float] | None) -> bool:
-        """Whether validation says that the run is over.
+        """Whether the validation metrics end the run.
 
         Raises:
             UnknownMetric: Validation has no such metric.
@@ -155,13 +153,13 @@ class Steps(Generic[Run]):
         return False
 
     def lend_saving(self) -> None:
-        """The policy's state can be saved on return."""
+        """Makes room for the policy's state so that it can be saved."""
 
     def await_reports(self) -> None:
-        """Waits until everything that `report` took is written; raises what failed."""
+        """Waits until all reports are written. Raises their errors."""
 
     def why_ended(self, newest: CompletedStep | None) -> str | None:
-        """Why the run ended before the step that was asked for; None where it did not."""
+        """Reason why the run ended before the requested last step, or None."""
         if newest is not None and newest.stops_early:
             return (
                 f"{self.section}.stop_at_validation_metric={self.cfg.stop_at_validation_metric} has reached "
@@ -175,7 +173,7 @@ class Steps(Generic[Run]):
 
 
 def train_to_end(steps: Steps[Any]) -> None:
-    """Drives a run to its end.
+    """Runs all steps.
 
     Raises:
         NonFiniteStepError, WorkerError, GenerationError, EnvironmentFailure, CollectorError, CheckpointError: The run
@@ -199,7 +197,7 @@ def train_to_end(steps: Steps[Any]) -> None:
             newest = done
             if done.ends_run:
                 break
-        # What is said of the last step may fail too, and the run can be saved only while its source goes on.
+        # The last report may fail too, and the run can be saved only while its source still runs.
         steps.await_reports()
     run.checkpointer.finish()
     if (why := steps.why_ended(newest)) is not None:
@@ -208,7 +206,7 @@ def train_to_end(steps: Steps[Any]) -> None:
 
 
 def run_step(steps: Steps[Any]) -> CompletedStep | None:
-    """One step and everything that follows from it; None when the data is used up."""
+    """One step, with validation, checkpoint and report. None if the data is used up."""
     run = steps.run
     run.timer.reset()
     with run.timer.time("total_step_time"), steps.open():
@@ -226,14 +224,14 @@ def run_step(steps: Steps[Any]) -> CompletedStep | None:
         try:
             done.stops_early = steps.early_stop(done.val_metrics)
         except UnknownMetric:
-            # A name of a user's environment is known only now; the steps so far are not lost for it.
+            # Metric names of custom environments are known only now. Save before failing, so that no step is lost.
             if run.config.checkpointing.enabled and not done.saved:
                 save_step(steps, done)
             raise
         if not steps.saves_before_publish:
             _save_if_due(steps, done, is_last=is_last)
         elif done.stops_early and run.config.checkpointing.enabled:
-            # Again where that was before its validation, which tells the same command that the run is over.
+            # The first save was before validation. Save again, so that a restart knows that the run is over.
             save_step(steps, done)
     steps.report(done)
     if done.saved or done.ends_run:
@@ -252,11 +250,10 @@ def _save_if_due(steps: Steps[Any], done: CompletedStep, *, is_last: bool) -> No
 
 
 def save_step(steps: Steps[Any], done: CompletedStep) -> None:
-    """Snapshots the run after a completed step; files are finished in the background. One that cannot be written is
-    tried again after the next step.
+    """Takes a checkpoint; its files are finished in the background. After a failed write the next step tries again.
 
     Raises:
-        CheckpointError: It was the third in a row that failed.
+        CheckpointError: Three checkpoints in a row have failed.
     """
     run, cfg = steps.run, steps.run.config
     steps.lend_saving()
@@ -269,11 +266,11 @@ def save_step(steps: Steps[Any], done: CompletedStep) -> None:
 
 
 def _end_with(steps: Steps[Any], newest: CompletedStep | None) -> None:
-    """Does for the newest step what only the last one gets: with dynamic sampling nobody knew that it would be."""
+    """Validates and saves the newest step as the last one. With dynamic sampling the last step is not known before."""
     if newest is None:
         return
     if newest.val_metrics is None and steps.validation_due(is_last=True):
-        # What is said of the step is said first: trackers take steps in order.
+        # Report the step first: trackers expect steps in order.
         steps.await_reports()
         newest.val_metrics = steps.validate()
     if not newest.saved and should_save(steps.run.state.step, steps.run.config.checkpointing, is_last=True):

@@ -1,9 +1,7 @@
-"""From rewards to per-token advantages: group baselines, row arithmetic, token stages.
+"""From rewards to per-token advantages: group baselines, advantage estimators, token stages.
 
-`group_statistics` compares a sample with its group, `row_advantages` says what it is worth, `compute_advantages`
-spreads that over tokens, running stages through whatever store holds them. Knows nothing of rollouts or losses.
-Invariants: a stage sees only its own rows, and what needs all rows (whitening) is reduced by the driver in between; the
-spread of rewards that are all equal is exactly 0, because dynamic sampling drops groups by that test.
+Invariants: a stage sees only its own rows, and the driver reduces what needs all rows (whitening); the deviation of
+equal rewards is exactly 0, because dynamic sampling drops groups by that test.
 
 Shapes: B samples, S tokens of a padded row, P prompts, G samples of the largest group.
 """
@@ -66,7 +64,7 @@ def group_statistics(
     Args:
         rewards_B: rewards.
         group_ids_B: group of each sample, from 0.
-        valid_B: 0 for samples that take no part.
+        valid_B: 0 for samples outside the statistics.
         leave_one_out: leave each sample out of its own baseline.
     """
     if not len(rewards_B):
@@ -97,7 +95,7 @@ def group_statistics(
 
 
 def _mean_and_deviation(rewards_PG: torch.Tensor, behind_PGG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the rewards that stand behind each sample; the deviation is 0 for fewer than two."""
+    """Mean and deviation of each sample's baseline set; the deviation is 0 for fewer than two rewards."""
     count_PG = behind_PGG.sum(-1)
     rewards_PGG = rewards_PG[:, None, :].expand(behind_PGG.shape)
     mean_PG = torch.where(behind_PGG, rewards_PGG, 0).sum(-1) / count_PG

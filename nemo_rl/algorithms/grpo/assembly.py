@@ -1,7 +1,7 @@
-"""Builds a GRPO run from its configuration, on what `algorithms.startup` prepares.
+"""Builds a GRPO run from its configuration, on top of `algorithms.startup`.
 
-Reserves slots and starts actors beside those checks, builds engines and policy at the same time, and ties rollouts,
-store and environments to them. Invariant: whatever was built is ended again when a later part fails.
+Reserves slots, builds engines and policy at the same time, and connects rollouts, store and environments. Invariant: if
+a step fails, everything built before is shut down.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ _ARCHIVE_BYTES = 1 << 20
 
 
 def setup(config: MasterConfig, start: StartPhases | None = None, placement: Placement | None = None) -> GRPORun:
-    """A run that is ready to be driven.
+    """Builds a run that is ready to train.
 
     Args:
         config: A checked configuration. `logger.log_dir` is replaced by its next numbered directory.
-        start: Where the phases of the start are shown.
-        placement: Gives the run its accelerators; by default it has slots of its own.
+        start: Shows the phases of the start.
+        placement: Provides accelerators; by default slots of its own.
 
     Raises:
         ConfigError, DataError, ModelNotFoundError, DeviceUnavailableError: The configuration asks for what is not
@@ -86,8 +86,8 @@ def setup(config: MasterConfig, start: StartPhases | None = None, placement: Pla
 
 @dataclass(frozen=True)
 class _Begun:
-    """Slots, the actors on them, and environments; no engines or environments where rollouts are replayed and nothing
-    validates.
+    """Slots, the actors on them, and environments. Replayed rollouts without validation need no engines or
+    environments.
     """
 
     clusters: Clusters
@@ -96,7 +96,7 @@ class _Begun:
     environments: Actors
 
     def shutdown(self) -> None:
-        """Ends all of it. Safe to call twice."""
+        """Shuts all of it down. Safe to call twice."""
         self.policy.shutdown()
         if self.engines is not None:
             self.engines.group.shutdown()
@@ -171,15 +171,15 @@ def _check(config: MasterConfig) -> PretrainedConfig:
 
 
 def check_model(config: MasterConfig) -> PretrainedConfig:
-    """Checks what the model's own configuration, torch's names and installed packages decide, without loading weights;
-    the model's configuration.
+    """Checks the model's configuration, optimizer names and installed packages without loading weights; returns the
+    model's configuration.
 
     Raises:
         ModelNotFoundError: There is no model at `policy.model_name`.
         UnsupportedModelError: Heads, vocabulary or experts do not divide over the ranks of training or generation.
         KernelUnavailableError: A package is asked for and not installed.
         OptimizerConfigError: Optimizer or schedule do not exist or refuse their arguments.
-        MooncakeUnavailableError: The data plane is to lie in Mooncake, which is not installed whole.
+        MooncakeUnavailableError: The data plane is configured for Mooncake, which is not fully installed.
     """
     check_data_plane(config.data_plane)
     model = check_policy(config)
@@ -309,7 +309,7 @@ def _sources_into(
 
 
 def make_loss(cfg: ClippedPGLossConfig) -> LossFunction:
-    """The loss of the run: `loss_fn.class`, or the clipped policy-gradient loss.
+    """The configured loss: `loss_fn.class`, or the clipped policy-gradient loss.
 
     Raises:
         ConfigError: the class cannot be imported, or is no loss.
@@ -412,7 +412,7 @@ def _sources(
 
 
 def close(run: GRPORun) -> None:
-    """Ends everything the run started; safe after a failure, and no process is left."""
+    """Shuts everything down; safe after a failure."""
     with ExitStack() as stack:
         if isinstance(run.record, RecordWriter):
             stack.callback(run.record.close)

@@ -1,9 +1,8 @@
-"""The source that generates ahead: rollouts of later steps run while a step trains.
+"""The asynchronous source: rollouts of later steps run while a step trains.
 
-Ties the trajectory collector to the run: builds it, takes a step's groups out of it, holds it in checkpoints.
-Invariants: a step trains on groups whose oldest token is at most `grpo.async_grpo.max_trajectory_age_steps` versions
-old; a checkpoint and the loader position saved with it hold every prompt group that was drawn and is not trained,
-finished or not, exactly once.
+Builds the trajectory collector, takes each step's groups from it and stores it in checkpoints. Invariants: the oldest
+token of a trained group is at most `grpo.async_grpo.max_trajectory_age_steps` versions old; a checkpoint holds every
+prompt group that was drawn and is not trained, finished or not, exactly once.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ Collector = TypeVar("Collector", TrajectoryCollector, StreamCollector)
 
 
 class AheadSource(Generic[Collector]):
-    """What sources have in common whose rollouts run beside training.
+    """Base of sources whose rollouts run beside training.
 
     Args:
         run: The run.
-        collector: Rolls out for it.
+        collector: Runs its rollouts.
     """
 
     generates_ahead = True
@@ -62,15 +61,15 @@ class AheadSource(Generic[Collector]):
         return self._run.state.step
 
     def published(self, version: int) -> None:
-        """Rollouts of the steps that this version is young enough for may begin."""
+        """Lets rollouts begin whose steps may use this version."""
         self.collector.set_weight_version(version)
 
     def draw_ahead(self) -> None:
-        """Draws and numbers what may begin under the next version."""
+        """Draws and numbers the prompts that may begin under the next version."""
         self.collector.draw_ahead()
 
     def trained(self, step: int) -> None:
-        """The loader's position moves past what is trained."""
+        """Moves the loader's position past the trained step."""
         position, state = self.collector.finish_step(step), self._run.state
         if position.epoch != state.epoch:
             state.epoch, state.step_in_epoch = position.epoch, 0
@@ -80,36 +79,36 @@ class AheadSource(Generic[Collector]):
         return self._run.state.step >= min(self._run.config.grpo.max_num_steps, self._run.total_steps)
 
     def waited_for(self) -> tuple[int, int]:
-        """A whole step, and its groups that are finished."""
+        """The groups of a step, and how many of them are finished."""
         groups = 0 if self.finished() else self._run.config.grpo.num_prompts_per_step
         return groups, self.collector.count_intended_for_step(self._run.state.step)
 
     def loader(self) -> HasState:
-        """Where the loader stood before what is still to be trained."""
+        """The loader position before the first prompt that is not trained."""
         return self.collector.position()
 
     def stop(self) -> None:
-        """Ends every rollout."""
+        """Stops all rollouts."""
         self.collector.stop()
 
     def clear(self) -> None:
-        """Forgets the groups that wait."""
+        """Drops the finished groups."""
         self.collector.clear()
 
 
 class AsynchronousSource(WholeSteps, AheadSource[TrajectoryCollector]):
-    """Rollouts run ahead of training, and every step takes what was made for it."""
+    """Rollouts run ahead of training; every prompt group belongs to one step from its draw on."""
 
     def __init__(self, run: GRPORun) -> None:
         super().__init__(run, build_collector(run))
         self._settings = run.config.grpo.async_grpo
 
     def start(self) -> None:
-        """Goes on with the groups of the checkpoint."""
+        """Restores the groups of the checkpoint."""
         restore_collector(self._run, self.collector)
 
     def next_experience(self) -> Experience:
-        """Waits for the groups of the current step and judges the versions of their tokens.
+        """Waits for the groups of the current step and applies the staleness policy.
 
         Raises:
             StopIteration: The prompts are used up.
@@ -132,12 +131,12 @@ class AsynchronousSource(WholeSteps, AheadSource[TrajectoryCollector]):
         return Experience(handle, rows, merged_rollout_metrics([group.metrics for group in groups]))
 
     def recompute_kv(self) -> bool:
-        """As configured; always where requests end first, whose prefixes are of no use then."""
+        """As configured; always true if running requests end before a refit."""
         return self._settings.recompute_kv_cache_after_weight_updates or not self._settings.in_flight_weight_updates
 
     @contextmanager
     def refit_window(self) -> Iterator[None]:
-        """Below running requests, or once they have ended."""
+        """Replaces weights below running requests, or waits for them to end first, as configured."""
         in_flight, turns = self._settings.in_flight_weight_updates, self._run.config.grpo.max_rollout_turns
         if not in_flight:
             with self._run.timer.time("idle/refit_bubble"):
@@ -148,12 +147,12 @@ class AsynchronousSource(WholeSteps, AheadSource[TrajectoryCollector]):
             self.collector.resume_after_refit()
 
     def saved(self) -> Mapping[str, object]:
-        """Which batches are drawn and not trained, and their finished groups."""
+        """The checkpoint files of the collector."""
         return saved_collector(self._run, self.collector)
 
 
 def build_collector(run: GRPORun) -> TrajectoryCollector:
-    """The run's collector, waiting for its first version."""
+    """The run's collector; rollouts begin with its first weight version."""
     cfg, ahead = run.config.grpo, run.config.grpo.async_grpo
     limits = CollectorLimits(
         max_age=ahead.max_trajectory_age_steps,
@@ -166,7 +165,7 @@ def build_collector(run: GRPORun) -> TrajectoryCollector:
 
 
 def collector_parts(run: GRPORun) -> CollectorParts:
-    """What a collector of this run works with."""
+    """What collectors take from a run."""
     rollouts: Any = run.rollouts
     if run.generation is None:
         raise RuntimeError("rollouts ahead of training need generation")
@@ -182,7 +181,7 @@ def collector_parts(run: GRPORun) -> CollectorParts:
 
 
 def saved_collector(run: GRPORun, collector: TrajectoryCollector) -> dict[str, object]:
-    """What a checkpoint holds of the collector: which batches are drawn and not trained, and their finished groups."""
+    """The collector's checkpoint files: drawn batches that are not trained, and their finished groups."""
     draws = [list(draw) for draw in collector.draws()]
     return {
         BUFFER_FILE: {"groups": plain_groups(run, collector.finished())},
@@ -191,7 +190,7 @@ def saved_collector(run: GRPORun, collector: TrajectoryCollector) -> dict[str, o
 
 
 def plain_groups(run: GRPORun, groups: Sequence[BufferedGroup]) -> list[dict[str, Any]]:
-    """Finished groups as a checkpoint holds them."""
+    """Finished groups as plain values for a checkpoint."""
     return [
         {
             "key": list(group.key),
@@ -205,7 +204,7 @@ def plain_groups(run: GRPORun, groups: Sequence[BufferedGroup]) -> list[dict[str
 
 
 def saved_groups(run: GRPORun, wanted: Callable[[BufferedGroup], bool]) -> list[BufferedGroup]:
-    """Those groups of the checkpoint that are wanted, in the store again."""
+    """Loads the wanted groups of the checkpoint into the store."""
     groups: list[BufferedGroup] = []
     if run.resumed_from is None:
         return groups
@@ -219,10 +218,10 @@ def saved_groups(run: GRPORun, wanted: Callable[[BufferedGroup], bool]) -> list[
 
 
 def restore_collector(run: GRPORun, collector: TrajectoryCollector) -> None:
-    """Goes on with the groups of the checkpoint that the run resumed from.
+    """Restores the groups of the checkpoint that the run resumes from.
 
-    Groups of past steps, and groups that are older than their step now allows, are left out: their prompts are
-    generated anew. Of another batch shape, or of other datasets, all are.
+    Drops groups of past steps and groups that are too old now; their prompts are generated again. If the batch shape or
+    the datasets changed, drops all groups.
     """
     if run.resumed_from is None or not (run.resumed_from / ROLLOUTS_FILE).exists():
         return
@@ -242,7 +241,7 @@ def restore_collector(run: GRPORun, collector: TrajectoryCollector) -> None:
 
 
 def batch_shape(run: GRPORun) -> list[Any]:
-    """What drawn batches of prompts depend on."""
+    """The settings that determine the drawn batches."""
     cfg = run.config.grpo
     return [
         int(cfg.num_prompts_per_step * cfg.batch_multiplier),

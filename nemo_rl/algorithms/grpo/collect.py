@@ -1,9 +1,8 @@
-"""Collects the experience of one step: rollouts, rewards, and with dynamic sampling as many batches as it takes.
+"""Collects the experience of one step: rollouts, rewards and dynamic sampling.
 
-Draws prompts, rolls them out, scores rewards and, with dynamic sampling (DAPO), keeps the samples whose group's rewards
-differ until a step is full. Knows no training. Invariants: a step's batch has exactly prompts x generations rows; every
-new row is either kept or named as dropped, exactly once; every admitted prompt group is recorded as committed, and rows
-that are dropped are cleared from the store.
+With dynamic sampling (DAPO) it generates batches until enough groups have rewards that differ. Invariants: a step's
+batch has exactly prompts x generations rows; every new row is either kept or recorded as dropped, once; every admitted
+prompt group is recorded as committed; dropped rows are cleared from the store.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ logger = logging.getLogger(__name__)
 
 
 class DynamicSamplingError(UserError, ValueError):
-    """Too many generation batches had too few groups to learn from."""
+    """Too few groups had rewards that differ, in too many generation batches."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What becomes of a generation batch.
+    """The rows of a generation batch that are kept and dropped.
 
     Attributes:
         keep: rows of the new batch that join the kept ones, in order.
-        drop: its other rows; nothing will read them again.
+        drop: its other rows; they are not read again.
         complete: the step is full; otherwise another generation batch is needed.
-        surplus: dropped rows that were good, for which there was no place.
+        surplus: usable rows that were dropped because the step was full.
     """
 
     keep: list[int]
@@ -52,11 +51,10 @@ class Selection:
 
 
 def select_rows(std_B: torch.Tensor, *, kept_before: int, num_gen_batches: int, cfg: GRPOConfig) -> Selection:
-    """Choose among the rows of a new generation batch.
+    """Selects rows of a new generation batch.
 
     Args:
-        std_B: deviation of the valid rewards of each row's group, before shaping; groups where it is 0 teach nothing.
-            It is the group's, so that no row is judged apart from its group.
+        std_B: deviation of the valid rewards of each row's group, before shaping; rows of groups with 0 are dropped.
         kept_before: rows kept from earlier generation batches of this step.
         num_gen_batches: generation batches of this step, this one included.
         cfg: `num_prompts_per_step` times `num_generations_per_prompt` rows make a step.
@@ -101,7 +99,7 @@ NextBatch = Callable[[], BatchedDataDict]
 
 
 def training_plan(run: GRPORun, step: int | None = None) -> RolloutPlan:
-    """How training rollouts of a step (the current one by default) are drawn."""
+    """How training rollouts of a step (by default the current one) are sampled."""
     generation = run.config.policy.generation
     sampling = GenerationSamplingParams(generation.temperature, generation.top_p, generation.top_k)
     return RolloutPlan(
@@ -114,7 +112,7 @@ def training_plan(run: GRPORun, step: int | None = None) -> RolloutPlan:
 
 
 def validation_plan(run: GRPORun, batch: int) -> RolloutPlan:
-    """How validation batch `batch` is drawn; the same at every validation, so that curves compare like with like."""
+    """How validation batch `batch` is sampled; the same at every validation, so that curves are comparable."""
     generation = run.config.policy.generation
     sampling = GenerationSamplingParams(generation.val_temperature, generation.val_top_p, generation.val_top_k)
     return RolloutPlan(
@@ -150,7 +148,7 @@ def prompts_of(run: GRPORun) -> EpochPrompts:
 
 
 def collect_experience(run: GRPORun, next_batch: NextBatch) -> Experience:
-    """The scored experience of the current step, generated now; rows filtered.
+    """Generates the scored and filtered experience of the current step.
 
     Raises:
         DynamicSamplingError: Too few groups differ in their rewards.
@@ -171,11 +169,11 @@ def collect_experience(run: GRPORun, next_batch: NextBatch) -> Experience:
 
 
 def gather_experience(run: GRPORun, next_experience: Callable[[int], Experience]) -> Experience:
-    """The scored experience of the current step out of as many generation batches as it takes; rows filtered.
+    """Joins generation batches into the scored and filtered experience of the current step.
 
     Args:
         run: The run.
-        next_experience: Gives generation batch `attempt` (from 0), not yet scored.
+        next_experience: Returns generation batch `attempt` (from 0), not yet scored.
 
     Raises:
         DynamicSamplingError: Too few groups differ in their rewards.
@@ -241,7 +239,7 @@ def _roll_out(run: GRPORun, batch: BatchedDataDict, attempt: int) -> Experience:
 
 
 def group_id(step: int, prompt: int) -> str:
-    """Identity of a prompt group in the run record."""
+    """Identifier of a prompt group in the run record."""
     return f"{step}-{prompt}"
 
 

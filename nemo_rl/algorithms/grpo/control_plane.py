@@ -1,9 +1,8 @@
-"""Who owns the accelerators of a run: when generation takes new weights, when training may use its devices, what is
-saved before they are given back.
+"""Control planes: they decide when generation takes new weights and when training may use its devices.
 
-The step loop asks a control plane at fixed points and knows nothing of placement. `OwnAccelerators` is a run by itself;
-`HookedControlPlane` lets a foreign control plane in through `RLixHooksProtocol`; the scheduler's own is in
-`nemo_rl.time_sharing`. Invariant: after `serve(v)` or `publish(v - 1)` generation serves exactly version v.
+The step loop calls a control plane at fixed points. `OwnAccelerators` is for a run with devices of its own,
+`HookedControlPlane` calls a foreign control plane through `RLixHooksProtocol`, and `nemo_rl.time_sharing` has the
+scheduler's. Invariant: after `serve(v)` or `publish(v - 1)` generation serves exactly version v.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _FIFTIETHS = 50
 
 
 def check_control_plane(config: MasterConfig) -> None:
-    """Whether a control plane, where one owns the accelerators, can tell the run's engines apart by their GPUs.
+    """Checks that an external control plane can identify each engine by its GPU.
 
     Raises:
         ConfigError: Several engines share each GPU.
@@ -45,71 +44,71 @@ def check_control_plane(config: MasterConfig) -> None:
 
 
 class ControlPlane(Protocol):
-    """Owns what a run's accelerators do.
+    """Decides who uses a run's accelerators.
 
     Attributes:
-        saves_before_publish: Whether a checkpoint that is due must be snapshot before `publish`, because the training
-            accelerators are somebody else's afterwards.
+        saves_before_publish: Whether a due checkpoint must be taken before `publish`, because the run loses its
+            training accelerators there.
     """
 
     saves_before_publish: bool
 
     def start(self, source: ExperienceSource) -> None:
-        """The source is ready to generate; where it generates ahead, generation serves its version on return."""
+        """Prepares for rollouts. If the source generates ahead, generation serves the source's version on return."""
         ...
 
     def serve(self, version: int) -> None:
-        """Generation serves `version` on return; called before rollouts of the current step, and before validation."""
+        """Makes generation serve `version`. Called before the rollouts of a step and before validation."""
         ...
 
     def demand(
         self, step: int, groups: int, ready: int, kind: DemandKind = "training"
     ) -> AbstractContextManager[ReportProgress]:
-        """The span in which `groups` prompt groups are waited for, `ready` of which are there; yields what reports
-        more.
+        """Context manager around the wait for `groups` prompt groups, of which `ready` are finished. Yields a callback
+        that reports progress.
         """
         ...
 
     def lend_training(self, step: int) -> None:
-        """The training accelerators may be used for step `step` on return."""
+        """Blocks until the training accelerators may be used for step `step`."""
         ...
 
     def yield_training(self, step: int) -> None:
-        """Step `step` is open and waits for its own rollouts: others may use the training accelerators until the next
-        `lend_training`. Gradients of the step survive.
+        """Releases the training accelerators while the open step waits for its own rollouts, until the next
+        `lend_training`. The step's gradients are kept.
         """
         ...
 
     def lend_saving(self, step: int) -> None:
-        """The policy's state has room on the training accelerators on return, for a checkpoint of step `step`."""
+        """Makes room for the policy's state on the training accelerators, to save a checkpoint of step `step`."""
         ...
 
     def weights_ready(self, step: int) -> None:
-        """Step `step` is trained and its weights are resident."""
+        """Called once step `step` is trained, while its weights are still on the devices."""
         ...
 
     def publish(self, step: int, source: ExperienceSource) -> None:
-        """Step `step` is complete: the training accelerators are not used any more, and generation that runs ahead
-        serves version `step + 1` on return.
+        """Called once step `step` is complete and no longer needs the training accelerators. If generation runs ahead,
+        it serves version `step + 1` on return.
         """
         ...
 
     def stop(self) -> None:
-        """The run waits for nothing any more; called once, however it ended."""
+        """Called once when the run ends, also after an error."""
         ...
 
     def metrics(self) -> Mapping[str, float]:
-        """Figures of the last refit, for the prefix `refit`."""
+        """Metrics of the last refit, for the prefix `refit`."""
         ...
 
 
 class OwnAccelerators:
-    """A run by itself: it refits generation whenever that is behind, and nobody else wants its devices.
+    """For a run with devices of its own: refits generation whenever its weights are old.
 
     Args:
-        refitter: Brings generation to the policy's version; None where rollouts are replayed and nothing validates.
-        timer: Takes the times of refits.
-        phase: Told what the run is doing.
+        refitter: Sends the policy's weights to generation; None for replayed rollouts without validation.
+        timer: Records the times of refits.
+        phase: Callback that shows what the run is doing.
     """
 
     saves_before_publish = False
@@ -119,21 +118,21 @@ class OwnAccelerators:
         self._ahead = False
 
     def start(self, source: ExperienceSource) -> None:
-        """Generation that runs ahead gets its first weights; it waits for lost shards from here on."""
+        """Sends the first weights if generation runs ahead. From here on it waits for failed shards to be rebuilt."""
         self._ahead = source.generates_ahead
         self._refit(source, source.version)
         self._await_rebuild(self._ahead)
 
     def serve(self, version: int) -> None:
-        """Refits, unless generation has that version."""
+        """Refits unless generation has that version."""
         if self._refitter is not None:
             self._refitter.bring_to(version, self._timer)
 
     def demand(
         self, step: int, groups: int, ready: int, kind: DemandKind = "training"
     ) -> AbstractContextManager[ReportProgress]:
-        """Whoever waits for rollouts ahead of training has lost shards built anew where none is left: each report looks
-        for that. Validation does not report, so that its requests fail instead of waiting.
+        """Rebuilds the engines if all have failed while waiting for rollouts ahead of training: each progress report
+        checks for that. Validation does not report progress, so its requests fail instead of waiting.
         """
         refitter = self._refitter
         if refitter is None or not self._ahead:
@@ -155,36 +154,36 @@ class OwnAccelerators:
             self._refitter.await_rebuild(rebuilds)
 
     def lend_training(self, step: int) -> None:
-        """Generation that shares its slots with training goes to sleep."""
+        """Puts generation to sleep if it shares its devices with training."""
         if self._refitter is not None:
             self._refitter.release_device()
 
     def yield_training(self, step: int) -> None:
-        """Nothing to do: the accelerators are the run's own, and generation has others."""
+        """Does nothing: the run keeps its accelerators, and generation has others."""
 
     def lend_saving(self, step: int) -> None:
-        """Generation that validated since, and needed the room, goes to sleep."""
+        """Puts generation to sleep if validation woke it and moved training state to the host."""
         if self._refitter is not None:
             self._refitter.make_room()
 
     def weights_ready(self, step: int) -> None:
-        """They are sent from where they are."""
+        """Does nothing: refits read the weights from the devices."""
 
     def publish(self, step: int, source: ExperienceSource) -> None:
-        """Generation that runs ahead is refit; other generation waits until it is needed."""
+        """Refits generation that runs ahead. Otherwise the next `serve` refits."""
         self._refit(source, step + 1)
 
     def _refit(self, source: ExperienceSource, version: int) -> None:
         if not source.generates_ahead or self._refitter is None:
             return
         self._phase("refit")
-        # Requests that wait for a shard would keep the window closed.
+        # Requests that wait for a failed shard would block the refit window.
         self._refitter.revive(version)
         with self._timer.time("weight_sync"), source.refit_window():
             self._refitter.bring_to(version, self._timer, recompute_kv=source.recompute_kv())
 
     def stop(self) -> None:
-        """No lost shard is built any more; the devices stay the run's."""
+        """Stops rebuilding failed shards."""
         if self._refitter is not None:
             self._refitter.close()
 
@@ -194,11 +193,11 @@ class OwnAccelerators:
 
 
 class HookedControlPlane:
-    """A foreign control plane behind hooks.
+    """Calls a foreign control plane through hooks.
 
     Args:
         hooks: Called at the points that `RLixHooksProtocol` names.
-        own: Does what the hooks leave to the run; None where the foreign plane owns the accelerators and must refit.
+        own: Does what the hooks leave to the run; None if the foreign plane owns the accelerators and must refit.
     """
 
     def __init__(self, hooks: RLixHooksProtocol, own: OwnAccelerators | None) -> None:
@@ -207,13 +206,13 @@ class HookedControlPlane:
         self._holds = False
 
     def start(self, source: ExperienceSource) -> None:
-        """The hooks see the collector; where they own the accelerators they have refit when they return."""
+        """Passes the collector to the hooks. If they own the accelerators, they have refitted on return."""
         self._hooks.on_trajectory_collector_created(source.collector)
         if self._own is not None:
             self._own.start(source)
 
     def serve(self, version: int) -> None:
-        """Generation is where the hooks left it."""
+        """Refits only if the run owns its accelerators."""
         if self._own is not None:
             self._own.serve(version)
 
@@ -222,8 +221,8 @@ class HookedControlPlane:
         """Progress begins before the wait: whoever lends accelerators hears of the demand by it. The hooks know no
         validation.
         """
-        nobody = nullcontext[ReportProgress](lambda ready, of: None)
-        with self._own.demand(step, groups, ready, kind) if self._own is not None else nobody as own:
+        unreported = nullcontext[ReportProgress](lambda ready, of: None)
+        with self._own.demand(step, groups, ready, kind) if self._own is not None else unreported as own:
             if kind == "validation":
                 yield own
             else:
@@ -249,28 +248,28 @@ class HookedControlPlane:
             self._hooks.end_progress_batch()
 
     def lend_training(self, step: int) -> None:
-        """Returns when the hooks do."""
+        """Blocks until the hooks return."""
         self._hooks.before_training(step)
         self._holds = True
         if self._own is not None:
             self._own.lend_training(step)
 
     def yield_training(self, step: int) -> None:
-        """Nothing to do: the hooks lend the accelerators for a whole step."""
+        """Does nothing: the hooks lend the accelerators for a whole step."""
 
     def lend_saving(self, step: int) -> None:
-        """Accelerators that the hooks own, and got back, are asked for once more: a run's last step needs that."""
+        """Asks the hooks for the accelerators again if they took them back; the last step of a run needs that."""
         if self._own is not None:
             self._own.lend_saving(step)
         elif not self._holds:
             self.lend_training(step)
 
     def weights_ready(self, step: int) -> None:
-        """The hooks may pack the weights."""
+        """Lets the hooks pack the weights."""
         self._hooks.before_weight_sync(step)
 
     def publish(self, step: int, source: ExperienceSource) -> None:
-        """The hooks publish the new version, or leave the refit to the run.
+        """Lets the hooks publish the new version, or refits if they leave it to the run.
 
         Raises:
             HooksError: The hooks own the accelerators and did not bring generation to the new weights.
@@ -291,9 +290,9 @@ class HookedControlPlane:
             )
 
     def stop(self) -> None:
-        """No demand is left."""
+        """Tells the hooks that the run waits for no more rollouts."""
         self._hooks.clear_progress()
 
     def metrics(self) -> Mapping[str, float]:
-        """Those of the run's own refits."""
+        """Metrics of the run's own refits."""
         return self._own.metrics() if self._own is not None else {}

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class ExperienceSource(Protocol):
-    """Gives the step loop its experience.
+    """Supplies the step loop with experience.
 
     Attributes:
         generates_ahead: Whether rollouts of later steps run while a step trains.
-        in_parts: Whether a step comes in parts; otherwise it is one.
+        in_parts: Whether `parts` may yield several parts per step.
     """
 
     generates_ahead: bool
@@ -31,7 +31,7 @@ class ExperienceSource(Protocol):
 
     @property
     def collector(self) -> TrajectoryCollector | StreamCollector | None:
-        """What rolls out ahead; None where nothing does."""
+        """The collector that generates ahead, or None."""
         ...
 
     @property
@@ -40,15 +40,15 @@ class ExperienceSource(Protocol):
         ...
 
     def start(self) -> None:
-        """Takes up what the checkpoint held; nothing generates yet."""
+        """Restores what the checkpoint held. Generation has not started yet."""
         ...
 
     def published(self, version: int) -> None:
-        """Generation serves `version`: rollouts may begin."""
+        """Called when generation serves `version`, so that its rollouts may begin."""
         ...
 
     def parts(self) -> Generator[Experience]:
-        """The experience of the current step, scored and filtered; nothing where the prompts are used up.
+        """Yields the current step's experience, scored and filtered; yields nothing if the prompts are used up.
 
         Raises:
             GenerationError, EnvironmentFailure, CollectorError, DynamicSamplingError: It cannot be made.
@@ -56,17 +56,15 @@ class ExperienceSource(Protocol):
         ...
 
     def metrics(self) -> Mapping[str, float]:
-        """The source's own figures of the step whose parts were given, for the prefix `train`."""
+        """Metrics of the source for the current step, for the prefix `train`."""
         ...
 
     def draw_ahead(self) -> None:
-        """Gets the prompts ready that are wanted after the current step, while it trains. Does not fail: whoever draws
-        them does.
-        """
+        """Prefetches the next step's prompts while this one trains. Errors are raised by the next draw."""
         ...
 
     def trained(self, step: int) -> None:
-        """Step `step` is trained."""
+        """Called once step `step` is trained."""
         ...
 
     def finished(self) -> bool:
@@ -74,36 +72,36 @@ class ExperienceSource(Protocol):
         ...
 
     def waited_for(self) -> tuple[int, int]:
-        """Prompt groups that the current step needs, and how many of them are there."""
+        """Number of prompt groups that the current step needs, and how many of them are finished."""
         ...
 
     def recompute_kv(self) -> bool:
-        """Whether requests that run while generation takes new weights compute their keys and values anew."""
+        """Whether requests that run during a refit recompute their KV cache."""
         ...
 
     def refit_window(self) -> AbstractContextManager[None]:
-        """The span in which generation takes new weights."""
+        """Context manager around a refit."""
         ...
 
     def loader(self) -> HasState:
-        """Where the loader stands, for a checkpoint."""
+        """The loader position for a checkpoint."""
         ...
 
     def saved(self) -> Mapping[str, object]:
-        """Further files of a checkpoint by name."""
+        """Further checkpoint files by name."""
         ...
 
     def stop(self) -> None:
-        """Ends what generates. Safe to call twice."""
+        """Stops generation. Safe to call twice."""
         ...
 
     def clear(self) -> None:
-        """Forgets what nobody will train."""
+        """Drops rollouts that will not be trained."""
         ...
 
 
 class WholeSteps:
-    """What sources have in common that give a step in one piece."""
+    """Base of sources that yield each step as one part."""
 
     in_parts = False
 
@@ -116,7 +114,7 @@ class WholeSteps:
         raise NotImplementedError
 
     def parts(self) -> Generator[Experience]:
-        """One part."""
+        """Yields the whole step."""
         try:
             whole = self.next_experience()
         except StopIteration:
@@ -124,5 +122,5 @@ class WholeSteps:
         yield whole
 
     def metrics(self) -> Mapping[str, float]:
-        """None."""
+        """Returns none."""
         return {}

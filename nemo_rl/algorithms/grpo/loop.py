@@ -1,7 +1,7 @@
-"""The steps of a GRPO run, whatever its experience comes from and whoever owns its accelerators.
+"""The steps of a GRPO run for all sources of experience and all control planes.
 
-The source says where a batch comes from, the control plane when accelerators change hands, the stages what is computed;
-`training_loop` decides when. Invariants: as there.
+The source supplies experience, the control plane hands over accelerators, the stages compute; `training_loop` calls
+them in order.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ if TYPE_CHECKING:
 
 
 class PromptsUsedUp(UserError, RuntimeError):
-    """A run ends for want of prompts before the end that was asked for."""
+    """The prompts ran out before the requested last step."""
 
 
 def drive(run: GRPORun) -> None:
-    """Drives a run to its end with the source that its configuration asks for; see `training_loop.train_to_end`."""
+    """Trains to the end with the configured source; see `training_loop.train_to_end`."""
     train_to_end(GRPOSteps(run, source_of(run)))
 
 
 def source_of(run: GRPORun) -> ExperienceSource:
-    """The source that a run's configuration asks for: streaming, ahead of training, or in turns with it."""
+    """The configured source: streaming, asynchronous or synchronous."""
     if run.config.async_rl is not None:
         return StreamingSource(run)
     return AsynchronousSource(run) if run.config.grpo.async_grpo.enabled else SynchronousSource(run)
 
 
 class GRPOSteps(Steps[GRPORun]):
-    """What GRPO does in the loop.
+    """Steps of GRPO.
 
     Args:
         run: The run.
-        source: Gives it its experience.
+        source: Supplies its experience.
     """
 
     section = "grpo"
@@ -67,7 +67,7 @@ class GRPOSteps(Steps[GRPORun]):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Rollouts may run inside."""
+        """Starts the source and the control plane, validates if configured, and stops both at the end."""
         run, source = self.run, self._source
         try:
             source.start()
@@ -82,12 +82,12 @@ class GRPOSteps(Steps[GRPORun]):
         source.clear()
 
     def finished(self) -> bool:
-        """The source knows."""
+        """Whether the source has no more steps."""
         return self._source.finished()
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Rows of a step that fails are cleared; others are its report's."""
+        """Clears the step's rows on failure; otherwise `report` clears them."""
         self._trained = None
         with self.run.store.step():
             yield
@@ -95,7 +95,7 @@ class GRPOSteps(Steps[GRPORun]):
                 self.run.store.keep(self._trained.experience.handle)
 
     def train(self) -> dict[str, Any] | None:
-        """Scores, weighs and trains on the experience of the step, in as many parts as the source gives."""
+        """Scores, weighs and trains on each part of the step's experience."""
         run, source, step = self.run, self._source, self.run.state.step
         run.record.emit(StepBegun(step))
         with StepTrainer(run, in_parts=source.in_parts) as trainer, closing(source.parts()) as parts:
@@ -117,26 +117,26 @@ class GRPOSteps(Steps[GRPORun]):
         return metrics
 
     def publish(self) -> None:
-        """Rollouts of the next version may begin."""
+        """Publishes the new weights and lets the next rollouts begin."""
         run = self.run
         run.control.publish(run.state.step - 1, self._source)
         with run.timer.time("begin_rollouts"):
             self._source.published(run.state.step)
 
     def validation_due(self, *, is_last: bool) -> bool:
-        """Not before `grpo.val_start_at`."""
+        """As in `Steps`, but not before `grpo.val_start_at`."""
         cfg = self.run.config.grpo
         early = self.run.state.step < cfg.val_start_at and not (cfg.val_at_end and is_last)
         return not early and super().validation_due(is_last=is_last)
 
     def validate(self) -> dict[str, float]:
-        """Takes the time in which generation that could run ahead waits."""
+        """Validates; the time counts as idle for generation that could run ahead."""
         run = self.run
         with run.timer.time("idle/validation") if self._source.generates_ahead else nullcontext():
             return validate(run, run.state.step)
 
     def early_stop(self, val_metrics: Mapping[str, float] | None) -> bool:
-        """By `grpo.stop_at_validation_metric` and `stop_at_validation_threshold`."""
+        """Whether `grpo.stop_at_validation_metric` has reached its threshold."""
         cfg = self.run.config.grpo
         name, threshold = cfg.stop_at_validation_metric, cfg.stop_at_validation_threshold
         if name is None or threshold is None or val_metrics is None:
@@ -150,33 +150,33 @@ class GRPOSteps(Steps[GRPORun]):
         return val_metrics[short] >= threshold
 
     def lend_saving(self) -> None:
-        """The control plane makes room."""
+        """Makes room for the policy's state."""
         self.run.control.lend_saving(self.run.state.step)
 
     def position(self) -> tuple[HasState, Mapping[str, object]]:
-        """The source knows what is drawn and not trained."""
+        """The source's loader position and pending groups."""
         return self._source.loader(), self._source.saved()
 
     def report(self, done: CompletedStep) -> None:
-        """Written while the next step generates."""
+        """Writes metrics and samples in the background."""
         if self._trained is not None:
             report_step(self.run, self._trained.experience, done.metrics, self._trained.result)
 
     def await_reports(self) -> None:
-        """See `Backlog.wait`."""
+        """Waits for background reports and raises their errors."""
         self.run.reports.wait()
 
     def why_ended(self, newest: CompletedStep | None) -> str | None:
         """See `Steps.why_ended`.
 
         Raises:
-            PromptsUsedUp: It is not the end that was asked for.
+            PromptsUsedUp: The prompts ran out before the first step, or a custom loader stopped early.
         """
         cfg, step = self.run.config.grpo, self.run.state.step
         if self._used_up and self.run.config.data.use_multiple_dataloader:
             raise PromptsUsedUp(
                 f"ended after step {step} of grpo.max_num_steps={cfg.max_num_steps}: data.custom_dataloader gave no "
-                "more prompts; it has to start exhausted iterators anew (itself, from the loaders that it is given)"
+                "more prompts; it has to restart exhausted iterators itself, from the loaders that it is given"
             )
         if self._used_up and step == 0:
             kept = "dynamic sampling kept too few samples for one step of " if cfg.use_dynamic_sampling else ""
@@ -189,7 +189,7 @@ class GRPOSteps(Steps[GRPORun]):
 
 
 def complete_step(run: GRPORun, experience: Experience) -> None:
-    """Counts and records the step whose weights were just made."""
+    """Counts and records a trained step."""
     state, rows = run.state, experience.rows
     trained = sorted(set(rows["prompt_number"].tolist()))
     for prompt in trained:
@@ -203,12 +203,12 @@ def complete_step(run: GRPORun, experience: Experience) -> None:
 
 
 def grpo_train(run: GRPORun) -> None:
-    """Drives a run to its end with rollouts and training in turns; see `training_loop.train_to_end`."""
+    """Trains synchronously to the end; see `training_loop.train_to_end`."""
     train_to_end(GRPOSteps(run, SynchronousSource(run)))
 
 
 def async_grpo_train(run: GRPORun, rlix_hooks: RLixHooksProtocol | None = None) -> None:
-    """Drives a run to its end with rollouts ahead of training; see `training_loop.train_to_end`.
+    """Trains asynchronously to the end; see `training_loop.train_to_end`.
 
     Args:
         run: Set up, with generation on accelerators of its own.

@@ -1,8 +1,7 @@
-"""The numbers of a training step: how they are joined, what the batch looks like, and what is logged of a finished
-step.
+"""Metrics of a training step: aggregation, batch statistics, rates, and the step's report.
 
-Knows the names that metrics have in NeMo-RL's dashboards. Invariants: joining does not depend on how the batch was cut
-into microbatches, since losses normalise by global counts; the logged step is the number of completed steps, from 1.
+Metric names are those of NeMo-RL's dashboards. Invariants: aggregation does not depend on the cut into microbatches,
+since losses normalise by global counts; the logged step is the number of completed steps, from 1.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _AVERAGED = frozenset(
 
 
 def aggregate_microbatch_metrics(metrics: Mapping[str, Sequence[Any]]) -> dict[str, float]:
-    """One number per metric from its values in every microbatch (and rank).
+    """Aggregates each metric over microbatches and ranks.
 
     Summed, except: values that every microbatch repeats (learning rate, weight decay, rewards, global counts, prompt
     length) are averaged, and `*_min` and `*_max` take the extremum of the finite ones, -1 when there is none.
@@ -54,11 +53,11 @@ def _aggregate(name: str, values: Sequence[float]) -> float:
 def batch_metrics(
     rewards_B: torch.Tensor, baseline_B: torch.Tensor, prompt_lengths_B: torch.Tensor, total_lengths_B: torch.Tensor
 ) -> dict[str, float]:
-    """What the trained batch looks like.
+    """Statistics of the trained batch.
 
     Args:
-        rewards_B: rewards the advantages were made of, of valid samples.
-        baseline_B: baseline of each of these; where it is 0 (or 1) all of its group behind it failed (or succeeded).
+        rewards_B: rewards of valid samples, as used for advantages.
+        baseline_B: baseline of each of these; 0 (or 1) means that the rest of its group failed (or succeeded).
         prompt_lengths_B: tokens of each prompt.
         total_lengths_B: tokens of each prompt with its response.
 
@@ -86,7 +85,7 @@ def throughput_metrics(
     generation_devices: int,
     generated_tokens: float,
 ) -> dict[str, float]:
-    """The `performance/` metrics of a step that follow from its times.
+    """The `performance/` metrics that follow from the times of a step.
 
     Args:
         samples: samples trained on.
@@ -150,7 +149,7 @@ def validation_metrics(
 
 
 def accuracy_by_task(rewards_B: torch.Tensor, tasks: Sequence[str]) -> dict[str, float]:
-    """`accuracy/<task>`, the mean reward of each task's samples; nothing where there is one task only.
+    """`accuracy/<task>`, the mean reward of each task's samples; empty for a single task.
 
     Args:
         rewards_B: rewards.
@@ -204,15 +203,15 @@ def step_metrics(run: GRPORun, experience: Experience, result: TrainResult) -> d
 
 @dataclass(frozen=True)
 class StepReport:
-    """What is said of a completed step, as it was when the step ended.
+    """A completed step as it is reported.
 
     Attributes:
         step: Its number, from 1.
-        experience: What it was trained on; its rows in the store are the report's to clear.
+        experience: The trained experience; the report clears its rows in the store.
         metrics: Its `train/` metrics.
         result: What training returned.
         seconds: Its times by name.
-        refit: Figures of the refit before its end.
+        refit: Metrics of the last refit.
     """
 
     step: int
@@ -224,9 +223,7 @@ class StepReport:
 
 
 def report_step(run: GRPORun, experience: Experience, metrics: Mapping[str, object], result: TrainResult) -> None:
-    """Has metrics, times, rates and samples of the step that just completed written while the next one generates; what
-    fails there is raised by the next call of `run.reports`.
-    """
+    """Writes the step's metrics and samples in the background. Errors surface at the next `run.reports` call."""
     seconds = {name: sum(run.timer.elapsed(name)) for name in run.timer.get_timing_metrics("sum")}
     refit = dict(run.control.metrics()) if run.generation is not None else {}
     report = StepReport(run.state.step, experience, metrics, result, seconds, refit)
@@ -234,7 +231,7 @@ def report_step(run: GRPORun, experience: Experience, metrics: Mapping[str, obje
 
 
 def write_report(run: GRPORun, report: StepReport) -> None:
-    """Writes metrics, times, rates and samples of a step, and clears its rows."""
+    """Writes a step's metrics, times, rates and samples, and clears its rows."""
     try:
         _log_step(run, report)
         _log_samples(run, report.experience, report.step)
@@ -290,7 +287,7 @@ def _utilisation(result: TrainResult, seconds: Mapping[str, float]) -> dict[str,
 
 
 def _log_samples(run: GRPORun, experience: Experience, step: int) -> None:
-    """Writes `samples/train_data_stepN.jsonl`: every sample with its tokens, masks, rewards and log-probabilities."""
+    """Writes `samples/train_data_stepN.jsonl`: all samples with tokens, masks, rewards and log-probabilities."""
     columns = {
         "content": "content",
         "rewards": "rewards",

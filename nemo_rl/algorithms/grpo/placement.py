@@ -1,8 +1,7 @@
-"""Where a run's policy and engines are built, and by whose leave.
+"""Placements: they provide a GRPO run with accelerators while it is built.
 
-`OwnPlacement` reserves slots for one run; a scheduler that lends accelerators brings a placement of its own. Knows what
-has to be built in which order, not how. Invariant: nothing touches an accelerator outside `training_accelerators`, but
-engines that the placement starts itself.
+`OwnPlacement` reserves slots for one run; a scheduler that lends accelerators supplies its own placement. Invariant:
+only code inside `training_accelerators`, and engines that the placement starts, use accelerators.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from nemo_rl.utils.timer import Timer
 
 @dataclass(frozen=True)
 class Clusters:
-    """Slots of training and of generation; the same object when they share them, None without generation."""
+    """Slots of training and generation: the same object if they share them, None without generation."""
 
     training: RayVirtualCluster
     generation: RayVirtualCluster | None
@@ -41,17 +40,17 @@ class Clusters:
 
 @dataclass(frozen=True)
 class Built:
-    """What a control plane is made of.
+    """Parts of a run that a control plane needs.
 
     Attributes:
         config: The run's.
         policy: Started.
-        generation: Started, or able to start; None where rollouts are replayed and nothing validates.
-        version: Of the policy's weights.
+        generation: Started, or able to start; None for replayed rollouts without validation.
+        version: Version of the policy's weights.
         record: Run record.
         timer: Times of the current step.
-        progress: What a person watches.
-        slept: What the engines said when generation was put to sleep before it ever served.
+        progress: Terminal output.
+        slept: Memory reports of the engines from when they were put to sleep before their first use.
     """
 
     config: MasterConfig
@@ -65,18 +64,18 @@ class Built:
 
 
 class Placement(Protocol):
-    """Gives a run its accelerators.
+    """Provides a run with accelerators.
 
     Attributes:
-        lends_shards: Whether engines are built and routed one by one, by order.
-        record_prefix: Begins the name of every source in the run record; `<pipeline>/` where several runs share a pool.
+        lends_shards: Whether engines are built and routed one by one, on command.
+        record_prefix: Prefix of source names in the run record; `<pipeline>/` if several runs share a pool.
     """
 
     lends_shards: bool
     record_prefix: str
 
     def connect(self, config: MasterConfig) -> Accelerator:
-        """Joins or starts the Ray cluster; its kind of accelerator."""
+        """Joins or starts the Ray cluster; returns its kind of accelerator."""
         ...
 
     def disconnect(self) -> None:
@@ -84,28 +83,28 @@ class Placement(Protocol):
         ...
 
     def reserve(self, config: MasterConfig, accelerator: Accelerator) -> Clusters:
-        """The run's slots."""
+        """Reserves the run's slots."""
         ...
 
     def shard_record(self, record: Record) -> Record:
-        """Where generation records what becomes of requests and shards."""
+        """The record for events of requests and shards."""
         ...
 
     def generation_prepared(self, generation: VllmGeneration) -> None:
-        """Generation's actors are there; where shards are lent, none of their engines stands yet."""
+        """Called once generation's actors exist. Where shards are lent, no engine is built yet."""
         ...
 
     def training_accelerators(self) -> AbstractContextManager[object]:
-        """The span in which the policy may be built on its slots."""
+        """Context manager around building the policy."""
         ...
 
     def control_plane(self, built: Built) -> ControlPlane:
-        """Owns the accelerators from here on; called inside `training_accelerators`, with the weights resident."""
+        """Creates the control plane. Called inside `training_accelerators`, with the weights on the devices."""
         ...
 
 
 class OwnPlacement(OwnSlots):
-    """One run on slots of its own."""
+    """For a run with slots of its own."""
 
     lends_shards = False
     record_prefix = ""
@@ -115,7 +114,7 @@ class OwnPlacement(OwnSlots):
         self._cuda = False
 
     def reserve(self, config: MasterConfig, accelerator: Accelerator) -> Clusters:
-        """Shared slots where generation is colocated, separate ones otherwise."""
+        """Shared slots if generation is colocated, separate slots otherwise."""
         self._cuda = accelerator.is_cuda
         cluster, colocated = config.cluster, config.policy.generation.colocated
         nodes, each = cluster.num_nodes, cluster.gpus_per_node
@@ -132,18 +131,18 @@ class OwnPlacement(OwnSlots):
         return Clusters(training, reserve(cluster, accelerator, "generation", [each] * own))
 
     def shard_record(self, record: Record) -> Record:
-        """Generation tells all of it."""
+        """Records all events."""
         return record.bind("generation")
 
     def generation_prepared(self, generation: VllmGeneration) -> None:
-        """Its engines start by themselves."""
+        """Does nothing: the engines start by themselves."""
 
     def training_accelerators(self) -> AbstractContextManager[object]:
-        """They are the run's from the start."""
+        """Does nothing: the run owns its slots."""
         return nullcontext()
 
     def control_plane(self, built: Built) -> ControlPlane:
-        """A run by itself, which refits generation from the live policy."""
+        """Refits generation from the live policy."""
         refitter = None
         if built.generation is not None:
             refitter = Refitter(

@@ -1,10 +1,9 @@
-"""Brings generation to the policy's version, whichever way the two are placed.
+"""Refits generation: brings it to the policy's weight version.
 
-Compares versions instead of keeping flags: generation that already has the wanted version is left alone, so validation
-and the next step share one refit. Colocated, it wakes the engine's weights, sends, moves training out of the way where
-memory requires it, and wakes the KV cache. A shard that dies on the way is left out; one that was built anew meanwhile
-joins. Knows policy and generation by the session's protocols. Invariant: after `bring_to` every shard that takes
-requests serves exactly that version.
+It compares versions, so validation and the next step share one refit. If both share their devices, a refit wakes the
+engine's weights, sends the new ones, moves training state to the host where memory requires it, and wakes the KV cache.
+Shards that fail are left out; rebuilt shards join. Invariant: after `bring_to` every shard that takes requests serves
+exactly that version.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class Refitter:
         colocated: Whether both share their slots.
         cuda: Whether slots are GPUs.
         record: Run record.
-        slept: What the shards said when generation was put to sleep before it ever served; nothing where it is awake.
-        repair: Builds lost shards anew; without it they stay away.
+        slept: Memory reports of the shards if they were put to sleep before their first use; empty if they are awake.
+        repair: Rebuilds failed shards; None leaves them out.
     """
 
     def __init__(
@@ -71,14 +70,12 @@ class Refitter:
         self.pauses_s: list[float] = []
 
     def bring_to(self, version: int, timer: Timer | None = None, *, recompute_kv: bool = True) -> None:
-        """Makes generation serve `version`, awake; requests that run meanwhile stand still for one pause and go on with
-        the new weights.
+        """Makes generation serve `version`, awake. Running requests pause once and continue with the new weights.
 
         Args:
             version: Of the policy's weights.
-            timer: Takes the time of the transfer.
-            recompute_kv: Whether running requests compute their keys and values anew, and cached prefixes are
-                forgotten.
+            timer: Records the time of the transfer.
+            recompute_kv: Whether running requests recompute their KV cache and cached prefixes are dropped.
 
         Raises:
             WorkerError: A worker of the policy failed, or no shard is left.
@@ -109,16 +106,16 @@ class Refitter:
 
     @property
     def rebuilds(self) -> bool:
-        """Whether `revive` can be of use: lost shards have slots of their own, and are built anew."""
+        """Whether `revive` can rebuild shards: only if they have slots of their own."""
         return self._repair is not None and not self._colocated
 
     def await_rebuild(self, rebuilds: bool) -> None:
-        """Whether requests wait where every shard is lost; whoever says so calls `revive` from time to time."""
+        """Whether requests wait while all shards have failed. The caller must then call `revive` from time to time."""
         if self.rebuilds:
             self._generation.shards.await_rebuild(rebuilds)
 
     def revive(self, version: int) -> None:
-        """Where every shard is lost, builds them anew and brings them `version`, the policy's; does nothing otherwise.
+        """If all shards have failed, rebuilds them and sends them the policy's `version`.
 
         Raises:
             GenerationError: None of them could be built.
@@ -129,7 +126,7 @@ class Refitter:
             self.bring_to(version)
 
     def _rebuild_all(self, repair: ShardRepair) -> list[int]:
-        """With no shard left, the run waits until at least one stands again."""
+        """Waits until at least one shard is rebuilt."""
         logger.warning("shards=all_lost rebuild=awaited")
         deadline = time.monotonic() + _REBUILD_S
         while repair.lost() and time.monotonic() < deadline:
@@ -140,10 +137,10 @@ class Refitter:
         raise GenerationError("every shard of generation is lost, and none of them starts anew; the log says why")
 
     def _take_back(self) -> list[int]:
-        """The shards that were built anew; they take part in this refit.
+        """The rebuilt shards, which take part in this refit.
 
-        Engines of their own are built beside the run, and join when they stand. Colocated ones need the device, so that
-        the run waits for them.
+        Engines with slots of their own are rebuilt in the background. Colocated engines need the device, so the run
+        waits for them.
         """
         if self._repair is None:
             return []
@@ -164,8 +161,8 @@ class Refitter:
         return back
 
     def _sync_living(self, version: int, timer: Timer | None, recompute_kv: bool) -> list[int]:
-        """Syncs all shards; those that fail are quarantined and the others synced again, as long as some are left.
-        Where all are lost, the run waits until some are built anew; these.
+        """Syncs all shards. Quarantines those that fail and syncs the others again. If all have failed, waits until
+        some are rebuilt. Returns the rebuilt shards.
         """
         rebuilt: list[int] = []
         while True:
@@ -204,7 +201,7 @@ class Refitter:
         self._record.emit(VersionPublished(version, shards))
 
     def release_device(self) -> None:
-        """Puts colocated generation to sleep, so that training has the device; nothing to do elsewhere."""
+        """Puts colocated generation to sleep to free its devices for training."""
         if not self._colocated or self._asleep:
             return
         self._released_bytes = _most_released(self._generation.sleep())
@@ -212,12 +209,12 @@ class Refitter:
         self._offloaded = False
 
     def make_room(self) -> None:
-        """Puts colocated generation to sleep where training state is on the host because of it."""
+        """Puts colocated generation to sleep if training state is on the host because of it."""
         if self._offloaded:
             self.release_device()
 
     def close(self) -> None:
-        """Builds no more shards."""
+        """Stops rebuilding shards."""
         if self._repair is not None:
             self._repair.close()
 
@@ -233,7 +230,7 @@ class Refitter:
         return self._policy.get_free_memory_bytes() < needed
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the last refit, for the prefix `refit`."""
+        """Metrics of the last refit, for the prefix `refit`."""
         report = self.last_report
         if report is None:
             return {}

@@ -1,8 +1,8 @@
-"""Rewards of a step: scaling and length shaping between the environment and the baselines, and a watch over steps that
-teach nothing (rewards equal within every group, or no trained token at all).
+"""Reward scaling and length shaping, and a warning about steps that teach nothing (equal rewards in every group, or no
+trained token).
 
-Row arithmetic; knows nothing of tokens. Invariants: inputs are never changed in place, so the raw rewards can still be
-logged; a spell of steps without use is spoken of when it is a few steps long, and again each time it has doubled.
+Invariants: inputs are never changed in place, so the raw rewards can still be logged; a series of useless steps is
+reported once it is a few steps long, and again each time it has doubled.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class ProcessedRewards:
     """Rewards of the samples [B] after each stage.
 
     Attributes:
-        rewards_B: what advantages are made of.
-        unshaped_B: scaled but not shaped; dynamic sampling judges groups by these.
+        rewards_B: input of the advantages.
+        unshaped_B: scaled but not shaped; input of dynamic sampling.
         components: scaled `reward/<name>` columns.
     """
 
@@ -45,7 +45,7 @@ def process_rewards(
     truncated_B: torch.Tensor,
     cfg: GRPOConfig,
 ) -> ProcessedRewards:
-    """Scaling, then shaping, as far as switched on.
+    """Applies scaling, then shaping, where configured.
 
     Args:
         rewards_B: total reward of each sample.
@@ -93,7 +93,7 @@ def scale_rewards(rewards_B: torch.Tensor, cfg: RewardScalingConfig) -> torch.Te
 def shape_rewards(
     rewards_B: torch.Tensor, response_lengths_B: torch.Tensor, truncated_B: torch.Tensor, cfg: RewardShapingConfig
 ) -> torch.Tensor:
-    """Take reward from responses that come near the length limit (DAPO, https://arxiv.org/abs/2503.14476, eq. 13).
+    """Penalises responses near the length limit (DAPO, https://arxiv.org/abs/2503.14476, eq. 13).
 
     `r + min(-(length - (max_response_length - buffer)) / buffer * penalty, 0)`: no floor, so a response beyond
     `max_response_length` loses more than the penalty, as in NeMo-RL. With `stop_properly_penalty_coef`, truncated
@@ -121,7 +121,7 @@ def shape_rewards(
 
 
 class RewardWatch:
-    """Watches the steps of a run; `rollouts` watches how their samples end."""
+    """Watches the rewards of a run; `rollouts` watches how its samples end."""
 
     def __init__(self) -> None:
         self.rollouts = RolloutWatch()
@@ -129,13 +129,13 @@ class RewardWatch:
         self._say_at = _SPELL
 
     def observe(self, step: int, rows: Mapping[str, Any], trained_tokens: float) -> str | None:
-        """What to tell the person about a finished step, if anything.
+        """A warning about the finished step, or None.
 
         Args:
             step: Its number, from 1.
-            rows: `reward`, `prompt_number`, which is equal for the samples of a group, and `valid`, whether the reward
-                counts; one value per sample.
-            trained_tokens: Tokens of the step that the loss counted.
+            rows: `reward`, `prompt_number` (equal for the samples of a group) and `valid` (whether the reward counts),
+                one value per sample.
+            trained_tokens: Number of tokens in the loss.
         """
         if trained_tokens == 0:
             return f"step {step} trained no token, so the weights did not change: every sample was masked or cut off"

@@ -1,7 +1,4 @@
-"""Everything one GRPO run consists of, as one named object, and the counters that a checkpoint carries.
-
-Holds references only; what is done with them is the loop's business.
-"""
+"""A GRPO run as one object, and the counters that its checkpoints carry."""
 
 from __future__ import annotations
 
@@ -31,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class GRPOState(RunState):
-    """Counters of a run, under the names that GRPO checkpoints use."""
+    """Counters under the names that GRPO checkpoints use."""
 
     def training_info(self) -> dict[str, object]:
-        """What a checkpoint carries."""
+        """The fields of `training_info.json`."""
         reward = {"val_reward": self.val_metrics["accuracy"]} if "accuracy" in self.val_metrics else {}
         return self.totals() | {
             "current_step": self.step_in_epoch,
@@ -45,7 +42,7 @@ class GRPOState(RunState):
 
     @classmethod
     def from_training_info(cls, info: dict[str, Any]) -> GRPOState:
-        """The counters of a checkpoint."""
+        """Counters from a checkpoint."""
         return cls.resumed(
             info,
             epoch=info["current_epoch"],
@@ -61,22 +58,22 @@ class GRPORun(TrainingRun[MasterConfig]):
     Attributes:
         tokenizer: The policy's.
         generation: The engines; None when rollouts are replayed and nothing validates.
-        control: Owns the accelerators: refits, lends, and says what is saved when.
-        rollouts: Where training rollouts come from.
-        validation_rollouts: Where validation rollouts come from.
-        store: Where a step's columns live.
+        control: Decides who uses the accelerators.
+        rollouts: Source of training rollouts.
+        validation_rollouts: Source of validation rollouts, or None.
+        store: Holds a step's columns.
         train_loader: Training prompts.
         record: Run record.
-        total_steps: Of the whole run, as far as they can be known before it.
-        environments: Environment actors by name, to be ended with the run.
-        placement: Gave the run its accelerators.
-        clusters: Slots, to be given back.
-        device_count: Slots of the run, and of training and generation.
-        resumed_from: Checkpoint that the run goes on from.
-        reward_watch: Says when steps go by that teach nothing.
-        validation_watch: Says when many samples of a validation are cut short.
-        sample_files: How files of samples are written, which a run goes on without.
-        reports: Writes what is said of a step while the next one generates.
+        total_steps: Last step of the run, as far as it can be known at the start.
+        environments: Environment actors by name.
+        placement: Provided the slots.
+        clusters: Its slots.
+        device_count: Number of slots of the run, of training and of generation.
+        resumed_from: Checkpoint that the run resumes from.
+        reward_watch: Warns about steps that teach nothing.
+        validation_watch: Warns about cut validation samples.
+        sample_files: Writes sample files; errors do not end the run.
+        reports: Writes step reports in the background.
         env_of_validation_task: Environment name per validation task.
     """
 

@@ -1,10 +1,9 @@
-"""The stages between a rollout and the optimizer: rewards, masks, log-probabilities, advantages, training.
+"""The stages between a rollout and the optimizer: rewards, masks, log-probabilities, advantages.
 
-Each stage is a plain function on an `Experience`, whose rows lie in the driver and whose tokens lie in a store. Drivers
-decide when a stage runs; `whole_batch_stages` says which stages need all groups of a step at once. Invariants: a mask
-only ever loses samples; a sample whose reward says nothing of its answer (`valid_samples`) counts in no statistic of
-rewards, while one that is masked for another reason (cut off, of old weights, engines that disagree) does; a sample of
-one weight version keeps all of its tokens under every staleness policy.
+Each stage is a function of an `Experience`; its rows are in the driver, its tokens in a store. `whole_batch_stages`
+lists the stages that need all groups of a step at once. Invariants: masks only remove samples; a sample without a
+meaningful reward (`valid_samples`) counts in no reward statistic, while samples masked for other reasons (cut off, old
+weights, engines that disagree) do; a sample of one weight version keeps all its tokens under every staleness policy.
 
 Shapes: B samples, S tokens of a padded row.
 """
@@ -37,12 +36,12 @@ from nemo_rl.utils.timer import Timer
 
 
 def overlong_filter(sample_mask_B: torch.Tensor, truncated_B: torch.Tensor) -> torch.Tensor:
-    """`grpo.overlong_filtering`: no loss from truncated samples."""
+    """`grpo.overlong_filtering`: masks truncated samples."""
     return torch.where(truncated_B.bool(), 0, sample_mask_B)
 
 
 def mask_sample_filter(sample_mask_B: torch.Tensor, flagged_B: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-    """No loss from samples the environment asks to mask; with the metric `num_mask_sample_filtered`."""
+    """Masks samples that the environment flagged; counts them in `num_mask_sample_filtered`."""
     newly = flagged_B.bool() & (sample_mask_B != 0)
     return torch.where(flagged_B.bool(), 0, sample_mask_B), {"num_mask_sample_filtered": float(newly.sum())}
 
@@ -55,7 +54,7 @@ def sequence_error_stage() -> TokenStage:
 
 
 def sequence_error(columns: BatchedDataDict) -> StageOutput:
-    """How far the probabilities of both engines lie apart on each row's own trained tokens: 1 when they agree."""
+    """Mean of exp|g - o| over the trained tokens of each row: 1 if both engines agree."""
     mask = columns["token_mask"][:, 1:]
     gap = torch.where(mask != 0, columns["generation_logprobs"][:, 1:] - columns["prev_logprobs"][:, 1:], 0)
     return StageOutput(columns={}, rows={"seq_mult_prob_error": masked_mean(gap.abs().exp(), mask, dim=-1)})
@@ -64,13 +63,13 @@ def sequence_error(columns: BatchedDataDict) -> StageOutput:
 def mask_by_sequence_error(
     error_B: torch.Tensor, sample_mask_B: torch.Tensor, rewards_B: torch.Tensor, threshold: float | None
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """`grpo.seq_logprob_error_threshold`: no loss from samples above it.
+    """`grpo.seq_logprob_error_threshold`: masks samples above it.
 
     Args:
         error_B: `seq_mult_prob_error` of the stage.
-        sample_mask_B: 0 for samples that already give no loss; they do not count in the metrics.
+        sample_mask_B: 0 for samples that are already masked; they do not count in the metrics.
         rewards_B: rewards, 1 meaning correct.
-        threshold: None masks nothing but still measures.
+        threshold: None measures without masking.
 
     Returns:
         The new mask, and the metrics of the error before and after.
@@ -88,7 +87,7 @@ def mask_by_sequence_error(
 
 
 def skipped_sequence_error_metrics() -> dict[str, float]:
-    """Zeros under the names of `mask_by_sequence_error`, for steps that skip the pass it needs."""
+    """The metrics of `mask_by_sequence_error` as zeros, for steps that skip it."""
     none = torch.zeros(0)
     return mask_by_sequence_error(none, none, none, None)[1]
 
@@ -110,7 +109,7 @@ def positive_example_columns(
     loss_cfg: ClippedPGLossConfig,
     global_batch_size: int,
 ) -> Mapping[str, torch.Tensor]:
-    """The column `positive_nll_scale` [B], or none where the loss has no such term.
+    """The column `positive_nll_scale` [B]; empty if the loss has no such term.
 
     Args:
         apply: runs a stage on the batch, which holds `token_mask`.
@@ -133,7 +132,7 @@ def positive_example_columns(
 
 
 def trained_tokens(columns: BatchedDataDict) -> StageOutput:
-    """Tokens of each row that a next-token loss sees."""
+    """Number of tokens of each row in a next-token loss."""
     return StageOutput(columns={}, rows={"trained_tokens": columns["token_mask"][:, 1:].sum(-1)})
 
 
@@ -144,9 +143,8 @@ class Experience:
     Attributes:
         handle: Its token columns in the store.
         rows: Its small columns [B] in the driver.
-        metrics: What the stages measured.
-        group_names: Identity in the run record of each `prompt_number`; where none is given, that of the step's own
-            groups.
+        metrics: Metrics of the stages.
+        group_names: Identifier of each `prompt_number` in the run record; empty for the step's own groups.
     """
 
     handle: BatchHandle
@@ -156,14 +154,14 @@ class Experience:
 
 
 def run_stage(experience: Experience, store: ExperienceStore, stage: TokenStage) -> dict[str, torch.Tensor]:
-    """Runs a token stage on the experience's tokens; its row scalars [B]."""
+    """Runs a token stage; returns its row scalars [B]."""
     experience.handle, rows = store.apply(experience.handle, stage)
     return rows
 
 
 def valid_samples(rows: BatchedDataDict, cfg: GRPOConfig) -> torch.Tensor:
-    """Which samples [B] have a reward that counts: not those without loss from the start (a prompt that was cut), nor
-    those that the environment flagged and that are masked for it.
+    """Which samples [B] have a reward that counts: all but prompts that were cut and samples that are masked because
+    the environment flagged them.
 
     Truncated samples count, with `grpo.overlong_filtering` too: that is DAPO's rule.
     """
@@ -176,13 +174,13 @@ def valid_samples(rows: BatchedDataDict, cfg: GRPOConfig) -> torch.Tensor:
 
 
 def valid_rewards(rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The processed rewards that count; all of them where none does."""
+    """The processed rewards that count, or all if none does."""
     return rows["reward"][rows["valid"]] if bool(rows["valid"].any()) else rows["reward"]
 
 
 def score_rewards(rows: BatchedDataDict, cfg: GRPOConfig) -> None:
-    """Scales and shapes rewards, then adds `valid`, `group_id`, `baseline`, `std` (of the group) and the processed
-    rewards, in place.
+    """Scales and shapes rewards, in place. Adds `valid`, `group_id`, `baseline`, `std` (of the group) and the processed
+    rewards.
     """
     components = {name: column for name, column in rows.items() if name.startswith(COMPONENT_PREFIX)}
     rewards_B = rows["total_reward"]
@@ -208,7 +206,7 @@ def score_rewards(rows: BatchedDataDict, cfg: GRPOConfig) -> None:
 
 
 def filter_rows(rows: BatchedDataDict, cfg: GRPOConfig) -> dict[str, float]:
-    """Overlong filtering, and of samples that the environment flagged, in place on `sample_mask`; metrics."""
+    """Masks overlong and flagged samples in place; returns metrics."""
     metrics: dict[str, float] = {}
     if cfg.overlong_filtering:
         rows["sample_mask"] = overlong_filter(rows["sample_mask"], rows["truncated"])
@@ -222,12 +220,12 @@ def filter_rows(rows: BatchedDataDict, cfg: GRPOConfig) -> dict[str, float]:
 
 
 def needs_previous_logprobs(cfg: GRPOConfig, loss_cfg: ClippedPGLossConfig) -> bool:
-    """Whether log-probabilities under the weights before the step are read by anything."""
+    """Whether anything reads log-probabilities under the weights before the step."""
     return not loss_cfg.force_on_policy_ratio or cfg.seq_logprob_error_threshold is not None
 
 
 def needs_reference_logprobs(cfg: GRPOConfig, loss_cfg: ClippedPGLossConfig) -> bool:
-    """Whether log-probabilities under the reference weights are read by anything."""
+    """Whether anything reads log-probabilities under the reference weights."""
     return loss_cfg.reference_policy_kl_penalty != 0 and not cfg.skip_reference_policy_logprobs_calculation
 
 
@@ -239,7 +237,7 @@ def compute_logprobs(
     loss_cfg: ClippedPGLossConfig,
     timer: Timer,
 ) -> None:
-    """Adds the columns `prev_logprobs` and `reference_policy_logprobs`, as far as they are read; both with one call."""
+    """Adds the columns `prev_logprobs` and `reference_policy_logprobs` that are read, in one call."""
     handle = experience.handle
     previous, reference = needs_previous_logprobs(cfg, loss_cfg), needs_reference_logprobs(cfg, loss_cfg)
     if not previous and not reference:
@@ -261,8 +259,8 @@ def mask_and_weigh(
     global_batch_size: int,
     first_row: int = 0,
 ) -> None:
-    """Masks samples whose engines disagree, then writes `sample_mask`, `advantages` and the weight of correct answers,
-    if the loss has one. `first_row` numbers the samples of a part within their step.
+    """Masks samples whose engines disagree, then writes `sample_mask`, `advantages` and, if the loss uses it, the
+    weight of correct answers. `first_row` is the index of the part's first sample in the step.
     """
     rows = experience.rows
     if needs_previous_logprobs(cfg, loss_cfg):
@@ -313,7 +311,7 @@ def train_columns(cfg: GRPOConfig, loss_cfg: ClippedPGLossConfig) -> list[str]:
 def columns_to_train(
     experience: Experience, store: ExperienceStore, cfg: GRPOConfig, loss_cfg: ClippedPGLossConfig
 ) -> BatchHandle:
-    """The batch with the columns that training reads, and those that no stage knows."""
+    """Selects the columns that training reads, and custom columns that no stage knows."""
     columns = [*train_columns(cfg, loss_cfg), *columns_of_others(store.columns(experience.handle))]
     return store.select_columns(experience.handle, columns)
 
@@ -324,7 +322,7 @@ loss, its older tokens masked, or dropped."""
 
 
 def newest_tokens_only(columns: BatchedDataDict) -> StageOutput:
-    """Masks tokens of versions older than their row's newest; `masked_tokens` per row."""
+    """Masks tokens of versions older than their row's newest; returns `masked_tokens` per row."""
     mask_BS, versions_BS = columns["token_mask"], columns["token_versions"]
     trained_BS = mask_BS != 0
     newest_B = torch.where(trained_BS, versions_BS, -1).amax(dim=1)
@@ -335,7 +333,7 @@ def newest_tokens_only(columns: BatchedDataDict) -> StageOutput:
 
 
 def apply_staleness_policy(experience: Experience, store: ExperienceStore, rule: StalenessPolicy, step: int) -> None:
-    """Applies the rule to a step's batch, in place, and adds its metrics.
+    """Applies the policy to a step's batch, in place, and adds its metrics.
 
     Args:
         experience: With `weight_version`, `newest_version` and `mixed_kv` rows.
@@ -365,9 +363,9 @@ def apply_staleness_policy(experience: Experience, store: ExperienceStore, rule:
 
 
 def whole_batch_stages(cfg: GRPOConfig, loss_cfg: ClippedPGLossConfig) -> dict[str, str]:
-    """Stages that need all groups of a step at once, by the key that makes them so; every other stage is group-local.
+    """Stages that need all groups of a step at once, by configuration key; all others are group-local.
 
-    A driver that trains on groups as they finish must wait for the last group before such a stage, or refuse the key.
+    A streaming run must refuse these keys.
     """
     found: dict[str, str] = {}
     if cfg.use_dynamic_sampling:

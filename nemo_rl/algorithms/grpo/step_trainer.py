@@ -1,7 +1,7 @@
-"""From the experience of a step to new weights, in one piece or part by part.
+"""Trains one step on its experience, whole or part by part.
 
-A `StepTrainer` drives the optimizer; `score` and `weigh` come before it. Invariants: a step that fails leaves the
-weights of the step before, and no step open; every part of a step counts in its one optimizer step.
+`score` computes log-probabilities, `weigh` masks and advantages; a `StepTrainer` runs the optimizer. Invariant: a step
+that fails keeps the weights of the step before and leaves no step open.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 
 @contextmanager
 def _recorded_span(run: GRPORun, what: str) -> Iterator[None]:
-    """Writes into the run record how long the current step was busy with something."""
+    """Records the start and end of a phase of the current step."""
     step, begun = run.state.step, time.time()
     yield
     run.record.emit(StepSpan(step, what, begun, time.time()))
 
 
 def score(run: GRPORun, part: Experience, *, step_open: bool) -> None:
-    """Log-probabilities of some groups, or of a whole step, as far as anything reads them.
+    """Adds the log-probability columns that later stages read.
 
     Args:
         run: The run.
-        part: Gets the columns.
-        step_open: Whether gradients of earlier groups wait for the optimizer.
+        part: A part of the step, or all of it.
+        step_open: Whether gradients of earlier parts are accumulated.
     """
     cfg, loss_cfg, timer = run.config.grpo, run.config.loss_fn, run.timer
     run.progress.phase("log-probabilities")
@@ -55,12 +55,12 @@ def score(run: GRPORun, part: Experience, *, step_open: bool) -> None:
 
 
 def weigh(run: GRPORun, part: Experience, *, first_row: int) -> None:
-    """Masks and advantages of some groups, or of a whole step.
+    """Adds masks and advantages.
 
     Args:
         run: The run.
-        part: Scored.
-        first_row: Number of its first sample within the step.
+        part: A scored part of the step, or all of it.
+        first_row: Index of its first sample within the step.
     """
     with run.timer.time("advantage_calculation"):
         global_batch_size = run.config.policy.train_global_batch_size
@@ -69,18 +69,18 @@ def weigh(run: GRPORun, part: Experience, *, first_row: int) -> None:
 
 @dataclass(frozen=True)
 class Trained:
-    """The experience that a step was trained on, and what training returned."""
+    """The step's experience and the result of training."""
 
     experience: Experience
     result: TrainResult
 
 
 class StepTrainer:
-    """Trains the current step; a context manager that gives the step up when its body fails.
+    """Trains the current step; a context manager that aborts the step on an error.
 
     Args:
         run: The run.
-        in_parts: Whether gradients are accumulated part by part; otherwise the step is one part.
+        in_parts: Whether gradients are accumulated part by part; otherwise there is one part.
     """
 
     def __init__(self, run: GRPORun, *, in_parts: bool) -> None:
@@ -96,12 +96,12 @@ class StepTrainer:
 
     @property
     def rows(self) -> int:
-        """Samples added so far."""
+        """Number of samples added so far."""
         return sum(part.rows.size for part in self._parts)
 
     def add(self, part: Experience) -> None:
-        """Takes weighed experience; in parts, its gradients are computed now. Columns that no stage knows go along, for
-        the model and for losses of users.
+        """Adds weighed experience. In parts, its gradients are computed now. Columns that no stage knows are passed on
+        for models and custom losses.
         """
         run = self._run
         run.progress.phase("training")
@@ -116,7 +116,7 @@ class StepTrainer:
             run.policy.train_microbatches(self._columns(part), timer=run.timer)
 
     def finish(self, meanwhile: Callable[[], None]) -> Trained:
-        """The optimizer's steps; the weights are then those of the next version.
+        """Runs the optimizer.
 
         Args:
             meanwhile: Called while the workers train; must not fail.
@@ -126,7 +126,7 @@ class StepTrainer:
         """
         run = self._run
         if self._in_parts:
-            # The training accelerators may have been away since the last part.
+            # The training accelerators may have been released since the last part.
             run.policy.prepare_for_training()
         with run.timer.time("policy_training"), _recorded_span(run, TRAINING):
             if self._in_parts:
@@ -142,7 +142,7 @@ class StepTrainer:
 
 
 def _joined(run: GRPORun, parts: Sequence[Experience]) -> Experience:
-    """All parts of a step as one, for its metrics and its samples."""
+    """Joins all parts of a step, for its metrics and samples."""
     if len(parts) == 1:
         return parts[0]
     rows = joined_rows([part.rows for part in parts])
@@ -151,7 +151,7 @@ def _joined(run: GRPORun, parts: Sequence[Experience]) -> Experience:
 
 
 def joined_metrics(parts: Sequence[Experience]) -> dict[str, object]:
-    """Lists joined, extremes of extremes, sums of counts, and means by rows."""
+    """Joins metrics of parts: concatenates lists, takes extremes of extremes and sums of counts, averages by rows."""
     joined: dict[str, object] = {}
     for name in dict.fromkeys(name for part in parts for name in part.metrics):
         found = [(part.metrics[name], part.rows.size) for part in parts if name in part.metrics]

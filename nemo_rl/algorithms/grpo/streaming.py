@@ -1,9 +1,8 @@
-"""Training on prompt groups as they finish: the source that gives a step in parts.
+"""The streaming source: a step trains on prompt groups as they finish.
 
-Early groups are scored, weighed and put through forward and backward while slow ones still generate; there is one
-optimizer step, with one gradient reduction, once the last group is through. Stages that need all groups of a step at
-once are refused by name. Invariant: every group of a step is given once, in a part that is large enough to fill the
-accelerators, or in the last one.
+Early groups run through scoring, forward and backward while slow groups still generate. One optimizer step, with one
+gradient reduction, follows the last group. Settings that need all groups of a step at once are refused. Invariant:
+every group of a step is yielded once, in a part that is large enough to fill the accelerators, or in the last part.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ _STALL_ADVICE = {
 
 
 def sampler_of(cfg: AsyncRLConfig) -> Sampler:
-    """The sampler that `async_rl.sampler` asks for.
+    """The sampler configured by `async_rl.sampler`.
 
     Raises:
         SamplerError: A custom one cannot be made.
@@ -71,7 +70,7 @@ def sampler_of(cfg: AsyncRLConfig) -> Sampler:
 
 
 def check_streaming(config: MasterConfig) -> None:
-    """Whether the run can be streamed: every stage works on some groups of a step, and the sampler can be made.
+    """Checks that all stages are group-local and that the sampler can be created.
 
     Raises:
         ConfigError: Something of it cannot.
@@ -96,7 +95,7 @@ def check_streaming(config: MasterConfig) -> None:
 
 
 class StreamingSource(AheadSource[StreamCollector]):
-    """Rollouts run beside training, and a step takes its groups as they finish."""
+    """Rollouts run beside training, and a step takes groups as they finish."""
 
     in_parts = True
 
@@ -106,11 +105,11 @@ class StreamingSource(AheadSource[StreamCollector]):
         super().__init__(run, _build_collector(run, self._cfg))
 
     def start(self) -> None:
-        """Goes on with the prompts and groups of the checkpoint."""
+        """Restores the prompts and groups of the checkpoint."""
         _restore(self._run, self._cfg, self.collector)
 
     def parts(self) -> Generator[Experience]:
-        """Groups of the current step as they finish, scored and filtered, as many as are worth a pass; each once.
+        """Yields groups of the current step as they finish, scored and filtered, in parts large enough for a pass.
 
         Raises:
             CollectorError: The collector cannot deliver.
@@ -126,7 +125,7 @@ class StreamingSource(AheadSource[StreamCollector]):
             run.control.lend_training(step)
 
     def _take(self, report: ReportProgress) -> Sequence[BufferedGroup]:
-        """The next groups; none once the step has all that it gets, or where the prompts are used up."""
+        """The next groups; empty if the step is complete or the prompts are used up."""
         run = self._run
         run.progress.phase("waiting for rollouts")
         with run.timer.time("exposed_generation"):
@@ -147,7 +146,7 @@ class StreamingSource(AheadSource[StreamCollector]):
         return experience
 
     def _enough(self, groups: Sequence[BufferedGroup]) -> bool:
-        """Whether a pass over these groups fills the accelerators: by their number, or by their tokens."""
+        """Whether these groups fill the accelerators, by their number or their tokens."""
         least = self._cfg.min_prompt_groups_per_batch or self._cfg.min_groups_for_streaming_train
         if worth_a_pass(len(groups), self.collector.queue.step, least):
             return True
@@ -167,7 +166,7 @@ class StreamingSource(AheadSource[StreamCollector]):
         return Experience(handle, rows, merged_rollout_metrics([group.metrics for group in groups]), names)
 
     def metrics(self) -> dict[str, float]:
-        """In how many parts the step was trained, and what became of prompts since the last one."""
+        """The number of parts, and the prompts dropped, replaced and evicted since the last step."""
         step, collector = self.collector.queue.step, self.collector
         evicted, collector.evicted = collector.evicted, 0
         lag_s, collector.loop_lag_s = collector.loop_lag_s, 0.0
@@ -184,11 +183,11 @@ class StreamingSource(AheadSource[StreamCollector]):
         return self._cfg.recompute_kv_cache_after_weight_updates
 
     def refit_window(self) -> AbstractContextManager[None]:
-        """Weights are replaced below running requests."""
+        """Does nothing: weights are replaced below running requests."""
         return nullcontext()
 
     def saved(self) -> Mapping[str, object]:
-        """Which prompts are drawn and not trained, and their finished groups."""
+        """Drawn prompts that are not trained, and their finished groups."""
         draws = [[draw.batch, draw.rows, [list(row) for row in draw.open]] for draw in self.collector.draws()]
         return {
             BUFFER_FILE: {"groups": plain_groups(self._run, self.collector.finished())},
@@ -223,10 +222,10 @@ def _build_collector(run: GRPORun, cfg: AsyncRLConfig) -> StreamCollector:
 
 
 def _restore(run: GRPORun, cfg: AsyncRLConfig, collector: StreamCollector) -> None:
-    """Goes on with the prompts of the checkpoint that the run resumed from, and with their finished groups.
+    """Restores the prompts and finished groups of the checkpoint that the run resumes from.
 
-    Groups that are older than the sampler now allows, or that another sampler chose, are left out: their prompts are
-    generated anew. Of another batch shape, or of other datasets, everything is.
+    Drops groups that are too old for the sampler or were selected by another sampler; their prompts are generated
+    again. If the batch shape or the datasets changed, drops everything.
     """
     if run.resumed_from is None or not (run.resumed_from / ROLLOUTS_FILE).exists():
         return

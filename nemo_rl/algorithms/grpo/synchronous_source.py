@@ -1,4 +1,4 @@
-"""The source that generates on the spot: rollouts and training take turns."""
+"""The synchronous source: rollouts and training take turns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 
 class SynchronousSource(WholeSteps):
-    """Generates the batch of a step when the step wants it, with the weights of that moment."""
+    """Generates each step's batch when the step needs it, with the current weights."""
 
     generates_ahead = False
 
@@ -24,7 +24,7 @@ class SynchronousSource(WholeSteps):
 
     @property
     def collector(self) -> None:
-        """None: rollouts and training take turns."""
+        """None: no rollout runs beside training."""
 
     @property
     def version(self) -> int:
@@ -32,13 +32,13 @@ class SynchronousSource(WholeSteps):
         return self._run.state.step
 
     def start(self) -> None:
-        """The loader stands where the checkpoint left it already."""
+        """Does nothing: the loader is already restored."""
 
     def published(self, version: int) -> None:
-        """Generation waits for the step."""
+        """Does nothing: the step starts generation."""
 
     def next_experience(self) -> Experience:
-        """Brings generation to the current weights and rolls out."""
+        """Refits generation if needed and rolls out."""
         run = self._run
         run.progress.phase("generation")
         with run.timer.time("prepare_for_generation/total"):
@@ -60,7 +60,7 @@ class SynchronousSource(WholeSteps):
             self._prompts.prefetch()
 
     def trained(self, step: int) -> None:
-        """A trained step leaves no state."""
+        """Does nothing: a trained step leaves no state."""
 
     def finished(self) -> bool:
         """Whether steps or epochs are used up."""
@@ -75,11 +75,11 @@ class SynchronousSource(WholeSteps):
         )
 
     def waited_for(self) -> tuple[int, int]:
-        """A whole batch, none of it made yet."""
+        """A whole batch, none of it finished."""
         return (0 if self.finished() else self._run.config.grpo.num_prompts_per_step), 0
 
     def recompute_kv(self) -> bool:
-        """Cached prefixes are of the old weights too."""
+        """True: cached prefixes belong to the old weights."""
         return True
 
     def refit_window(self) -> AbstractContextManager[None]:
@@ -87,15 +87,15 @@ class SynchronousSource(WholeSteps):
         return nullcontext()
 
     def loader(self) -> HasState:
-        """Where the run's own stands, or stood before it was asked ahead."""
+        """The loader position, before any prefetched batch."""
         return self._prompts.position()
 
     def saved(self) -> Mapping[str, object]:
-        """The loader is all there is."""
+        """No further files."""
         return {}
 
     def stop(self) -> None:
-        """No rollout runs between steps."""
+        """Does nothing: no rollout runs between steps."""
 
     def clear(self) -> None:
-        """No group waits."""
+        """Does nothing: no group waits."""

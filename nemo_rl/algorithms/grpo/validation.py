@@ -1,7 +1,7 @@
-"""Validation: rolls held-out prompts out with the validation sampling and reports accuracy.
+"""Validation: generates responses to held-out prompts and reports accuracy.
 
-Uses the same rollouts as training and no training state. Invariant: floor(max_val_samples / val_batch_size) batches, at
-least one, run, each drawn with the same seeds at every validation.
+Invariant: floor(max_val_samples / val_batch_size) batches run, at least one, each with the same seeds at every
+validation.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 
 def batch_size(grpo: GRPOConfig, prompts: int) -> int:
-    """Prompts of one validation batch, of a validation set of `prompts`."""
+    """Prompts per validation batch, for a validation set of `prompts`."""
     return min(size for size in (grpo.val_batch_size, grpo.max_val_samples, prompts) if size is not None)
 
 
 def batches_to_run(grpo: GRPOConfig, batches: int) -> int:
-    """How many of the validation set's batches one validation runs."""
+    """Number of batches per validation."""
     if grpo.max_val_samples is None:
         return batches
     return max(1, grpo.max_val_samples // (grpo.val_batch_size or grpo.max_val_samples))
@@ -53,7 +53,7 @@ _TABLE_ROWS = 16
 
 @dataclass(frozen=True)
 class _Validated:
-    """All samples of a validation: `messages` and `expected` of those that may be shown, and how all of them ended."""
+    """All samples of a validation: `messages` and `expected` of those that are shown, and how all of them ended."""
 
     rewards: torch.Tensor
     lengths: torch.Tensor
@@ -65,7 +65,7 @@ class _Validated:
 
 
 def validate(run: GRPORun, step: int) -> dict[str, float]:
-    """Runs validation and logs it under step `step` (0: before training).
+    """Validates and logs under step `step` (0: before training).
 
     Returns:
         What `validation_metrics` gives, the mean of each `reward/<name>`, and `<environment>/<name>` that environments
@@ -73,7 +73,7 @@ def validate(run: GRPORun, step: int) -> dict[str, float]:
 
     Raises:
         ValueError: There is no validation data.
-        EnvironmentFailure: An environment cannot say what it measured.
+        EnvironmentFailure: An environment could not report its metrics.
     """
     cfg = run.config.grpo
     loader, source = run.val_loader, run.validation_rollouts
@@ -121,7 +121,7 @@ def validate(run: GRPORun, step: int) -> dict[str, float]:
 
 
 def _show(run: GRPORun, done: _Validated, step: int) -> None:
-    """Samples with their turns and the expected answer, right and wrong ones, in trackers and on the terminal."""
+    """Shows samples with their turns and the expected answer, right and wrong ones, in trackers and on the terminal."""
     rewards = done.rewards.tolist()[: len(done.samples)]
     logs, expected = ([sample[name] for sample in done.samples] for name in ("messages", "expected"))
     rows = best_to_worst(rewards, _TABLE_ROWS)

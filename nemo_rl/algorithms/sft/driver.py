@@ -1,8 +1,7 @@
-"""Supervised fine-tuning: what a run consists of, and its steps: one optimizer step per batch, validation loss.
+"""Supervised fine-tuning: one optimizer step per batch, with validation loss.
 
-A scheduler that lends accelerators brings a placement of its own. Invariants: `state.step` is the number of optimizer
-steps behind the policy's weights; nothing of training touches an accelerator but inside `building`, and between `lend`
-and `step_done`.
+A scheduler that lends accelerators supplies its own placement. Invariants: `state.step` is the number of optimizer
+steps behind the policy's weights; training uses accelerators only inside `building` and between `lend` and `step_done`.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ class SFTState(RunState):
     """Counters of a run, under the names that SFT checkpoints use."""
 
     def training_info(self) -> dict[str, object]:
-        """What a checkpoint carries."""
+        """The fields of a checkpoint's `training_info.json`."""
         return self.totals() | {"step": self.step_in_epoch, "epoch": self.epoch, **self.val_metrics}
 
     @classmethod
     def from_training_info(cls, info: dict[str, Any]) -> SFTState:
-        """The counters of a checkpoint."""
+        """Counters from a checkpoint."""
         return cls.resumed(
             info,
             epoch=info["epoch"],
@@ -47,10 +46,10 @@ class SFTState(RunState):
 
 
 class Placement(Protocol):
-    """Gives an SFT run its accelerators."""
+    """Provides an SFT run with accelerators."""
 
     def connect(self, config: SFTMasterConfig) -> Accelerator:
-        """Joins or starts the Ray cluster; its kind of accelerator."""
+        """Joins or starts the Ray cluster; returns its kind of accelerator."""
         ...
 
     def disconnect(self) -> None:
@@ -62,15 +61,15 @@ class Placement(Protocol):
         ...
 
     def building(self) -> AbstractContextManager[object]:
-        """The span in which the policy is built."""
+        """Context manager around building the policy."""
         ...
 
     def lend(self, run: SFTRun) -> None:
-        """Weights and optimizer are on the accelerators on return, for the next step or a validation."""
+        """Blocks until weights and optimizer are on the accelerators."""
         ...
 
     def step_done(self, run: SFTRun) -> None:
-        """A step is complete, with its validation and its checkpoint: the accelerators may go to somebody else."""
+        """Called once a step, its validation and its checkpoint are complete; may release the accelerators."""
         ...
 
 
@@ -80,8 +79,8 @@ class SFTRun(TrainingRun[SFTMasterConfig]):
 
     Attributes:
         train_loader: Training conversations, batches of `policy.train_global_batch_size`.
-        cluster: Slots, to be given back.
-        placement: Who they come from.
+        cluster: Its slots.
+        placement: Provided the slots.
     """
 
     train_loader: StatefulDataLoader[Batch]
@@ -90,7 +89,7 @@ class SFTRun(TrainingRun[SFTMasterConfig]):
 
 
 class OwnPlacement(OwnSlots):
-    """One run on slots of its own."""
+    """For a run with slots of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,21 +100,21 @@ class OwnPlacement(OwnSlots):
         return reserve_all(config.cluster, accelerator, "policy")
 
     def building(self) -> AbstractContextManager[object]:
-        """They are the run's from the start."""
+        """Does nothing: the run owns its slots."""
         return nullcontext()
 
     def lend(self, run: SFTRun) -> None:
-        """They stay the run's."""
+        """Moves the policy to the devices once."""
         if not self._ready:
             run.policy.prepare_for_training()
             self._ready = True
 
     def step_done(self, run: SFTRun) -> None:
-        """They stay the run's."""
+        """Does nothing: the run keeps its slots."""
 
 
 def sft_train(run: SFTRun) -> None:
-    """Drives a run to its end; `<checkpoint_dir>/latest` then names the weights of its last checkpoint.
+    """Trains to the end, then points `<checkpoint_dir>/latest` at the newest weights.
 
     Raises:
         NonFiniteStepError, WorkerError, CheckpointError: The run cannot go on; the last checkpoint is usable.
@@ -126,7 +125,7 @@ def sft_train(run: SFTRun) -> None:
 
 
 class SFTSteps(Steps[SFTRun]):
-    """What SFT does in the loop."""
+    """Steps of SFT."""
 
     section = "sft"
 
@@ -137,7 +136,7 @@ class SFTSteps(Steps[SFTRun]):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Nothing runs beside the steps."""
+        """Validates first if configured; SFT generates nothing."""
         self.run.placement.lend(self.run)
         if self.run.config.sft.val_at_start and self.run.state.step == 0:
             validate(self.run)
@@ -148,7 +147,7 @@ class SFTSteps(Steps[SFTRun]):
         return _finished(self.run)
 
     def train(self) -> dict[str, Any] | None:
-        """One optimizer step on the next batch."""
+        """Trains on the next batch."""
         run, batch = self.run, next(self._batches, None)
         if batch is None:
             return None
@@ -161,11 +160,11 @@ class SFTSteps(Steps[SFTRun]):
         return validate(self.run)
 
     def position(self) -> tuple[HasState, Mapping[str, object]]:
-        """The loader is all there is."""
+        """The loader; no further files."""
         return self.run.train_loader, {}
 
     def report(self, done: CompletedStep) -> None:
-        """The accelerators may go to somebody else; logs metrics, times and rates."""
+        """Releases lent accelerators; logs metrics, times and rates."""
         run, step = self.run, self.run.state.step
         run.placement.step_done(run)
         run.logger.log_metrics(done.metrics, step, prefix="train")
@@ -177,7 +176,7 @@ class SFTSteps(Steps[SFTRun]):
 
 
 def _batches(run: SFTRun) -> Iterator[BatchedDataDict]:
-    """Training batches of one epoch after the other, the first one where the checkpoint left off."""
+    """Yields training batches, epoch after epoch, from the restored loader position."""
     while True:
         yield from run.train_loader
         run.state.epoch += 1
@@ -232,9 +231,7 @@ def validate(run: SFTRun) -> dict[str, float]:
 
 
 def _filled(batch: BatchedDataDict, rows: int) -> BatchedDataDict:
-    """The batch with copies of its first row, masked out, until it has `rows` rows: the last batch is counted too, and
-    divides over ranks.
-    """
+    """Pads the batch to `rows` rows with masked copies of its first row, so that the last batch divides over ranks."""
     missing = rows - batch.size
     if missing <= 0:
         return batch
