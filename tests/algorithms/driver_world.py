@@ -115,7 +115,9 @@ class World:
             train_loader=loader,
             val_loader=None,
             logger=SimpleNamespace(log_metrics=self.log_metrics, log_dir=tmp_path, samples_dir=tmp_path),
-            checkpointer=SimpleNamespace(settle=lambda: None, look=lambda: None, trying=nullcontext, owes=False),
+            checkpointer=SimpleNamespace(
+                finish=lambda: None, poll=lambda: None, tolerate_failure=nullcontext, retry_due=False
+            ),
             state=state or GRPOState(),
             record=MemoryRecord(),
             timer=Timer(),
