@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from nemo_rl.compat.members import ABSENT_MEMBERS, CONTROL_PLANE
 from nemo_rl.compat.names import ABSENT, AT_HOME, CHANGED, NAMES
-from nemo_rl.config.foreign import ALWAYS, FOREIGN, MOVED
+from nemo_rl.config.foreign import MOVED, RECIPES
 from nemo_rl.config.master import MasterConfig, SFTMasterConfig
 from nemo_rl.config.schema import KeyInfo, keys_of
 from nemo_rl.utils.markdown import table
@@ -124,9 +124,9 @@ def _parts() -> Iterator[tuple[str, str]]:
     keys: dict[str, list[str]] = {}
     for entry in _unbuilt_keys():
         keys.setdefault((entry.not_yet or "").rpartition(": ")[2], []).append(f"`{entry.name}`")
-    for foreign in FOREIGN:
-        if foreign.inert is not ALWAYS:
-            keys.setdefault(foreign.part, []).append(f"`{foreign.pattern}`")
+    for foreign in RECIPES:
+        if foreign.not_built:
+            keys.setdefault(foreign.not_built, []).append(f"`{foreign.pattern}`")
     for part in sorted(keys, key=str.lower):
         yield part, ", ".join(dict.fromkeys(keys[part]))
 
@@ -147,11 +147,10 @@ def _without_effect() -> Iterator[tuple[str, str, str]]:
     for entry in keys_of(MasterConfig):
         if entry.meaning.startswith("Accepted "):
             yield f"`{entry.name}`", entry.meaning.partition("; ")[2] or entry.meaning, "all"
-    for foreign in FOREIGN:
-        if foreign.inert is ALWAYS:
-            yield f"`{foreign.pattern}`", foreign.part, "all"
-        elif foreign.inert:
-            yield f"`{foreign.pattern}`", foreign.part, ", ".join(str(value).lower() for value in foreign.inert)
+    for foreign in RECIPES:
+        if foreign.ignored or foreign.inert:
+            values = ", ".join(str(value).lower() for value in foreign.inert) or "all"
+            yield f"`{foreign.pattern}`", foreign.ignored or foreign.not_built, values
 
 
 def _definitions() -> Iterator[tuple[str, str]]:

@@ -10,18 +10,16 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from nemo_rl.config.check import Verdict, check_file, lines_about, recipe_files, summary
+from nemo_rl.config.dotted import ABSENT, at
 from nemo_rl.config.errors import ConfigError, did_you_mean
 from nemo_rl.config.layers import source_of
 from nemo_rl.config.load import kind_of_file, load_layers, load_master_config, load_partly
 from nemo_rl.config.master import CompleteConfig, MasterConfig, SFTMasterConfig
 from nemo_rl.config.schema import KeyInfo, find_key, free_mapping, keys_of, names_in, reference_page, shown
-
-_ABSENT = object()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -128,17 +126,9 @@ def _print_key(entry: KeyInfo) -> None:
 
 
 def _print_value(key: str, file: str | None, overrides: list[str], kind: type[CompleteConfig]) -> None:
-    node: Any = load_master_config(file, overrides, kind).to_dict()
-    for part in key.split("."):
-        node = (
-            node[int(part)]
-            if isinstance(node, list) and part.isdigit()
-            else node[part]
-            if isinstance(node, dict) and part in node
-            else _ABSENT
-        )
+    value = at(load_master_config(file, overrides, kind).to_dict(), key.split("."))
     source = source_of(load_layers(file, overrides, kind).layers, key.split("."))
-    print(f"  value:   {_or_absent(node)}")
+    print(f"  value:   {_or_absent(value)}")
     print(f"  from:    {source or 'the default'}")
 
 
@@ -152,7 +142,7 @@ def differences(
 ) -> Iterator[tuple[str, object, object]]:
     """Dotted key, old and new value of every key in which two nested mappings differ."""
     for key in [*before, *(key for key in after if key not in before)]:
-        old, new = before.get(key, _ABSENT), after.get(key, _ABSENT)
+        old, new = before.get(key, ABSENT), after.get(key, ABSENT)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             yield from differences(old, new, f"{prefix}{key}.")
         elif old != new:
@@ -160,7 +150,7 @@ def differences(
 
 
 def _or_absent(value: object) -> str:
-    return "(absent)" if value is _ABSENT else shown(value)
+    return "(absent)" if value is ABSENT else shown(value)
 
 
 def _sorted_out(items: Sequence[str], at_most: int) -> tuple[list[str | None], list[str]]:

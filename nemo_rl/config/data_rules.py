@@ -7,54 +7,39 @@ a metric that a run measures is never refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from nemo_rl.config.algorithms import GRPOConfig
 from nemo_rl.config.data import DatasetConfig
 from nemo_rl.config.env import EnvConfig, EnvironmentConfig, UserEnvironmentConfig
 from nemo_rl.config.errors import Problem, did_you_mean
 from nemo_rl.config.evaluation import EvalMasterConfig
-from nemo_rl.config.foreign import GYM, VLM
+from nemo_rl.config.foreign import UNBUILT
 from nemo_rl.config.master import MasterConfig, RootConfig, SFTMasterConfig
 from nemo_rl.config.metric_names import MetricName
+from nemo_rl.config.rules import caution, rule
 from nemo_rl.config.section import not_built
 
-_UNBUILT_ENVIRONMENTS = {
-    "reward_model": "reward models",
-    "nemo_gym": GYM,
-    **dict.fromkeys(("vlm", "clevr-cogent", "geometry3k", "refcoco", "mmpr-tiny", "avqa", "audiomcq"), VLM),
-}
-# By name; what they need is not there.
-UNBUILT_DATASETS = {
-    "NemoGymDataset": GYM,
-    **dict.fromkeys(
-        ("clevr-cogent", "geometry3k", "refcoco", "avqa", "audiomcq", "mmpr-tiny", "mmpr_tiny", "daily-omni"), VLM
-    ),
-}
-UNBUILT_PROCESSORS = {"vlm_hf_data_processor": VLM, "nemo_gym_data_processor": GYM}
 
-
-def validation_has_data(config: MasterConfig) -> Iterator[str]:
-    grpo = config.grpo
+@rule
+def validation_has_data(config: MasterConfig | SFTMasterConfig) -> Iterator[str]:
+    loop, section = (config.sft, "sft") if isinstance(config, SFTMasterConfig) else (config.grpo, "grpo")
     switches = {
-        f"grpo.val_period {grpo.val_period}": grpo.val_period > 0,
-        "grpo.val_at_start": grpo.val_at_start,
-        "grpo.val_at_end": grpo.val_at_end,
-        "grpo.stop_at_validation_metric": grpo.stop_at_validation_metric is not None,
+        f"{section}.val_period {loop.val_period}": loop.val_period > 0,
+        f"{section}.val_at_start": loop.val_at_start,
+        f"{section}.val_at_end": loop.val_at_end,
+        "grpo.stop_at_validation_metric": section == "grpo" and loop["stop_at_validation_metric"] is not None,
     }
-    yield from _validation_data(config, [name for name, on in switches.items() if on])
+    asking = [name for name, on in switches.items() if on]
+    held_out = any(entry.split_validation_size > 0 for entry in config.data.train)
+    if asking and not config.data.validation and not held_out:
+        yield (
+            f"data.validation is null and no data.train has split_validation_size, but {', '.join(asking)} "
+            f"{'asks' if len(asking) == 1 else 'ask'} for validation; name a dataset, or switch validation off"
+        )
 
 
-def sft_validation_has_data(config: SFTMasterConfig) -> Iterator[str]:
-    sft = config.sft
-    switches = {
-        f"sft.val_period {sft.val_period}": sft.val_period > 0,
-        "sft.val_at_start": sft.val_at_start,
-        "sft.val_at_end": sft.val_at_end,
-    }
-    yield from _validation_data(config, [name for name, on in switches.items() if on])
-
-
+@rule
 def loaders_have_their_shares(config: RootConfig) -> Iterator[str]:
     data = config.data
     if not data.use_multiple_dataloader:
@@ -68,17 +53,19 @@ def loaders_have_their_shares(config: RootConfig) -> Iterator[str]:
         )
 
 
+@rule
 def training_has_a_dataset(config: RootConfig) -> Iterator[str]:
     if not config.data.train:
         yield "data.train: an empty list; name at least one dataset"
 
 
+@rule
 def environments_exist(config: MasterConfig | EvalMasterConfig) -> Iterator[Problem]:
     names = environment_names(config.env)
     used = set()
     for key, entry in _entries(config):
         used.add(entry.env_name)
-        part = _UNBUILT_ENVIRONMENTS.get(entry.env_name)
+        part = UNBUILT["environments"].get(entry.env_name)
         own = config.env.of(entry.env_name)
         if part is not None and (own is None or not own.is_users):
             yield not_built(
@@ -91,7 +78,7 @@ def environments_exist(config: MasterConfig | EvalMasterConfig) -> Iterator[Prob
                 f"env.{entry.env_name}.class or .function"
             )
     for name, section in (config.env.model_extra or {}).items():
-        known = name in used or name in _UNBUILT_ENVIRONMENTS
+        known = name in used or name in UNBUILT["environments"]
         if isinstance(section, UserEnvironmentConfig) and not section.is_users and not known:
             built_in = [other for other in names if other not in (config.env.model_extra or {})]
             yield (
@@ -100,35 +87,37 @@ def environments_exist(config: MasterConfig | EvalMasterConfig) -> Iterator[Prob
             )
 
 
+@rule
 def functions_stand_alone(config: MasterConfig | EvalMasterConfig) -> Iterator[str]:
-    for name in environment_names(config.env):
-        section = config.env.of(name)
-        if section is None or section.function is None:
-            continue
+    for name, section in _judged_by_functions(config.env):
         if section.env_class is not None:
             yield f"env.{name}.class and env.{name}.function exclude each other; leave one out"
 
 
-def keys_without_effect(env: EnvConfig) -> Iterator[str]:
-    """What is said of keys that only the built-in environment reads, where a function stands in its place."""
+@caution
+def keys_of_replaced_environments(config: MasterConfig | EvalMasterConfig) -> Iterator[str]:
+    """Keys that only the built-in environment reads, where a function stands in its place."""
+    for name, section in _judged_by_functions(config.env):
+        fields = type(section).model_fields
+        own = [key for key in fields if key not in EnvironmentConfig.model_fields]
+        changed = [f"env.{name}.{key}" for key in own if section[key] != fields[key].default]
+        if changed:
+            yield f"values that change nothing here: {', '.join(changed)} (env.{name}.function judges)"
+
+
+def _judged_by_functions(env: EnvConfig) -> Iterator[tuple[str, EnvironmentConfig]]:
     for name in environment_names(env):
         section = env.of(name)
         if section is not None and section.function is not None:
-            own = [
-                key for key, field in type(section).model_fields.items() if key not in EnvironmentConfig.model_fields
-            ]
-            changed = [f"env.{name}.{key}" for key in own if section[key] != type(section).model_fields[key].default]
-            if changed:
-                yield f"values that change nothing here: {', '.join(changed)} (env.{name}.function judges)"
+            yield name, section
 
 
+@rule
 def datasets_exist(config: RootConfig | EvalMasterConfig) -> Iterator[Problem]:
     for key, entry in _entries(config):
-        part = UNBUILT_DATASETS.get(entry.dataset_name)
-        if part is not None:
+        if (part := UNBUILT["datasets"].get(entry.dataset_name)) is not None:
             yield not_built(f"{key}.dataset_name", entry.dataset_name, part, "choose another dataset")
-        part = UNBUILT_PROCESSORS.get(entry.processor)
-        if part is not None:
+        if (part := UNBUILT["processors"].get(entry.processor)) is not None:
             yield not_built(f"{key}.processor", entry.processor, part, "choose another processor")
 
 
@@ -150,36 +139,6 @@ def _entries(config: RootConfig | EvalMasterConfig) -> Iterator[tuple[str, Datas
     for split, entries in (("train", config.data.train), ("validation", config.data.validation or [])):
         for index, entry in enumerate(entries):
             yield (f"data.{split}" if len(entries) == 1 else f"data.{split}.{index}"), entry
-
-
-def _validation_data(config: RootConfig, switches: list[str]) -> Iterator[str]:
-    held_out = any(entry.split_validation_size > 0 for entry in config.data.train)
-    if switches and not config.data.validation and not held_out:
-        yield (
-            f"data.validation is null and no data.train has split_validation_size, but {', '.join(switches)} "
-            f"{'asks' if len(switches) == 1 else 'ask'} for validation; name a dataset, or switch validation off"
-        )
-
-
-DATA_RULES: tuple[Callable[[MasterConfig], Iterator[Problem]], ...] = (
-    validation_has_data,
-    loaders_have_their_shares,
-    training_has_a_dataset,
-    datasets_exist,
-    environments_exist,
-    functions_stand_alone,
-)
-EVAL_DATA_RULES: tuple[Callable[[EvalMasterConfig], Iterator[Problem]], ...] = (
-    datasets_exist,
-    environments_exist,
-    functions_stand_alone,
-)
-SFT_DATA_RULES: tuple[Callable[[SFTMasterConfig], Iterator[Problem]], ...] = (
-    sft_validation_has_data,
-    loaders_have_their_shares,
-    training_has_a_dataset,
-    datasets_exist,
-)
 
 
 GRPO_VALIDATION = ("accuracy", "avg_length", "pass_k", "mean_accuracy")
@@ -218,6 +177,7 @@ GRPO_TRAINING = (
 )
 
 
+@rule
 def checkpoints_are_ranked_by_a_metric(config: RootConfig) -> Iterator[Problem]:
     if config.checkpointing.metric_name is None:
         return
@@ -232,6 +192,7 @@ def checkpoints_are_ranked_by_a_metric(config: RootConfig) -> Iterator[Problem]:
         yield f"{name}: training measures no {metric.name!r}.{near} (train:<name>)"
 
 
+@rule
 def a_run_ends_by_a_metric(config: MasterConfig) -> Iterator[Problem]:
     grpo, key = config.grpo, "grpo.stop_at_validation_metric"
     if (grpo.stop_at_validation_metric is None) != (grpo.stop_at_validation_threshold is None):
@@ -327,7 +288,3 @@ def _of_tasks_and_environments(config: MasterConfig) -> list[str]:
         # One set of a class of the user's may hold several tasks, and equal names are numbered.
         return [*names, "accuracy/*"]
     return [*names, *(f"accuracy/{task}" for task in tasks)]
-
-
-SHARED_METRIC_RULES: tuple[Callable[[RootConfig], Iterator[Problem]], ...] = (checkpoints_are_ranked_by_a_metric,)
-GRPO_METRIC_RULES: tuple[Callable[[MasterConfig], Iterator[Problem]], ...] = (a_run_ends_by_a_metric,)

@@ -6,7 +6,6 @@ and a way out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
@@ -14,7 +13,6 @@ from pydantic import Field, PositiveInt
 from nemo_rl.config.data import DatasetConfig
 from nemo_rl.config.env import EnvConfig
 from nemo_rl.config.generation import GenerationConfig, TopK, VllmConfig
-from nemo_rl.config.generation_rules import engines_share_accelerators
 from nemo_rl.config.infrastructure import ClusterConfig
 from nemo_rl.config.master import CompleteConfig
 from nemo_rl.config.policy import TokenizerConfig
@@ -91,56 +89,3 @@ class EvalMasterConfig(CompleteConfig):
     data: EvalDataConfig = Field(EvalDataConfig(), description="The problems.")
     env: EnvConfig = Field(EnvConfig(), description="Environments, by name.")
     cluster: ClusterConfig = Field(ClusterConfig(), description="Accelerator slots.")
-
-
-def k_answers_are_drawn(config: EvalMasterConfig) -> Iterator[str]:
-    drawn, k = config.eval.num_tests_per_prompt, config.eval.k_value
-    if k > drawn:
-        yield f"eval.k_value is {k}, but eval.num_tests_per_prompt draws {drawn} answers per problem; draw at least {k}"
-
-
-def several_answers_may_differ(config: EvalMasterConfig) -> Iterator[str]:
-    generation = config.generation
-    greedy = [name for name, value in (("temperature", 0), ("top_k", 1)) if generation[name] == value]
-    if greedy and config.eval.num_tests_per_prompt > 1:
-        yield (
-            f"eval.num_tests_per_prompt is {config.eval.num_tests_per_prompt}, but generation.{greedy[0]} "
-            f"{generation[greedy[0]]:g} gives the same answer every time; raise it or draw one answer"
-        )
-
-
-def engines_divide_the_slots(config: EvalMasterConfig) -> Iterator[str]:
-    vllm, cluster = config.generation.vllm_cfg, config.cluster
-    width = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
-    if cluster.gpus_per_node % width:
-        yield (
-            f"generation.vllm_cfg: tensor_parallel_size * pipeline_parallel_size is {width}, "
-            f"which does not divide cluster.gpus_per_node {cluster.gpus_per_node}"
-        )
-    if cluster.device == "cpu" and cluster.gpus_per_node > cluster.cpu_slots:
-        yield (
-            f"cluster.gpus_per_node is {cluster.gpus_per_node}, but cluster.cpu_slots offers "
-            f"{cluster.cpu_slots} slots per node"
-        )
-
-
-def engines_of_an_accelerator_are_possible(config: EvalMasterConfig) -> Iterator[str]:
-    yield from engines_share_accelerators(config.generation.vllm_cfg, "generation.vllm_cfg")
-
-
-def responses_fit(config: EvalMasterConfig) -> Iterator[str]:
-    generation = config.generation
-    if generation.max_new_tokens > generation.vllm_cfg.max_model_len:
-        yield (
-            f"generation.max_new_tokens is {generation.max_new_tokens}, above "
-            f"generation.vllm_cfg.max_model_len {generation.vllm_cfg.max_model_len}"
-        )
-
-
-EVAL_RULES: tuple[Callable[[EvalMasterConfig], Iterator[str]], ...] = (
-    k_answers_are_drawn,
-    several_answers_may_differ,
-    engines_divide_the_slots,
-    engines_of_an_accelerator_are_possible,
-    responses_fit,
-)

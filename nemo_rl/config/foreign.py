@@ -1,55 +1,39 @@
-"""Keys that NeMo-RL's recipes set and no schema here has: what they were called before, what they ask for, and when
-they ask for nothing.
+"""Keys that NeMo-RL's recipes set and no schema here has, by the verdicts of `foreign.yaml`.
 
 A key is moved to its present name; or left out with a note, because its value changes nothing here (null, an empty
 container, one of its `inert` values, or anything inside a section whose `enabled` is false); or it stays where it is,
-for `validate` to refuse by name. Knows names only. Invariant: a key that a schema has is never touched, and a name
-that is nowhere in these tables stays an unknown key.
+for `validate` to refuse by name. Invariant: a key that a schema has is never touched, and a name that is nowhere in
+the file stays an unknown key.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.dotted import ABSENT, at, put, take
+from nemo_rl.config.layers import read_yaml
 from nemo_rl.config.section import Section, field_of, section_within
 
 Key = tuple[str, ...]
 
-VLM = "vision-language and audio models"
-GYM = "NeMo-Gym"
-FP8 = "fp8 generation"
-QUANTISATION = "quantisation"
-_TEXT = "train a text model"
-_TRANSPORT = "weight_sync.transport chooses how weights travel"
-
-
-class _Anything:
-    """Stands for every value, in `Foreign.inert`."""
-
-
-ALWAYS = (_Anything(),)
-
 
 @dataclass(frozen=True)
 class Foreign:
-    """One key, or a family of keys.
-
-    Attributes:
-        pattern: dotted key; `*` matches within one name, and `**` at the end everything below.
-        part: what would have to be built for it, or why it changes nothing.
-        instead: what to do.
-        inert: values that change nothing here; null and empty containers never do. `ALWAYS` is every value.
-    """
+    """A key pattern with its verdict; `foreign.yaml` explains the fields."""
 
     pattern: str
-    part: str
+    not_built: str = ""
+    ignored: str = ""
+    refused: str = ""
+    elsewhere: str = ""
     instead: str = "leave the key out"
-    inert: tuple[object, ...] = ()
+    inert: Sequence[object] = ()
 
     def matches(self, key: Sequence[str]) -> bool:
         """Whether a key is meant."""
@@ -60,123 +44,26 @@ class Foreign:
         return len(names) == len(key) and all(map(fnmatchcase, key, names))
 
     def changes_nothing(self, value: object) -> bool:
-        """Whether a value of this key asks for nothing that is not here."""
-        if isinstance(value, Mapping) and self.inert is not ALWAYS:
+        """Whether a value of this key in a recipe asks for nothing that is not here."""
+        if isinstance(value, Mapping) and not self.ignored:
             return all(map(self.changes_nothing, value.values()))
-        return value is None or value == [] or self.inert is ALWAYS or value in self.inert
+        return bool(self.ignored) or value is None or value == [] or value in self.inert
 
 
-_OTHER = "run examples/run_grpo.py or run_sft.py"
-_MEGATRON = "policy.megatron_cfg"
-_AUTOMODEL = "policy.dtensor_cfg.automodel_kwargs"
-_SERVER = "the HTTP server that NeMo-Gym talks to"
-_FLAGS = "flags of assistant messages come from NeMo-Gym"
-_OPTIONS = "options of Megatron-Core that have no counterpart here"
-FOREIGN: tuple[Foreign, ...] = (
-    # Other algorithms, by their section; a recipe of one is refused by that alone.
-    Foreign("dpo", "preference training (DPO)", _OTHER),
-    Foreign("rm", "training of reward models", _OTHER),
-    Foreign("ppo", "PPO with a value model", _OTHER),
-    Foreign("value", "PPO with a value model", _OTHER),
-    Foreign("distillation", "distillation", _OTHER),
-    Foreign("teacher", "distillation", _OTHER),
-    # Options of engines that the run does not use; choosing such an engine is what is refused.
-    Foreign("policy.generation.sglang_cfg.**", "SGLang", inert=ALWAYS),
-    Foreign("policy.generation.trtllm_cfg.**", "TensorRT-LLM", inert=ALWAYS),
-    Foreign("policy.generation.trtllm_kwargs.**", "TensorRT-LLM", inert=ALWAYS),
-    Foreign("policy.generation.dynamo_cfg.**", "Dynamo", inert=ALWAYS),
-    # fp8 and quantised engines: precision and quant_cfg decide, the rest says how.
-    Foreign("policy.generation.vllm_cfg.is_mx", FP8, inert=ALWAYS),
-    Foreign("policy.generation.vllm_cfg.quantization_ignored_layer_kws", FP8, inert=ALWAYS),
-    Foreign("policy.generation.quant_cfg", QUANTISATION),
-    Foreign("policy.generation.real_quant", QUANTISATION, inert=(False,)),
-    Foreign("policy.generation.real_quant_ignore", QUANTISATION, inert=ALWAYS),
-    Foreign("policy.disable_modelopt_layer_spec", QUANTISATION, inert=ALWAYS),
-    Foreign(
-        "policy.dequantize_base_checkpoint", QUANTISATION, "name a checkpoint that is not quantised", inert=(False,)
-    ),
-    Foreign(
-        f"{_AUTOMODEL}.dequantize_base_checkpoint",
-        QUANTISATION,
-        "name a checkpoint that is not quantised",
-        inert=(False,),
-    ),
-    # The HTTP server of engines: expose_http_server decides.
-    Foreign("policy.generation.vllm_cfg.enforce_monotonicity", _SERVER, inert=ALWAYS),
-    # Refit over HTTP.
-    Foreign(
-        "policy.generation.vllm_cfg.http_refit_*", "refit over HTTP", "weight_sync.transport chooses how weights travel"
-    ),
-    Foreign(
-        "policy.generation.vllm_cfg.zmq_refit_*", "refit over ZMQ", "weight_sync.transport chooses how weights travel"
-    ),
-    # Pictures, sound and video.
-    Foreign("policy.generation.vllm_cfg.limit_mm_per_prompt", VLM, _TEXT, inert=(0,)),
-    Foreign("data.*.video_*", VLM, _TEXT),
-    Foreign("data.*.allowed_problem_types", VLM, _TEXT),
-    Foreign(f"{_MEGATRON}.freeze_*", VLM, inert=ALWAYS),
-    Foreign(f"{_MEGATRON}.freeze_config.**", VLM, inert=ALWAYS),
-    Foreign(f"{_MEGATRON}.radio_force_cpe_eval_mode", VLM, inert=ALWAYS),
-    # Data and rollouts.
-    Foreign(
-        "data.add_system_prompt", "a fixed system prompt", "name its file in data.default.system_prompt_file", (False,)
-    ),
-    Foreign(
-        "grpo.zero_variance_prompt_filtering",
-        "a second name for dynamic sampling",
-        "set grpo.use_dynamic_sampling: true",
-        (False,),
-    ),
-    *(
-        Foreign(
-            f"{section}.enable_thinking",
-            "variables of a chat template outside chat_template_kwargs",
-            "set policy.tokenizer.chat_template_kwargs.enable_thinking",
-        )
-        for section in ("policy", "policy.tokenizer", "policy.generation", "policy.generation.vllm_cfg", "data", "grpo")
-    ),
-    Foreign("grpo.penalize_invalid_tool_call", _FLAGS, inert=(False,)),
-    Foreign("grpo.penalize_malformed_thinking", _FLAGS, inert=(False,)),
-    # Layers and packing.
-    Foreign("policy.sequence_packing.fuse_loss", "the loss of a packed row is always taken in one go", inert=ALWAYS),
-    Foreign(f"{_AUTOMODEL}.use_sdpa_patching", "attention is chosen by backend.attn", inert=ALWAYS),
-    Foreign(f"{_AUTOMODEL}.backend.gate_precision", "router scores in another precision than the model's"),
-    # Megatron-Core.
-    Foreign(f"{_MEGATRON}.attention_backend", "the fastest kernel that fits is taken", inert=ALWAYS),
-    Foreign(f"{_MEGATRON}.calculate_per_token_loss", "the loss function normalises by itself", inert=ALWAYS),
-    Foreign(f"{_MEGATRON}.do_not_average_loss", "the loss function normalises by itself", inert=ALWAYS),
-    Foreign(f"{_MEGATRON}.cp_normalize", "the loss function normalises by itself", inert=ALWAYS),
-    Foreign(f"{_MEGATRON}.scale_loss_by_dp_cp_size", "the loss function normalises by itself", inert=ALWAYS),
-    Foreign(f"{_MEGATRON}.clear_memory_caches_before_refit", "caches are emptied where memory is needed", inert=ALWAYS),
-    Foreign(
-        f"{_MEGATRON}.train_iters",
-        "a run ends by its own max_num_steps, and scheduler says how rates decay",
-        inert=ALWAYS,
-    ),
-    Foreign(f"{_MEGATRON}.optimizer.muon_*", "belongs to optimizer: muon", inert=ALWAYS),
-    Foreign(f"{_MEGATRON}.converter_type", "the architecture is read from the model", inert=ALWAYS),
-    Foreign(f"{_MEGATRON}.track_moe_metrics", "metrics of the router are not measured", inert=ALWAYS),
-    Foreign(
-        f"{_MEGATRON}.optimizer.overlap_cpu_optimizer_d2h_h2d", "only the speed of an offloaded optimizer", inert=ALWAYS
-    ),
-    Foreign(f"{_MEGATRON}.distributed_data_parallel_config.average_in_collective", _OPTIONS, inert=(False,)),
-    Foreign(f"{_MEGATRON}.scheduler.override_opt_param_scheduler", _OPTIONS, inert=(False,)),
-    Foreign(f"{_MEGATRON}.moe_aux_loss_coeff", _OPTIONS, inert=(0, 0.0)),
-    Foreign(f"{_MEGATRON}.moe_grouped_gemm", _OPTIONS, inert=(True,)),
-    Foreign(f"{_MEGATRON}.moe_flex_dispatcher_backend", "token exchange by DeepEP or HybridEP"),
-    Foreign(f"{_MEGATRON}.moe_hybridep_num_sms", "token exchange by DeepEP or HybridEP"),
-    Foreign(f"{_MEGATRON}.moe_router_enable_expert_bias", "expert biases of Megatron's router", inert=(False,)),
-)
+def _entries(rows: Sequence[dict[str, Any]], **defaults: Any) -> list[Foreign]:
+    return [Foreign(pattern, **defaults | row) for row in rows for pattern in row.pop("keys")]
 
-# Earlier names, and NeMo-Automodel's own, of keys that a schema has.
-MOVED: dict[str, str] = {
-    "grpo.num_val_generations_per_prompt": "grpo.val_num_generations_per_prompt",
-    "policy.activation_checkpointing_enabled": "policy.dtensor_cfg.activation_checkpointing",
-    f"{_AUTOMODEL}.attn_implementation": f"{_AUTOMODEL}.backend.attn",
-    "env.should_mask_flagged_samples": "grpo.should_mask_flagged_samples",
-    "data.problem_key": "data.input_key",
-    "data.solution_key": "data.output_key",
+
+_FILE: Any = read_yaml(Path(__file__).with_name("foreign.yaml").read_text(encoding="utf-8"))
+RECIPES = _entries(_FILE["recipes"])
+MOVED: dict[str, str] = _FILE["moved"]
+PASSED_ON = {where: _entries(rows, instead="leave it out") for where, rows in _FILE["passed_on"].items()}
+ENGINE_ALIASES: dict[str, str] = _FILE["engine_aliases"]
+# The missing part of each name, by kind of name.
+UNBUILT: dict[str, dict[str, str]] = {
+    kind: {name: part for part, names in parts.items() for name in names} for kind, parts in _FILE["names"].items()
 }
+
 # Before release 0.5 the keys of the one dataset stood in `data` itself.
 _OLD_ENTRY = ("prompt_file", "system_prompt_file", "env_name", "processor")
 _OLD_TRAIN = (
@@ -218,25 +105,31 @@ def adapt(raw: Mapping[str, object], root: type[Section]) -> Adapted:
     _move_puzzle_game(adapted)
     for old, new in MOVED.items():
         _move(adapted, tuple(old.split(".")), tuple(new.split(".")))
-    left_out: dict[str, str] = {}
+    left_out: list[str] = []
     for key, value in list(unknown_leaves(adapted.values, root)):
         entry = find(key)
         off = switched_off(adapted.values, root, key)
         if entry is not None and (off is not None or entry.changes_nothing(value)):
             take(adapted.values, key)
-            shown = f"{off} (not enabled)" if off else _family(entry, key)
-            left_out.setdefault(shown, entry.part)
+            family = entry.pattern.removesuffix(".**") if entry.pattern.endswith(".**") else ".".join(key)
+            left_out.append(f"{off} (not enabled)" if off else family)
     if left_out:
-        adapted.notes.append(f"keys that change nothing here: {', '.join(left_out)}")
+        adapted.notes.append(f"keys that change nothing here: {', '.join(dict.fromkeys(left_out))}")
     return adapted
 
 
 def find(key: Sequence[str]) -> Foreign | None:
-    """The entry of a key; None for a name that NeMo-RL does not have either."""
+    """The entry of a recipe's key; None for a name that NeMo-RL does not have either."""
     names = [part for part in key if not part.isdigit()]
     # An evaluation has a policy's generation and tokenizer at its top.
     spellings = (names, ["policy", *names]) if names[:1] in (["generation"], ["tokenizer"]) else (names,)
-    return next((entry for entry in FOREIGN if any(map(entry.matches, spellings))), None)
+    return next((entry for entry in RECIPES if any(map(entry.matches, spellings))), None)
+
+
+def passed_on(mapping: str, name: str) -> Foreign | None:
+    """The entry of an option in the free mapping of a dotted key; None where the file has none."""
+    rows = (entry for where, entries in PASSED_ON.items() if fnmatchcase(mapping, where) for entry in entries)
+    return next((entry for entry in rows if entry.matches([name])), None)
 
 
 def other_algorithms(values: Mapping[str, object]) -> Iterator[tuple[str, Foreign]]:
@@ -286,17 +179,15 @@ def _has_training_data(root: type[Section]) -> bool:
     return section is not None and field_of(section, "train") is not None
 
 
-def _family(entry: Foreign, key: Key) -> str:
-    return entry.pattern.removesuffix(".**") if entry.pattern.endswith(".**") else ".".join(key)
-
-
 def _move(adapted: Adapted, old: Key, new: Key) -> None:
     value = at(adapted.values, old)
     if value is ABSENT:
         return
     take(adapted.values, old)
     if at(adapted.values, new) is ABSENT and value is not None:
-        put(adapted.values, new, value)
+        # A plain value in the place of a section is refused by the schema.
+        with contextlib.suppress(LookupError):
+            put(adapted.values, new, value)
     adapted.notes.append(f"{'.'.join(old)} is read as {'.'.join(new)}")
 
 

@@ -5,15 +5,17 @@ Knows the schemas only. Invariant: no rule depends on another's result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from nemo_rl.config.errors import Problem
-from nemo_rl.config.generation import VllmConfig
+from nemo_rl.config.evaluation import EvalMasterConfig
 from nemo_rl.config.master import MasterConfig
 from nemo_rl.config.placement import generation_slots_per_node
+from nemo_rl.config.rules import caution, rule
 from nemo_rl.config.section import not_built
 
 
+@rule
 def generation_has_its_own_accelerators(config: MasterConfig) -> Iterator[str]:
     colocated, cluster = config.policy.generation.colocated, config.cluster
     if colocated.enabled:
@@ -41,6 +43,7 @@ def generation_has_its_own_accelerators(config: MasterConfig) -> Iterator[str]:
         )
 
 
+@rule
 def engines_fit_into_nodes(config: MasterConfig) -> Iterator[Problem]:
     vllm, slots = config.policy.generation.vllm_cfg, generation_slots_per_node(config)
     engine = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
@@ -74,16 +77,13 @@ def engines_fit_into_nodes(config: MasterConfig) -> Iterator[Problem]:
         )
 
 
-def engines_share_accelerators(vllm: VllmConfig, section: str) -> Iterator[str]:
-    """Why `engines_per_gpu` engines cannot share an accelerator, one line per reason.
-
-    Args:
-        vllm: The engine's options.
-        section: Dotted key that they are under, for messages.
-    """
+@rule
+def engines_share_accelerators(config: MasterConfig | EvalMasterConfig) -> Iterator[str]:
+    is_run = isinstance(config, MasterConfig)
+    vllm = (config.policy.generation if is_run else config.generation).vllm_cfg
     if vllm.engines_per_gpu == 1:
         return
-    asked = f"{section}.engines_per_gpu is {vllm.engines_per_gpu}"
+    asked = f"{'policy.' if is_run else ''}generation.vllm_cfg.engines_per_gpu is {vllm.engines_per_gpu}"
     ranks = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
     if ranks > 1:
         yield (
@@ -97,10 +97,7 @@ def engines_share_accelerators(vllm: VllmConfig, section: str) -> Iterator[str]:
         )
 
 
-def engines_of_an_accelerator_are_possible(config: MasterConfig) -> Iterator[str]:
-    yield from engines_share_accelerators(config.policy.generation.vllm_cfg, "policy.generation.vllm_cfg")
-
-
+@rule
 def weights_reach_engines_that_share(config: MasterConfig) -> Iterator[str]:
     generation = config.policy.generation
     if generation.vllm_cfg.engines_per_gpu == 1 or generation.colocated.enabled:
@@ -118,6 +115,7 @@ def weights_reach_engines_that_share(config: MasterConfig) -> Iterator[str]:
         )
 
 
+@rule
 def log_probabilities_are_of_what_was_sampled(config: MasterConfig) -> Iterator[str]:
     generation = config.policy.generation
     if generation.temperature == 0:
@@ -142,6 +140,7 @@ def log_probabilities_are_of_what_was_sampled(config: MasterConfig) -> Iterator[
         )
 
 
+@rule
 def validation_samples_may_differ(config: MasterConfig) -> Iterator[str]:
     drawn, generation = config.grpo.val_num_generations_per_prompt, config.policy.generation
     greedy = [
@@ -159,6 +158,7 @@ def validation_samples_may_differ(config: MasterConfig) -> Iterator[str]:
         )
 
 
+@rule
 def responses_fit_into_engines(config: MasterConfig) -> Iterator[str]:
     generation = config.policy.generation
     if generation.backend == "vllm" and generation.max_new_tokens > generation.vllm_cfg.max_model_len:
@@ -173,12 +173,56 @@ def _shown(value: int | None) -> str:
     return "null" if value is None else str(value)
 
 
-GENERATION_RULES: tuple[Callable[[MasterConfig], Iterator[Problem]], ...] = (
-    generation_has_its_own_accelerators,
-    engines_fit_into_nodes,
-    engines_of_an_accelerator_are_possible,
-    weights_reach_engines_that_share,
-    log_probabilities_are_of_what_was_sampled,
-    validation_samples_may_differ,
-    responses_fit_into_engines,
-)
+@caution
+def lengths_differ(config: MasterConfig) -> Iterator[str]:
+    policy = config.policy
+    longest, engine = policy.max_total_sequence_length, policy.generation.vllm_cfg.max_model_len
+    if policy.generation.max_new_tokens > longest:
+        yield (
+            f"policy.generation.max_new_tokens is {policy.generation.max_new_tokens}, but prompt and responses "
+            f"together end at policy.max_total_sequence_length {longest}"
+        )
+    if engine < longest and policy.generation.backend == "vllm":
+        yield (
+            f"policy.generation.vllm_cfg.max_model_len is {engine}, below policy.max_total_sequence_length {longest}: "
+            f"samples end at {engine} tokens"
+        )
+
+
+@rule
+def k_answers_are_drawn(config: EvalMasterConfig) -> Iterator[str]:
+    drawn, k = config.eval.num_tests_per_prompt, config.eval.k_value
+    if k > drawn:
+        yield f"eval.k_value is {k}, but eval.num_tests_per_prompt draws {drawn} answers per problem; draw at least {k}"
+
+
+@rule
+def several_answers_may_differ(config: EvalMasterConfig) -> Iterator[str]:
+    generation = config.generation
+    greedy = [name for name, value in (("temperature", 0), ("top_k", 1)) if generation[name] == value]
+    if greedy and config.eval.num_tests_per_prompt > 1:
+        yield (
+            f"eval.num_tests_per_prompt is {config.eval.num_tests_per_prompt}, but generation.{greedy[0]} "
+            f"{generation[greedy[0]]:g} gives the same answer every time; raise it or draw one answer"
+        )
+
+
+@rule
+def engines_divide_the_slots(config: EvalMasterConfig) -> Iterator[str]:
+    vllm, cluster = config.generation.vllm_cfg, config.cluster
+    width = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
+    if cluster.gpus_per_node % width:
+        yield (
+            f"generation.vllm_cfg: tensor_parallel_size * pipeline_parallel_size is {width}, "
+            f"which does not divide cluster.gpus_per_node {cluster.gpus_per_node}"
+        )
+
+
+@rule
+def responses_fit(config: EvalMasterConfig) -> Iterator[str]:
+    generation = config.generation
+    if generation.max_new_tokens > generation.vllm_cfg.max_model_len:
+        yield (
+            f"generation.max_new_tokens is {generation.max_new_tokens}, above "
+            f"generation.vllm_cfg.max_model_len {generation.vllm_cfg.max_model_len}"
+        )

@@ -1,24 +1,156 @@
-"""Rules of training: what must divide what, what must fit, which switches exclude each other, and what the backends ask
-for.
+"""Rules of training: its backends, what must divide what, what must fit, which switches exclude each other.
 
-Sizes are in samples, lengths in tokens. One function per reason; each names its dotted keys, their values and a way
-out. Assumes the parallel sizes to be sound, which `rules.py` checks, and knows no formula; what depends on the model is
-found out from the model. Invariant: no rule depends on another's result.
+Sizes are in samples, lengths in tokens. What depends on the model is checked once the model is read.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Iterator
 
-from nemo_rl.config.errors import Problem
+from nemo_rl.config.errors import ConfigError, Problem
+from nemo_rl.config.evaluation import EvalMasterConfig
 from nemo_rl.config.master import MasterConfig, RootConfig, SFTMasterConfig
-from nemo_rl.config.placement import data_parallel_size, training_world_size
+from nemo_rl.config.placement import (
+    ParallelSizesError,
+    data_parallel_size,
+    model_parallel_size,
+    parallel_sizes,
+    replica_sizes,
+    training_world_size,
+)
+from nemo_rl.config.profiling import ENGINES, POLICY_WORKERS, asked_profile
+from nemo_rl.config.profiling import WORKERS as PROFILED_WORKERS
+from nemo_rl.config.rules import caution, rule
 from nemo_rl.config.section import not_built
+
+
+@rule
+def one_training_backend(config: RootConfig) -> Iterator[str]:
+    dtensor, megatron = config.policy.dtensor_cfg.enabled, config.policy.megatron_cfg.enabled
+    if dtensor == megatron:
+        yield (
+            f"policy.dtensor_cfg.enabled and policy.megatron_cfg.enabled are both {str(dtensor).lower()}; "
+            "enable exactly one"
+        )
+    if dtensor and config.policy.optimizer is None:
+        yield "policy.optimizer: null, but the DTensor backend has no optimizer of its own; name one"
+
+
+@rule
+def profiles_are_possible(config: RootConfig) -> Iterator[Problem]:
+    groups = (POLICY_WORKERS,) if isinstance(config, SFTMasterConfig) else (POLICY_WORKERS, ENGINES)
+    try:
+        asked = asked_profile(os.environ, groups)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    if asked is not None and config.cluster.device == "cpu":
+        yield f"cluster.device is cpu, and {PROFILED_WORKERS} is set: Nsight Systems profiles GPUs; unset the variable"
+
+
+@rule
+def packing_or_dynamic_batching(config: RootConfig) -> Iterator[str]:
+    if config.policy.sequence_packing.enabled and config.policy.dynamic_batching.enabled:
+        yield (
+            "policy.sequence_packing.enabled and policy.dynamic_batching.enabled exclude each other; "
+            "switch one off (packing is on by default)"
+        )
+
+
+@rule
+def shared_prompts_are_possible(config: RootConfig) -> Iterator[Problem]:
+    policy, key = config.policy, "policy.sequence_packing.share_prompts"
+    if not policy.sequence_packing.share_prompts:
+        return
+    if not policy.sequence_packing.enabled:
+        yield f"{key} is true, and policy.sequence_packing.enabled is false; rows that share prompts are packed"
+    elif policy.megatron_cfg.enabled:
+        yield not_built(key, True, "shared prompts with Megatron-Core", "leave it null")
+    elif policy.dtensor_cfg.context_parallel_size > 1:
+        yield not_built(key, True, "shared prompts with context parallelism", "leave it null")
+
+
+@rule
+def parallelism_divides_the_world(config: RootConfig) -> Iterator[str]:
+    world, policy = training_world_size(config), config.policy
+    if world < 1:
+        return
+    if world % model_parallel_size(config):
+        try:
+            parallel_sizes(policy, world)
+        except ParallelSizesError as error:
+            yield str(error)
+    elif policy.dtensor_cfg.enabled and data_parallel_size(config) % policy.dtensor_cfg.dp_replicate_size:
+        size = data_parallel_size(config)
+        yield (
+            f"policy.dtensor_cfg.dp_replicate_size is {policy.dtensor_cfg.dp_replicate_size}, which does "
+            f"not divide the data-parallel size {size}"
+        )
+
+
+@rule
+def wide_tensor_parallelism_keeps_one_batch_size(config: RootConfig) -> Iterator[str]:
+    policy = config.policy
+    width = replica_sizes(policy).tp
+    excused = isinstance(config, SFTMasterConfig) or os.environ.get("NRL_IGNORE_TP_ACCURACY_CHECK", "0") not in (
+        "",
+        "0",
+    )
+    if isinstance(config, MasterConfig):
+        excused = excused or config.loss_fn.force_on_policy_ratio
+    if width >= 4 and policy.train_micro_batch_size != policy.logprob_batch_size and not excused:
+        yield (
+            f"policy.train_micro_batch_size is {policy.train_micro_batch_size} and policy.logprob_batch_size "
+            f"is {policy.logprob_batch_size}; with tensor "
+            f"parallelism {width} they must be equal, or log-probabilities drift "
+            "(NRL_IGNORE_TP_ACCURACY_CHECK=1 allows it)"
+        )
+
+
+@rule
+def ports_are_ranges(config: RootConfig) -> Iterator[str]:
+    generation, cluster = config.policy.generation, config.cluster
+    for prefix, low, high in (
+        ("cluster.master_port_range", cluster.master_port_range_low, cluster.master_port_range_high),
+        ("policy.generation.port_range", generation.port_range_low, generation.port_range_high),
+    ):
+        if low > high:
+            yield f"{prefix}_low is {low}, above {prefix}_high {high}"
+
+
+@rule
+def optimizers_exist(config: RootConfig) -> Iterator[Problem]:
+    optimizer = config.policy.optimizer
+    if config.policy.dtensor_cfg.enabled and optimizer is not None and optimizer.name.startswith("transformer_engine."):
+        yield not_built(
+            "policy.optimizer.name",
+            optimizer.name,
+            "optimizers of Transformer Engine",
+            "take torch.optim.AdamW, with kwargs.fused: true on GPUs",
+        )
+
+
+@rule
+def adapters_are_possible(config: RootConfig) -> Iterator[Problem]:
+    cfg = config.policy.dtensor_cfg
+    if not (cfg.enabled and cfg.lora_cfg.enabled):
+        return
+    if cfg.tensor_parallel_size > 1:
+        yield not_built(
+            "policy.dtensor_cfg.lora_cfg.enabled",
+            True,
+            "LoRA with tensor parallelism",
+            f"set policy.dtensor_cfg.tensor_parallel_size to 1 instead of {cfg.tensor_parallel_size}; frozen weights "
+            "are sharded over all data-parallel ranks anyway",
+        )
+
 
 _KERNELS = "policy.dtensor_cfg.automodel_kwargs"
 
 
+@rule
 def global_batch_divides(config: RootConfig) -> Iterator[str]:
     policy, ranks = config.policy, data_parallel_size(config)
     size = policy.train_global_batch_size
@@ -32,6 +164,7 @@ def global_batch_divides(config: RootConfig) -> Iterator[str]:
         )
 
 
+@rule
 def step_divides_into_optimizer_steps(config: MasterConfig) -> Iterator[str]:
     grpo, policy = config.grpo, config.policy
     samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
@@ -50,17 +183,7 @@ def step_divides_into_optimizer_steps(config: MasterConfig) -> Iterator[str]:
         )
 
 
-def loader_batch_is_whole(config: MasterConfig) -> Iterator[str]:
-    grpo = config.grpo
-    if grpo.batch_multiplier > 1 and not grpo.use_dynamic_sampling:
-        yield f"grpo.batch_multiplier is {grpo.batch_multiplier}; above 1 it needs grpo.use_dynamic_sampling: true"
-    if not float(grpo.num_prompts_per_step * grpo.batch_multiplier).is_integer():
-        yield (
-            "grpo.num_prompts_per_step * grpo.batch_multiplier is "
-            f"{grpo.num_prompts_per_step * grpo.batch_multiplier}, which is no whole number of prompts"
-        )
-
-
+@rule
 def sequences_fit(config: RootConfig) -> Iterator[str]:
     policy = config.policy
     longest = (
@@ -82,6 +205,7 @@ def sequences_fit(config: RootConfig) -> Iterator[str]:
                 )
 
 
+@rule
 def sft_validation_divides(config: SFTMasterConfig) -> Iterator[str]:
     sft, ranks = config.sft, data_parallel_size(config)
     validates = sft.val_period > 0 or sft.val_at_start or sft.val_at_end
@@ -98,183 +222,7 @@ def _fixed_microbatches(config: RootConfig) -> bool:
     return not (config.policy.sequence_packing.enabled or config.policy.dynamic_batching.enabled)
 
 
-BATCH_RULES: tuple[Callable[[MasterConfig], Iterator[str]], ...] = (
-    global_batch_divides,
-    step_divides_into_optimizer_steps,
-    loader_batch_is_whole,
-    sequences_fit,
-)
-
-SFT_BATCH_RULES: tuple[Callable[[SFTMasterConfig], Iterator[str]], ...] = (
-    global_batch_divides,
-    sequences_fit,
-    sft_validation_divides,
-)
-
-
-def cispo_stands_alone(config: MasterConfig) -> Iterator[str]:
-    loss = config.loss_fn
-    if not loss.use_cispo:
-        return
-    others = {
-        "disable_ppo_ratio": loss.disable_ppo_ratio,
-        "force_on_policy_ratio": loss.force_on_policy_ratio,
-        "sequence_level_importance_ratios": loss.sequence_level_importance_ratios,
-        "ratio_clip_c": loss.ratio_clip_c is not None,
-    }
-    for name in (name for name, used in others.items() if used):
-        yield f"loss_fn.use_cispo and loss_fn.{name} exclude each other"
-    if not loss.token_level_loss:
-        yield "loss_fn.use_cispo needs loss_fn.token_level_loss: true"
-
-
-def sequence_ratios_need_a_sequence_loss(config: MasterConfig) -> Iterator[str]:
-    if config.loss_fn.sequence_level_importance_ratios and config.loss_fn.token_level_loss:
-        yield (
-            "loss_fn.sequence_level_importance_ratios needs loss_fn.token_level_loss: false (GSPO averages "
-            "each sequence first)"
-        )
-
-
-def truncation_has_its_bounds(config: MasterConfig) -> Iterator[str]:
-    loss, prefix = config.loss_fn, "loss_fn.truncated_importance_sampling"
-    kind, high, low = (
-        loss.truncated_importance_sampling_type,
-        loss.truncated_importance_sampling_ratio,
-        loss.truncated_importance_sampling_ratio_min,
-    )
-    if kind is None:
-        if high is not None or low is not None:
-            yield (
-                f"{prefix}_ratio is {high} and {prefix}_ratio_min is {low}, but {prefix}_type is null, so "
-                "nothing would be truncated; tis is the plain clamp"
-            )
-        return
-    if not loss.use_importance_sampling_correction:
-        yield f"{prefix}_type {kind!r} needs loss_fn.use_importance_sampling_correction: true"
-    if high is None:
-        yield f"{prefix}_type {kind!r} needs {prefix}_ratio, the upper bound"
-    if kind in ("icepop", "seq-mask-tis") and low is None:
-        yield f"{prefix}_type {kind!r} needs {prefix}_ratio_min, the lower bound"
-    if high is not None and low is not None and low > high:
-        yield f"{prefix}_ratio_min {low} is above {prefix}_ratio {high}"
-    if kind == "seq-mask-tis" and loss.sequence_level_importance_ratios:
-        yield f"{prefix}_type 'seq-mask-tis' and loss_fn.sequence_level_importance_ratios exclude each other"
-
-
-def on_policy_ratio_needs_one_optimizer_step(config: MasterConfig) -> Iterator[str]:
-    samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
-    if config.loss_fn.force_on_policy_ratio and config.policy.train_global_batch_size != samples:
-        yield (
-            "loss_fn.force_on_policy_ratio needs policy.train_global_batch_size "
-            f"({config.policy.train_global_batch_size}) to be "
-            f"grpo.num_prompts_per_step * grpo.num_generations_per_prompt ({samples}): one optimizer step per RL step"
-        )
-
-
-def kl_has_a_reference(config: MasterConfig) -> Iterator[str]:
-    loss, grpo = config.loss_fn, config.grpo
-    if grpo.skip_reference_policy_logprobs_calculation and loss.reference_policy_kl_penalty != 0:
-        yield (
-            "grpo.skip_reference_policy_logprobs_calculation needs loss_fn.reference_policy_kl_penalty: 0, "
-            f"not {loss.reference_policy_kl_penalty}: without reference log-probabilities there is no KL"
-        )
-
-
-def kl_in_reward_has_previous_logprobs(config: MasterConfig) -> Iterator[str]:
-    loss, grpo = config.loss_fn, config.grpo
-    if not loss.use_kl_in_reward:
-        return
-    skipped = loss.force_on_policy_ratio and grpo.seq_logprob_error_threshold is None
-    if loss.reference_policy_kl_penalty != 0 and skipped:
-        yield (
-            "loss_fn.use_kl_in_reward needs previous log-probabilities, which loss_fn.force_on_policy_ratio skips; "
-            "set grpo.seq_logprob_error_threshold, or switch one of them off"
-        )
-    if grpo.adv_estimator.name != "reinforce_plus_plus":
-        yield (
-            "loss_fn.use_kl_in_reward needs grpo.adv_estimator.name: reinforce_plus_plus, not "
-            f"{grpo.adv_estimator.name}"
-        )
-
-
-def fp8_generation_is_corrected(config: MasterConfig) -> Iterator[str]:
-    if config.policy.generation.vllm_cfg.precision == "fp8" and not config.loss_fn.use_importance_sampling_correction:
-        yield "policy.generation.vllm_cfg.precision: fp8 needs loss_fn.use_importance_sampling_correction: true"
-
-
-def groups_have_something_to_compare(config: MasterConfig) -> Iterator[str]:
-    grpo, loss = config.grpo, config.loss_fn
-    estimator = grpo.adv_estimator
-    compares = estimator.name in ("grpo", "gdpo") or (
-        estimator.name == "reinforce_plus_plus" and estimator.minus_baseline
-    )
-    # A loss of the user's, and VAPO's term, may learn without advantages.
-    learns_otherwise = loss.loss_class is not None or loss.positive_example_nll_weight > 0
-    if grpo.num_generations_per_prompt == 1 and compares and not learns_otherwise:
-        switch = " with minus_baseline: true" if estimator.name == "reinforce_plus_plus" else ""
-        yield (
-            f"grpo.num_generations_per_prompt is 1, and grpo.adv_estimator.name {estimator.name}{switch} compares the "
-            "samples of a prompt with each other: every advantage would be 0; draw at least 2 samples, or take "
-            "grpo.adv_estimator.name: reinforce_plus_plus with minus_baseline: false"
-        )
-
-
-def some_samples_are_trained(config: MasterConfig) -> Iterator[str]:
-    grpo, threshold = config.grpo, config.grpo.seq_logprob_error_threshold
-    if threshold is not None and threshold < 1:
-        yield (
-            f"grpo.seq_logprob_error_threshold is {threshold:g}, and a sequence's mean exp|difference| is at least 1: "
-            "every sample would be masked; 1.5 or 2 is usual, null masks none"
-        )
-    scaling = grpo.reward_scaling
-    if scaling.enabled and scaling.target_min == scaling.target_max:
-        yield (
-            f"grpo.reward_scaling.target_min and target_max are both {scaling.target_min:g}: every reward would be "
-            "the same, with nothing to learn from"
-        )
-
-
-def distillation_has_teachers(config: MasterConfig) -> Iterator[Problem]:
-    if config.grpo.adv_estimator.name == "opd" and not config.on_policy_distillation.enabled:
-        yield not_built("grpo.adv_estimator.name", "opd", "on-policy distillation", "choose another estimator")
-
-
-def ranges_are_ranges(config: MasterConfig) -> Iterator[str]:
-    grpo = config.grpo
-    low, high = grpo.advantage_clip_low, grpo.advantage_clip_high
-    if low is not None and high is not None and low > high:
-        yield f"grpo.advantage_clip_low {low} is above grpo.advantage_clip_high {high}"
-    scaling, shaping = grpo.reward_scaling, grpo.reward_shaping
-    if scaling.enabled and scaling.source_min >= scaling.source_max:
-        yield f"grpo.reward_scaling.source_min {scaling.source_min} is not below source_max {scaling.source_max}"
-    if (
-        shaping.enabled
-        and shaping.stop_properly_penalty_coef is None
-        and not 0 < shaping.overlong_buffer_length <= shaping.max_response_length
-    ):
-        size = "empty" if shaping.overlong_buffer_length == 0 else "longer than"
-        yield (
-            f"grpo.reward_shaping.overlong_buffer_length {shaping.overlong_buffer_length} is {size}; it lies in 1 .. "
-            f"grpo.reward_shaping.max_response_length {shaping.max_response_length}"
-        )
-
-
-LOSS_RULES: tuple[Callable[[MasterConfig], Iterator[Problem]], ...] = (
-    cispo_stands_alone,
-    sequence_ratios_need_a_sequence_loss,
-    truncation_has_its_bounds,
-    on_policy_ratio_needs_one_optimizer_step,
-    kl_has_a_reference,
-    kl_in_reward_has_previous_logprobs,
-    fp8_generation_is_corrected,
-    groups_have_something_to_compare,
-    some_samples_are_trained,
-    distillation_has_teachers,
-    ranges_are_ranges,
-)
-
-
+@rule
 def expert_parallelism_is_possible(config: RootConfig) -> Iterator[str]:
     cfg = config.policy.dtensor_cfg
     if not cfg.enabled or cfg.expert_parallel_size == 1:
@@ -294,6 +242,7 @@ def expert_parallelism_is_possible(config: RootConfig) -> Iterator[str]:
         )
 
 
+@rule
 def kernels_fit_the_run(config: RootConfig) -> Iterator[str]:
     cfg, precision, device = config.policy.dtensor_cfg, config.policy.precision, config.cluster.device
     attention = cfg.automodel_kwargs.backend.attn
@@ -329,11 +278,10 @@ def _liger(config: RootConfig) -> Iterator[str]:
         )
 
 
-DTENSOR_RULES: tuple[Callable[[RootConfig], Iterator[str]], ...] = (expert_parallelism_is_possible, kernels_fit_the_run)
-
 _KEY = "policy.megatron_cfg"
 
 
+@rule
 def optimizer_is_possible(config: RootConfig) -> Iterator[str]:
     megatron = config.policy.megatron_cfg
     if not megatron.enabled:
@@ -349,6 +297,7 @@ def optimizer_is_possible(config: RootConfig) -> Iterator[str]:
         )
 
 
+@rule
 def experts_divide_the_ranks(config: RootConfig) -> Iterator[str]:
     megatron, world = config.policy.megatron_cfg, training_world_size(config)
     shared = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
@@ -374,6 +323,14 @@ def learning_rates(config: RootConfig) -> Iterator[tuple[str, object]]:
         yield "policy.optimizer.kwargs.lr", policy.optimizer.kwargs["lr"]
 
 
+@caution
+def a_learning_rate_of_zero(config: RootConfig) -> Iterator[str]:
+    for key, rate in learning_rates(config):
+        if rate == 0:
+            yield f"{key} is 0: the optimizer changes no weight"
+
+
+@rule
 def learning_rate_is_possible(config: RootConfig) -> Iterator[str]:
     megatron, optimizer = config.policy.megatron_cfg, config.policy.optimizer
     name = megatron.optimizer.optimizer if megatron.enabled else optimizer.name if optimizer is not None else ""
@@ -390,5 +347,11 @@ def learning_rate_is_possible(config: RootConfig) -> Iterator[str]:
             )
 
 
-MEGATRON_RULES: tuple[Callable[[RootConfig], Iterator[str]], ...] = (optimizer_is_possible, experts_divide_the_ranks)
-OPTIMIZER_RULES: tuple[Callable[[RootConfig], Iterator[str]], ...] = (learning_rate_is_possible,)
+@rule
+def cpu_slots_suffice(config: RootConfig | EvalMasterConfig) -> Iterator[str]:
+    cluster = config.cluster
+    if cluster.device == "cpu" and cluster.gpus_per_node > cluster.cpu_slots:
+        yield (
+            f"cluster.gpus_per_node is {cluster.gpus_per_node}, but cluster.cpu_slots offers "
+            f"{cluster.cpu_slots} slots per node"
+        )

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from nemo_rl.config import algorithm_rules, data_rules, generation_rules, pass_through, training_rules  # noqa: F401 -- rules
 from nemo_rl.config.data import UnknownKeys
 from nemo_rl.config.defaults import complete
 from nemo_rl.config.dotted import ABSENT, at, take
@@ -81,7 +82,7 @@ def examine(raw: Mapping[str, object], kind: type[Config]) -> Examined[Config]:
     others = list(other_algorithms(raw))
     if others:
         # Their other keys are that algorithm's too, and no mistakes.
-        return Examined(problems=[not_built(key, raw[key], entry.part, entry.instead) for key, entry in others])
+        return Examined(problems=[not_built(key, raw[key], entry.not_built, entry.instead) for key, entry in others])
     missing: list[Problem] = [f"{key}: mandatory (`{MANDATORY}`) and not given" for key in _mandatory(raw)]
     if missing:
         return Examined(problems=missing)
@@ -199,7 +200,7 @@ def _describe(errors: list[ErrorDetails], raw: Mapping[str, object], kind: type[
     for error in errors:
         key = key_of(error, raw)
         foreign = _foreign_keys(error, key)
-        problems += [not_built(_dotted(name), at(raw, name), entry.part, entry.instead) for name, entry in foreign]
+        problems += [not_built(_dotted(name), at(raw, name), entry.not_built, entry.instead) for name, entry in foreign]
         for line in _lines(error, key, kind) if not foreign else []:
             messages = lines.setdefault(_dotted(key), [])
             if line not in messages:

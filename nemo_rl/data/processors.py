@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nemo_rl.config.data_rules import UNBUILT_PROCESSORS
 from nemo_rl.config.dotted import import_dotted
 from nemo_rl.config.errors import ConfigError, did_you_mean
+from nemo_rl.config.foreign import UNBUILT
 from nemo_rl.data.conversations import (
     Message,
     Row,
@@ -236,8 +236,8 @@ def get_processor(name: str) -> TaskDataProcessFnCallable:
         if not callable(found):
             raise ConfigError([f"data.*.processor: {name} is no function"])
         return found
-    if name in UNBUILT_PROCESSORS:
-        raise DataError(f"data.*.processor {name!r} is not built yet: {UNBUILT_PROCESSORS[name]}")
+    if name in UNBUILT["processors"]:
+        raise DataError(f"data.*.processor {name!r} is not built yet: {UNBUILT['processors'][name]}")
     if name not in PROCESSORS:
         known = ", ".join(sorted(PROCESSORS))
         raise DataError(

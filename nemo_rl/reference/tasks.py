@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from nemo_rl.config.data import DatasetKeys
-from nemo_rl.config.data_rules import UNBUILT_DATASETS, UNBUILT_PROCESSORS
 from nemo_rl.config.env import EnvConfig, EnvironmentConfig
+from nemo_rl.config.foreign import UNBUILT
 from nemo_rl.config.schema import keys_of, shown
 from nemo_rl.config.section import Section
 from nemo_rl.data.datasets.registry import ALIASES, GENERATED, SOURCES, Source
@@ -101,8 +101,8 @@ def _keys(section: type[Section], without: Sequence[str] = ()) -> str:
 
 
 def _not_built() -> Iterator[tuple[str, ...]]:
-    yield "data sets", _named(sorted(UNBUILT_DATASETS))
-    yield "processors", _named(sorted(UNBUILT_PROCESSORS))
+    yield "data sets", _named(sorted(UNBUILT["datasets"]))
+    yield "processors", _named(sorted(UNBUILT["processors"]))
     yield "environments", _named(NOT_BUILT)
 
 

@@ -16,9 +16,9 @@ from typing import Any
 from typing_extensions import override
 
 from nemo_rl.config import DatasetConfig
-from nemo_rl.config.data_rules import UNBUILT_DATASETS
 from nemo_rl.config.dotted import import_dotted
 from nemo_rl.config.errors import did_you_mean
+from nemo_rl.config.foreign import UNBUILT
 from nemo_rl.data.conversations import Message, Row, as_messages, cell
 from nemo_rl.data.datasets import published
 from nemo_rl.data.datasets.files import PlacedRow, read_rows
@@ -251,8 +251,8 @@ def _load(config: DatasetConfig, key: str, task_name: str) -> RawDataset:
         return _users_class(config, key)
     if name in GENERATED:
         return GENERATED[name](config, task_name, key)
-    if name in UNBUILT_DATASETS:
-        raise DataError(f"{key}.dataset_name: {name!r} is not built yet: {UNBUILT_DATASETS[name]}")
+    if name in UNBUILT["datasets"]:
+        raise DataError(f"{key}.dataset_name: {name!r} is not built yet: {UNBUILT['datasets'][name]}")
     if name not in SOURCES and name not in ALIASES:
         known = [*SOURCES, *ALIASES, *GENERATED]
         raise DataError(
