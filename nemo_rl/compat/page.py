@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nemo_rl.compat.members import ABSENT_MEMBERS, CONTROL_PLANE
-from nemo_rl.compat.names import ABSENT, AT_HOME, CHANGED, NAMES
+from nemo_rl.compat.names import ABSENT, ABSENT_MEMBERS, AT_HOME, CHANGED, CONTROL_PLANE, NAMES
 from nemo_rl.config.foreign import MOVED, RECIPES
 from nemo_rl.config.master import MasterConfig, SFTMasterConfig
 from nemo_rl.config.schema import KeyInfo, keys_of

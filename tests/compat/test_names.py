@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.compat.members import ABSENT_MEMBERS, CONTROL_PLANE
-from nemo_rl.compat.names import ABSENT, AT_HOME, CHANGED, NAMES
+from nemo_rl.compat.names import ABSENT, ABSENT_MEMBERS, AT_HOME, CHANGED, CONTROL_PLANE, NAMES
 from nemo_rl.compat.page import page
 from nemo_rl.config import MasterConfig
 from nemo_rl.config.errors import UserError
