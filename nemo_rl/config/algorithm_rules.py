@@ -188,9 +188,8 @@ def async_training_is_possible(config: MasterConfig) -> Iterator[str]:
         yield "grpo.async_grpo.enabled does not take data.use_multiple_dataloader"
     if config.grpo.async_grpo.max_trajectory_age_steps < 1:
         yield (
-            "grpo.async_grpo.max_trajectory_age_steps is 0: training would wait for rollouts that may only "
-            "begin once it has ended; "
-            "the smallest that works is 1 (grpo.async_grpo.enabled: false takes turns)"
+            "grpo.async_grpo.max_trajectory_age_steps is 0: training would wait for rollouts that may only begin once "
+            "it has ended; the smallest that works is 1 (grpo.async_grpo.enabled: false takes turns)"
         )
     for key in ("rollout_record", "rollout_replay"):
         if config.grpo[key] is not None:
@@ -217,9 +216,8 @@ def streaming_is_possible(config: MasterConfig) -> Iterator[str]:
     prompts, samples = config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
     if prompts * samples != config.policy.train_global_batch_size:
         yield (
-            f"async_rl makes one optimizer step of a step: policy.train_global_batch_size must be "
-            f"num_prompts_per_step * num_generations_per_prompt = {prompts * samples}, "
-            f"not {config.policy.train_global_batch_size}"
+            "async_rl makes one optimizer step of a step: policy.train_global_batch_size must be num_prompts_per_step "
+            f"* num_generations_per_prompt = {prompts * samples}, not {config.policy.train_global_batch_size}"
         )
     key = (
         "min_groups_for_streaming_train"

@@ -73,9 +73,8 @@ def environments_exist(config: MasterConfig | EvalMasterConfig) -> Iterator[Prob
             )
         elif entry.env_name not in names:
             yield (
-                f"{key}.env_name: there is no environment "
-                f"{entry.env_name!r}.{did_you_mean(entry.env_name, names)} A new one needs "
-                f"env.{entry.env_name}.class or .function"
+                f"{key}.env_name: there is no environment {entry.env_name!r}.{did_you_mean(entry.env_name, names)} A "
+                f"new one needs env.{entry.env_name}.class or .function"
             )
     for name, section in (config.env.model_extra or {}).items():
         known = name in used or name in UNBUILT["environments"]

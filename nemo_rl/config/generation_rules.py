@@ -58,10 +58,9 @@ def engines_fit_into_nodes(config: MasterConfig) -> Iterator[Problem]:
         )
     elif slots > 0 and slots % engine:
         yield (
-            f"policy.generation.vllm_cfg: tensor_parallel_size * pipeline_parallel_size is {engine}, which "
-            f"does not divide the {slots} generating accelerators "
-            "of a node; an engine lies inside one node, whose memory its ranks share; lower one of the two, "
-            "or give generation more accelerators per node"
+            f"policy.generation.vllm_cfg: tensor_parallel_size * pipeline_parallel_size is {engine}, which does not "
+            f"divide the {slots} generating accelerators of a node; an engine lies inside one node, whose memory its "
+            "ranks share; lower one of the two, or give generation more accelerators per node"
         )
     if vllm.expert_parallel_size > 1 and vllm.expert_parallel_size % vllm.tensor_parallel_size:
         yield (

@@ -102,10 +102,9 @@ def wide_tensor_parallelism_keeps_one_batch_size(config: RootConfig) -> Iterator
         excused = excused or config.loss_fn.force_on_policy_ratio
     if width >= 4 and policy.train_micro_batch_size != policy.logprob_batch_size and not excused:
         yield (
-            f"policy.train_micro_batch_size is {policy.train_micro_batch_size} and policy.logprob_batch_size "
-            f"is {policy.logprob_batch_size}; with tensor "
-            f"parallelism {width} they must be equal, or log-probabilities drift "
-            "(NRL_IGNORE_TP_ACCURACY_CHECK=1 allows it)"
+            f"policy.train_micro_batch_size is {policy.train_micro_batch_size} and policy.logprob_batch_size is "
+            f"{policy.logprob_batch_size}; with tensor parallelism {width} they must be equal, or log-probabilities "
+            "drift (NRL_IGNORE_TP_ACCURACY_CHECK=1 allows it)"
         )
 
 
@@ -159,8 +158,7 @@ def global_batch_divides(config: RootConfig) -> Iterator[str]:
     elif _fixed_microbatches(config) and (size // ranks) % policy.train_micro_batch_size:
         yield (
             f"policy.train_micro_batch_size is {policy.train_micro_batch_size}, which does not divide the "
-            f"{size // ranks} samples of a rank "
-            f"(policy.train_global_batch_size {size} / {ranks} data-parallel ranks)"
+            f"{size // ranks} samples of a rank (policy.train_global_batch_size {size} / {ranks} data-parallel ranks)"
         )
 
 
@@ -170,10 +168,9 @@ def step_divides_into_optimizer_steps(config: MasterConfig) -> Iterator[str]:
     samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
     if samples % policy.train_global_batch_size:
         yield (
-            f"policy.train_global_batch_size is {policy.train_global_batch_size}, which does not divide the "
-            f"{samples} samples of a step "
-            f"(grpo.num_prompts_per_step {grpo.num_prompts_per_step} * grpo.num_generations_per_prompt "
-            f"{grpo.num_generations_per_prompt})"
+            f"policy.train_global_batch_size is {policy.train_global_batch_size}, which does not divide the {samples} "
+            f"samples of a step (grpo.num_prompts_per_step {grpo.num_prompts_per_step} * "
+            f"grpo.num_generations_per_prompt {grpo.num_generations_per_prompt})"
         )
     ranks = data_parallel_size(config)
     if samples % ranks == 0 and _fixed_microbatches(config) and (samples // ranks) % policy.logprob_batch_size:

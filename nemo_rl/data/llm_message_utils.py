@@ -249,9 +249,8 @@ def render_chat(
     """
     if tokenizer.chat_template is None:
         raise DataError(
-            f"the tokenizer {tokenizer.name_or_path} has no chat template; set "
-            "policy.tokenizer.chat_template to one, to a .jinja file, "
-            "or to null for plain concatenation"
+            f"the tokenizer {tokenizer.name_or_path} has no chat template; set policy.tokenizer.chat_template to one, "
+            "to a .jinja file, or to null for plain concatenation"
         )
     from jinja2 import TemplateError
 

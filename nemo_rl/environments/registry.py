@@ -17,6 +17,7 @@ from ray.actor import ActorHandle
 from nemo_rl.config import ConfigError, DataConfig, EnvConfig, EnvironmentConfig
 from nemo_rl.config.dotted import import_dotted
 from nemo_rl.config.errors import did_you_mean
+from nemo_rl.config.foreign import UNBUILT
 from nemo_rl.data.interfaces import DataError
 from nemo_rl.data.processors import AllTaskProcessedDataset
 from nemo_rl.data.setup import TaskDatasets, load_datasets
@@ -36,7 +37,6 @@ CLASSES: dict[str, str] = {
     "sliding_puzzle": "nemo_rl.environments.sliding_puzzle_environment.SlidingPuzzleEnvironment",
     "code_jaccard": "nemo_rl.environments.code_environment.CodeJaccardEnvironment",
 }
-NOT_BUILT = ("reward_model", "vlm", "nemo_gym")
 # How often a dead environment is started again, and how often a call is made again for it.
 _RESTARTS, _CALLED_AGAIN = 5, 1
 _READ_HERE = ("class", "function", "step_timeout_s", "replicas", "max_batch", "max_concurrency")
@@ -73,7 +73,7 @@ def environment_class(name: str, config: EnvironmentConfig | None) -> Any:
     if path is None:
         hint = (
             "is not built yet"
-            if name in NOT_BUILT
+            if name in UNBUILT["environments"]
             else f"is no environment.{did_you_mean(name, CLASSES)} A new one needs env.{name}.class or .function"
         )
         raise UnknownEnvironment(f"data.*.env_name: {name!r} {hint}")

@@ -16,7 +16,7 @@ from nemo_rl.config.schema import keys_of, shown
 from nemo_rl.config.section import Section
 from nemo_rl.data.datasets.registry import ALIASES, GENERATED, SOURCES, Source
 from nemo_rl.data.processors import PROCESSORS
-from nemo_rl.environments.registry import CLASSES, NOT_BUILT
+from nemo_rl.environments.registry import CLASSES
 from nemo_rl.utils.markdown import table
 
 _INTRODUCTION = """# Data sets, processors and environments
@@ -101,9 +101,8 @@ def _keys(section: type[Section], without: Sequence[str] = ()) -> str:
 
 
 def _not_built() -> Iterator[tuple[str, ...]]:
-    yield "data sets", _named(sorted(UNBUILT["datasets"]))
-    yield "processors", _named(sorted(UNBUILT["processors"]))
-    yield "environments", _named(NOT_BUILT)
+    kinds = {"data sets": "datasets", "processors": "processors", "environments": "environments"}
+    yield from ((shown, _named(sorted(UNBUILT[kind]))) for shown, kind in kinds.items())
 
 
 def _named(names: Iterable[str]) -> str:

@@ -113,9 +113,8 @@ def distinct_split(problems: Iterable[tuple[Item, str]], config: DatasetConfig, 
             break
     if len(seen) < wanted:
         raise DataError(
-            f"{key}: {config.dataset_name} gives {len(seen)} distinct problems with these settings, too few "
-            f"for num_problems {config.num_problems} and "
-            f"held_out {config.held_out}; lower them or widen task_config"
+            f"{key}: {config.dataset_name} gives {len(seen)} distinct problems with these settings, too few for "
+            f"num_problems {config.num_problems} and held_out {config.held_out}; lower them or widen task_config"
         )
     rows = list(seen.values())
     chosen = rows[: config.held_out] if split_of(config, key) == "validation" else rows[config.held_out :]
@@ -178,9 +177,8 @@ def arithmetic_problems(
     train = [problem for problem in universe[held_out:] if problem not in taken][:num_problems]
     if len(kept) < held_out or len(train) < num_problems:
         raise DataError(
-            f"arithmetic: operands up to {max_operand} and operators {' '.join(operators)} give "
-            f"{len(universe)} distinct problems, "
-            f"too few for num_problems {num_problems} and held_out {held_out}; raise max_operand"
+            f"arithmetic: operands up to {max_operand} and operators {' '.join(operators)} give {len(universe)} "
+            f"distinct problems, too few for num_problems {num_problems} and held_out {held_out}; raise max_operand"
         )
     return train, kept
 

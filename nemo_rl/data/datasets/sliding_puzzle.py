@@ -71,9 +71,8 @@ def shown(board: Board) -> str:
 def instructions(board: Board) -> str:
     """What a player is told at the start."""
     return (
-        f"Bring the tiles into order, the gap (.) last.\n{shown(board)}\nMove one tile into the gap at a "
-        "time: answer with "
-        "<action>up</action>, <action>down</action>, <action>left</action> or <action>right</action>, the "
+        f"Bring the tiles into order, the gap (.) last.\n{shown(board)}\nMove one tile into the gap at a time: answer "
+        "with <action>up</action>, <action>down</action>, <action>left</action> or <action>right</action>, the "
         "direction in which the tile moves.\n"
     )
 
