@@ -80,8 +80,8 @@ def test_a_scheduler_that_waits_is_not_blamed_and_one_that_waits_too_long_is() -
 
 def test_one_silent_pipeline_says_nothing_of_the_network() -> None:
     isolation = Isolation()
-    assert [isolation.look(now, {"only": 0.0}, LIMITS) for now in (4.0, 6.0, 11.0, 100.0)] == [None] * 4
-    assert isinstance(isolation.look(100.0, {"one": 0.0, "other": 0.0}, LIMITS), Isolated)
+    assert [isolation.update(now, {"only": 0.0}, LIMITS) for now in (4.0, 6.0, 11.0, 100.0)] == [None] * 4
+    assert isinstance(isolation.update(100.0, {"one": 0.0, "other": 0.0}, LIMITS), Isolated)
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=60))
@@ -95,7 +95,7 @@ def test_isolation_ends_in_time_and_begins_anew_only_after_most_were_heard(heard
             if speaks:
                 seen[name] = now
         most = sum(now - at > LIMITS.lease_s / 2 for at in seen.values()) >= 2
-        change = isolation.look(now, seen, LIMITS)
+        change = isolation.update(now, seen, LIMITS)
         if isinstance(change, Isolated):
             assert most and not gave_up and since is None
             since = now
