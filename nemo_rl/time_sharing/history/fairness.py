@@ -394,7 +394,9 @@ class FairnessChecks:
         if giver.spec.min_share or taker.spec.min_share:
             return
         share = (giver.gpus + taker.gpus) * taker.pull / (giver.pull + taker.pull)
-        if taker.gpus > share * (1 + 1e-9):
+        # A rank that is wider than the taker's gives up more GPUs than are taken.
+        slack = max(0, giver.tp - taker.tp)
+        if taker.gpus > share * (1 + 1e-9) + slack:
             self.found.append(
                 (
                     11,
