@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from nemo_rl.models.dtensor.parallelize import HEADWISE_NORMS, is_tensor_paralle
 from nemo_rl.models.dtensor.residency import BaseModel, ReferenceWeights, model_tensors, optimizer_tensors
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 from nemo_rl.models.policy.attention import ATTENTION_NAME, kernel_in_use
-from nemo_rl.models.policy.backend import BackendOptions
+from nemo_rl.models.policy.backend import Backend, BackendOptions
 from nemo_rl.models.policy.batches import shares_prompts
 from nemo_rl.models.policy.logits import LogitTransform, logit_transform
 from nemo_rl.models.policy.model_config import compute_dtype
@@ -103,7 +103,7 @@ def _adapter_info(cfg: PolicyConfig, scorer: CausalLMScorer) -> AdapterInfo:
     return AdapterInfo(cfg.model_name, lora.dim, lora.alpha, sorted(adapted))
 
 
-class DTensorBackend:
+class DTensorBackend(Backend):
     """One rank: a `Backend` and a `StepBackend`.
 
     Args:
@@ -140,13 +140,12 @@ class DTensorBackend:
         row_multiple: int = 1,
     ) -> None:
         self.scorer = scorer
-        self.mesh = mesh
+        self.groups = self.mesh = mesh
         self.transform = transform
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.reference = reference
-        self.device = mesh.device
-        self.writer = writer
+        self.snapshots = self.writer = writer
         self._dtype = dtype
         self._stays_on_host = stays_on_host
         # A rank alone has nobody to wait for.
@@ -162,22 +161,8 @@ class DTensorBackend:
         self._optimizer_memory: MovableStorages | None = None
 
     @property
-    def rank(self) -> int:
-        return self.mesh.rank
-
-    @property
-    def sizes(self) -> ParallelSizes:
-        return self.mesh.sizes
-
-    @property
     def model_config(self) -> PretrainedConfig:
         return self.scorer.lm.config
-
-    def coordinates(self) -> dict[str, int]:
-        return self.mesh.coordinates()
-
-    def make_replica_group(self) -> dist.ProcessGroup | None:
-        return self.mesh.make_replica_group()
 
     def kernels(self) -> str:
         lm = self.scorer.lm
@@ -229,22 +214,6 @@ class DTensorBackend:
             trained_only=trained_only,
             share=share and self._share_prompts,
         )
-
-    def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
-        return self.mesh.sum_over_data(values)
-
-    def max_over_data(self, value: int) -> int:
-        if self.mesh.data_mesh.size() == 1:
-            return value
-        tensor = torch.tensor([value], device=self.device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.mesh.data_mesh.get_group())
-        return int(tensor)
-
-    def gather_over_data(self, numbers: list[int]) -> list[int]:
-        group = self.mesh.data_mesh.get_group()
-        parts: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(parts, numbers, group=group)
-        return [number for part in parts for number in part]
 
     def gradient_norm(self) -> torch.Tensor:
         """Global L2 norm: squares of shards summed over the axes that cut them, each element once."""
@@ -396,12 +365,6 @@ class DTensorBackend:
                 self._model_memory.to_host()
         release_cached_memory(self.device)
 
-    def drop_communicators(self) -> None:
-        self.mesh.communicators.drop()
-
-    def rebuild_communicators(self) -> None:
-        self.mesh.communicators.rebuild()
-
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def save(self, weights_path: str, optimizer_path: str | None, save_format: str) -> None:
@@ -413,9 +376,3 @@ class DTensorBackend:
             self.writer.save_weights(self.scorer, weights_path, dtype_in_config=self._dtype, save_format=save_format)
         if optimizer_path is not None and self.optimizer is not None:
             self.writer.save_optimizer(self.scorer, self.optimizer, self.scheduler, optimizer_path)
-
-    def poll_saved(self) -> bool:
-        return self.writer.poll()
-
-    def wait_saved(self) -> None:
-        self.writer.wait()

@@ -7,20 +7,15 @@ their own over the same ranks, in which dp_shard x cp is cut into expert_shard x
 
 from __future__ import annotations
 
-import os
-
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nemo_rl.config.placement import ParallelSizes, ParallelSizesError
 from nemo_rl.distributed.accelerators import Accelerator
-from nemo_rl.distributed.communicators import Communicators
-
-COLLECTIVE_TIMEOUT_S = 900.0
+from nemo_rl.models.policy.groups import RankGroups
 
 
-class ParallelMesh:
+class ParallelMesh(RankGroups):
     """Process groups of this rank; made once per process. `dp_replicate`: whole copies of the parameters among the
     data-parallel ranks (HSDP). Raises ParallelSizesError: copies or experts do not divide the ranks.
     """
@@ -37,11 +32,8 @@ class ParallelMesh:
                 f"policy.dtensor_cfg.expert_parallel_size {sizes.ep} does not divide the {sharing} ranks that share "
                 "one copy of the parameters"
             )
-        self.sizes = sizes
+        super().__init__(sizes, accelerator)
         self.dp_replicate = dp_replicate
-        self.device = accelerator.torch_device()
-        self.rank = int(os.environ["RANK"])
-        self.communicators = Communicators.of_ranks(accelerator, COLLECTIVE_TIMEOUT_S)
         shape = (dp_replicate, sizes.dp // dp_replicate, sizes.cp, sizes.tp)
         self.mesh = init_device_mesh(accelerator.kind, shape, mesh_dim_names=("dp_replicate", "dp_shard", "cp", "tp"))
         self.shard_mesh = self.mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
@@ -53,13 +45,17 @@ class ParallelMesh:
             self._experts = init_device_mesh(
                 accelerator.kind, shape, mesh_dim_names=("expert_replicate", "expert_shard", "ep", "expert_tp")
             )
-        # Known also while communicators are dropped.
         self._coordinates = {
             "data_parallel": self.data_mesh.get_local_rank(),
             "context_parallel": self.mesh.get_local_rank("cp"),
             "tensor_parallel": self.mesh.get_local_rank("tp"),
             "pipeline_parallel": 0,
         }
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """The ranks that see different samples."""
+        return self.data_mesh.get_group()
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
@@ -103,22 +99,3 @@ class ParallelMesh:
     def cp_rank(self) -> int:
         """Coordinate along cp."""
         return self._coordinates["context_parallel"]
-
-    def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks that see different samples; the same on every one of them."""
-        dist.all_reduce(values, group=self.data_mesh.get_group())
-        return values
-
-    def coordinates(self) -> dict[str, int]:
-        """This rank's position along every axis, under the names that drivers use."""
-        return dict(self._coordinates)
-
-    def make_replica_group(self) -> dist.ProcessGroup | None:
-        """A host-side group of the ranks that see the same samples as this one, None where there is no other.
-        Collective: called on all ranks.
-        """
-        if self.sizes.cp * self.sizes.tp == 1:
-            return None
-        together = self.mesh.mesh.reshape(-1, self.sizes.cp * self.sizes.tp).tolist()
-        group, _ = dist.new_subgroups_by_enumeration(together, backend="gloo")
-        return group if isinstance(group, dist.ProcessGroup) else None

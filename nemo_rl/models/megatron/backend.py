@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.placement import ParallelSizes
@@ -29,7 +28,7 @@ from nemo_rl.models.megatron.passes import Ending, Pipeline
 from nemo_rl.models.megatron.residency import ReferenceWeights, forget_workspaces, optimizer_tensors
 from nemo_rl.models.megatron.weights import ModelWeights, ShardedWeights
 from nemo_rl.models.policy.attention import kernel_in_use
-from nemo_rl.models.policy.backend import BackendOptions
+from nemo_rl.models.policy.backend import Backend, BackendOptions
 from nemo_rl.models.policy.logits import LogitTransform, logit_transform
 from nemo_rl.models.policy.model_config import compute_dtype, generation_config, model_config
 from nemo_rl.models.policy.packed import (
@@ -72,7 +71,7 @@ def build_backend(cfg: PolicyConfig, sizes: ParallelSizes, options: BackendOptio
     return MegatronBackend(cfg, groups, hf, model, weights, copies, options)
 
 
-class MegatronBackend:
+class MegatronBackend(Backend):
     """One rank: a `Backend` and a `StepBackend`.
 
     Args:
@@ -94,8 +93,7 @@ class MegatronBackend:
     ) -> None:
         self.groups = groups
         self.weights = weights
-        self.device = groups.device
-        self.model_config = hf
+        self._hf = hf
         self._dtype = compute_dtype(cfg.precision)
         self._model = model
         self._clears_cache = cfg.megatron_cfg.empty_unused_memory_level
@@ -114,7 +112,7 @@ class MegatronBackend:
             if options.optimizer_path is not None:
                 load_optimizer(self._state(), self.schedule, self._trained, options.optimizer_path)
         self.reference = ReferenceWeights(weights.own().values(), reference) if reference is not None else None
-        self.writer = CheckpointWriter(groups, hf, generation_config(cfg, hf))
+        self.snapshots = self.writer = CheckpointWriter(groups, hf, generation_config(cfg, hf))
         tensors = [*(p.data for chunk in model.chunks for p in chunk.parameters())]
         tensors += [buffer for chunk in model.chunks for buffer in chunk.buffers()]
         self._model_memory = MovableStorages.on_gpu(tensors)
@@ -123,30 +121,11 @@ class MegatronBackend:
         self._model_tensors = tensors
 
     @property
-    def rank(self) -> int:
-        return self.groups.rank
-
-    @property
-    def sizes(self) -> ParallelSizes:
-        return self.groups.sizes
-
-    def coordinates(self) -> dict[str, int]:
-        return self.groups.coordinates()
-
-    def make_replica_group(self) -> dist.ProcessGroup | None:
-        return self.groups.make_replica_group()
+    def model_config(self) -> PretrainedConfig:
+        return self._hf
 
     def kernels(self) -> str:
         return f"{self._model.kernels}, packed attention ({kernel_in_use(self.device, self._dtype)})"
-
-    def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
-        return self.groups.sum_over_data(values)
-
-    def max_over_data(self, value: int) -> int:
-        return self.groups.max_over_data(value)
-
-    def gather_over_data(self, numbers: list[int]) -> list[int]:
-        return self.groups.gather_over_data(numbers)
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
@@ -319,12 +298,6 @@ class MegatronBackend:
             forget_workspaces()
         release_cached_memory(self.device)
 
-    def drop_communicators(self) -> None:
-        self.groups.communicators.drop()
-
-    def rebuild_communicators(self) -> None:
-        self.groups.communicators.rebuild()
-
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def save(self, weights_path: str, optimizer_path: str | None, save_format: str) -> None:
@@ -336,12 +309,6 @@ class MegatronBackend:
 
     def _state(self) -> OptimizerState:
         return OptimizerState(self.optimizer, self.weights, self.device)
-
-    def poll_saved(self) -> bool:
-        return self.writer.poll()
-
-    def wait_saved(self) -> None:
-        self.writer.wait()
 
 
 def _for_other_stages(result: MicrobatchResult, stages: int) -> MicrobatchResult:

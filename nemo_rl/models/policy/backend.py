@@ -19,6 +19,8 @@ from nemo_rl.config.placement import ParallelSizes
 from nemo_rl.distributed.processes import importing
 from nemo_rl.distributed.worker_groups import resolve_fqn
 from nemo_rl.loss.interfaces import LossFunction
+from nemo_rl.models.policy.checkpoint_files import BackgroundWriter
+from nemo_rl.models.policy.groups import RankGroups
 from nemo_rl.models.policy.train_step import MicrobatchResult, StepBackend
 
 if TYPE_CHECKING:
@@ -40,29 +42,39 @@ class BackendOptions:
 class Backend(StepBackend, Protocol):
     """One rank's model on a training framework."""
 
+    groups: RankGroups
+    snapshots: BackgroundWriter
+
     @property
     def rank(self) -> int:
-        """This rank's number."""
-        ...
+        return self.groups.rank
 
     @property
     def sizes(self) -> ParallelSizes:
-        """Ranks along every axis."""
-        ...
+        return self.groups.sizes
+
+    @property
+    def device(self) -> torch.device:
+        return self.groups.device
+
+    def coordinates(self) -> dict[str, int]:
+        return self.groups.coordinates()
+
+    def make_replica_group(self) -> torch.distributed.ProcessGroup | None:
+        return self.groups.make_replica_group()
+
+    def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
+        return self.groups.sum_over_data(values)
+
+    def max_over_data(self, value: int) -> int:
+        return self.groups.max_over_data(value)
+
+    def gather_over_data(self, numbers: list[int]) -> list[int]:
+        return self.groups.gather_over_data(numbers)
 
     @property
     def model_config(self) -> PretrainedConfig:
         """The model's Hugging Face configuration."""
-        ...
-
-    def coordinates(self) -> dict[str, int]:
-        """This rank's position along every axis, under the names that drivers use."""
-        ...
-
-    def make_replica_group(self) -> torch.distributed.ProcessGroup | None:
-        """A host-side group of the ranks that see the same samples as this one, None where there is no other.
-        Collective.
-        """
         ...
 
     def kernels(self) -> str:
@@ -134,12 +146,12 @@ class Backend(StepBackend, Protocol):
         ...
 
     def drop_communicators(self) -> None:
-        """Gives the memory of device communicators back. Collective."""
-        ...
+        """Frees the memory of device communicators. Collective."""
+        self.groups.communicators.drop()
 
     def rebuild_communicators(self) -> None:
-        """Makes dropped communicators usable again; nothing to do when none was dropped. Collective."""
-        ...
+        """Makes dropped communicators usable again, if any. Collective."""
+        self.groups.communicators.rebuild()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -149,11 +161,11 @@ class Backend(StepBackend, Protocol):
 
     def poll_saved(self) -> bool:
         """Whether everything is on disk. Raises OSError: the disk is full or the directory cannot be written."""
-        ...
+        return self.snapshots.poll()
 
     def wait_saved(self) -> None:
         """Waits until everything is on disk. Raises OSError: the disk is full or the directory cannot be written."""
-        ...
+        self.snapshots.wait()
 
 
 @dataclass(frozen=True)
