@@ -91,18 +91,15 @@ class DataPlaneClient(ABC):
             fields: A TensorDict or mapping of tensors [N, ...], jagged tensors, and arrays or lists of N objects.
             tags: Primitive values by name, one mapping per row; merged into those that are there.
 
-        Returns a meta whose fields are those of this call.
-
-        Raises ValueError: columns or tags do not match the ids; TypeError: a value cannot travel;
-        DataPlaneCapacityError: the storage stayed full until the deadline.
+        Returns a meta whose fields are those of this call. Raises ValueError: columns or tags do not match the ids;
+        TypeError: a value cannot travel; DataPlaneCapacityError: the storage stayed full until the deadline.
         """
 
     @abstractmethod
     def get_samples(self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]) -> TensorDict:
-        """Columns of rows, in the order of the ids; token columns are jagged where lengths differ.
-
-        Raises MissingRowsError: a row was never written or is cleared; MissingColumnsError: a column is not written for
-        all of the rows.
+        """Columns of rows, in the order of the ids; token columns are jagged where lengths differ. Raises
+        MissingRowsError: a row was never written or is cleared; MissingColumnsError: a column is not written for all of
+        the rows.
         """
 
     @abstractmethod

@@ -63,10 +63,8 @@ def shard_meta_for_dp(
         dynamic_batching_args: Sort rows by length into microbatches.
 
     Returns the metas in rank order, and the permutation with which `reorder_data` restores the caller's order of
-    results joined in rank order; None when they are in order.
-
-    Raises ValueError: there are no rows or no lengths, sizes do not divide, or both kinds of microbatches are asked
-    for.
+    results joined in rank order; None when they are in order. Raises ValueError: there are no rows or no lengths, sizes
+    do not divide, or both kinds of microbatches are asked for.
     """
     if not meta.size:
         raise ValueError(f"partition {meta.partition_id!r}: there are no rows to shard")

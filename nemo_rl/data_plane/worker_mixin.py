@@ -99,9 +99,6 @@ class TQWorkerMixin:
             fields: Columns; those of the meta by default.
             fetch_policy: `independent`: every rank reads; `leader_broadcast`: one rank of the replica group reads and
                 sends; `auto`: the latter where there is such a group.
-
-        Raises ValueError: the policy is unknown, or no columns are named; RuntimeError: `leader_broadcast` without a
-        group.
         """
         if fetch_policy not in ("auto", "independent", "leader_broadcast"):
             raise ValueError(f"fetch_policy={fetch_policy!r}: choose auto, independent or leader_broadcast")
@@ -121,9 +118,7 @@ class TQWorkerMixin:
         return plan.apply_to(SlicedDataDict(batch.get_dict()))
 
     def _write_back(self, meta: KVBatchMeta, columns: Mapping[str, object]) -> None:
-        """Adds columns to the rows, from the leader of the ranks that made them. Raises TypeError: a value is no
-        tensor; ValueError: a column does not have one row per id.
-        """
+        """Adds columns to the rows, from the leader of the ranks that made them."""
         for name, value in columns.items():
             if not isinstance(value, torch.Tensor):
                 raise TypeError(f"result column {name!r} is a {type(value).__name__}; a tensor was expected")

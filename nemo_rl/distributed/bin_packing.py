@@ -52,9 +52,8 @@ class SequencePacker(ABC):
         Args:
             lengths: tokens of each sequence (already rounded up to any padding multiple).
 
-        Returns one list of indices into `lengths` per bin.
-
-        Raises BinPackingError: a sequence is longer than a bin, or there are fewer sequences than bins required.
+        Returns one list of indices into `lengths` per bin. Raises BinPackingError: a sequence is longer than a bin, or
+        there are fewer sequences than bins required.
         """
         self.check(lengths)
         bins = [items for items in self._pack(lengths) if items]

@@ -96,9 +96,7 @@ def probe(address: str) -> None:
 
 
 def _authenticate(address: str) -> None:
-    """Makes sure that the cluster takes this process's token; uses the user's own token where one is asked for. Raises
-    RayStartError: it asks for another one.
-    """
+    """Makes sure that the cluster takes this process's token; uses the user's own token where one is asked for."""
     if _is_let_in(address):
         return
     if not os.environ.get("RAY_AUTH_MODE") and AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):

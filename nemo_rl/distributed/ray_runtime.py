@@ -72,10 +72,8 @@ def init_ray(
         log_to_driver: Whether workers' output is echoed here; by default only with NRL_LOG_LEVEL=DEBUG.
         log_dir: Directory for Ray's session files of a local cluster; Ray's default if None.
 
-    Returns the accelerator kind of the cluster.
-
-    Raises RayStartError: the address does not answer; DeviceUnavailableError: `cuda` was asked for and the cluster has
-    none.
+    Returns the accelerator kind of the cluster. Raises RayStartError: the address does not answer;
+    DeviceUnavailableError: `cuda` was asked for and the cluster has none.
     """
     # A local cluster guards its ports with a token; Ray says so at every start, and when it joins one.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
@@ -160,9 +158,7 @@ def accelerator_here(device: str) -> Accelerator | None:
 
 
 def _start_local(**options: Any) -> None:
-    """Starts a cluster on this machine; Ray gives its own processes half a minute, which a busy machine may need twice.
-    Raises RayStartError: they did not come up.
-    """
+    """Starts a cluster on this machine; retries, since a busy machine may exceed Ray's timeout of half a minute."""
     for attempt in range(1, _START_ATTEMPTS + 1):
         before = set(psutil.Process().children(recursive=True))
         try:

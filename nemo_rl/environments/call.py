@@ -32,9 +32,7 @@ def step_environment(
         name: the environment's name, for messages.
 
     Returns the environment's answer, with rewards as float32 and terminateds as bool tensors [B], and None lists filled
-    in.
-
-    Raises EnvironmentFailure: it raised, died, took longer than the deadline, or returned a wrong number or type of
+    in. Raises EnvironmentFailure: it raised, died, took longer than the deadline, or returned a wrong number or type of
     anything.
     """
     if len(message_logs) != len(metadata):

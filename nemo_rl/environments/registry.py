@@ -113,9 +113,7 @@ def create_env(name: str, env_configs: EnvConfig | Mapping[str, object]) -> Acto
     Args:
         env_configs: `env`, as a section or a plain mapping; a mapping may also be that of the environment alone.
 
-    Returns the actor's handle.
-
-    Raises UnknownEnvironment, ConfigError: see `environment_class`.
+    Returns the actor's handle. Raises UnknownEnvironment, ConfigError: see `environment_class`.
     """
     env_configs = _whole(name, env_configs)
     found = environment_class(name, section_of(name, env_configs))
@@ -176,9 +174,8 @@ def setup_response_data(
         env_configs: `env`, the same.
 
     Returns training prompts, validation prompts (None without), environment actor per training task and per validation
-    task.
-
-    Raises DataError: see `nemo_rl.data.setup.load_datasets`; UnknownEnvironment, ConfigError: see `environment_class`.
+    task. Raises DataError: see `nemo_rl.data.setup.load_datasets`; UnknownEnvironment, ConfigError: see
+    `environment_class`.
     """
     if is_vlm:
         raise DataError("datasets of images (is_vlm) are not built yet")

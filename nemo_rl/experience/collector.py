@@ -148,9 +148,7 @@ class Collector:
             self._parts.record.emit(WaitEnded(what, outcome))
 
     def _wait_for_change(self) -> None:
-        """Waits, under the lock, until something may have happened to a group. Raises CollectorStalled: nothing did for
-        so long that the run ends.
-        """
+        """Waits, under the lock, until something may have happened to a group."""
         left = self._last_progress + self._stall.timeout_s - time.monotonic()
         if left <= 0:
             said = f"no group was finished for {self._stall.timeout_s:.0f} s; {self._waits_for()}"

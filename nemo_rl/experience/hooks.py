@@ -63,10 +63,9 @@ class RLixHooksProtocol(Protocol):
         ...
 
     def after_training(self, step: int) -> int | None:
-        """Brings generation to the weights of step `step` and gives the training accelerators back.
-
-        Returns the version that generation serves now, which is `step + 1`; None leaves the refit to the driver, and is
-        an error under a control plane.
+        """Brings generation to the weights of step `step` and gives the training accelerators back. Returns the version
+        that generation serves now, which is `step + 1`; None leaves the refit to the driver, and is an error under a
+        control plane.
         """
         ...
 

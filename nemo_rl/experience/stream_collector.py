@@ -227,9 +227,7 @@ class StreamCollector(Collector):
             return wanted
 
     def _tries_again(self, key: GroupKey, error: BaseException) -> bool:
-        """Whether a failed rollout is tried again; its prompt is given up otherwise. Raises CollectorError: the run's
-        budget for failures is used up.
-        """
+        """Whether a failed rollout is tried again; its prompt is given up otherwise."""
         policy, machinery, name = self._policy, is_infrastructure(error), group_name(key)
         with self._changed:
             if key not in self._prompt_of:

@@ -109,9 +109,8 @@ class CheckpointManager:
             training_info: counters of the run, and `"<val|train>:<metric>"` for ranking.
             run_config: a pydantic model or mapping, saved as `config.yaml`.
 
-        Returns the directory to write into.
-
-        Raises CheckpointError: it cannot be written, or the pending checkpoint failed.
+        Returns the directory to write into. Raises CheckpointError: it cannot be written, or the pending checkpoint
+        failed.
         """
         self.finalize_pending()
         path = self.root / f"tmp_step_{step}"
@@ -134,7 +133,6 @@ class CheckpointManager:
     @contextmanager
     def writing(self, path: Path) -> Iterator[None]:
         """Turns the failure of a write below into an error that names the directory, and removes the unfinished `path`.
-
         Raises CheckpointError: an `OSError` happened inside, such as a full disk or a directory that may not be
         written, or a worker said that the disk is full.
         """

@@ -42,9 +42,8 @@ def to_hugging_face(checkpoint: Path, out_dir: Path, dtype: str | None = None) -
         checkpoint: `step_N`, a checkpoint directory, whose latest is taken, or `best` in one (see `model_directory`).
         dtype: precision of the written weights; None keeps that of the checkpoint.
 
-    Returns `out_dir`.
-
-    Raises ConversionError: there is no such checkpoint, or `out_dir` exists. CheckpointError: It is damaged.
+    Returns `out_dir`. Raises ConversionError: there is no such checkpoint, or `out_dir` exists. CheckpointError: It is
+    damaged.
     """
     source = Path(model_directory(str(checkpoint)))
     if not (source / "config.json").is_file():
@@ -94,9 +93,7 @@ def from_hugging_face(model: Path, checkpoint_dir: Path) -> Path:
         model: a Hugging Face directory with safetensors.
         checkpoint_dir: may exist, but must hold no `step_0`.
 
-    Returns the checkpoint.
-
-    Raises ConversionError: there is no such model, or the checkpoint exists.
+    Returns the checkpoint. Raises ConversionError: there is no such model, or the checkpoint exists.
     """
     if not (model / "config.json").is_file():
         raise ConversionError(f"{model}: is no Hugging Face directory; it has no config.json")

@@ -288,10 +288,9 @@ def encode_entry(entry: Entry) -> bytes:
 
 
 def read_record(path: str | Path, *, recover: bool = False) -> Iterator[Entry]:
-    """The entries of a record, in order. Kinds not registered in this process come as UnknownEvent.
-
-    Raises RecordDamaged: a line is torn, altered or out of order; with `recover` the entries before it are returned and
-    a warning is logged; RecordTooNew: a newer schema, in both modes.
+    """The entries of a record, in order. Kinds not registered in this process come as UnknownEvent. Raises
+    RecordDamaged: a line is torn, altered or out of order; with `recover` the entries before it are returned and a
+    warning is logged; RecordTooNew: a newer schema, in both modes.
     """
     path = Path(path)
     offset = index = 0
@@ -380,9 +379,7 @@ def _decode_event(body: dict[str, object]) -> object:
 
 
 def _cut_damaged_tail(path: Path) -> int:
-    """Truncates `path` after its last good line, copies the rest to another file, and returns the number of good lines.
-    Raises RecordDamaged: archived lines cannot be read, so the next number is unknown.
-    """
+    """Truncates `path` after its last good line, copies the rest elsewhere, and returns the number of good lines."""
     try:
         intact = mend_archive(path)
     except ArchiveDamaged as error:

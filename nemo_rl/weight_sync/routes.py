@@ -68,9 +68,7 @@ def plan_routes(configured: str, sources: Sequence[str], targets: Sequence[str])
         sources: Device identity of each source.
         targets: Device identity of each target.
 
-    Returns one route per target.
-
-    Raises TransportError: a target cannot be reached as configured.
+    Returns one route per target. Raises TransportError: a target cannot be reached as configured.
     """
     if configured not in _ANSWERS:
         raise TransportError(f"weight_sync.transport={configured} is unknown; choose {', '.join(_ANSWERS)}")

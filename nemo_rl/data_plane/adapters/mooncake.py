@@ -134,10 +134,8 @@ def start_master(cfg: DataPlaneConfig, undo: ExitStack, *, one_host: bool) -> di
     Args:
         one_host: Whether every process is on this host, and reaches the master on the loopback address.
 
-    Returns what the system's configuration says about Mooncake.
-
-    Raises MooncakeUnavailableError: Mooncake cannot be loaded, or its master cannot be executed; DataPlaneError: the
-    master does not serve.
+    Returns what the system's configuration says about Mooncake. Raises MooncakeUnavailableError: Mooncake cannot be
+    loaded, or its master cannot be executed; DataPlaneError: the master does not serve.
     """
     import ray
 

@@ -56,9 +56,8 @@ if TYPE_CHECKING:
 
 
 def build_backend(cfg: PolicyConfig, sizes: ParallelSizes, options: BackendOptions) -> DTensorBackend:
-    """This rank's model, optimizer and schedule, from the base model or a checkpoint. Collective.
-
-    Raises ModelNotFoundError: there is no such model; CheckpointMismatchError: the checkpoint is of another model or
+    """This rank's model, optimizer and schedule, from the base model or a checkpoint. Collective. Raises
+    ModelNotFoundError: there is no such model; CheckpointMismatchError: the checkpoint is of another model or
     optimizer.
     """
     parallel = cfg.dtensor_cfg

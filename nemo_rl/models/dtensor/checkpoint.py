@@ -107,9 +107,8 @@ def load_optimizer(
     scorer: CausalLMScorer, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None, path: str
 ) -> None:
     """Restores the optimizer's state and brings the schedule to the step of the checkpoint, both in place, resharding
-    where the number of ranks changed. Learning rate and every other argument stay the configuration's.
-
-    Raises CheckpointMismatchError: the files belong to another model or optimizer.
+    where the number of ranks changed. Learning rate and every other argument stay the configuration's. Raises
+    CheckpointMismatchError: the files belong to another model or optimizer.
     """
     _initialise_state(optimizer)
     state = _named_state(scorer, optimizer)

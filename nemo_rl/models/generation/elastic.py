@@ -66,13 +66,9 @@ class ElasticGeneration:
         return Resize([shard for shard in wanted if self._generation.shards.state(shard) is ShardState.ASLEEP])
 
     def expand(self, dp_ranks: Iterable[int]) -> Resize:
-        """Wakes shards with the cache's weights and routes them.
-
-        Returns which came back. A shard that could not wake sleeps on; one with wrong weights, or that died, is
-        quarantined.
-
-        Raises CacheError: the cache is empty; TransportError, WorkerError: the session failed through no shard's fault;
-        they sleep as before.
+        """Wakes shards with the cache's weights and routes them. Returns which came back. A shard that could not wake
+        sleeps on; one with wrong weights, or that died, is quarantined. Raises CacheError: the cache is empty;
+        TransportError, WorkerError: the session failed through no shard's fault; they sleep as before.
         """
         self._served()
         failed: dict[int, str] = {}
@@ -92,12 +88,9 @@ class ElasticGeneration:
         return Resize(wanted, failed, report)
 
     def resize_infer(self, dp_ranks_to_remove: Iterable[int], dp_ranks_to_add: Iterable[int]) -> tuple[Resize, Resize]:
-        """`shrink` and then `expand`, for a control plane that moves shards both ways at once.
-
-        Returns what became of those to remove, and of those to add.
-
-        Raises ValueError: a shard is to be removed and added; nothing has moved; CacheError, TransportError,
-        WorkerError: as for `shrink` and `expand`; what was removed sleeps.
+        """`shrink` and then `expand`, for a control plane that moves shards both ways at once. Returns what became of
+        those to remove, and of those to add. Raises ValueError: a shard is to be removed and added; nothing has moved;
+        CacheError, TransportError, WorkerError: as for `shrink` and `expand`; what was removed sleeps.
         """
         removed, added = set(dp_ranks_to_remove), set(dp_ranks_to_add)
         if removed & added:
@@ -116,12 +109,8 @@ class ElasticGeneration:
 
     def load(self, dp_ranks: Iterable[int]) -> Resize:
         """Brings the cache's version to shards that woke, in one session, and makes them ready to be routed: the second
-        half of `expand`.
-
-        Returns which are ready; the others are quarantined.
-
-        Raises CacheError: the cache is empty; TransportError, WorkerError: the session failed through no shard's fault;
-        all of them sleep.
+        half of `expand`. Returns which are ready; the others are quarantined. Raises CacheError: the cache is empty;
+        TransportError, WorkerError: the session failed through no shard's fault; all of them sleep.
         """
         self._served()
         failed: dict[int, str] = {}
@@ -134,12 +123,10 @@ class ElasticGeneration:
         return Resize(wanted, failed, report)
 
     def refresh(self, dp_ranks: Iterable[int] | None = None) -> Resize:
-        """Brings shards that serve to the cache's version, all of them by default.
-
-        Returns which have it; the others are quarantined. Without a session where none serves.
-
-        Raises WorkerError, TransportError: the session failed through no shard's fault, or on all of them; targets that
-        staged serve their old weights, others are quarantined.
+        """Brings shards that serve to the cache's version, all of them by default. Returns which have it; the others
+        are quarantined. Without a session where none serves. Raises WorkerError, TransportError: the session failed
+        through no shard's fault, or on all of them; targets that staged serve their old weights, others are
+        quarantined.
         """
         with self._alone("refresh"):
             active = self._generation.shards.having(ShardState.ACTIVE)

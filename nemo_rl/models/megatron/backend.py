@@ -48,9 +48,8 @@ if TYPE_CHECKING:
 
 
 def build_backend(cfg: PolicyConfig, sizes: ParallelSizes, options: BackendOptions) -> MegatronBackend:
-    """This rank's model, optimizer and schedule, from the base model or a checkpoint. Collective.
-
-    Raises ModelNotFoundError: there is no such model; CheckpointMismatchError: the checkpoint is of another model or
+    """This rank's model, optimizer and schedule, from the base model or a checkpoint. Collective. Raises
+    ModelNotFoundError: there is no such model; CheckpointMismatchError: the checkpoint is of another model or
     optimizer.
     """
     virtual = cfg.megatron_cfg.model_overrides.get("virtual_pipeline_model_parallel_size")

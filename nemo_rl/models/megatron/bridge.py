@@ -54,9 +54,7 @@ def is_known(model: PretrainedConfig) -> bool:
 
 
 def _auto_bridge(model: PretrainedConfig) -> Any:
-    """The package's entry. Raises UnsupportedModelError: it is not installed; KernelUnavailableError: it is, and cannot
-    be imported.
-    """
+    """The package's entry."""
     unknown = (
         f"{_KEY}: the model type {model.model_type!r} is not known; possible: {', '.join(FAMILIES)}, and with the "
         "package megatron-bridge those that it knows"

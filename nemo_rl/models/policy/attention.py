@@ -115,10 +115,8 @@ def packed_attention(
         sliding_window: Tokens that a token may look back at; only on GPUs.
         kernel: Which kernel; `auto` takes the variable-length one where it runs, else `sdpa`.
 
-    Returns [1, T, H, D] and None.
-
-    Raises NotImplementedError: the model needs soft-capped scores, or a sliding window on CPU, or the kernel does not
-    run on this device or precision.
+    Returns [1, T, H, D] and None. Raises NotImplementedError: the model needs soft-capped scores, or a sliding window
+    on CPU, or the kernel does not run on this device or precision.
     """
     if softcap is not None or getattr(module, "sinks", None) is not None:
         raise NotImplementedError(

@@ -114,9 +114,8 @@ def microbatch_arguments(
 
 def chunk_rows(lengths: Sequence[int], ranks: int) -> list[list[int]] | None:
     """Which rows of a chunk go to which rank, where they do not divide: each to the rank with the fewest tokens so far,
-    longest first. Ranks may stay without rows.
-
-    Returns ascending rows of each rank; None for a chunk that divides, which is cut as a whole batch is.
+    longest first. Ranks may stay without rows. Returns ascending rows of each rank; None for a chunk that divides,
+    which is cut as a whole batch is.
     """
     if lengths and len(lengths) % ranks == 0:
         return None

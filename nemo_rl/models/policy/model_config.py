@@ -40,10 +40,9 @@ def compute_dtype(precision: str) -> torch.dtype:
 
 
 def model_config(cfg: PolicyConfig, source: str | None = None) -> PretrainedConfig:
-    """The Hugging Face configuration of the model, with `policy.hf_config_overrides` applied.
-
-    Raises ModelNotFoundError: nothing can be loaded from there; UnsupportedModelError: an override names nothing that
-    the model has.
+    """The Hugging Face configuration of the model, with `policy.hf_config_overrides` applied. Raises
+    ModelNotFoundError: nothing can be loaded from there; UnsupportedModelError: an override names nothing that the
+    model has.
     """
     from transformers import AutoConfig
 

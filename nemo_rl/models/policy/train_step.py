@@ -154,7 +154,6 @@ class TrainStep:
 
     def finish(self, max_grad_norm: float | None) -> StepResult:
         """Normalises, clips to `max_grad_norm` (None only measures) and steps the optimizer. An error closes the step.
-
         Raises TrainStepStateError: no step is open; NonFiniteStepError: loss or gradient is not finite, and gradients
         are dropped; or the updated weights are not, and nothing can be done with them. The step is closed.
         """

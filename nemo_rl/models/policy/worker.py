@@ -73,10 +73,9 @@ class PolicyWorker(TQWorkerMixin):
         backend_spec(cfg).load()
 
     def build(self) -> None:
-        """Loads the model onto the accelerator. Collective.
-
-        Raises ModelNotFoundError: there is no such model; CheckpointMismatchError: the checkpoint is of another model
-        or optimizer; KernelUnavailableError: a kernel that is asked for does not run here.
+        """Loads the model onto the accelerator. Collective. Raises ModelNotFoundError: there is no such model;
+        CheckpointMismatchError: the checkpoint is of another model or optimizer; KernelUnavailableError: a kernel that
+        is asked for does not run here.
         """
         torch.manual_seed(0)
         if not torch.cuda.is_available():

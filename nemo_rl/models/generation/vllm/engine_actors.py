@@ -261,9 +261,7 @@ def start_engine_actors(
 
 
 def _tie_bundles(cluster: RayVirtualCluster, width: int) -> list[tuple[int, list[int]]]:
-    """Groups of `width` neighbouring slots inside one node. Raises ValueError: a node's slots do not divide into
-    groups.
-    """
+    """Groups of `width` neighbouring slots inside one node."""
     tied: list[tuple[int, list[int]]] = []
     by_node: dict[int, list[int]] = {}
     for slot in cluster.slots():

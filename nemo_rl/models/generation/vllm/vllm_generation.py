@@ -277,9 +277,8 @@ class VllmGeneration(GenerationInterface):
             dp_ranks: Shards; all of them is legal.
             level: Sleep level; `vllm_cfg.sleep_level` by default.
 
-        Returns bytes in use before and after, per shard that was awake.
-
-        Raises WorkerError: a shard did not sleep or its memory did not come back; it is quarantined.
+        Returns bytes in use before and after, per shard that was awake. Raises WorkerError: a shard did not sleep or
+        its memory did not come back; it is quarantined.
         """
         return self.shards.sleep(dp_ranks, level or self.cfg.vllm_cfg.sleep_level)
 

@@ -280,9 +280,8 @@ class VllmGenerationWorker:
 
     async def sleep(self, level: int | None = None) -> dict[str, int]:
         """Drops weights and KV cache (level 1: keeps the weights on the host) and gives the memory back; bytes in use
-        before and after, over ranks.
-
-        Raises ShardStateError: requests are still running; MemoryNotFreedError: the memory did not come back.
+        before and after, over ranks. Raises ShardStateError: requests are still running; MemoryNotFreedError: the
+        memory did not come back.
         """
         if "weights" in self._memory.asleep:
             used = await self._memory.in_use()
