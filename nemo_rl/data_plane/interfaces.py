@@ -207,18 +207,17 @@ class DataPlaneClosedError(DataPlaneError):
     """The client was closed."""
 
 
-class MissingRowsError(KeyError):
+class _NotStored(KeyError):
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class MissingRowsError(_NotStored):
     """Rows were never written or are cleared already."""
 
-    def __str__(self) -> str:
-        return str(self.args[0]) if self.args else ""
 
-
-class MissingColumnsError(KeyError):
+class MissingColumnsError(_NotStored):
     """Columns were not written for all of the rows."""
-
-    def __str__(self) -> str:
-        return str(self.args[0]) if self.args else ""
 
 
 class MooncakeUnavailableError(DataPlaneError):

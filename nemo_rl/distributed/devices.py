@@ -47,8 +47,8 @@ def free_memory(device: torch.device) -> int:
 
 
 def keep_to_slot(device: torch.device) -> None:
-    """Bounds what PyTorch allocates in this process by the memory of its slot, where neighbours use the rest of the
-    device: a tensor that does not fit raises `torch.OutOfMemoryError` here and leaves them alone.
+    """Limits PyTorch's allocations in this process to its slot's memory, where other jobs use the device: a larger
+    tensor raises `torch.OutOfMemoryError`.
     """
     given = os.environ.get(SLOT_BYTES_VARIABLE)
     if given is not None and device.type == "cuda":
@@ -63,9 +63,7 @@ def total_memory(device: torch.device) -> int:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor on the device. A copy to a GPU is queued from pinned memory: from any other, the host would wait
-    until all work before it is done.
-    """
+    """Copies a host tensor to the device, from pinned memory: another copy would wait for all queued work."""
     if device.type == "cuda" and not tensor.is_cuda:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -87,9 +85,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def device_uuid(device: torch.device) -> str:
-    """An identity `device@host` of the physical device that is equal in every process on it; all CPU slots of a host
-    share one.
-    """
+    """An identity `device@host` of the physical device, equal in every process; CPU slots of a host share one."""
     with open("/proc/sys/kernel/random/boot_id") as boot_id:
         host = boot_id.read().strip()
     name = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"

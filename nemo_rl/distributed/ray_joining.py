@@ -141,14 +141,14 @@ def _no_lines_of_libraries() -> Iterator[None]:
         os.close(nowhere)
 
 
-def _nothing(*arguments: object) -> None:
-    """In the place of Ray's thread that prints errors of workers."""
+def do_nothing(*arguments: object, **options: object) -> None:
+    """Replaces a function of Ray that is switched off."""
 
 
 @contextmanager
 def without_errors_of_others() -> Iterator[None]:
     """Keeps Ray from printing errors of ended workers; callers get exceptions."""
-    with patch.object(worker, "listen_error_messages", _nothing):
+    with patch.object(worker, "listen_error_messages", do_nothing):
         yield
 
 

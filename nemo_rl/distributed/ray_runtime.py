@@ -25,7 +25,14 @@ from ray.exceptions import RayError
 
 from nemo_rl.distributed.accelerators import CPU_SLOT_RESOURCE, Accelerator, resolve_accelerator
 from nemo_rl.distributed.processes import HOOK, WORKING_DIRECTORY, kill_and_wait
-from nemo_rl.distributed.ray_joining import LOCAL, RayStartError, probe, running_here, without_errors_of_others
+from nemo_rl.distributed.ray_joining import (
+    LOCAL,
+    RayStartError,
+    do_nothing,
+    probe,
+    running_here,
+    without_errors_of_others,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -187,12 +194,8 @@ def _without(*starters: str) -> Iterator[None]:
     with ExitStack() as stack:
         for starter in starters:
             if hasattr(Node, starter):
-                stack.enter_context(patch.object(Node, starter, _nothing))
+                stack.enter_context(patch.object(Node, starter, do_nothing))
         yield
-
-
-def _nothing(*arguments: object, **options: object) -> None:
-    """Replaces a function that is switched off."""
 
 
 @contextmanager

@@ -33,9 +33,7 @@ _NAME_FREE_S = 30.0
 
 
 def resolve_fqn(fqn: str) -> Any:
-    """Imports the object behind a dotted name such as `package.module.Class`. Raises ImportError: the module or the
-    attribute does not exist.
-    """
+    """Imports the object of a dotted name such as `package.module.Class`. Raises ImportError: it does not exist."""
     module_name, _, attribute = fqn.rpartition(".")
     if not module_name:
         raise ImportError(f"{fqn!r} is not a dotted name (expected package.module.Name)")
@@ -124,9 +122,7 @@ class RayWorkerGroup:
             self.start_worker(rank)
 
     def start_worker(self, rank: int) -> None:
-        """Starts the actor of a rank, in the place of one that was there before, which is ended. Raises WorkerError:
-        the name of the one before did not become free.
-        """
+        """Starts or restarts the actor of a rank. Raises WorkerError: the old actor's name did not become free."""
         if self.workers[rank] is not None:
             ray.kill(self.workers[rank])
         slots = self._slots[rank]
@@ -224,9 +220,7 @@ class RayWorkerGroup:
     def run_all_workers_multiple_data(
         self, method: str, common_kwargs: dict[str, object] | None = None, **per_worker: Sequence[object]
     ) -> MultiWorkerFuture:
-        """Calls worker i with the i-th entry of every list. Raises ValueError: a list does not have one entry per
-        worker.
-        """
+        """Calls worker i with the i-th entry of every list. Raises ValueError: a list has another length."""
         for key, values in per_worker.items():
             if len(values) != self.world_size:
                 raise ValueError(
@@ -280,9 +274,7 @@ class RayWorkerGroup:
         return future
 
     def get_all_worker_results(self, future: MultiWorkerFuture, *, timeout_s: float | None = None) -> list[Any]:
-        """Waits for all called workers and returns the kept results in rank order. Raises WorkerError: as soon as one
-        worker failed.
-        """
+        """Waits for all workers and returns the kept results in rank order. Raises WorkerError once one failed."""
         identities = [self.identities[rank] for rank in future.called_workers]
         results = wait_for_workers(
             future.futures, identities, what=future.what, timeout_s=self.timeout_s if timeout_s is None else timeout_s
@@ -302,9 +294,7 @@ class RayWorkerGroup:
         return MultiWorkerFuture(refs, called, list(range(len(called))), f"{self.name_prefix}.{method}")
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float = 30.0, force: bool = False) -> bool:
-        """Ends the workers, after `cleanup_method` where given. True when every cleanup answered in time. Safe to call
-        twice.
-        """
+        """Ends the workers, after `cleanup_method` if given; whether all cleanups succeeded. Safe to call twice."""
         clean = True
         if cleanup_method and not force and self.workers and ray.is_initialized():
             refs = [getattr(worker, cleanup_method).remote() for worker in self.workers]
@@ -332,9 +322,7 @@ def _group_slots(
 
 
 def slot_share(actors: int) -> float:
-    """What each of `actors` actors takes of a slot in Ray's books: slightly less than an equal part, so that helper
-    probes on the same bundle still fit.
-    """
+    """Each of `actors` actors' share of a slot in Ray: slightly less than an equal part, so that probes still fit."""
     # Ray counts in parts of 1/10000.
     return 9000 // actors / 10000
 
@@ -350,9 +338,7 @@ def _import_path() -> list[str]:
 
 
 class PendingCall(Generic[Result]):
-    """One call. `combine`: makes the result of the kept answers, in rank order. `on_error`: called once when a worker
-    failed.
-    """
+    """One call. `combine`: makes the result of the kept answers, in rank order. `on_error`: called once on failure."""
 
     def __init__(
         self,
@@ -374,8 +360,8 @@ class PendingCall(Generic[Result]):
         return len(ready) == len(refs)
 
     def result(self, timeout_s: float | None = None) -> Result:
-        """Waits for the answer. `timeout_s`: deadline in seconds; that of the workers by default. Raises WorkerError: a
-        worker failed; WorkerTimeoutError: no answer within the deadline.
+        """Waits for the answer, at most `timeout_s` seconds (default: the workers' deadline). Raises WorkerError: a
+        worker failed; WorkerTimeoutError: no answer in time.
         """
         try:
             return self._combine(self._group.get_all_worker_results(self._future, timeout_s=timeout_s))

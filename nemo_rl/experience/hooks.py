@@ -1,8 +1,7 @@
-"""The seam at which a control plane lends accelerators to a run and takes them back.
+"""The hooks by which a control plane lends accelerators to a run and takes them back.
 
-The driver calls these hooks at fixed points; the default does nothing. Order in a run:
-`on_trajectory_collector_created` once, then per step `begin_progress_batch`, `report_progress` while samples arrive,
-`end_progress_batch`, `before_training`, `before_weight_sync`, `after_training`.
+The default does nothing. Order in a run: `on_trajectory_collector_created` once, then per step `begin_progress_batch`,
+`report_progress` while samples arrive, `end_progress_batch`, `before_training`, `before_weight_sync`, `after_training`.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ class HooksError(UserError, RuntimeError):
 
 
 def time_sharing_enabled() -> bool:
-    """Whether a control plane owns the accelerators (`RLIX_CONTROL_PLANE=rlix`): refits, sleep and Ray's end are then
-    its business.
+    """Whether a control plane owns the accelerators (`RLIX_CONTROL_PLANE=rlix`), and with them refits, sleep and Ray's
+    end.
     """
     return os.environ.get(CONTROL_PLANE_VARIABLE, "") == "rlix"
 

@@ -1,9 +1,8 @@
 """Finished prompt groups that wait for the step they were generated for.
 
-A plain class without threads, clocks or actors: groups in, whole generation batches out. Every group belongs to one
-batch of one step (its target), fixed before it is generated, so that how old it may become is known from the start.
-Invariants: a group is in the buffer at most once and leaves it once; what leaves is complete and within the staleness
-bound.
+A plain class without threads, clocks or actors. Every group is assigned to one batch of one step (its target) before it
+is generated, which bounds its staleness. Invariants: a group is in the buffer at most once and leaves it once; batches
+are complete and within the staleness bound.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ class BufferProtocolError(RuntimeError):
 
 
 class GroupKey(NamedTuple):
-    """A prompt group's place in the run: the step that trains it, the generation batch of that step (from 0), its
-    number in the step.
-    """
+    """A prompt group's place: the step that trains it, its generation batch (from 0), its number in the step."""
 
     target: int
     attempt: int
@@ -70,9 +67,7 @@ class ReplayBuffer:
         return len(self._groups)
 
     def expect(self, target: int, attempt: int, numbers: Sequence[int]) -> None:
-        """A batch is going to be generated, with these group numbers. Raises BufferProtocolError: the batch is known
-        already.
-        """
+        """Announces a batch of group numbers. Raises BufferProtocolError: it was announced before."""
         if (target, attempt) in self._expected:
             raise BufferProtocolError(f"generation batch {attempt} of step {target} is expected already")
         self._expected[target, attempt] = set(numbers)
@@ -113,8 +108,8 @@ class ReplayBuffer:
         )
 
     def take(self, target: int, attempt: int) -> list[BufferedGroup]:
-        """A whole batch, in the order of its prompts; it leaves the buffer. Raises BufferProtocolError: groups are
-        missing; StaleGroupError: a group is too old for its step.
+        """Removes and returns a whole batch, in prompt order. Raises BufferProtocolError: groups are missing;
+        StaleGroupError: a group is too old for its step.
         """
         if not self.complete(target, attempt):
             raise BufferProtocolError(

@@ -61,8 +61,8 @@ class Sampler(Protocol):
         ...
 
     def eligible(self, slots: Sequence[Slot], version: int, first: int, wanted: int) -> Sequence[Slot]:
-        """The ready slots that the step which starts from `version` may take, those it prefers first. `slots`: every
-        slot that is not trained, by place. `first`: place of the step's first group.
+        """The ready slots that the step starting from `version` may take, preferred ones first. `slots`: every
+        untrained slot, by place. `first`: place of the step's first group.
         """
         ...
 
@@ -190,9 +190,7 @@ BUILT_IN: Mapping[str, type] = {
 
 
 def custom_sampler(target: str, settings: Mapping[str, object]) -> Sampler:
-    """A sampler of the user's. `target`: `module:Class`. Raises SamplerError: it cannot be imported or made, or lacks a
-    part of `Sampler`.
-    """
+    """A user's sampler, `module:Class`. Raises SamplerError: it cannot be imported or made, or is incomplete."""
     where = f"async_rl.sampler.target={target}"
     module, _, name = target.partition(":")
     try:

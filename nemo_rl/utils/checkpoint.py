@@ -1,8 +1,8 @@
-"""Checkpoint directories: written aside, made visible by one rename, kept by rule, found again on resume.
+"""Checkpoint directories: written under another name, renamed when complete, kept by rule, found again on resume.
 
-`<checkpoint_dir>/step_N/` holds `training_info.json`, `config.yaml`, whatever the caller writes (`policy/...`,
-`train_dataloader.pt`), and the manifest that its files are verified by. Invariant: a directory called `step_N` is
-complete; whatever happens during a write, the last complete one stays usable.
+`<checkpoint_dir>/step_N/` holds `training_info.json`, `config.yaml`, the caller's files (`policy/...`,
+`train_dataloader.pt`), and the manifest. Invariant: a directory named `step_N` is complete; an interrupted write leaves
+the last complete one usable.
 """
 
 import json
@@ -102,15 +102,14 @@ class CheckpointManager:
             raise self._failures[-1]
 
     def init_tmp_checkpoint(self, step: int, training_info: Mapping[str, object], run_config: object = None) -> Path:
-        """Begin a checkpoint: create `tmp_step_N` with its info and configuration. Finishes a pending one first and
-        removes what dead runs left.
+        """Creates `tmp_step_N` with its info and configuration, and returns it. Finishes a pending checkpoint first and
+        removes leftovers of dead runs.
 
         Args:
             training_info: counters of the run, and `"<val|train>:<metric>"` for ranking.
             run_config: a pydantic model or mapping, saved as `config.yaml`.
 
-        Returns the directory to write into. Raises CheckpointError: it cannot be written, or the pending checkpoint
-        failed.
+        Raises CheckpointError: it cannot be written, or the pending checkpoint failed.
         """
         self.finalize_pending()
         path = self.root / f"tmp_step_{step}"
@@ -132,9 +131,8 @@ class CheckpointManager:
 
     @contextmanager
     def writing(self, path: Path) -> Iterator[None]:
-        """Turns the failure of a write below into an error that names the directory, and removes the unfinished `path`.
-        Raises CheckpointError: an `OSError` happened inside, such as a full disk or a directory that may not be
-        written, or a worker said that the disk is full.
+        """Removes the unfinished `path` after a failed write. Raises CheckpointError: an `OSError` inside, or a worker
+        reported a full disk.
         """
         try:
             yield
@@ -145,13 +143,8 @@ class CheckpointManager:
             raise self._unwritable(path, error) from error
 
     def begin_finalization(self, tmp_path: Path, wait_fn: Callable[[], None] | None = None) -> None:
-        """Finish a checkpoint in the background: wait for its writers, then make it visible.
-
-        Args:
-            tmp_path: what `init_tmp_checkpoint` returned.
-            wait_fn: returns when every writer is done; what it raises is raised by the next `finalize_pending`.
-
-        Raises CheckpointError: the one pending before failed.
+        """Completes a checkpoint in the background: waits for its writers with `wait_fn`, whose error the next
+        `finalize_pending` raises, then renames `tmp_path`. Raises CheckpointError: the one pending before failed.
         """
         self.finalize_pending()
         if self._executor is None:
@@ -159,8 +152,8 @@ class CheckpointManager:
         self._pending = (tmp_path, self._executor.submit(self._finalize_in_background, tmp_path, wait_fn))
 
     def finalize_pending(self) -> None:
-        """Wait until the checkpoint in the background, if any, is visible. Raises CheckpointError: its write failed or
-        passed the deadline; earlier checkpoints are intact.
+        """Waits for the background checkpoint, if any. Raises CheckpointError: it failed or passed the deadline;
+        earlier ones are intact.
         """
         if self._pending is None:
             return
@@ -181,8 +174,8 @@ class CheckpointManager:
         raise CheckpointError(f"writing {path} failed: {said}{self._last_good()}") from failure
 
     def finalize_checkpoint(self, tmp_path: Path) -> Path:
-        """Make a written checkpoint visible as `step_N`, record it as the latest and remove those that are not kept.
-        Returns its final directory. Raises CheckpointError: it is incomplete, or the directory cannot be written.
+        """Renames a written checkpoint to `step_N`, marks it as the latest and removes those that are not kept; returns
+        its directory. Raises CheckpointError: it is incomplete, or the directory cannot be written.
         """
         match = re.fullmatch(r"tmp_step_(\d+)", tmp_path.name)
         if match is None or not (tmp_path / INFO_FILE).is_file():
@@ -231,19 +224,13 @@ class CheckpointManager:
         return self.root / f"step_{max(saved)}" if saved else None
 
     def has(self, step: int) -> bool:
-        """Whether the checkpoint of a step is there; waits for one that is under way. Raises CheckpointError: that one
-        failed.
-        """
+        """Whether step `step` has a checkpoint; waits for a pending one. Raises CheckpointError: that failed."""
         self.finalize_pending()
         return step in self._saved()
 
     def newest_intact(self, *, set_aside: bool = False) -> Path | None:
-        """The checkpoint with the highest step, verified by its manifest if it has one; None without one.
-
-        Args:
-            set_aside: Pass over damaged ones, which become `damaged_step_N`.
-
-        Raises CheckpointError: it is damaged, or with `set_aside` all of them are.
+        """The checkpoint with the highest step, verified by its manifest if any; None without one. `set_aside`: rename
+        damaged ones to `damaged_step_N` and go on. Raises CheckpointError: it is damaged, or with `set_aside` all are.
         """
         damaged: dict[Path, list[str]] = {}
         for step in sorted(self._saved(), reverse=True):
@@ -281,8 +268,8 @@ class CheckpointManager:
         return None if step is None else self.root / f"step_{step}"
 
     def get_resume_paths(self, checkpoint_path: Path | str | None = None) -> ResumePaths | None:
-        """Where weights and optimizer lie in a checkpoint, by default the latest; None without one. Raises
-        CheckpointError: the checkpoint has no weights.
+        """Weights and optimizer of a checkpoint (by default the latest); None without one. Raises CheckpointError: no
+        weights.
         """
         path = self.get_latest_checkpoint_path() if checkpoint_path is None else Path(checkpoint_path)
         if path is None:
@@ -298,9 +285,7 @@ class CheckpointManager:
         return ResumePaths(weights, optimizer)
 
     def load_training_info(self, checkpoint_path: Path | str | None = None) -> dict[str, Any] | None:
-        """The counters of a checkpoint, by default the latest; None without one. Raises CheckpointError: the file
-        cannot be read.
-        """
+        """The counters of a checkpoint (by default the latest); None without one. Raises CheckpointError."""
         path = self.get_latest_checkpoint_path() if checkpoint_path is None else Path(checkpoint_path)
         if path is None:
             return None
@@ -312,8 +297,8 @@ class CheckpointManager:
             ) from error
 
     def remove_old_checkpoints(self) -> list[int]:
-        """Remove the checkpoints no rule keeps, and return their steps. One that cannot be removed is logged and tried
-        again next time.
+        """Removes the checkpoints that no rule keeps and returns their steps. Failures are logged and retried next
+        time.
         """
         history = self._history()
         kept = steps_to_keep(history, self.cfg)
@@ -398,12 +383,11 @@ def saved_steps(root: Path) -> set[int]:
 
 
 def model_directory(source: str) -> str:
-    """The Hugging Face directory behind the name of a model.
+    """Resolves the name of a model to a Hugging Face directory.
 
     Args:
-        source: a checkpoint (`step_N`), a directory of checkpoints (its latest is meant), `best` in one (the best by
-            the run's `checkpointing.metric_name`), or anything else, which is returned as it is: a Hugging Face
-            directory or id.
+        source: a checkpoint (`step_N`), a directory of checkpoints (its latest), `best` in one (the best by the run's
+            `checkpointing.metric_name`), or anything else, which is returned unchanged.
 
     Raises CheckpointError: files of the checkpoint are damaged, or none is the best.
     """
@@ -419,9 +403,7 @@ def model_directory(source: str) -> str:
 
 
 def verify_weights(weights: Path) -> None:
-    """Compares a directory of weights with its checkpoint's manifest; nothing to do where it belongs to none. Raises
-    CheckpointError: some of its files are damaged.
-    """
+    """Checks a weights directory against its checkpoint's manifest, if any. Raises CheckpointError: they differ."""
     real = weights.resolve()
     if real.parts[-2:] == ("policy", "weights") and (found := damage(real.parents[1], "policy/weights/")):
         raise CheckpointError(f"{real.parents[1]} is damaged: {'; '.join(found[:3])}; name another checkpoint")

@@ -1,7 +1,6 @@
-"""Which checkpoints are worth writing, and which stay.
+"""Which checkpoints are due, and which are kept.
 
-Decides from step numbers and recorded metrics alone; it touches no file. Invariant: the newest checkpoint always stays,
-so a run can go on.
+Pure decisions on step numbers and recorded metrics. Invariant: the newest checkpoint is always kept.
 """
 
 import logging
@@ -51,9 +50,7 @@ def _is_extra(step: int, cfg: CheckpointingConfig) -> bool:
 
 
 def best_step(saved: Iterable[SavedStep], cfg: CheckpointingConfig) -> int | None:
-    """The step with the best metric (ties to the newer), the newest where no metric ranks them, None without
-    checkpoints.
-    """
+    """The step with the best metric (ties to the newer); the newest without metrics; None without checkpoints."""
     ranked = sorted(saved, key=lambda checkpoint: _rank(checkpoint, cfg))
     return ranked[0].step if ranked else None
 
@@ -67,9 +64,7 @@ def _rank(checkpoint: SavedStep, cfg: CheckpointingConfig) -> tuple[bool, float,
 def should_save(
     step: int, cfg: CheckpointingConfig, *, is_last: bool = False, early_stop: bool = False, timeout: bool = False
 ) -> bool:
-    """Whether a checkpoint is due after `step` (from 1): at the end, before time runs out, and every `save_period` and
-    `ft_save_period` steps.
-    """
+    """Whether a checkpoint is due after `step` (from 1): last step, time limit, `save_period` or `ft_save_period`."""
     if not cfg.enabled:
         return False
     periodic = step % cfg.save_period == 0 or (cfg.ft_save_period is not None and step % cfg.ft_save_period == 0)
@@ -79,15 +74,8 @@ def should_save(
 def ranking_metric(
     cfg: CheckpointingConfig, step: int, *, train: Mapping[str, Any] | None, val: Mapping[str, Any] | None
 ) -> dict[str, float]:
-    """The entry of `training_info` that ranks a checkpoint, `{"val:accuracy": 0.5}`; empty (with a warning) where this
-    step did not measure it.
-
-    A name that nothing measures is no reason to lose the step: the checkpoint is written and stays unranked.
-
-    Args:
-        cfg: `metric_name` is read.
-        train: training metrics of this step, without prefix.
-        val: validation metrics of this step; None when it did not validate.
+    """The entry of `training_info` that ranks a checkpoint, such as `{"val:accuracy": 0.5}`; empty with a warning if
+    the metric was not measured in this step: the checkpoint is then unranked.
     """
     if cfg.metric_name is None:
         return {}

@@ -3,9 +3,9 @@
     python -m nemo_rl.utils.convert to-hf CHECKPOINT OUT_DIR [--dtype bfloat16]
     python -m nemo_rl.utils.convert from-hf MODEL_DIR CHECKPOINT_DIR
 
-A checkpoint's weights lie in it as a Hugging Face directory already, in float32; converting takes them out, in the
-precision one wants to serve, and puts a model in as the checkpoint of step 0. Invariants: nothing that exists is
-overwritten; an output directory is whole or not there; tensors keep their names.
+A checkpoint's weights are a Hugging Face directory in float32; `to-hf` extracts it in the wanted precision, `from-hf`
+makes a model the checkpoint of step 0. Invariants: nothing is overwritten; an output directory is complete or absent;
+tensors keep their names.
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ class ConversionError(UserError, RuntimeError):
 
 
 def to_hugging_face(checkpoint: Path, out_dir: Path, dtype: str | None = None) -> Path:
-    """Writes the model of a checkpoint as a Hugging Face directory, tokenizer included.
+    """Writes the model of a checkpoint as a Hugging Face directory, tokenizer included; returns `out_dir`.
 
     Args:
-        checkpoint: `step_N`, a checkpoint directory, whose latest is taken, or `best` in one (see `model_directory`).
+        checkpoint: See `model_directory`.
         dtype: precision of the written weights; None keeps that of the checkpoint.
 
-    Returns `out_dir`. Raises ConversionError: there is no such checkpoint, or `out_dir` exists. CheckpointError: It is
-    damaged.
+    Raises ConversionError: there is no such checkpoint, or `out_dir` exists; CheckpointError: it is damaged.
     """
     source = Path(model_directory(str(checkpoint)))
     if not (source / "config.json").is_file():
@@ -86,14 +85,9 @@ def merge_adapter(source: Path, target: Path, dtype: str | None = None, base: Pa
 
 
 def from_hugging_face(model: Path, checkpoint_dir: Path) -> Path:
-    """Puts a Hugging Face model into a checkpoint directory as `step_0`, from which a run with that
-    `checkpointing.checkpoint_dir` starts.
-
-    Args:
-        model: a Hugging Face directory with safetensors.
-        checkpoint_dir: may exist, but must hold no `step_0`.
-
-    Returns the checkpoint. Raises ConversionError: there is no such model, or the checkpoint exists.
+    """Saves a Hugging Face model (a directory with safetensors) as `step_0` of `checkpoint_dir`, from which a run with
+    that `checkpointing.checkpoint_dir` starts; returns the checkpoint. Raises ConversionError: no such model, or it
+    exists.
     """
     if not (model / "config.json").is_file():
         raise ConversionError(f"{model}: is no Hugging Face directory; it has no config.json")

@@ -109,14 +109,11 @@ class WeightReceiver:
 
     def begin(self, session: dict[str, Any]) -> None:
         """Opens a session: `{id, windows, verify, timeout_s, staged}` and this worker's route in it, `{transport,
-        nccl}`.
+        nccl}`. `nccl` is `{rank}` and a `GroupMeeting`'s values if the route uses the session's group, else None. If
+        staged, windows are kept beside the live weights, which stay untouched until `finish`.
 
-        `nccl` is `{rank}` and the values of a `GroupMeeting` where the route is the session's group, else None.
-
-        In a staged session windows are kept beside the live weights, which stay untouched until `finish`.
-
-        Raises SyncProtocolError: another session is open; TransportError: the session counts on a group that this
-        worker does not hold.
+        Raises SyncProtocolError: another session is open; TransportError: this worker lacks the group that the session
+        uses.
         """
         if self._session:
             raise SyncProtocolError(
