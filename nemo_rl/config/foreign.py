@@ -18,7 +18,7 @@ from typing import Any
 
 from nemo_rl.config.dotted import ABSENT, at, put, take
 from nemo_rl.config.layers import read_yaml
-from nemo_rl.config.section import Section, field_of, section_within
+from nemo_rl.config.section import Section, field_of, section_at, section_within
 
 Key = tuple[str, ...]
 
@@ -100,7 +100,8 @@ class Adapted:
 def adapt(raw: Mapping[str, object], root: type[Section]) -> Adapted:
     """Moves keys with earlier names, and leaves out those that change nothing here."""
     adapted = Adapted(copy.deepcopy(dict(raw)))
-    if _has_training_data(root):
+    data = section_at(root, ("data",))
+    if data is not None and field_of(data, "train") is not None:
         _move_old_data(adapted)
     _move_puzzle_game(adapted)
     for old, new in MOVED.items():
@@ -159,24 +160,14 @@ def unknown_leaves(values: object, schema: type[Section] | None, prefix: Key = (
 
 def switched_off(values: Mapping[str, object], root: type[Section], key: Sequence[str]) -> str | None:
     """The innermost section around `key` that is not enabled, if there is one."""
-    schema: type[Section] | None = root
-    found = None
-    for depth, part in enumerate(key[:-1]):
-        known = field_of(schema, part) if schema is not None else None
-        schema = section_within(known) if known is not None else None
-        if schema is None:
-            break
-        switch = field_of(schema, "enabled")
+    for depth in range(len(key) - 1, 0, -1):
+        section = section_at(root, key[:depth]) if not key[depth - 1].isdigit() else None
+        switch = field_of(section, "enabled") if section is not None else None
         if switch is not None:
-            given = at(values, (*key[: depth + 1], "enabled"), default=switch.get_default(call_default_factory=True))
-            found = ".".join(key[: depth + 1]) if given in (False, None) else found
-    return found
-
-
-def _has_training_data(root: type[Section]) -> bool:
-    data = field_of(root, "data")
-    section = section_within(data) if data is not None else None
-    return section is not None and field_of(section, "train") is not None
+            given = at(values, (*key[:depth], "enabled"), default=switch.get_default(call_default_factory=True))
+            if given in (False, None):
+                return ".".join(key[:depth])
+    return None
 
 
 def _move(adapted: Adapted, old: Key, new: Key) -> None:

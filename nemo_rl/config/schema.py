@@ -26,6 +26,7 @@ from nemo_rl.config.section import (
     annotation_of,
     field_of,
     holds_container,
+    section_at,
     section_within,
 )
 
@@ -88,29 +89,20 @@ def free_mapping(schema: type[Section], key: Sequence[str]) -> KeyInfo | None:
 
 def is_known(schema: type[Section], key: Sequence[str]) -> bool:
     """Whether `key` may be written: the schema has it, or it lies in a free mapping that the schema has."""
-    section: type[Section] | None = schema
     names = _without_indices(key)
-    for depth, part in enumerate(names):
-        field = field_of(section, part) if section is not None else None
-        if field is None:
-            return (
-                section is not None
-                and depth > 0
-                and section.model_config.get("extra") == "allow"
-                and depth + 1 < len(names)
-            )
-        section = section_within(field)
-        if section is None and depth + 1 < len(names):
-            return holds_container(field, dict)
+    for depth in reversed(range(len(names))):
+        section = section_at(schema, names[:depth])
+        if section is not None:
+            field, inside = field_of(section, names[depth]), depth + 1 < len(names)
+            if field is None:
+                return depth > 0 and inside and section.model_config.get("extra") == "allow"
+            return not inside or holds_container(field, dict)
     return True
 
 
 def names_in(schema: type[Section], key: Sequence[str]) -> list[str]:
     """The names that are valid in the section which would hold `key`."""
-    section: type[Section] | None = schema
-    for part in _without_indices(key)[:-1]:
-        field = field_of(section, part) if section is not None else None
-        section = section_within(field) if field is not None else None
+    section = section_at(schema, _without_indices(key)[:-1])
     return [] if section is None else [field.alias or name for name, field in section.model_fields.items()]
 
 

@@ -8,7 +8,7 @@ Invariant: a default lives in the schema and nowhere else; removing a `NotYet` i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin
@@ -168,6 +168,15 @@ def section_within(field: FieldInfo) -> type[Section] | None:
 def field_of(schema: type[Section], key: str) -> FieldInfo | None:
     """The field behind one YAML key of a section."""
     return next((field for name, field in schema.model_fields.items() if (field.alias or name) == key), None)
+
+
+def section_at(schema: type[Section], key: Sequence[str]) -> type[Section] | None:
+    """The section class at a dotted key, list indices left out; None where there is none."""
+    section: type[Section] | None = schema
+    for part in key:
+        field = field_of(section, part) if section is not None and not part.isdigit() else None
+        section = section if part.isdigit() else section_within(field) if field is not None else None
+    return section
 
 
 def holds_container(field: FieldInfo, *kinds: type) -> bool:
