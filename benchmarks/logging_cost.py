@@ -89,7 +89,7 @@ def measure(samples: int, tokens: int, group: int, steps: int) -> tuple[float, f
                 record.emit(GroupTrained(f"{step}-{prompt}", step))
             reports.put(partial(report, step))
             waited.append(time.perf_counter() - began)
-            reports.settle()
+            reports.wait()
             written.append(time.perf_counter() - began)
         reports.close()
         record.close()
