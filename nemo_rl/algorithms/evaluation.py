@@ -64,19 +64,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Score:
-    """Result of an evaluation.
+    """Result of an evaluation."""
 
-    Attributes:
-        metric: Name with its k, such as `pass@1`.
-        value: Mean over problems.
-        problems: Number of problems.
-        answers_per_problem: Answers drawn for each.
-        mean_reward: Mean over all answers.
-        truncated: Share of cut answers.
-        seconds: Time of the rollouts.
-    """
-
-    metric: str
+    metric: str  # name with its k, such as `pass@1`
     value: float
     problems: int
     answers_per_problem: int
@@ -98,15 +88,10 @@ class ResultNotWritten(UserError, OSError):
 
 
 class Placement(Protocol):
-    """Provides an evaluation with accelerators.
+    """Provides an evaluation with accelerators."""
 
-    Attributes:
-        lends_shards: Whether engines are built and routed one by one, on command.
-        record: Record for requests, or None.
-    """
-
-    lends_shards: bool
-    record: Record | None
+    lends_shards: bool  # whether engines are built and routed one by one, on command
+    record: Record | None  # record for requests, or None
 
     def connect(self, config: EvalMasterConfig) -> Accelerator:
         """Joins or starts the Ray cluster; returns its kind of accelerator."""
@@ -148,12 +133,10 @@ def evaluate(config: EvalMasterConfig, placement: Placement | None = None) -> Sc
     """Runs an evaluation and writes the files of `eval.save_path`.
 
     Args:
-        config: What to evaluate.
         placement: Provides accelerators; by default slots of its own.
 
-    Raises:
-        ConfigError, DataError, ModelNotFoundError, DeviceUnavailableError: The configuration asks for what is not
-        there. GenerationError, EnvironmentFailure, WorkerError: The evaluation cannot go on.
+    Raises ConfigError, DataError, ModelNotFoundError, DeviceUnavailableError: the configuration asks for what is not;
+    there. GenerationError, EnvironmentFailure, WorkerError: The evaluation cannot go on.
     """
     placement, say = placement or OwnPlacement(), StartPhases().say
     _find_model(config)
@@ -250,11 +233,7 @@ def _as_policy(config: EvalMasterConfig) -> PolicyConfig:
 
 
 def load_problems(config: EvalMasterConfig, tokenizer: PreTrainedTokenizerBase, say: Say) -> Problems:
-    """Reads the problems of an evaluation.
-
-    Raises:
-        DataError: they cannot be read, or all are too long.
-    """
+    """Reads the problems of an evaluation. Raises DataError: they cannot be read, or all are too long."""
     if config.data.split_validation_size > 0:
         raise DataError(
             f"data.split_validation_size={config.data.split_validation_size} takes rows out of training, and an "

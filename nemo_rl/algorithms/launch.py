@@ -74,14 +74,11 @@ def main(
     Args:
         arguments: Command-line arguments without the program's name.
         default_config: Used when `--config` is not given.
-        kind: Class of the configuration.
         what: Description for `--help`.
         example: An override, for `--help`.
-        run_to_end: Runs a checked configuration.
         run_with_page: The same with a live page at a port, for `--page`; None without a page.
 
-    Returns:
-        The process's exit code: 0 done, 1 the run failed, 2 the configuration is wrong, 130 interrupted.
+    Returns the process's exit code: 0 done, 1 the run failed, 2 the configuration is wrong, 130 interrupted.
     """
     collect_rarely()
     parser = argparse.ArgumentParser(description=f"{what}; further arguments are overrides such as {example}.")
@@ -143,10 +140,8 @@ def _live_page(config: RootConfig, port: int | None) -> Iterator[RunPage | None]
 
 @contextmanager
 def directories_of_its_own(config: RootConfig) -> Iterator[None]:
-    """Context manager that locks the run's log and checkpoint directories.
-
-    Raises:
-        DirectoryInUse: Another run uses one of them.
+    """Context manager that locks the run's log and checkpoint directories. Raises DirectoryInUse: another run uses one
+    of them.
     """
     from nemo_rl.utils.directory_lock import locked
 

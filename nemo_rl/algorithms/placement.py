@@ -26,12 +26,10 @@ if TYPE_CHECKING:
 def check_policy(config: RootConfig) -> PretrainedConfig:
     """Checks before anything starts that the policy can be built; returns the model's configuration.
 
-    Raises:
-        ModelNotFoundError: There is no model at `policy.model_name`.
-        UnsupportedModelError: Heads, vocabulary or experts do not divide over the ranks of training.
-        KernelUnavailableError: A package is asked for and not installed.
-        OptimizerConfigError: Optimizer or schedule do not exist or refuse their arguments.
-        CheckpointError: `policy.model_name` is a damaged checkpoint.
+    Raises ModelNotFoundError: there is no model at `policy.model_name`; UnsupportedModelError: heads, vocabulary or
+    experts do not divide over the ranks of training; KernelUnavailableError: a package is asked for and not installed;
+    OptimizerConfigError: optimizer or schedule do not exist or refuse their arguments; CheckpointError:
+    `policy.model_name` is a damaged checkpoint.
     """
     verify_weights(Path(config.policy.model_name))
     model = model_config(config.policy)
@@ -40,25 +38,15 @@ def check_policy(config: RootConfig) -> PretrainedConfig:
 
 
 def check_device(config: RootConfig, accelerator: Accelerator) -> None:
-    """Checks that the accelerators can run the configured training backend.
-
-    Raises:
-        KernelUnavailableError: They cannot.
-    """
+    """Checks that the accelerators can run the training backend. Raises KernelUnavailableError: they cannot."""
     backend_spec(config.policy).check_device(config.policy, cuda=accelerator.is_cuda)
 
 
 def reserve(
     cluster: ClusterConfig, accelerator: Accelerator, name: str, per_node: Sequence[int], *, groups: int = 1
 ) -> RayVirtualCluster:
-    """Reserves slots on the cluster.
-
-    Args:
-        cluster: Ports, and slots per node.
-        accelerator: Kind of slot.
-        name: Used in messages.
-        per_node: Slots of each node.
-        groups: Worker groups that share each slot.
+    """Reserves slots on the cluster. `cluster`: ports, and slots per node. `groups`: worker groups that share each
+    slot.
     """
     return RayVirtualCluster(
         list(per_node),
@@ -92,7 +80,6 @@ class OwnSlots:
         self._ray = RayConnection()
 
     def connect(self, config: HasCluster) -> Accelerator:
-        """See `init_ray`."""
         return self._ray.open(device=config.cluster.device, cpu_slots=config.cluster.cpu_slots)
 
     def disconnect(self) -> None:
@@ -111,14 +98,11 @@ def begin_policy(
     """Starts the policy's actors.
 
     Args:
-        config: The run's.
         cluster: Slots; all of them are used.
-        checkpointer: Owner of the checkpoint.
         resume: Checkpoint to load, or None.
         init_reference_model: Whether the initial weights are kept for reference log-probabilities.
 
-    Raises:
-        CheckpointError: The checkpoint has no weights.
+    Raises CheckpointError: the checkpoint has no weights.
     """
     paths = checkpointer.get_resume_paths(resume.checkpoint) if resume is not None else None
     optimizer = paths.optimizer if paths is not None and resume is not None and not resume.fresh_optimizer else None
@@ -135,13 +119,8 @@ def begin_policy(
 def start_policy(
     config: RootConfig, cluster: RayVirtualCluster, tokenizer: PreTrainedTokenizerBase, actors: RayWorkerGroup
 ) -> Policy:
-    """Makes the actors load the policy; returns before they have finished.
-
-    Args:
-        config: The run's.
-        cluster: Slots; all of them are used.
-        tokenizer: Saved beside checkpoints.
-        actors: From `begin_policy`.
+    """Makes the actors load the policy; returns before they have finished. `cluster`: slots; all of them are used.
+    `actors`: from `begin_policy`.
     """
     if isinstance(config, MasterConfig) and config.data_plane.enabled:
         from nemo_rl.models.policy.tq_policy import TQPolicy

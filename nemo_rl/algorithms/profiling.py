@@ -31,20 +31,14 @@ def check_profile(accelerator: Accelerator | None) -> None:
         accelerator: Of the cluster that will start on this machine; None if the run joins a cluster, whose nodes check
             it themselves.
 
-    Raises:
-        ProfilerUnavailable: There is no GPU, or `nsys` is not on PATH.
+    Raises ProfilerUnavailable: there is no GPU, or `nsys` is not on PATH.
     """
     if profile_of_run() is not None and accelerator is not None:
         check_profiler(cuda=accelerator.is_cuda)
 
 
 class StepProfiler:
-    """Switches recording between steps.
-
-    Args:
-        profile: The request; None records nothing.
-        switches: Each switches some workers.
-    """
+    """Switches recording between steps. `profile`: the request; None records nothing."""
 
     def __init__(self, profile: Profile | None, switches: Sequence[Callable[[bool], None]]) -> None:
         self._profile = profile
@@ -52,11 +46,7 @@ class StepProfiler:
         self._on = self._began = False
 
     def before(self, step: int) -> None:
-        """Called before each step.
-
-        Args:
-            step: From 1, counted over the whole run including resumed steps.
-        """
+        """Called before each step. `step`: from 1, counted over the whole run including resumed steps."""
         if self._profile is not None:
             self._switch(self._profile.covers(step), step)
 
@@ -85,11 +75,7 @@ class StepProfiler:
 
 @contextmanager
 def profiled_steps(*workers: Any) -> Iterator[StepProfiler]:
-    """Context manager that records the requested steps.
-
-    Args:
-        *workers: Policy and engines; None is left out.
-    """
+    """Context manager that records the requested steps. `*workers`: policy and engines; None is left out."""
     profile = profile_of_run()
     switches = [each.profile for each in workers if each is not None] if profile is not None else []
     profiler = StepProfiler(profile, switches)

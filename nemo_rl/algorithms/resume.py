@@ -99,25 +99,15 @@ class Difference:
 
 @dataclass(frozen=True)
 class Resume:
-    """A checkpoint to resume from.
-
-    Attributes:
-        checkpoint: Its directory.
-        info: Its counters.
-        obeyed: Differences that apply from now on.
-        allowed: Differences that make it a different run and were allowed, by name.
-        rows_before: Prompts, or conversations, per step in the checkpoint.
-        compared: Whether the checkpoint's configuration could be read.
-        same_data: Whether the data position refers to the run's data.
-    """
+    """A checkpoint to resume from."""
 
     checkpoint: Path
     info: dict[str, Any]
-    obeyed: list[Difference]
-    allowed: dict[ResumeChange, list[Difference]]
-    rows_before: int = 1
-    compared: bool = True
-    same_data: bool = True
+    obeyed: list[Difference]  # differences that apply from now on
+    allowed: dict[ResumeChange, list[Difference]]  # differences that make it a different run and were allowed, by name
+    rows_before: int = 1  # prompts, or conversations, per step in the checkpoint
+    compared: bool = True  # whether the checkpoint's configuration could be read
+    same_data: bool = True  # whether the data position refers to the run's data
 
     def lines(self) -> Iterator[str]:
         """The resume as lines for the terminal."""
@@ -139,14 +129,8 @@ class Resume:
         return "optimizer" in self.allowed
 
     def check_unfinished(self, total: int, steps_key: str) -> None:
-        """Checks that the run has a step left.
-
-        Args:
-            total: The configuration's last step.
-            steps_key: Dotted key of the number of steps, for the message.
-
-        Raises:
-            NothingToDo: It has none.
+        """Checks that the run has a step left. `steps_key`: dotted key of the number of steps, for the message. Raises
+        NothingToDo: it has none.
         """
         step = self.info["total_steps"]
         if step >= total:
@@ -188,16 +172,8 @@ class Resume:
 
 
 def find_resume(config: RootConfig, checkpointer: CheckpointManager) -> Resume | None:
-    """The checkpoint to resume from, or None.
-
-    Args:
-        config: The run's configuration.
-        checkpointer: Manages its checkpoint directory.
-
-    Raises:
-        ResumeError: The checkpoint belongs to a different run.
-        CheckpointError: The checkpoint is damaged, or cannot be read.
-        NothingToDo: Validation has already ended the run.
+    """The checkpoint to resume from, or None. Raises ResumeError: the checkpoint belongs to a different run;
+    CheckpointError: the checkpoint is damaged, or cannot be read; NothingToDo: validation has already ended the run.
     """
     aside = "intact" in config.checkpointing.resume
     checkpoint = checkpointer.newest_intact(set_aside=aside) if config.checkpointing.enabled else None
@@ -256,8 +232,7 @@ def same_contents(resume: Resume | None, contents: Mapping[str, str], allowed: S
         contents: Content hash of each dataset by its dotted key.
         allowed: `checkpointing.resume`.
 
-    Raises:
-        ResumeError: Training rows changed.
+    Raises ResumeError: training rows changed.
     """
     if resume is None:
         return None
@@ -275,14 +250,8 @@ def same_contents(resume: Resume | None, contents: Mapping[str, str], allowed: S
 
 
 def check_same_shape(model: PretrainedConfig, checkpoint: Path) -> None:
-    """Checks that a checkpoint's weights fit the configured model, by the sizes in both configurations.
-
-    Args:
-        model: The Hugging Face configuration of `policy.model_name`.
-        checkpoint: The checkpoint.
-
-    Raises:
-        ResumeError: They do not fit.
+    """Checks that a checkpoint's weights fit the configured model, by the sizes in both configurations. `model`: the
+    Hugging Face configuration of `policy.model_name`. Raises ResumeError: they do not fit.
     """
     file = checkpoint / WEIGHTS / "config.json"
     if not file.is_file():

@@ -38,25 +38,15 @@ LATEST = "latest"
 
 @dataclass
 class RunState:
-    """Counters of a run.
-
-    Attributes:
-        step: Completed steps.
-        epoch: Completed passes over the data.
-        step_in_epoch: Steps since the epoch began.
-        consumed_samples: Prompts, or conversations, trained on.
-        total_valid_tokens: Tokens trained on.
-        val_metrics: Metrics of the last validation.
-        data_contents: Content hash of each dataset.
-    """
+    """Counters of a run."""
 
     step: int = 0
-    epoch: int = 0
-    step_in_epoch: int = 0
-    consumed_samples: int = 0
+    epoch: int = 0  # completed passes over the data
+    step_in_epoch: int = 0  # steps since the epoch began
+    consumed_samples: int = 0  # prompts, or conversations, trained on
     total_valid_tokens: int = 0
-    val_metrics: dict[str, float] = field(default_factory=dict)
-    data_contents: dict[str, str] = field(default_factory=dict)
+    val_metrics: dict[str, float] = field(default_factory=dict)  # metrics of the last validation
+    data_contents: dict[str, str] = field(default_factory=dict)  # content hash of each dataset
 
     def totals(self) -> dict[str, object]:
         """Counters that all algorithms save under the same names."""
@@ -94,16 +84,12 @@ def begin_checkpoint(
     """Takes a checkpoint of policy and loader; its files are finished in the background.
 
     Args:
-        checkpointer: Owner of the directory.
         policy: Saved as `policy/`.
         loader: Its `state_dict()` is saved as `train_dataloader.pt`.
-        step: Completed steps.
-        info: Counters and ranking metric.
         config: Saved as `config.yaml`.
         also: Further files by name, each plain values and tensors.
 
-    Raises:
-        CheckpointError: The directory cannot be written, or the previous checkpoint failed.
+    Raises CheckpointError: the directory cannot be written, or the previous checkpoint failed.
     """
     named = {**info, "dataset_names": dataset_names(config)}
     # Workers write too, from working directories of their own.
@@ -124,11 +110,6 @@ def begin_checkpoint(
 def saved_without_logs(checkpointer: CheckpointManager, state: RunState, save: Callable[[], None]) -> Iterator[None]:
     """Context manager around a run's steps: if logs can no longer be written, saves the last completed step and
     re-raises.
-
-    Args:
-        checkpointer: Owner of the directory.
-        state: The run's counters.
-        save: Takes a checkpoint.
     """
     try:
         yield
@@ -144,11 +125,7 @@ def saved_without_logs(checkpointer: CheckpointManager, state: RunState, save: C
 
 
 def check_writable(checkpointer: CheckpointManager) -> None:
-    """Checks that checkpoints can be written.
-
-    Raises:
-        CheckpointError: The directory cannot be made or written.
-    """
+    """Checks that checkpoints can be written. Raises CheckpointError: the directory cannot be made or written."""
     probe = checkpointer.root / "tmp_probe"
     with checkpointer.writing(probe):
         probe.mkdir(parents=True, exist_ok=True)
@@ -156,11 +133,7 @@ def check_writable(checkpointer: CheckpointManager) -> None:
 
 
 def new_log_dir(config: RootConfig) -> str:
-    """Creates the next numbered directory in `logger.log_dir`.
-
-    Raises:
-        ConfigError: It cannot be created.
-    """
+    """Creates the next numbered directory in `logger.log_dir`. Raises ConfigError: it cannot be created."""
     try:
         return str(get_next_experiment_dir(config.logger.log_dir))
     except OSError as error:

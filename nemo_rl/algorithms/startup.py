@@ -63,19 +63,12 @@ class ConnectsRay(Protocol[Config_contra]):
 
 @dataclass(frozen=True)
 class Limits:
-    """The end of a run.
+    """The end of a run."""
 
-    Attributes:
-        steps_key: Dotted key of the number of steps, for messages.
-        max_steps: The last step.
-        max_epochs: Passes over the data; None if the number of steps of an epoch is not known.
-        rows_per_step: Prompts, or conversations, of a step.
-    """
-
-    steps_key: str
+    steps_key: str  # dotted key of the number of steps, for messages
     max_steps: int
-    max_epochs: int | None
-    rows_per_step: int
+    max_epochs: int | None  # passes over the data; None if the number of steps of an epoch is not known
+    rows_per_step: int  # prompts, or conversations, of a step
 
 
 @dataclass(frozen=True)
@@ -99,61 +92,42 @@ class Algorithm(Generic[State, TrainLoader, Begun]):
     """What an algorithm supplies to `prepared`.
 
     Attributes:
-        state: Counters of a new run.
-        resumed: Returns the counters of a checkpoint.
-        seed: Of the run.
-        limits: Where it ends.
         check_directories: Checks directories, given the checkpoint that the run resumes from.
         check: Checks what needs neither tokenizer nor data; returns the model's configuration.
         loaders: Checks the datasets and creates the loaders.
         begin: Starts what needs neither tokenizer nor data, given the accelerator and the checkpoint. Called on its own
             thread as soon as Ray is up.
-        mask: Marks the trained tokens of a row; None if rows are prompts.
     """
 
-    state: State
-    resumed: Callable[[Resume], State]
+    state: State  # counters of a new run
+    resumed: Callable[[Resume], State]  # returns the counters of a checkpoint
     seed: int
     limits: Limits
     check_directories: Callable[[CheckpointManager, Resume | None], None]
     check: Callable[[], PretrainedConfig]
     loaders: Callable[[TaskDatasets, PreTrainedTokenizerBase], Loaders[TrainLoader]]
     begin: Callable[[Accelerator, CheckpointManager, Resume | None], Begun]
-    mask: Mask | None = None
+    mask: Mask | None = None  # marks the trained tokens of a row; None if rows are prompts
 
 
 @dataclass(frozen=True)
 class Prepared(Generic[State, TrainLoader, Begun]):
-    """A run without its parts on accelerators.
-
-    Attributes:
-        accelerator: The cluster's kind.
-        begun: Result of the algorithm's `begin`.
-        tokenizer: The policy's.
-        stop_tokens: Tokens that end a response.
-        datasets: The datasets.
-        loaders: Positioned at the next batch.
-        checkpointer: Manages its checkpoints.
-        resume: The checkpoint to resume from, or None.
-        state: Its counters.
-        total_steps: Its last step.
-        logger: Metrics.
-        undo: Shuts down what was built so far.
-        seconds: Durations of parts of the set-up, by metric; logged when the run is ready.
+    """A run without its parts on accelerators. `seconds`: durations of parts of the set-up, by metric; logged when the
+    run is ready.
     """
 
     accelerator: Accelerator
-    begun: Begun
+    begun: Begun  # result of the algorithm's `begin`
     tokenizer: PreTrainedTokenizerBase
-    stop_tokens: StopTokens
+    stop_tokens: StopTokens  # tokens that end a response
     datasets: TaskDatasets
-    loaders: Loaders[TrainLoader]
+    loaders: Loaders[TrainLoader]  # positioned at the next batch
     checkpointer: CheckpointManager
-    resume: Resume | None
+    resume: Resume | None  # the checkpoint to resume from, or None
     state: State
     total_steps: int
     logger: Logger
-    undo: ExitStack
+    undo: ExitStack  # shuts down what was built so far
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -165,14 +139,11 @@ def prepared(
 
     Args:
         config: A checked configuration. `logger.log_dir` is replaced by its next numbered directory.
-        algorithm: What the algorithm supplies.
-        placement: Provides accelerators.
         start: Shows the phases of the start.
 
-    Raises:
-        ConfigError, DataError, ModelNotFoundError, DeviceUnavailableError: The configuration asks for what is not
-        there. CheckpointError: A checkpoint exists but cannot be resumed, or none can be written. ResumeError: It
-        belongs to another run. NothingToDo: The run is over already.
+    Raises ConfigError, DataError, ModelNotFoundError, DeviceUnavailableError: the configuration asks for what is not;
+    there. CheckpointError: A checkpoint exists but cannot be resumed, or none can be written. ResumeError: It; belongs
+    to another run. NothingToDo: The run is over already.
     """
     checkpointer = CheckpointManager(config.checkpointing)
     with start.phase("directories"):
@@ -248,11 +219,7 @@ def prepared(
 def _position(
     algorithm: Algorithm[State, TrainLoader, Begun], resume: Resume | None, loader: TrainLoader
 ) -> tuple[State, int]:
-    """Restores the loader's position; returns the counters and the last step.
-
-    Raises:
-        NothingToDo: That step is done.
-    """
+    """Restores the loader's position; returns the counters and the last step. Raises NothingToDo: that step is done."""
     limits = algorithm.limits
     epochs, per_epoch = (limits.max_epochs, len(loader)) if isinstance(loader, Sized) else (None, 0)
     if resume is None:
@@ -279,13 +246,9 @@ def check_tokens(
 
     Args:
         policy: What is trained or evaluated.
-        model: Its Hugging Face configuration.
-        tokenizer: Its tokenizer.
-        say: Prints a line.
         key: Dotted key of the run's stop tokens, for messages.
 
-    Raises:
-        DataError: The model lacks tokens, or its files do not say what ends a response.
+    Raises DataError: the model lacks tokens, or its files do not say what ends a response.
     """
     lacking = check_vocabulary(tokenizer, model, policy.model_name)
     ends = stop_tokens(
@@ -321,11 +284,9 @@ def check_prompt_lengths(
         key: `data.train`, `data.validation`, or `data` of an evaluation.
         by_task: Processed data per task; `[i]["loss_multiplier"]` is 0 for a prompt that is too long.
         limit: `data.max_input_seq_length`, tokens; None has no limit.
-        say: Prints a line.
         mask: Marks the trained tokens of a conversation; None for prompts.
 
-    Raises:
-        DataError: All sampled prompts are too long.
+    Raises DataError: all sampled prompts are too long.
     """
     trained = key == "data.train"
     effect = "train nothing" if trained else "are cut, so that no answer to them counts as right"
@@ -350,13 +311,10 @@ def check_cpu_is_meant(config: RootConfig, accelerator: Accelerator, model: Pret
     """Checks that a run without GPUs was meant to run on CPUs.
 
     Args:
-        config: The run's.
         accelerator: The accelerator that was found.
         model: The model's Hugging Face configuration.
-        say: Prints a line.
 
-    Raises:
-        ConfigError: There is no GPU, CPUs were not requested, and the model is too large for them.
+    Raises ConfigError: there is no GPU, CPUs were not requested, and the model is too large for them.
     """
     cluster = config.cluster
     if accelerator.is_cuda or cluster.device != "auto":

@@ -38,50 +38,29 @@ Run = TypeVar("Run", bound="TrainingRun[Any]")
 
 @dataclass
 class TrainingRun(Generic[Config]):
-    """A run that is set up: the parts that GRPO and SFT share.
-
-    Attributes:
-        config: The merged configuration.
-        policy: The trained policy.
-        loss_fn: The loss.
-        val_loader: Validation data, or None.
-        logger: Metrics.
-        checkpointer: Checkpoints.
-        state: Counters; `state.step` is the version of the policy's weights.
-        timer: Times of the current step.
-        timeout: Watches `checkpointing.checkpoint_must_save_by`.
-        progress: Terminal output.
-    """
+    """A run that is set up: the parts that GRPO and SFT share."""
 
     config: Config
     policy: Policy
     loss_fn: LossFunction
-    val_loader: StatefulDataLoader[Batch] | None
+    val_loader: StatefulDataLoader[Batch] | None  # validation data, or None
     logger: Logger
     checkpointer: CheckpointManager
-    state: RunState
-    timer: Timer
-    timeout: TimeoutChecker
+    state: RunState  # counters; `state.step` is the version of the policy's weights
+    timer: Timer  # times of the current step
+    timeout: TimeoutChecker  # watches `checkpointing.checkpoint_must_save_by`
     progress: RunProgress
 
 
 @dataclass
 class CompletedStep:
-    """Result of a trained step.
-
-    Attributes:
-        metrics: Training metrics.
-        val_metrics: Validation metrics; None if it did not validate.
-        saved: Whether its weights are in a checkpoint.
-        stops_early: Whether validation has reached its threshold.
-        timed_out: Whether the run was asked to end, or `checkpointing.checkpoint_must_save_by` has passed.
-    """
+    """Result of a trained step."""
 
     metrics: dict[str, Any]
-    val_metrics: dict[str, float] | None = None
-    saved: bool = False
-    stops_early: bool = False
-    timed_out: bool = False
+    val_metrics: dict[str, float] | None = None  # validation metrics; None if it did not validate
+    saved: bool = False  # whether its weights are in a checkpoint
+    stops_early: bool = False  # whether validation has reached its threshold
+    timed_out: bool = False  # whether the run was asked to end, or `checkpointing.checkpoint_must_save_by` has passed
 
     @property
     def ends_run(self) -> bool:
@@ -90,17 +69,12 @@ class CompletedStep:
 
 
 class Steps(Generic[Run]):
-    """What an algorithm implements for the loop.
-
-    Attributes:
-        run: The run.
-        section: Name of the algorithm's configuration section.
-        saves_before_publish: Whether the run loses its training accelerators in `publish`, so that a due checkpoint
-            must be taken before.
+    """What an algorithm implements for the loop. `saves_before_publish`: whether the run loses its training
+    accelerators in `publish`, so that a due checkpoint must be taken before.
     """
 
     run: Run
-    section: Literal["grpo", "sft"]
+    section: Literal["grpo", "sft"]  # name of the algorithm's configuration section
     saves_before_publish = False
 
     @property
@@ -145,11 +119,7 @@ class Steps(Generic[Run]):
         return (self.cfg.val_at_end and is_last) or (period > 0 and self.run.state.step % period == 0)
 
     def early_stop(self, val_metrics: Mapping[str, float] | None) -> bool:
-        """Whether the validation metrics end the run.
-
-        Raises:
-            UnknownMetric: Validation has no such metric.
-        """
+        """Whether the validation metrics end the run. Raises UnknownMetric: validation has no such metric."""
         return False
 
     def lend_saving(self) -> None:
@@ -173,11 +143,8 @@ class Steps(Generic[Run]):
 
 
 def train_to_end(steps: Steps[Any]) -> None:
-    """Runs all steps.
-
-    Raises:
-        NonFiniteStepError, WorkerError, GenerationError, EnvironmentFailure, CollectorError, CheckpointError: The run
-            cannot go on; the last checkpoint is usable.
+    """Runs all steps. Raises NonFiniteStepError, WorkerError, GenerationError, EnvironmentFailure, CollectorError,
+    CheckpointError: the run cannot go on; the last checkpoint is usable.
     """
     run = steps.run
     run.timeout.start_iterations()
@@ -251,9 +218,7 @@ def _save_if_due(steps: Steps[Any], done: CompletedStep, *, is_last: bool) -> No
 
 def save_step(steps: Steps[Any], done: CompletedStep) -> None:
     """Takes a checkpoint; its files are finished in the background. After a failed write the next step tries again.
-
-    Raises:
-        CheckpointError: Three checkpoints in a row have failed.
+    Raises CheckpointError: three checkpoints in a row have failed.
     """
     run, cfg = steps.run, steps.run.config
     steps.lend_saving()

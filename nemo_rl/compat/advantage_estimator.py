@@ -27,7 +27,6 @@ class AdvantageEstimator(Protocol):
             prompt_ids: [B, L] padded prompt tokens (or [B] ids); rows with equal prompts form a group.
             rewards: [B] rewards.
             mask: [B, S], 1 on trained tokens.
-            inputs: by estimator.
         """
         ...
 
@@ -56,7 +55,6 @@ class GRPOAdvantageEstimator(_Estimator):
     def compute_advantage(
         self, prompt_ids: torch.Tensor, rewards: torch.Tensor, mask: torch.Tensor, **_: object
     ) -> torch.Tensor:
-        """See `AdvantageEstimator`."""
         rows = self._per_row(prompt_ids, rewards, {})
         return advantages.broadcast_advantages(_columns(mask, row_advantages=rows)).columns["advantages"]
 
@@ -75,7 +73,6 @@ class GDPOAdvantageEstimator(_Estimator):
         repeated_batch: Mapping[str, Any],
         **_: object,
     ) -> torch.Tensor:
-        """See `AdvantageEstimator`."""
         rows = self._per_row(prompt_ids, rewards, repeated_batch)
         return advantages.broadcast_advantages(_columns(mask, row_advantages=rows)).columns["advantages"]
 
@@ -96,11 +93,7 @@ class ReinforcePlusPlusAdvantageEstimator(_Estimator):
         logprobs_reference: torch.Tensor | None = None,
         **_: object,
     ) -> torch.Tensor:
-        """See `AdvantageEstimator`.
-
-        Raises:
-            KeyError: the KL is in the reward and log-probabilities are missing.
-        """
+        """See `AdvantageEstimator`. Raises KeyError: the KL is in the reward and log-probabilities are missing."""
         columns = _columns(mask, row_advantages=self._per_row(prompt_ids, rewards, {}))
         if logprobs_policy is not None and logprobs_reference is not None:
             columns.update(prev_logprobs=logprobs_policy, reference_policy_logprobs=logprobs_reference)
@@ -125,7 +118,6 @@ class OPDAdvantageEstimator(_Estimator):
         prev_logprobs: torch.Tensor,
         **_: object,
     ) -> torch.Tensor:
-        """See `AdvantageEstimator`."""
         return advantages.distillation_advantages(
             _columns(mask, teacher_logprobs=teacher_logprobs, prev_logprobs=prev_logprobs)
         ).columns["advantages"]

@@ -39,8 +39,7 @@ def init_ray(log_dir: str | None = None) -> object:
     Args:
         log_dir: where Ray puts its session when it is started; None is its usual place.
 
-    Returns:
-        What an accelerator slot is; see `nemo_rl.distributed.devices`.
+    Returns what an accelerator slot is; see `nemo_rl.distributed.devices`.
     """
     from nemo_rl.distributed import ray_runtime
 

@@ -52,10 +52,8 @@ def grpo_train(run: GRPORun, *others: object, **named: object) -> None:
 def async_grpo_train(
     run: GRPORun, *others: object, rlix_hooks: RLixHooksProtocol | None = None, **named: object
 ) -> None:
-    """Drives a run to its end with rollouts ahead of training, and ends it.
-
-    Raises:
-        ShapeChanged: the run is not asynchronous, or this is called as in NeMo-RL.
+    """Drives a run to its end with rollouts ahead of training, and ends it. Raises ShapeChanged: the run is not
+    asynchronous, or this is called as in NeMo-RL.
     """
     _refuse(others, named, "async_grpo_train(run, rlix_hooks=None), with the run that setup gave", run)
     if not run.config.grpo.async_grpo.enabled:

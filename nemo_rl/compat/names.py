@@ -37,10 +37,8 @@ CONTROL_PLANE: dict[str, str] = {
 
 
 def find(module: str, name: str) -> Any:
-    """What a module at one of NeMo-RL's paths has under a name.
-
-    Raises:
-        AttributeError: it has no such name, or NeMo-RL's is not here; the message says what to use.
+    """What a module at one of NeMo-RL's paths has under a name. Raises AttributeError: it has no such name, or
+    NeMo-RL's is not here; the message says what to use.
     """
     home = NAMES.get(module, {}).get(name)
     if home is None:

@@ -46,12 +46,8 @@ class GenerationOutputSpec(TypedDict):
 
 
 def configure_generation_config(config: Config, tokenizer: PreTrainedTokenizerBase, is_eval: bool = False) -> Config:
-    """Fills in what follows from the tokenizer, in place, and returns the configuration.
-
-    Args:
-        config: `policy.generation`, as a section or a plain mapping.
-        tokenizer: a Hugging Face tokenizer.
-        is_eval: load real weights; otherwise training sends them.
+    """Fills in what follows from the tokenizer, in place, and returns the configuration. `config`: `policy.generation`,
+    as a section or a plain mapping. `is_eval`: load real weights; otherwise training sends them.
     """
     if config.get("stop_token_ids") is None if isinstance(config, dict) else config.stop_token_ids is None:
         config["stop_token_ids"] = listed_stop_ids(tokenizer, _model_name(config))
@@ -85,12 +81,7 @@ def run_multi_turn_rollout(
     environments hold as `extra_env_info` and each `reward/<name>` that they gave, and the rollout metrics.
 
     Args:
-        policy_generation: A generation backend.
-        input_batch: Rows as collated.
-        tokenizer: A Hugging Face tokenizer.
         task_to_env: Environment actor (or object) of each task.
-        max_seq_len: Longest sample in tokens.
-        max_rollout_turns: Rounds per sample.
         greedy: Take the most likely token.
     """
     environments = {task: EnvironmentHandle(task, (handle,)) for task, handle in task_to_env.items()}
@@ -121,12 +112,8 @@ def calculate_rewards(batch: BatchedDataDict, task_to_env: Mapping[str, object])
         batch: `message_log`, `task_name` and `extra_env_info`, lists of B; logs end with an assistant message.
         task_to_env: Environment actor (or object) of each task.
 
-    Returns:
-        One answer for the whole batch, rows in its order; several reward components are named as they are.
-
-    Raises:
-        KeyError: A task has no environment.
-        EnvironmentFailure: An environment failed.
+    Returns one answer for the whole batch, rows in its order; several reward components are named as they are. Raises
+    KeyError: a task has no environment; EnvironmentFailure: an environment failed.
     """
     names = [str(name) for name in batch["task_name"]]
     timeout_s = EnvironmentConfig().step_timeout_s

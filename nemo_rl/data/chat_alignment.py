@@ -26,17 +26,12 @@ _THINKING = re.compile(r".*</think(?:ing)?>", re.DOTALL)
 
 @dataclass(frozen=True)
 class Alignment:
-    """The parts of a rendered conversation.
-
-    Attributes:
-        text: the conversation.
-        ends: where the part of each message ends in the text; the last is its length.
-        answers: where each message begins that the model would write, behind the template's opening of an assistant's
-            message; for other roles, where its part begins.
+    """The parts of a rendered conversation. `answers`: where each message begins that the model would write, behind the
+    template's opening of an assistant's message; for other roles, where its part begins.
     """
 
     text: str
-    ends: list[int]
+    ends: list[int]  # where the part of each message ends in the text; the last is its length
     answers: list[int]
 
 
@@ -52,15 +47,11 @@ def align(
     """Renders a conversation and finds its messages.
 
     Args:
-        render: the chat template.
-        messages: the conversation.
         add_generation_prompt: end with the template's opening of an assistant's message.
         stop_texts: tokens that end an assistant's turn.
         strict: refuse a message that cannot be found; otherwise its part is what lies between its neighbours.
-        name: the template, for messages.
 
-    Raises:
-        DataError: the template rejects the conversation, or does not show a message once and whole.
+    Raises DataError: the template rejects the conversation, or does not show a message once and whole.
     """
     text = _whole(render, messages, add_generation_prompt)
     spans = _contents(render, messages, add_generation_prompt, text)

@@ -1,7 +1,7 @@
 """Batches of prompts for the rollout, and of conversations for supervised fine-tuning.
 
-B is rows, S tokens of the longest one, padded. Knows the columns of `DatumSpec` and those that the NLL loss reads.
-Invariants: row i of every column is datum i of the list; a padded token has mask 0.
+B is rows, S tokens of the longest one, padded. Invariants: row i of every column is datum i of the list; a padded token
+has mask 0.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 
 def rl_collate_fn(data_batch: Sequence[DatumSpec]) -> BatchedDataDict:
-    """Joins prompts into columns.
-
-    Returns:
-        `message_log`, `extra_env_info`, `task_name`, `stop_strings` (lists of B), `length` and `idx` (int64 [B] and
-        list), `loss_multiplier` (float32 [B]), and `batch_max_length` (int64 [B], the longest prompt in every row).
+    """Joins prompts into columns. Returns `message_log`, `extra_env_info`, `task_name`, `stop_strings` (lists of B),
+    `length` and `idx` (int64 [B] and list), `loss_multiplier` (float32 [B]), and `batch_max_length` (int64 [B], the
+    longest prompt in every row).
     """
     length = torch.tensor([datum["length"] for datum in data_batch], dtype=torch.int64)
     return BatchedDataDict(
@@ -43,11 +41,9 @@ def sft_collate_fn(
     roles_to_train_on: Sequence[str] = ("assistant",),
     only_unmask_final: bool = False,
 ) -> BatchedDataDict:
-    """Joins conversations into padded columns.
-
-    Returns:
-        `input_ids` (int64 [B, S]), `input_lengths` (int32 [B]), `token_mask` (int64 [B, S], 1 on tokens of trained
-        roles), `sample_mask` (float32 [B], 0 for conversations that were too long).
+    """Joins conversations into padded columns. Returns `input_ids` (int64 [B, S]), `input_lengths` (int32 [B]),
+    `token_mask` (int64 [B, S], 1 on tokens of trained roles), `sample_mask` (float32 [B], 0 for conversations that were
+    too long).
     """
     logs = [datum["message_log"] for datum in data_batch]
     add_loss_mask_to_message_log(logs, roles_to_train_on, only_unmask_final)

@@ -1,8 +1,8 @@
 """Cells and messages of a row as text: one rule for each kind of value, and a refusal for every other.
 
 Rules: a number keeps the spelling of its file; a list of one element is that element; text parts are joined; an object
-with `ground_truth` is that value. Knows no file, no dataset and no tokenizer. Invariants: roles decide, never
-positions; a key of a message that is not read here is kept.
+with `ground_truth` is that value. Invariants: roles decide, never positions; a key of a message that is not read here
+is kept.
 """
 
 from __future__ import annotations
@@ -70,11 +70,7 @@ _DECODER = json.JSONDecoder(
 
 
 def decode_json(text: str) -> Any:
-    """JSON whose numbers keep their spelling.
-
-    Raises:
-        ValueError: it is no JSON.
-    """
+    """JSON whose numbers keep their spelling. Raises ValueError: it is no JSON."""
     return _DECODER.decode(text)
 
 
@@ -104,15 +100,8 @@ def is_empty(value: object) -> bool:
 
 
 def cell(row: Row, column: str, key: str = "") -> Any:
-    """The value in a column.
-
-    Args:
-        row: a row.
-        column: its column.
-        key: the key that names the column, for the message.
-
-    Raises:
-        RowError: the row has no such column.
+    """The value in a column. `key`: the key that names the column, for the message. Raises RowError: the row has no
+    such column.
     """
     if column not in row:
         raise RowError(
@@ -123,14 +112,8 @@ def cell(row: Row, column: str, key: str = "") -> Any:
 
 
 def as_text(value: object, what: str) -> str:
-    """A value as the text that is trained on or judged by.
-
-    Args:
-        value: what a cell or a message holds.
-        what: where it is, such as `column 'answer'`.
-
-    Raises:
-        RowError: it is no text, by none of the rules.
+    """A value as the text that is trained on or judged by. `value`: what a cell or a message holds. `what`: where it
+    is, such as `column 'answer'`. Raises RowError: it is no text, by none of the rules.
     """
     if isinstance(value, str):
         if not value.isascii():
@@ -164,11 +147,7 @@ def as_text(value: object, what: str) -> str:
 
 
 def filled_text(value: object, what: str) -> str:
-    """A text with something in it.
-
-    Raises:
-        RowError: it is empty, or no text.
-    """
+    """A text with something in it. Raises RowError: it is empty, or no text."""
     text = as_text(value, what)
     if not text.strip():
         raise refusal(what, value, "a text that is not empty, such as '7'")
@@ -217,11 +196,7 @@ def without_filling(value: Any) -> Any:
 
 
 def from_json(value: object, what: str) -> object:
-    """A cell that holds a list or an object, be it written out as JSON.
-
-    Raises:
-        RowError: it is text and no JSON.
-    """
+    """A cell that holds a list or an object, be it written out as JSON. Raises RowError: it is text and no JSON."""
     if not isinstance(value, str):
         return value
     try:
@@ -245,13 +220,9 @@ def _is_message(value: object) -> bool:
 
 
 def as_messages(value: object, what: str) -> list[Message]:
-    """A list of messages, with the role and content of OpenAI's format, from that or ShareGPT's.
-
-    Returns:
-        Messages with `role`, `content` (text) and whatever else each one carries.
-
-    Raises:
-        RowError: it is no list of messages, or one of them cannot be read.
+    """A list of messages, with the role and content of OpenAI's format, from that or ShareGPT's. Returns messages with
+    `role`, `content` (text) and whatever else each one carries. Raises RowError: it is no list of messages, or one of
+    them cannot be read.
     """
     value = from_json(value, what)
     if not isinstance(value, (list, tuple)) or not value:
@@ -292,10 +263,8 @@ def _either(raw: Mapping[str, Any], name: str, other: str, what: str) -> object:
 
 
 def asked_and_answered(messages: Sequence[Message]) -> tuple[list[Message], str]:
-    """The conversation up to the last question, and the text of the answer that is expected.
-
-    Raises:
-        RowError: it does not end with a question and its answer.
+    """The conversation up to the last question, and the text of the answer that is expected. Raises RowError: it does
+    not end with a question and its answer.
     """
     *prompt, answer = messages
     if not prompt or answer["role"] != "assistant" or prompt[-1]["role"] not in ("user", "tool"):
@@ -309,10 +278,8 @@ def asked_and_answered(messages: Sequence[Message]) -> tuple[list[Message], str]
 
 
 def check_trained(messages: Sequence[Message]) -> None:
-    """Whether a conversation can be trained on.
-
-    Raises:
-        RowError: it ends without an answer, or says what is to be trained in a way that is not built.
+    """Whether a conversation can be trained on. Raises RowError: it ends without an answer, or says what is to be
+    trained in a way that is not built.
     """
     last = messages[-1]
     if last["role"] != "assistant":

@@ -48,18 +48,14 @@ class TaskDataSpec:
     """How the rows of one task become prompts.
 
     Attributes:
-        task_name: the task's name in batches, metrics and environments.
-        prompt_file: text with one `{}` for the problem; None uses the problem as it is.
-        system_prompt_file: text of the system message; None has none.
         prompt_stands_before: whether a prompt without a `{}` is put before the problem, as of questions with choices.
 
-    Raises:
-        DataError: a file is missing, or the prompt does not have exactly one place for the problem.
+    Raises DataError: a file is missing, or the prompt does not have exactly one place for the problem.
     """
 
-    task_name: str | None = None
-    prompt_file: str | None = None
-    system_prompt_file: str | None = None
+    task_name: str | None = None  # the task's name in batches, metrics and environments
+    prompt_file: str | None = None  # text with one `{}` for the problem; None uses the problem as it is
+    system_prompt_file: str | None = None  # text of the system message; None has none
     prompt_stands_before: bool = False
     prompt: str | None = field(init=False, default=None)
     system_prompt: str | None = field(init=False, default=None)
@@ -83,13 +79,11 @@ def load_prompt(path: str | None, stands_before: bool = False) -> str | None:
     """The prompt text of a file, with a place for the problem; None for None.
 
     Args:
-        path: the file.
         stands_before: take a text without such a place as it is, braces included, for what stands before the problem
             and an empty line.
 
-    Raises:
-        DataError: the file is missing, or does not have exactly one place for the problem (`{}`, `{0}`); literal braces
-            are written twice.
+    Raises DataError: the file is missing, or does not have exactly one place for the problem (`{}`, `{0}`); literal
+    braces are written twice.
     """
     text = load_text(path, "prompt_file")
     if text is None:
@@ -125,9 +119,7 @@ def _of_theirs(path: str) -> str:
 
 def load_text(path: str | None, key: str) -> str | None:
     """The text of a file, looked for from the working directory and then from the package's checkout; None for None.
-
-    Raises:
-        DataError: there is no such file, or it is not text.
+    Raises DataError: there is no such file, or it is not text.
     """
     if path is None:
         return None

@@ -1,8 +1,8 @@
-"""Message logs: tokenizing a conversation and cutting it into messages, masking what the loss sees, and flattening
-logs into padded columns.
+"""Message logs: tokenizing a conversation and cutting it into messages, masking what the loss sees, and flattening logs
+into padded columns.
 
-B is conversations, S tokens of the longest one. Knows chat templates only through the tokenizer. Invariant: the token
-ids of a formatted log, joined, are the ids of the whole rendered conversation cut at message borders.
+B is conversations, S tokens of the longest one. Invariant: the token ids of a formatted log, joined, are the ids of the
+whole rendered conversation cut at message borders.
 """
 
 from __future__ import annotations
@@ -84,8 +84,7 @@ def batched_message_log_to_flat_message(
         pad_value_dict: padding per tensor key, 0 where absent.
         make_sequence_length_divisible_by: S is rounded up to a multiple of this.
 
-    Returns:
-        Columns (tensors [B, S], lists of B), and the lengths before padding (int32 [B]).
+    Returns columns (tensors [B, S], lists of B), and the lengths before padding (int32 [B]).
     """
     flats = [message_log_to_flat_messages(message_log) for message_log in message_logs]
     lengths = torch.tensor([len(flat["token_ids"]) for flat in flats], dtype=torch.int32)
@@ -116,7 +115,6 @@ def get_formatted_message_log(
 
     Args:
         message_log: messages with `role` and `content`.
-        tokenizer: a Hugging Face tokenizer.
         task_data_spec: its prompt is put around the last user message, its system prompt before everything.
         add_bos_token: begin with the tokenizer's first token, if the template does not.
         add_eos_token: end with the tokenizer's last token, if the conversation does not end with one of `stop_texts`.
@@ -125,13 +123,9 @@ def get_formatted_message_log(
         tools: what the chat template is told of tools, as JSON schemas.
         stop_texts: tokens that end an assistant's turn, besides the tokenizer's last one.
 
-    Returns:
-        Messages with `role`, `content` (as rendered) and `token_ids` (int64); where the template marks with
-        `{% generation %}` what is trained, assistant messages also have `trained_tokens` (bool).
-
-    Raises:
-        DataError: the tokenizer has no chat template, or the template rejects the conversation or does not show a
-            message once and whole.
+    Returns messages with `role`, `content` (as rendered) and `token_ids` (int64); where the template marks with `{%
+    generation %}` what is trained, assistant messages also have `trained_tokens` (bool). Raises DataError: the
+    tokenizer has no chat template, or the template rejects the conversation or does not show a message once and whole.
     """
     messages = prompted(message_log, task_data_spec)
     opens = add_generation_prompt and messages[-1]["role"] != "assistant"
@@ -242,10 +236,8 @@ def render_chat(
     add_generation_prompt: bool,
     tools: Sequence[Mapping[str, object]] | None = None,
 ) -> str:
-    """The conversation, and the tools it may use, as text.
-
-    Raises:
-        DataError: the tokenizer has no chat template, or the template rejects the conversation.
+    """The conversation, and the tools it may use, as text. Raises DataError: the tokenizer has no chat template, or the
+    template rejects the conversation.
     """
     if tokenizer.chat_template is None:
         raise DataError(

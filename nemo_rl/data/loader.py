@@ -1,7 +1,7 @@
 """Loaders that continue exactly where they stopped, in the middle of an epoch and in the same shuffled order.
 
-Built on torchdata's StatefulDataLoader; the order of an epoch is a function of seed and epoch alone. Knows no dataset.
-Invariant: a loader restored from `state_dict()` yields the very batches the first one would have yielded next.
+Built on torchdata's StatefulDataLoader; the order of an epoch is a function of seed and epoch alone. Invariant: a
+loader restored from `state_dict()` yields the very batches the first one would have yielded next.
 """
 
 from __future__ import annotations
@@ -39,14 +39,8 @@ class Loader(HasState, Protocol):
 
 
 class EpochBatches:
-    """Batches of row indices, epoch after epoch: the batch sampler of a resumable loader.
-
-    Args:
-        rows: rows of the dataset.
-        batch_size: rows per batch.
-        shuffle: whether each epoch has its own order, drawn from seed and epoch.
-        seed: seed of the orders.
-        drop_last: leave out a last batch that is not full.
+    """Batches of row indices, epoch after epoch: the batch sampler of a resumable loader. `shuffle`: whether each epoch
+    has its own order, drawn from seed and epoch. `drop_last`: leave out a last batch that is not full.
     """
 
     def __init__(self, rows: int, batch_size: int, shuffle: bool, seed: int, drop_last: bool) -> None:
@@ -129,14 +123,11 @@ def make_loader(
 
     Args:
         dataset: has a length and gives row i at `[i]`.
-        batch_size: rows per batch.
         collate_fn: joins rows into a batch.
         shuffle: see `EpochBatches`; also `seed` and `drop_last`.
         num_workers: processes that prepare batches; 0 prepares them here.
-        name: for messages.
 
-    Raises:
-        DataError: there is no row, or no full batch although only full ones count.
+    Raises DataError: there is no row, or no full batch although only full ones count.
     """
     rows = len(dataset) if isinstance(dataset, Sized) else 0
     if rows == 0:
@@ -156,7 +147,6 @@ class MultipleLoaders:
     """Several loaders as one endless iterator of batches, for `data.use_multiple_dataloader`.
 
     Args:
-        loaders: loader per task.
         loaders_per_batch: how many loaders, in turn, make up one batch.
         custom: `data.custom_dataloader`; called with the iterators and the loaders, it returns a batch and the
             iterators, and starts exhausted ones anew itself.

@@ -27,17 +27,11 @@ _NAMED = 5
 
 @dataclass(frozen=True)
 class StopTokens:
-    """Token ids that end a response.
+    """Token ids that end a response."""
 
-    Attributes:
-        ids: the ids, the tokenizer's end of sequence first.
-        named: token of each id, as the tokenizer spells it.
-        left_out: tokens that the model's files list, and the configuration does not.
-    """
-
-    ids: tuple[int, ...]
-    named: Mapping[int, str] = field(default_factory=dict)
-    left_out: tuple[int, ...] = ()
+    ids: tuple[int, ...]  # the ids, the tokenizer's end of sequence first
+    named: Mapping[int, str] = field(default_factory=dict)  # token of each id, as the tokenizer spells it
+    left_out: tuple[int, ...] = ()  # tokens that the model's files list, and the configuration does not
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -70,15 +64,13 @@ def stop_tokens(
     """The tokens that end a response.
 
     Args:
-        tokenizer: a Hugging Face tokenizer.
         model_name: directory or hub name of the model; None takes the tokenizer's.
         setting: `stop_token_ids`; a list is taken as it is, also an empty one, and None takes what the files list.
         overrides: `policy.hf_config_overrides`, which go before `config.json`.
         vocabulary: rows of the model's embedding; None does not check against it.
         key: dotted key of the setting, for messages.
 
-    Raises:
-        DataError: a file lists something else than ids, or the setting an id that the model does not have.
+    Raises DataError: a file lists something else than ids, or the setting an id that the model does not have.
     """
     listed = listed_stop_ids(tokenizer, model_name, overrides)
     known = [token for token in listed if vocabulary is None or token < vocabulary]
@@ -115,15 +107,10 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig
     """Compares the tokenizer with the model's embedding.
 
     Args:
-        tokenizer: a Hugging Face tokenizer.
         model: the model's Hugging Face configuration.
-        name: the model, for messages.
 
-    Returns:
-        A line about special tokens that the model lacks and only a text that spells them would use; None without.
-
-    Raises:
-        DataError: a token that any text, the chat template or padding may use has no row.
+    Returns a line about special tokens that the model lacks and only a text that spells them would use; None without.
+    Raises DataError: a token that any text, the chat template or padding may use has no row.
     """
     rows = vocabulary_size(model)
     beyond = {text: token for text, token in tokenizer.get_vocab().items() if rows is not None and token >= rows}

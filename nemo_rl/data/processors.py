@@ -1,8 +1,8 @@
 """Processors: functions that turn one row of a dataset into one prompt, by name; and the dataset that calls them when a
 loader asks for a prompt.
 
-Knows rows and chat templates, neither loaders nor environments. Invariants: a prompt longer than the limit is cut to at
-most 4 tokens and has loss multiplier 0, so that it costs nothing and trains nothing; prompt i is a function of row i.
+Invariants: a prompt longer than the limit is cut to at most 4 tokens and has loss multiplier 0, so that it costs
+nothing and trains nothing; prompt i is a function of row i.
 """
 
 from __future__ import annotations
@@ -176,10 +176,8 @@ _USED[sft_processor] = _trained
 
 
 def conversation_of(row: Row) -> list[Message]:
-    """The messages of a row, with what each one carries beyond role and content.
-
-    Raises:
-        RowError: the row has none, or one cannot be read.
+    """The messages of a row, with what each one carries beyond role and content. Raises RowError: the row has none, or
+    one cannot be read.
     """
     value = cell(row, "messages")
     if not row.get("more"):
@@ -210,10 +208,8 @@ PROCESSORS: dict[str, TaskDataProcessFnCallable] = {
 
 
 def register_processor(processor_name: str, processor_function: TaskDataProcessFnCallable) -> None:
-    """Makes a processor known under a name, for `data.*.processor`.
-
-    Raises:
-        DataError: another function has that name already.
+    """Makes a processor known under a name, for `data.*.processor`. Raises DataError: another function has that name
+    already.
     """
     known = PROCESSORS.get(processor_name)
     if known is not None and known is not processor_function:
@@ -225,11 +221,8 @@ def register_processor(processor_name: str, processor_function: TaskDataProcessF
 
 
 def get_processor(name: str) -> TaskDataProcessFnCallable:
-    """The processor of a name, or of a dotted path such as `package.module.function`.
-
-    Raises:
-        DataError: there is none.
-        ConfigError: the path cannot be imported, or names no function.
+    """The processor of a name, or of a dotted path such as `package.module.function`. Raises DataError: there is none;
+    ConfigError: the path cannot be imported, or names no function.
     """
     if "." in name:
         found = import_dotted(name, "data.*.processor")
@@ -280,10 +273,8 @@ class AllTaskProcessedDataset:
 
     Args:
         dataset: rows with `task_name`; has a length and gives row i at `[i]`.
-        tokenizer: a Hugging Face tokenizer.
         default_task_data_spec: how a task is prompted when there is one processor for all.
         task_data_processors: prompt and processor per task, or one processor.
-        max_seq_length: longest prompt, in tokens.
         task_data_preprocessors: applied to a row of a task before its processor.
         left_out: how many rows their format's own rule left out, for the person.
     """

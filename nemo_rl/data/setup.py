@@ -28,22 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TaskDatasets:
-    """Prompts of a run.
-
-    Attributes:
-        train: all training prompts.
-        validation: all validation prompts; None without.
-        env_of_task: environment name per training task.
-        env_of_validation_task: environment name per validation task.
-        train_by_task: training prompts per task, for one loader each.
-        validation_by_task: validation prompts per task.
-        contents: what the rows of each entry are known by, by its dotted key.
+    """Prompts of a run. `train_by_task`: training prompts per task, for one loader each. `contents`: what the rows of
+    each entry are known by, by its dotted key.
     """
 
     train: AllTaskProcessedDataset
-    validation: AllTaskProcessedDataset | None
-    env_of_task: dict[str, str]
-    env_of_validation_task: dict[str, str]
+    validation: AllTaskProcessedDataset | None  # all validation prompts; None without
+    env_of_task: dict[str, str]  # environment name per training task
+    env_of_validation_task: dict[str, str]  # environment name per validation task
     train_by_task: dict[str, AllTaskProcessedDataset] = field(default_factory=dict)
     validation_by_task: dict[str, AllTaskProcessedDataset] = field(default_factory=dict)
     contents: dict[str, str] = field(default_factory=dict)
@@ -52,15 +44,8 @@ class TaskDatasets:
 def load_datasets(
     tokenizer: PreTrainedTokenizerBase, config: DataConfig, stop_texts: Sequence[str] = ()
 ) -> TaskDatasets:
-    """Loads every dataset of `data.train` and `data.validation`.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer.
-        config: `data`.
-        stop_texts: tokens that end an assistant's turn.
-
-    Raises:
-        DataError: see `load_response_dataset`.
+    """Loads every dataset of `data.train` and `data.validation`. `config`: `data`. `stop_texts`: tokens that end an
+    assistant's turn. Raises DataError: see `load_response_dataset`.
     """
     train = _load(config.train, "data.train")
     held_out = [_Part(part.key, part.entry, part.dataset, part.dataset.val_dataset) for part in train]
@@ -135,15 +120,8 @@ def _load(entries: Sequence[DatasetConfig], key: str, taken: Sequence[str] = ())
 def processed(
     parts: Sequence[tuple[RawDataset, Any]], tokenizer: PreTrainedTokenizerBase, max_seq_length: int
 ) -> AllTaskProcessedDataset:
-    """Rows of one or several datasets as prompts, each by its own task's processor.
-
-    Args:
-        parts: datasets, each with those of its rows that are meant.
-        tokenizer: a Hugging Face tokenizer.
-        max_seq_length: longest prompt in tokens.
-
-    Raises:
-        DataError: messages carry something that the chat template does not show.
+    """Rows of one or several datasets as prompts, each by its own task's processor. `parts`: datasets, each with those
+    of its rows that are meant. Raises DataError: messages carry something that the chat template does not show.
     """
     for dataset, _ in parts:
         check_handed_on(dataset, tokenizer)
@@ -157,10 +135,8 @@ def processed(
 
 
 def check_handed_on(dataset: RawDataset, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Whether the chat template shows what messages carry beyond role and content, and tools.
-
-    Raises:
-        DataError: it renders rows that carry them as if they did not.
+    """Whether the chat template shows what messages carry beyond role and content, and tools. Raises DataError: it
+    renders rows that carry them as if they did not.
     """
     for key, examples in dataset.handed_on.items():
         if not any(_is_shown(key, example, tokenizer) for example in examples):

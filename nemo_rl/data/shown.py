@@ -1,7 +1,4 @@
-"""What the start of a run shows of its data: one row as the model will see it, with the trained text marked.
-
-Knows prompts as processors make them, no file and no loader.
-"""
+"""What the start of a run shows of its data: one row as the model will see it, with the trained text marked."""
 
 from __future__ import annotations
 
@@ -32,8 +29,7 @@ def example(dataset: AllTaskProcessedDataset, mask: Mask | None) -> str:
         dataset: processed rows, at least one.
         mask: marks what is trained of a conversation; None for prompts, whose responses are trained.
 
-    Returns:
-        Text in which `OPEN` and `CLOSE` are around what is trained.
+    Returns text in which `OPEN` and `CLOSE` are around what is trained.
     """
     rows = range(min(len(dataset), _ROWS_TRIED))
     row = next((number for number in rows if dataset[number]["loss_multiplier"]), 0)

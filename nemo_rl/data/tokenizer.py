@@ -32,11 +32,8 @@ def get_tokenizer(
         config: `policy.tokenizer`, as a section or a plain mapping.
         trust_remote_code: `policy.trust_remote_code`; off, a repository's own Python code is never run.
 
-    Returns:
-        A Hugging Face tokenizer whose padding token is its end-of-sequence token where it has none.
-
-    Raises:
-        DataError: there is no such tokenizer, it needs code that is not trusted, or a template file is missing.
+    Returns a Hugging Face tokenizer whose padding token is its end-of-sequence token where it has none. Raises
+    DataError: there is no such tokenizer, it needs code that is not trusted, or a template file is missing.
     """
     from transformers import AutoTokenizer
 
@@ -67,11 +64,7 @@ def get_tokenizer(
 
 
 def _check_template_reads(tokenizer: PreTrainedTokenizerBase, given: Mapping[str, object]) -> None:
-    """Whether the chat template has a use for its arguments.
-
-    Raises:
-        DataError: it never reads one of them.
-    """
+    """Whether the chat template has a use for its arguments. Raises DataError: it never reads one of them."""
     from jinja2 import Environment, TemplateSyntaxError, meta, nodes
 
     templates = tokenizer.chat_template
@@ -96,10 +89,7 @@ def _check_template_reads(tokenizer: PreTrainedTokenizerBase, given: Mapping[str
 @contextmanager
 def _fast_backend() -> Iterator[None]:
     """Tokenizers loaded meanwhile encode with the fastokens package (https://pypi.org/project/fastokens), which gives
-    the same ids.
-
-    Raises:
-        DataError: it is not installed.
+    the same ids. Raises DataError: it is not installed.
     """
     try:
         import fastokens
@@ -116,10 +106,8 @@ def _fast_backend() -> Iterator[None]:
 
 
 def chat_template(setting: str | None) -> str | None:
-    """The template that `policy.tokenizer.chat_template` stands for; None keeps the model's own.
-
-    Raises:
-        DataError: a `.jinja` file is missing.
+    """The template that `policy.tokenizer.chat_template` stands for; None keeps the model's own. Raises DataError: a
+    `.jinja` file is missing.
     """
     if setting is None:
         return PASSTHROUGH_TEMPLATE

@@ -64,8 +64,7 @@ class ClippedPGLossFn:
     `token_level_loss` averages over all tokens of the global batch; otherwise over each sequence's tokens, then over
     sequences.
 
-    Raises:
-        ValueError: switches that exclude each other.
+    Raises ValueError: switches that exclude each other.
     """
 
     input_type = LossInputType.LOGPROB
@@ -117,11 +116,7 @@ class ClippedPGLossFn:
             next_token_logprobs_unfiltered: c before the sampling filters, which the KL is taken of; None where nothing
                 is filtered.
 
-        Returns:
-            The loss, and the metrics named in the class's tables.
-
-        Raises:
-            KeyError: a column is missing.
+        Returns the loss, and the metrics named in the class's tables.
         """
         tokens = self._shift(data, next_token_logprobs, next_token_logprobs_unfiltered)
         ratio_BT, clamped_BT = self._ratios(tokens)
@@ -290,18 +285,13 @@ def positive_nll_scale(
     however that batch is cut.
 
     Args:
-        rewards_B: rewards.
         valid_tokens_B: trained tokens of each row.
         sample_mask_B: 0 for rows without loss.
         token_level_loss: `loss_fn.token_level_loss`.
         global_batch_size: rows of one optimizer step; all rows when None.
 
-    Returns:
-        For each row, the count that divides the gradient of its global batch over the tokens of that batch's positive
-        rows.
-
-    Raises:
-        ValueError: the global batch size does not divide the rows.
+    Returns, for each row, the count that divides the gradient of its global batch over the tokens of that batch's
+    positive rows. Raises ValueError: the global batch size does not divide the rows.
     """
     size = len(rewards_B) if global_batch_size is None else global_batch_size
     if size < 1 or len(rewards_B) % size:

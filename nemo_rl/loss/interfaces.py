@@ -1,9 +1,9 @@
 """What a loss is to the training step: how it is called, which tensors it takes, and which denominators its results
 need.
 
-Knows nothing of any particular loss or model. Invariant every loss keeps: called on the parts of a global batch with
-that batch's counts, its values and gradients add up to those of the whole, whatever the split; called with both counts
-1 it gives plain sums, which `metric_normalizations` says how to divide afterwards.
+Invariant every loss keeps: called on the parts of a global batch with that batch's counts, its values and gradients add
+up to those of the whole, whatever the split; called with both counts 1 it gives plain sums, which
+`metric_normalizations` says how to divide afterwards.
 """
 
 from collections.abc import Callable, Mapping
@@ -57,13 +57,11 @@ class LossFunction(Protocol):
       `num_valid_samples` among them.
 
     Attributes:
-        loss_type: which count divides the gradient.
-        input_type: what the model's output is turned into.
         metric_normalizations: denominator of each metric; one not listed is divided like the gradient. Names with
             `_min` or `_max` are never divided.
     """
 
-    loss_type: LossType
-    input_type: LossInputType
+    loss_type: LossType  # which count divides the gradient
+    input_type: LossInputType  # what the model's output is turned into
     metric_normalizations: Mapping[str, MetricNormalizer]
     __call__: Callable[..., tuple[torch.Tensor, LossMetrics]]

@@ -1,6 +1,6 @@
 """Negative log-likelihood of the masked-in tokens: the loss of supervised fine-tuning.
 
-Knows nothing of where tokens come from. Invariant: the mean over the tokens of the global batch, however it is cut.
+Invariant: the mean over the tokens of the global batch, however it is cut.
 """
 
 from collections.abc import Mapping
@@ -38,8 +38,7 @@ class NLLLossFn:
             global_valid_toks: trained tokens of the global batch.
             next_token_logprobs: [B, S-1], entry t is the log-probability of token t+1.
 
-        Returns:
-            The loss and `loss`, `num_unmasked_tokens`, `num_valid_samples`.
+        Returns the loss and `loss`, `num_unmasked_tokens`, `num_valid_samples`.
         """
         mask_BT = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).to(next_token_logprobs.dtype)
         loss = -masked_mean(next_token_logprobs, mask_BT, global_normalization_factor=global_valid_toks)

@@ -1,8 +1,8 @@
 """Masked means over global counts, and the counts themselves.
 
 Everything here is linear in one over the count, which is what lets a global batch be cut anywhere and a split train
-step divide once at the end. Knows no loss by name. Invariant: what lies under a zero of the mask never reaches the
-result, not even as NaN or infinity.
+step divide once at the end. Invariant: what lies under a zero of the mask never reaches the result, not even as NaN or
+infinity.
 
 Shapes: B rows, S tokens of a padded row.
 """
@@ -23,13 +23,11 @@ def masked_mean(
     """Sum of `values * mask` over a count.
 
     Args:
-        values: any shape.
         mask: the same shape (or one that broadcasts to it); where it is 0, `values` may hold anything.
         dim: dimension to reduce; all when None.
         global_normalization_factor: the count to divide by; the sum of `mask` when None.
 
-    Returns:
-        `sum(values * mask) / (count + 1e-8)`.
+    Returns `sum(values * mask) / (count + 1e-8)`.
     """
     mask = mask.to(values.dtype).expand_as(values)
     weighted = torch.where(mask != 0, values * mask, 0)
@@ -52,11 +50,8 @@ def count_valid(data: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.T
     Args:
         data: `sample_mask` [B], and `token_mask` [B, S] (every token counts where it is absent, of `input_ids` [B, S]).
 
-    Returns:
-        Two float64 scalars: sequences, and tokens a next-token loss sees (column 0 has no prediction).
-
-    Raises:
-        KeyError: `sample_mask` is missing.
+    Returns two float64 scalars: sequences, and tokens a next-token loss sees (column 0 has no prediction). Raises
+    KeyError: `sample_mask` is missing.
     """
     if "sample_mask" not in data:
         raise KeyError(f"a training batch needs the column sample_mask [B]; it has {sorted(data)}")

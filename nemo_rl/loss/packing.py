@@ -22,8 +22,7 @@ class SequencePackingLossWrapper:
         cu_seqlens_padded: [B+1] where each row starts in the packed sequence; `cu_seqlens` when rows are not padded
             inside it.
 
-    Raises:
-        ValueError: the loss takes some other model output.
+    Raises ValueError: the loss takes some other model output.
     """
 
     def __init__(
@@ -57,8 +56,7 @@ class SequencePackingLossWrapper:
             model_output: packed: log-probabilities [1, P] (entry p is that of token p+1 given the tokens of its row up
                 to p), or `logits` [1, P, V].
 
-        Returns:
-            What `loss_fn` returns.
+        Returns what `loss_fn` returns.
         """
         width = data["input_ids"].shape[1]
         padded = {

@@ -42,22 +42,17 @@ def calculate_kl(
 ) -> torch.Tensor:
     """Per-token estimate of KL(policy || reference) from samples of the policy (http://joschu.net/blog/kl-approx.html).
 
-    With `L = clamp(reference - policy)`: k1 is `-L`, k2 is `L**2 / 2`, k3 is `exp(L) - 1 - L`.
-    k1 is unbiased and noisy, k2 biased, k3 unbiased and never negative.
+    With `L = clamp(reference - policy)`: k1 is `-L`, k2 is `L**2 / 2`, k3 is `exp(L) - 1 - L`. k1 is unbiased and
+    noisy, k2 biased, k3 unbiased and never negative.
 
     Args:
         logprobs: log-probabilities of the sampled tokens under the policy, any shape.
         logprobs_reference: the same under the reference.
-        kl_type: estimator.
         input_clamp_value: L is clamped to plus or minus this; None does not clamp.
         output_clamp_value: the weighted result is clamped to plus or minus this; None does not clamp.
         weight: multiplies the estimate before the output clamp; detached where the input clamp bit.
 
-    Returns:
-        The estimate, in the shape of `logprobs`.
-
-    Raises:
-        ValueError: unknown `kl_type`.
+    Returns the estimate, in the shape of `logprobs`. Raises ValueError: unknown `kl_type`.
     """
     raw = logprobs_reference - logprobs
     log_ratio = raw if input_clamp_value is None else raw.clamp(-input_clamp_value, input_clamp_value)
@@ -93,13 +88,11 @@ class Truncation:
         kind: `tis` clamps weights (https://fengyao.notion.site/off-policy-rl); `icepop` zeroes those outside
             (https://ringtech.notion.site/icepop); `seq-mask-tis` zeroes whole sequences whose geometric mean ratio is
             outside, and leaves the weights of the others as they are.
-        upper: largest weight.
-        lower: smallest weight; None is 0, which only `tis` allows.
     """
 
     kind: TruncationType
     upper: float
-    lower: float | None = None
+    lower: float | None = None  # smallest weight; None is 0, which only `tis` allows
 
 
 @dataclass(frozen=True)
@@ -125,7 +118,6 @@ def importance_weights(
     Args:
         previous_BT: log-probabilities of the training engine before this step.
         generation_BT: those of the engine that generated.
-        mask_BT: trained tokens.
         sequence_level: one weight per sequence, the product over its tokens (the exponential of a sum, where the GSPO
             ratio has a mean).
         truncation: bounds, or None.

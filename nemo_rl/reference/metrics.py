@@ -15,19 +15,12 @@ from nemo_rl.utils.markdown import table
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric, or all that match a pattern.
+    """One metric, or all that match a pattern."""
 
-    Attributes:
-        name: As logged, without its group; `*` stands for any text.
-        meaning: What it is.
-        unit: Of its values.
-        healthy: What to expect; empty where it only describes the workload.
-    """
-
-    name: str
+    name: str  # as logged, without its group; `*` stands for any text
     meaning: str
     unit: str = ""
-    healthy: str = ""
+    healthy: str = ""  # what to expect; empty where it only describes the workload
 
 
 def _read() -> dict[str, list[Metric]]:

@@ -115,5 +115,5 @@ def _lower(text: str) -> str:
 
 def _first_paragraph(what: object) -> str:
     """The first paragraph of a docstring, with its addresses as links."""
-    text = " ".join((inspect.getdoc(what) or "").partition("\n\n")[0].split())
+    text = " ".join((inspect.getdoc(what) or "").partition("\n\n")[0].split()).partition(" Raises ")[0]
     return re.sub(r"(https?://[^\s)]+)", r"<\1>", text)

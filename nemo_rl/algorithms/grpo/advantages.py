@@ -23,17 +23,11 @@ from nemo_rl.loss.policy_ratios import KLType, calculate_kl
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """Per sample [B].
+    """Per sample [B]."""
 
-    Attributes:
-        baseline_B: What its reward is compared with.
-        std_B: Standard deviation of the rewards behind that baseline.
-        group_std_B: That of all valid rewards of its group, the sample's own included.
-    """
-
-    baseline_B: torch.Tensor
-    std_B: torch.Tensor
-    group_std_B: torch.Tensor
+    baseline_B: torch.Tensor  # what its reward is compared with
+    std_B: torch.Tensor  # standard deviation of the rewards behind that baseline
+    group_std_B: torch.Tensor  # that of all valid rewards of its group, the sample's own included
 
 
 def group_ids(prompts: torch.Tensor) -> torch.Tensor:
@@ -42,8 +36,7 @@ def group_ids(prompts: torch.Tensor) -> torch.Tensor:
     Args:
         prompts: [B, L] padded prompt tokens, or [B] any id that samples of one prompt share.
 
-    Returns:
-        [B] in `0 .. P-1`. Two equal prompts in one step share a group, as in NeMo-RL.
+    Returns [B] in `0 .. P-1`. Two equal prompts in one step share a group, as in NeMo-RL.
     """
     return torch.unique(prompts, dim=0, return_inverse=True)[1]
 
@@ -62,7 +55,6 @@ def group_statistics(
     teaches anything.
 
     Args:
-        rewards_B: rewards.
         group_ids_B: group of each sample, from 0.
         valid_B: 0 for samples outside the statistics.
         leave_one_out: leave each sample out of its own baseline.
@@ -151,14 +143,10 @@ def row_advantages(
     - `reinforce_plus_plus` (https://arxiv.org/abs/2501.03262): reward minus the plain group mean, or the reward.
 
     Args:
-        cfg: the estimator's section.
-        rewards_B: processed total rewards.
         components: `reward/<name>` columns, for gdpo.
-        group_ids_B: group of each sample.
         valid_B: 0 for samples outside the baselines.
 
-    Raises:
-        ValueError: gdpo without two components, or with weights that do not match them.
+    Raises ValueError: gdpo without two components, or with weights that do not match them.
     """
     if cfg.name == "opd":
         return torch.zeros_like(rewards_B)

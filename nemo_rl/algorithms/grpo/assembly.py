@@ -74,10 +74,9 @@ def setup(config: MasterConfig, start: StartPhases | None = None, placement: Pla
         start: Shows the phases of the start.
         placement: Provides accelerators; by default slots of its own.
 
-    Raises:
-        ConfigError, DataError, ModelNotFoundError, DeviceUnavailableError: The configuration asks for what is not
-        there. CheckpointError: A checkpoint exists but cannot be resumed. ResumeError: It belongs to another run.
-        NothingToDo: The run is over already.
+    Raises ConfigError, DataError, ModelNotFoundError, DeviceUnavailableError: the configuration asks for what is not;
+    there. CheckpointError: A checkpoint exists but cannot be resumed. ResumeError: It belongs to another run;
+    NothingToDo: the run is over already.
     """
     start, placement = start or StartPhases(), placement or OwnPlacement()
     with prepared(config, _algorithm(config, placement), placement, start) as ready:
@@ -174,12 +173,10 @@ def check_model(config: MasterConfig) -> PretrainedConfig:
     """Checks the model's configuration, optimizer names and installed packages without loading weights; returns the
     model's configuration.
 
-    Raises:
-        ModelNotFoundError: There is no model at `policy.model_name`.
-        UnsupportedModelError: Heads, vocabulary or experts do not divide over the ranks of training or generation.
-        KernelUnavailableError: A package is asked for and not installed.
-        OptimizerConfigError: Optimizer or schedule do not exist or refuse their arguments.
-        MooncakeUnavailableError: The data plane is configured for Mooncake, which is not fully installed.
+    Raises ModelNotFoundError: there is no model at `policy.model_name`; UnsupportedModelError: heads, vocabulary or
+    experts do not divide over the ranks of training or generation; KernelUnavailableError: a package is asked for and
+    not installed; OptimizerConfigError: optimizer or schedule do not exist or refuse their arguments;
+    MooncakeUnavailableError: the data plane is configured for Mooncake, which is not fully installed.
     """
     check_data_plane(config.data_plane)
     model = check_policy(config)
@@ -309,10 +306,8 @@ def _sources_into(
 
 
 def make_loss(cfg: ClippedPGLossConfig) -> LossFunction:
-    """The configured loss: `loss_fn.class`, or the clipped policy-gradient loss.
-
-    Raises:
-        ConfigError: the class cannot be imported, or is no loss.
+    """The configured loss: `loss_fn.class`, or the clipped policy-gradient loss. Raises ConfigError: the class cannot
+    be imported, or is no loss.
     """
     if cfg.loss_class is None:
         return ClippedPGLossFn(cfg)

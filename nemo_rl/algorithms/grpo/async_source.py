@@ -42,12 +42,7 @@ Collector = TypeVar("Collector", TrajectoryCollector, StreamCollector)
 
 
 class AheadSource(Generic[Collector]):
-    """Base of sources whose rollouts run beside training.
-
-    Args:
-        run: The run.
-        collector: Runs its rollouts.
-    """
+    """Base of sources whose rollouts run beside training."""
 
     generates_ahead = True
 
@@ -108,11 +103,8 @@ class AsynchronousSource(WholeSteps, AheadSource[TrajectoryCollector]):
         restore_collector(self._run, self.collector)
 
     def next_experience(self) -> Experience:
-        """Waits for the groups of the current step and applies the staleness policy.
-
-        Raises:
-            StopIteration: The prompts are used up.
-            CollectorError: The collector cannot deliver.
+        """Waits for the groups of the current step and applies the staleness policy. Raises StopIteration: the prompts
+        are used up; CollectorError: the collector cannot deliver.
         """
         run, step = self._run, self._run.state.step
         run.progress.phase("waiting for rollouts")

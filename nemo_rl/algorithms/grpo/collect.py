@@ -35,19 +35,12 @@ class DynamicSamplingError(UserError, ValueError):
 
 @dataclass(frozen=True)
 class Selection:
-    """The rows of a generation batch that are kept and dropped.
+    """The rows of a generation batch that are kept and dropped."""
 
-    Attributes:
-        keep: rows of the new batch that join the kept ones, in order.
-        drop: its other rows; they are not read again.
-        complete: the step is full; otherwise another generation batch is needed.
-        surplus: usable rows that were dropped because the step was full.
-    """
-
-    keep: list[int]
-    drop: list[int]
-    complete: bool
-    surplus: int
+    keep: list[int]  # rows of the new batch that join the kept ones, in order
+    drop: list[int]  # its other rows; they are not read again
+    complete: bool  # the step is full; otherwise another generation batch is needed
+    surplus: int  # usable rows that were dropped because the step was full
 
 
 def select_rows(std_B: torch.Tensor, *, kept_before: int, num_gen_batches: int, cfg: GRPOConfig) -> Selection:
@@ -59,8 +52,7 @@ def select_rows(std_B: torch.Tensor, *, kept_before: int, num_gen_batches: int, 
         num_gen_batches: generation batches of this step, this one included.
         cfg: `num_prompts_per_step` times `num_generations_per_prompt` rows make a step.
 
-    Raises:
-        DynamicSamplingError: the step is still not full after more than `dynamic_sampling_max_gen_batches` batches.
+    Raises DynamicSamplingError: the step is still not full after more than `dynamic_sampling_max_gen_batches` batches.
     """
     target = cfg.num_prompts_per_step * cfg.num_generations_per_prompt
     good = torch.nonzero(std_B != 0).flatten().tolist()
@@ -148,11 +140,8 @@ def prompts_of(run: GRPORun) -> EpochPrompts:
 
 
 def collect_experience(run: GRPORun, next_batch: NextBatch) -> Experience:
-    """Generates the scored and filtered experience of the current step.
-
-    Raises:
-        DynamicSamplingError: Too few groups differ in their rewards.
-        StopIteration: The prompts ran out before the step was full.
+    """Generates the scored and filtered experience of the current step. Raises DynamicSamplingError: too few groups
+    differ in their rewards; StopIteration: the prompts ran out before the step was full.
     """
     first_prompt = 0
 
@@ -172,11 +161,9 @@ def gather_experience(run: GRPORun, next_experience: Callable[[int], Experience]
     """Joins generation batches into the scored and filtered experience of the current step.
 
     Args:
-        run: The run.
         next_experience: Returns generation batch `attempt` (from 0), not yet scored.
 
-    Raises:
-        DynamicSamplingError: Too few groups differ in their rewards.
+    Raises DynamicSamplingError: too few groups differ in their rewards.
     """
     cfg = run.config.grpo
     kept: list[Experience] = []

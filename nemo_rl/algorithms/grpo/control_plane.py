@@ -28,10 +28,8 @@ _FIFTIETHS = 50
 
 
 def check_control_plane(config: MasterConfig) -> None:
-    """Checks that an external control plane can identify each engine by its GPU.
-
-    Raises:
-        ConfigError: Several engines share each GPU.
+    """Checks that an external control plane can identify each engine by its GPU. Raises ConfigError: several engines
+    share each GPU.
     """
     engines = config.policy.generation.vllm_cfg.engines_per_gpu
     if engines > 1 and time_sharing_enabled():
@@ -44,11 +42,8 @@ def check_control_plane(config: MasterConfig) -> None:
 
 
 class ControlPlane(Protocol):
-    """Decides who uses a run's accelerators.
-
-    Attributes:
-        saves_before_publish: Whether a due checkpoint must be taken before `publish`, because the run loses its
-            training accelerators there.
+    """Decides who uses a run's accelerators. `saves_before_publish`: whether a due checkpoint must be taken before
+    `publish`, because the run loses its training accelerators there.
     """
 
     saves_before_publish: bool
@@ -188,16 +183,12 @@ class OwnAccelerators:
             self._refitter.close()
 
     def metrics(self) -> Mapping[str, float]:
-        """See `Refitter.metrics`."""
         return self._refitter.metrics() if self._refitter is not None else {}
 
 
 class HookedControlPlane:
-    """Calls a foreign control plane through hooks.
-
-    Args:
-        hooks: Called at the points that `RLixHooksProtocol` names.
-        own: Does what the hooks leave to the run; None if the foreign plane owns the accelerators and must refit.
+    """Calls a foreign control plane through hooks. `hooks`: called at the points that `RLixHooksProtocol` names. `own`:
+    does what the hooks leave to the run; None if the foreign plane owns the accelerators and must refit.
     """
 
     def __init__(self, hooks: RLixHooksProtocol, own: OwnAccelerators | None) -> None:
@@ -269,10 +260,8 @@ class HookedControlPlane:
         self._hooks.before_weight_sync(step)
 
     def publish(self, step: int, source: ExperienceSource) -> None:
-        """Lets the hooks publish the new version, or refits if they leave it to the run.
-
-        Raises:
-            HooksError: The hooks own the accelerators and did not bring generation to the new weights.
+        """Lets the hooks publish the new version, or refits if they leave it to the run. Raises HooksError: the hooks
+        own the accelerators and did not bring generation to the new weights.
         """
         published = self._hooks.after_training(step)
         self._holds = False

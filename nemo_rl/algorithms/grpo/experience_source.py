@@ -19,15 +19,10 @@ if TYPE_CHECKING:
 
 
 class ExperienceSource(Protocol):
-    """Supplies the step loop with experience.
+    """Supplies the step loop with experience."""
 
-    Attributes:
-        generates_ahead: Whether rollouts of later steps run while a step trains.
-        in_parts: Whether `parts` may yield several parts per step.
-    """
-
-    generates_ahead: bool
-    in_parts: bool
+    generates_ahead: bool  # whether rollouts of later steps run while a step trains
+    in_parts: bool  # whether `parts` may yield several parts per step
 
     @property
     def collector(self) -> TrajectoryCollector | StreamCollector | None:
@@ -48,10 +43,8 @@ class ExperienceSource(Protocol):
         ...
 
     def parts(self) -> Generator[Experience]:
-        """Yields the current step's experience, scored and filtered; yields nothing if the prompts are used up.
-
-        Raises:
-            GenerationError, EnvironmentFailure, CollectorError, DynamicSamplingError: It cannot be made.
+        """Yields the current step's experience, scored and filtered; yields nothing if the prompts are used up. Raises
+        GenerationError, EnvironmentFailure, CollectorError, DynamicSamplingError: it cannot be made.
         """
         ...
 
@@ -106,11 +99,7 @@ class WholeSteps:
     in_parts = False
 
     def next_experience(self) -> Experience:
-        """The scored and filtered experience of the current step.
-
-        Raises:
-            StopIteration: The prompts are used up.
-        """
+        """The scored and filtered experience of the current step. Raises StopIteration: the prompts are used up."""
         raise NotImplementedError
 
     def parts(self) -> Generator[Experience]:

@@ -49,12 +49,7 @@ def source_of(run: GRPORun) -> ExperienceSource:
 
 
 class GRPOSteps(Steps[GRPORun]):
-    """Steps of GRPO.
-
-    Args:
-        run: The run.
-        source: Supplies its experience.
-    """
+    """Steps of GRPO."""
 
     section = "grpo"
 
@@ -167,10 +162,8 @@ class GRPOSteps(Steps[GRPORun]):
         self.run.reports.wait()
 
     def why_ended(self, newest: CompletedStep | None) -> str | None:
-        """See `Steps.why_ended`.
-
-        Raises:
-            PromptsUsedUp: The prompts ran out before the first step, or a custom loader stopped early.
+        """See `Steps.why_ended`. Raises PromptsUsedUp: the prompts ran out before the first step, or a custom loader
+        stopped early.
         """
         cfg, step = self.run.config.grpo, self.run.state.step
         if self._used_up and self.run.config.data.use_multiple_dataloader:
@@ -214,8 +207,7 @@ def async_grpo_train(run: GRPORun, rlix_hooks: RLixHooksProtocol | None = None) 
         run: Set up, with generation on accelerators of its own.
         rlix_hooks: A foreign control plane's hooks; under `RLIX_CONTROL_PLANE=rlix` they own the accelerators.
 
-    Raises:
-        HooksError: The hooks own the accelerators, and did not bring generation to the new weights.
+    Raises HooksError: the hooks own the accelerators, and did not bring generation to the new weights.
     """
     if rlix_hooks is not None:
         own = run.control if isinstance(run.control, OwnAccelerators) and not time_sharing_enabled() else None

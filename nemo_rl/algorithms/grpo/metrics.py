@@ -58,11 +58,9 @@ def batch_metrics(
     Args:
         rewards_B: rewards of valid samples, as used for advantages.
         baseline_B: baseline of each of these; 0 (or 1) means that the rest of its group failed (or succeeded).
-        prompt_lengths_B: tokens of each prompt.
         total_lengths_B: tokens of each prompt with its response.
 
-    Returns:
-        `reward`, `baseline_reward/{pct_0,pct_1,pct_mixed}` (fractions), `mean_prompt_length`, `total_num_tokens`.
+    Returns `reward`, `baseline_reward/{pct_0,pct_1,pct_mixed}` (fractions), `mean_prompt_length`, `total_num_tokens`.
     """
     zero, one = ((baseline_B == value).double().mean().item() for value in (0, 1))
     return {
@@ -88,14 +86,10 @@ def throughput_metrics(
     """The `performance/` metrics that follow from the times of a step.
 
     Args:
-        samples: samples trained on.
         tokens: tokens trained on, prompts included.
         seconds: durations by timer name (`total_step_time`, `policy_training`, `policy_and_reference_logprobs`,
             `generation`); absent or 0 gives no metric.
-        num_devices: accelerators of the run.
-        train_devices: accelerators that train.
         generation_devices: accelerators that generate; none while rollouts are replayed.
-        generated_tokens: tokens sampled.
     """
     metrics: dict[str, float] = {}
 
@@ -132,9 +126,7 @@ def validation_metrics(
 
     Args:
         rewards_B: rewards; the generations of a prompt are next to each other.
-        response_lengths_B: tokens of each response.
         tasks: the task of each sample.
-        generations_per_prompt: k.
         best_at_k: whether the best of k counts.
     """
     judged_B = rewards_B.view(-1, generations_per_prompt).amax(1) if best_at_k else rewards_B
@@ -149,11 +141,8 @@ def validation_metrics(
 
 
 def accuracy_by_task(rewards_B: torch.Tensor, tasks: Sequence[str]) -> dict[str, float]:
-    """`accuracy/<task>`, the mean reward of each task's samples; empty for a single task.
-
-    Args:
-        rewards_B: rewards.
-        tasks: the task of each sample.
+    """`accuracy/<task>`, the mean reward of each task's samples; empty for a single task. `tasks`: the task of each
+    sample.
     """
     names = sorted(set(tasks))
     if len(names) < 2:
@@ -203,23 +192,14 @@ def step_metrics(run: GRPORun, experience: Experience, result: TrainResult) -> d
 
 @dataclass(frozen=True)
 class StepReport:
-    """A completed step as it is reported.
+    """A completed step as it is reported."""
 
-    Attributes:
-        step: Its number, from 1.
-        experience: The trained experience; the report clears its rows in the store.
-        metrics: Its `train/` metrics.
-        result: What training returned.
-        seconds: Its times by name.
-        refit: Metrics of the last refit.
-    """
-
-    step: int
-    experience: Experience
-    metrics: Mapping[str, Any]
+    step: int  # its number, from 1
+    experience: Experience  # the trained experience; the report clears its rows in the store
+    metrics: Mapping[str, Any]  # its `train/` metrics
     result: TrainResult
     seconds: Mapping[str, float]
-    refit: Mapping[str, float]
+    refit: Mapping[str, float]  # metrics of the last refit
 
 
 def report_step(run: GRPORun, experience: Experience, metrics: Mapping[str, object], result: TrainResult) -> None:

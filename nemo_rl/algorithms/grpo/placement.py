@@ -40,39 +40,25 @@ class Clusters:
 
 @dataclass(frozen=True)
 class Built:
-    """Parts of a run that a control plane needs.
-
-    Attributes:
-        config: The run's.
-        policy: Started.
-        generation: Started, or able to start; None for replayed rollouts without validation.
-        version: Version of the policy's weights.
-        record: Run record.
-        timer: Times of the current step.
-        progress: Terminal output.
-        slept: Memory reports of the engines from when they were put to sleep before their first use.
+    """Parts of a run that a control plane needs. `slept`: memory reports of the engines from when they were put to
+    sleep before their first use.
     """
 
     config: MasterConfig
     policy: Policy
-    generation: VllmGeneration | None
-    version: int
+    generation: VllmGeneration | None  # started, or able to start; None for replayed rollouts without validation
+    version: int  # version of the policy's weights
     record: Record
-    timer: Timer
+    timer: Timer  # times of the current step
     progress: RunProgress
     slept: Sequence[Mapping[str, int]] = ()
 
 
 class Placement(Protocol):
-    """Provides a run with accelerators.
+    """Provides a run with accelerators."""
 
-    Attributes:
-        lends_shards: Whether engines are built and routed one by one, on command.
-        record_prefix: Prefix of source names in the run record; `<pipeline>/` if several runs share a pool.
-    """
-
-    lends_shards: bool
-    record_prefix: str
+    lends_shards: bool  # whether engines are built and routed one by one, on command
+    record_prefix: str  # prefix of source names in the run record; `<pipeline>/` if several runs share a pool
 
     def connect(self, config: MasterConfig) -> Accelerator:
         """Joins or starts the Ray cluster; returns its kind of accelerator."""

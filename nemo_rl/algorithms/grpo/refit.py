@@ -33,12 +33,8 @@ class Refitter:
     """Refits one generation backend from one policy.
 
     Args:
-        policy: Source of weights.
-        generation: Targets.
         cfg: `weight_sync.*`.
         colocated: Whether both share their slots.
-        cuda: Whether slots are GPUs.
-        record: Run record.
         slept: Memory reports of the shards if they were put to sleep before their first use; empty if they are awake.
         repair: Rebuilds failed shards; None leaves them out.
     """
@@ -73,13 +69,11 @@ class Refitter:
         """Makes generation serve `version`, awake. Running requests pause once and continue with the new weights.
 
         Args:
-            version: Of the policy's weights.
             timer: Records the time of the transfer.
             recompute_kv: Whether running requests recompute their KV cache and cached prefixes are dropped.
 
-        Raises:
-            WorkerError: A worker of the policy failed, or no shard is left.
-            TransportError: The weights could not be sent within the deadline.
+        Raises WorkerError: a worker of the policy failed, or no shard is left; TransportError: the weights could not be
+        sent within the deadline.
         """
         current = self.version == version and self._generation.weights_resident
         if current and not self._asleep:
@@ -115,11 +109,8 @@ class Refitter:
             self._generation.shards.await_rebuild(rebuilds)
 
     def revive(self, version: int) -> None:
-        """If all shards have failed, rebuilds them and sends them the policy's `version`.
-
-        Raises:
-            GenerationError: None of them could be built.
-            WorkerError, TransportError: See `bring_to`.
+        """If all shards have failed, rebuilds them and sends them the policy's `version`. Raises GenerationError: none
+        of them could be built; WorkerError, TransportError: see `bring_to`.
         """
         if self.rebuilds and not self._generation.shards.healthy():
             self.version = None

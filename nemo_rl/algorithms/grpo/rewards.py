@@ -25,17 +25,11 @@ _SPELL = 4
 
 @dataclass(frozen=True)
 class ProcessedRewards:
-    """Rewards of the samples [B] after each stage.
-
-    Attributes:
-        rewards_B: input of the advantages.
-        unshaped_B: scaled but not shaped; input of dynamic sampling.
-        components: scaled `reward/<name>` columns.
-    """
+    """Rewards of the samples [B] after each stage."""
 
     rewards_B: torch.Tensor
-    unshaped_B: torch.Tensor
-    components: dict[str, torch.Tensor]
+    unshaped_B: torch.Tensor  # scaled but not shaped; input of dynamic sampling
+    components: dict[str, torch.Tensor]  # scaled `reward/<name>` columns
 
 
 def process_rewards(
@@ -70,11 +64,7 @@ def process_rewards(
 
 
 def scale_rewards(rewards_B: torch.Tensor, cfg: RewardScalingConfig) -> torch.Tensor:
-    """Clamp to the source range, then map linearly onto the target range.
-
-    Raises:
-        ValueError: the source range is empty.
-    """
+    """Clamps to the source range, then maps linearly onto the target range. Raises ValueError: empty source range."""
     source, target = cfg.source_max - cfg.source_min, cfg.target_max - cfg.target_min
     if source <= 0:
         raise ValueError(f"grpo.reward_scaling.source_max={cfg.source_max} must be above source_min={cfg.source_min}")
@@ -100,13 +90,10 @@ def shape_rewards(
     rewards are multiplied by it instead and the overlong keys are ignored.
 
     Args:
-        rewards_B: rewards.
         response_lengths_B: tokens of each sample's first assistant message.
         truncated_B: whether the response was cut off.
-        cfg: the shaping section.
 
-    Raises:
-        ValueError: the buffer is empty, or longer than `max_response_length`.
+    Raises ValueError: the buffer is empty, or longer than `max_response_length`.
     """
     if cfg.stop_properly_penalty_coef is not None:
         return torch.where(truncated_B.bool(), rewards_B * cfg.stop_properly_penalty_coef, rewards_B)

@@ -53,49 +53,27 @@ class GRPOState(RunState):
 
 @dataclass
 class GRPORun(TrainingRun[MasterConfig]):
-    """A GRPO run.
-
-    Attributes:
-        tokenizer: The policy's.
-        generation: The engines; None when rollouts are replayed and nothing validates.
-        control: Decides who uses the accelerators.
-        rollouts: Source of training rollouts.
-        validation_rollouts: Source of validation rollouts, or None.
-        store: Holds a step's columns.
-        train_loader: Training prompts.
-        record: Run record.
-        total_steps: Last step of the run, as far as it can be known at the start.
-        environments: Environment actors by name.
-        placement: Provided the slots.
-        clusters: Its slots.
-        device_count: Number of slots of the run, of training and of generation.
-        resumed_from: Checkpoint that the run resumes from.
-        reward_watch: Warns about steps that teach nothing.
-        validation_watch: Warns about cut validation samples.
-        sample_files: Writes sample files; errors do not end the run.
-        reports: Writes step reports in the background.
-        env_of_validation_task: Environment name per validation task.
-    """
+    """A GRPO run."""
 
     tokenizer: PreTrainedTokenizerBase
-    generation: VllmGeneration | None
-    control: ControlPlane
+    generation: VllmGeneration | None  # the engines; None when rollouts are replayed and nothing validates
+    control: ControlPlane  # decides who uses the accelerators
     rollouts: RolloutSource
-    validation_rollouts: RolloutSource | None
+    validation_rollouts: RolloutSource | None  # source of validation rollouts, or None
     store: ExperienceStore
     train_loader: Loader
     record: Record
-    total_steps: int
+    total_steps: int  # last step of the run, as far as it can be known at the start
     environments: Actors
     placement: Placement
     clusters: list[RayVirtualCluster]
-    device_count: DeviceCount
-    resumed_from: Path | None = None
-    reward_watch: RewardWatch = field(default_factory=RewardWatch)
-    validation_watch: RolloutWatch = field(default_factory=RolloutWatch)
-    sample_files: SampleFiles = field(default_factory=SampleFiles)
-    reports: Backlog = field(default_factory=lambda: Backlog("step-report"))
-    env_of_validation_task: dict[str, str] = field(default_factory=dict)
+    device_count: DeviceCount  # number of slots of the run, of training and of generation
+    resumed_from: Path | None = None  # checkpoint that the run resumes from
+    reward_watch: RewardWatch = field(default_factory=RewardWatch)  # warns about steps that teach nothing
+    validation_watch: RolloutWatch = field(default_factory=RolloutWatch)  # warns about cut validation samples
+    sample_files: SampleFiles = field(default_factory=SampleFiles)  # writes sample files; errors do not end the run
+    reports: Backlog = field(default_factory=lambda: Backlog("step-report"))  # writes step reports in the background
+    env_of_validation_task: dict[str, str] = field(default_factory=dict)  # environment name per validation task
 
 
 @dataclass(frozen=True)

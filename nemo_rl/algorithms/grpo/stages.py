@@ -71,8 +71,7 @@ def mask_by_sequence_error(
         rewards_B: rewards, 1 meaning correct.
         threshold: None measures without masking.
 
-    Returns:
-        The new mask, and the metrics of the error before and after.
+    Returns the new mask, and the metrics of the error before and after.
     """
     valid_B = sample_mask_B != 0
     # An error that is not a number is no agreement either.
@@ -113,7 +112,6 @@ def positive_example_columns(
 
     Args:
         apply: runs a stage on the batch, which holds `token_mask`.
-        rewards_B: processed rewards.
         sample_mask_B: 0 for rows without loss.
         loss_cfg: `positive_example_nll_weight` and `token_level_loss` are read.
         global_batch_size: rows of one optimizer step.
@@ -138,17 +136,12 @@ def trained_tokens(columns: BatchedDataDict) -> StageOutput:
 
 @dataclass
 class Experience:
-    """A batch on its way through the stages.
-
-    Attributes:
-        handle: Its token columns in the store.
-        rows: Its small columns [B] in the driver.
-        metrics: Metrics of the stages.
-        group_names: Identifier of each `prompt_number` in the run record; empty for the step's own groups.
+    """A batch on its way through the stages. `group_names`: identifier of each `prompt_number` in the run record; empty
+    for the step's own groups.
     """
 
-    handle: BatchHandle
-    rows: BatchedDataDict
+    handle: BatchHandle  # its token columns in the store
+    rows: BatchedDataDict  # its small columns [B] in the driver
     metrics: dict[str, Any] = field(default_factory=dict)
     group_names: Mapping[int, str] = field(default_factory=dict)
 
@@ -337,7 +330,6 @@ def apply_staleness_policy(experience: Experience, store: ExperienceStore, rule:
 
     Args:
         experience: With `weight_version`, `newest_version` and `mixed_kv` rows.
-        store: Holds its token columns.
         rule: `grpo.async_grpo.mixed_versions`.
         step: Version of the weights that the step starts from.
     """

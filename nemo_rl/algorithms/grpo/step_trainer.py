@@ -38,12 +38,8 @@ def _recorded_span(run: GRPORun, what: str) -> Iterator[None]:
 
 
 def score(run: GRPORun, part: Experience, *, step_open: bool) -> None:
-    """Adds the log-probability columns that later stages read.
-
-    Args:
-        run: The run.
-        part: A part of the step, or all of it.
-        step_open: Whether gradients of earlier parts are accumulated.
+    """Adds the log-probability columns that later stages read. `part`: a part of the step, or all of it. `step_open`:
+    whether gradients of earlier parts are accumulated.
     """
     cfg, loss_cfg, timer = run.config.grpo, run.config.loss_fn, run.timer
     run.progress.phase("log-probabilities")
@@ -55,12 +51,8 @@ def score(run: GRPORun, part: Experience, *, step_open: bool) -> None:
 
 
 def weigh(run: GRPORun, part: Experience, *, first_row: int) -> None:
-    """Adds masks and advantages.
-
-    Args:
-        run: The run.
-        part: A scored part of the step, or all of it.
-        first_row: Index of its first sample within the step.
+    """Adds masks and advantages. `part`: a scored part of the step, or all of it. `first_row`: index of its first
+    sample within the step.
     """
     with run.timer.time("advantage_calculation"):
         global_batch_size = run.config.policy.train_global_batch_size
@@ -76,11 +68,8 @@ class Trained:
 
 
 class StepTrainer:
-    """Trains the current step; a context manager that aborts the step on an error.
-
-    Args:
-        run: The run.
-        in_parts: Whether gradients are accumulated part by part; otherwise there is one part.
+    """Trains the current step; a context manager that aborts the step on an error. `in_parts`: whether gradients are
+    accumulated part by part; otherwise there is one part.
     """
 
     def __init__(self, run: GRPORun, *, in_parts: bool) -> None:
@@ -116,13 +105,8 @@ class StepTrainer:
             run.policy.train_microbatches(self._columns(part), timer=run.timer)
 
     def finish(self, meanwhile: Callable[[], None]) -> Trained:
-        """Runs the optimizer.
-
-        Args:
-            meanwhile: Called while the workers train; must not fail.
-
-        Raises:
-            NonFiniteStepError, WorkerError: The weights are those of the step before.
+        """Runs the optimizer. `meanwhile`: called while the workers train; must not fail. Raises NonFiniteStepError,
+        WorkerError: the weights are those of the step before.
         """
         run = self._run
         if self._in_parts:

@@ -54,11 +54,7 @@ _STALL_ADVICE = {
 
 
 def sampler_of(cfg: AsyncRLConfig) -> Sampler:
-    """The sampler configured by `async_rl.sampler`.
-
-    Raises:
-        SamplerError: A custom one cannot be made.
-    """
+    """The sampler configured by `async_rl.sampler`. Raises SamplerError: a custom one cannot be made."""
     settings = cfg.sampler
     if settings.name == "custom":
         return custom_sampler(settings.target or "", settings.model_extra or {})
@@ -70,10 +66,8 @@ def sampler_of(cfg: AsyncRLConfig) -> Sampler:
 
 
 def check_streaming(config: MasterConfig) -> None:
-    """Checks that all stages are group-local and that the sampler can be created.
-
-    Raises:
-        ConfigError: Something of it cannot.
+    """Checks that all stages are group-local and that the sampler can be created. Raises ConfigError: something of it
+    cannot.
     """
     if config.async_rl is None:
         return
@@ -110,9 +104,7 @@ class StreamingSource(AheadSource[StreamCollector]):
 
     def parts(self) -> Generator[Experience]:
         """Yields groups of the current step as they finish, scored and filtered, in parts large enough for a pass.
-
-        Raises:
-            CollectorError: The collector cannot deliver.
+        Raises CollectorError: the collector cannot deliver.
         """
         run, step = self._run, self._run.state.step
         self._parts = 0

@@ -65,15 +65,9 @@ class _Validated:
 
 
 def validate(run: GRPORun, step: int) -> dict[str, float]:
-    """Validates and logs under step `step` (0: before training).
-
-    Returns:
-        What `validation_metrics` gives, the mean of each `reward/<name>`, and `<environment>/<name>` that environments
-        measure themselves.
-
-    Raises:
-        ValueError: There is no validation data.
-        EnvironmentFailure: An environment could not report its metrics.
+    """Validates and logs under step `step` (0: before training). Returns what `validation_metrics` gives, the mean of
+    each `reward/<name>`, and `<environment>/<name>` that environments measure themselves. Raises ValueError: there is
+    no validation data; EnvironmentFailure: an environment could not report its metrics.
     """
     cfg = run.config.grpo
     loader, source = run.val_loader, run.validation_rollouts

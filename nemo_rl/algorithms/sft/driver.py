@@ -75,15 +75,9 @@ class Placement(Protocol):
 
 @dataclass
 class SFTRun(TrainingRun[SFTMasterConfig]):
-    """An SFT run.
+    """An SFT run."""
 
-    Attributes:
-        train_loader: Training conversations, batches of `policy.train_global_batch_size`.
-        cluster: Its slots.
-        placement: Provided the slots.
-    """
-
-    train_loader: StatefulDataLoader[Batch]
+    train_loader: StatefulDataLoader[Batch]  # training conversations, batches of `policy.train_global_batch_size`
     cluster: RayVirtualCluster
     placement: Placement
 
@@ -114,10 +108,8 @@ class OwnPlacement(OwnSlots):
 
 
 def sft_train(run: SFTRun) -> None:
-    """Trains to the end, then points `<checkpoint_dir>/latest` at the newest weights.
-
-    Raises:
-        NonFiniteStepError, WorkerError, CheckpointError: The run cannot go on; the last checkpoint is usable.
+    """Trains to the end, then points `<checkpoint_dir>/latest` at the newest weights. Raises NonFiniteStepError,
+    WorkerError, CheckpointError: the run cannot go on; the last checkpoint is usable.
     """
     train_to_end(SFTSteps(run))
     if run.config.checkpointing.enabled:
@@ -156,7 +148,6 @@ class SFTSteps(Steps[SFTRun]):
         return _step(run, batch)
 
     def validate(self) -> dict[str, float]:
-        """See `validate`."""
         return validate(self.run)
 
     def position(self) -> tuple[HasState, Mapping[str, object]]:

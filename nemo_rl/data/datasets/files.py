@@ -62,13 +62,11 @@ def read_rows(
         split: split to read; None takes the usual one, `train`, or the only one there is.
         usual_split: split that the dataset is read from where none is asked for.
         subset: configuration of a hub dataset.
-        cache_dir: where downloads go.
         file_format: what a file holds, such as `csv`; None goes by its name.
         key: dotted key of the dataset, for messages.
 
-    Raises:
-        DataError: nothing is there, it cannot be read, or has no such split. Of a file's content it is raised by the
-            iterator.
+    Raises DataError: nothing is there, it cannot be read, or has no such split. Of a file's content it is raised by the
+    iterator.
     """
     path, kind = Path(location).expanduser(), f".{file_format}" if file_format is not None else None
     if location.startswith(("https://", "http://")):

@@ -1,8 +1,8 @@
 """Formats of rows: how each is recognised, and the conversation that its columns make.
 
 One row of the table per format; `docs/recipes.md` shows the same table. Columns that mean the same in every format
-(system message, tools, media) are read in one place. Knows no file and no tokenizer. Invariant: a column that changes
-what a conversation says is used or refused.
+(system message, tools, media) are read in one place. Invariant: a column that changes what a conversation says is used
+or refused.
 """
 
 from __future__ import annotations
@@ -35,31 +35,18 @@ _SYSTEM = ("system", "system_prompt")
 
 @dataclass(frozen=True)
 class Format:
-    """One way in which rows are published.
+    """One way in which rows are published."""
 
-    Attributes:
-        name: For messages and the page.
-        columns: Rows that have all of these are of this format, if of none before it.
-        convert: Makes the conversation.
-    """
-
-    name: str
-    columns: tuple[str, ...]
+    name: str  # for messages and the page
+    columns: tuple[str, ...]  # rows that have all of these are of this format, if of none before it
     convert: Convert
 
 
 def question_and_answer(
     row: Row, question: str, answer: str, question_key: str = "", answer_key: str = ""
 ) -> list[Message]:
-    """The conversation of two cells, each a text or a list of messages.
-
-    Args:
-        row: a row.
-        question, answer: its columns.
-        question_key, answer_key: the keys that name them, for messages.
-
-    Raises:
-        RowError: a column is missing, or holds neither.
+    """The conversation of two cells, each a text or a list of messages. `question_key, answer_key`: the keys that name
+    them, for messages. Raises RowError: a column is missing, or holds neither.
     """
     asked, answered = cell(row, question, question_key), cell(row, answer, answer_key)
     return [
@@ -173,15 +160,7 @@ FORMATS = (
 
 
 def recognised(columns: Mapping[str, object], key: str) -> Format:
-    """The format of a row.
-
-    Args:
-        columns: a row, by column.
-        key: dotted key of the dataset, for messages.
-
-    Raises:
-        DataError: it is of none.
-    """
+    """The format of a row. `key`: dotted key of the dataset, for messages. Raises DataError: it is of none."""
     for known in FORMATS:
         if all(column in columns for column in known.columns):
             return known
@@ -197,12 +176,9 @@ def completed(row: Row, messages: list[Message], config: DatasetConfig) -> dict[
     their arguments.
 
     Args:
-        row: the row as found.
         messages: what its format made of it.
-        config: the dataset's entry.
 
-    Raises:
-        RowError: a column contradicts the messages, or cannot be honoured.
+    Raises RowError: a column contradicts the messages, or cannot be honoured.
     """
     made: dict[str, object] = {"messages": _with_system(row, messages, config)}
     column = config.tool_key or "tools"

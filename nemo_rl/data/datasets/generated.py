@@ -52,11 +52,7 @@ class GeneratedDataset(RawDataset):
 
 
 def split_of(config: DatasetConfig, key: str) -> str:
-    """The split an entry asks for.
-
-    Raises:
-        DataError: there is no such split.
-    """
+    """The split an entry asks for. Raises DataError: there is no such split."""
     split = config.split or "train"
     if split not in SPLITS:
         raise DataError(
@@ -68,20 +64,14 @@ def split_of(config: DatasetConfig, key: str) -> str:
 
 def judged_by(environment: str, config: DatasetConfig, key: str) -> None:
     """Checks that the dataset's own environment judges it; another one would read its rows wrongly and reward nothing.
-
-    Raises:
-        DataError: another built-in environment is named.
+    Raises DataError: another built-in environment is named.
     """
     if config.env_name == "math" and config.processor in (_PROCESSOR_OF_MATH, "default"):
         raise DataError(f"{key}.env_name: {config.dataset_name} is judged by env_name: {environment}, not by math")
 
 
 def checked_settings(kind: type[Settings], config: DatasetConfig, key: str) -> Settings:
-    """`task_config` as the generator's own section.
-
-    Raises:
-        DataError: with one line per mistake.
-    """
+    """`task_config` as the generator's own section. Raises DataError: with one line per mistake."""
     try:
         return kind.model_validate(config.task_config)
     except ValidationError as error:
@@ -99,11 +89,9 @@ def distinct_split(problems: Iterable[tuple[Item, str]], config: DatasetConfig, 
 
     Args:
         problems: problems with their texts; equal texts are the same problem.
-        config: the entry.
         key: its dotted key, for messages.
 
-    Raises:
-        DataError: there are too few distinct problems, or the split is empty.
+    Raises DataError: there are too few distinct problems, or the split is empty.
     """
     wanted = config.held_out + config.num_problems
     seen: dict[str, Item] = {}
@@ -150,17 +138,8 @@ class Problem:
 def arithmetic_problems(
     num_problems: int, held_out: int, max_operand: int, operators: tuple[str, ...], seed: int
 ) -> tuple[list[Problem], list[Problem]]:
-    """Distinct training problems and distinct held-out problems.
-
-    Args:
-        num_problems: training problems.
-        held_out: held-out problems.
-        max_operand: operands are 0 to this.
-        operators: among + - *.
-        seed: which problems, and their order.
-
-    Raises:
-        DataError: an operator is unknown, or there are not so many distinct problems.
+    """Distinct training problems and distinct held-out problems. `max_operand`: operands are 0 to this. `seed`: which
+    problems, and their order. Raises DataError: an operator is unknown, or there are not so many distinct problems.
     """
     for sign in operators:
         if sign not in _OPERATORS:
@@ -224,20 +203,12 @@ class ArithmeticDataset(RawDataset):
 
 @dataclass(frozen=True)
 class ProblemReference:
-    """One problem of one task.
+    """One problem of one task."""
 
-    Attributes:
-        task: reasoning-gym's name of the task.
-        settings: the task's settings, as JSON.
-        seed: the generator's seed.
-        size: the generator's number of problems, which some tasks make their problems from.
-        index: which problem.
-    """
-
-    task: str
-    settings: str
+    task: str  # reasoning-gym's name of the task
+    settings: str  # the task's settings, as JSON
     seed: int
-    size: int
+    size: int  # the generator's number of problems, which some tasks make their problems from
     index: int
 
     def score(self, answer: str) -> float:
@@ -251,11 +222,8 @@ class ProblemReference:
 
 
 class ReasoningGymDataset(GeneratedDataset):
-    """Problems of a task of reasoning-gym, each judged by its own verifier.
-
-    Raises:
-        DataError: reasoning-gym is not installed, the task or a setting does not exist, or there are too few distinct
-            problems.
+    """Problems of a task of reasoning-gym, each judged by its own verifier. Raises DataError: reasoning-gym is not
+    installed, the task or a setting does not exist, or there are too few distinct problems.
     """
 
     def __init__(self, config: DatasetConfig, task_name: str, key: str = "data.train") -> None:

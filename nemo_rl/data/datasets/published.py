@@ -1,8 +1,8 @@
 """Published datasets that are no format of many: message trees, multiple choice, solutions with their answer inside.
 
 Each function makes one row, with `messages`, or for `multichoice_qa_processor` (`question`, `options` by letter,
-`answer`); None leaves a row out. Knows no tokenizer. Invariants: roles are system, user, assistant and tool; the same
-rows give the same letters, in every process.
+`answer`); None leaves a row out. Invariants: roles are system, user, assistant and tool; the same rows give the same
+letters, in every process.
 """
 
 from __future__ import annotations
@@ -35,10 +35,7 @@ _WRONG = ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 
 def open_assistant(rows: Iterable[PlacedRow]) -> Iterator[PlacedRow]:
     """Open Assistant's message trees (`message_id`, `parent_id`, `role`, `text`): one conversation per path from a root
-    to its last assistant message.
-
-    Raises:
-        DataError: a row lacks a column, or answers a message that is not there.
+    to its last assistant message. Raises DataError: a row lacks a column, or answers a message that is not there.
     """
     children: dict[object, list[PlacedRow]] = defaultdict(list)
     known: set[object] = {None}
@@ -117,9 +114,7 @@ def gpqa(row: Row) -> dict[str, Any]:
 
 
 def mmlu(row: Row) -> dict[str, Any]:
-    """MMLU (https://arxiv.org/abs/2009.03300): `question`, four `choices`, and in `answer` the index of the right
-    one.
-    """
+    """MMLU (https://arxiv.org/abs/2009.03300): `question`, four `choices`; `answer` is the index of the right one."""
     question, choices, answer = _question_with_choices(row, "choices")
     if not answer.isdecimal():
         raise refusal("column 'answer'", answer, "the index of the right choice, such as 2")

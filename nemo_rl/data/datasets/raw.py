@@ -37,24 +37,17 @@ class RawDataset:
     Attributes:
         dataset: rows with `messages` and `task_name`; a Hugging Face dataset, or anything with a length and rows by
             index.
-        val_dataset: rows kept for validation, None without.
-        task_name: the name of the task in batches and metrics.
-        task_spec: prompt and system prompt, once `set_task_spec` was called.
-        processor: turns a row into a prompt, once `set_processor` was called.
-        preprocessor: applied to a row before the processor; None for none.
-        contents: how many rows there are and a digest of them, by which a resumed run knows them again.
-        left_out: how many rows the dataset's own rule leaves out, as proofs without an answer.
         handed_on: examples of rows whose messages carry what the chat template has to show, by key.
     """
 
     dataset: Any
-    val_dataset: object = None
-    task_name: str
-    task_spec: TaskDataSpec
-    processor: TaskDataProcessFnCallable
-    preprocessor: object = None
-    contents: str = ""
-    left_out: int = 0
+    val_dataset: object = None  # rows kept for validation, None without
+    task_name: str  # the name of the task in batches and metrics
+    task_spec: TaskDataSpec  # prompt and system prompt, once `set_task_spec` was called
+    processor: TaskDataProcessFnCallable  # turns a row into a prompt, once `set_processor` was called
+    preprocessor: object = None  # applied to a row before the processor; None for none
+    contents: str = ""  # how many rows there are and a digest of them, by which a resumed run knows them again
+    left_out: int = 0  # how many rows the dataset's own rule leaves out, as proofs without an answer
     handed_on: Mapping[str, list[HandedOn]] = {}
 
     def set_task_spec(self, config: DatasetConfig) -> None:
@@ -71,14 +64,8 @@ class RawDataset:
         self.processor = get_processor(config.processor)
 
     def split_train_validation(self, size: float, seed: int) -> None:
-        """Moves rows from `dataset` to `val_dataset`.
-
-        Args:
-            size: a share of the rows when below 1, otherwise how many; 0 moves none.
-            seed: which rows.
-
-        Raises:
-            DataError: nothing would be left to train on, or no row would be moved.
+        """Moves rows from `dataset` to `val_dataset`. `size`: a share of the rows when below 1, otherwise how many; 0
+        moves none. Raises DataError: nothing would be left to train on, or no row would be moved.
         """
         if size == 0:
             return
@@ -104,24 +91,16 @@ class HandedOn:
 
 @dataclass
 class ReadRows:
-    """The rows of a dataset, as they are built.
-
-    Attributes:
-        key: Dotted key of the dataset, for messages.
-        source: Where its rows are, for messages.
-        task_name: The task of every row.
-        used: The messages that a chat template is given, of a row that was made; raises RowError for a row that the
-            processor cannot read. None checks nothing.
-        left_out: How many rows a format's own rule leaves out.
-        handed_on: See `RawDataset`.
+    """The rows of a dataset, as they are built. `used`: the messages that a chat template is given, of a row that was
+    made; raises RowError for a row that the processor cannot read. None checks nothing.
     """
 
-    key: str
-    source: str
-    task_name: str
+    key: str  # dotted key of the dataset, for messages
+    source: str  # where its rows are, for messages
+    task_name: str  # the task of every row
     used: Callable[[Row], list[Message]] | None = None
-    left_out: int = 0
-    handed_on: dict[str, list[HandedOn]] = field(default_factory=dict)
+    left_out: int = 0  # how many rows a format's own rule leaves out
+    handed_on: dict[str, list[HandedOn]] = field(default_factory=dict)  # see `RawDataset`
 
     def read(self, rows: Iterable[PlacedRow], make: Callable[[Row], dict[str, Any] | None]) -> tuple[Dataset, str]:
         """The rows as a dataset, and what their contents are known by.
@@ -130,8 +109,7 @@ class ReadRows:
             rows: rows as found, each with its place.
             make: `messages` and perhaps `tools`, or what else the processor reads; None leaves the row out.
 
-        Raises:
-            DataError: there is no row, or some cannot be read; names file, row and column of the first ones.
+        Raises DataError: there is no row, or some cannot be read; names file, row and column of the first ones.
         """
         from datasets import Dataset
 
@@ -240,10 +218,7 @@ def packed(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def look_at_rows(dataset: RawDataset, key: str) -> None:
     """Sets `contents` and `handed_on` of a generated or a user's dataset, from all rows, or from some that lie evenly
-    where each is made when it is asked for.
-
-    Raises:
-        DataError: the processor cannot read one of them.
+    where each is made when it is asked for. Raises DataError: the processor cannot read one of them.
     """
     from datasets import Dataset
 

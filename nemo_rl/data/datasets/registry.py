@@ -3,7 +3,7 @@ of generated ones, or by the dotted path of a user's class.
 
 The table says where a named dataset's rows are, and which columns hold the problem and the answer: one line per dataset
 that is a table of questions and answers, a function for each that is not. Every name also reads rows of the same
-columns from `data_path`, so that a copy on disk needs no network. Knows no tokenizer.
+columns from `data_path`, so that a copy on disk needs no network.
 """
 
 from __future__ import annotations
@@ -42,26 +42,23 @@ class Source:
     """Where a named dataset is and how its rows read.
 
     Attributes:
-        hub: its id on the Hugging Face hub; None when only `data_path` can say where it is.
         question, answer: columns, for tables of questions and answers.
         split, subset: what is read unless the entry says otherwise; several subsets are joined.
         convert: makes the conversation of a row that is of no such table; None leaves the row out.
         choices: makes a question with choices of a row, for `multichoice_qa_processor`.
-        solved: whether the answer is a solution that ends with it, of which SFT trains all.
         gather: makes rows of conversations of rows of messages.
-        distinct: whether a problem is published many times and taken once.
     """
 
-    hub: str | None
+    hub: str | None  # its id on the Hugging Face hub; None when only `data_path` can say where it is
     question: str = "problem"
     answer: str = "answer"
     split: str = "train"
     subset: tuple[str | None, ...] = (None,)
     convert: Callable[[Row], Conversation] | None = None
     choices: Callable[[Row], dict[str, Any]] | None = None
-    solved: bool = False
+    solved: bool = False  # whether the answer is a solution that ends with it, of which SFT trains all
     gather: Callable[[Iterable[PlacedRow]], Iterator[PlacedRow]] | None = None
-    distinct: bool = False
+    distinct: bool = False  # whether a problem is published many times and taken once
 
 
 def _conversations(row: Row) -> Conversation:
@@ -227,8 +224,7 @@ def load_response_dataset(
         key: its dotted key, for messages.
         task_name: name of the task; None takes the dataset's.
 
-    Raises:
-        DataError: the name, its rows, a column, a prompt file or the processor does not exist, or there is no row.
+    Raises DataError: the name, its rows, a column, a prompt file or the processor does not exist, or there is no row.
     """
     config = DatasetConfig.read(config)
     dataset = _load(config, key, task_name or config.dataset_name)

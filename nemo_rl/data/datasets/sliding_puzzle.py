@@ -78,10 +78,8 @@ def instructions(board: Board) -> str:
 
 
 class SlidingPuzzleDataset(GeneratedDataset):
-    """Sliding puzzles; `task_config` has `size` and `shuffle_moves`.
-
-    Raises:
-        DataError: a setting is wrong, or there are too few distinct puzzles.
+    """Sliding puzzles; `task_config` has `size` and `shuffle_moves`. Raises DataError: a setting is wrong, or there are
+    too few distinct puzzles.
     """
 
     def __init__(self, config: DatasetConfig, task_name: str, key: str = "data.train") -> None:
