@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from nemo_rl.algorithms.grpo.loop import train_to_end
-from nemo_rl.algorithms.grpo.streaming import StreamingSource
-from nemo_rl.algorithms.grpo.synchronous_source import SynchronousSource
+from nemo_rl.algorithms.grpo.loop import drive
 from nemo_rl.experience.rollout_source import Rollout
 from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.models.policy.lm_policy import Policy, _rank_grid
@@ -116,7 +114,7 @@ def step_gradients(model: str, folder: str, cases: dict[str, list[str]]) -> dict
         # Each group ends once the one before it is trained: every part is one group, in the order of the batch.
         streams.after = lambda prompt: prompt
         seen[case] = {}
-        for name, world, source in (("turns", turns, SynchronousSource), ("streams", streams, StreamingSource)):
+        for name, world in (("turns", turns), ("streams", streams)):
             policy = LocalPolicy(worker)
             world.run.policy, world.run.loss_fn = policy, ClippedPGLossFn(world.run.config.loss_fn)
             submit = policy.submit_microbatches
@@ -127,7 +125,7 @@ def step_gradients(model: str, folder: str, cases: dict[str, list[str]]) -> dict
                 return pending
 
             policy.submit_microbatches = counted  # type: ignore[method-assign]
-            train_to_end(world.run, source(world.run))
+            drive(world.run)
             seen[case][name] = found.copy()
             found.clear()
         seen[case]["parts"] = [logged["streaming/parts"] for logged in streams.logged]
