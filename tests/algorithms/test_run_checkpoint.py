@@ -9,13 +9,15 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 
-from nemo_rl.algorithms import evaluation
+from nemo_rl.algorithms import evaluation, training_loop
 from nemo_rl.algorithms.run_checkpoint import begin_checkpoint
 from nemo_rl.algorithms.sft import driver
 from nemo_rl.config import CheckpointingConfig, EvalMasterConfig, MasterConfig
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.metrics_file import MetricsLost
+from nemo_rl.utils.timer import Timer
 
 
 class Policy:
@@ -62,7 +64,8 @@ def test_sft_that_cannot_write_its_logs_saves_its_last_step_and_ends(
         if step >= full_from and prefix == what:
             raise MetricsLost("metrics.jsonl cannot be written: no space left on the disk")
 
-    run: Any = MagicMock(config=config, state=driver.SFTState(), train_loader=[1, 2, 3])
+    batches = [{"input_lengths": torch.ones(2)}] * 3
+    run: Any = MagicMock(config=config, state=driver.SFTState(), train_loader=batches, timer=Timer())
     run.checkpointer = CheckpointManager(config.checkpointing)
     run.logger.log_metrics = log_metrics
     run.timeout.check_save.return_value = False
@@ -72,19 +75,13 @@ def test_sft_that_cannot_write_its_logs_saves_its_last_step_and_ends(
         run.state.step += 1
         return {"loss": 1.0}
 
-    def save(run: Any, *_: object) -> None:
-        saved.append(run.state.step)
-
     def validate(run: Any) -> dict[str, float]:
         run.logger.log_metrics({}, run.state.step, prefix="validation")
         return {}
 
-    def log_step(run: Any, *_: object) -> None:
-        for prefix in ("train", "timing/train"):
-            run.logger.log_metrics({}, run.state.step, prefix=prefix)
-
-    for name, fake in {"_step": step, "_save": save, "validate": validate, "_log_step": log_step}.items():
-        monkeypatch.setattr(driver, name, fake)
+    monkeypatch.setattr(driver, "_step", step)
+    monkeypatch.setattr(driver, "validate", validate)
+    monkeypatch.setattr(training_loop, "begin_checkpoint", lambda *arguments: saved.append(arguments[3]))
     with pytest.raises(MetricsLost, match="no space left"):
         driver.sft_train(run)
     assert saved[-1] == run.state.step == full_from
