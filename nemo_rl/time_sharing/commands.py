@@ -1,6 +1,6 @@
 """Commands for a pool that is open: submit, status, drain, cancel, explain.
 
-The pool is found by its file (`open_pools`), or by its Ray cluster where RAY_ADDRESS names one. Knows no scheduling.
+The pool is found by its file (`open_pools`), or by its Ray cluster where RAY_ADDRESS names one.
 """
 
 from __future__ import annotations
@@ -191,10 +191,7 @@ def files_and_overrides(arguments: Sequence[str]) -> tuple[list[Path], list[str]
 
 def submitters_env(named: Sequence[str] = ()) -> dict[str, str]:
     """Variables that a job takes along from where it is submitted: PYTHONPATH with the working directory, and those
-    that are named, as NAME or NAME=VALUE.
-
-    Raises:
-        PoolError: A variable is named that is not set.
+    that are named, as NAME or NAME=VALUE. Raises PoolError: a variable is named that is not set.
     """
     folders = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     env = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(os.path.abspath(folder) for folder in folders))}
@@ -207,11 +204,8 @@ def submitters_env(named: Sequence[str] = ()) -> dict[str, str]:
 
 
 def submit_all(actor: ActorHandle[object], jobs: Sequence[Job], env: Mapping[str, str]) -> list[str]:
-    """Submits jobs whose code can be imported; their names.
-
-    Raises:
-        ConfigError: A file names code that cannot be imported.
-        PoolError: The pool refuses one.
+    """Submits jobs whose code can be imported; their names. Raises ConfigError: a file names code that cannot be
+    imported; PoolError: the pool refuses one.
     """
     check_code(jobs)
     return [ask(actor.submit.remote(replace(job, env=env))) for job in jobs]
@@ -219,9 +213,7 @@ def submit_all(actor: ActorHandle[object], jobs: Sequence[Job], env: Mapping[str
 
 def check_code(jobs: Sequence[Job]) -> None:
     """Imports the classes and functions that the files name, from where the jobs will: a job would fail minutes later.
-
-    Raises:
-        ConfigError: One cannot be imported.
+    Raises ConfigError: one cannot be imported.
     """
     problems: list[str] = []
     with _importing_from_here():
@@ -319,9 +311,6 @@ def _join(name: str | None) -> tuple[ActorHandle[object], Pool]:
 
     Args:
         name: Which one, where several are open.
-
-    Raises:
-        PoolError: No cluster answers, or no pool is open on it.
     """
     import ray
 

@@ -1,8 +1,8 @@
 """Opens pools from a command line.
 
-`run_together` opens one, runs some files side by side, shows who does what, and ends; `serve` keeps one open. Knows no
-scheduling. Invariants: a mistake in a file or a mapping is reported before Ray starts; while a pool is open its
-address is in a file, so that `commands` finds it.
+`run_together` opens one, runs some files side by side, shows who does what, and ends; `serve` keeps one open.
+Invariants: a mistake in a file or a mapping is reported before Ray starts; while a pool is open its address is in a
+file, so that `commands` finds it.
 """
 
 from __future__ import annotations
@@ -48,11 +48,9 @@ _HOUR_S = 3600.0
 
 
 def run_together(arguments: Sequence[str]) -> int:
-    """`examples/run_time_sharing.py`: some pipelines on a pool made for them; the exit code.
-
-    Returns:
-        0 when every pipeline is done and the record keeps every invariant, 1 otherwise, 2 for a wrong command line or
-        configuration, 130 when interrupted.
+    """`examples/run_time_sharing.py`: some pipelines on a pool made for them; the exit code. Returns 0 when every
+    pipeline is done and the record keeps every invariant, 1 otherwise, 2 for a wrong command line or configuration, 130
+    when interrupted.
     """
     chosen, overrides = launcher_parser().parse_known_args(list(arguments))
     return guarded(lambda: _run_together(chosen, overrides))
@@ -86,11 +84,7 @@ def _run_together(chosen: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _pool_of(chosen: argparse.Namespace) -> Pool:
-    """The pool that the command line describes.
-
-    Raises:
-        PoolError: There is no such pool.
-    """
+    """The pool that the command line describes. Raises PoolError: there is no such pool."""
     try:
         return Pool(chosen.nodes, chosen.gpus, chosen.slots_per_gpu)
     except ValueError as error:

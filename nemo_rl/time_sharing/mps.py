@@ -26,10 +26,8 @@ class MpsError(UserError, RuntimeError):
 
 @contextmanager
 def multi_process_service(on: bool) -> Iterator[None]:
-    """Runs the service for every process that is started inside the block.
-
-    Raises:
-        MpsError: It is not installed, or does not start.
+    """Runs the service for every process that is started inside the block. Raises MpsError: it is not installed, or
+    does not start.
     """
     if not on:
         yield

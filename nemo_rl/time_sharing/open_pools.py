@@ -36,31 +36,20 @@ def versions() -> str:
 
 @dataclass(frozen=True)
 class OpenPool:
-    """How a pool is reached.
-
-    Attributes:
-        name: For people, and for `--pool`.
-        address: Of its Ray cluster.
-        auth_mode: Of that cluster, as in `RAY_AUTH_MODE`.
-        token: Of that cluster; empty where it asks for none.
-        page: Address of its web page, with the page's token.
-        log_dir: Where its scheduler writes.
-        host: The machine of the process that keeps it open.
-        pid: That process.
-        started: When that process started, seconds since the epoch: its number may be another's later.
-        versions: See `versions`.
+    """How a pool is reached. `started`: when that process started, seconds since the epoch: its number may be another's
+    later.
     """
 
-    name: str
+    name: str  # for people, and for `--pool`
     address: str
-    auth_mode: str
-    token: str = field(repr=False)
-    page: str = field(repr=False)
+    auth_mode: str  # of that cluster, as in `RAY_AUTH_MODE`
+    token: str = field(repr=False)  # of that cluster; empty where it asks for none
+    page: str = field(repr=False)  # address of its web page, with the page's token
     log_dir: str
-    host: str = field(default_factory=socket.gethostname)
+    host: str = field(default_factory=socket.gethostname)  # the machine of the process that keeps it open
     pid: int = field(default_factory=os.getpid)
     started: float = field(default_factory=lambda: psutil.Process().create_time())
-    versions: str = field(default_factory=versions)
+    versions: str = field(default_factory=versions)  # see `versions`
 
     @property
     def is_open(self) -> bool:
@@ -77,10 +66,8 @@ _FILE = TypeAdapter(OpenPool)
 
 
 def directory() -> Path:
-    """Where the files are: `nemo_rl_<uid>` in the temporary directory.
-
-    Raises:
-        NoOpenPool: Others can read or write there.
+    """Where the files are: `nemo_rl_<uid>` in the temporary directory. Raises NoOpenPool: others can read or write
+    there.
     """
     path = Path(tempfile.gettempdir()) / f"nemo_rl_{os.getuid()}"
     with suppress(FileExistsError):
@@ -110,10 +97,8 @@ def announced(pool: OpenPool) -> Iterator[None]:
 
 
 def open_pools(say: Callable[[str], object]) -> list[OpenPool]:
-    """This user's open pools, by name; stale files are removed, and said.
-
-    Raises:
-        NoOpenPool: A file cannot be trusted or read.
+    """This user's open pools, by name; stale files are removed, and said. Raises NoOpenPool: a file cannot be trusted
+    or read.
     """
     found = []
     for path in sorted(directory().glob("pool_*.json")):
@@ -153,8 +138,7 @@ def the_open_pool(name: str | None, say: Callable[[str], object]) -> OpenPool | 
         name: Its name or the number of its process; may be None where only one is open.
         say: See `open_pools`.
 
-    Raises:
-        NoOpenPool: None has that name, several are open, or it runs other versions.
+    Raises NoOpenPool: none has that name, several are open, or it runs other versions.
     """
     everything = open_pools(say)
     chosen = [pool for pool in everything if name is None or name in (pool.name, str(pool.pid))]

@@ -50,16 +50,11 @@ def open_pool(
     """Reserves the slots, starts the scheduler and the pool's actor; the actor's handle. Ray must be initialised.
 
     Args:
-        pool: The shape.
-        accelerator: Kind of slot.
         log_dir: Existing directory for the scheduler's log and the agents' records.
-        limits: The scheduler's.
-        pool_class: Starts the pipelines.
         name: For people; by default that of its log's folder.
 
-    Raises:
-        ResourceInsufficientError: The Ray cluster does not have the slots.
-        SchedulerInUse: A pool is open on this Ray cluster already.
+    Raises ResourceInsufficientError: the Ray cluster does not have the slots; SchedulerInUse: a pool is open on this
+    Ray cluster already.
     """
     import ray
 

@@ -1,9 +1,8 @@
 """A pool of GPUs that pipelines are submitted to: the scheduler, the reserved slots, and who runs there.
 
 `PoolActor` outlives whoever submits; it starts each pipeline as an actor of its own and notes how it ended. Killed, it
-is started anew by Ray and goes on with the pipelines, which do not notice. Knows no run from the inside. Invariants: a
-pipeline that ended in any way is unregistered, so that its GPUs are verified free and given on; its outcome is kept for
-whoever asks.
+is started anew by Ray and goes on with the pipelines, which do not notice. Invariants: a pipeline that ended in any way
+is unregistered, so that its GPUs are verified free and given on; its outcome is kept for whoever asks.
 """
 
 from __future__ import annotations
@@ -46,25 +45,15 @@ class PoolError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class About:
-    """A pool in general.
-
-    Attributes:
-        name: For people.
-        unit: What a slot is, in words.
-        log_dir: Where its scheduler writes.
-    """
+    """A pool in general."""
 
     name: str
-    unit: str
+    unit: str  # what a slot is, in words
     log_dir: str
 
 
 class PoolActor(Orchestrator):
-    """Runs pipelines on a pool, inside Ray.
-
-    Args:
-        handles: The pool.
-    """
+    """Runs pipelines on a pool, inside Ray."""
 
     def __init__(self, handles: PoolHandles) -> None:
         super().__init__(handles.scheduler, handles.pool)
@@ -112,11 +101,7 @@ class PoolActor(Orchestrator):
     def report_memory(
         self, name: str, measured: Mapping[int, SlotMemory], needs: Mapping[int, int], part: Part = Part.TRAINER
     ) -> None:
-        """See `Residents.admit`; a pipeline that does not fit is ended.
-
-        Raises:
-            PoolFull: It does not fit.
-        """
+        """See `Residents.admit`; a pipeline that does not fit is ended. Raises PoolFull: it does not fit."""
         try:
             with self._lock:
                 self._residents.admit(name, measured, needs, part)
@@ -143,10 +128,7 @@ class PoolActor(Orchestrator):
 
     def submit(self, job: Job) -> str:
         """Starts a pipeline, on the training GPUs on which the least goes on where it may train anywhere; its name.
-
-        Raises:
-            PoolError: A pipeline of this name runs already.
-            RegistrationError: It does not fit the pool.
+        Raises PoolError: a pipeline of this name runs already; RegistrationError: it does not fit the pool.
         """
         with self._lock:
             running = [
@@ -178,10 +160,7 @@ class PoolActor(Orchestrator):
 
     def create_pipeline_actor(self, job: Job, incarnation: int) -> Any:
         """Starts a job's process under the name and in the namespace by which its GPUs can be taken back; its handle.
-
-        Args:
-            job: What to run.
-            incarnation: Larger than that of any earlier submission of this pipeline.
+        `incarnation`: larger than that of any earlier submission of this pipeline.
         """
         import ray
 
@@ -281,10 +260,8 @@ class PoolActor(Orchestrator):
             return self._sharing.so_far(time.time())
 
     def cancel(self, name: str) -> str:
-        """Ends a pipeline whatever it does; its checkpoints stay. Returns what happens, in words.
-
-        Raises:
-            PoolError: There is none of this name.
+        """Ends a pipeline whatever it does; its checkpoints stay. Returns what happens, in words. Raises PoolError:
+        there is none of this name.
         """
         import ray
 
@@ -300,10 +277,8 @@ class PoolActor(Orchestrator):
         return "is being cancelled"
 
     def drain(self, name: str) -> str:
-        """Lets a pipeline go at the next place from which it can go on; what it does first, in words.
-
-        Raises:
-            PoolError: There is none of this name.
+        """Lets a pipeline go at the next place from which it can go on; what it does first, in words. Raises PoolError:
+        there is none of this name.
         """
         import ray
 

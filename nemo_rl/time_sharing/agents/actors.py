@@ -77,9 +77,7 @@ def start_scheduler(
 
 def stop_scheduler(scheduler: ActorHandle[object]) -> None:
     """Closes the scheduler's log and ends its actor, so that its name is free. Pipelines notice by their unanswered
-    heartbeats only.
-
-    Raises RayError when it did not close its log by itself in time; its actor is ended all the same.
+    heartbeats only. Raises RayError when it did not close its log by itself in time; its actor is ended all the same.
     """
     import ray
 
@@ -102,13 +100,10 @@ def register_at(scheduler: Any, registration: Sequence[object], timeout_s: float
     """Registers a pipeline, also while Ray starts the scheduler anew: a repeated registration changes nothing.
 
     Args:
-        scheduler: The scheduler actor's handle.
         registration: Arguments of `SchedulerActor.register`.
         timeout_s: How long a scheduler that does not answer is asked.
 
-    Raises:
-        RegistrationError: See `Scheduler.register`.
-        RayActorError: No scheduler answered in time.
+    Raises RegistrationError: see `Scheduler.register`; RayActorError: no scheduler answered in time.
     """
     import ray
 
@@ -138,8 +133,8 @@ class RayLink:
 
 
 class Orchestrator:
-    """Life cycle of pipelines: ids, registration, admission. Stateless but for registrations that are not admitted
-    yet.
+    """Life cycle of pipelines: ids, registration, admission. Stateless but for registrations that are not
+    admitted yet.
     """
 
     def __init__(self, scheduler: ActorHandle[object], pool: Pool) -> None:

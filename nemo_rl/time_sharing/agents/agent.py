@@ -73,9 +73,8 @@ class Agent(RankKeeper):
 
     def want(self, cluster: str, priority: Priority, step: int, now: float) -> int:
         """Asks for all GPUs of a fixed cluster, or for another priority of one that is held. Returns the request's
-        number.
-
-        Raises ProtocolError for what cannot be asked for: generation is no request but demand (`begin_progress`).
+        number. Raises ProtocolError for what cannot be asked for: generation is no request but demand
+        (`begin_progress`).
         """
         problem = cannot_be_requested(cluster, priority, self.topology.clusters)
         if not problem and not is_whole(step, -1):
@@ -111,8 +110,8 @@ class Agent(RankKeeper):
             self.send_status()
 
     def release(self, cluster: str) -> None:
-        """Gives a fixed cluster back. Raises ProtocolError when new weights were built on it and are not published
-        yet.
+        """Gives a fixed cluster back. Raises ProtocolError when new weights were built on it and are not
+        published yet.
         """
         held = self.holds.get(cluster)
         if held is None:
@@ -140,7 +139,6 @@ class Agent(RankKeeper):
 
     def begin_progress(self, target: int, done: int = 0, unit: int = 1) -> None:
         """Generation of a new batch is waited for: `target` units of `unit` samples, `done` of them buffered already.
-
         Raises ProtocolError for what is no count.
         """
         target, done, unit = (

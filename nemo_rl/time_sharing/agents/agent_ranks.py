@@ -1,8 +1,7 @@
 """The generation ranks of one pipeline as they really are: the commands each obeys or refuses, and the weights in them.
 
 One state machine per rank; a rank that is busy does one thing at a time and remembers the next. Invariants: a rank is
-routed only with the published weights, and a version is published only when every serving rank has it. Knows nothing of
-fixed clusters, demand or requests; `agent.Agent` adds these.
+routed only with the published weights, and a version is published only when every serving rank has it.
 """
 
 from __future__ import annotations
@@ -86,8 +85,8 @@ class RankKeeper:
             self._go_on_refreshing(operation.rank)
 
     def rank_broken(self, index: int) -> None:
-        """A serving rank makes no progress or answers no more: it takes no further request, and the scheduler is
-        told.
+        """A serving rank makes no progress or answers no more: it takes no further request, and the scheduler
+        is told.
         """
         rank = self.ranks[index]
         if rank.phase is Phase.ACTIVE and not rank.broken:

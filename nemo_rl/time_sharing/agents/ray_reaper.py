@@ -2,7 +2,7 @@
 
 A GPU may be given on only when nobody holds memory on it any more, and Ray forgets an actor as soon as it has asked for
 its end: a process that hangs, or was stopped, keeps its memory. So each process is killed by its number on its own
-node, and waited for. Knows no plans and no leases.
+node, and waited for.
 """
 
 from __future__ import annotations

@@ -112,10 +112,9 @@ class AgentRuntime:
     # For the pipeline's driver.
 
     def acquire(self, cluster: str, priority: Priority, step: int, timeout_s: float) -> None:
-        """Asks for a fixed cluster, or for another priority of a held one, and waits for it.
-
-        Raises TimeoutError after timeout_s (the request is withdrawn), RequestEnded (a TimeoutError) when the scheduler
-        gave it up before, ProtocolError for what cannot be asked for, Dismissed when the pipeline was fenced meanwhile.
+        """Asks for a fixed cluster, or for another priority of a held one, and waits for it. Raises TimeoutError after
+        timeout_s (the request is withdrawn), RequestEnded (a TimeoutError) when the scheduler gave it up before,
+        ProtocolError for what cannot be asked for, Dismissed when the pipeline was fenced meanwhile.
         """
         with self._changed:
             self._granted.pop(cluster, None)

@@ -2,8 +2,8 @@
 
 A pipeline that is cut off keeps no claim, one that is gone has no command open; a rank or a pipeline that was ended,
 and GPUs that leave quarantine, follow from the end of just those processes; a quarantine is looked after when its time
-has come. A scheduler without the end of its log leaves room for the terms it cannot know, and waits for one lease;
-what it saw end itself it does not take up again. What a lost end of the log says is not judged, but for the terms.
+has come. A scheduler without the end of its log leaves room for the terms it cannot know, and waits for one lease; what
+it saw end itself it does not take up again. What a lost end of the log says is not judged, but for the terms.
 """
 
 from __future__ import annotations

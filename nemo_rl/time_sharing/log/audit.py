@@ -1,6 +1,5 @@
-"""Whether the scheduler's state agrees with itself: what it keeps for speed is worked out again from what it rests on.
-
-Knows no planner and no executor, and none of the ways in which the state comes about.
+"""Whether the scheduler's state agrees with itself: what it keeps for speed is worked out again from what it
+rests on.
 """
 
 from __future__ import annotations

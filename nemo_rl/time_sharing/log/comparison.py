@@ -2,7 +2,7 @@
 what the columns mean.
 
 It is the last event of a simulation's record, so that a report made from the record later shows the same tables as the
-one made at once. Knows no simulator: the texts of its cells come from `simulation.tables`.
+one made at once.
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ class DemandReported:
 @event_kind("ts_builds_ahead")
 @dataclass(frozen=True, slots=True)
 class BuildsAhead:
-    """The engines of a pipeline can be built, and may be on GPUs that nobody has a use for, ahead of their first
-    wakes.
+    """The engines of a pipeline can be built, and may be on GPUs that nobody has a use for, ahead of their
+    first wakes.
     """
 
     pipeline: str
@@ -197,8 +197,8 @@ class Granted:
 @event_kind("ts_priority_changed")
 @dataclass(frozen=True, slots=True)
 class PriorityChanged:
-    """A cluster goes on holding its GPUs for another purpose (log-probs, then training); the hold's end does not
-    move.
+    """A cluster goes on holding its GPUs for another purpose (log-probs, then training); the hold's end does
+    not move.
     """
 
     pipeline: str
@@ -366,8 +366,8 @@ class Reconnected:
 @event_kind("ts_memory_taken")
 @dataclass(frozen=True, slots=True)
 class MemoryTaken:
-    """Written by the pipeline's side: from now on `what` (`actor_train`, `rank 3`, ...) occupies memory on these
-    GPUs.
+    """Written by the pipeline's side: from now on `what` (`actor_train`, `rank 3`, ...) occupies memory on
+    these GPUs.
     """
 
     what: str

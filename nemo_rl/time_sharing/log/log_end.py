@@ -2,8 +2,7 @@
 
 What a process has handed to the operating system outlives the process, not the machine: a log is whole if it is read
 under the boot that wrote it, or if its writer closed it. So every writer signs first, and has its signature on the disk
-before it acts on anything: a log that lost its end cannot end in the closing mark of an earlier writer. Knows nothing
-of what the events mean.
+before it acts on anything: a log that lost its end cannot end in the closing mark of an earlier writer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Follows a scheduler's log while it grows: each call gives the entries that were written since the last one.
 
-Knows files and lines. Invariant: entries come once, in the order in which they were written, over all segments.
+Invariant: entries come once, in the order in which they were written, over all segments.
 """
 
 from __future__ import annotations

@@ -19,14 +19,8 @@ from nemo_rl.utils.record_events import RecordOpened
 
 
 def merge_by_machine_time(paths: Iterable[str | Path], *, recover: bool = False) -> Iterator[Entry]:
-    """Entries of several records of one pool.
-
-    Args:
-        paths: The files; later segments of a scheduler's log follow it as one.
-        recover: See `read_record`.
-
-    Raises:
-        RecordDamaged, RecordTooNew: A file cannot be read.
+    """Entries of several records of one pool. `paths`: the files; later segments of a scheduler's log follow it as one.
+    `recover`: see `read_record`. Raises RecordDamaged, RecordTooNew: a file cannot be read.
     """
     files: dict[Path, list[Path]] = {}
     for path in map(Path, paths):

@@ -58,62 +58,35 @@ class Resident(NamedTuple):
 
 @dataclass
 class Submission:
-    """One pipeline of the pool, as it was last submitted.
-
-    Attributes:
-        name: Its id.
-        incarnation: How often it was registered before.
-        train: Its training GPUs.
-        infer: Its generation GPUs.
-        submitted_at: Seconds since the epoch.
-        ended_at: The same; None while it runs.
-        outcome: How it ended; None while it runs.
-        refused: Why the pool ends it, where it does.
-        asked: `drain` or `cancel`, where a user has asked for its end.
-        log_dir: Where its own logs are, once it has said.
-        column: Which slot of each GPU it is on; None for all of them.
-    """
+    """One pipeline of the pool, as it was last submitted."""
 
     name: str
-    incarnation: int
+    incarnation: int  # how often it was registered before
     train: tuple[int, ...]
     infer: tuple[int, ...]
-    submitted_at: float
-    ended_at: float | None = None
-    outcome: Outcome | None = None
-    refused: str = ""
-    asked: str = ""
-    log_dir: str = ""
-    column: int | None = 0
+    submitted_at: float  # seconds since the epoch
+    ended_at: float | None = None  # the same; None while it runs
+    outcome: Outcome | None = None  # how it ended; None while it runs
+    refused: str = ""  # why the pool ends it, where it does
+    asked: str = ""  # `drain` or `cancel`, where a user has asked for its end
+    log_dir: str = ""  # where its own logs are, once it has said
+    column: int | None = 0  # which slot of each GPU it is on; None for all of them
 
 
 @dataclass(frozen=True)
 class Standing:
-    """One pipeline of the pool.
-
-    Attributes:
-        name: Its id.
-        train: Its training GPUs.
-        infer: Its generation GPUs.
-        submitted_at: Seconds since the epoch.
-        ended_at: The same; None while it runs.
-        progress: What it was doing when last asked.
-        outcome: How it ended; None while it runs.
-        sharing: What it gets and loses by sharing; None before its registration.
-        asked: `drain` or `cancel`, where a user has asked for its end.
-        log_dir: Where its own logs are; empty before it has said.
-    """
+    """One pipeline of the pool."""
 
     name: str
     train: tuple[int, ...]
     infer: tuple[int, ...]
-    submitted_at: float
-    ended_at: float | None = None
-    progress: Progress | None = None
-    outcome: Outcome | None = None
-    sharing: Sharing | None = None
-    asked: str = ""
-    log_dir: str = ""
+    submitted_at: float  # seconds since the epoch
+    ended_at: float | None = None  # the same; None while it runs
+    progress: Progress | None = None  # what it was doing when last asked
+    outcome: Outcome | None = None  # how it ended; None while it runs
+    sharing: Sharing | None = None  # what it gets and loses by sharing; None before its registration
+    asked: str = ""  # `drain` or `cancel`, where a user has asked for its end
+    log_dir: str = ""  # where its own logs are; empty before it has said
 
     @property
     def state(self) -> str:
@@ -155,11 +128,7 @@ class PoolState:
 
     @classmethod
     def read(cls, path: Path) -> PoolState:
-        """What was written last; empty where nothing was.
-
-        Raises:
-            PoolStateDamaged: The file is not what was written.
-        """
+        """What was written last; empty where nothing was. Raises PoolStateDamaged: the file is not what was written."""
         try:
             return _STATE.validate_json(path.read_bytes()) if path.exists() else cls()
         except ValidationError as error:

@@ -23,12 +23,8 @@ def read_logs(given_logs: Sequence[Path], *, recover: bool) -> tuple[list[Entry]
         given_logs: Records of runs, or first segments of schedulers' logs.
         recover: Read a damaged record up to the damage, and write to stderr how far that is.
 
-    Returns:
-        The entries, and whether all records are whole.
-
-    Raises:
-        UnusableLogError: A segment is missing, or there is no entry.
-        RecordDamaged: A record is damaged and `recover` is off, or nothing of it can be read.
+    Returns the entries, and whether all records are whole. Raises UnusableLogError: a segment is missing, or there is
+    no entry; RecordDamaged: a record is damaged and `recover` is off, or nothing of it can be read.
     """
     given = [_segments(log) for log in given_logs]
     damaged = [_first_damaged(segments) if recover else None for segments in given]

@@ -4,7 +4,7 @@ has run.
 `scheduler.jsonl` is the first segment; `scheduler.000001.jsonl` and those after it begin with the whole state
 (`saved_state`), so the newest one is all that a scheduler needs, and all of them are what happened. A segment gets its
 name when its beginning is on the disk: whenever a scheduler or its machine dies, either the old segment or the new one
-is the newest. Knows files and when to begin one; the state is another's.
+is the newest.
 """
 
 from __future__ import annotations

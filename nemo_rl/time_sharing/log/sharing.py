@@ -3,8 +3,7 @@
 A pipeline loses time while another has what it needs: whole seconds while its trainer waits for GPUs that another uses,
 a part of them while some of its generation ranks are kept from GPUs, or come back from another's use of them. The
 slowdown is the time that has passed over the time that it did not lose, an estimate of how much sooner it would be
-where it is if it were alone. What a pipeline's own training and generation cost each other is not lost. Knows the
-scheduler's events only.
+where it is if it were alone. What a pipeline's own training and generation cost each other is not lost.
 """
 
 from __future__ import annotations
@@ -17,17 +16,11 @@ from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, WAKE_PHASES, Cluste
 
 
 class Sharing(NamedTuple):
-    """One pipeline since its registration.
+    """One pipeline since its registration."""
 
-    Attributes:
-        share: Part of the pool's GPU time that it held, 0 to 1.
-        slowdown: Seconds passed over seconds not lost to others, at least 1.
-        lost_s: Seconds lost.
-    """
-
-    share: float
-    slowdown: float
-    lost_s: float
+    share: float  # part of the pool's GPU time that it held, 0 to 1
+    slowdown: float  # seconds passed over seconds not lost to others, at least 1
+    lost_s: float  # seconds lost
 
 
 @dataclass(slots=True)

@@ -55,17 +55,14 @@ class CommandPipeline(LentPipeline):
     # -- from the scheduler -------------------------------------------------------------------------------------------
 
     def command(self, command: Command) -> None:
-        """See `ExternalJob.command`."""
         if self._ready.wait(_LEAVE_S) and self._client is not None:
             self._client.command(command)
 
     def heard(self, reply: Reply) -> None:
-        """See `ExternalJob.heard`."""
         if self._client is not None:
             self._client.heard(reply)
 
     def rank_ended(self, rank: int) -> None:
-        """See `ExternalJob.rank_ended`."""
         if self._client is not None:
             self._client.rank_ended(rank)
 
@@ -89,7 +86,6 @@ class CommandPipeline(LentPipeline):
                 self._end(config.stop_s)
 
     def live(self) -> Outcome:
-        """See `LentPipeline.live`."""
         config, handles = self._job.config, self._handles
         if not isinstance(config, CommandConfig):
             raise TypeError(f"{self._job.name}: {type(config).__name__} is no command")
@@ -142,11 +138,7 @@ class CommandPipeline(LentPipeline):
                         return code, waited_s
 
     def _wait_for_gpus(self, client: ExternalJob) -> bool:
-        """Waits for GPUs; False where the pipeline is drained first.
-
-        Raises:
-            TimeoutError: None were granted in time.
-        """
+        """Waits for GPUs; False where the pipeline is drained first. Raises TimeoutError: none were granted in time."""
         deadline = time.monotonic() + self._handles.limits.request_s
         while not self._draining.is_set():
             try:

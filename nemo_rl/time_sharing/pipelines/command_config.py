@@ -1,6 +1,6 @@
 """A job of the pool that is a command: what to run, and on how many GPUs.
 
-Reads the section `external` of a file. Knows no Ray and no schedule.
+Reads the section `external` of a file.
 """
 
 from __future__ import annotations
@@ -29,11 +29,7 @@ class CommandConfig(Section):
 
 
 def read_command(values: dict[str, Any], source: Path) -> CommandConfig:
-    """The command of a file's merged contents.
-
-    Raises:
-        ConfigError: A key is unknown or a value wrong.
-    """
+    """The command of a file's merged contents. Raises ConfigError: a key is unknown or a value wrong."""
     others = sorted(set(values) - {EXTERNAL})
     if others:
         raise ConfigError([f"a file with a section {EXTERNAL!r} has no other; found {', '.join(others)}"], str(source))

@@ -30,11 +30,8 @@ _KEEP_WEIGHTS = 1
 
 
 class FixedWeights:
-    """Implements `runtime.Engine` over shards that loaded their model from disk.
-
-    Args:
-        generation: Whose shards are lent.
-        on_first_sleep: See `build_engine`.
+    """Implements `runtime.Engine` over shards that loaded their model from disk. `on_first_sleep`: see
+    `build_engine`.
     """
 
     def __init__(self, generation: VllmGeneration, on_first_sleep: FirstSlept) -> None:
@@ -83,15 +80,9 @@ class LentEngines:
     """The placement of an evaluation whose GPUs belong to the scheduler.
 
     Args:
-        cluster: Its slots.
         runtime: Its agent, registered and started.
         engines: Where the agent finds the engines.
-        record: For requests.
         on_first_sleep: See `build_engine`.
-
-    Attributes:
-        done: Problems that are answered.
-        of: Problems.
     """
 
     lends_shards = True

@@ -41,27 +41,18 @@ POOL_NAME = "pool"
 
 @dataclass(frozen=True)
 class PoolHandles:
-    """What a pipeline needs of its pool.
-
-    Attributes:
-        scheduler: The scheduler actor.
-        pool: The pool's shape.
-        accelerator: `cuda` or `cpu`.
-        groups: Placement groups, one per node, one bundle per GPU.
-        limits: The scheduler's.
-        log_dir: Where the scheduler's log is, and the agents' records.
-        slot_bytes: Device memory of one slot; None where a slot is a whole accelerator, or on CPU slots.
-        name: Of the pool, for people.
+    """What a pipeline needs of its pool. `slot_bytes`: device memory of one slot; None where a slot is a whole
+    accelerator, or on CPU slots.
     """
 
     scheduler: Any
     pool: Pool
-    accelerator: str
-    groups: Sequence[Any]
+    accelerator: str  # `cuda` or `cpu`
+    groups: Sequence[Any]  # placement groups, one per node, one bundle per GPU
     limits: Limits
-    log_dir: str
+    log_dir: str  # where the scheduler's log is, and the agents' records
     slot_bytes: int | None = None
-    name: str = ""
+    name: str = ""  # of the pool, for people
 
     @property
     def unit(self) -> str:
@@ -78,12 +69,8 @@ def progress_of(shown: RunProgress, step: int, log_dir: str, waited_s: float) ->
 
 
 class LentPipeline:
-    """What every kind of pipeline is to its pool.
-
-    Args:
-        job: What to run.
-        handles: The pool.
-        incarnation: Number of this start of the pipeline; larger than any before.
+    """What every kind of pipeline is to its pool. `incarnation`: number of this start of the pipeline; larger than any
+    before.
     """
 
     def __init__(self, job: Job, handles: PoolHandles, incarnation: int) -> None:
@@ -106,12 +93,10 @@ class LentPipeline:
     # -- from the scheduler -------------------------------------------------------------------------------------------
 
     def command(self, command: Command) -> None:
-        """See `AgentRuntime.command`."""
         if self._ready.wait(_REGISTER_S) and self._runtime is not None:
             self._runtime.command(command)
 
     def heard(self, reply: Reply) -> None:
-        """See `AgentRuntime.heard`."""
         if self._runtime is not None:
             self._runtime.heard(reply)
 
@@ -140,11 +125,7 @@ class LentPipeline:
         return Outcome("drained", f"after step {step} of {of}, {how}", step, waited_s)
 
     def live(self) -> Outcome:
-        """Registers, runs to the end and leaves.
-
-        Raises:
-            UserError, Dismissed, NothingToDo: It ended before.
-        """
+        """Registers, runs to the end and leaves. Raises UserError, Dismissed, NothingToDo: it ended before."""
         raise NotImplementedError
 
     def start(self) -> None:
@@ -210,20 +191,14 @@ class LentPipeline:
         return self._runtime
 
     def report_memory(self, measured: Sequence[SlotMemory], needs: Sequence[int]) -> None:
-        """Enters what stays on the training GPUs into the pool's ledger.
-
-        Raises:
-            PoolFull: It does not fit.
-        """
+        """Enters what stays on the training GPUs into the pool's ledger. Raises PoolFull: it does not fit."""
         from nemo_rl.time_sharing.pipelines.residents import Part
 
         self._enter(Part.TRAINER, self._job.train, measured, needs)
 
     def engine_built(self, rank: int, built: FirstSleep) -> None:
-        """Enters what a new engine leaves on its GPUs while it sleeps into the pool's ledger.
-
-        Raises:
-            EngineError: It does not fit; the pool ends this pipeline.
+        """Enters what a new engine leaves on its GPUs while it sleeps into the pool's ledger. Raises EngineError: it
+        does not fit; the pool ends this pipeline.
         """
         from nemo_rl.time_sharing.pipelines.residents import Part, PoolFull
 
@@ -305,7 +280,6 @@ class NemoRLFullFinetunePipeline(LentPipeline):
         return control.waited_s if isinstance(control, LentAccelerators) else 0.0
 
     def live(self) -> Outcome:
-        """See `LentPipeline.live`."""
         from nemo_rl.algorithms.grpo.assembly import close, setup
         from nemo_rl.algorithms.grpo.loop import drive
         from nemo_rl.algorithms.launch import directories_of_its_own

@@ -1,8 +1,7 @@
 """What is submitted to a pool: a configuration, and the GPUs it may use.
 
 Reads ordinary GRPO, SFT and evaluation files, files that name a command, and the wrapper files of the seeds, which name
-such a file and the device mappings. Knows no Ray. Invariant: a job that is returned can be registered on the pool it
-was made for.
+such a file and the device mappings. Invariant: a job that is returned can be registered on the pool it was made for.
 """
 
 from __future__ import annotations
@@ -83,28 +82,21 @@ class Job:
     """One pipeline to run on a pool.
 
     Attributes:
-        name: Its id on the pool.
-        config: A checked configuration.
-        train: Global ids of its training GPUs, ascending; none where nothing trains.
         infer: Global ids of the GPUs that its generation, or its command, may use, ascending. Those of training where
             nothing generates: a registration always has some.
         options: Of the registration: weight, min_share, max_share, staleness, rank_batch, full_overlap.
-        slice_s: How long an SFT run keeps its GPUs while somebody waits for them, seconds.
-        folder: What relative paths of the configuration are relative to.
-        env: Variables of where it was submitted that its processes get.
-        anywhere: Whether it may train elsewhere just as well, since no file names its training GPUs.
         column: Which slot of each of its GPUs it is on, in a pool with several; None where it needs whole GPUs.
     """
 
-    name: str
+    name: str  # its id on the pool
     config: Config
-    train: tuple[int, ...]
+    train: tuple[int, ...]  # global ids of its training GPUs, ascending; none where nothing trains
     infer: tuple[int, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
-    slice_s: float = 30.0
-    folder: str = field(default_factory=os.getcwd)
-    env: Mapping[str, str] = field(default_factory=dict)
-    anywhere: bool = False
+    slice_s: float = 30.0  # how long an SFT run keeps its GPUs while somebody waits for them, seconds
+    folder: str = field(default_factory=os.getcwd)  # what relative paths of the configuration are relative to
+    env: Mapping[str, str] = field(default_factory=dict)  # variables of where it was submitted that its processes get
+    anywhere: bool = False  # whether it may train elsewhere just as well, since no file names its training GPUs
     column: int | None = 0
 
     @property
@@ -150,11 +142,7 @@ class Job:
         return all(set(rank) & set(self.train) for rank in ranks)
 
     def topology(self, pool: Pool) -> Topology:
-        """What is registered.
-
-        Raises:
-            RegistrationError: The mappings do not fit the pool or the configuration.
-        """
+        """What is registered. Raises RegistrationError: the mappings do not fit the pool or the configuration."""
         _check_named_gpus(pool, self)
         namespace = f"pipeline_{self.name}_NS"
         return register(pool, self.name, namespace, self.widths(pool), self.mappings(pool), **self.options)
@@ -178,9 +166,8 @@ def read_jobs(files: Sequence[str | Path], pool: Pool, overrides: Sequence[str] 
         pool: Where they are to run.
         overrides: `key=value` for all of them that have the key.
 
-    Raises:
-        ConfigError: A file is wrong, or asks for more than the pool has.
-        RegistrationError: Its mappings cannot be registered.
+    Raises ConfigError: a file is wrong, or asks for more than the pool has; RegistrationError: its mappings cannot be
+    registered.
     """
     sources = [_source(Path(file)) for file in files]
     jobs: list[Job] = []
@@ -263,11 +250,7 @@ def _all_of(pool: Pool, config: Config) -> range:
 
 
 def _wrapper(file: Path) -> dict[str, Any]:
-    """The keys of a wrapper file; none for an ordinary configuration.
-
-    Raises:
-        ConfigError: The file cannot be read, or has a key that no wrapper has.
-    """
+    """The keys of a wrapper file; none for an ordinary configuration."""
     try:
         content = yaml.safe_load(file.read_text())
     except (OSError, yaml.YAMLError) as error:
@@ -335,11 +318,7 @@ def _train_mapping(given: Sequence[int] | None, config: RootConfig, pool: Pool, 
 
 
 def _check_named_gpus(pool: Pool, job: Job) -> None:
-    """Names of GPUs are checked before they become slots, which have other numbers.
-
-    Raises:
-        GpuOutsidePool: There is no such GPU.
-    """
+    """Names of GPUs are checked before they become slots, which have other numbers."""
     for cluster, gpus in ((ACTOR_TRAIN, job.train), (ACTOR_INFER, job.infer)):
         for gpu in gpus if pool.slots_per_gpu > 1 else ():
             if not 0 <= gpu < pool.gpus:

@@ -1,10 +1,10 @@
 """A GRPO run on accelerators that the scheduler lends: its placement, and the control plane of its step loop.
 
 `LentPlacement` builds the policy under a grant and lets engines be built when their ranks wake, or before;
-`LentAccelerators` asks for the training GPUs step by step and gives them back. Knows the step loop's protocols and the
-agent, no plans. Order after a step: the cache is built while the weights are resident, a checkpoint that is due is
-snapshot, training moves to the host and drops its communicators, ranks that serve take the new weights, the version is
-published, the GPUs go back with the next demand in the same status.
+`LentAccelerators` asks for the training GPUs step by step and gives them back. Order after a step: the cache is built
+while the weights are resident, a checkpoint that is due is snapshot, training moves to the host and drops its
+communicators, ranks that serve take the new weights, the version is published, the GPUs go back with the next demand in
+the same status.
 """
 
 from __future__ import annotations
@@ -41,11 +41,7 @@ ReportMemory = Callable[[Sequence[SlotMemory], Sequence[int]], None]
 
 
 class RequestsOnly:
-    """A record of what becomes of requests; what becomes of shards is told by the agent.
-
-    Args:
-        record: Where it goes.
-    """
+    """A record of what becomes of requests; what becomes of shards is told by the agent."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
@@ -68,8 +64,6 @@ class LentPlacement:
     """Places one pipeline on a shared pool.
 
     Args:
-        pipeline: Its id.
-        training: Its training slots.
         generation: Its generation slots, of which the training slots are a part.
         runtime: Its agent, registered and started.
         engines: Where the agent finds the engines, once they can be built.
@@ -126,10 +120,8 @@ class LentPlacement:
         self._runtime.release(ACTOR_TRAIN)
 
     def control_plane(self, built: Built) -> ControlPlane:
-        """Packs the first weights, moves training off the GPUs and hands the engines to the agent.
-
-        Raises:
-            CacheError: Two copies of the weights do not fit into host memory.
+        """Packs the first weights, moves training off the GPUs and hands the engines to the agent. Raises CacheError:
+        two copies of the weights do not fit into host memory.
         """
         if built.generation is None:
             raise ValueError("a pipeline on a shared pool generates; grpo.rollout_replay leaves nothing to share")
@@ -171,13 +163,10 @@ def leave_and_report_memory(
     """Leaves the GPUs for the first time, and has what stays there entered into the ledger.
 
     Args:
-        policy: Built, and resident.
-        accelerator: What it is on.
         report_memory: See `LentPlacement`; by training rank.
         share: Of a GPU's memory, what an engine there will take.
 
-    Raises:
-        PoolFull: What stays and what is needed do not fit together.
+    Raises PoolFull: what stays and what is needed do not fit together.
     """
     if not accelerator.is_cuda:
         leave_accelerators(policy, accelerator)
@@ -196,11 +185,8 @@ class LentAccelerators:
     """The control plane of a run whose accelerators belong to the scheduler.
 
     Args:
-        runtime: The pipeline's agent.
         built: Policy and what watches the run.
         cache: Weights of every version, on the host.
-        elastic: For its figures.
-        accelerator: What training runs on.
         samples: Samples of a prompt group.
         wait_s: How long a grant may take.
 
@@ -263,11 +249,8 @@ class LentAccelerators:
             self._runtime.end_progress()
 
     def lend_training(self, step: int) -> None:
-        """Waits for the training GPUs.
-
-        Raises:
-            TimeoutError: They were not granted in time.
-            Dismissed: The scheduler ended this pipeline.
+        """Waits for the training GPUs. Raises TimeoutError: they were not granted in time; Dismissed: the scheduler
+        ended this pipeline.
         """
         if self._holds:
             return
@@ -300,10 +283,8 @@ class LentAccelerators:
             self._runtime.cache_built(step + 1)
 
     def publish(self, step: int, source: ExperienceSource) -> None:
-        """Training leaves the GPUs, ranks that serve are refreshed, and the GPUs go back with the next demand.
-
-        Raises:
-            TimeoutError: The version did not reach the serving ranks in time.
+        """Training leaves the GPUs, ranks that serve are refreshed, and the GPUs go back with the next demand. Raises
+        TimeoutError: the version did not reach the serving ranks in time.
         """
         self._phase("hand-over")
         with self._timer.time("weight_sync"):
@@ -320,10 +301,7 @@ class LentAccelerators:
 
     def leave(self) -> None:
         """The run is over: training GPUs that were asked for once more go back, the ranks are put to sleep, and the
-        registration ends.
-
-        Raises:
-            TimeoutError: The scheduler did not let the pipeline go in time.
+        registration ends. Raises TimeoutError: the scheduler did not let the pipeline go in time.
         """
         if self._holds:
             leave_accelerators(self._policy, self._accelerator)

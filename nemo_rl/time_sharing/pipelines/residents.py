@@ -31,8 +31,7 @@ def slot_bytes(device_bytes: int, slots_per_gpu: int) -> int | None:
 
     A part of the GPU is kept back for what stays while jobs sleep: CUDA contexts, and the CUDA graphs of engines.
 
-    Raises:
-        SlotTooSmall: A slot would have less than an engine of the smallest model needs.
+    Raises SlotTooSmall: a slot would have less than an engine of the smallest model needs.
     """
     if slots_per_gpu == 1:
         return None
@@ -72,11 +71,7 @@ class _Entry(NamedTuple):
 
 
 class Residents:
-    """The ledger of one pool.
-
-    Args:
-        kept: What is in it already.
-    """
+    """The ledger of one pool. `kept`: what is in it already."""
 
     def __init__(self, kept: Iterable[Resident] = ()) -> None:
         self._entries = {(name, Part(part), gpu): _Entry(left, needs) for name, part, gpu, left, needs in kept}
@@ -95,14 +90,11 @@ class Residents:
         """Enters a part of a pipeline that was built and is away now.
 
         Args:
-            pipeline: Its id.
-            measured: Memory by GPU, with what this part has left there; what was entered of it for these GPUs before
-                is forgotten.
+            measured: Memory by GPU, with what this part has left there; what was entered of it for these GPUs before is
+                forgotten.
             needs: Bytes that it needs on a GPU when it is awake there, by GPU.
-            part: Which part.
 
-        Raises:
-            PoolFull: It does not fit; it is not entered.
+        Raises PoolFull: it does not fit; it is not entered.
         """
         for gpu in measured:
             self._entries.pop((pipeline, part, gpu), None)

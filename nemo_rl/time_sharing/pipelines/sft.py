@@ -33,7 +33,6 @@ class LentTraining:
     """The placement of an SFT run whose GPUs belong to the scheduler.
 
     Args:
-        cluster: Its slots.
         runtime: Its agent, registered and started.
         wanted: Whether somebody else waits for the GPUs.
         report_memory: See `LentPlacement`.
@@ -81,12 +80,9 @@ class LentTraining:
         yield
 
     def lend(self, run: SFTRun) -> None:
-        """Waits for the GPUs, unless they are held.
-
-        Raises:
-            TimeoutError: They were not granted in time.
-            Dismissed: The scheduler ended this pipeline.
-            PoolFull: What stays on the GPUs while the run is away leaves too little for everybody.
+        """Waits for the GPUs, unless they are held. Raises TimeoutError: they were not granted in time; Dismissed: the
+        scheduler ended this pipeline; PoolFull: what stays on the GPUs while the run is away leaves too little for
+        everybody.
         """
         if self._held is Priority.ACTOR_TRAINING:
             return
@@ -174,7 +170,6 @@ class SFTPipeline(LentPipeline):
         return "finishes its step, saves and leaves"
 
     def live(self) -> Outcome:
-        """See `LentPipeline.live`."""
         from nemo_rl.algorithms.launch import directories_of_its_own
         from nemo_rl.algorithms.sft.assembly import close, setup
         from nemo_rl.algorithms.sft.driver import sft_train

@@ -1,9 +1,9 @@
 """Some GPUs of the pool as a cluster that worker groups can be placed on.
 
 One bundle per GPU is reserved once for the whole pool; every pipeline places its actors on the bundles of its mapping,
-with so small a share that all pipelines fit, because the scheduler decides who uses a GPU when. Knows no schedule.
-Invariants: rank r of a group of width w lies on the GPUs `mapping[r * w : (r + 1) * w]`; every actor is named with its
-pipeline's incarnation, so that the reaper finds it.
+with so small a share that all pipelines fit, because the scheduler decides who uses a GPU when. Invariants: rank r of a
+group of width w lies on the GPUs `mapping[r * w : (r + 1) * w]`; every actor is named with its pipeline's incarnation,
+so that the reaper finds it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,8 @@ RESERVATION = "time_sharing_"
 
 
 def reserve_pool(pool: Pool, accelerator: Accelerator) -> list[PlacementGroup]:
-    """One placement group per node, with one bundle per GPU; they outlive the process that reserves them.
-
-    Raises:
-        ResourceInsufficientError: The Ray cluster does not have the slots, or they did not become free in time.
+    """One placement group per node, with one bundle per GPU; they outlive the process that reserves them. Raises
+    ResourceInsufficientError: the Ray cluster does not have the slots, or they did not become free in time.
     """
     bundle = {accelerator.ray_resource: 1.0, "CPU": 1.0}
     groups = [
@@ -63,10 +61,6 @@ class SharedCluster(RayVirtualCluster):
 
     Args:
         groups: Of the pool, one per node.
-        pool: Its shape.
-        gpus: Global GPU ids, ascending.
-        accelerator: Kind of slot.
-        pipeline: Whose actors.
         incarnation: Which life of the pipeline.
         leads_ranks: Whether each worker leads a generation rank, so that it can be ended by itself.
         slot_bytes: Device memory that each slot may take; None for all of its GPU.

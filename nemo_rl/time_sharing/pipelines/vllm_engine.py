@@ -1,8 +1,8 @@
 """A pipeline's generation ranks as live vLLM shards: what the agent's commands do to engines.
 
-Several loads that arrive together become one sync session. Knows neither leases nor priorities. Invariants: an engine
-is built, woken, loaded or put to sleep only by a command, hence under a lease; it has slept once under the lease that
-it was built under; a rank becomes routable only after a load; routing changes never wait.
+Several loads that arrive together become one sync session. Invariants: an engine is built, woken, loaded or put to
+sleep only by a command, hence under a lease; it has slept once under the lease that it was built under; a rank becomes
+routable only after a load; routing changes never wait.
 """
 
 from __future__ import annotations
@@ -33,17 +33,11 @@ _FAILURES = (WorkerError, TransportError, CacheError, ShardStateError, Generatio
 
 @dataclass(frozen=True)
 class FirstSleep:
-    """What building an engine showed.
-
-    Attributes:
-        seconds: How long it took.
-        measured: Memory of each of its devices while it sleeps.
-        needs: Bytes that it needs besides on each when it is awake.
-    """
+    """What building an engine showed."""
 
     seconds: float
-    measured: list[SlotMemory]
-    needs: list[int]
+    measured: list[SlotMemory]  # memory of each of its devices while it sleeps
+    needs: list[int]  # bytes that it needs besides on each when it is awake
 
 
 FirstSlept = Callable[[int, FirstSleep], None]
@@ -55,13 +49,9 @@ def build_engine(generation: VllmGeneration, rank: int, on_first_sleep: FirstSle
     training, is not the first use that it makes of an allocator.
 
     Args:
-        generation: Whose shard it is.
-        rank: Which.
         on_first_sleep: Hears what it leaves on its devices while it sleeps.
-        level: At which it sleeps.
 
-    Raises:
-        WorkerError: It did not start, or did not fall asleep.
+    Raises WorkerError: it did not start, or did not fall asleep.
     """
     began, shards = time.monotonic(), generation.shards
     if not shards.build([rank]):
@@ -76,10 +66,7 @@ def build_engine(generation: VllmGeneration, rank: int, on_first_sleep: FirstSle
 
 class BuildableEngines:
     """The shards of one generation backend while there are no weights for them: they can be built and sleep.
-
-    Args:
-        generation: Whose shards are lent.
-        on_first_sleep: See `build_engine`.
+    `on_first_sleep`: see `build_engine`.
     """
 
     def __init__(self, generation: VllmGeneration, on_first_sleep: FirstSlept) -> None:
@@ -105,11 +92,7 @@ class BuildableEngines:
             build_engine(self._generation, rank, self._on_first_sleep)
 
     def load(self, rank: int, version: int) -> int:
-        """There is nothing to load yet.
-
-        Raises:
-            EngineError: Always.
-        """
+        """There is nothing to load yet. Raises EngineError: always."""
         raise EngineError(f"rank {rank} cannot be loaded: the pipeline is still initialising and has no weights")
 
     def set_routable(self, rank: int, active: bool) -> None:
@@ -123,13 +106,8 @@ class BuildableEngines:
 
 
 class VllmEngine(BuildableEngines):
-    """Implements `runtime.Engine` over the shards of one generation backend.
-
-    Args:
-        generation: Whose shards are lent.
-        elastic: Moves weights into them.
-        version: The version that the weight cache serves; None before the first.
-        on_first_sleep: See `build_engine`.
+    """Implements `runtime.Engine` over the shards of one generation backend. `version`: the version that the weight
+    cache serves; None before the first. `on_first_sleep`: see `build_engine`.
     """
 
     def __init__(
@@ -182,33 +160,24 @@ class EngineSlot:
 
     @property
     def engine(self) -> Ranks:
-        """The engines.
-
-        Raises:
-            EngineError: They cannot be built yet.
-        """
+        """The engines. Raises EngineError: they cannot be built yet."""
         if self._engine is None:
             raise EngineError("the pipeline is still initialising; it has asked for no generation yet")
         return self._engine
 
     def drain(self, rank: int) -> None:
-        """See `VllmEngine`."""
         self.engine.drain(rank)
 
     def sleep(self, rank: int) -> None:
-        """See `VllmEngine`."""
         self.engine.sleep(rank)
 
     def wake(self, rank: int) -> None:
-        """See `VllmEngine`."""
         self.engine.wake(rank)
 
     def load(self, rank: int, version: int) -> int:
-        """See `VllmEngine`."""
         return self.engine.load(rank, version)
 
     def set_routable(self, rank: int, active: bool) -> None:
-        """See `VllmEngine`."""
         self.engine.set_routable(rank, active)
 
     def ended(self, rank: int) -> None:
@@ -232,11 +201,7 @@ class Together:
         self._turn = threading.Lock()
 
     def run(self, rank: int) -> None:
-        """Returns once the call that this rank is part of has ended well for it.
-
-        Raises:
-            EngineError: It has not.
-        """
+        """Returns once the call that this rank is part of has ended well for it. Raises EngineError: it has not."""
         with self._lock:
             first = not self._asked
             answer = self._asked.setdefault(rank, Future())

@@ -1,7 +1,4 @@
-"""The pipelines with demand while a plan shares GPUs among them: what each is entitled to, how well it is served.
-
-Knows nothing of which GPUs these are.
-"""
+"""The pipelines with demand while a plan shares GPUs among them: what each is entitled to, how well it is served."""
 
 from __future__ import annotations
 

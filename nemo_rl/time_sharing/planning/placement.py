@@ -26,12 +26,10 @@ def place(gpus: Sequence[int], width: int, others: Iterable[Mapped]) -> tuple[in
     on where the fewest of `others` train; generation, which can move, counts half as much. Of equals the first.
 
     Args:
-        gpus: Global ids, ascending.
         width: At least 1.
         others: Jobs that have not ended.
 
-    Raises:
-        ValueError: There are fewer GPUs than that.
+    Raises ValueError: there are fewer GPUs than that.
     """
     if not 1 <= width <= len(gpus):
         raise ValueError(f"{width} of {len(gpus)} GPUs")

@@ -98,8 +98,8 @@ def _known(snapshot: Snapshot, plan: Plan) -> Iterator[str]:
 
 
 def _idle_and_owned(snapshot: Snapshot) -> Iterator[str]:
-    """Rules 4, 8, 10: what the GPUs say and what the pipelines say about who holds them is the same, once for each
-    GPU.
+    """Rules 4, 8, 10: what the GPUs say and what the pipelines say about who holds them is the same, once for
+    each GPU.
     """
     owner, agreed = snapshot.owner, 0
     holders: dict[int, tuple[str, str, int, int]] = {}
@@ -161,8 +161,8 @@ def _take(gpus: tuple[int, ...], who: str, freed: set[int], taken: set[int]) -> 
 
 
 def _grant(snapshot: Snapshot, grant: Grant, freed: set[int], taken: set[int]) -> Iterator[str]:
-    """Rules 3, 6, 11 for one grant, and 14: training does not begin while an expand of its own pipeline is under
-    way.
+    """Rules 3, 6, 11 for one grant, and 14: training does not begin while an expand of its own pipeline is
+    under way.
     """
     pipeline = snapshot.pipelines[grant.pipeline]
     if pipeline.fenced or pipeline.leaving:

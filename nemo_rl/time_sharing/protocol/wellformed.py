@@ -3,7 +3,7 @@ shape of one.
 
 The scheduler writes what it is told into its log and plans with it, so a number that is none would stop everybody, and
 again after each restart. Each function answers with what is wrong in words, "" when nothing is; what becomes of a bad
-message is for its caller to say. Knows no state.
+message is for its caller to say.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def status_problem(status: Status) -> str:
 
 
 class Admissible(NamedTuple):
-    """A status without what cannot be taken of it: which of its requests are over for that, and what else was left
-    out.
+    """A status without what cannot be taken of it: which of its requests are over for that, and what else was
+    left out.
     """
 
     status: Status

@@ -1,9 +1,8 @@
 """Who is alive: leases of pipelines that heartbeats renew, and whether it is the scheduler itself who is cut off.
 
 When most pipelines fall silent at once, a broken network is likelier than as many deaths, and to end them all would
-throw away their work for nothing. Knows when each was heard last, and what it holds. Invariants: isolation lasts at
-most `isolation_s`; once that has passed it does not begin again before most have been heard; nobody is fenced while it
-lasts.
+throw away their work for nothing. Invariants: isolation lasts at most `isolation_s`; once that has passed it does not
+begin again before most have been heard; nobody is fenced while it lasts.
 """
 
 from __future__ import annotations
@@ -21,10 +20,8 @@ _SEVERAL = 2
 
 
 class Isolation:
-    """The scheduler's judgement of its own network.
-
-    Attributes:
-        since: Steady time at which most had fallen silent; None while it hears enough of them.
+    """The scheduler's judgement of its own network. `since`: steady time at which most had fallen silent; None while it
+    hears enough of them.
     """
 
     def __init__(self) -> None:
@@ -32,13 +29,8 @@ class Isolation:
         self._given_up = False
 
     def update(self, now: float, seen: Mapping[str, float], limits: Limits) -> Isolated | Reconnected | None:
-        """What has changed, if anything.
-
-        Args:
-            now: Steady time.
-            seen: When each pipeline was heard last.
-            limits: Half of `lease_s` without a word is silence; more than half of the pipelines, two at least, are
-                most.
+        """What has changed, if anything. `seen`: when each pipeline was heard last. `limits`: half of `lease_s` without
+        a word is silence; more than half of the pipelines, two at least, are most.
         """
         silent = sum(now - at > limits.lease_s / 2 for at in seen.values())
         # One silent pipeline says nothing of the network.
@@ -57,12 +49,7 @@ class Isolation:
 
 
 class Liveness:
-    """Leases by steady time.
-
-    Args:
-        state: The scheduler's.
-        emit: Writes an event and applies it.
-    """
+    """Leases by steady time. `emit`: writes an event and applies it."""
 
     def __init__(self, state: SchedulerState, emit: Callable[[object], None]) -> None:
         self._state, self._emit = state, emit

@@ -15,12 +15,7 @@ from nemo_rl.time_sharing.protocol.types import EndedRequest, Phase, Status
 
 
 class Requests:
-    """The requests of all pipelines.
-
-    Args:
-        state: The scheduler's.
-        emit: Writes an event and applies it.
-    """
+    """The requests of all pipelines. `emit`: writes an event and applies it."""
 
     def __init__(self, state: SchedulerState, emit: Callable[[object], None]) -> None:
         self._state, self._emit = state, emit

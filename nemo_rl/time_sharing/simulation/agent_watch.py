@@ -1,8 +1,8 @@
 """Watches one agent from outside: which commands reach it, what it answers, what it does.
 
 Its contract: a command of another incarnation or of a scheduler that was replaced changes nothing; a repeated one is
-answered again; a rank obeys its commands in the order in which they were made, under the epoch of its present lease
-and never under one that is over; a grant is taken for the request that is open. Raises Misbehaviour; changes nothing.
+answered again; a rank obeys its commands in the order in which they were made, under the epoch of its present lease and
+never under one that is over; a grant is taken for the request that is open. Raises Misbehaviour; changes nothing.
 """
 
 from __future__ import annotations

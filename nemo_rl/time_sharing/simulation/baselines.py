@@ -3,8 +3,8 @@ after the other, static split, batch queue, gap-ratio rule.
 
 One after the other: a job has its whole mapping to itself from its first to its last step, in order of arrival; jobs
 that share no GPU run side by side. Static split: the pool is cut once into lanes that fit the jobs, each lane runs its
-jobs one after the other. Batch queue: see `batch_queue`; once with every job's duration known, once with limits such
-as users give. All run on the real scheduler.
+jobs one after the other. Batch queue: see `batch_queue`; once with every job's duration known, once with limits such as
+users give. All run on the real scheduler.
 """
 
 from __future__ import annotations

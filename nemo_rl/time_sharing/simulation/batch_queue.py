@@ -3,7 +3,7 @@ end.
 
 First come, first served, with EASY backfill: the head of the queue reserves the GPUs that come free for it first, by
 the limits that the users gave; a later job may start before it if it ends by then or takes none of these. A job takes
-any free GPUs that its ranks fit on, as many as its mapping has. Knows no clock and no simulation.
+any free GPUs that its ranks fit on, as many as its mapping has.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class BatchQueue:
         raise ValueError(f"job {head.name!r} does not fit an empty pool of {self._pool.slots} GPUs")
 
     def _fit(self, job: Job, free: set[int]) -> tuple[int, ...] | None:
-        """GPUs for all ranks of a job, the fullest nodes first so that few are broken into; None if there are too
-        few.
+        """GPUs for all ranks of a job, the fullest nodes first so that few are broken into; None if there are
+        too few.
         """
         node = self._pool.gpus_per_node
         per_node: dict[int, list[range]] = {}
@@ -95,7 +95,7 @@ class BatchQueue:
 
 
 def user_limit(seconds: float, job: Job, seed: int) -> float:
-    """For how long a user who knows roughly that a job takes `seconds` asks: the same for a job and seed at every
-    call.
+    """For how long a user who knows roughly that a job takes `seconds` asks: the same for a job and seed at
+    every call.
     """
     return seconds * random.Random(f"{seed}/{job.name}/limit").uniform(*_LIMIT_ERROR)

@@ -1,8 +1,8 @@
 """A scenario that behaves like a real run: its jobs, lengths, speeds and hand-over costs, read off the run's records.
 
-What comes out is the starting point for questions that the run itself cannot answer: one job more, other mappings,
-more GPUs. Durations are medians; a step's hold on its GPUs goes into `train_s` whole, with the driver's own time before
-it. What validation generates is taken to be as long as what is trained.
+What comes out is the starting point for questions that the run itself cannot answer: one job more, other mappings, more
+GPUs. Durations are medians; a step's hold on its GPUs goes into `train_s` whole, with the driver's own time before it.
+What validation generates is taken to be as long as what is trained.
 """
 
 from __future__ import annotations
@@ -92,25 +92,15 @@ class _Costs:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A run as a scenario.
-
-    Attributes:
-        scenario: It.
-        measured: Seconds of each job of the run, from its registration to its end.
-    """
+    """A run as a scenario."""
 
     scenario: Scenario
-    measured: dict[str, float]
+    measured: dict[str, float]  # seconds of each job of the run, from its registration to its end
 
 
 def fit(entries: Iterable[Entry]) -> Fitted:
-    """The scenario of a run.
-
-    Args:
-        entries: The scheduler's log and the records of its pipelines, in the order in which things happened.
-
-    Raises:
-        FitError: No pipeline of the records trained a step.
+    """The scenario of a run. `entries`: the scheduler's log and the records of its pipelines, in the order in which
+    things happened. Raises FitError: no pipeline of the records trained a step.
     """
     jobs: dict[str, _Job] = {}
     costs, pool = _Costs(), ev.PoolOpened(1, 1)

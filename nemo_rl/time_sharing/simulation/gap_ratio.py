@@ -50,8 +50,8 @@ def plan(snapshot: Snapshot, now: float) -> Plan:
 
 
 def decide(snapshot: Snapshot, now: float) -> Plan:
-    """The decisions of one cycle, whatever is under way: the rule on an executor that lets unrelated pipelines go
-    on.
+    """The decisions of one cycle, whatever is under way: the rule on an executor that lets unrelated pipelines
+    go on.
     """
     plan_state, result = PlanState(snapshot, now), Plan()
     for name, pipeline in snapshot.pipelines.items():

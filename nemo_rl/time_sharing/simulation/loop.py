@@ -47,10 +47,8 @@ class Loop:
 
 
 class Wire:
-    """Sends messages over the loop.
-
-    Attributes:
-        cut_until: Time until which nothing is delivered to an agent (`TO`) or from it (`FROM`), by its name.
+    """Sends messages over the loop. `cut_until`: time until which nothing is delivered to an agent (`TO`) or from it
+    (`FROM`), by its name.
     """
 
     TO, FROM = "to", "from"

@@ -1,8 +1,7 @@
 """Numbers of a simulation: time and slowdown of each job, how busy the GPUs were, hand-overs, fairness, and who did not
 finish.
 
-Knows the simulation's jobs and log, and no table. A job that did not train all its steps has no slowdown and enters no
-mean.
+A job that did not train all its steps has no slowdown and enters no mean.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Runs random scenarios by the thousand and has the checker judge each; `python -m nemo_rl.time_sharing soak` is its
 command.
 
-Every scenario is named by its seed, so that a failure can be repeated. It knows no defect and no expectation but the
-checker's invariants and that every job comes to an end.
+Every scenario is named by its seed, so that a failure can be repeated.
 """
 
 from __future__ import annotations

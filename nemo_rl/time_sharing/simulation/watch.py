@@ -23,14 +23,7 @@ class Misbehaviour(AssertionError):
 
 
 class SchedulerWatch:
-    """Watches one scheduler, from its start to its end.
-
-    Args:
-        limits: The scheduler's.
-        entries: Its log, which grows.
-        now: Its steady time.
-        real: The time it is.
-    """
+    """Watches one scheduler, from its start to its end."""
 
     def __init__(self, limits: Limits, entries: list[Entry], now: float, real: float) -> None:
         self._limits, self._entries = limits, entries

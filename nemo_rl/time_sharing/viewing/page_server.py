@@ -50,11 +50,8 @@ Act = Callable[[str, str], str]
 
 
 class PoolView:
-    """What there is to show of one pool, no older than a second.
-
-    Args:
-        log_dir: Where its scheduler writes.
-        standings: The pool's pipelines; None where only the log is left.
+    """What there is to show of one pool, no older than a second. `standings`: the pool's pipelines; None where only the
+    log is left.
     """
 
     def __init__(self, log_dir: Path, standings: Callable[[], Sequence[Standing]] | None = None) -> None:
@@ -135,8 +132,6 @@ class PageServer:
     """Serves `/`, `/data.json`, `/metrics`, each job's report and logs under `/jobs/`, and drains and cancels jobs.
 
     Args:
-        view: What is shown.
-        host: Address to listen on.
         port: Port; 0 takes a free one.
         token: What a visitor must show, as `?token=`, as a bearer token or by the page's cookie. By default one is made
             up; then a visitor from this machine may look without it.
@@ -146,8 +141,7 @@ class PageServer:
     Attributes:
         url: Where to look, with the token where one is of use.
 
-    Raises:
-        PageError: The address cannot be listened on.
+    Raises PageError: the address cannot be listened on.
     """
 
     def __init__(
@@ -171,13 +165,8 @@ class PageServer:
 
 
 def page_app(view: PoolView, token: str, *, to_look: bool, act: Act | None) -> Starlette:
-    """The page as an ASGI application; see `PageServer`.
-
-    Args:
-        view: What is shown.
-        token: What is asked for.
-        to_look: Whether it is asked for to look, and not only to act.
-        act: See `PageServer`.
+    """The page as an ASGI application; see `PageServer`. `to_look`: whether it is asked for to look, and not only to
+    act. `act`: see `PageServer`.
     """
 
     def page(request: Request) -> Response:

@@ -1,6 +1,4 @@
-"""The page that `report` fills and `page_server` serves: markup, style and the script that draws. It knows the data's keys
-and nothing of where they come from; where the data says that it is live, the page asks for `data.json` again and again.
-"""
+"""The page that `report` fills and `page_server` serves: markup, style and the script that draws."""
 
 from __future__ import annotations
 

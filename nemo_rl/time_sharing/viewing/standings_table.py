@@ -21,11 +21,8 @@ _WIDTH = 160
 
 
 class StandingsTable:
-    """Shows standings as they change.
-
-    Args:
-        unit: What a slot of the pool is, in words.
-        file: Where; standard error by default.
+    """Shows standings as they change. `unit`: what a slot of the pool is, in words. `file`: where; standard error by
+    default.
     """
 
     def __init__(self, unit: str = "GPU", file: TextIO | None = None) -> None:
