@@ -70,7 +70,7 @@ def test_a_checkpoint_is_evaluated_and_every_answer_written(
         ),
         ("generation.model_name=/nowhere", "/nowhere"),
         ("env.math.num_worker=3", "Did you mean 'num_workers'"),
-        ("data.env_name=maths", "'maths' is no environment"),
+        ("data.env_name=maths", "there is no environment 'maths'"),
     ],
 )
 def test_mistakes_are_named_before_anything_starts(
