@@ -107,7 +107,7 @@ class Steps(Generic[Run]):
         raise NotImplementedError
 
     def open(self) -> AbstractContextManager[object]:
-        """Context manager around one step."""
+        """Context manager around one step; it counts in no time."""
         return nullcontext()
 
     def publish(self) -> None:
@@ -176,7 +176,7 @@ def run_step(steps: Steps[Any]) -> CompletedStep | None:
     """One step, with validation, checkpoint and report. None if the data is used up."""
     run = steps.run
     run.timer.reset()
-    with run.timer.time("total_step_time"), steps.open():
+    with steps.open(), run.timer.time("total_step_time"):
         metrics = steps.train()
         if metrics is None:
             return None

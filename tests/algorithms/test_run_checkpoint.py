@@ -87,6 +87,20 @@ def test_sft_that_cannot_write_its_logs_saves_its_last_step_and_ends(
     assert saved[-1] == run.state.step == full_from
 
 
+def test_sft_ends_although_its_loader_gives_fewer_batches_than_its_length(tmp_path: Path) -> None:
+    config: Any = SimpleNamespace(
+        checkpointing=CheckpointingConfig(checkpoint_dir=str(tmp_path), enabled=False),
+        sft=SimpleNamespace(val_at_start=False, val_period=0, val_at_end=False, max_num_steps=4, max_num_epochs=3),
+    )
+    loader = MagicMock()
+    loader.__len__.return_value = 2
+    loader.__iter__.side_effect = lambda: iter(())
+    run: Any = MagicMock(config=config, state=driver.SFTState(), train_loader=loader, timer=Timer())
+    run.checkpointer = CheckpointManager(config.checkpointing)
+    driver.sft_train(run)
+    assert run.state.step == 0 and run.state.epoch == 3
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
 def test_a_result_that_cannot_be_written_is_said(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:

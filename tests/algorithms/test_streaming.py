@@ -318,6 +318,18 @@ def test_a_step_that_fails_is_aborted_and_nothing_is_counted_as_trained(tmp_path
     world.every_prompt_is_accounted_for()
 
 
+def test_a_step_that_cannot_be_begun_is_not_aborted(tmp_path: Path) -> None:
+    world = Streamed(tmp_path, f"{WINDOW}=0", "grpo.max_num_steps=1")
+
+    def begin(loss_fn: Any, *, gbs: int | None = None) -> None:
+        raise RuntimeError("a worker is gone")
+
+    world.begin_train_step = begin  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="a worker is gone"):
+        world.drive()
+    assert "abort" not in world.happened
+
+
 def test_nothing_of_the_driver_blocks_the_loop_where_requests_are_dispatched(tmp_path: Path) -> None:
     world = Streamed(tmp_path, "grpo.max_num_steps=5")
     lags: list[float] = []

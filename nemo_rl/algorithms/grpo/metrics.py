@@ -164,19 +164,10 @@ def step_metrics(run: GRPORun, experience: Experience, result: TrainResult) -> d
     # Metrics of several optimizer steps are sums over them; their mean is what one step looked like.
     steps = max(1, len(result["loss"]))
     if steps > 1:
-        averaged = {
-            "lr",
-            "wd",
-            "reward",
-            "filtered_reward",
-            "global_valid_seqs",
-            "global_valid_toks",
-            "mean_prompt_length",
-        }
         metrics |= {
             n: metrics[n] / steps
             for n in result["all_mb_metrics"]
-            if n not in averaged and "_min" not in n and "_max" not in n
+            if n not in _AVERAGED and "_min" not in n and "_max" not in n
         }
     metrics["loss"] = float(result["loss"].mean())
     metrics["grad_norm"] = result["grad_norm"]

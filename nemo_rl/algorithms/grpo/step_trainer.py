@@ -96,11 +96,11 @@ class StepTrainer:
         run.progress.phase("training")
         with run.timer.time("training_prep"):
             run.policy.prepare_for_training()
+        if self._in_parts and not self._parts:
+            run.policy.begin_train_step(run.loss_fn, gbs=run.config.policy.train_global_batch_size)
         self._parts.append(part)
         if not self._in_parts:
             return
-        if len(self._parts) == 1:
-            run.policy.begin_train_step(run.loss_fn, gbs=run.config.policy.train_global_batch_size)
         with run.timer.time("policy_training"), _recorded_span(run, TRAINING):
             run.policy.train_microbatches(self._columns(part), timer=run.timer)
 

@@ -124,7 +124,7 @@ class SFTSteps(Steps[SFTRun]):
     def __init__(self, run: SFTRun) -> None:
         self.run = run
         self._batches = _batches(run)
-        self._tokens = 0.0
+        self._batch: BatchedDataDict | None = None
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -138,14 +138,18 @@ class SFTSteps(Steps[SFTRun]):
         """Whether steps or epochs are used up."""
         return _finished(self.run)
 
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Loads the step's batch."""
+        self._batch = next(self._batches, None)
+        yield
+
     def train(self) -> dict[str, Any] | None:
-        """Trains on the next batch."""
-        run, batch = self.run, next(self._batches, None)
-        if batch is None:
+        """Trains on the batch."""
+        if self._batch is None:
             return None
-        run.placement.lend(run)
-        self._tokens = float(batch["input_lengths"].sum())
-        return _step(run, batch)
+        self.run.placement.lend(self.run)
+        return _step(self.run, self._batch)
 
     def validate(self) -> dict[str, float]:
         return validate(self.run)
@@ -157,18 +161,19 @@ class SFTSteps(Steps[SFTRun]):
     def report(self, done: CompletedStep) -> None:
         """Releases lent accelerators; logs metrics, times and rates."""
         run, step = self.run, self.run.state.step
+        tokens = float(self._batch["input_lengths"].sum()) if self._batch is not None else 0.0
         run.placement.step_done(run)
         run.logger.log_metrics(done.metrics, step, prefix="train")
         seconds = {name: sum(run.timer.elapsed(name)) for name in run.timer.get_timing_metrics("sum")}
-        rate = {"tokens_per_sec": self._tokens / seconds["total_step_time"]}
+        rate = {"tokens_per_sec": tokens / seconds["total_step_time"]}
         run.logger.log_metrics(rate, step, prefix="performance")
         run.logger.log_metrics(seconds, step, prefix="timing/train", step_finished=True)
-        run.progress.step_done(step, loss=done.metrics["loss"], tokens=self._tokens)
+        run.progress.step_done(step, loss=done.metrics["loss"], tokens=tokens)
 
 
 def _batches(run: SFTRun) -> Iterator[BatchedDataDict]:
     """Yields training batches, epoch after epoch, from the restored loader position."""
-    while True:
+    while not _finished(run):
         yield from run.train_loader
         run.state.epoch += 1
         run.state.step_in_epoch = 0
