@@ -1,10 +1,11 @@
 """Equal GRPO jobs on the GPUs of one machine: the pool against everything that can be done without it.
 
-    python benchmarks/time_sharing.py [--shape 0.5b] [--jobs 2] [--gpus 2] [--steps 6] [--ways serial split slots ...]
+    python benchmarks/time_sharing.py [--shape 0.5b] [--jobs 2 4] [--gpus 2] [--steps 6] [--ways serial split slots ...]
 
 Every job trains the same model on the same number of samples, whose lengths are geometric, with CUDA graphs. The ways:
 
-- `serial`: one job on all GPUs, generating and training in turns; the jobs run one after the other.
+- `serial`: one job on all GPUs, generating and training in turns; the jobs run one after the other. It is measured
+  once, whatever the numbers of jobs.
 - `serial-2`: the same with two engines on each GPU. The faster one counts as one after the other.
 - `split`: all jobs at the same time, each on its part of the GPUs. With more jobs than GPUs several start on each.
 - `unmanaged`: all jobs started at once on all GPUs, with `--kv-gib` of KV cache each, and nobody who manages them.
@@ -14,7 +15,8 @@ Every job trains the same model on the same number of samples, whose lengths are
 
 The steady seconds are those in which each job makes one step, between the moment at which all have made two steps and
 the first one's end. What a way does not survive is printed, with the steps that it made. GPU busy is the share of time
-in which a kernel ran, as the driver counts it.
+in which a kernel ran, as the driver counts it. Where more than two jobs share a GPU, each trains in smaller
+microbatches, so that they fit beside each other.
 """
 
 from __future__ import annotations
@@ -103,17 +105,26 @@ def jobs_of(args: argparse.Namespace) -> list[str]:
     return [chr(ord("a") + number) for number in range(args.jobs)]
 
 
+def sharers(args: argparse.Namespace, way: str) -> int:
+    """How many jobs may be on a GPU at the same time."""
+    if way.startswith("serial") or way == "exclusive":
+        return 1
+    return -(-args.jobs // args.gpus) if way == "split" else args.jobs
+
+
 def config_of(args: argparse.Namespace, way: str, job: str, gpus: int) -> Path:
     """A job's configuration for one way; its log directory is beside it."""
     shaped = argparse.Namespace(**(vars(args) | {"gpus": gpus}))
     config = copy.deepcopy(throughput_config(shaped, args.model, args.prompts_file, Contender(way, 0)))
+    if sharers(args, way) > 2:
+        config["policy"]["sequence_packing"] |= {"train_mb_tokens": 4096, "logprob_mb_tokens": 8192}
     config["grpo"]["seed"] = ord(job)
     vllm: dict[str, Any] = {"enforce_eager": args.eager, "gpu_memory_utilization": args.memory}
     if way == "serial-2":
         vllm["engines_per_gpu"] = 2
     generation = config["policy"]["generation"]
     generation["vllm_cfg"] |= vllm
-    if way == "unmanaged" and args.device == "cuda":
+    if way not in _POOLS and sharers(args, way) > 1 and args.device == "cuda":
         generation["vllm_cfg"]["gpu_memory_utilization"] = 0.05
         generation["vllm_kwargs"] = {"kv_cache_memory_bytes": int(args.kv_gib * (1 << 30))}
     config["logger"]["log_dir"] = str(args.work / way / job)
@@ -299,7 +310,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--shape", default="0.5b")
-    made.add_argument("--jobs", type=int, default=2)
+    made.add_argument("--jobs", type=int, nargs="+", default=[2], help="how many; several give a table each")
     made.add_argument("--gpus", type=int, default=2)
     made.add_argument("--slots", type=int, default=0, help="slots of each GPU; 0 for one of each job")
     made.add_argument("--steps", type=int, default=6)
@@ -319,21 +330,30 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Result]:
-    """Runs the ways one after the other and prints the table."""
+def main(arguments: Sequence[str] | None = None) -> dict[int, dict[str, Result]]:
+    """Runs the ways one after the other for each number of jobs, and prints a table of each."""
     args = parser().parse_args(arguments)
-    args.work.mkdir(parents=True, exist_ok=True)
-    args.model = make_model(args.shape, args.work)
-    args.prompts_file = make_prompts(args.prompts * (args.steps + 2), args.prompt_tokens, args.work / "prompts.jsonl")
+    counts, base = args.jobs, args.work
+    base.mkdir(parents=True, exist_ok=True)
+    args.model = make_model(args.shape, base)
+    args.prompts_file = make_prompts(args.prompts * (args.steps + 2), args.prompt_tokens, base / "prompts.jsonl")
     print(f"20 million additions in Python: {host_speed_s():.2f} s", flush=True)
-    results: dict[str, Result] = {}
-    for way in args.ways:
-        began = time.perf_counter()
-        results[way] = run_way(args, way)
-        show(args, way, results[way], time.perf_counter() - began)
-    rounds = table(args, results)
-    print("RESULT " + json.dumps({way: round(seconds, 2) for way, seconds in rounds.items()}))
-    return results
+    found: dict[int, dict[str, Result]] = {}
+    alone: dict[str, Result] = {}
+    for args.jobs in counts:
+        args.work = base / f"{args.jobs}_jobs"
+        args.work.mkdir(exist_ok=True)
+        results = found[args.jobs] = dict(alone)
+        for way in args.ways:
+            if way in results:
+                continue
+            began = time.perf_counter()
+            results[way] = run_way(args, way)
+            show(args, way, results[way], time.perf_counter() - began)
+        alone = {way: result for way, result in results.items() if way.startswith("serial")}
+        rounds = table(args, results)
+        print(f"RESULT {args.jobs} jobs " + json.dumps({way: round(seconds, 2) for way, seconds in rounds.items()}))
+    return found
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ configuration raises before the run waits for Ray; if a step fails, everything b
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
@@ -157,6 +158,7 @@ def prepared(
         check_profile(here)
 
     def start_ray() -> tuple[Accelerator, Begun]:
+        import_transformers()
         accelerator = placement.connect(config)
         check_device(config, accelerator)
         return accelerator, algorithm.begin(accelerator, checkpointer, resume)
@@ -165,6 +167,7 @@ def prepared(
         ray_start = RayStart(start_ray)
         undo.callback(ray_start.end, lambda started: started[1].shutdown(), placement.disconnect)
         with start.phase("model, tokenizer and data, beside Ray's start"):
+            import_transformers()
             set_seed(algorithm.seed)
             model = algorithm.check()
             if here is not None:
@@ -214,6 +217,15 @@ def prepared(
     ready.seconds["total_setup_time_s"] = start.done()
     logger.log_hyperparams(config.to_dict())
     logger.log_metrics(ready.seconds, state.step, prefix="timing/setup")
+
+
+def import_transformers() -> None:
+    """Returns when transformers is imported completely; every thread of a start calls it first.
+
+    The package puts another module in its own place at the end of its import. `from transformers import ...` on a
+    thread that came while another imported it still sees the module before that, without any of its names.
+    """
+    importlib.import_module("transformers")
 
 
 def _position(
