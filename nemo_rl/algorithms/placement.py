@@ -16,7 +16,7 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerGroup
 from nemo_rl.models.policy.backend import backend_spec
 from nemo_rl.models.policy.lm_policy import Policy, start_policy_actors
-from nemo_rl.models.policy.model_config import model_config
+from nemo_rl.models.policy.model_config import check_replay, model_config
 from nemo_rl.utils.checkpoint import CheckpointManager, verify_weights
 
 if TYPE_CHECKING:
@@ -27,12 +27,13 @@ def check_policy(config: RootConfig) -> PretrainedConfig:
     """Checks before anything starts that the policy can be built; returns the model's configuration.
 
     Raises ModelNotFoundError: there is no model at `policy.model_name`; UnsupportedModelError: heads, vocabulary or
-    experts do not divide over the ranks of training; KernelUnavailableError: a package is asked for and not installed;
-    OptimizerConfigError: optimizer or schedule do not exist or refuse their arguments; CheckpointError:
-    `policy.model_name` is a damaged checkpoint.
+    experts do not divide over the ranks of training, or there are no experts whose routes could be replayed;
+    KernelUnavailableError: a package is asked for and not installed; OptimizerConfigError: optimizer or schedule do not
+    exist or refuse their arguments; CheckpointError: `policy.model_name` is a damaged checkpoint.
     """
     verify_weights(Path(config.policy.model_name))
     model = model_config(config.policy)
+    check_replay(model, config.policy)
     backend_spec(config.policy).check(config.policy, model)
     return model
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from nemo_rl.config.errors import Problem
 from nemo_rl.config.evaluation import EvalMasterConfig
-from nemo_rl.config.master import MasterConfig
+from nemo_rl.config.master import MasterConfig, RootConfig, SFTMasterConfig
 from nemo_rl.config.placement import generation_slots_per_node
 from nemo_rl.config.rules import caution, rule
 from nemo_rl.config.section import not_built
@@ -136,6 +136,46 @@ def log_probabilities_are_of_what_was_sampled(config: MasterConfig) -> Iterator[
             "policy.generation.vllm_cfg.logprobs_mode is raw_logprobs, of before temperature and filters, but "
             f"policy.generation samples with {', '.join(changed)} and training scores what was sampled; set it to "
             "processed_logprobs"
+        )
+
+
+_ROUTES, _MASKS = "policy.router_replay.enabled", "policy.sampling_mask_replay"
+
+
+@rule
+def decisions_of_generation_can_be_replayed(config: RootConfig) -> Iterator[Problem]:
+    generation = config.policy.generation
+    replayed = [
+        key
+        for key, asked in (
+            (_ROUTES, config.policy.router_replay.enabled),
+            (_MASKS, config.policy.sampling_mask_replay),
+        )
+        if asked
+    ]
+    for key in replayed:
+        if isinstance(config, SFTMasterConfig):
+            yield f"{key} is true, but supervised finetuning generates nothing that could be replayed; set it to false"
+        elif generation.vllm_cfg.pipeline_parallel_size > 1:
+            size = generation.vllm_cfg.pipeline_parallel_size
+            why = f"policy.generation.vllm_cfg.pipeline_parallel_size is {size}; set it to 1"
+            yield not_built(key, True, "replay with engines of several pipeline stages", why)
+        elif generation.vllm_kwargs.get("speculative_config"):
+            why = "leave speculative_config out of policy.generation.vllm_kwargs"
+            yield not_built(key, True, "replay with speculative decoding", why)
+
+
+@rule
+def sampling_masks_hold_something(config: MasterConfig) -> Iterator[Problem]:
+    generation = config.policy.generation
+    if not config.policy.sampling_mask_replay:
+        return
+    if generation.bad_words:
+        yield not_built(_MASKS, True, "sampling masks with policy.generation.bad_words", "leave bad_words null")
+    if generation.top_p == 1 and generation.top_k is None:
+        yield (
+            f"{_MASKS} is true, but policy.generation.top_p is 1 and top_k null: every token is drawn from the whole "
+            "vocabulary, and there is no mask to record; set it to false, or set top_p or top_k"
         )
 
 

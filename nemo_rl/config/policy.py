@@ -241,7 +241,11 @@ class RewardModelConfig(Section):
 class RouterReplayConfig(Section):
     """`policy.router_replay`."""
 
-    enabled: bool = Field(False, description="Replay the generation's expert routing in training.")
+    enabled: bool = Field(
+        False,
+        description="Record which experts generation chose for every token, and choose the same ones when the policy "
+        "scores and trains it; the reference chooses for itself.",
+    )
 
 
 class PolicyConfig(Section):
@@ -313,8 +317,11 @@ class PolicyConfig(Section):
     is_vlm: Annotated[bool, NotYet("vision-language and audio models")] = Field(
         False, description="The model reads images."
     )
-    router_replay: Annotated[RouterReplayConfig, NotYet("router replay")] = Field(
-        RouterReplayConfig(), description="Replay of expert routing."
+    router_replay: RouterReplayConfig = Field(RouterReplayConfig(), description="Replay of expert routing (R3).")
+    sampling_mask_replay: bool = Field(
+        False,
+        description="Record which tokens top_p and top_k left to draw from at every position, and normalise the "
+        "policy's probabilities over the same ones, rather than over those that its own logits would leave.",
     )
     pretrained_checkpoint: Annotated[dict[str, Any] | None, NotYet("Megatron checkpoints as a start")] = Field(
         None, description="Megatron weights to start from."

@@ -68,7 +68,10 @@ SCHEMA: dict[str, FieldSchema] = {
         FieldSchema("sample_mask", Axis.ROW, consumers=_ALL),
         FieldSchema("unwhitened_advantages", Axis.TOKEN, "float32", producer="advantages"),
         FieldSchema("teacher_logprobs", Axis.TOKEN, "float32", producer="teacher"),
-        FieldSchema("routed_experts", Axis.TOKEN, consumers=frozenset()),
+        FieldSchema("routed_experts", Axis.TOKEN),
+        FieldSchema("routed_experts_valid", Axis.TOKEN, "bool"),
+        FieldSchema("sampling_mask_counts", Axis.TOKEN, "int32"),
+        FieldSchema("sampling_mask_ids", Axis.OBJECT),
         FieldSchema("row_advantages", Axis.ROW, "float32", producer="driver"),
         FieldSchema("rewards", Axis.ROW, "float32", producer="driver"),
         FieldSchema("positive_nll_scale", Axis.ROW, producer="driver"),
@@ -91,6 +94,16 @@ SCHEMA: dict[str, FieldSchema] = {
     )
 }
 
+ROUTE_FIELDS = ("routed_experts", "routed_experts_valid")
+"""`[B, S, L, K]`, uint8 up to 256 experts, else int16: which experts generation chose for each token, in each layer
+that has experts, in the model's order; and `[B, S]`, whether that is known. It is not for padding, for a row's last
+token and for observations after it, which no engine has computed; the routes are 0 there.
+"""
+SAMPLING_MASK_FIELDS = ("sampling_mask_counts", "sampling_mask_ids")
+"""`[B, S]`: of how many tokens each sampled token was drawn; 0 where that was the whole vocabulary, and where nothing
+was sampled. And for each row an int32 tensor of their ids, in the order of its positions, ascending in each.
+"""
+
 TOKEN_ALIGNED_FIELDS = frozenset(name for name, field in SCHEMA.items() if field.axis is Axis.TOKEN)
 
 
@@ -107,6 +120,15 @@ def model_inputs(names: Iterable[str]) -> list[str]:
 def columns_of_others(names: Iterable[str]) -> list[str]:
     """The columns that training passes through: inputs of the model, and columns that are not in the registry."""
     return [name for name in names if name not in SCHEMA or Consumer.MODEL in SCHEMA[name].consumers]
+
+
+def replayed_fields(names: Iterable[str], *, reference: bool = False) -> list[str]:
+    """Those of the columns that say what generation decided, for a forward pass that is to decide the same.
+    `reference`: whether it is the reference's alone, which chooses experts for itself.
+    """
+    fields = SAMPLING_MASK_FIELDS if reference else ROUTE_FIELDS + SAMPLING_MASK_FIELDS
+    present = set(names)
+    return [name for name in fields if name in present]
 
 
 DP_TRAIN_FIELDS = default_fields(Consumer.TRAIN)

@@ -147,7 +147,7 @@ def test_check_says_what_runs_what_waits_and_what_is_refused(
 ) -> None:
     monkeypatch.delenv("RECIPE_DATA", raising=False)
     runs = recipe(tmp_path, "a_runs.yaml", "data: {train: {data_path: '${oc.env:RECIPE_DATA}/rows.jsonl'}}")
-    waits = recipe(tmp_path, "b_waits.yaml", "policy: {router_replay: {enabled: true}, is_vlm: true}")
+    waits = recipe(tmp_path, "b_waits.yaml", "policy: {reward_model_cfg: {enabled: true}, is_vlm: true}")
     refused = recipe(tmp_path, "c_refused.yaml", "grpo: {sed: 4}\npolicy: {is_vlm: true}")
     assert main(["check", str(runs)]) == 0
     out = capsys.readouterr().out
@@ -155,7 +155,7 @@ def test_check_says_what_runs_what_waits_and_what_is_refused(
     assert main(["check", str(runs), str(waits)]) == 1
     assert main(["check", str(tmp_path)]) == 2
     out = capsys.readouterr().out
-    assert "policy.router_replay.enabled: true is not built yet: router replay" in out
+    assert "policy.reward_model_cfg.enabled: true is not built yet: reward models" in out
     assert "grpo.sed: unknown key. Did you mean 'seed'?" in out
     assert main(["check", "--quiet", str(tmp_path)]) == 2
     counts, header, *table = [line for line in capsys.readouterr().out.splitlines() if line]

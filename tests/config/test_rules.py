@@ -35,7 +35,6 @@ def test_the_defaults_and_the_exemplar_are_accepted_and_equal() -> None:
 
 NOT_BUILT = [
     "policy.generation.backend=sglang",
-    "policy.router_replay.enabled=true",
     "policy.draft.enabled=true",
     "policy.generation.vllm_cfg.precision=fp8",
     "policy.generation.vllm_cfg.kv_cache_dtype=fp8",
@@ -77,6 +76,7 @@ def test_a_start_that_is_not_built_is_refused_whether_or_not_checkpoints_are_wri
 
 
 ACCEPTED = [
+    ["policy.router_replay.enabled=true", "policy.sampling_mask_replay=true", "policy.generation.top_p=0.8"],
     [
         "grpo.num_generations_per_prompt=1",
         "policy.train_global_batch_size=32",
@@ -169,6 +169,23 @@ def test_what_can_be_honoured_is_accepted(overrides: list[str]) -> None:
 
 
 BROKEN = [
+    (["policy.sampling_mask_replay=true"], "policy.generation.top_p is 1 and top_k null"),
+    (
+        ["policy.sampling_mask_replay=true", "policy.generation.top_k=8", "policy.generation.bad_words=[x]"],
+        "sampling masks with policy.generation.bad_words",
+    ),
+    (
+        [
+            "policy.router_replay.enabled=true",
+            "policy.generation.vllm_cfg.pipeline_parallel_size=2",
+            "cluster.gpus_per_node=2",
+        ],
+        "replay with engines of several pipeline stages",
+    ),
+    (
+        ["policy.router_replay.enabled=true", "+policy.generation.vllm_kwargs.speculative_config={model: ngram}"],
+        "replay with speculative decoding",
+    ),
     (["grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=32"], "every advantage would be 0"),
     (
         [

@@ -26,7 +26,7 @@ from nemo_rl.algorithms.grpo.advantages import (
 )
 from nemo_rl.algorithms.grpo.rewards import COMPONENT_PREFIX, process_rewards
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
-from nemo_rl.data_plane.schema import columns_of_others
+from nemo_rl.data_plane.schema import columns_of_others, replayed_fields
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.store import ExperienceStore, StageOutput, TokenStage
 from nemo_rl.loss.clipped_pg import positive_nll_scale
@@ -305,7 +305,8 @@ def columns_to_train(
     experience: Experience, store: ExperienceStore, cfg: GRPOConfig, loss_cfg: ClippedPGLossConfig
 ) -> BatchHandle:
     """Selects the columns that training reads, and custom columns that no stage knows."""
-    columns = [*train_columns(cfg, loss_cfg), *columns_of_others(store.columns(experience.handle))]
+    present = store.columns(experience.handle)
+    columns = [*train_columns(cfg, loss_cfg), *replayed_fields(present), *columns_of_others(present)]
     return store.select_columns(experience.handle, columns)
 
 

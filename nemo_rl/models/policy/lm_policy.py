@@ -17,6 +17,7 @@ import torch
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.placement import parallel_sizes, training_backend
 from nemo_rl.config.profiling import POLICY_WORKERS, Profile
+from nemo_rl.data_plane.schema import replayed_fields
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
@@ -178,7 +179,9 @@ class Policy(PolicyWeights, PolicyInterface):
     def _score(self, method: str, data: BatchHandle, timer: Timer | None, **common: Any) -> BatchedDataDict:
         batch = _in_process(data)
         refuse_model_inputs(batch)
-        columns = BatchedDataDict({key: batch[key] for key in ("input_ids", "input_lengths", *tags_of(batch))})
+        replayed = replayed_fields(batch, reference=method == "get_reference_policy_logprobs")
+        scored = ("input_ids", "input_lengths", *replayed, *tags_of(batch))
+        columns = BatchedDataDict({key: batch[key] for key in scored})
         with timed(timer, f"{method}/shard_data"):
             shards, order = self.shard(columns, None, training=False)
         with timed(timer, submit_label(method)):

@@ -103,6 +103,23 @@ def number_of_experts(config: PretrainedConfig) -> int:
     return 0
 
 
+def check_replay(config: PretrainedConfig, cfg: PolicyConfig) -> None:
+    """Whether the model has routes that could be replayed, if they are to be. Raises UnsupportedModelError: it has no
+    experts.
+    """
+    if cfg.router_replay.enabled and not number_of_experts(text_config(config)):
+        raise UnsupportedModelError(
+            f"policy.router_replay.enabled=true, but policy.model_name={cfg.model_name} (a "
+            f"{getattr(config, 'model_type', 'model of unknown type')} model) has no experts, so generation chooses "
+            "none; set it to false"
+        )
+
+
+def text_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The part of a model's configuration that describes its decoder."""
+    return getattr(config, "text_config", None) or config
+
+
 def check_experts(config: PretrainedConfig, cfg: DTensorConfig) -> None:
     """Whether the model's experts can be shared out as configured. `config`: the model's Hugging Face configuration.
     `cfg`: `policy.dtensor_cfg`. Raises UnsupportedModelError: it has none, or they do not divide.

@@ -13,7 +13,7 @@ from nemo_rl.config import DataPlaneConfig, PolicyConfig
 from nemo_rl.data_plane.column_io import read_columns, write_columns
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.meta import KVBatchMeta
-from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS, pad_values
+from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS, pad_values, replayed_fields
 from nemo_rl.data_plane.sharding import shard_meta_for_dp
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
@@ -129,7 +129,8 @@ class TQPolicy(Policy):
     ) -> StoredColumns:
         refuse_model_inputs(meta.fields or ())
         present = set(meta.fields or LP_SEED_FIELDS)
-        seed = meta.only_fields([name for name in LP_SEED_FIELDS if name in present])
+        replayed = replayed_fields(present, reference="logprobs" not in columns)
+        seed = meta.only_fields([*(name for name in LP_SEED_FIELDS if name in present), *replayed])
         with timed(timer, f"{method}/shard_meta"):
             shards = self._shard_meta(seed, None, training=False)
         with timed(timer, submit_label(method)):
