@@ -70,6 +70,21 @@ def shared_prompts_are_possible(config: RootConfig) -> Iterator[Problem]:
         yield not_built(key, True, "shared prompts with Megatron-Core", "leave it null")
     elif policy.dtensor_cfg.context_parallel_size > 1:
         yield not_built(key, True, "shared prompts with context parallelism", "leave it null")
+    elif policy.router_replay.enabled:
+        why = "shared prompts with policy.router_replay.enabled: samples of a prompt were routed one by one"
+        yield not_built(key, True, why, "leave it null")
+
+
+@rule
+def replayed_routers_are_not_fused_or_compiled(config: RootConfig) -> Iterator[Problem]:
+    policy, replay = config.policy, "with policy.router_replay.enabled"
+    if not policy.router_replay.enabled:
+        return
+    if policy.megatron_cfg.enabled and policy.megatron_cfg.model_overrides.get("moe_router_fusion"):
+        key = "policy.megatron_cfg.model_overrides.moe_router_fusion"
+        yield not_built(key, True, f"fused routers {replay}", "leave it out")
+    if policy.dtensor_cfg.enabled and policy.dtensor_cfg.torch_compile:
+        yield not_built("policy.dtensor_cfg.torch_compile", True, f"compiled layers {replay}", "leave it null")
 
 
 @rule

@@ -82,6 +82,7 @@ class ClippedPGLossFn:
             "policy_kl_error",
             "js_divergence_error",
             "approx_entropy",
+            "sampling_mask_share",
         )
         sequence_masked = self.truncation is not None and self.truncation.kind == "seq-mask-tis"
         self.metric_normalizations: Mapping[str, MetricNormalizer] = {
@@ -112,9 +113,9 @@ class ClippedPGLossFn:
                 function of that name).
             global_valid_seqs: sequences of the global batch; 1 for plain sums.
             global_valid_toks: trained tokens of the global batch; 1 for plain sums.
-            next_token_logprobs: c [B, T], after the sampling filters (top-k, top-p), if any.
+            next_token_logprobs: c [B, T], after the sampling filters (top-k, top-p), or over what was recorded of them.
             next_token_logprobs_unfiltered: c before the sampling filters, which the KL is taken of; None where nothing
-                is filtered.
+                is filtered, and over recorded sets, which the reference is taken over too.
 
         Returns the loss, and the metrics named in the class's tables.
         """
@@ -139,6 +140,7 @@ class ClippedPGLossFn:
             + self.cfg.positive_example_nll_weight * positive_nll
         )
         metrics: LossMetrics = {
+            **_mask_metrics(data, tokens.mask_BT, global_valid_toks),
             "loss": loss.detach(),
             "kl_penalty": kl_penalty.detach(),
             "positive_nll_loss": positive_nll.detach(),
@@ -393,6 +395,13 @@ def agreement_metrics(
         "js_divergence_error": mean(jensen_shannon(previous_BT, generation_BT)),
         "approx_entropy": -mean(bounded_exp(current_BT - generation_BT) * current_BT),
     }
+
+
+def _mask_metrics(data: Mapping[str, torch.Tensor], mask_BT: torch.Tensor, global_valid_toks: Count) -> LossMetrics:
+    if "sampling_mask_counts" not in data:
+        return {}
+    recorded_BT = (data["sampling_mask_counts"][:, 1:] > 0).to(mask_BT.dtype)
+    return {"sampling_mask_share": masked_mean(recorded_BT, mask_BT, global_normalization_factor=global_valid_toks)}
 
 
 @torch.no_grad()

@@ -174,6 +174,11 @@ class DTensorBackend(Backend):
     def start_step(self) -> None:
         self.discard_gradients()
         self.scorer.synchronize_gradients(not self._defers)
+        if self.scorer.replay is not None:
+            self.scorer.replay.start_counting()
+
+    def replay_shares(self) -> dict[str, float]:
+        return {} if self.scorer.replay is None else self.scorer.replay.shares(self.device)
 
     def forward_backward(
         self, microbatches: Sequence[Mapping[str, torch.Tensor]], loss_fn: LossFunction, *, idle: int

@@ -27,6 +27,7 @@ from nemo_rl.models.dtensor.parallelize import (
     apply_fsdp,
     apply_tensor_parallel,
 )
+from nemo_rl.models.dtensor.router_replay import attach_router_replay
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 from nemo_rl.models.policy import attention
 from nemo_rl.models.policy.model_config import (
@@ -89,13 +90,14 @@ def load_scorer(cfg: PolicyConfig, mesh: ParallelMesh, *, weights_path: str | No
     apply_tensor_parallel(model, mesh, cfg.dtensor_cfg)
     if mesh.ep_mesh is not None:
         apply_expert_parallel(model, mesh.ep_mesh)
+    replay = attach_router_replay(model, mesh.device) if cfg.router_replay.enabled else None
     if cfg.dtensor_cfg.activation_checkpointing:
         apply_activation_checkpointing(model, keep_routing=cfg.dtensor_cfg.moe_parallelizer.ignore_router_for_ac)
-    if _compiles(cfg.dtensor_cfg, mesh):
+    if replay is None and _compiles(cfg.dtensor_cfg, mesh):
         apply_compile(model)
     head = cfg.dtensor_cfg.moe_parallelizer.lm_head_precision
     head_dtype = compute_dtype(head) if head is not None else None
-    scorer = CausalLMScorer(model, mesh, cfg.logprob_chunk_size, head_dtype=head_dtype)
+    scorer = CausalLMScorer(model, mesh, cfg.logprob_chunk_size, head_dtype=head_dtype, replay=replay)
     apply_fsdp(scorer, model, mesh, cfg.dtensor_cfg, dtype=compute_dtype(cfg.precision))
     _materialise(scorer, mesh, offloaded=cfg.dtensor_cfg.cpu_offload)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)

@@ -19,6 +19,7 @@ from nemo_rl.models.dtensor.mesh import ParallelMesh
 from nemo_rl.models.dtensor.parallelize import local_tensor
 from nemo_rl.models.policy.logits import LogitTransform
 from nemo_rl.models.policy.packed import PackedBatch
+from nemo_rl.models.policy.router_replay import RouterReplay
 from nemo_rl.models.policy.row_slice import Projection, RowSlice, score_row
 from nemo_rl.models.policy.scoring import TokenScores
 
@@ -27,8 +28,12 @@ if TYPE_CHECKING:
 
 
 class CausalLMScorer(nn.Module):
-    """Wraps a Hugging Face causal language model, which may be sharded by tensor parallelism. `chunk`: tokens whose
-    logits exist at a time; None chooses. `head_dtype`: precision of the output projection; None takes the model's.
+    """Wraps a Hugging Face causal language model, which may be sharded by tensor parallelism.
+
+    Args:
+        chunk: Tokens whose logits exist at a time; None chooses.
+        head_dtype: Precision of the output projection; None takes the model's.
+        replay: The model's routers, if recorded routes are replayed.
     """
 
     def __init__(
@@ -38,6 +43,7 @@ class CausalLMScorer(nn.Module):
         chunk: int | None,
         *,
         head_dtype: torch.dtype | None = None,
+        replay: RouterReplay | None = None,
     ) -> None:
         super().__init__()
         self.lm = model
@@ -45,6 +51,7 @@ class CausalLMScorer(nn.Module):
         self._cut = RowSlice(mesh.cp_group, mesh.cp_rank, mesh.sizes.cp)
         self._chunk = chunk
         self._head_dtype = head_dtype
+        self.replay = replay
 
     def row_multiple(self) -> int:
         """A row's length must be a multiple of this."""
@@ -85,6 +92,10 @@ class CausalLMScorer(nn.Module):
         self, batch: PackedBatch, transform: LogitTransform, *, logits: bool = False
     ) -> TokenScores | torch.Tensor:
         """Scores of the row's targets, or with `logits` the transformed logits [T, V] themselves."""
+        if self.replay is not None:
+            self.replay.check(batch.routes)
+            routes = None if batch.routes is None else batch.routes.part(self._cut.mine(batch))
+            self.replay.aim(routes, counts=self.training and torch.is_grad_enabled())
         hidden_TD = self._hidden(batch)
         head = self.lm.get_output_embeddings()
         weight_WD = local_tensor(head.weight)

@@ -17,6 +17,7 @@ from torch import nn
 from nemo_rl.models.megatron import cpu
 from nemo_rl.models.megatron.groups import MegatronGroups
 from nemo_rl.models.megatron.model import BuiltModel
+from nemo_rl.models.megatron.router_replay import MegatronReplay
 from nemo_rl.models.policy.logits import LogitTransform
 from nemo_rl.models.policy.packed import PackedBatch, idle_microbatch, pack
 from nemo_rl.models.policy.row_slice import Projection, RowSlice, score_row
@@ -31,11 +32,23 @@ class PipelineStageError(RuntimeError):
 
 
 class Pipeline:
-    """Passes of one rank. `chunk_size`: tokens whose logits exist at once; None for all. `row_round`: packed rows are
-    padded to a multiple of this too.
+    """Passes of one rank.
+
+    Args:
+        chunk_size: Tokens whose logits exist at once; None for all.
+        row_round: Packed rows are padded to a multiple of this too.
+        replay: The model's routers, if recorded routes are replayed.
     """
 
-    def __init__(self, model: BuiltModel, groups: MegatronGroups, chunk_size: int | None, row_round: int = 1) -> None:
+    def __init__(
+        self,
+        model: BuiltModel,
+        groups: MegatronGroups,
+        chunk_size: int | None,
+        row_round: int = 1,
+        replay: MegatronReplay | None = None,
+    ) -> None:
+        self._replay = replay
         self.chunks: list[nn.Module] = model.chunks
         self._model, self._groups, self._chunk_size = model, groups, chunk_size
         sizes = groups.sizes
@@ -71,6 +84,8 @@ class Pipeline:
         idle += -(len(microbatches) + idle) % self._groups.sizes.pp if virtual else 0
         rows: list[Mapping[str, torch.Tensor] | None] = [*microbatches, *([None] * idle)]
 
+        if self._replay is not None:
+            self._replay.replay.clear()
         failures: list[Exception] = []
 
         def guarded(data: Mapping[str, torch.Tensor], batch: PackedBatch, output: Any) -> tuple[torch.Tensor, Any]:
@@ -83,9 +98,11 @@ class Pipeline:
                 failures.append(error)
                 return _nothing(output), None
 
-        def forward(batches: Iterator[Mapping[str, torch.Tensor] | None], chunk: object) -> Any:
+        def forward(batches: Iterator[Mapping[str, torch.Tensor] | None], chunk: nn.Module) -> Any:
             data = next(batches)
             batch = self._packed(data, trained_only=trained_only and data is not None)
+            if self._replay is not None:
+                self._replay.aim(chunk, batch, self._cut, backward=backward)
             output = self._through(chunk, batch)
             return output, partial(self._end, data, batch, guarded, transform, logits, chunk)
 

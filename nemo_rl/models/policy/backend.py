@@ -81,6 +81,12 @@ class Backend(StepBackend, Protocol):
         """Which implementation of the layers runs, for the log and the run record."""
         ...
 
+    def replay_shares(self) -> dict[str, float]:
+        """Shares of router decisions that this step replayed (`RouterReplay.shares`); nothing where routes are not
+        replayed. Collective.
+        """
+        ...
+
     # -- passes without gradients -------------------------------------------------------------------------------------
 
     def evaluate(

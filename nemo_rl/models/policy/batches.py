@@ -11,13 +11,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nemo_rl.config import PolicyConfig
-from nemo_rl.data_plane.schema import PROMPT, PROMPT_TOKENS, TAG, model_inputs
+from nemo_rl.data_plane.schema import PROMPT, PROMPT_TOKENS, ROUTE_FIELDS, SAMPLING_MASK_FIELDS, TAG, model_inputs
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_rl.distributed.shared_prefixes import SharedPrefixes
+
+RECORDED = (*ROUTE_FIELDS, *SAMPLING_MASK_FIELDS)
+"""Columns of what generation decided."""
 
 
 class UnsupportedColumnsError(ValueError):
     """A batch has columns that the policy's backend cannot take."""
+
+
+class NothingRecordedError(ValueError):
+    """A batch lacks what the configuration says to replay."""
 
 
 def refuse_model_inputs(columns: Iterable[str]) -> None:
@@ -36,6 +43,9 @@ def shares_prompts(config: PolicyConfig, *, cuda: bool) -> bool:
     """
     packing = config.sequence_packing
     if not packing.enabled or config.megatron_cfg.enabled or config.dtensor_cfg.context_parallel_size > 1:
+        return False
+    if config.router_replay.enabled:
+        # Samples of a prompt were routed one by one, and each of its tokens would have to be computed for each.
         return False
     return cuda if packing.share_prompts is None else packing.share_prompts
 
@@ -143,12 +153,36 @@ def shard_chunk(
     ]
 
 
-def microbatches(data: BatchedDataDict, config: PolicyConfig, size: int) -> list[BatchedDataDict]:
-    """One rank's rows as the microbatches that they were planned as, or in parts of `size` rows, the last one short."""
+def microbatches(
+    data: BatchedDataDict, config: PolicyConfig, size: int, *, replayed: Sequence[str] = RECORDED
+) -> list[BatchedDataDict]:
+    """One rank's rows as the microbatches that they were planned as, or in parts of `size` rows, the last one short.
+    `replayed`: columns of `RECORDED` that the pass replays where the configuration says so; they are left out
+    otherwise. Raises NothingRecordedError: the batch has none.
+    """
     if not data.size:
         return []
+    off = () if config.router_replay.enabled else ROUTE_FIELDS
+    off += () if config.sampling_mask_replay else SAMPLING_MASK_FIELDS
+    wanted = [name for name in replayed if name not in off]
+    if missing := [name for name in wanted if name not in data]:
+        key = "router_replay.enabled" if missing[0] in ROUTE_FIELDS else "sampling_mask_replay"
+        raise NothingRecordedError(
+            f"policy.{key}=true, but the batch has no column {missing[0]}: the engine recorded nothing"
+        )
     if config.dynamic_batching.enabled:
-        return list(data.make_microbatch_iterator_with_dynamic_shapes())
-    if config.sequence_packing.enabled:
-        return list(data.make_microbatch_iterator_for_packable_sequences())
-    return [data.slice(start, min(start + size, data.size)) for start in range(0, data.size, size)]
+        parts = list(data.make_microbatch_iterator_with_dynamic_shapes())
+    elif config.sequence_packing.enabled:
+        parts = list(data.make_microbatch_iterator_for_packable_sequences())
+    else:
+        parts = [data.slice(start, min(start + size, data.size)) for start in range(0, data.size, size)]
+    return [_without(part, [name for name in RECORDED if name not in wanted]) for part in parts]
+
+
+def without_routes(part: BatchedDataDict) -> BatchedDataDict:
+    """A microbatch that is routed naturally."""
+    return _without(part, ROUTE_FIELDS)
+
+
+def _without(part: BatchedDataDict, names: Sequence[str]) -> BatchedDataDict:
+    return BatchedDataDict({name: column for name, column in part.items() if name not in names})

@@ -19,6 +19,8 @@ from nemo_rl.config import SequencePackingConfig
 from nemo_rl.distributed.devices import to_device
 from nemo_rl.loss.interfaces import LossFunction, LossInputType
 from nemo_rl.models.policy.attention import SharedKeys
+from nemo_rl.models.policy.router_replay import EXPERTS, Routes, packed_routes
+from nemo_rl.models.policy.sampling_mask import COUNTS, KeptTokens, packed_masks
 from nemo_rl.models.policy.scoring import TokenScores
 from nemo_rl.models.policy.shared_prompts import Run, lay_out, shared_runs
 from nemo_rl.models.policy.train_step import MicrobatchResult, non_finite_rows
@@ -47,6 +49,8 @@ class PackedBatch:
     wanted_W: torch.Tensor | None = None
     place_N: torch.Tensor | None = None
     keys: SharedKeys | None = None  # what segments see besides themselves, where sequences share a prefix
+    routes: Routes | None = None  # recorded router decisions of each token
+    kept: KeptTokens | None = None  # recorded sets that each target was drawn from
 
     def unpack(self, values_T: torch.Tensor) -> torch.Tensor:
         """Differentiable scatter of per-token values [T, ...] to [B, S, ...], zero on padding."""
@@ -78,12 +82,14 @@ def pack(
         multiple: The row is padded to a multiple of this by a separate segment.
         trained_only: Score only positions whose next token `token_mask [B, S]` and `sample_mask [B]` keep: the output
             projection then skips prompts.
-        share: Store a common prefix of neighbours once.
+        share: Store a common prefix of neighbours once, as far as what is recorded of its tokens is the same.
+
+    Raises RouterReplayError, SamplingMaskError: recorded routes or sampling masks do not fit the batch.
     """
     ids_BS, lengths_B = data["input_ids"].cpu(), data["input_lengths"].to(torch.long).cpu()
     batch, width = ids_BS.shape
     lengths = lengths_B.tolist()
-    runs = shared_runs(ids_BS, lengths) if share else [Run(row, row + 1, 0) for row in range(batch)]
+    runs = _runs(data, ids_BS, lengths) if share else [Run(row, row + 1, 0) for row in range(batch)]
     row = lay_out(runs, lengths, width)
     shares = any(run.shared for run in runs)
     source_N = (torch.arange(width) < lengths_B[:, None]).reshape(-1).nonzero(as_tuple=True)[0]
@@ -95,6 +101,8 @@ def pack(
     own = [*row.lengths, *([padding] if padding else [])]
     seen = [*row.key_lengths, *([padding] if padding else [])]
     wanted = _trained_positions(data, source_N, row.place_N) if trained_only and "token_mask" in data else None
+    routes = packed_routes(data, row.source_T, padding)
+    kept = packed_masks(data, row.source_T, padding)
     return PackedBatch(
         to_device(torch.cat([ids_BS.reshape(-1)[row.source_T], extra]), device),
         to_device(torch.cat([row.source_T % width, torch.arange(padding)]), device),
@@ -112,7 +120,24 @@ def pack(
         )
         if shares
         else None,
+        None
+        if routes is None
+        else Routes(*(to_device(part, device) for part in (routes.experts_TLK, routes.valid_T, routes.forwarded_T))),
+        None if kept is None else KeptTokens(to_device(kept.counts_T, device), to_device(kept.ids_M, device)),
     )
+
+
+def _runs(data: Mapping[str, torch.Tensor], ids_BS: torch.Tensor, lengths: list[int]) -> list[Run]:
+    """Rows that share a prefix: nothing from the first token on that was recorded to be drawn from a set, since sets
+    differ from sample to sample, and nothing at all with routes, which differ from the first token on.
+    """
+    if EXPERTS in data:
+        return [Run(row, row + 1, 0) for row in range(len(lengths))]
+    if COUNTS not in data:
+        return shared_runs(ids_BS, lengths)
+    drawn_BS = data[COUNTS].cpu() > 0
+    first_B = torch.where(drawn_BS.any(dim=1), drawn_BS.int().argmax(dim=1), ids_BS.shape[1])
+    return shared_runs(ids_BS, torch.minimum(torch.tensor(lengths), first_B).tolist())
 
 
 def _borders(lengths: list[int]) -> torch.Tensor:
@@ -163,6 +188,8 @@ def microbatch_loss(
         loss, metrics = loss_fn(on_device, 1.0, 1.0, logits=logits_BSV)
     else:
         logprobs_BT = batch.unpack(output.logprobs_T)[:, :-1]
+        # Over recorded sets no token is ruled out, and every estimate is of the same distribution.
+        filters = filters and batch.kept is None
         unfiltered_BT = batch.unpack(output.unfiltered_T)[:, :-1] if filters else None
         bad_rows_B = non_finite_rows(logprobs_BT, on_device)
         loss, metrics = loss_fn(

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from nemo_rl.models.policy.attention import Segments
 from nemo_rl.models.policy.logits import LogitTransform
 from nemo_rl.models.policy.packed import PackedBatch
+from nemo_rl.models.policy.sampling_mask import SamplingMaskError
 from nemo_rl.models.policy.scoring import (
     TokenScores,
     copy_to_ranks,
@@ -88,13 +89,17 @@ def score_row(
         logits: Whether whole logits are wanted.
     """
     if logits:
+        if batch.kept is not None:
+            raise SamplingMaskError("sampling masks apply to log-probabilities; a loss of whole logits takes none")
         raw_TV = gather_logits(
             local_logits(copy_to_ranks(hidden_TD, head.group), head.weight_WD, head.bias_W), head.group
         )
         return cut.whole(transform.model_logits(raw_TV))
     target_T, wanted = batch.target_ids_T[cut.mine(batch)], cut.wanted(batch)
+    kept = None if batch.kept is None else batch.kept.at(cut.mine(batch))
     if wanted is not None:
         hidden_TD, target_T = hidden_TD[wanted], target_T[wanted]
+        kept = None if kept is None else kept.at(wanted)
     scores = score_tokens(
         hidden_TD,
         head.weight_WD,
@@ -103,9 +108,10 @@ def score_row(
         transform,
         chunk=head.chunk,
         group=head.group,
+        kept=kept,
     )
     logprobs_T = cut.whole(_placed(scores.logprobs_T, wanted, batch, cut))
-    if not transform.filters:
+    if scores.unfiltered_T is scores.logprobs_T:
         return TokenScores(logprobs_T, logprobs_T)
     return TokenScores(logprobs_T, cut.whole(_placed(scores.unfiltered_T, wanted, batch, cut)))
 

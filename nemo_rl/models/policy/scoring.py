@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from nemo_rl.models.policy.logits import LogitTransform, filter_logits
+from nemo_rl.models.policy.sampling_mask import KeptTokens
 
 _AUTOMATIC_CHUNK_BYTES = 256 << 20
 _FUSED_CHUNK_BYTES = 2 << 30
@@ -117,8 +118,14 @@ def _score_chunk(
     target_C: torch.Tensor,
     transform: LogitTransform,
     group: dist.ProcessGroup | None,
+    kept: KeptTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     logits_CW = transform.model_logits(local_logits(hidden_CD, weight_WD, bias_W))
+    if kept is not None:
+        width = logits_CW.shape[-1]
+        first = 0 if group is None else width * dist.get_rank(group)
+        kept_C = _pick(logits_CW.masked_fill(kept.excluded(first, width), float("-inf")), target_C, group)
+        return kept_C, kept_C
     unfiltered_C = _pick(logits_CW, target_C, group)
     if not transform.filters:
         return unfiltered_C, unfiltered_C
@@ -135,6 +142,7 @@ def score_tokens(
     *,
     chunk: int | None = None,
     group: dist.ProcessGroup | None = None,
+    kept: KeptTokens | None = None,
 ) -> TokenScores:
     """Log-probability of `target_T` after each token.
 
@@ -145,15 +153,16 @@ def score_tokens(
         transform: Temperature, filters and the model's own logit scaling.
         chunk: Tokens at a time; None chooses so that a chunk's logits stay under 256 MiB, or 2 GiB on one GPU.
         group: Ranks that share the vocabulary, or None.
+        kept: Recorded sets over which each softmax runs, instead of what the filters would keep; None without.
     """
-    if hidden_TD.is_cuda and group is None and not transform.filters:
+    if hidden_TD.is_cuda and group is None and not transform.filters and kept is None:
         logprobs_T = fused_logprobs(hidden_TD, weight_WD, bias_W, target_T, transform, chunk=chunk)
         return TokenScores(logprobs_T, logprobs_T)
     hidden_TD = copy_to_ranks(hidden_TD, group)
     tokens = hidden_TD.shape[0]
     size = chunk or max(1, _AUTOMATIC_CHUNK_BYTES // (4 * weight_WD.shape[0]))
     if tokens <= size:
-        return TokenScores(*_score_chunk(hidden_TD, weight_WD, bias_W, target_T, transform, group))
+        return TokenScores(*_score_chunk(hidden_TD, weight_WD, bias_W, target_T, transform, group, kept))
     filtered: list[torch.Tensor] = []
     unfiltered: list[torch.Tensor] = []
     for start in range(0, tokens, size):
@@ -164,6 +173,7 @@ def score_tokens(
             target_T[start : start + size],
             transform,
             group,
+            None if kept is None else kept.at(slice(start, start + size)),
         )
         one, other = (
             checkpoint(_score_chunk, *arguments, use_reentrant=False)
@@ -173,7 +183,7 @@ def score_tokens(
         filtered.append(one)
         unfiltered.append(other)
     logprobs_T = torch.cat(filtered)
-    return TokenScores(logprobs_T, torch.cat(unfiltered) if transform.filters else logprobs_T)
+    return TokenScores(logprobs_T, torch.cat(unfiltered) if transform.filters and kept is None else logprobs_T)
 
 
 # -- on one GPU -------------------------------------------------------------------------------------------------------

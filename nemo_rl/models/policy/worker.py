@@ -16,6 +16,7 @@ import torch
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.placement import parallel_sizes
+from nemo_rl.data_plane.schema import SAMPLING_MASK_FIELDS
 from nemo_rl.data_plane.worker_mixin import TQWorkerMixin
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_rl.distributed.devices import (
@@ -32,7 +33,7 @@ from nemo_rl.distributed.nsight import capture
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.loss.normalization import count_valid, normalize_metrics
 from nemo_rl.models.policy.backend import BackendOptions, backend_spec
-from nemo_rl.models.policy.batches import microbatches
+from nemo_rl.models.policy.batches import RECORDED, microbatches, without_routes
 from nemo_rl.models.policy.model_config import compute_dtype
 from nemo_rl.models.policy.train_step import StepResult, TrainStep, TrainStepStateError, total_work
 from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture, Work
@@ -117,28 +118,34 @@ class PolicyWorker(TQWorkerMixin):
 
     # -- scoring ------------------------------------------------------------------------------------------------------
 
-    def _cut(self, data: BatchedDataDict, size: int) -> tuple[list[BatchedDataDict], int]:
+    def _cut(
+        self, data: BatchedDataDict, size: int, *, replayed: Sequence[str] = RECORDED
+    ) -> tuple[list[BatchedDataDict], int]:
         """The microbatches of these rows, and how many more another rank has."""
         self.backend.rebuild_communicators()
-        parts = microbatches(data, self.cfg, size)
+        parts = microbatches(data, self.cfg, size, replayed=replayed)
         return parts, self.backend.max_over_data(len(parts)) - len(parts)
 
     def _score(
         self, data: BatchedDataDict, micro_batch_size: int | None, *, policy: bool = False, reference: bool = False
     ) -> BatchedDataDict:
         """Log-probabilities under the current weights, the initial ones, or both, of the same microbatches."""
-        parts, idle = self._cut(data, micro_batch_size or self.cfg.logprob_batch_size)
+        parts, idle = self._cut(
+            data, micro_batch_size or self.cfg.logprob_batch_size, replayed=RECORDED if policy else SAMPLING_MASK_FIELDS
+        )
         width = data["input_ids"].shape[1]
 
-        def rows(*, filtered: bool) -> torch.Tensor:
+        def rows(parts: list[BatchedDataDict], *, filtered: bool) -> torch.Tensor:
             scored = self.backend.logprobs(parts, filtered=filtered, idle=idle)
             padded = [torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in scored]
             return torch.cat([torch.zeros((0, width)), *padded])
 
-        scores: dict[str, torch.Tensor] = {"logprobs": rows(filtered=True)} if policy else {}
+        scores: dict[str, torch.Tensor] = {"logprobs": rows(parts, filtered=True)} if policy else {}
         if reference:
+            # The reference's own routes: recorded ones are those of another model.
+            natural = [without_routes(part) for part in parts]
             with self.backend.reference_weights():
-                scores["reference_logprobs"] = rows(filtered=False)
+                scores["reference_logprobs"] = rows(natural, filtered=False)
         return BatchedDataDict(scores)
 
     def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
@@ -161,7 +168,7 @@ class PolicyWorker(TQWorkerMixin):
 
     def get_topk_logits(self, data: BatchedDataDict, k: int, micro_batch_size: int | None = None) -> BatchedDataDict:
         """`topk_logits` and `topk_indices`, [B, S, k]."""
-        batches, idle = self._cut(data, micro_batch_size or self.cfg.logprob_batch_size)
+        batches, idle = self._cut(data, micro_batch_size or self.cfg.logprob_batch_size, replayed=())
         width = data["input_ids"].shape[1]
         parts = self.backend.topk_logits(batches, k, idle=idle)
         values, indices = (
@@ -192,7 +199,7 @@ class PolicyWorker(TQWorkerMixin):
             results.append(self.step.finish(self.cfg.max_grad_norm))
         if any(result.stepped for result in results) and not eval_mode:
             self.backend.step_schedule()
-        return self._report(results, rates)
+        return self._report(results, rates, {} if eval_mode else self.backend.replay_shares())
 
     def begin_train_step(self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None) -> None:
         """Opens a step. `gbs` is part of NeMo-RL's call; the step is as large as the chunks that arrive."""
@@ -212,7 +219,7 @@ class PolicyWorker(TQWorkerMixin):
             self.backend.step_schedule()
         if self.backend.rank == 0:
             logger.info("step=finished chunks=%d grad_norm=%.6g", result.chunks, result.grad_norm)
-        return self._report([result], rates)
+        return self._report([result], rates, self.backend.replay_shares())
 
     def abort_train_step(self) -> None:
         """Closes an open step without stepping."""
@@ -235,13 +242,16 @@ class PolicyWorker(TQWorkerMixin):
         )
         return StepResult(float(loss), 0.0, metrics, *counts, work=total_work(evaluated))
 
-    def _report(self, results: Sequence[StepResult], rates: dict[str, float]) -> dict[str, object]:
+    def _report(
+        self, results: Sequence[StepResult], rates: dict[str, float], shares: dict[str, float]
+    ) -> dict[str, object]:
         metrics: dict[str, list[float]] = {}
         for result in results:
             for name, values in result.metrics.items():
                 metrics.setdefault(name, []).extend(values)
         metrics["global_valid_seqs"] = [result.valid_seqs for result in results]
         metrics["global_valid_toks"] = [result.valid_toks for result in results]
+        metrics |= {name: [value] for name, value in shares.items()}
         return {
             "loss": [result.loss for result in results],
             "grad_norm": results[-1].grad_norm if results else 0.0,

@@ -1,0 +1,211 @@
+"""Replay of the generating engine's router decisions in the training engine (https://arxiv.org/abs/2510.11370).
+
+Only the choice of experts is replayed: gate weights come from the live scores, so that the router's gradients flow.
+A token without a recorded choice, padding and idle passes are routed naturally. Invariant: a layer that is recomputed
+in the backward pass takes the choices of its own microbatch, whatever passes lie between.
+
+Shapes: B rows, S tokens of a padded row, T tokens of a packed row or of this rank's slice, L layers with experts in
+model order, K experts of a token.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from nemo_rl.data_plane.schema import ROUTE_FIELDS
+
+EXPERTS, VALID = ROUTE_FIELDS
+VALIDATE = "NRL_ROUTER_REPLAY_VALIDATE"
+
+
+class RouterReplayError(ValueError):
+    """Recorded routes do not fit the model or the batch."""
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Recorded routes of a packed row or a slice of it."""
+
+    experts_TLK: torch.Tensor
+    valid_T: torch.Tensor  # whether a token's routes are replayed
+    forwarded_T: torch.Tensor  # tokens that an engine forwards: all but padding and the last of each sequence
+
+    def part(self, places: slice) -> Routes:
+        """Routes of a slice of the row."""
+        return Routes(self.experts_TLK[places], self.valid_T[places], self.forwarded_T[places])
+
+
+def packed_routes(data: Mapping[str, torch.Tensor], source_T: torch.Tensor, padding: int) -> Routes | None:
+    """Routes of a packed row on the host; None for a batch without.
+
+    Args:
+        source_T: Flat index into the padded [B, S] batch of the token at each place.
+        padding: Places after them that hold none.
+
+    Raises RouterReplayError: one of the two columns is missing, or their shapes differ from the batch's.
+    """
+    if EXPERTS not in data and VALID not in data:
+        return None
+    if EXPERTS not in data or VALID not in data:
+        raise RouterReplayError(f"a batch with routes needs both columns {EXPERTS} and {VALID}; it has {sorted(data)}")
+    experts_BSLK, valid_BS = data[EXPERTS].cpu(), data[VALID].cpu().bool()
+    shape = tuple(data["input_ids"].shape)
+    if experts_BSLK.dim() != 4 or tuple(experts_BSLK.shape[:2]) != shape or tuple(valid_BS.shape) != shape:
+        raise RouterReplayError(
+            f"{EXPERTS} {list(experts_BSLK.shape)} and {VALID} {list(valid_BS.shape)}: expected [B, S, L, K] and "
+            f"[B, S] with [B, S] = {list(shape)}"
+        )
+    last_B = data["input_lengths"].cpu().long() - 1
+    forwarded_BS = torch.arange(shape[1]) < last_B[:, None]
+    valid_BS = valid_BS & forwarded_BS
+    experts_TLK = experts_BSLK.reshape(-1, *experts_BSLK.shape[2:])[source_T]
+    valid_T, forwarded_T = valid_BS.reshape(-1)[source_T], forwarded_BS.reshape(-1)[source_T]
+    if padding:
+        experts_TLK = torch.cat([experts_TLK, experts_TLK.new_zeros(padding, *experts_TLK.shape[1:])])
+        none = torch.zeros(padding, dtype=torch.bool)
+        valid_T, forwarded_T = torch.cat([valid_T, none]), torch.cat([forwarded_T, none])
+    return Routes(experts_TLK, valid_T, forwarded_T)
+
+
+def check_routes(routes: Routes, layers: int, experts: int, experts_per_token: int) -> None:
+    """Whether a row's routes fit a model. Raises RouterReplayError: another number of layers or of experts per token,
+    an expert that does not exist, or one twice for a token.
+    """
+    got = tuple(routes.experts_TLK.shape[1:])
+    if got != (layers, experts_per_token):
+        raise RouterReplayError(
+            f"{EXPERTS} has {got[0]} layers and {got[1]} experts per token; the model has {layers} layers with experts "
+            f"and {experts_per_token} experts per token: routes and policy are of different models"
+        )
+    valid = routes.experts_TLK[routes.valid_T].long()
+    if not valid.numel():
+        return
+    if int(valid.min()) < 0 or int(valid.max()) >= experts:
+        wrong = int(valid.max()) if int(valid.max()) >= experts else int(valid.min())
+        raise RouterReplayError(f"{EXPERTS} has expert {wrong}; the model's layers have experts 0 to {experts - 1}")
+    ordered = valid.sort(dim=-1).values
+    if bool((ordered[..., 1:] == ordered[..., :-1]).any()):
+        raise RouterReplayError(f"{EXPERTS} names an expert twice for one token and layer")
+
+
+class RouterTarget:
+    """What one router replays. `layer`: its number among the layers with experts. `recomputes`: whether a pass without
+    gradients may be one whose layer is run again in the backward pass.
+    """
+
+    def __init__(self, layer: int, device: torch.device) -> None:
+        self.layer = layer
+        # Choices that natural routing would have made otherwise, choices replayed, and choices of forwarded tokens.
+        self.counts = torch.zeros(3, dtype=torch.float64, device=device)
+        self._routes: Routes | None = None
+        self._recomputes = self._counted = False
+        self._waiting: deque[Routes | None] = deque()
+
+    def aim(self, routes: Routes | None, *, recomputes: bool, counts: bool) -> None:
+        """Sets the routes of the next pass."""
+        self._routes, self._recomputes, self._counted = routes, recomputes, not counts
+
+    def clear(self) -> None:
+        """Forgets the routes of earlier passes, finished or not."""
+        self._routes = None
+        self._waiting.clear()
+
+    def choose(self, natural_TK: torch.Tensor) -> torch.Tensor:
+        """Experts of each token: recorded where they are, else those of natural routing."""
+        again = torch.is_grad_enabled() and bool(self._waiting)
+        routes = self._waiting.popleft() if again else self._routes
+        if self._recomputes and not torch.is_grad_enabled():
+            self._waiting.append(routes)
+        if routes is None:
+            return natural_TK
+        recorded_TK = routes.experts_TLK[:, self.layer].to(natural_TK.dtype)
+        if recorded_TK.shape != natural_TK.shape:
+            raise RouterReplayError(
+                f"layer {self.layer}: routes {list(recorded_TK.shape)} for router decisions {list(natural_TK.shape)}"
+            )
+        if not again and not self._counted:
+            self._counted = True
+            self._count(routes, recorded_TK, natural_TK)
+        return torch.where(routes.valid_T[:, None], recorded_TK, natural_TK)
+
+    def _count(self, routes: Routes, recorded_TK: torch.Tensor, natural_TK: torch.Tensor) -> None:
+        same_T = (recorded_TK[:, :, None] == natural_TK[:, None, :]).any(dim=-1).all(dim=-1)
+        changed = routes.valid_T & ~same_T
+        self.counts += torch.stack([changed.sum(), routes.valid_T.sum(), routes.forwarded_T.sum()])
+
+
+class RouterReplay:
+    """The routers of this rank's part of a model.
+
+    Args:
+        targets: They, in the order of layers.
+        layers: Layers with experts of the whole model.
+        experts: Experts of a layer.
+        experts_per_token: Experts that a token is routed to.
+    """
+
+    def __init__(self, targets: Sequence[RouterTarget], layers: int, experts: int, experts_per_token: int) -> None:
+        self.targets = list(targets)
+        self._sizes = (layers, experts, experts_per_token)
+        self._checked = False
+
+    def check(self, routes: Routes | None) -> None:
+        """Checks a row's routes on the host: shapes always, values of the first row, and of all rows with
+        `NRL_ROUTER_REPLAY_VALIDATE=1`. Raises RouterReplayError.
+        """
+        if routes is None:
+            return
+        values = not self._checked or os.environ.get(VALIDATE, "0") not in ("", "0")
+        none_T = torch.zeros_like(routes.valid_T)
+        check_routes(routes if values else Routes(routes.experts_TLK, none_T, none_T), *self._sizes)
+        self._checked = self._checked or bool(routes.valid_T.any())
+
+    def aim(
+        self,
+        routes: Routes | None,
+        *,
+        recomputes: bool = False,
+        counts: bool = False,
+        targets: Sequence[RouterTarget] | None = None,
+    ) -> None:
+        """Sets this rank's routes of the next pass.
+
+        Args:
+            recomputes: Whether layers run without gradients now and again in the backward pass.
+            counts: Whether the decisions of this pass are counted.
+            targets: The routers that the pass goes through; None for all.
+        """
+        for target in self.targets if targets is None else targets:
+            target.aim(routes, recomputes=recomputes, counts=counts)
+
+    def clear(self) -> None:
+        """Forgets the routes of earlier passes."""
+        for target in self.targets:
+            target.clear()
+
+    def start_counting(self) -> None:
+        """Starts a step's counts at zero."""
+        for target in self.targets:
+            target.counts.zero_()
+
+    def shares(self, device: torch.device) -> dict[str, float]:
+        """`router_replay_share`, the share of router decisions of forwarded tokens that were replayed, and
+        `router_replay_changed`, the share of those that natural routing would have made otherwise. Collective over all
+        ranks of the policy.
+        """
+        total = torch.zeros(3, dtype=torch.float64, device=device)
+        for target in self.targets:
+            total += target.counts
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        changed, replayed, forwarded = total.tolist()
+        return {
+            "router_replay_share": replayed / max(forwarded, 1.0),
+            "router_replay_changed": changed / max(replayed, 1.0),
+        }

@@ -1,0 +1,112 @@
+"""What the ranks of the replay tests run: steps of a tiny mixture of experts on recorded routes and sampling masks.
+
+The engine is transformers' own model, whose routers are told which experts to take, or which are perturbed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.loss import ClippedPGLossFn
+from tests.models.policy_ranks import ROWS, WIDTH, full_gradients, make_worker, run_config, shard_of, training_batch
+
+REPLAY = "policy.router_replay.enabled=true"
+SHARES = ("router_replay_share", "router_replay_changed")
+
+
+@contextmanager
+def told_routers(model: torch.nn.Module, routes_BSLK: torch.Tensor | None, seen: list[torch.Tensor]) -> Iterator[None]:
+    """The model's routers take the routes where they are not None, and put what they took into `seen`, layer by
+    layer.
+    """
+    routers = [module for module in model.modules() if isinstance(module, Qwen3MoeTopKRouter)]
+
+    def forward(router: Any, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = hidden.reshape(-1, hidden.shape[-1]) @ router.weight.t()
+        scores = logits.softmax(-1)
+        index = scores.topk(router.top_k).indices if routes_BSLK is None else routes_BSLK[:, :, layer].flatten(0, 1)
+        seen.append(index)
+        weights = scores.gather(1, index)
+        return logits, weights / weights.sum(-1, keepdim=True), index
+
+    for layer, router in enumerate(routers):
+        router.__dict__["forward"] = lambda hidden, router=router, layer=layer: forward(router, layer, hidden)
+    try:
+        yield
+    finally:
+        for router in routers:
+            del router.__dict__["forward"]
+
+
+@torch.no_grad()
+def engine(
+    model: str, data: BatchedDataDict[Any], routes_BSLK: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities [B, S] of the batch's tokens and routes [B, S, L, K] of an engine with these weights."""
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    seen: list[torch.Tensor] = []
+    with told_routers(lm, routes_BSLK, seen):
+        mask = torch.arange(WIDTH) < data["input_lengths"][:, None]
+        logits = lm(input_ids=data["input_ids"], attention_mask=mask.long()).logits.float().log_softmax(-1)
+    own = torch.zeros(ROWS, WIDTH)
+    own[:, 1:] = logits[:, :-1].gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
+    return own, torch.stack(seen, dim=1).view(ROWS, WIDTH, len(seen), -1)
+
+
+def recorded_batch(model: str, *, noise: float) -> BatchedDataDict[Any]:
+    """`training_batch` as an engine made it that routes at random at `noise` of its decisions, with its routes."""
+    data = training_batch()
+    _, natural = engine(model, data, None)
+    draw = torch.Generator().manual_seed(1)
+    experts = 4
+    random = torch.rand((*natural.shape[:3], experts), generator=draw).topk(natural.shape[-1]).indices
+    routes = torch.where(torch.rand(natural.shape[:3], generator=draw)[..., None] < noise, random, natural)
+    logprobs, _ = engine(model, data, routes)
+    valid = torch.arange(WIDTH) < data["input_lengths"][:, None] - 1
+    data["routed_experts"] = routes.to(torch.uint8) * valid[:, :, None, None]
+    data["routed_experts_valid"] = valid
+    data["generation_logprobs"] = logprobs * data["token_mask"]
+    return data
+
+
+def replayed_step(model: str, world: int, overrides: list[str], data: BatchedDataDict[Any]) -> dict[str, Any]:
+    """Log-probabilities, and a step on them in chunks and as one."""
+    config = run_config(model, world, *overrides)
+    worker = make_worker(config)
+    loss_fn: Any = ClippedPGLossFn(config.loss_fn)
+    mine = shard_of(worker, data)
+    mine["prev_logprobs"] = worker.get_logprobs(mine)["logprobs"] * mine["token_mask"]
+    worker.begin_train_step(loss_fn)
+    if config.policy.sequence_packing.enabled:
+        worker.train_microbatches(mine)
+    else:
+        for start in range(0, mine.size, 2):
+            worker.train_microbatches(mine.slice(start, start + 2))
+    worker.backend.gradient_norm()
+    gradient = full_gradients(worker)
+    worker.abort_train_step()
+    answer = worker.train(mine, loss_fn, eval_mode=False, gbs=ROWS, mbs=config.policy.train_micro_batch_size)
+    sums = torch.tensor([sum(answer["all_mb_metrics"]["token_mult_prob_error"])], dtype=torch.float64)
+    shares = {name: answer["all_mb_metrics"].get(name, [None])[0] for name in SHARES}
+    return {
+        "gradient": gradient.numpy(),
+        "logprobs": mine["prev_logprobs"].numpy(),
+        "loss": answer["loss"][0],
+        "grad_norm": answer["grad_norm"],
+        "error": float(worker.backend.sum_over_data(sums)),
+        **shares,
+    }
+
+
+def replayed_steps(
+    model: str, world: int, cases: dict[str, tuple[list[str], str]], batches: dict[str, BatchedDataDict[Any]]
+) -> dict[str, dict[str, Any]]:
+    """`replayed_step` of every case, with the batch it names."""
+    return {name: replayed_step(model, world, overrides, batches[batch]) for name, (overrides, batch) in cases.items()}
