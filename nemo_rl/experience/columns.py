@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from nemo_rl.data.interfaces import LLMMessageLogType
@@ -19,6 +20,8 @@ from nemo_rl.data.llm_message_utils import batched_message_log_to_flat_message
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import expected_of
 from nemo_rl.experience.rollouts import Trajectory
+from nemo_rl.models.generation.decisions import route_dtype
+from nemo_rl.models.generation.recording import RecordedDecisionsError, Recording
 
 if TYPE_CHECKING:
     from nemo_rl.models.policy.interfaces import BatchHandle
@@ -56,6 +59,7 @@ def rollout_columns(
     multiple: int = 1,
     token_versions: bool = False,
     conversations: bool = False,
+    recording: Recording | None = None,
 ) -> RolloutColumns:
     """Columns of a finished batch.
 
@@ -64,6 +68,8 @@ def rollout_columns(
         multiple: The width is rounded up to a multiple of this.
         token_versions: Whether to add `token_versions` [B, S], the weight version of each trained token (-1 elsewhere).
         conversations: Whether to add `conversation`, each sample's messages and expected answer as JSON.
+        recording: Which of `routed_experts`, `routed_experts_valid`, `sampling_mask_counts` and `sampling_mask_ids` to
+            add; none of them by default.
     """
     logs = [_training_messages(trajectory, token_versions) for trajectory in trajectories]
     flat, lengths_B = batched_message_log_to_flat_message(
@@ -83,6 +89,8 @@ def rollout_columns(
             conversation_text(trajectory.message_log, known)
             for trajectory, known in zip(trajectories, batch["extra_env_info"], strict=True)
         ]
+    if recording is not None:
+        tokens.update(decision_columns(trajectories, tokens["token_mask"], recording))
     names = sorted({name for trajectory in trajectories for name in trajectory.components})
     rows = BatchedDataDict(
         total_reward=torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
@@ -105,6 +113,41 @@ def rollout_columns(
         },
     )
     return RolloutColumns(tokens, rows)
+
+
+def decision_columns(
+    trajectories: Sequence[Trajectory], token_mask_BS: torch.Tensor, recording: Recording
+) -> dict[str, Any]:
+    """What generation decided, beside the token columns; see `ROUTE_FIELDS` and `SAMPLING_MASK_FIELDS`.
+
+    Raises RecordedDecisionsError: routes are not those of as many layers and experts as the model has.
+    """
+    columns: dict[str, Any] = {}
+    size, width = token_mask_BS.shape
+    if recording.layers:
+        shape = (len(recording.layers), recording.per_token)
+        dtype = torch.from_numpy(np.zeros(0, route_dtype(recording.experts))).dtype
+        experts = torch.zeros((size, width, *shape), dtype=dtype)
+        valid = torch.zeros((size, width), dtype=torch.bool)
+        for row, trajectory in enumerate(trajectories):
+            routes = trajectory.routes.since(0)
+            if routes is None:
+                continue
+            if routes.experts.shape[1:] != shape:
+                raise RecordedDecisionsError(
+                    f"row {row}: the engine returned routes of {routes.experts.shape[1]} layers x "
+                    f"{routes.experts.shape[2]} experts per token, and policy.model_name has {shape[0]} layers with "
+                    f"experts, of which a token takes {shape[1]}"
+                )
+            experts[row, : routes.end] = torch.from_numpy(routes.experts)
+            valid[row, : routes.end] = torch.from_numpy(routes.valid)
+        columns |= {"routed_experts": experts, "routed_experts_valid": valid}
+    if recording.masks:
+        counts = torch.zeros((size, width), dtype=torch.int32)
+        counts[token_mask_BS != 0] = torch.from_numpy(np.concatenate([t.masks.counts for t in trajectories]))
+        ids = [torch.from_numpy(trajectory.masks.ids.copy()) for trajectory in trajectories]
+        columns |= {"sampling_mask_counts": counts, "sampling_mask_ids": ids}
+    return columns
 
 
 def conversation_text(message_log: LLMMessageLogType, metadata: object) -> str:

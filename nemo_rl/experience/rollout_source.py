@@ -14,9 +14,17 @@ from typing import Any, Protocol
 import torch
 
 from nemo_rl.config.errors import UserError
+from nemo_rl.data_plane.schema import replayed_fields
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import RolloutColumns, in_process, rollout_columns
 from nemo_rl.experience.rollouts import RolloutPlan, RolloutRunner, Trajectory, rollout_metrics
+from nemo_rl.models.generation.recording import (
+    Recording,
+    check_columns,
+    columns_of,
+    decision_metrics,
+    validates_every_batch,
+)
 from nemo_rl.utils.record import Entry
 
 
@@ -51,13 +59,24 @@ class LiveRollouts:
         pad_token_id: Padding of `input_ids`.
         multiple: Widths are rounded up to a multiple of this.
         conversations: Whether columns hold each sample's messages and expected answer, to be shown.
+        recording: What columns hold of generation's decisions; nothing by default.
     """
 
-    def __init__(self, runner: RolloutRunner, *, pad_token_id: int, multiple: int, conversations: bool = False) -> None:
+    def __init__(
+        self,
+        runner: RolloutRunner,
+        *,
+        pad_token_id: int,
+        multiple: int,
+        conversations: bool = False,
+        recording: Recording | None = None,
+    ) -> None:
         self._runner = runner
         self._pad_token_id = pad_token_id
         self._multiple = multiple
         self._conversations = conversations
+        self._recording = recording
+        self._checked = False
 
     def roll_out(self, batch: BatchedDataDict, plan: RolloutPlan, attempt: int) -> Rollout:
         return self._finished(batch, self._runner.run(batch, plan), plan)
@@ -81,8 +100,16 @@ class LiveRollouts:
             multiple=self._multiple,
             token_versions=token_versions,
             conversations=self._conversations,
+            recording=self._recording,
         )
-        return Rollout(columns, rollout_metrics(trajectories, plan.limits.max_turns))
+        metrics = rollout_metrics(trajectories, plan.limits.max_turns)
+        if self._recording is not None:
+            tokens = in_process(columns.tokens)
+            if not self._checked or validates_every_batch():
+                check_columns(tokens, self._recording, f"rollouts of step {plan.step + 1}")
+                self._checked = True
+            metrics |= decision_metrics(tokens)
+        return Rollout(columns, metrics)
 
 
 class RecordedRollouts:
@@ -108,10 +135,13 @@ class RecordedRollouts:
 
 
 class ReplayedRollouts:
-    """Reads what `RecordedRollouts` wrote."""
+    """Reads what `RecordedRollouts` wrote. `recording`: what the columns must hold of generation's decisions; others
+    are left out.
+    """
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, recording: Recording | None = None) -> None:
         self._directory = Path(directory)
+        self._recording = recording
         if not any(self._directory.glob("rollout_step*.pt")):
             raise RecordingError(
                 f"grpo.rollout_replay={directory}: there is no rollout_step*.pt; record a run with "
@@ -119,17 +149,26 @@ class ReplayedRollouts:
             )
 
     def roll_out(self, batch: BatchedDataDict, plan: RolloutPlan, attempt: int) -> Rollout:
-        """See `RolloutSource`. Raises RecordingError: the step was not recorded, or for another number of samples."""
+        """See `RolloutSource`. Raises RecordingError: the step was not recorded, or for another number of samples;
+        RecordedDecisionsError: generation's decisions were not recorded, or are of another model.
+        """
         path = _file(self._directory, plan.step, attempt)
         if not path.exists():
             raise RecordingError(f"{path} does not exist: the recording ends before step {plan.step + 1}")
         plain = torch.load(path, weights_only=True)
-        columns = RolloutColumns(BatchedDataDict(plain["tokens"]), BatchedDataDict(plain["rows"]))
+        tokens: BatchedDataDict = BatchedDataDict(plain["tokens"])
+        columns = RolloutColumns(tokens, BatchedDataDict(plain["rows"]))
         if columns.tokens.size != batch.size:
             raise RecordingError(
                 f"{path} holds {columns.tokens.size} samples, this run needs {batch.size}; batch sizes must "
                 "equal the recorded run's"
             )
+        replayed = columns_of(self._recording)
+        for name in replayed_fields(tokens):
+            if name not in replayed:
+                del tokens[name]
+        if self._recording is not None:
+            check_columns(tokens, self._recording, f"grpo.rollout_replay: {path}")
         return Rollout(columns, plain["metrics"])
 
 

@@ -20,6 +20,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentFailure
 from nemo_rl.experience.environment_batcher import EnvironmentBatcher, EnvironmentHandle
 from nemo_rl.lazy import names_of
+from nemo_rl.models.generation.decisions import NO_MASKS, RouteRecord, SamplingMasks
 from nemo_rl.models.generation.interfaces import (
     GenerationError,
     GenerationRequest,
@@ -73,6 +74,7 @@ class RolloutPlan:
     sampling: GenerationSamplingParams
     limits: RolloutLimits
     stop_strings: tuple[str, ...] = ()  # end every response, besides what prompts and environments ask for
+    records: bool = False  # whether generation records which experts and filters it drew tokens with
 
 
 @dataclass
@@ -90,6 +92,8 @@ class Trajectory:
     spans: list[VersionSpan] = field(default_factory=list)  # weight versions, over the tokens of all responses
     metadata: Any = None
     answer: str | None = None  # the last answer that the environment read; None without one
+    routes: RouteRecord = field(default_factory=RouteRecord)  # experts of all messages' tokens, where recorded
+    masks: SamplingMasks = NO_MASKS  # what tokens of all responses were drawn from, where recorded
 
 
 class RolloutRunner:
@@ -170,6 +174,8 @@ class RolloutRunner:
                 request_seed(plan.run_seed, plan.step, prompt, sample, turn),
                 stops,
                 f"{plan.step}-{prompt}-{sample}",
+                # A later prefill computes what was unknown: the last token of a response, and observations.
+                trajectory.routes.known_until() if plan.records else None,
             )
             async with _within(plan.limits.generation_s, f"generation of {request.request_id}", GenerationError):
                 result = await self._generation.generate_one(request)
@@ -215,6 +221,10 @@ class RolloutRunner:
             VersionSpan(span.version, start + span.start, start + span.end, span.mixed_kv) for span in result.spans
         ]
         trajectory.generated.append(len(result.token_ids))
+        if result.routes is not None:
+            trajectory.routes.add(result.routes)
+        if result.masks is not None:
+            trajectory.masks = trajectory.masks.then(result.masks)
         trajectory.truncated = trajectory.truncated or result.truncated
 
     def _append_observation(

@@ -50,6 +50,7 @@ from nemo_rl.experience.store import InProcessStore
 from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.generation.interfaces import request_timeout_s
+from nemo_rl.models.generation.recording import Recording, recording_of
 from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.models.generation.vllm.engine_actors import EngineActors, start_engine_actors
 from nemo_rl.models.policy.lm_policy import Policy
@@ -379,7 +380,13 @@ def _sources(
     actors: Actors,
     record: Record,
 ) -> tuple[RolloutSource, RolloutSource | None]:
-    def live(env_of_task: dict[str, str], trained: Record | None = None, *, shown: bool = False) -> LiveRollouts:
+    def live(
+        env_of_task: dict[str, str],
+        trained: Record | None = None,
+        *,
+        shown: bool = False,
+        recording: Recording | None = None,
+    ) -> LiveRollouts:
         environments = {
             task: EnvironmentHandle.of(name, actors[name], config.env) for task, name in env_of_task.items()
         }
@@ -391,6 +398,7 @@ def _sources(
             pad_token_id=tokenizer.pad_token_id,
             multiple=config.policy.make_sequence_length_divisible_by,
             conversations=shown,
+            recording=recording,
         )
 
     validation = (
@@ -399,8 +407,8 @@ def _sources(
         else None
     )
     if config.grpo.rollout_replay is not None:
-        return ReplayedRollouts(config.grpo.rollout_replay), validation
-    training: RolloutSource = live(datasets.env_of_task, record)
+        return ReplayedRollouts(config.grpo.rollout_replay, recording_of(config.policy)), validation
+    training: RolloutSource = live(datasets.env_of_task, record, recording=recording_of(config.policy))
     if config.grpo.rollout_record is not None:
         training = RecordedRollouts(training, config.grpo.rollout_record)
     return training, validation

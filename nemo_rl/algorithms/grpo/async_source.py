@@ -20,6 +20,7 @@ from nemo_rl.algorithms.grpo.experience_source import WholeSteps
 from nemo_rl.algorithms.grpo.stages import Experience, apply_staleness_policy
 from nemo_rl.algorithms.run_checkpoint import dataset_names
 from nemo_rl.data.loader import HasState
+from nemo_rl.data_plane.schema import ROUTE_FIELDS, SAMPLING_MASK_FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.collector import CollectorParts
 from nemo_rl.experience.columns import RolloutColumns, joined_rows
@@ -233,11 +234,13 @@ def restore_collector(run: GRPORun, collector: TrajectoryCollector) -> None:
 
 
 def batch_shape(run: GRPORun) -> list[Any]:
-    """The settings that determine the drawn batches."""
-    cfg = run.config.grpo
+    """The settings that determine the drawn batches and their columns."""
+    cfg, policy = run.config.grpo, run.config.policy
     return [
         int(cfg.num_prompts_per_step * cfg.batch_multiplier),
         cfg.num_generations_per_prompt,
         cfg.seed,
         *dataset_names(run.config),
+        *(ROUTE_FIELDS if policy.router_replay.enabled else ()),
+        *(SAMPLING_MASK_FIELDS if policy.sampling_mask_replay else ()),
     ]

@@ -24,6 +24,7 @@ from nemo_rl.experience.columns import joined_rows
 from nemo_rl.experience.prompts import EpochPrompts
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, number_samples
 from nemo_rl.models.generation.interfaces import VALIDATION_STEP_OFFSET, GenerationSamplingParams
+from nemo_rl.models.generation.recording import replays
 from nemo_rl.utils.record_events import GroupAdmitted, GroupCommitted, GroupDropped
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,7 @@ def training_plan(run: GRPORun, step: int | None = None) -> RolloutPlan:
         sampling,
         _limits(run),
         tuple(generation.stop_strings or ()),
+        replays(run.config.policy),
     )
 
 

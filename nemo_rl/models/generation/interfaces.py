@@ -19,6 +19,7 @@ import torch
 from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.lazy import names_of
+from nemo_rl.models.generation.decisions import SamplingMasks, TokenRoutes
 
 FinishReason = Literal["stop", "length", "abort", "no_room"]
 
@@ -61,6 +62,7 @@ class GenerationRequest:
     seed: int | None = None  # seed of this request's draws; None leaves it to the engine
     stop_strings: tuple[str, ...] = ()  # end the response when one appears; it is kept in the response
     sample_id: str = ""  # whose turn this is, for the run record; the request itself by default
+    record_from: int | None = None  # first position whose routes are wanted; None if no decision is to be recorded
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ class GenerationResult:
     finish_reason: FinishReason  # `stop`, `length` (limit reached), `abort`, or `no_room` (the prompt left no room)
     spans: tuple[VersionSpan, ...] = ()  # which weights produced which tokens
     shard: int = 0  # data-parallel shard that served it
+    routes: TokenRoutes | None = None  # experts of prompt and response from the request's `record_from` on
+    masks: SamplingMasks | None = None  # what each response token was drawn from
 
     @property
     def truncated(self) -> bool:
@@ -96,7 +100,15 @@ class GenerationResult:
         if count >= len(self.token_ids):
             return self
         spans = tuple(replace(span, end=min(span.end, count)) for span in self.spans if span.start < count)
-        return replace(self, token_ids=self.token_ids[:count], logprobs=self.logprobs[:count], spans=spans)
+        dropped = len(self.token_ids) - count
+        return replace(
+            self,
+            token_ids=self.token_ids[:count],
+            logprobs=self.logprobs[:count],
+            spans=spans,
+            routes=self.routes.until(self.routes.end - dropped) if self.routes is not None else None,
+            masks=self.masks.first(count) if self.masks is not None else None,
+        )
 
 
 def verify_right_padding(

@@ -1,7 +1,7 @@
 """A request that moves between shards: the tokens it keeps when its shard is taken away, and the rest of its prompt.
 
 Pure: results of pieces in, the next piece out. Invariants: the joined pieces are the response, with each token's
-log-probability and version; no random draw of one piece is repeated in the next.
+log-probability, version, routes and mask; no random draw of one piece is repeated in the next.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from nemo_rl.models.generation.decisions import RouteRecord, SamplingMasks, TokenRoutes
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, VersionSpan
 
 OnPreempt = Literal["continue", "redo_turn"]
@@ -27,6 +28,8 @@ class ResumableRequest:
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._spans: list[VersionSpan] = []
+        self._routes = RouteRecord()
+        self._masks: SamplingMasks | None = None
         self._cuts = 0
 
     @property
@@ -50,6 +53,10 @@ class ResumableRequest:
             prompt_ids=[*request.prompt_ids, *self._token_ids],
             max_new_tokens=request.max_new_tokens - kept,
             seed=request.seed if request.seed is None or not kept else _further_seed(request.seed, kept),
+            # The position that the next token is drawn from counts as that piece computes it.
+            record_from=None
+            if request.record_from is None
+            else min(self._routes.known_until(request.record_from), len(request.prompt_ids) + kept - 1),
         )
 
     def cut(self, piece: GenerationResult | None) -> None:
@@ -73,6 +80,8 @@ class ResumableRequest:
             logprobs=self._logprobs,
             spans=tuple(self._spans),
             finish_reason=reason,
+            routes=self._all_routes(),
+            masks=self._masks,
         )
 
     @property
@@ -83,13 +92,29 @@ class ResumableRequest:
     def as_it_is(self, shard: int) -> GenerationResult:
         """The kept tokens as a response that ended by its length."""
         return GenerationResult(
-            self._request.request_id, self._token_ids, self._logprobs, "length", tuple(self._spans), shard
+            self._request.request_id,
+            self._token_ids,
+            self._logprobs,
+            "length",
+            tuple(self._spans),
+            shard,
+            self._all_routes(),
+            self._masks,
         )
+
+    def _all_routes(self) -> TokenRoutes | None:
+        return self._routes.since(self._request.record_from or 0, len(self._request.prompt_ids) + self.kept)
 
     def _append(self, piece: GenerationResult) -> None:
         start = self.kept
         self._token_ids = [*self._token_ids, *piece.token_ids]
         self._logprobs = [*self._logprobs, *piece.logprobs]
+        if piece.routes is not None:
+            self._routes.add(piece.routes)
+            if piece.token_ids:
+                self._routes.correct(len(self._request.prompt_ids) + start - 1, piece.routes)
+        if piece.masks is not None:
+            self._masks = piece.masks if self._masks is None else self._masks.then(piece.masks)
         for span in piece.spans:
             moved = replace(span, start=span.start + start, end=span.end + start)
             last = self._spans[-1] if self._spans else None

@@ -120,6 +120,24 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
     return getattr(config, "text_config", None) or config
 
 
+def layers_with_experts(config: PretrainedConfig) -> tuple[int, ...]:
+    """The decoder layers, from 0, whose feed-forward is a mixture of experts, by the model's Hugging Face
+    configuration.
+    """
+    config = text_config(config)
+    if not number_of_experts(config):
+        return ()
+    kinds = getattr(config, "mlp_layer_types", None)
+    dense = set(getattr(config, "mlp_only_layers", None) or ())
+    first = getattr(config, "first_k_dense_replace", None) or 0
+    step = getattr(config, "decoder_sparse_step", None) or 1
+    return tuple(
+        layer
+        for layer in range(config.num_hidden_layers)
+        if (kinds[layer] == "sparse" if kinds else layer >= first and layer not in dense and (layer + 1) % step == 0)
+    )
+
+
 def check_experts(config: PretrainedConfig, cfg: DTensorConfig) -> None:
     """Whether the model's experts can be shared out as configured. `config`: the model's Hugging Face configuration.
     `cfg`: `policy.dtensor_cfg`. Raises UnsupportedModelError: it has none, or they do not divide.

@@ -18,6 +18,8 @@ from nemo_rl.config.layers import merge_mappings
 from nemo_rl.config.profiling import ENGINES, Profile
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, cores_per_slot
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from nemo_rl.models.generation.recording import Recording, recording_of
+from nemo_rl.models.generation.vllm.decision_reader import engine_arguments
 
 EXTENSION = "nemo_rl.models.generation.vllm.extension.VllmInternalWorkerExtension"
 _GIB = 1 << 30
@@ -48,6 +50,8 @@ class EngineSpec:
     stats_interval_s: float | None = None  # seconds between readings of the engine's statistics; None reads none
     engines_per_device: int = 1  # engines that share each device; neighbours in the order of shards
     has_neighbours: bool = False
+    recording: Recording | None = None  # what is recorded of its decisions; None if nothing is
+    engine_records_routes: bool = False  # whether vLLM records routes itself, rather than our extension
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def shared_device(self, shard: int) -> str | None:
@@ -70,6 +74,7 @@ def engine_spec(
     cpu_slot_memory_gb: float,
     threads: int,
     slot_bytes: int | None = None,
+    recording: Recording | None = None,
 ) -> EngineSpec:
     """The start parameters of one engine.
 
@@ -81,6 +86,7 @@ def engine_spec(
         cpu_slot_memory_gb: Memory budget of a CPU slot; a quarter of it holds the KV caches of its engines.
         threads: CPU threads of one engine rank.
         slot_bytes: Device memory for the engine beside other jobs; None for `gpu_memory_utilization` of the device.
+        recording: What is recorded of the engine's decisions.
 
     Raises ConfigError: the weights alone do not fit into the slot.
     """
@@ -124,6 +130,8 @@ def engine_spec(
         batched_tokens = max(vllm.max_model_len, 4096)
         kwargs |= {"enforce_eager": True, "enable_chunked_prefill": False, "max_num_batched_tokens": batched_tokens}
         kwargs["kv_cache_memory_bytes"] = int(cpu_slot_memory_gb * (1 << 30) / 4 / vllm.engines_per_gpu)
+    if recording is not None:
+        kwargs |= engine_arguments(recording, by_engine=cuda)
     executor = _executor(vllm, cuda=cuda)
     if executor is not None:
         kwargs["distributed_executor_backend"] = executor
@@ -142,6 +150,8 @@ def engine_spec(
         seeds_requests=not cuda if vllm.request_seeds is None else vllm.request_seeds,
         engines_per_device=vllm.engines_per_gpu,
         has_neighbours=slot_bytes is not None,
+        recording=recording,
+        engine_records_routes=cuda,
     )
 
 
@@ -246,6 +256,7 @@ def start_engine_actors(
         cpu_slot_memory_gb=cluster_cfg.cpu_slot_memory_gb,
         threads=cores_per_slot(cluster.world_size() // cluster.node_count() * vllm.engines_per_gpu),
         slot_bytes=cluster.slot_bytes,
+        recording=recording_of(policy),
     )
     group = RayWorkerGroup(
         cluster,

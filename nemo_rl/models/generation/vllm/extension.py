@@ -19,6 +19,7 @@ from nemo_rl.distributed.devices import device_uuid, free_memory, memory_in_use,
 from nemo_rl.distributed.nsight import capture
 from nemo_rl.models.generation.vllm.engine_processes import end_without_last_collection, follow_owner
 from nemo_rl.models.generation.vllm.receiver_methods import ReceiverMethods
+from nemo_rl.models.generation.vllm.recorder import StepRecorder, Taken
 from nemo_rl.weight_sync.copy_plan import CopyPlans
 from nemo_rl.weight_sync.layout import Window
 from nemo_rl.weight_sync.receiver import LoadTarget, WeightReceiver
@@ -204,6 +205,22 @@ class VllmInternalWorkerExtension(ReceiverMethods):
     def nrl_profile(self, on: bool) -> None:
         """Begins or ends what Nsight Systems records of this worker."""
         capture(on)
+
+    def nrl_record_decisions(self, routes: bool, masks: bool) -> None:
+        """From here on keeps which experts tokens take and of which tokens they are drawn; of the ranks that compute
+        the same, the first keeps them.
+        """
+        if self.rank == 0:
+            self._nrl_recorder = StepRecorder(self.model_runner, routes=routes, masks=masks)
+
+    def nrl_take_decisions(self, ended: list[tuple[str, int, int, int]], forgotten: list[str]) -> list[Taken]:
+        """What was recorded of ended requests (key, first position, tokens of prompt and of response); drops what was
+        recorded of forgotten ones.
+        """
+        if self.rank != 0:
+            return []
+        self._nrl_recorder.forget(forgotten)
+        return [self._nrl_recorder.take(*request) for request in ended]
 
     def nrl_memory_in_use(self) -> int:
         """Bytes in use on this worker's device (resident memory on a CPU slot)."""

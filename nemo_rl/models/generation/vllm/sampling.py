@@ -20,6 +20,7 @@ def sampling_params(
     seeded: bool,
     stop_token_ids: list[int],
     bad_words: list[str] | None,
+    extra_args: dict[str, str] | None = None,
 ) -> SamplingParams:
     """vLLM's parameters.
 
@@ -28,6 +29,7 @@ def sampling_params(
         seeded: Whether it is drawn from the request's own seed, rather than the engine's.
         stop_token_ids: Tokens that end a response.
         bad_words: Strings that are never generated.
+        extra_args: What vLLM keeps with the request and does not read itself.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -47,6 +49,7 @@ def sampling_params(
         stop=list(request.stop_strings) or None,
         include_stop_str_in_output=True,
         bad_words=bad_words,
+        extra_args=extra_args,
         detokenize=bool(request.stop_strings),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )

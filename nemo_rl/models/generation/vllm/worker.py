@@ -22,6 +22,7 @@ from nemo_rl.models.generation.interfaces import (
     StaleVersionError,
 )
 from nemo_rl.models.generation.resumable_request import safe_cut
+from nemo_rl.models.generation.vllm.decision_reader import DecisionReader
 from nemo_rl.models.generation.vllm.device_turns import device_turn
 from nemo_rl.models.generation.vllm.engine_actors import EngineSpec
 from nemo_rl.models.generation.vllm.engine_memory import EngineMemory
@@ -63,6 +64,7 @@ class VllmGenerationWorker:
         self._leaving = False
         self._paused_at: float | None = None
         self._session: dict[str, object] = {}
+        self._decisions: DecisionReader | None = None
         self._memory: EngineMemory
         self._weights_lost = self._receiving = False
 
@@ -101,6 +103,9 @@ class VllmGenerationWorker:
         )
         self._versions = VersionTracker(self._engine)
         await self._versions.publish(0, kv_recomputed=True)
+        if spec.recording is not None:
+            self._decisions = DecisionReader(self._rpc, spec.recording, by_engine=spec.engine_records_routes)
+            await self._decisions.start()
         self._weights_lost = self._spec.engine_kwargs.get("load_format") == "dummy"
         return await self._rpc("nrl_describe")
 
@@ -157,6 +162,8 @@ class VllmGenerationWorker:
         self._tasks.pop(request_id, None)
         self._versions.end(request_id)
         if task.cancelled():
+            if self._decisions is not None:
+                self._decisions.forget(request_id)
             return
         error = task.exception()
         result_buffer.put(task.result() if error is None else failure_of(request_id, error))
@@ -194,6 +201,7 @@ class VllmGenerationWorker:
             seeded=self._spec.seeds_requests,
             stop_token_ids=self._stop_token_ids,
             bad_words=self._bad_words,
+            extra_args=self._decisions.arguments(request) if self._decisions is not None else None,
         )
         async for output in self._engine.generate(prompt, sampling, request.request_id):
             final = output
@@ -215,6 +223,8 @@ class VllmGenerationWorker:
             # Engines differ in which of the two they look at first; a response that has ended was not cut.
             reason = "stop"
         result = GenerationResult(request.request_id, token_ids, logprobs, reason, spans, self._shard)
+        if self._decisions is not None:
+            result = await self._decisions.complete(request, result, completion)
         return result if result.finish_reason != "abort" else self._keepable(request, result)
 
     def _keepable(self, request: GenerationRequest, result: GenerationResult) -> GenerationResult:
