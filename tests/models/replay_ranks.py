@@ -15,6 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.loss import ClippedPGLossFn
+from nemo_rl.models.policy.logits import filter_logits
 from tests.models.policy_ranks import ROWS, WIDTH, full_gradients, make_worker, run_config, shard_of, training_batch
 
 REPLAY = "policy.router_replay.enabled=true"
@@ -110,3 +111,66 @@ def replayed_steps(
 ) -> dict[str, dict[str, Any]]:
     """`replayed_step` of every case, with the batch it names."""
     return {name: replayed_step(model, world, overrides, batches[batch]) for name, (overrides, batch) in cases.items()}
+
+
+def perturbed(model: str, folder: str, scale: float) -> str:
+    """A model directory with noise on every weight: an engine that disagrees with the policy."""
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for weight in lm.parameters():
+            weight.add_(scale * weight.std() * torch.randn_like(weight))
+    lm.save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def kept_by(model: str, input_ids_BS: torch.Tensor, top_p: float) -> torch.Tensor:
+    """[B, S, V] log-probabilities after every position over what an engine with top-p keeps, else minus infinity."""
+    logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(input_ids=input_ids_BS).logits
+    return filter_logits(logits.flatten(0, 1), top_p=top_p, top_k=None).view_as(logits).log_softmax(-1)
+
+
+def masked_batch(engine_model: str, top_p: float) -> BatchedDataDict[Any]:
+    """`training_batch` as an engine would have drawn it with top-p, whose sets hold the drawn tokens."""
+    data = training_batch()
+    ids, trained = data["input_ids"], data["token_mask"].bool()
+    kept = kept_by(engine_model, ids, top_p).isfinite()[:, :-1]
+    kept.scatter_(-1, ids[:, 1:, None], True)
+    # Two tokens of three were drawn from a set, the others from the whole vocabulary.
+    recorded = trained[:, 1:] & (torch.arange(1, WIDTH) % 3 > 0)
+    kept &= recorded[..., None]
+    data["sampling_mask_counts"] = torch.zeros(ROWS, WIDTH, dtype=torch.int32)
+    data["sampling_mask_counts"][:, 1:] = kept.sum(-1)
+    data["sampling_mask_ids"] = [row.nonzero()[:, 1].int() for row in kept]
+    return data
+
+
+def alternatives(engine_model: str, top_p: float) -> BatchedDataDict[Any]:
+    """A context with each token that an engine with top-p may draw after it, one a row, and the set of these; and the
+    engine's log-probabilities of them.
+    """
+    context = torch.randint(0, 256, (1, 7), generator=torch.Generator().manual_seed(3))
+    after = kept_by(engine_model, context, top_p)[0, -1]
+    drawn = after.isfinite().nonzero().flatten()
+    rows, width = len(drawn), context.shape[1] + 1
+    counts = torch.zeros(rows, width, dtype=torch.int32)
+    counts[:, -1] = rows
+    return BatchedDataDict(
+        input_ids=torch.cat([context.expand(rows, -1), drawn[:, None]], dim=1),
+        input_lengths=torch.full((rows,), width),
+        sampling_mask_counts=counts,
+        sampling_mask_ids=[drawn.int() for _ in range(rows)],
+        generation_logprobs=after[drawn],
+    )
+
+
+def scored_alternatives(model: str, world: int, cases: dict[str, list[str]], data: BatchedDataDict[Any]) -> Any:
+    """The policy's log-probability of each row's last token, case by case."""
+    found = {}
+    for name, overrides in cases.items():
+        worker = make_worker(run_config(model, world, "policy.sequence_packing.enabled=false", *overrides))
+        columns = ("input_ids", "input_lengths", "sampling_mask_counts", "sampling_mask_ids")
+        scored = worker.get_logprobs(BatchedDataDict({column: data[column] for column in columns}))
+        found[name] = scored["logprobs"][:, -1].double().numpy()
+    return found

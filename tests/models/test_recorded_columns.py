@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from nemo_rl.config import load_master_config
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.policy.batches import NothingRecordedError, microbatches
+from nemo_rl.models.policy.logits import LogitTransform
 from nemo_rl.models.policy.packed import pack
 from nemo_rl.models.policy.router_replay import RouterReplay, RouterReplayError, RouterTarget, Routes
 from nemo_rl.models.policy.sampling_mask import KeptTokens, SamplingMaskError
+from nemo_rl.models.policy.scoring import score_tokens
 
 CPU = torch.device("cpu")
 CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "grpo_arithmetic_cpu.yaml"
@@ -88,6 +90,28 @@ def test_slices_of_the_vocabulary_exclude_what_the_whole_excludes(
     assert torch.equal(torch.cat([kept.excluded(first, width) for first in range(0, 12, width)], dim=1), whole)
     chosen = sorted(place for place in places if place < len(counts))
     assert torch.equal(kept.at(torch.tensor(chosen, dtype=torch.long)).excluded(0, 12), whole[chosen])
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_the_softmax_runs_over_the_recorded_set(chunk: int | None) -> None:
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(shape, generator=draw).requires_grad_() for shape in ((5, 6), (11, 6)))
+    target = torch.tensor([3, 7, 0, 10, 4])
+    sets = [[3], [1, 7, 9], [], [2, 10], []]
+    kept = KeptTokens(
+        torch.tensor([len(own) for own in sets]), torch.tensor([token for own in sets for token in own]).int()
+    )
+    transform = LogitTransform(temperature=1.3, top_p=0.5)
+    scores = score_tokens(hidden, weight, None, target, transform, chunk=chunk, kept=kept)
+    assert scores.unfiltered_T is scores.logprobs_T
+    got = torch.autograd.grad((scores.logprobs_T * torch.arange(1, 6)).sum(), [hidden, weight])
+    logits = hidden @ weight.t() / 1.3
+    want_T = torch.stack(
+        [row[t] - (row[own] if own else row).logsumexp(-1) for row, t, own in zip(logits, target, sets, strict=True)]
+    )
+    want = torch.autograd.grad((want_T * torch.arange(1, 6)).sum(), [hidden, weight])
+    torch.testing.assert_close(scores.logprobs_T, want_T)
+    torch.testing.assert_close(list(got), list(want))
 
 
 @pytest.mark.parametrize(
