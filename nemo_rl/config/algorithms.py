@@ -214,6 +214,20 @@ class RewardPenaltiesConfig(Section):
     )
 
 
+class TeacherKLConfig(Section):
+    """The part of `loss_fn.*` that says how a policy is compared with a teacher."""
+
+    kl_type: Literal["forward", "reverse", "mixed"] = Field(
+        "mixed", description="Divergence from the teacher: KL(teacher || policy), KL(policy || teacher), or both."
+    )
+    mixed_kl_weight: float = Field(0.5, ge=0, le=1, description="mixed: weight of the forward divergence.")
+    zero_outside_topk: bool = Field(
+        False,
+        description="Take the policy's probabilities over the whole vocabulary, and the teacher's outside its top k as "
+        "0 (log-probability -100); false re-normalises both over the top k.",
+    )
+
+
 class ClippedPGLossConfig(Section):
     """`loss_fn.*`."""
 

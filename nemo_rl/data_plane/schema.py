@@ -14,6 +14,8 @@ TAG = "tag/"
 """Begins the name of a column of a batch in this process that is a tag of its rows: for whoever decides about them, not
 for workers.
 """
+TOPK_IDS, TOPK_LOGPROBS = "teacher_topk_ids", "teacher_topk_logprobs"
+"""Columns [S, k] of a teacher: its k most likely tokens after each token, and their log-probabilities."""
 PROMPT, PROMPT_TOKENS = "prompt", "prompt_tokens"
 """Tags of rows: the number of their prompt, which the samples of a group have in common, and its tokens."""
 
@@ -72,6 +74,8 @@ SCHEMA: dict[str, FieldSchema] = {
         FieldSchema("routed_experts_valid", Axis.TOKEN, "bool"),
         FieldSchema("sampling_mask_counts", Axis.TOKEN, "int32"),
         FieldSchema("sampling_mask_ids", Axis.OBJECT),
+        FieldSchema(TOPK_IDS, Axis.TOKEN, "int32", producer="teacher"),
+        FieldSchema(TOPK_LOGPROBS, Axis.TOKEN, "float32", producer="teacher"),
         FieldSchema("row_advantages", Axis.ROW, "float32", producer="driver"),
         FieldSchema("rewards", Axis.ROW, "float32", producer="driver"),
         FieldSchema("positive_nll_scale", Axis.ROW, producer="driver"),

@@ -63,6 +63,10 @@ class TQWorkerMixin:
     def get_policy_and_reference_logprobs(self, data: Any, micro_batch_size: int | None = None) -> BatchedDataDict:
         """The backend's own log-probabilities of both."""
 
+    @abstractmethod
+    def get_topk_logits(self, data: Any, k: int, micro_batch_size: int | None = None) -> BatchedDataDict:
+        """The backend's own most likely tokens."""
+
     # -- attaching ----------------------------------------------------------------------------------------------------
 
     def setup_data_plane(self, client: DataPlaneClient, pad_token_id: int) -> None:
@@ -165,6 +169,12 @@ class TQWorkerMixin:
         """`get_policy_and_reference_logprobs` of this rank's rows, fetched and written once, into columns."""
         result = self.get_policy_and_reference_logprobs(self._fetch(meta), micro_batch_size)
         self._write_back_result(meta, result, columns)
+
+    def get_topk_logits_presharded(
+        self, meta: KVBatchMeta, columns: Mapping[str, str], k: int, micro_batch_size: int | None = None
+    ) -> None:
+        """`get_topk_logits` of this rank's rows, into columns."""
+        self._write_back_result(meta, self.get_topk_logits(self._fetch(meta), k, micro_batch_size), columns)
 
 
 def broadcast_batch(fetch: Callable[[], BatchedDataDict], group: dist.ProcessGroup) -> BatchedDataDict:

@@ -6,7 +6,10 @@ up to those of the whole, whatever the split; called with both counts 1 it gives
 `metric_normalizations` says how to divide afterwards.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -16,6 +19,26 @@ Count: TypeAlias = torch.Tensor | float
 LossMetrics: TypeAlias = dict[
     str, torch.Tensor
 ]  # detached scalars; left on the device so that no microbatch waits for a copy
+
+
+@dataclass(frozen=True)
+class GivenScores:
+    """The policy's scores of given tokens after each position, over the whole vocabulary and before filters.
+
+    Attributes:
+        logprobs: [..., k].
+        rest_mass: Probability [...] of all other tokens; None where the loss does not read it.
+        rest_entropy: Their sum [...] of p log p.
+    """
+
+    logprobs: torch.Tensor
+    rest_mass: torch.Tensor | None = None
+    rest_entropy: torch.Tensor | None = None
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> GivenScores:
+        """The same with every column changed."""
+        mass, entropy = (None if of is None else change(of) for of in (self.rest_mass, self.rest_entropy))
+        return GivenScores(change(self.logprobs), mass, entropy)
 
 
 class LossType(str, Enum):
@@ -41,6 +64,16 @@ class MetricNormalizer(str, Enum):
     TOKENS = "tokens"
     SEQUENCES = "sequences"
     NONE = "none"
+
+
+@runtime_checkable
+class ComparesWithTeacher(Protocol):
+    """A loss that may read the distributions of a teacher: it is then called with `given`, a `GivenScores` [B, S-1]
+    of the tokens in the column `teacher_topk_ids` [B, S, k].
+    """
+
+    compares_with_teacher: bool  # whether it does
+    reads_rest: bool  # whether it reads the sums over all other tokens
 
 
 @runtime_checkable

@@ -38,7 +38,7 @@ from nemo_rl.models.policy.optimizer import build_optimizer, build_scheduler
 from nemo_rl.models.policy.packed import (
     PackedBatch,
     idle_microbatch,
-    largest_logits,
+    likely_rows,
     logprob_rows,
     microbatch_loss,
     pack,
@@ -200,7 +200,7 @@ class DTensorBackend(Backend):
 
     def _loss(self, data: Mapping[str, torch.Tensor], loss_fn: LossFunction) -> tuple[torch.Tensor, MicrobatchResult]:
         logits = wants_logits(loss_fn)
-        batch = self._packed(data, trained_only=not logits, share=not logits)
+        batch = self._packed(data, trained_only=not logits, share=not logits, loss_fn=loss_fn)
         output = self.scorer(batch, self.transform, logits=logits)
         return microbatch_loss(data, loss_fn, batch, output, filters=self.transform.filters, device=self.device)
 
@@ -209,7 +209,12 @@ class DTensorBackend(Backend):
         (scores.unfiltered_T.sum() * 0.0).backward()
 
     def _packed(
-        self, data: Mapping[str, torch.Tensor], *, trained_only: bool = False, share: bool = False
+        self,
+        data: Mapping[str, torch.Tensor],
+        *,
+        trained_only: bool = False,
+        share: bool = False,
+        loss_fn: LossFunction | None = None,
     ) -> PackedBatch:
         return pack(
             data,
@@ -217,6 +222,7 @@ class DTensorBackend(Backend):
             multiple=self._row_multiple,
             trained_only=trained_only,
             share=share and self._share_prompts,
+            loss_fn=loss_fn,
         )
 
     def gradient_norm(self) -> torch.Tensor:
@@ -307,8 +313,8 @@ class DTensorBackend(Backend):
         self.scorer.eval()
         parts = []
         for data in microbatches:
-            batch = self._packed(data)
-            parts.append(largest_logits(batch, self.scorer(batch, LogitTransform(), logits=True), k))
+            batch = self._packed(data, share=True)
+            parts.append(likely_rows(batch, self.scorer(batch, self.transform.unfiltered(), likely=k)))
         self._idle_passes(idle)
         return parts
 

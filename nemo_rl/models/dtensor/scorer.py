@@ -20,8 +20,7 @@ from nemo_rl.models.dtensor.parallelize import local_tensor
 from nemo_rl.models.policy.logits import LogitTransform
 from nemo_rl.models.policy.packed import PackedBatch
 from nemo_rl.models.policy.router_replay import RouterReplay
-from nemo_rl.models.policy.row_slice import Projection, RowSlice, score_row
-from nemo_rl.models.policy.scoring import TokenScores
+from nemo_rl.models.policy.row_slice import Projection, RowOutput, RowSlice, score_row
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -89,9 +88,9 @@ class CausalLMScorer(nn.Module):
             yield from group.fsdp_params if group is not None else ()
 
     def forward(
-        self, batch: PackedBatch, transform: LogitTransform, *, logits: bool = False
-    ) -> TokenScores | torch.Tensor:
-        """Scores of the row's targets, or with `logits` the transformed logits [T, V] themselves."""
+        self, batch: PackedBatch, transform: LogitTransform, *, logits: bool = False, likely: int = 0
+    ) -> RowOutput:
+        """See `score_row`."""
         if self.replay is not None:
             self.replay.check(batch.routes)
             routes = None if batch.routes is None else batch.routes.part(self._cut.mine(batch))
@@ -104,7 +103,7 @@ class CausalLMScorer(nn.Module):
             hidden_TD, weight_WD = hidden_TD.to(self._head_dtype), weight_WD.to(self._head_dtype)
             bias_W = None if bias_W is None else bias_W.to(self._head_dtype)
         projection = Projection(weight_WD, bias_W, self._mesh.tp_group, self._chunk)
-        return score_row(hidden_TD, projection, batch, transform, self._cut, logits=logits)
+        return score_row(hidden_TD, projection, batch, transform, self._cut, logits=logits, likely=likely)
 
     def _hidden(self, batch: PackedBatch) -> torch.Tensor:
         mine = self._cut.mine(batch)

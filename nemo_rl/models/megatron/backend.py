@@ -30,11 +30,11 @@ from nemo_rl.models.megatron.router_replay import MegatronReplay
 from nemo_rl.models.megatron.weights import ModelWeights, ShardedWeights
 from nemo_rl.models.policy.attention import kernel_in_use
 from nemo_rl.models.policy.backend import Backend, BackendOptions
-from nemo_rl.models.policy.logits import LogitTransform, logit_transform
+from nemo_rl.models.policy.logits import logit_transform
 from nemo_rl.models.policy.model_config import compute_dtype, generation_config, model_config
 from nemo_rl.models.policy.packed import (
     PackedBatch,
-    largest_logits,
+    likely_rows,
     logprob_rows,
     microbatch_loss,
     row_round,
@@ -165,6 +165,7 @@ class MegatronBackend(Backend):
             backward=True,
             logits=logits,
             trained_only=not logits,
+            loss_fn=loss_fn,
         )
         if self._clears_cache == 2:
             release_cached_memory(self.device)
@@ -188,6 +189,7 @@ class MegatronBackend(Backend):
             backward=False,
             logits=logits,
             trained_only=not logits,
+            loss_fn=loss_fn,
         )
 
     @torch.no_grad()
@@ -209,9 +211,9 @@ class MegatronBackend(Backend):
         self._set_training(False)
 
         def end(_: Mapping[str, torch.Tensor], batch: PackedBatch, output: Any) -> tuple[torch.Tensor, Any]:
-            return output.sum(), largest_logits(batch, output, k)
+            return output.logprobs_Tk.sum(), likely_rows(batch, output)
 
-        return self._pipeline.run(microbatches, idle, end, LogitTransform(), backward=False, logits=True)
+        return self._pipeline.run(microbatches, idle, end, self.transform.unfiltered(), backward=False, likely=k)
 
     def reference_weights(self) -> AbstractContextManager[None]:
         if self.reference is None:

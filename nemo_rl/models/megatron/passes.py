@@ -14,17 +14,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.megatron import cpu
 from nemo_rl.models.megatron.groups import MegatronGroups
 from nemo_rl.models.megatron.model import BuiltModel
 from nemo_rl.models.megatron.router_replay import MegatronReplay
 from nemo_rl.models.policy.logits import LogitTransform
 from nemo_rl.models.policy.packed import PackedBatch, idle_microbatch, pack
-from nemo_rl.models.policy.row_slice import Projection, RowSlice, score_row
-from nemo_rl.models.policy.scoring import TokenScores
+from nemo_rl.models.policy.row_slice import Projection, RowOutput, RowSlice, score_row
+from nemo_rl.models.policy.topk import LikelyTokens
 
 # What becomes of the row's output on the last stage: the loss to differentiate, and the result to hand back.
-Ending = Callable[[Mapping[str, torch.Tensor], PackedBatch, TokenScores | torch.Tensor], tuple[torch.Tensor, Any]]
+Ending = Callable[[Mapping[str, torch.Tensor], PackedBatch, RowOutput], tuple[torch.Tensor, Any]]
 
 
 class PipelineStageError(RuntimeError):
@@ -64,7 +65,9 @@ class Pipeline:
         *,
         backward: bool,
         logits: bool = False,
+        likely: int = 0,
         trained_only: bool = False,
+        loss_fn: LossFunction | None = None,
     ) -> list[Any]:
         """What `ending` made of each microbatch, on every rank of the replica.
 
@@ -72,7 +75,9 @@ class Pipeline:
             idle: Empty microbatches after them, so that every replica runs as many.
             ending: Called on the last stage.
             logits: Whether `ending` takes logits rather than scores.
+            likely: How many of the most likely tokens `ending` takes rather than scores; 0 for none.
             trained_only: Whether only trained tokens are scored.
+            loss_fn: What rows are packed for, or None.
 
         Raises PipelineStageError: `ending` failed on the last stage, and this is another one; there it raises its own.
         """
@@ -100,11 +105,12 @@ class Pipeline:
 
         def forward(batches: Iterator[Mapping[str, torch.Tensor] | None], chunk: nn.Module) -> Any:
             data = next(batches)
-            batch = self._packed(data, trained_only=trained_only and data is not None)
+            real = data is not None
+            batch = self._packed(data, trained_only=trained_only and real, loss_fn=loss_fn if real else None)
             if self._replay is not None:
                 self._replay.aim(chunk, batch, self._cut, backward=backward)
             output = self._through(chunk, batch)
-            return output, partial(self._end, data, batch, guarded, transform, logits, chunk)
+            return output, partial(self._end, data, batch, guarded, transform, logits, likely, chunk)
 
         results = get_forward_backward_func()(
             forward_step_func=forward,
@@ -125,12 +131,19 @@ class Pipeline:
         if said:
             raise PipelineStageError(f"the last pipeline stage of this replica failed: {said[0]}")
 
-    def _packed(self, data: Mapping[str, torch.Tensor] | None, *, trained_only: bool = False) -> PackedBatch:
+    def _packed(
+        self,
+        data: Mapping[str, torch.Tensor] | None,
+        *,
+        trained_only: bool = False,
+        loss_fn: LossFunction | None = None,
+    ) -> PackedBatch:
         return pack(
             data if data is not None else idle_microbatch(),
             self._groups.device,
             multiple=self._row_multiple,
             trained_only=trained_only,
+            loss_fn=loss_fn,
         )
 
     def _through(self, chunk: Any, batch: PackedBatch) -> torch.Tensor:
@@ -152,6 +165,7 @@ class Pipeline:
         ending: Ending,
         transform: LogitTransform,
         logits: bool,
+        likely: int,
         chunk: Any,
         hidden: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
@@ -170,6 +184,7 @@ class Pipeline:
             transform,
             self._cut,
             logits=logits,
+            likely=likely,
         )
         # Megatron divides by a number of tokens unless it is told that losses are sums, as they are here.
         no_tokens = torch.zeros((), dtype=torch.int, device=hidden.device)
@@ -179,7 +194,9 @@ class Pipeline:
         return loss, no_tokens, result
 
 
-def _nothing(output: TokenScores | torch.Tensor) -> torch.Tensor:
+def _nothing(output: RowOutput) -> torch.Tensor:
     """A loss that is zero, with gradients that are."""
+    if isinstance(output, LikelyTokens):
+        return output.logprobs_Tk.sum() * 0.0
     scores = output if isinstance(output, torch.Tensor) else output.unfiltered_T
     return scores.sum() * 0.0

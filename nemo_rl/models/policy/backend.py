@@ -104,7 +104,9 @@ class Backend(StepBackend, Protocol):
     def topk_logits(
         self, microbatches: Sequence[Mapping[str, torch.Tensor]], k: int, *, idle: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Values and token ids [B, S, k] of the k largest logits of each microbatch, on the host."""
+        """Log-probabilities (before generation's filters) and ids [B, S, k] of the k most likely tokens after each
+        position of each microbatch, on the host.
+        """
         ...
 
     def reference_weights(self) -> AbstractContextManager[None]:

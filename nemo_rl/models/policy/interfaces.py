@@ -65,7 +65,7 @@ class PolicyInterface(Protocol):
 
     def get_topk_logits(
         self, data: BatchHandle, k: int, micro_batch_size: int | None = None, timer: Timer | None = None
-    ) -> BatchedDataDict: ...
+    ) -> Scores: ...
 
     def train(
         self,

@@ -16,13 +16,15 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl.config import SequencePackingConfig
+from nemo_rl.data_plane.schema import TOPK_IDS
 from nemo_rl.distributed.devices import to_device
-from nemo_rl.loss.interfaces import LossFunction, LossInputType
+from nemo_rl.loss.interfaces import ComparesWithTeacher, GivenScores, LossFunction, LossInputType
 from nemo_rl.models.policy.attention import SharedKeys
 from nemo_rl.models.policy.router_replay import EXPERTS, Routes, packed_routes
 from nemo_rl.models.policy.sampling_mask import COUNTS, KeptTokens, packed_masks
 from nemo_rl.models.policy.scoring import TokenScores
 from nemo_rl.models.policy.shared_prompts import Run, lay_out, shared_runs
+from nemo_rl.models.policy.topk import GivenTokens, LikelyTokens
 from nemo_rl.models.policy.train_step import MicrobatchResult, non_finite_rows
 from nemo_rl.utils.flops import Work
 
@@ -51,6 +53,7 @@ class PackedBatch:
     keys: SharedKeys | None = None  # what segments see besides themselves, where sequences share a prefix
     routes: Routes | None = None  # recorded router decisions of each token
     kept: KeptTokens | None = None  # recorded sets that each target was drawn from
+    given: GivenTokens | None = None  # tokens to score after each position besides its target
 
     def unpack(self, values_T: torch.Tensor) -> torch.Tensor:
         """Differentiable scatter of per-token values [T, ...] to [B, S, ...], zero on padding."""
@@ -74,6 +77,7 @@ def pack(
     multiple: int = 1,
     trained_only: bool = False,
     share: bool = False,
+    loss_fn: LossFunction | None = None,
 ) -> PackedBatch:
     """Packs a right-padded microbatch.
 
@@ -83,6 +87,8 @@ def pack(
         trained_only: Score only positions whose next token `token_mask [B, S]` and `sample_mask [B]` keep: the output
             projection then skips prompts.
         share: Store a common prefix of neighbours once, as far as what is recorded of its tokens is the same.
+        loss_fn: What the row is for; a loss that compares with a teacher has the tokens of `teacher_topk_ids [B, S, k]`
+            scored.
 
     Raises RouterReplayError, SamplingMaskError: recorded routes or sampling masks do not fit the batch.
     """
@@ -124,6 +130,7 @@ def pack(
         if routes is None
         else Routes(*(to_device(part, device) for part in (routes.experts_TLK, routes.valid_T, routes.forwarded_T))),
         None if kept is None else KeptTokens(to_device(kept.counts_T, device), to_device(kept.ids_M, device)),
+        None if loss_fn is None or not compares(loss_fn) else _given(data, row.source_T, padding, device, loss_fn),
     )
 
 
@@ -138,6 +145,20 @@ def _runs(data: Mapping[str, torch.Tensor], ids_BS: torch.Tensor, lengths: list[
     drawn_BS = data[COUNTS].cpu() > 0
     first_B = torch.where(drawn_BS.any(dim=1), drawn_BS.int().argmax(dim=1), ids_BS.shape[1])
     return shared_runs(ids_BS, torch.minimum(torch.tensor(lengths), first_B).tolist())
+
+
+def compares(loss_fn: LossFunction) -> bool:
+    """Whether the loss compares with the distributions of a teacher."""
+    return isinstance(loss_fn, ComparesWithTeacher) and loss_fn.compares_with_teacher
+
+
+def _given(
+    data: Mapping[str, torch.Tensor], source_T: torch.Tensor, padding: int, device: torch.device, loss_fn: LossFunction
+) -> GivenTokens:
+    ids_BSk = data[TOPK_IDS].cpu()
+    ids_Tk = ids_BSk.reshape(-1, ids_BSk.shape[-1])[source_T].long()
+    ids_Tk = torch.cat([ids_Tk, ids_Tk.new_zeros((padding, ids_Tk.shape[1]))])
+    return GivenTokens(to_device(ids_Tk, device), isinstance(loss_fn, ComparesWithTeacher) and loss_fn.reads_rest)
 
 
 def _borders(lengths: list[int]) -> torch.Tensor:
@@ -167,7 +188,7 @@ def microbatch_loss(
     data: Mapping[str, torch.Tensor],
     loss_fn: LossFunction,
     batch: PackedBatch,
-    output: TokenScores | torch.Tensor,
+    output: TokenScores | LikelyTokens | torch.Tensor,
     *,
     filters: bool,
     device: torch.device,
@@ -182,6 +203,8 @@ def microbatch_loss(
     on_device = {
         key: to_device(value, device) if isinstance(value, torch.Tensor) else value for key, value in data.items()
     }
+    if isinstance(output, LikelyTokens):
+        raise TypeError("a loss takes scores or logits, not the most likely tokens")
     if isinstance(output, torch.Tensor):
         logits_BSV = batch.unpack(output)
         bad_rows_B = non_finite_rows(logits_BSV, on_device)
@@ -192,8 +215,16 @@ def microbatch_loss(
         filters = filters and batch.kept is None
         unfiltered_BT = batch.unpack(output.unfiltered_T)[:, :-1] if filters else None
         bad_rows_B = non_finite_rows(logprobs_BT, on_device)
+        given = None if output.given is None else output.given.map(lambda of: batch.unpack(of)[:, :-1])
+        # A loss of the user's need not know the argument.
+        scored: dict[str, GivenScores] = {} if given is None else {"given": given}
         loss, metrics = loss_fn(
-            on_device, 1.0, 1.0, next_token_logprobs=logprobs_BT, next_token_logprobs_unfiltered=unfiltered_BT
+            on_device,
+            1.0,
+            1.0,
+            next_token_logprobs=logprobs_BT,
+            next_token_logprobs_unfiltered=unfiltered_BT,
+            **scored,
         )
     return loss, MicrobatchResult(
         {name: torch.as_tensor(value).detach() for name, value in metrics.items()}, bad_rows_B, batch.work
@@ -209,7 +240,6 @@ def logprob_rows(data: Mapping[str, torch.Tensor], batch: PackedBatch, scores: T
     return logprobs_BS.masked_fill(padding_BS, 0.0)
 
 
-def largest_logits(batch: PackedBatch, logits_TV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and token ids [B, S, k] of the k largest logits after each position, on the host."""
-    values_Tk, indices_Tk = logits_TV.topk(k, dim=-1)
-    return batch.unpack(values_Tk).cpu(), batch.unpack(indices_Tk).cpu()
+def likely_rows(batch: PackedBatch, tokens: LikelyTokens) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and token ids [B, S, k] of the most likely tokens after each position, on the host."""
+    return batch.unpack(tokens.logprobs_Tk.float()).cpu(), batch.unpack(tokens.ids_Tk.int()).cpu()

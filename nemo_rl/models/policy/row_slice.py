@@ -14,16 +14,12 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.models.policy.attention import Segments
+from nemo_rl.models.policy.collectives import copy_to_ranks, gather_logits
 from nemo_rl.models.policy.logits import LogitTransform
 from nemo_rl.models.policy.packed import PackedBatch
 from nemo_rl.models.policy.sampling_mask import SamplingMaskError
-from nemo_rl.models.policy.scoring import (
-    TokenScores,
-    copy_to_ranks,
-    gather_logits,
-    local_logits,
-    score_tokens,
-)
+from nemo_rl.models.policy.scoring import TokenScores, chunk_size, local_logits, score_tokens
+from nemo_rl.models.policy.topk import LikelyTokens, likely_tokens
 
 
 @dataclass(frozen=True)
@@ -62,6 +58,10 @@ class RowSlice:
         return torch.cat(parts)
 
 
+RowOutput = TokenScores | LikelyTokens | torch.Tensor
+"""What a pass over a row gives: scores of tokens, the most likely tokens, or logits [T, V]."""
+
+
 @dataclass(frozen=True)
 class Projection:
     """The output projection as this rank holds it."""
@@ -80,13 +80,15 @@ def score_row(
     cut: RowSlice,
     *,
     logits: bool = False,
-) -> TokenScores | torch.Tensor:
-    """Scores of the row's targets, or with `logits` the transformed logits [T, V] themselves.
+    likely: int = 0,
+) -> RowOutput:
+    """Scores of the row's targets, and of the batch's given tokens if it has any.
 
     Args:
         hidden_TD: Final hidden states of this rank's slice, the same on every rank that shares the vocabulary.
         cut: How the row is cut over ranks.
-        logits: Whether whole logits are wanted.
+        logits: Whether the transformed logits [T, V] are wanted instead.
+        likely: How many of the most likely tokens of each position are wanted instead; 0 for none.
     """
     if logits:
         if batch.kept is not None:
@@ -95,25 +97,33 @@ def score_row(
             local_logits(copy_to_ranks(hidden_TD, head.group), head.weight_WD, head.bias_W), head.group
         )
         return cut.whole(transform.model_logits(raw_TV))
+    if likely:
+        size = chunk_size(head.weight_WD.shape[0], head.chunk)
+        tokens = likely_tokens(hidden_TD, head.weight_WD, head.bias_W, likely, transform, chunk=size, group=head.group)
+        return LikelyTokens(cut.whole(tokens.logprobs_Tk), cut.whole(tokens.ids_Tk))
     target_T, wanted = batch.target_ids_T[cut.mine(batch)], cut.wanted(batch)
     kept = None if batch.kept is None else batch.kept.at(cut.mine(batch))
+    given = None if batch.given is None else batch.given.at(cut.mine(batch))
     if wanted is not None:
         hidden_TD, target_T = hidden_TD[wanted], target_T[wanted]
         kept = None if kept is None else kept.at(wanted)
+        given = None if given is None else given.at(wanted)
     scores = score_tokens(
         hidden_TD,
         head.weight_WD,
         head.bias_W,
         target_T,
         transform,
+        given=given,
         chunk=head.chunk,
         group=head.group,
         kept=kept,
     )
     logprobs_T = cut.whole(_placed(scores.logprobs_T, wanted, batch, cut))
-    if scores.unfiltered_T is scores.logprobs_T:
-        return TokenScores(logprobs_T, logprobs_T)
-    return TokenScores(logprobs_T, cut.whole(_placed(scores.unfiltered_T, wanted, batch, cut)))
+    same = scores.unfiltered_T is scores.logprobs_T
+    unfiltered_T = logprobs_T if same else cut.whole(_placed(scores.unfiltered_T, wanted, batch, cut))
+    whole = None if scores.given is None else scores.given.map(lambda of: cut.whole(_placed(of, wanted, batch, cut)))
+    return TokenScores(logprobs_T, unfiltered_T, whole)
 
 
 def _placed(scores: torch.Tensor, wanted: torch.Tensor | None, batch: PackedBatch, cut: RowSlice) -> torch.Tensor:
@@ -121,4 +131,4 @@ def _placed(scores: torch.Tensor, wanted: torch.Tensor | None, batch: PackedBatc
     if wanted is None:
         return scores
     mine = cut.mine(batch)
-    return scores.new_zeros(mine.stop - mine.start).index_copy(0, wanted, scores)
+    return scores.new_zeros((mine.stop - mine.start, *scores.shape[1:])).index_copy(0, wanted, scores)

@@ -11,7 +11,7 @@ Shapes: T tokens, C tokens of a chunk, D hidden size, V vocabulary, W this rank'
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -21,69 +21,26 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from nemo_rl.loss.interfaces import GivenScores
+from nemo_rl.models.policy.collectives import copy_to_ranks, gather_logits
 from nemo_rl.models.policy.logits import LogitTransform, filter_logits
 from nemo_rl.models.policy.sampling_mask import KeptTokens
+from nemo_rl.models.policy.topk import GivenTokens, given_scores, joined_scores, log_total, logits_at
 
 _AUTOMATIC_CHUNK_BYTES = 256 << 20
 _FUSED_CHUNK_BYTES = 2 << 30
 """Of float32 logits; in half precision two such chunks are a chunk's logits and their gradient."""
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """Sum of every rank's part; its gradient flows to each part unchanged."""
-
-    @staticmethod
-    def forward(ctx: object, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # pyrefly: ignore[bad-override]  # torch's stub takes any arguments, a function has its own
-        total = local.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: object, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0], None
-
-
-class _CopyToRanks(torch.autograd.Function):
-    """The same tensor on every rank; its gradient is the sum of what every rank did with it."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # pyrefly: ignore[bad-override]  # torch's stub takes any arguments, a function has its own
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = grads[0].contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
-
-
-class _GatherVocabulary(torch.autograd.Function):
-    """Logits of the whole vocabulary on every rank; each rank's gradient is its own slice."""
-
-    @staticmethod
-    def forward(ctx: Any, local_CW: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # pyrefly: ignore[bad-override]  # torch's stub takes any arguments, a function has its own
-        ctx.group = group
-        parts = [torch.empty_like(local_CW) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, local_CW.contiguous(), group=group)
-        return torch.cat(parts, dim=-1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0].chunk(dist.get_world_size(ctx.group), dim=-1)[dist.get_rank(ctx.group)].contiguous(), None
-
-
 @dataclass(frozen=True)
 class TokenScores:
-    """Log-probabilities [T] after the filters, and before them (the same tensor where nothing is filtered)."""
+    """Log-probabilities [T] after the filters, and before them (the same tensor where nothing is filtered). `given`:
+    scores of tokens that the caller named.
+    """
 
     logprobs_T: torch.Tensor
     unfiltered_T: torch.Tensor
-
-
-def copy_to_ranks(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Marks the entry of a region in which every rank of `group` works on the same tensor."""
-    return tensor if group is None else _CopyToRanks.apply(tensor, group)
+    given: GivenScores | None = None
 
 
 def local_logits(hidden_CD: torch.Tensor, weight_WD: torch.Tensor, bias_W: torch.Tensor | None) -> torch.Tensor:
@@ -91,24 +48,15 @@ def local_logits(hidden_CD: torch.Tensor, weight_WD: torch.Tensor, bias_W: torch
     return F.linear(hidden_CD, weight_WD, bias_W)
 
 
-def gather_logits(logits_CW: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Logits over the whole vocabulary."""
-    return logits_CW if group is None else _GatherVocabulary.apply(logits_CW, group)
+def chunk_size(width: int, chunk: int | None = None) -> int:
+    """Tokens whose logits exist at a time: `chunk`, or as many as stay under 256 MiB. `width`: this rank's slice of the
+    vocabulary.
+    """
+    return chunk or max(1, _AUTOMATIC_CHUNK_BYTES // (4 * width))
 
 
 def _pick(logits_CW: torch.Tensor, target_C: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Log-softmax of the targets over a vocabulary that may be split over ranks."""
-    if group is None:
-        return logits_CW.gather(-1, target_C[:, None]).squeeze(-1) - logits_CW.logsumexp(dim=-1)
-    width = logits_CW.shape[-1]
-    peak_C = logits_CW.detach().amax(dim=-1)
-    dist.all_reduce(peak_C, op=dist.ReduceOp.MAX, group=group)
-    shifted_CW = logits_CW - peak_C[:, None]
-    total_C = _SumOverRanks.apply(shifted_CW.exp().sum(dim=-1), group)
-    own_C = target_C - width * dist.get_rank(group)
-    mine_C = (own_C >= 0) & (own_C < width)
-    picked_C = shifted_CW.gather(-1, own_C.clamp(0, width - 1)[:, None]).squeeze(-1).masked_fill(~mine_C, 0.0)
-    return _SumOverRanks.apply(picked_C, group) - total_C.log()
+    return logits_at(logits_CW, target_C[:, None], group).squeeze(-1)
 
 
 def _score_chunk(
@@ -116,21 +64,26 @@ def _score_chunk(
     weight_WD: torch.Tensor,
     bias_W: torch.Tensor | None,
     target_C: torch.Tensor,
+    ids_Ck: torch.Tensor | None,
+    rest: bool,
     transform: LogitTransform,
     group: dist.ProcessGroup | None,
     kept: KeptTokens | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> TokenScores:
     logits_CW = transform.model_logits(local_logits(hidden_CD, weight_WD, bias_W))
+    total_C = log_total(logits_CW, group)
+    given = None if ids_Ck is None else given_scores(logits_CW, ids_Ck, total_C, rest=rest, group=group)
     if kept is not None:
         width = logits_CW.shape[-1]
         first = 0 if group is None else width * dist.get_rank(group)
-        kept_C = _pick(logits_CW.masked_fill(kept.excluded(first, width), float("-inf")), target_C, group)
-        return kept_C, kept_C
-    unfiltered_C = _pick(logits_CW, target_C, group)
+        kept_CW = logits_CW.masked_fill(kept.excluded(first, width), float("-inf"))
+        kept_C = _pick(kept_CW, target_C, group) - log_total(kept_CW, group)
+        return TokenScores(kept_C, kept_C, given)
+    unfiltered_C = _pick(logits_CW, target_C, group) - total_C
     if not transform.filters:
-        return unfiltered_C, unfiltered_C
+        return TokenScores(unfiltered_C, unfiltered_C, given)
     logits_CV = filter_logits(gather_logits(logits_CW, group), top_p=transform.top_p, top_k=transform.top_k)
-    return _pick(logits_CV, target_C, None), unfiltered_C
+    return TokenScores(_pick(logits_CV, target_C, None) - log_total(logits_CV, None), unfiltered_C, given)
 
 
 def score_tokens(
@@ -140,6 +93,7 @@ def score_tokens(
     target_T: torch.Tensor,
     transform: LogitTransform,
     *,
+    given: GivenTokens | None = None,
     chunk: int | None = None,
     group: dist.ProcessGroup | None = None,
     kept: KeptTokens | None = None,
@@ -151,39 +105,35 @@ def score_tokens(
         weight_WD: Output projection, this rank's slice of the vocabulary.
         bias_W: Its bias, or None.
         transform: Temperature, filters and the model's own logit scaling.
+        given: Further tokens to score after each token.
         chunk: Tokens at a time; None chooses so that a chunk's logits stay under 256 MiB, or 2 GiB on one GPU.
         group: Ranks that share the vocabulary, or None.
         kept: Recorded sets over which each softmax runs, instead of what the filters would keep; None without.
     """
-    if hidden_TD.is_cuda and group is None and not transform.filters and kept is None:
+    if hidden_TD.is_cuda and group is None and not transform.filters and given is None and kept is None:
         logprobs_T = fused_logprobs(hidden_TD, weight_WD, bias_W, target_T, transform, chunk=chunk)
         return TokenScores(logprobs_T, logprobs_T)
     hidden_TD = copy_to_ranks(hidden_TD, group)
-    tokens = hidden_TD.shape[0]
-    size = chunk or max(1, _AUTOMATIC_CHUNK_BYTES // (4 * weight_WD.shape[0]))
-    if tokens <= size:
-        return TokenScores(*_score_chunk(hidden_TD, weight_WD, bias_W, target_T, transform, group, kept))
-    filtered: list[torch.Tensor] = []
-    unfiltered: list[torch.Tensor] = []
-    for start in range(0, tokens, size):
-        arguments = (
-            hidden_TD[start : start + size],
-            weight_WD,
-            bias_W,
-            target_T[start : start + size],
-            transform,
-            group,
-            None if kept is None else kept.at(slice(start, start + size)),
+    tokens, rest = hidden_TD.shape[0], given is not None and given.rest
+    size = chunk_size(weight_WD.shape[0], chunk)
+    parts: list[TokenScores] = []
+    for start in range(0, max(tokens, 1), size):
+        part = slice(start, start + size)
+        kept_C = None if kept is None else kept.at(part)
+        ids_Ck = None if given is None else given.ids_Tk[part]
+        arguments = (hidden_TD[part], weight_WD, bias_W, target_T[part], ids_Ck, rest, transform, group, kept_C)
+        recomputed = tokens > size and torch.is_grad_enabled()
+        parts.append(
+            checkpoint(_score_chunk, *arguments, use_reentrant=False) if recomputed else _score_chunk(*arguments)
         )
-        one, other = (
-            checkpoint(_score_chunk, *arguments, use_reentrant=False)
-            if torch.is_grad_enabled()
-            else _score_chunk(*arguments)
-        )
-        filtered.append(one)
-        unfiltered.append(other)
-    logprobs_T = torch.cat(filtered)
-    return TokenScores(logprobs_T, torch.cat(unfiltered) if transform.filters and kept is None else logprobs_T)
+    return parts[0] if len(parts) == 1 else _joined(parts, filters=transform.filters and kept is None)
+
+
+def _joined(parts: Sequence[TokenScores], *, filters: bool) -> TokenScores:
+    logprobs_T = torch.cat([part.logprobs_T for part in parts])
+    unfiltered_T = torch.cat([part.unfiltered_T for part in parts]) if filters else logprobs_T
+    given = [part.given for part in parts if part.given is not None]
+    return TokenScores(logprobs_T, unfiltered_T, joined_scores(given) if given else None)
 
 
 # -- on one GPU -------------------------------------------------------------------------------------------------------

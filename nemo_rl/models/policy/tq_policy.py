@@ -13,7 +13,14 @@ from nemo_rl.config import DataPlaneConfig, PolicyConfig
 from nemo_rl.data_plane.column_io import read_columns, write_columns
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.meta import KVBatchMeta
-from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS, pad_values, replayed_fields
+from nemo_rl.data_plane.schema import (
+    DP_TRAIN_FIELDS,
+    LP_SEED_FIELDS,
+    TOPK_IDS,
+    TOPK_LOGPROBS,
+    pad_values,
+    replayed_fields,
+)
 from nemo_rl.data_plane.sharding import shard_meta_for_dp
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
@@ -30,6 +37,7 @@ if TYPE_CHECKING:
     from nemo_rl.utils.timer import Timer
 
 _PREVIOUS = {"logprobs": "prev_logprobs"}
+_TOPK = {"topk_logits": TOPK_LOGPROBS, "topk_indices": TOPK_IDS}
 _REFERENCE = {"reference_logprobs": "reference_policy_logprobs"}
 
 
@@ -126,6 +134,7 @@ class TQPolicy(Policy):
         columns: Mapping[str, str],
         timer: Timer | None,
         micro_batch_size: int | None = None,
+        **common: object,
     ) -> StoredColumns:
         refuse_model_inputs(meta.fields or ())
         present = set(meta.fields or LP_SEED_FIELDS)
@@ -135,7 +144,12 @@ class TQPolicy(Policy):
             shards = self._shard_meta(seed, None, training=False)
         with timed(timer, submit_label(method)):
             self._run_sharded(
-                f"{method}_presharded", shards, argument="meta", columns=columns, micro_batch_size=micro_batch_size
+                f"{method}_presharded",
+                shards,
+                argument="meta",
+                columns=columns,
+                micro_batch_size=micro_batch_size,
+                **common,
             )
         return StoredColumns(columns)
 
@@ -163,14 +177,11 @@ class TQPolicy(Policy):
 
     def get_topk_logits(
         self, data: BatchHandle, k: int, micro_batch_size: int | None = None, timer: Timer | None = None
-    ) -> BatchedDataDict:
-        """Raises NotImplementedError for a meta: top-k logits are not stored on the data plane."""
-        if isinstance(data, KVBatchMeta):
-            raise NotImplementedError(
-                "get_topk_logits of a meta is not built: read input_ids and input_lengths with "
-                "read_from_dataplane and pass the batch"
-            )
-        return super().get_topk_logits(data, k, micro_batch_size, timer)
+    ) -> Scores:
+        """See `Policy`; for a meta the result stays with the rows."""
+        if not isinstance(data, KVBatchMeta):
+            return super().get_topk_logits(data, k, micro_batch_size, timer)
+        return self._score_meta("get_topk_logits", data, _TOPK, timer, micro_batch_size, k=k)
 
     # -- training -----------------------------------------------------------------------------------------------------
 

@@ -167,7 +167,7 @@ class PolicyWorker(TQWorkerMixin):
         return self._score(data, micro_batch_size, policy=True, reference=True)
 
     def get_topk_logits(self, data: BatchedDataDict, k: int, micro_batch_size: int | None = None) -> BatchedDataDict:
-        """`topk_logits` and `topk_indices`, [B, S, k]."""
+        """`topk_logits` (as log-probabilities) and `topk_indices` of the k most likely tokens, [B, S, k]."""
         batches, idle = self._cut(data, micro_batch_size or self.cfg.logprob_batch_size, replayed=())
         width = data["input_ids"].shape[1]
         parts = self.backend.topk_logits(batches, k, idle=idle)
