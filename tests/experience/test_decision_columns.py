@@ -21,7 +21,7 @@ from nemo_rl.experience.rollouts import RolloutRunner, number_samples
 from nemo_rl.experience.store import InProcessStore
 from nemo_rl.models.generation.decisions import SamplingMasks, TokenRoutes
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult
-from nemo_rl.models.generation.recording import VALIDATE_VARIABLE, RecordedDecisionsError, Recording
+from nemo_rl.models.generation.recording import VALIDATE, RecordedDecisionsError, Recording
 from tests.experience.plane_in_process import plane_in_process
 from tests.experience.test_rollout_flow import Counts, Generator, Letters, plan, prompts
 
@@ -135,9 +135,7 @@ def test_a_recorded_rollout_is_replayed_with_its_routes_and_masks(tmp_path: Path
     for name in FIELDS:
         one, other = recorded.columns.tokens[name], replayed.columns.tokens[name]
         assert all(map(torch.equal, one, other)) and len(one) == len(other) == 4
-    assert recorded.metrics["sampling_mask/mean_size"] == 3.0
-    assert recorded.metrics["sampling_mask/share_of_tokens"] == pytest.approx(2 / 3)
-    assert recorded.metrics["r3/share_of_tokens_with_routes"] == pytest.approx((8 + 8 + 9 + 9) / (10 + 10 + 11 + 11))
+    assert recorded.metrics["sampling_mask_size"] == 3.0
 
 
 def test_a_recording_without_routes_is_not_replayed_with_them(tmp_path: Path) -> None:
@@ -206,7 +204,7 @@ def test_only_the_first_batch_is_looked_at_unless_all_are_asked_for(monkeypatch:
     for asked in (False, True):
         source = live(Spoiled(with_routes(outside), after=2))
         source.roll_out(batch, chosen, 0)
-        monkeypatch.setenv(VALIDATE_VARIABLE, str(int(asked)))
+        monkeypatch.setenv(VALIDATE, str(int(asked)))
         if asked:
             with pytest.raises(RecordedDecisionsError, match="rollouts of step 8: routed_experts of row 0, token 0"):
                 source.roll_out(batch, chosen, 1)

@@ -1,13 +1,14 @@
 """A worker extension whose engine writes down, by itself, what each of its steps drew: which experts, which tokens were
-left to draw from, and what was drawn.
+left to draw from, and what was drawn; and what happened to requests on the way.
 
-Reads the runner's own state after the forward pass and the sampler's arguments before its filters, not the recorder.
+Reads the runner's own state, the routers' own results and the logits before the filters, not the recorder.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from typing import Any
 
 import torch
@@ -25,18 +26,21 @@ class LoggingExtension(VllmInternalWorkerExtension):
 
 
 def _log_steps(runner: Any) -> None:
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
     log = open(f"{os.environ['NRL_TEST_DECISIONS']}.{os.getpid()}", "a", buffering=1)  # noqa: SIM115
     experts: list[list[list[int]]] = []
-    routers = [m.router for m in runner.get_model().modules() if type(m).__name__ == "MoERunner"]
+    computed: dict[str, int] = {}
+    for module in runner.get_model().modules():
+        if type(module).__name__ != "MoERunner":
+            continue
 
-    for router in routers:
-
-        def select(*args: Any, choose: Any = router._compute_routing, **kwargs: Any) -> Any:
+        def select(*args: Any, choose: Any = module.router._compute_routing, **kwargs: Any) -> Any:
             weights, ids = choose(*args, **kwargs)
             experts.append(ids.tolist())
             return weights, ids
 
-        router._compute_routing = select
+        module.router._compute_routing = select
 
     execute = runner.execute_model
 
@@ -49,38 +53,37 @@ def _log_steps(runner: Any) -> None:
     draw = sampler.forward
 
     def forward(logits: torch.Tensor, generators: Any, k: Any, p: Any) -> Any:
-        before = logits.clone()
+        kept = apply_top_k_top_p(logits.clone(), k, p) > float("-inf")
         sampled, processed = draw(logits, generators, k, p)
-        ends = runner.query_start_loc.np[1:]
-        lines = []
+        ends = runner.query_start_loc.np[1:].tolist()
+        lines: list[dict[str, Any]] = []
         for row, name in enumerate(runner.input_batch.req_ids):
             request = runner.requests[name]
             key = (request.sampling_params.extra_args or {}).get(REQUEST)
-            if key is None or bool(runner.discard_request_mask.np[row]):
+            if key is None:
                 continue
-            sizes = {"p": 1.0 if p is None else float(p[row]), "k": 0 if k is None else int(k[row])}
+            start, partly = runner.input_batch.num_computed_tokens_cpu[row], bool(runner.discard_request_mask.np[row])
+            happened = {
+                "in parts": partly,
+                "cached": name not in computed and start > 0,
+                "again": start < computed.get(name, 0),
+            }
+            lines += [{"key": key, "happened": what} for what, so in happened.items() if so]
+            computed[name] = int(start) + 1
+            if partly:
+                continue
+            ids = kept[row].nonzero().flatten().tolist()
             lines.append(
                 {
                     "key": key,
+                    "time": time.time(),
                     "position": request.num_tokens,
-                    "token": int(sampled[row]),
-                    "logprob": float(processed[row, sampled[row]]),
-                    "experts": [layer[int(ends[row]) - 1] for layer in experts],
-                    "kept": _kept(before[row], **sizes),
+                    "drawn": [int(sampled[row]), float(processed[row, sampled[row]])],
+                    "experts": [layer[ends[row] - 1] for layer in experts],
+                    "kept": [] if len(ids) == kept.shape[1] else ids,
                 }
             )
         log.write("".join(json.dumps(line) + "\n" for line in lines))
         return sampled, processed
 
     sampler.forward = forward
-
-
-def _kept(logits: torch.Tensor, p: float, k: int) -> list[int] | None:
-    """The ids that top-k and then top-p leave; None for all."""
-    ordered, ids = logits.sort(descending=True)
-    if 0 < k < len(ids):
-        ordered, ids = ordered[:k], ids[:k]
-    probs = ordered.softmax(dim=-1)
-    # A token stays if those before it hold less than p.
-    stay = probs.cumsum(dim=-1) - probs < p
-    return None if bool(stay.all()) and len(ids) == len(logits) else sorted(ids[stay].tolist())

@@ -20,8 +20,7 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.config.errors import UserError
 from nemo_rl.data_plane.schema import ROUTE_FIELDS, SAMPLING_MASK_FIELDS
 from nemo_rl.models.policy.model_config import layers_with_experts, model_config, number_of_experts, text_config
-
-VALIDATE_VARIABLE = "NRL_ROUTER_REPLAY_VALIDATE"
+from nemo_rl.models.policy.router_replay import VALIDATE
 
 
 class RecordedDecisionsError(UserError, ValueError):
@@ -76,7 +75,7 @@ def columns_of(recording: Recording | None) -> tuple[str, ...]:
 
 def validates_every_batch() -> bool:
     """Whether `NRL_ROUTER_REPLAY_VALIDATE` asks for checks of every batch; the first one is always checked."""
-    return os.environ.get(VALIDATE_VARIABLE, "0") not in ("", "0")
+    return os.environ.get(VALIDATE, "0") not in ("", "0")
 
 
 def check_columns(columns: Mapping[str, Any], recording: Recording, where: str) -> None:
@@ -164,17 +163,10 @@ def _check_masks(columns: Mapping[str, Any], recording: Recording, where: str) -
 
 
 def decision_metrics(columns: Mapping[str, Any]) -> dict[str, float]:
-    """Of a rollout's recorded columns: the share of tokens that have routes, of those that a model computes (all but
-    the last of each row); and the share of sampled tokens that were drawn from a part of the vocabulary, with the mean
-    size of that part.
+    """Of a rollout's recorded columns: how many token ids are kept for a token that was drawn from a part of the
+    vocabulary. What is replayed of them is measured in training.
     """
-    metrics: dict[str, float] = {}
-    if "routed_experts_valid" in columns:
-        computed = int((columns["input_lengths"] - 1).clamp(min=0).sum())
-        metrics["r3/share_of_tokens_with_routes"] = int(columns["routed_experts_valid"].sum()) / max(1, computed)
-    if "sampling_mask_counts" in columns:
-        counts = columns["sampling_mask_counts"]
-        masked = int((counts > 0).sum())
-        metrics["sampling_mask/share_of_tokens"] = masked / max(1, int(columns["token_mask"].sum()))
-        metrics["sampling_mask/mean_size"] = int(counts.sum()) / max(1, masked)
-    return metrics
+    if "sampling_mask_counts" not in columns:
+        return {}
+    counts = columns["sampling_mask_counts"]
+    return {"sampling_mask_size": int(counts.sum()) / max(1, int((counts > 0).sum()))}

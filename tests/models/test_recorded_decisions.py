@@ -1,0 +1,175 @@
+"""Real engines that come and go, take new weights, preempt requests and die: every trained token has the routes and the
+mask that the engines themselves wrote down when they drew it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl.experience.environment_batcher import EnvironmentHandle
+from nemo_rl.experience.rollout_source import LiveRollouts
+from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunner, number_samples
+from nemo_rl.models.generation.recording import VALIDATE, Recording
+from nemo_rl.models.generation.vllm import engine_actors
+from nemo_rl.models.generation.vllm.shards import ShardState
+from tests.experience.test_rollout_flow import Counts, prompts
+from tests.models.elastic_engines import Elastic, elastic_engines
+
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+SCHEDULES, SEED = 24, 5
+REPLAYED = (
+    "policy.router_replay.enabled=true",
+    "policy.sampling_mask_replay=true",
+    "policy.generation.top_p=0.8",
+    "policy.generation.vllm_cfg.enable_prefix_caching=true",
+    # Prompts in parts, which a generator of a request's own could not draw again.
+    "policy.generation.vllm_cfg.request_seeds=false",
+    # Fewer blocks than twelve samples need: some are preempted.
+    "policy.generation.vllm_kwargs={enable_chunked_prefill: true, max_num_batched_tokens: 48, max_num_seqs: 16, "
+    "block_size: 32, num_gpu_blocks_override: 14}",
+    "policy.generation.vllm_cfg.max_model_len=128",
+    "policy.max_total_sequence_length=128",
+)
+
+
+@pytest.fixture(scope="module")
+def log_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engines") / "decisions"
+
+
+@pytest.fixture(scope="module")
+def engines(ray_session: None, tiny_moe_model: Path, log_file: Path) -> Iterator[Elastic]:
+    written = f"+policy.generation.vllm_cfg.env_vars.NRL_TEST_DECISIONS={log_file}"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(engine_actors, "EXTENSION", "tests.models.logging_extension.LoggingExtension")
+        patched.setenv(VALIDATE, "1")
+        with elastic_engines(tiny_moe_model, 2, *REPLAYED, written) as some:
+            yield some
+
+
+RECORDING = Recording(layers=(0, 1), experts=4, per_token=2, masks=True, vocabulary=320)
+
+
+class Moves:
+    """What happens to engines while they generate."""
+
+    def __init__(self, engines: Elastic, seed: int) -> None:
+        self._engines = engines
+        self._random = random.Random(seed)
+        self.version = 0
+
+    def some(self) -> None:
+        """One or two moves; all engines serve again afterwards."""
+        for _ in range(self._random.randint(1, 2)):
+            time.sleep(self._random.uniform(0.0, 0.15))
+            self._random.choice([self.elsewhere, self.all_asleep, self.new_weights])()
+
+    def elsewhere(self) -> None:
+        """A shard sleeps, its requests go on on the other, and it wakes."""
+        shard = self._random.randrange(2)
+        self._engines.elastic.shrink([shard])
+        self._engines.elastic.expand([shard])
+
+    def all_asleep(self) -> None:
+        self._engines.elastic.shrink([0, 1])
+        self._engines.elastic.expand([0, 1])
+
+    def new_weights(self) -> None:
+        self.version += 1
+        self._engines.refresh(self.version, recompute_kv=self._random.random() < 0.5)
+
+    def death(self) -> None:
+        time.sleep(0.1)
+        os.kill(self._engines.generation._workers[1][0]["pid"], signal.SIGKILL)
+
+
+def rolled_out(engines: Elastic, number: int, move: Callable[[], None], longest: int = 96) -> Any:
+    """Columns of two-turn rollouts during which engines move. `number`: step, part of every request's id."""
+    texts = [f"{number % 7}: a beginning that many prompts have in common, then {n}=" for n in (1, 2, 2, 13)]
+    batch = prompts(*texts)
+    for log, text in zip(batch["message_log"], texts, strict=True):
+        log[0]["token_ids"] = torch.tensor(engines.tokenizer(text[-(44 + number % 3) :])["input_ids"])
+    sampling = engines.generation.default_sampling()
+    plan = RolloutPlan(SEED, number, sampling, RolloutLimits(longest, 16, 2), records=True)
+    runner = RolloutRunner(
+        engines.generation, engines.tokenizer, {"count": EnvironmentHandle("count", (Counts(),))}, engines.record
+    )
+    source = LiveRollouts(runner, pad_token_id=engines.tokenizer.pad_token_id, multiple=1, recording=RECORDING)
+    moving = threading.Thread(target=move)
+    moving.start()
+    try:
+        return source.roll_out(number_samples(batch, 3), plan, 0).columns
+    finally:
+        moving.join(timeout=60.0)
+
+
+class Log:
+    """What the engines wrote: draws by sample and position, and how often things happened."""
+
+    def __init__(self, file: Path) -> None:
+        lines = [json.loads(line) for part in file.parent.glob(f"{file.name}.*") for line in part.open()]
+        self.happened = Counter(line["happened"] for line in lines if "happened" in line)
+        self.draws: dict[tuple[str, int], list[dict[str, Any]]] = {}
+        for line in lines:
+            if "position" in line:
+                sample = line["key"].partition("+")[0].rpartition("-")[0]
+                self.draws.setdefault((sample, line["position"]), []).append(line)
+
+    def check(self, columns: Any, number: int) -> tuple[int, int]:
+        """Compares every trained token of a rollout; how many there are, and how many tokens have no routes besides
+        those that were never computed.
+        """
+        tokens, rows = columns.tokens, columns.rows
+        trained = lost = 0
+        for row in range(tokens.size):
+            sample = f"{number}-{int(rows['prompt_number'][row])}-{int(rows['sample_number'][row])}"
+            mask, ids = tokens["token_mask"][row], tokens["input_ids"][row].tolist()
+            kept, at = tokens["sampling_mask_ids"][row].tolist(), 0
+            last = int(mask.nonzero().max())
+            for position in mask.nonzero().flatten().tolist():
+                logprob = float(tokens["generation_logprobs"][row, position])
+                # A draw that was lost with its engine or its step may have been the same one: the last of them counts.
+                draw = max(
+                    (one for one in self.draws[sample, position] if one["drawn"] == [ids[position], logprob]),
+                    key=lambda one: one["time"],
+                )
+                assert tokens["routed_experts_valid"][row, position - 1]
+                assert tokens["routed_experts"][row, position - 1].tolist() == draw["experts"]
+                count = int(tokens["sampling_mask_counts"][row, position])
+                assert kept[at : at + count] == draw["kept"]
+                trained, at = trained + 1, at + count
+            assert at == len(kept)
+            valid = tokens["routed_experts_valid"][row]
+            lost += int((~valid[:last]).sum())
+            # The last token is computed only where the engine ran on before its stop string was found.
+            assert not valid[last + 1 :].any()
+        return trained, lost
+
+
+def test_every_trained_token_has_what_the_engines_wrote_down_whatever_happened(
+    engines: Elastic, log_file: Path
+) -> None:
+    moves = Moves(engines, SEED)
+    done = [(number, rolled_out(engines, number, moves.some)) for number in range(SCHEDULES)]
+    assert engines.generation._dispatcher.preempted >= 5 and moves.version >= 5
+    done.append((SCHEDULES, rolled_out(engines, SCHEDULES, moves.death)))
+    assert engines.generation.shards.state(1) is ShardState.FAILED
+    log = Log(log_file)
+    checked = [log.check(columns, number) for number, columns in done]
+    assert sum(trained for trained, _ in checked) > 100 * SCHEDULES
+    # Cached tokens have the routes of the request that computed them: none is lost.
+    assert [number for number, (_, lost) in enumerate(checked) if lost] == []
+    assert min(log.happened[what] for what in ("in parts", "cached", "again")) > 0, log.happened
