@@ -6,6 +6,7 @@ block, and its sockets lie in a directory of its own.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import subprocess
@@ -15,9 +16,12 @@ from contextlib import contextmanager
 
 from nemo_rl.config.errors import UserError
 
+logger = logging.getLogger(__name__)
+
 _COMMAND = "nvidia-cuda-mps-control"
 _START_S = 30.0
 _QUIT_S = 30.0
+_CLIENTS_S = 5
 
 
 class MpsError(UserError, RuntimeError):
@@ -43,17 +47,31 @@ def multi_process_service(on: bool) -> Iterator[None]:
         try:
             yield
         finally:
-            _control(commands="quit\n", timeout_s=_QUIT_S)
+            try:
+                # Processes of the pool that are still ending, this one among them, count as its clients.
+                _control(commands=f"quit -t {_CLIENTS_S}\n", timeout_s=_QUIT_S)
+            except MpsError as error:
+                # What ended the block says more.
+                logger.warning("mps=not_ended reason=%s", error)
             for name in given:
                 os.environ.pop(name, None)
 
 
 def _control(*arguments: str, commands: str = "", timeout_s: float) -> None:
-    try:
-        done = subprocess.run(
-            [_COMMAND, *arguments], input=commands, capture_output=True, text=True, timeout=timeout_s, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise MpsError(f"{_COMMAND} did not answer within {timeout_s:.0f} s") from error
-    if done.returncode:
-        raise MpsError(f"{_COMMAND} ended with {done.returncode}: {(done.stderr or done.stdout).strip()}")
+    # The service keeps what it is given for its output: at the other end of a pipe one would wait for its end.
+    with tempfile.TemporaryFile("w+") as output:
+        try:
+            done = subprocess.run(
+                [_COMMAND, *arguments],
+                input=commands,
+                stdout=output,
+                stderr=output,
+                text=True,
+                timeout=timeout_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise MpsError(f"{_COMMAND} did not answer within {timeout_s:.0f} s") from error
+        if done.returncode:
+            output.seek(0)
+            raise MpsError(f"{_COMMAND} ended with {done.returncode}: {output.read().strip()}")

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
@@ -31,7 +31,11 @@ class NoOpenPool(UserError, RuntimeError):
 
 def versions() -> str:
     """What a process must share with a pool to talk to it."""
-    return f"nemo-rl {version('nemo-rl')}, ray {version('ray')}, Python {platform.python_version()}"
+    try:
+        ours = version("nemo-rl")
+    except PackageNotFoundError:
+        ours = f"in {Path(__file__).parents[2]}"  # a checkout that was put on the path without being installed
+    return f"nemo-rl {ours}, ray {version('ray')}, Python {platform.python_version()}"
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,11 @@ class Shard:
     async def do_cancel(self, request_ids: list[str]) -> None:
         self.cancelled += request_ids
 
+    async def do_release(self, request_ids: list[str]) -> None:
+        await self._alive()
+        for request_id in set(request_ids) & set(self._tasks):
+            self._stop[request_id].set()
+
     async def do_leave(self, timeout_s: float) -> int:
         self.leaving = True
         tasks = list(self._tasks.values())
@@ -171,6 +176,46 @@ def test_a_leaving_shards_requests_go_on_elsewhere_from_where_they_were() -> Non
         assert moved and all([span.version for span in result.spans] == [1, 0] for result in moved)
         assert fleet.dispatcher.preempted == len(moved)
         assert [fleet.router.outstanding(shard) for shard in (0, 1)] == [0, 0]
+        await fleet.dispatcher.close()
+
+    in_loop(story())
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.002, 0.01])
+def test_shards_that_join_take_their_even_part_of_what_runs(after_s: float) -> None:
+    async def story() -> None:
+        fleet = Fleet(3)
+        await fleet.leave(1, 2)
+        running = asyncio.ensure_future(fleet.run(*(request(f"r{n}", 60) for n in range(30))))
+        # Before the requests are booked, before they are handed over, and while they run.
+        await asyncio.sleep(after_s)
+        fleet.come_back(1)
+        await asyncio.sleep(0.005)
+        fleet.come_back(2)
+        results = await running
+        assert all(whole(result, 60) for result in results)
+        last = [sum(result.shard == shard for result in results) for shard in range(3)]
+        assert min(last) >= 9, last
+        assert [fleet.router.outstanding(shard) for shard in range(3)] == [0, 0, 0]
+        await fleet.dispatcher.close()
+
+    in_loop(story())
+
+
+def test_the_youngest_requests_move_and_a_shard_that_dies_meanwhile_loses_none() -> None:
+    async def story() -> None:
+        fleet = Fleet(2)
+        await fleet.leave(1)
+        running = asyncio.ensure_future(fleet.run(*(request(f"r{n}", 200) for n in range(8))))
+        await asyncio.sleep(0.02)
+        fleet.come_back(1)
+        await asyncio.sleep(0.02)
+        assert {name.partition("+")[0] for name in fleet.shards[1].served} == {f"r{n}" for n in range(4, 8)}
+        await fleet.leave(1)
+        fleet.come_back(1)
+        fleet.shards[0].dead = True
+        assert all(whole(result, 200) for result in await running)
+        assert list(fleet.dispatcher.failed) == [0]
         await fleet.dispatcher.close()
 
     in_loop(story())

@@ -2,7 +2,8 @@
 
 Requests for a shard that arrive together are one call, and a long poll per shard fetches results, so the cost per
 sample is small. Owns the router. Invariants: a booking is released exactly once; a request on a shard that leaves,
-hangs or dies continues on another with its tokens; every wait has a deadline.
+hangs or dies continues on another with its tokens; a shard that joins takes its even part of the requests under way;
+every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ class Dispatcher:
         self._under_way: set[str] = set()
         self._outgoing: dict[int, list[GenerationRequest]] = {}
         self._pollers: dict[int, asyncio.Task[None]] = {}
+        self._moves: set[asyncio.Task[None]] = set()
         self._routed = asyncio.Event()
         # Booking a request and recording it are one step for whoever stops routing from another thread.
         self._booking = threading.Lock()
@@ -299,7 +301,39 @@ class Dispatcher:
                 self.record.emit(ShardRouted(shard, generation, version))
         if self._router.active:
             self._routed.set()
+        if new:
+            self._even_out()
         return generation
+
+    def _even_out(self) -> None:
+        """Moves requests from shards that have more than their even part. A synchronous step hands out all of its
+        requests at once: without this, a shard that comes a moment later has nothing to do until the next step.
+        """
+        held: dict[int, list[str]] = {shard: [] for shard in self._router.active}
+        for request_id, pending in self._pending.items():
+            if pending.shard in held:
+                held[pending.shard].append(request_id)
+        part = -(-sum(map(len, held.values())) // len(held))
+        for shard, request_ids in held.items():
+            # The youngest have the fewest tokens, which the other shard has to compute again.
+            surplus = set(request_ids[part:])
+            if not surplus:
+                continue
+            unsent = {request.request_id for request in self._outgoing.get(shard, ())} & surplus
+            for request_id in unsent:
+                self._preempt(request_id)
+            if unsent:
+                self._outgoing[shard] = [one for one in self._outgoing[shard] if one.request_id not in unsent]
+            if surplus - unsent:
+                move = asyncio.create_task(self._release(shard, sorted(surplus - unsent)))
+                self._moves.add(move)
+                move.add_done_callback(self._moves.discard)
+
+    async def _release(self, shard: int, request_ids: list[str]) -> None:
+        try:
+            await self._workers[shard].release.remote(request_ids)
+        except RayError as error:
+            self.quarantine(shard, first_line(error))
 
     def unroute(self, shards: Sequence[int]) -> int:
         """Shards take no new request from now on, and what was not yet handed to them goes elsewhere; the router's
@@ -370,9 +404,10 @@ class Dispatcher:
 
     async def close(self) -> None:
         """Stops polling and fails the remaining requests."""
-        for task in self._pollers.values():
+        tasks = [*self._pollers.values(), *self._moves]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._pollers.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for request_id, pending in self._pending.items():
             if not pending.answer.done():
                 pending.answer.set_exception(

@@ -44,7 +44,7 @@ class VersionTracker:
         """
         # Requests that begin while this waits belong to the new version, whose weights are loaded.
         self.version, before = version, dict(self._running)
-        drawn = {} if self.labelled_by_engine else await self._drawn()
+        drawn = {} if self.labelled_by_engine else await self._all_drawn()
         for request_id, running in before.items():
             running.starts.append((version, drawn.get(request_id, 0)))
             # Part of the prompt may be computed although no token is drawn yet.
@@ -53,15 +53,18 @@ class VersionTracker:
         if self.labelled_by_engine:
             await self._engine.update_weight_version(str(version))
 
-    async def _drawn(self) -> dict[str, int]:
+    def drawn(self) -> dict[str, int]:
+        """Tokens so far of each running request; those of the last steps may still be on their way."""
+        return {
+            getattr(state, "external_req_id", None) or state.request_id: len(state.detokenizer.output_token_ids)
+            for state in self._engine.output_processor.request_states.values()
+        }
+
+    async def _all_drawn(self) -> dict[str, int]:
         # Outputs of the last step before the pause may still be on their way through the output handler.
         before: dict[str, int] = {}
         while True:
-            states = self._engine.output_processor.request_states.values()
-            now = {
-                getattr(state, "external_req_id", None) or state.request_id: len(state.detokenizer.output_token_ids)
-                for state in states
-            }
+            now = self.drawn()
             if now == before and self._engine.engine_core.outputs_queue.empty():
                 return now
             before = now

@@ -61,6 +61,7 @@ class VllmGenerationWorker:
         self._stats: Any = None if spec.stats_interval_s is None else EngineStats(spec.stats_interval_s)
         self._result_buffers: dict[str, ResultBuffer] = {}
         self._tasks: dict[str, asyncio.Task[GenerationResult]] = {}
+        self._restarted: set[str] = set()  # requests that go on elsewhere from their first token
         self._leaving = False
         self._paused_at: float | None = None
         self._session: dict[str, object] = {}
@@ -160,6 +161,7 @@ class VllmGenerationWorker:
 
     def _deliver(self, result_buffer: ResultBuffer, request_id: str, task: asyncio.Task[GenerationResult]) -> None:
         self._tasks.pop(request_id, None)
+        self._restarted.discard(request_id)
         self._versions.end(request_id)
         if task.cancelled():
             if self._decisions is not None:
@@ -228,6 +230,8 @@ class VllmGenerationWorker:
         return result if result.finish_reason != "abort" else self._keepable(request, result)
 
     def _keepable(self, request: GenerationRequest, result: GenerationResult) -> GenerationResult:
+        if request.request_id in self._restarted:
+            return result.first(0)
         looked_for = (*request.stop_strings, *(self._bad_words or ()))
         if not looked_for:
             return result
@@ -238,6 +242,18 @@ class VllmGenerationWorker:
         for request_id in request_ids:
             if request_id in self._tasks:
                 self._tasks[request_id].cancel()
+
+    async def release(self, request_ids: list[str]) -> None:
+        """Ends these requests, each with what it has, so that another shard goes on with them. A request whose draws
+        have a seed moves only while it has no token: the rest would be drawn by another seed than if it had stayed.
+        """
+        chosen = [request_id for request_id in request_ids if request_id in self._tasks]
+        if self._spec.seeds_requests:
+            drawn = self._versions.drawn()
+            chosen = [request_id for request_id in chosen if not drawn.get(request_id)]
+            self._restarted.update(chosen)
+        if chosen:
+            await self._engine.abort(chosen)
 
     async def abort_all_requests(self) -> None:
         """Ends every running request; each yields what it has."""

@@ -1,0 +1,53 @@
+"""The Multi-Process Service against a command that stands for NVIDIA's."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.time_sharing.mps import MpsError, multi_process_service
+
+# It leaves a daemon that holds what it was given for its output, as the real one may.
+CONTROL = """#!/bin/sh
+if [ "$1" = -d ]; then sleep 60 & echo $! > {folder}/daemon; exit {start}; fi
+read command; echo "$command" >> {folder}/commands
+kill $(cat {folder}/daemon); exit {quit}
+"""
+
+
+def _install(folder: Path, monkeypatch: pytest.MonkeyPatch, start: int = 0, quit: int = 0) -> None:
+    control = folder / "nvidia-cuda-mps-control"
+    control.write_text(CONTROL.format(folder=folder, start=start, quit=quit))
+    control.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+
+
+def test_it_runs_inside_the_block_and_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(tmp_path, monkeypatch)
+    with multi_process_service(True):
+        assert Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"]).is_dir()
+    assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+    assert (tmp_path / "commands").read_text() == "quit -t 5\n"
+
+
+def test_what_ends_the_block_is_said_and_not_that_the_service_does_not_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _install(tmp_path, monkeypatch, quit=1)
+    with caplog.at_level(logging.WARNING), pytest.raises(ZeroDivisionError), multi_process_service(True):
+        raise ZeroDivisionError
+    assert "mps=not_ended" in caplog.text
+
+
+def test_it_is_refused_where_it_is_missing_or_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MpsError, match="not on PATH"), multi_process_service(True):
+        pass
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    _install(tmp_path, monkeypatch, start=3)
+    with pytest.raises(MpsError, match="ended with 3"), multi_process_service(True):
+        pass
