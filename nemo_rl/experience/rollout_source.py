@@ -26,6 +26,7 @@ from nemo_rl.models.generation.recording import (
     validates_every_batch,
 )
 from nemo_rl.utils.record import Entry
+from nemo_rl.utils.route_trace import route_trace
 
 
 class RecordingError(UserError, FileNotFoundError):
@@ -109,6 +110,8 @@ class LiveRollouts:
                 check_columns(tokens, self._recording, f"rollouts of step {plan.step + 1}")
                 self._checked = True
             metrics |= decision_metrics(tokens)
+            if (trace := route_trace()) is not None:
+                trace.produced(plan.step, tokens)
         return Rollout(columns, metrics)
 
 

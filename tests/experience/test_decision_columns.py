@@ -136,6 +136,7 @@ def test_a_recorded_rollout_is_replayed_with_its_routes_and_masks(tmp_path: Path
         one, other = recorded.columns.tokens[name], replayed.columns.tokens[name]
         assert all(map(torch.equal, one, other)) and len(one) == len(other) == 4
     assert recorded.metrics["sampling_mask_size"] == 3.0
+    assert recorded.metrics["routed_tokens_share"] == 1.0
 
 
 def test_a_recording_without_routes_is_not_replayed_with_them(tmp_path: Path) -> None:

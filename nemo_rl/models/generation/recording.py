@@ -163,10 +163,16 @@ def _check_masks(columns: Mapping[str, Any], recording: Recording, where: str) -
 
 
 def decision_metrics(columns: Mapping[str, Any]) -> dict[str, float]:
-    """Of a rollout's recorded columns: how many token ids are kept for a token that was drawn from a part of the
-    vocabulary. What is replayed of them is measured in training.
+    """Of a rollout's recorded columns: the share of tokens with routes, of those that a sample's trained tokens follow;
+    and how many token ids are kept for a token that was drawn from a part of the vocabulary.
     """
-    if "sampling_mask_counts" not in columns:
-        return {}
-    counts = columns["sampling_mask_counts"]
-    return {"sampling_mask_size": int(counts.sum()) / max(1, int((counts > 0).sum()))}
+    metrics: dict[str, float] = {}
+    if "routed_experts_valid" in columns:
+        # What a trained token's probability depends on: every token before the last of them.
+        read_BS = columns["token_mask"].flip(1).cumsum(1).flip(1)[:, 1:] > 0
+        known_BS = columns["routed_experts_valid"][:, :-1] & read_BS
+        metrics["routed_tokens_share"] = int(known_BS.sum()) / max(1, int(read_BS.sum()))
+    if "sampling_mask_counts" in columns:
+        counts = columns["sampling_mask_counts"]
+        metrics["sampling_mask_size"] = int(counts.sum()) / max(1, int((counts > 0).sum()))
+    return metrics

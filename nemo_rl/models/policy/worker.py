@@ -37,6 +37,7 @@ from nemo_rl.models.policy.batches import RECORDED, microbatches, without_routes
 from nemo_rl.models.policy.model_config import compute_dtype
 from nemo_rl.models.policy.train_step import StepResult, TrainStep, TrainStepStateError, total_work
 from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture, Work
+from nemo_rl.utils.route_trace import route_trace
 from nemo_rl.weight_sync.cache import CACHE_OWNER, CacheBuilder, CacheManifest
 from nemo_rl.weight_sync.layout import TensorMeta
 from nemo_rl.weight_sync.sender import SendSpec, WeightSender
@@ -130,6 +131,8 @@ class PolicyWorker(TQWorkerMixin):
         self, data: BatchedDataDict, micro_batch_size: int | None, *, policy: bool = False, reference: bool = False
     ) -> BatchedDataDict:
         """Log-probabilities under the current weights, the initial ones, or both, of the same microbatches."""
+        if policy and (trace := route_trace()) is not None:
+            trace.fetched("prev_lp", data)
         parts, idle = self._cut(
             data, micro_batch_size or self.cfg.logprob_batch_size, replayed=RECORDED if policy else SAMPLING_MASK_FIELDS
         )
@@ -197,6 +200,8 @@ class PolicyWorker(TQWorkerMixin):
             self.begin_train_step(loss_fn, mbs=mbs)
             self.train_microbatches(batch)
             results.append(self.step.finish(self.cfg.max_grad_norm))
+        if not eval_mode and (trace := route_trace()) is not None:
+            trace.step_done()
         if any(result.stepped for result in results) and not eval_mode:
             self.backend.step_schedule()
         return self._report(results, rates, {} if eval_mode else self.backend.replay_shares())
@@ -209,12 +214,16 @@ class PolicyWorker(TQWorkerMixin):
 
     def train_microbatches(self, data: BatchedDataDict) -> None:
         """Adds one chunk of samples to the open step; this rank's part may have no rows."""
+        if (trace := route_trace()) is not None:
+            trace.fetched("train", data)
         self.step.microbatches(microbatches(data, self.cfg, self._mbs))
 
     def finish_train_step(self) -> dict[str, object]:
         """Steps the optimizer and the schedule."""
         rates = self.backend.rates()
         result = self.step.finish(self.cfg.max_grad_norm)
+        if (trace := route_trace()) is not None:
+            trace.step_done()
         if result.stepped:
             self.backend.step_schedule()
         if self.backend.rank == 0:
