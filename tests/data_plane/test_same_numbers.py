@@ -53,6 +53,8 @@ WHITENED = (
     "loss_fn.use_kl_in_reward=true",
     "grpo.overlong_filtering=true",
 )
+ROUTES = "policy.router_replay.enabled=true"
+MASKS = ("policy.sampling_mask_replay=true", "policy.generation.top_p=0.9")
 CASES = {
     "plain_dp2_dynamic_sampling": (
         "cluster.gpus_per_node=2",
@@ -63,8 +65,15 @@ CASES = {
         "cluster.gpus_per_node=2",
         "policy.dtensor_cfg.tensor_parallel_size=2",
         "policy.sequence_packing.enabled=true",
+        *MASKS,
     ),
-    "dynamic_dp2_whitened": ("cluster.gpus_per_node=2", "policy.dynamic_batching.enabled=true", *WHITENED),
+    "dynamic_dp2_whitened": (
+        "cluster.gpus_per_node=2",
+        "policy.dynamic_batching.enabled=true",
+        *WHITENED,
+        ROUTES,
+        *MASKS,
+    ),
     "megatron_pp2_packed": (
         *MEGATRON,
         "cluster.gpus_per_node=2",
@@ -109,6 +118,19 @@ def _batch(draw: torch.Generator) -> dict[str, Any]:
         "bonus": torch.arange(rows),
         "hint": [{"bonus": row} for row in range(rows)],
     }
+    # Of a model with four experts in each of its two layers.
+    known = real & (torch.rand(rows, width, generator=draw) < 0.9)
+    experts = torch.rand(rows, width, 2, 4, generator=draw).topk(2).indices.to(torch.uint8)
+    sampled = [row[mask != 0].tolist() for row, mask in zip(tokens["input_ids"], trained, strict=True)]
+    kept = [[{token, 7, 9} for token in row] for row in sampled]
+    counts = torch.zeros((rows, width), dtype=torch.int32)
+    counts[trained != 0] = torch.tensor([len(ids) for row in kept for ids in row], dtype=torch.int32)
+    tokens |= {
+        "routed_experts": torch.where(known[..., None, None], experts, 0),
+        "routed_experts_valid": known,
+        "sampling_mask_counts": counts,
+        "sampling_mask_ids": [torch.tensor([n for ids in row for n in sorted(ids)], dtype=torch.int32) for row in kept],
+    }
     columns = {
         "total_reward": rewards,
         "truncated": torch.rand(rows, generator=draw) < 0.2,
@@ -125,12 +147,14 @@ def _batch(draw: torch.Generator) -> dict[str, Any]:
 
 
 @pytest.fixture
-def train(recording: Path, tiny_model: Path, tmp_path: Path, ray_session: None) -> Callable[..., dict[str, Any]]:
+def train(
+    recording: Path, tiny_model: Path, tiny_moe_model: Path, tmp_path: Path, ray_session: None
+) -> Callable[..., dict[str, Any]]:
     """Trains on the recording; metrics of every step, digests of the weights and the lines of the sample logs."""
 
     def run(name: str, *overrides: str, then: Callable[[GRPORun], None] | None = None) -> dict[str, Any]:
         places = [
-            f"policy.model_name={tiny_model}",
+            f"policy.model_name={tiny_moe_model if ROUTES in overrides else tiny_model}",
             f"logger.log_dir={tmp_path / name}",
             f"grpo.rollout_replay={recording}",
         ]
@@ -181,5 +205,7 @@ def test_training_is_the_same_bit_for_bit_and_leaves_no_row(case: str, train: Ca
     plane = ("data_plane.enabled=true", f"data_plane.backend={backend}", "data_plane.num_storage_units=1", *sizes)
     stored = train(backend, *CASES[case], *plane, then=leaves_no_row)
     assert stored["metrics"] == plain["metrics"]
+    assert ("train/router_replay_share" in plain["metrics"]) is (ROUTES in CASES[case])
+    assert ("train/sampling_mask_share" in plain["metrics"]) is (MASKS[0] in CASES[case])
     assert stored["weights"] == plain["weights"]
     assert stored["samples"] == plain["samples"]
