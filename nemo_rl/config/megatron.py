@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from nemo_rl.config.section import DefaultFrom, NotYet, Section
 
@@ -165,11 +165,16 @@ class MegatronConfig(Section):
     )
     freeze_moe_router: bool = Field(True, description="Do not train the router.")
     moe_router_dtype: str | None = Field("fp64", description="Precision of the router.")
-    # The gradient of such a loss is a mean over tokens, which a step of sums divided by another count weighs wrongly.
+    # Others are of whole sequences or steps, where a packed row is one sequence to Megatron and steps come in parts.
     moe_router_load_balancing_type: Annotated[
-        str,
-        NotYet("auxiliary losses of Megatron's router, which would be trained with a weight that depends on lengths"),
-    ] = Field("none", description="Load balancing of the router.")
+        Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn"],
+        NotYet(
+            "auxiliary losses of Megatron's router other than of a microbatch",
+            values=("seq_aux_loss", "global_aux_loss", "sinkhorn"),
+            instead="set it to aux_loss or none",
+        ),
+    ] = Field("none", description="Load balancing of the router: `none`, or `aux_loss` of each microbatch.")
+    moe_aux_loss_coeff: NonNegativeFloat = Field(0.0, description="Weight of the load-balancing loss.")
     moe_router_bias_update_rate: Annotated[float, NotYet("updates of the router's biases")] = Field(
         0.0, description="Update rate of the router's bias."
     )

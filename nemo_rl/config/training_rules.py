@@ -76,6 +76,24 @@ def shared_prompts_are_possible(config: RootConfig) -> Iterator[Problem]:
 
 
 @rule
+def load_balancing_has_a_weight_and_a_router(config: RootConfig) -> Iterator[str]:
+    megatron, key = config.policy.megatron_cfg, "policy.megatron_cfg.moe_router_load_balancing_type"
+    kind, weight = megatron.moe_router_load_balancing_type, megatron.moe_aux_loss_coeff
+    if not megatron.enabled:
+        return
+    if (kind == "aux_loss") != (weight > 0):
+        yield (
+            f"{key} is {kind} and policy.megatron_cfg.moe_aux_loss_coeff is {weight:g}; a load-balancing loss needs "
+            "aux_loss and a coefficient above 0, and without one they are none and 0"
+        )
+    elif weight > 0 and megatron.freeze_moe_router:
+        yield (
+            f"{key} is aux_loss, but policy.megatron_cfg.freeze_moe_router is true, so that the router cannot follow "
+            "it; set freeze_moe_router to false"
+        )
+
+
+@rule
 def replayed_routers_are_not_fused_or_compiled(config: RootConfig) -> Iterator[Problem]:
     policy, replay = config.policy, "with policy.router_replay.enabled"
     if not policy.router_replay.enabled:

@@ -529,8 +529,9 @@ PASSED_THROUGH = [
     *(
         ([*MEGATRON, f"+policy.megatron_cfg.model_overrides.{override}"], message)
         for override, message in (
-            ("moe_router_load_balancing_type=aux_loss", "not built yet: auxiliary losses"),
-            ("moe_aux_loss_coeff=0.001", "not built yet: auxiliary losses"),
+            ("moe_router_load_balancing_type=global_aux_loss", "not built yet: auxiliary losses"),
+            ("moe_router_load_balancing_type=aux_loss", "moe_router_load_balancing_type; set it there"),
+            ("moe_aux_loss_coeff=0.001", "policy.megatron_cfg.moe_aux_loss_coeff; set it there"),
             ("moe_z_loss_coeff=1e-3", "not built yet: auxiliary losses"),
             ("mtp_num_layers=1", "not built yet: multi-token prediction"),
             ("moe_router_bias_update_rate=1e-3", "not built yet: updates of the router's biases"),

@@ -15,8 +15,18 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.loss import ClippedPGLossFn
+from nemo_rl.loss.normalization import count_valid
 from nemo_rl.models.policy.logits import filter_logits
-from tests.models.policy_ranks import ROWS, WIDTH, full_gradients, make_worker, run_config, shard_of, training_batch
+from tests.models.policy_ranks import (
+    ROWS,
+    WIDTH,
+    full_gradients,
+    gradients,
+    make_worker,
+    run_config,
+    shard_of,
+    training_batch,
+)
 
 REPLAY = "policy.router_replay.enabled=true"
 SHARES = ("router_replay_share", "router_replay_changed")
@@ -174,3 +184,47 @@ def scored_alternatives(model: str, world: int, cases: dict[str, list[str]], dat
         scored = worker.get_logprobs(BatchedDataDict({column: data[column] for column in columns}))
         found[name] = scored["logprobs"][:, -1].double().numpy()
     return found
+
+
+def balanced_step(model: str, world: int, overrides: list[str]) -> dict[str, Any]:
+    """The gradient of plain sums of a step on `training_batch`, by name, and what was measured of the routers."""
+    config = run_config(model, world, *overrides)
+    worker = make_worker(config)
+    mine = shard_of(worker, training_batch())
+    worker.begin_train_step(ClippedPGLossFn(config.loss_fn))
+    for start in range(0, mine.size, 2):
+        worker.train_microbatches(mine.slice(start, start + 2))
+    worker.backend.gradient_norm()
+    found = {name: gradient.numpy() for name, gradient in gradients(worker).items()}
+    measured = worker.backend.router_metrics()
+    worker.abort_train_step()
+    return {"gradient": found, "measured": measured}
+
+
+def balanced_steps(model: str, world: int, cases: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
+    """`balanced_step` of every case."""
+    return {name: balanced_step(model, world, overrides) for name, overrides in cases.items()}
+
+
+def balancing_gradient(model: str, *, tokens: bool) -> tuple[dict[str, Any], float]:
+    """The gradient of the load-balancing loss of `training_batch` in microbatches of two rows, each times its trained
+    tokens or sequences, by transformers' own model; and the mean loss.
+    """
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    lm.get_input_embeddings().padding_idx = None
+    data = training_batch()
+    total, weights = torch.zeros(()), 0.0
+    for start in range(0, ROWS, 2):
+        part = data.slice(start, start + 2)
+        real = torch.arange(WIDTH) < part["input_lengths"][:, None]
+        layers = lm(input_ids=part["input_ids"], attention_mask=real.long(), output_router_logits=True).router_logits
+        sequences, trained = (float(count) for count in count_valid(part))
+        for logits in layers:
+            scores = logits.softmax(-1)[real.flatten()]
+            chosen = torch.zeros_like(scores).scatter(1, scores.topk(2).indices, 1.0)
+            loss = scores.shape[1] * (chosen.mean(0) / 2 * scores.mean(0)).sum()
+            total = total + loss * (trained if tokens else sequences)
+            weights += trained if tokens else sequences
+    total.backward()
+    found = {name: weight.grad.numpy() for name, weight in lm.named_parameters() if weight.grad is not None}
+    return found, float(total.detach()) / weights

@@ -16,7 +16,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.policy.batches import NothingRecordedError, microbatches
 from nemo_rl.models.policy.logits import LogitTransform
 from nemo_rl.models.policy.packed import pack
-from nemo_rl.models.policy.router_replay import RouterReplay, RouterReplayError, RouterTarget, Routes
+from nemo_rl.models.policy.router_replay import RouterPass, RouterReplay, RouterReplayError, RouterTarget, Routes
 from nemo_rl.models.policy.sampling_mask import KeptTokens, SamplingMaskError
 from nemo_rl.models.policy.scoring import score_tokens
 
@@ -167,12 +167,17 @@ def test_a_layer_that_is_run_again_takes_the_routes_of_its_own_microbatch() -> N
     routes = [
         Routes(torch.full((1, 1, 2), n, dtype=torch.uint8), torch.tensor([True]), torch.tensor([True])) for n in (2, 3)
     ]
-    for own in routes:
-        target.aim(own, recomputes=True, counts=True)
-        with torch.no_grad():
-            assert target.choose(natural).tolist() == own.experts_TLK[:, 0].tolist()
-    for own in routes:
+
+    def run(own: Routes) -> None:
+        target.enter()
         assert target.choose(natural).tolist() == own.experts_TLK[:, 0].tolist()
+
+    for own in routes:
+        target.aim(RouterPass(own), recomputes=True, counts=True)
+        with torch.no_grad():
+            run(own)
+    for own in routes:
+        run(own)
     assert target.counts.tolist() == [2.0, 2.0, 2.0]
 
 

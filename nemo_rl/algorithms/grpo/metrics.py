@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _AVERAGED = frozenset(
     {"lr", "wd", "reward", "filtered_reward", "global_valid_seqs", "global_valid_toks", "mean_prompt_length"}
-    | {"router_replay_share", "router_replay_changed"}
+    | {"router_replay_share", "router_replay_changed", "moe/load_balancing_loss"}
 )
 
 

@@ -177,7 +177,7 @@ class DTensorBackend(Backend):
         if self.scorer.replay is not None:
             self.scorer.replay.start_counting()
 
-    def replay_shares(self) -> dict[str, float]:
+    def router_metrics(self) -> dict[str, float]:
         return {} if self.scorer.replay is None else self.scorer.replay.shares(self.device)
 
     def forward_backward(

@@ -54,6 +54,7 @@ class _ReplayedRouter:
         self._sizes = (int(module.num_experts), int(module.top_k))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._target.enter()
         with _Choice(*self._sizes, self._target.choose):
             return self._compute(*args, **kwargs)
 

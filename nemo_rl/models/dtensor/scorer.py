@@ -19,7 +19,7 @@ from nemo_rl.models.dtensor.mesh import ParallelMesh
 from nemo_rl.models.dtensor.parallelize import local_tensor
 from nemo_rl.models.policy.logits import LogitTransform
 from nemo_rl.models.policy.packed import PackedBatch
-from nemo_rl.models.policy.router_replay import RouterReplay
+from nemo_rl.models.policy.router_replay import RouterPass, RouterReplay
 from nemo_rl.models.policy.row_slice import Projection, RowOutput, RowSlice, score_row
 
 if TYPE_CHECKING:
@@ -94,7 +94,9 @@ class CausalLMScorer(nn.Module):
         if self.replay is not None:
             self.replay.check(batch.routes)
             routes = None if batch.routes is None else batch.routes.part(self._cut.mine(batch))
-            self.replay.aim(routes, counts=self.training and torch.is_grad_enabled())
+            counts = self.training and torch.is_grad_enabled()
+            for target in self.replay.targets:
+                target.aim(RouterPass(routes), recomputes=False, counts=counts)
         hidden_TD = self._hidden(batch)
         head = self.lm.get_output_embeddings()
         weight_WD = local_tensor(head.weight)

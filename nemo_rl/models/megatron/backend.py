@@ -26,7 +26,7 @@ from nemo_rl.models.megatron.model import BuiltModel, build_model
 from nemo_rl.models.megatron.optimizer import build_optimizer, build_schedule, inner_optimizers, with_gradients
 from nemo_rl.models.megatron.passes import Ending, Pipeline
 from nemo_rl.models.megatron.residency import ReferenceWeights, forget_workspaces, optimizer_tensors
-from nemo_rl.models.megatron.router_replay import MegatronReplay
+from nemo_rl.models.megatron.routers import Routers
 from nemo_rl.models.megatron.weights import ModelWeights, ShardedWeights
 from nemo_rl.models.policy.attention import kernel_in_use
 from nemo_rl.models.policy.backend import Backend, BackendOptions
@@ -99,9 +99,9 @@ class MegatronBackend(Backend):
         self._clears_cache = cfg.megatron_cfg.empty_unused_memory_level
         generation = cfg.generation
         self.transform = logit_transform(generation.temperature, generation.top_p, generation.top_k, hf)
-        self._replay = MegatronReplay(model, groups) if cfg.router_replay.enabled else None
+        self._routers = Routers(model, groups, replays=cfg.router_replay.enabled)
         rounded = row_round(cfg.sequence_packing, groups.device)
-        self._pipeline = Pipeline(model, groups, cfg.logprob_chunk_size, rounded, self._replay)
+        self._pipeline = Pipeline(model, groups, cfg.logprob_chunk_size, rounded, self._routers)
         frozen = ".mlp.router." if cfg.megatron_cfg.freeze_moe_router else None
         self._trained = {weight.name: frozen is None or frozen not in weight.name for weight in weights.described}
         self.chunks: list[Any] = model.chunks
@@ -145,11 +145,10 @@ class MegatronBackend(Backend):
     def start_step(self) -> None:
         self._require_optimizer()
         self.discard_gradients()
-        if self._replay is not None:
-            self._replay.replay.start_counting()
+        self._routers.start_counting()
 
-    def replay_shares(self) -> dict[str, float]:
-        return {} if self._replay is None else self._replay.replay.shares(self.device)
+    def router_metrics(self) -> dict[str, float]:
+        return self._routers.metrics()
 
     def forward_backward(
         self, microbatches: Sequence[Mapping[str, torch.Tensor]], loss_fn: LossFunction, *, idle: int

@@ -180,7 +180,7 @@ def _experts(cfg: PolicyConfig, *, engine: bool) -> dict[str, object]:
     return {
         "moe_router_load_balancing_type": mcore.moe_router_load_balancing_type,
         "moe_router_dtype": mcore.moe_router_dtype,
-        "moe_aux_loss_coeff": 0.0,
+        "moe_aux_loss_coeff": mcore.moe_aux_loss_coeff,
         "moe_permute_fusion": mcore.moe_permute_fusion and engine,
         "moe_grouped_gemm": engine,
     }

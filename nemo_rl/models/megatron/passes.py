@@ -18,7 +18,7 @@ from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.megatron import cpu
 from nemo_rl.models.megatron.groups import MegatronGroups
 from nemo_rl.models.megatron.model import BuiltModel
-from nemo_rl.models.megatron.router_replay import MegatronReplay
+from nemo_rl.models.megatron.routers import Routers
 from nemo_rl.models.policy.logits import LogitTransform
 from nemo_rl.models.policy.packed import PackedBatch, idle_microbatch, pack
 from nemo_rl.models.policy.row_slice import Projection, RowOutput, RowSlice, score_row
@@ -38,7 +38,7 @@ class Pipeline:
     Args:
         chunk_size: Tokens whose logits exist at once; None for all.
         row_round: Packed rows are padded to a multiple of this too.
-        replay: The model's routers, if recorded routes are replayed.
+        routers: The model's routers; made from the model by default, without replay.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class Pipeline:
         groups: MegatronGroups,
         chunk_size: int | None,
         row_round: int = 1,
-        replay: MegatronReplay | None = None,
+        routers: Routers | None = None,
     ) -> None:
-        self._replay = replay
+        self._routers = routers or Routers(model, groups, replays=False)
         self.chunks: list[nn.Module] = model.chunks
         self._model, self._groups, self._chunk_size = model, groups, chunk_size
         sizes = groups.sizes
@@ -89,8 +89,7 @@ class Pipeline:
         idle += -(len(microbatches) + idle) % self._groups.sizes.pp if virtual else 0
         rows: list[Mapping[str, torch.Tensor] | None] = [*microbatches, *([None] * idle)]
 
-        if self._replay is not None:
-            self._replay.replay.clear()
+        self._routers.start_run()
         failures: list[Exception] = []
 
         def guarded(data: Mapping[str, torch.Tensor], batch: PackedBatch, output: Any) -> tuple[torch.Tensor, Any]:
@@ -107,8 +106,7 @@ class Pipeline:
             data = next(batches)
             real = data is not None
             batch = self._packed(data, trained_only=trained_only and real, loss_fn=loss_fn if real else None)
-            if self._replay is not None:
-                self._replay.aim(chunk, batch, self._cut, backward=backward)
+            self._routers.aim(chunk, data, batch, self._cut, loss_fn if backward else None)
             output = self._through(chunk, batch)
             return output, partial(self._end, data, batch, guarded, transform, logits, likely, chunk)
 

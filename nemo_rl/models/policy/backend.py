@@ -81,10 +81,8 @@ class Backend(StepBackend, Protocol):
         """Which implementation of the layers runs, for the log and the run record."""
         ...
 
-    def replay_shares(self) -> dict[str, float]:
-        """Shares of router decisions that this step replayed (`RouterReplay.shares`); nothing where routes are not
-        replayed. Collective.
-        """
+    def router_metrics(self) -> dict[str, float]:
+        """What this step measured of the routers of a mixture of experts, if anything. Collective."""
         ...
 
     # -- passes without gradients -------------------------------------------------------------------------------------

@@ -94,34 +94,53 @@ def check_routes(routes: Routes, layers: int, experts: int, experts_per_token: i
         raise RouterReplayError(f"{EXPERTS} names an expert twice for one token and layer")
 
 
-class RouterTarget:
-    """What one router replays. `layer`: its number among the layers with experts. `recomputes`: whether a pass without
-    gradients may be one whose layer is run again in the backward pass.
+@dataclass(frozen=True)
+class RouterPass:
+    """What routers are told of one forward pass, for this rank's slice of the row.
+
+    Attributes:
+        routes: Recorded routes, or None to route naturally.
+        real_T: Which tokens are not padding; None where no auxiliary loss is computed.
+        weight: What the auxiliary loss of this pass is multiplied by: its part in the divisor of the gradient.
     """
+
+    routes: Routes | None = None
+    real_T: torch.Tensor | None = None
+    weight: float = 0.0
+
+
+class RouterTarget:
+    """What one router is told. `layer`: its number among the layers with experts."""
 
     def __init__(self, layer: int, device: torch.device) -> None:
         self.layer = layer
         # Choices that natural routing would have made otherwise, choices replayed, and choices of forwarded tokens.
         self.counts = torch.zeros(3, dtype=torch.float64, device=device)
-        self._routes: Routes | None = None
-        self._recomputes = self._counted = False
-        self._waiting: deque[Routes | None] = deque()
+        self.now = self._next = RouterPass()
+        self._recomputes = self._counts = self._again = False
+        self._waiting: deque[RouterPass] = deque()
 
-    def aim(self, routes: Routes | None, *, recomputes: bool, counts: bool) -> None:
-        """Sets the routes of the next pass."""
-        self._routes, self._recomputes, self._counted = routes, recomputes, not counts
+    def aim(self, told: RouterPass, *, recomputes: bool, counts: bool) -> None:
+        """Sets the next pass. `recomputes`: whether a layer that runs without gradients is run again in the backward
+        pass. `counts`: whether the choices of the pass are counted.
+        """
+        self._next, self._recomputes, self._counts = told, recomputes, counts
+
+    def enter(self) -> None:
+        """Finds the pass that the router is about to run in: with gradients the earliest one that ran without."""
+        self._again = torch.is_grad_enabled() and bool(self._waiting)
+        self.now = self._waiting.popleft() if self._again else self._next
+        if self._recomputes and not torch.is_grad_enabled():
+            self._waiting.append(self.now)
 
     def clear(self) -> None:
-        """Forgets the routes of earlier passes, finished or not."""
-        self._routes = None
+        """Forgets earlier passes, finished or not."""
+        self.now = self._next = RouterPass()
         self._waiting.clear()
 
     def choose(self, natural_TK: torch.Tensor) -> torch.Tensor:
         """Experts of each token: recorded where they are, else those of natural routing."""
-        again = torch.is_grad_enabled() and bool(self._waiting)
-        routes = self._waiting.popleft() if again else self._routes
-        if self._recomputes and not torch.is_grad_enabled():
-            self._waiting.append(routes)
+        routes = self.now.routes
         if routes is None:
             return natural_TK
         recorded_TK = routes.experts_TLK[:, self.layer].to(natural_TK.dtype)
@@ -129,15 +148,13 @@ class RouterTarget:
             raise RouterReplayError(
                 f"layer {self.layer}: routes {list(recorded_TK.shape)} for router decisions {list(natural_TK.shape)}"
             )
-        if not again and not self._counted:
-            self._counted = True
-            self._count(routes, recorded_TK, natural_TK)
+        if self._counts and not self._again:
+            # Once: a layer that is run again by torch's own checkpoints has gradients both times.
+            self._counts = False
+            same_T = (recorded_TK[:, :, None] == natural_TK[:, None, :]).any(dim=-1).all(dim=-1)
+            changed_T = routes.valid_T & ~same_T
+            self.counts += torch.stack([changed_T.sum(), routes.valid_T.sum(), routes.forwarded_T.sum()])
         return torch.where(routes.valid_T[:, None], recorded_TK, natural_TK)
-
-    def _count(self, routes: Routes, recorded_TK: torch.Tensor, natural_TK: torch.Tensor) -> None:
-        same_T = (recorded_TK[:, :, None] == natural_TK[:, None, :]).any(dim=-1).all(dim=-1)
-        changed = routes.valid_T & ~same_T
-        self.counts += torch.stack([changed.sum(), routes.valid_T.sum(), routes.forwarded_T.sum()])
 
 
 class RouterReplay:
@@ -166,29 +183,6 @@ class RouterReplay:
         check_routes(routes if values else Routes(routes.experts_TLK, none_T, none_T), *self._sizes)
         self._checked = self._checked or bool(routes.valid_T.any())
 
-    def aim(
-        self,
-        routes: Routes | None,
-        *,
-        recomputes: bool = False,
-        counts: bool = False,
-        targets: Sequence[RouterTarget] | None = None,
-    ) -> None:
-        """Sets this rank's routes of the next pass.
-
-        Args:
-            recomputes: Whether layers run without gradients now and again in the backward pass.
-            counts: Whether the decisions of this pass are counted.
-            targets: The routers that the pass goes through; None for all.
-        """
-        for target in self.targets if targets is None else targets:
-            target.aim(routes, recomputes=recomputes, counts=counts)
-
-    def clear(self) -> None:
-        """Forgets the routes of earlier passes."""
-        for target in self.targets:
-            target.clear()
-
     def start_counting(self) -> None:
         """Starts a step's counts at zero."""
         for target in self.targets:
@@ -196,8 +190,8 @@ class RouterReplay:
 
     def shares(self, device: torch.device) -> dict[str, float]:
         """`router_replay_share`, the share of router decisions of forwarded tokens that were replayed, and
-        `router_replay_changed`, the share of those that natural routing would have made otherwise. Collective over all
-        ranks of the policy.
+        `router_replay_changed`, the share of those that natural routing would have made otherwise. Collective
+        over all ranks of the policy.
         """
         total = torch.zeros(3, dtype=torch.float64, device=device)
         for target in self.targets:

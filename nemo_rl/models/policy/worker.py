@@ -204,7 +204,7 @@ class PolicyWorker(TQWorkerMixin):
             trace.step_done()
         if any(result.stepped for result in results) and not eval_mode:
             self.backend.step_schedule()
-        return self._report(results, rates, {} if eval_mode else self.backend.replay_shares())
+        return self._report(results, rates, {} if eval_mode else self.backend.router_metrics())
 
     def begin_train_step(self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None) -> None:
         """Opens a step. `gbs` is part of NeMo-RL's call; the step is as large as the chunks that arrive."""
@@ -228,7 +228,7 @@ class PolicyWorker(TQWorkerMixin):
             self.backend.step_schedule()
         if self.backend.rank == 0:
             logger.info("step=finished chunks=%d grad_norm=%.6g", result.chunks, result.grad_norm)
-        return self._report([result], rates, self.backend.replay_shares())
+        return self._report([result], rates, self.backend.router_metrics())
 
     def abort_train_step(self) -> None:
         """Closes an open step without stepping."""
@@ -252,7 +252,7 @@ class PolicyWorker(TQWorkerMixin):
         return StepResult(float(loss), 0.0, metrics, *counts, work=total_work(evaluated))
 
     def _report(
-        self, results: Sequence[StepResult], rates: dict[str, float], shares: dict[str, float]
+        self, results: Sequence[StepResult], rates: dict[str, float], routers: dict[str, float]
     ) -> dict[str, object]:
         metrics: dict[str, list[float]] = {}
         for result in results:
@@ -260,7 +260,7 @@ class PolicyWorker(TQWorkerMixin):
                 metrics.setdefault(name, []).extend(values)
         metrics["global_valid_seqs"] = [result.valid_seqs for result in results]
         metrics["global_valid_toks"] = [result.valid_toks for result in results]
-        metrics |= {name: [value] for name, value in shares.items()}
+        metrics |= {name: [value] for name, value in routers.items()}
         return {
             "loss": [result.loss for result in results],
             "grad_norm": results[-1].grad_norm if results else 0.0,
