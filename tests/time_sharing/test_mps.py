@@ -12,7 +12,7 @@ from nemo_rl.time_sharing.mps import MpsError, multi_process_service
 
 # It leaves a daemon that holds what it was given for its output, as the real one may.
 CONTROL = """#!/bin/sh
-if [ "$1" = -d ]; then sleep 60 & echo $! > {folder}/daemon; exit {start}; fi
+if [ "$1" = -d ]; then [ {start} = 0 ] || exit {start}; sleep 60 & echo $! > {folder}/daemon; exit 0; fi
 read command; echo "$command" >> {folder}/commands
 kill $(cat {folder}/daemon); exit {quit}
 """
