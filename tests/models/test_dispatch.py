@@ -202,6 +202,23 @@ def test_shards_that_join_take_their_even_part_of_what_runs(after_s: float) -> N
     in_loop(story())
 
 
+def test_requests_that_waited_for_lent_shards_begin_on_all_that_come_together() -> None:
+    async def story() -> None:
+        fleet = Fleet(2)
+        fleet.dispatcher.lends_shards = True
+        await fleet.leave(0, 1)
+        running = asyncio.ensure_future(fleet.run(*(request(f"r{n}", 20) for n in range(10))))
+        await asyncio.sleep(0.01)
+        fleet.come_back(0)
+        await asyncio.sleep(0.01)
+        fleet.come_back(1)
+        assert all(whole(result) for result in await running)
+        assert [len(shard.served) for shard in fleet.shards] == [5, 5]
+        await fleet.dispatcher.close()
+
+    in_loop(story())
+
+
 def test_the_youngest_requests_move_and_a_shard_that_dies_meanwhile_loses_none() -> None:
     async def story() -> None:
         fleet = Fleet(2)

@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _POLL_S = 20.0
+_GATHER_S = 0.03
 _HANG_S = 120.0
 # Every request has a deadline of its own; this one only ends a wait for rollouts whose loop hangs.
 LOOP_TIMEOUT_S = 6 * 3600.0
@@ -212,6 +213,9 @@ class Dispatcher:
                     f"request {request.request_id}: no shard took requests within {timeout_s:.0f} s; all of "
                     "them sleep or left"
                 ) from error
+            if self.lends_shards:
+                # Shards that were woken together are routed one after the other.
+                await asyncio.sleep(_GATHER_S)
 
     def _nobody_comes_back(self) -> bool:
         return len(self.failed) == len(self._workers) and not self.lends_shards and not self.rebuilds
