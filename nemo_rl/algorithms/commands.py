@@ -1,4 +1,5 @@
-"""The command lines of GRPO, SFT and evaluation: which set-up, driver and end belong to which; `launch` does the rest.
+"""The command lines of GRPO, distillation, SFT and evaluation: which set-up, driver and end belong to which; `launch`
+does the rest.
 
 Invariant: a mistake in the configuration is reported before Ray or torch is imported.
 """
@@ -12,7 +13,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from nemo_rl.algorithms import launch
-from nemo_rl.config import ClusterConfig, ConfigError, EvalMasterConfig, MasterConfig, SFTMasterConfig
+from nemo_rl.config import (
+    ClusterConfig,
+    ConfigError,
+    DistillationMasterConfig,
+    EvalMasterConfig,
+    MasterConfig,
+    SFTMasterConfig,
+)
 from nemo_rl.config.errors import UserError, in_one_line
 from nemo_rl.distributed.processes import importing
 
@@ -27,6 +35,19 @@ def grpo(arguments: Sequence[str], *, default_config: Path) -> int:
         kind=MasterConfig,
         what="Trains a policy with GRPO",
         example="grpo.max_num_steps=5",
+        run_to_end=grpo_to_end,
+        run_with_page=grpo_to_end,
+    )
+
+
+def distillation(arguments: Sequence[str], *, default_config: Path) -> int:
+    """Runs distillation; see `launch.main`."""
+    return launch.main(
+        arguments,
+        default_config=default_config,
+        kind=DistillationMasterConfig,
+        what="Distils a teacher into a policy, on the policy's own samples",
+        example="distillation.max_num_steps=5",
         run_to_end=grpo_to_end,
         run_with_page=grpo_to_end,
     )

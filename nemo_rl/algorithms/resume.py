@@ -45,14 +45,10 @@ _ANOTHER_RUN: dict[ResumeChange, tuple[str, ...]] = {
         "data.custom_dataloader",
     ),
     "environment": ("env.",),
-    "loss": ("loss_fn.",),
+    "loss": ("loss_fn.", "teacher.model_name", "on_policy_distillation.teacher_model_by_agent_name"),
     "model": ("policy.model_name", "policy.tokenizer.", "policy.hf_config_overrides."),
     "optimizer": ("policy.optimizer.name",),
-    "seed": ("grpo.seed", "sft.seed"),
-}
-_ROWS_PER_STEP = {
-    True: ("grpo.num_prompts_per_step", "grpo.batch_multiplier"),
-    False: ("policy.train_global_batch_size",),
+    "seed": ("grpo.seed", "distillation.seed", "sft.seed"),
 }
 # How an environment is run changes no reward.
 _HARMLESS_ENDINGS = (".num_workers", ".step_timeout_s")
@@ -185,11 +181,11 @@ def find_resume(config: RootConfig, checkpointer: CheckpointManager) -> Resume |
         same_data = info.get("dataset_names") == dataset_names(config)
         _check_position(checkpoint, info, same_data=same_data, allowed=config.checkpointing.resume)
         return Resume(checkpoint, info, [], {}, compared=False, same_data=same_data)
-    is_grpo = isinstance(config, MasterConfig)
+    rows_keys = _rows_per_step(config)
     obeyed: list[Difference] = []
     changed: dict[ResumeChange, list[Difference]] = {}
     for difference in _differences(before, _flat(config)):
-        name = _makes_another_run(difference.key, is_grpo=is_grpo)
+        name = "batch" if difference.key in rows_keys else _makes_another_run(difference.key)
         (obeyed if name is None else changed.setdefault(name, [])).append(difference)
     refused = {name: found for name, found in changed.items() if name not in config.checkpointing.resume}
     if refused:
@@ -197,7 +193,7 @@ def find_resume(config: RootConfig, checkpointer: CheckpointManager) -> Resume |
     _check_position(checkpoint, info, same_data="data" not in changed, allowed=config.checkpointing.resume)
     if isinstance(config, MasterConfig):
         _check_not_stopped(config, checkpoint, info)
-    rows = math.prod(before[key] for key in _ROWS_PER_STEP[is_grpo])
+    rows = math.prod(before[key] for key in rows_keys)
     return Resume(checkpoint, info, obeyed, changed, int(rows), same_data="data" not in changed)
 
 
@@ -217,10 +213,11 @@ def _check_not_stopped(config: MasterConfig, checkpoint: Path, info: Mapping[str
     name, threshold = config.grpo.stop_at_validation_metric, config.grpo.stop_at_validation_threshold
     value = None if name is None else info.get("val_metrics", {}).get(MetricName.read(name).name)
     if threshold is not None and value is not None and value >= threshold:
+        key = f"{config.section()}.stop_at_validation"
         raise NothingToDo(
-            f"already ended at step {info['total_steps']} by its validation: grpo.stop_at_validation_metric={name} was "
-            f"{value:g}, and grpo.stop_at_validation_threshold is {threshold:g}; nothing to do: {checkpoint} is this "
-            "run's newest checkpoint. To train on, raise the threshold"
+            f"already ended at step {info['total_steps']} by its validation: {key}_metric={name} was {value:g}, and "
+            f"{key}_threshold is {threshold:g}; nothing to do: {checkpoint} is this run's newest checkpoint. To train "
+            "on, raise the threshold"
         )
 
 
@@ -288,9 +285,14 @@ def _differences(before: Mapping[str, object], now: Mapping[str, object]) -> Ite
             yield Difference(key, before.get(key), now.get(key))
 
 
-def _makes_another_run(key: str, *, is_grpo: bool) -> ResumeChange | None:
-    if key in _ROWS_PER_STEP[is_grpo]:
-        return "batch"
+def _rows_per_step(config: RootConfig) -> tuple[str, ...]:
+    """Keys whose product is the number of prompts, or conversations, of a step."""
+    if not isinstance(config, MasterConfig):
+        return ("policy.train_global_batch_size",)
+    return (f"{config.section()}.num_prompts_per_step", f"{config.section()}.batch_multiplier")
+
+
+def _makes_another_run(key: str) -> ResumeChange | None:
     for name, beginnings in _ANOTHER_RUN.items():
         if key.startswith(beginnings) and not (name == "environment" and key.endswith(_HARMLESS_ENDINGS)):
             return name

@@ -74,13 +74,13 @@ class Steps(Generic[Run]):
     """
 
     run: Run
-    section: Literal["grpo", "sft"]  # name of the algorithm's configuration section
+    section: Literal["grpo", "distillation", "sft"]  # name of the algorithm's configuration section
     saves_before_publish = False
 
     @property
     def cfg(self) -> Any:
         """The algorithm's configuration section."""
-        return getattr(self.run.config, self.section)
+        return self.run.config[self.section]
 
     def running(self) -> AbstractContextManager[object]:
         """Context manager around all steps: starts generation, validates if configured, and stops generation."""

@@ -17,13 +17,18 @@ from nemo_rl.config.async_rl import (
     GenerationRouterConfig,
     GymTimeoutsConfig,
     NativeTimeoutsConfig,
-    OnPolicyDistillationConfig,
     RolloutFailureConfig,
     SamplerConfig,
     StallWatchdogConfig,
 )
 from nemo_rl.config.data import DataConfig, DatasetConfig, DatasetDefaults
 from nemo_rl.config.defaults import register_omegaconf_resolvers
+from nemo_rl.config.distillation import (
+    DistillationConfig,
+    DistillationLossConfig,
+    OnPolicyDistillationConfig,
+    TeacherConfig,
+)
 from nemo_rl.config.env import (
     CodeEnvConfig,
     CodeJaccardEnvConfig,
@@ -57,7 +62,7 @@ from nemo_rl.config.infrastructure import (
     WeightSyncConfig,
 )
 from nemo_rl.config.load import load_config, load_master_config
-from nemo_rl.config.master import MasterConfig, RootConfig, SFTMasterConfig
+from nemo_rl.config.master import DistillationMasterConfig, MasterConfig, RootConfig, SFTMasterConfig
 from nemo_rl.config.megatron import (
     MegatronCheckpointConfig,
     MegatronConfig,

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nemo_rl.config.async_rl import AsyncRLConfig
-from nemo_rl.config.errors import Problem
 from nemo_rl.config.master import MasterConfig
 from nemo_rl.config.rules import caution, rule
-from nemo_rl.config.section import not_built
 
 
 @rule
@@ -67,7 +65,7 @@ def truncation_has_its_bounds(config: MasterConfig) -> Iterator[str]:
 @rule
 def on_policy_ratio_needs_one_optimizer_step(config: MasterConfig) -> Iterator[str]:
     samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
-    if config.loss_fn.force_on_policy_ratio and config.policy.train_global_batch_size != samples:
+    if config.loss_fn.force_on_policy_ratio and not config.distils and config.policy.train_global_batch_size != samples:
         yield (
             "loss_fn.force_on_policy_ratio needs policy.train_global_batch_size "
             f"({config.policy.train_global_batch_size}) to be "
@@ -105,7 +103,8 @@ def kl_in_reward_has_previous_logprobs(config: MasterConfig) -> Iterator[str]:
 
 @rule
 def fp8_generation_is_corrected(config: MasterConfig) -> Iterator[str]:
-    if config.policy.generation.vllm_cfg.precision == "fp8" and not config.loss_fn.use_importance_sampling_correction:
+    corrected = config.loss_fn.use_importance_sampling_correction or config.distils
+    if config.policy.generation.vllm_cfg.precision == "fp8" and not corrected:
         yield "policy.generation.vllm_cfg.precision: fp8 needs loss_fn.use_importance_sampling_correction: true"
 
 
@@ -117,7 +116,12 @@ def groups_have_something_to_compare(config: MasterConfig) -> Iterator[str]:
         estimator.name == "reinforce_plus_plus" and estimator.minus_baseline
     )
     # A loss of the user's, and VAPO's term, may learn without advantages.
-    learns_otherwise = loss.loss_class is not None or loss.positive_example_nll_weight > 0
+    learns_otherwise = (
+        loss.loss_class is not None
+        or loss.positive_example_nll_weight > 0
+        or loss.teacher_kl_penalty > 0
+        or config.distils
+    )
     if grpo.num_generations_per_prompt == 1 and compares and not learns_otherwise:
         switch = " with minus_baseline: true" if estimator.name == "reinforce_plus_plus" else ""
         yield (
@@ -141,12 +145,6 @@ def some_samples_are_trained(config: MasterConfig) -> Iterator[str]:
             f"grpo.reward_scaling.target_min and target_max are both {scaling.target_min:g}: every reward would be "
             "the same, with nothing to learn from"
         )
-
-
-@rule
-def distillation_has_teachers(config: MasterConfig) -> Iterator[Problem]:
-    if config.grpo.adv_estimator.name == "opd" and not config.on_policy_distillation.enabled:
-        yield not_built("grpo.adv_estimator.name", "opd", "on-policy distillation", "choose another estimator")
 
 
 @rule
@@ -174,7 +172,8 @@ def ranges_are_ranges(config: MasterConfig) -> Iterator[str]:
 def async_training_is_possible(config: MasterConfig) -> Iterator[str]:
     if not config.grpo.async_grpo.enabled:
         return
-    if not config.loss_fn.use_importance_sampling_correction:
+    # A divergence from the teacher needs no correction: it is one over whole distributions, wherever samples come from.
+    if not config.loss_fn.use_importance_sampling_correction and not config.distils:
         yield (
             "grpo.async_grpo.enabled needs loss_fn.use_importance_sampling_correction: true, for samples "
             "of older weights"
@@ -269,14 +268,14 @@ def _sampler_fits(config: MasterConfig, stream: AsyncRLConfig) -> Iterator[str]:
             f"step{'s' * (steps > 1)} of {prompts}: set it to at least {prompts * steps}"
             + (f", or lower async_rl.sampler.{key}" if steps > 1 else "")
         )
-    corrected = config.loss_fn.use_importance_sampling_correction
+    corrected = config.loss_fn.use_importance_sampling_correction or config.distils
     if (ahead > 0 or sampler.name == "ready_first") and sampler.name != "custom" and not corrected:
         yield (
             f"async_rl.sampler.name={sampler.name} with {key}={ahead} trains on samples of older weights and needs "
             "loss_fn.use_importance_sampling_correction: true; in_order with max_lookahead_versions=0 is strictly "
             "on-policy"
         )
-    if sampler.name == "ready_first" and config.loss_fn.force_on_policy_ratio:
+    if sampler.name == "ready_first" and config.loss_fn.force_on_policy_ratio and not config.distils:
         yield "async_rl.sampler.name=ready_first needs loss_fn.force_on_policy_ratio: false; its samples may be old"
 
 

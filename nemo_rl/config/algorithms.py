@@ -184,6 +184,9 @@ class GRPOConfig(Section):
         description="Accepted from older recipes; no effect: data_plane.observability.enabled counts the "
         "bytes that move between stages.",
     )
+    topk_logits_k: PositiveInt = Field(
+        64, description="Tokens of the teacher kept per position: its most likely ones. Read with a teacher."
+    )
     seed: int = Field(42, description="Seed of the run: data order, sampling, initial weights.")
     async_grpo: AsyncGRPOConfig = Field(AsyncGRPOConfig(), description="Asynchronous training.")
     rollout_record: str | None = Field(
@@ -228,7 +231,7 @@ class TeacherKLConfig(Section):
     )
 
 
-class ClippedPGLossConfig(Section):
+class ClippedPGLossConfig(TeacherKLConfig):
     """`loss_fn.*`."""
 
     loss_class: str | None = Field(
@@ -238,6 +241,9 @@ class ClippedPGLossConfig(Section):
     )
     reference_policy_kl_penalty: NonNegativeFloat = Field(
         0.01, description="Weight of the KL term to the reference policy; 0 loads no reference model."
+    )
+    teacher_kl_penalty: NonNegativeFloat = Field(
+        0.0, description="Weight of the divergence from `teacher`, instead of the KL to the reference policy."
     )
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = Field(
         "k3", description="KL estimator (http://joschu.net/blog/kl-approx.html)."
@@ -284,6 +290,16 @@ class ClippedPGLossConfig(Section):
     positive_example_nll_weight: NonNegativeFloat = Field(
         0.0, description="Weight of VAPO's negative log-likelihood on rewarded samples."
     )
+
+    @property
+    def reads_advantages(self) -> bool:
+        """Whether samples are judged."""
+        return True
+
+    @property
+    def compares_with_teacher(self) -> bool:
+        """Whether the loss reads a teacher's distributions."""
+        return self.teacher_kl_penalty > 0
 
 
 class SFTConfig(Section):

@@ -1,11 +1,11 @@
-"""Keys of `async_rl.*` and `on_policy_distillation.*`: the streaming single controller, and distillation from teachers.
+"""Keys of `async_rl.*`: the streaming single controller.
 
 Times are in seconds. Which bounds must hold between them is decided where they are honoured.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
 
@@ -138,17 +138,4 @@ class AsyncRLConfig(Section):
     )
     generation_router: Annotated[GenerationRouterConfig, NotYet("an address in front of the engines")] = Field(
         GenerationRouterConfig(), description="One address in front of the engines."
-    )
-
-
-class OnPolicyDistillationConfig(Section):
-    """`on_policy_distillation.*`."""
-
-    enabled: bool = Field(False, description="Learn from teachers on the policy's own samples.")
-    teacher_model_by_agent_name: dict[str, Any] = Field(default_factory=dict, description="Teacher per agent.")
-    default_teacher_alias: str | None = Field(None, description="Teacher of agents without their own.")
-    deduplicate_shared_teacher_checkpoints: bool = Field(True, description="Load a checkpoint of several agents once.")
-    strict_agent_name_match: bool = Field(False, description="Refuse agents without a teacher of their own.")
-    non_colocated_teachers: dict[str, Any] = Field(
-        default_factory=dict, description="Teachers on accelerators of their own."
     )

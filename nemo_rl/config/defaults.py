@@ -73,7 +73,7 @@ def complete(raw: Mapping[str, object], root: type[Section]) -> dict[str, object
 
 def with_defaults(raw: Mapping[str, object], root: type[Section]) -> dict[str, object]:
     """A copy of `raw` with every omitted key of `root` filled in; interpolations stay as they are."""
-    return _fill(raw, root, root.model_construct())
+    return _fill(raw, root, root.model_construct(), {})
 
 
 def resolve(raw: Mapping[str, object]) -> dict[str, object]:
@@ -91,18 +91,21 @@ def resolve(raw: Mapping[str, object]) -> dict[str, object]:
     return {str(key): value for key, value in resolved.items()} if isinstance(resolved, dict) else {}
 
 
-def _fill(raw: Mapping[str, object], schema: type[Section], default: Section) -> dict[str, object]:
+def _fill(
+    raw: Mapping[str, object], schema: type[Section], default: Section, follows: Mapping[str, str]
+) -> dict[str, object]:
     filled = dict(raw)
+    follows = {**follows, **schema.follows}
     for name, field in schema.model_fields.items():
         key = field.alias or name
         nested = section_type(field)
         value = raw.get(key)
         if nested is not None and isinstance(value, Mapping):
-            filled[key] = _fill(value, nested, _default_section(default, name, nested))
+            filled[key] = _fill(value, nested, _default_section(default, name, nested), follows)
         elif nested is not None and not admits_null(field) and value is None:
-            filled[key] = _fill({}, nested, _default_section(default, name, nested))
+            filled[key] = _fill({}, nested, _default_section(default, name, nested), follows)
         elif not field.is_required() and (key not in raw or (value is None and _null_is_default(field))):
-            filled[key] = _default_value(default, name, field)
+            filled[key] = _default_value(default, name, field, follows)
     return filled
 
 
@@ -116,11 +119,19 @@ def _default_section(default: Section, name: str, kind: type[Section]) -> Sectio
     return value if isinstance(value, kind) else kind()
 
 
-def _default_value(default: Section, name: str, field: FieldInfo) -> object:
-    follows = annotation_of(field, DefaultFrom)
-    if follows is not None and name not in default.model_fields_set:
-        return follows.interpolation
+def _default_value(default: Section, name: str, field: FieldInfo, follows: Mapping[str, str]) -> object:
+    mark = annotation_of(field, DefaultFrom)
+    if mark is not None and name not in default.model_fields_set:
+        return followed(mark, follows)
     return plain(getattr(default, name))
+
+
+def followed(mark: DefaultFrom, follows: Mapping[str, str]) -> str:
+    """The interpolation of a default in a section whose defaults follow other keys than those of its parent class."""
+    text = mark.interpolation
+    for parent, own in follows.items():
+        text = text.replace(parent, own)
+    return text
 
 
 def plain(value: object) -> Any:

@@ -19,7 +19,7 @@ from nemo_rl.config.errors import ConfigError, OverridesError
 from nemo_rl.config.evaluation import EvalMasterConfig
 from nemo_rl.config.foreign import adapt
 from nemo_rl.config.layers import Layer, merge, read_layers, with_sources
-from nemo_rl.config.master import CompleteConfig, MasterConfig, SFTMasterConfig
+from nemo_rl.config.master import CompleteConfig, DistillationMasterConfig, MasterConfig, SFTMasterConfig
 from nemo_rl.config.overrides import Action, Override, apply, parse_hydra_overrides, parse_override
 from nemo_rl.config.validate import validate
 
@@ -62,7 +62,8 @@ def load_master_config(
         path: a YAML file; None stands for the defaults alone.
         overrides: in the grammar of `nemo_rl.config.overrides`; keys that the schema knows may be set though no file
             writes them.
-        kind: MasterConfig for GRPO, SFTMasterConfig for SFT, EvalMasterConfig for evaluation.
+        kind: MasterConfig for GRPO, DistillationMasterConfig for distillation, SFTMasterConfig for SFT,
+            EvalMasterConfig for evaluation.
 
     Raises:
         ConfigError: with one line per mistake.
@@ -138,9 +139,11 @@ def _hidden(earlier: Override, later: Override) -> str | None:
 def kind_of_file(
     path: str | Path | None, mistakes: list[ConfigError] | None = None
 ) -> type[MasterConfig | SFTMasterConfig | EvalMasterConfig]:
-    """SFT when the merged file has a section `sft`, evaluation when it has `eval`, GRPO otherwise.
+    """SFT when the merged file has a section `sft`, distillation when it has `distillation`, evaluation when it has
+    `eval`, GRPO otherwise.
 
     For the arguments see `read_layers`.
     """
     sections: dict[str, Any] = {} if path is None else merge(read_layers(path, mistakes))
-    return SFTMasterConfig if "sft" in sections else EvalMasterConfig if "eval" in sections else MasterConfig
+    kinds = {"sft": SFTMasterConfig, "distillation": DistillationMasterConfig, "eval": EvalMasterConfig}
+    return next((kind for section, kind in kinds.items() if section in sections), MasterConfig)

@@ -1,6 +1,6 @@
-"""The whole configuration of a GRPO run and of an SFT run.
+"""The whole configuration of a GRPO run, a distillation run and an SFT run.
 
-Both accept raw mappings as NeMo-RL's run scripts build them (`MasterConfig(**mapping)`): omitted keys get their
+All accept raw mappings as NeMo-RL's run scripts build them (`MasterConfig(**mapping)`): omitted keys get their
 defaults, also those that follow other keys. Invariant: what validates here is complete; no reader needs a default of
 its own.
 """
@@ -8,14 +8,20 @@ its own.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
 from nemo_rl.config.algorithms import ClippedPGLossConfig, GRPOConfig, RewardPenaltiesConfig, SFTConfig
-from nemo_rl.config.async_rl import AsyncRLConfig, OnPolicyDistillationConfig
+from nemo_rl.config.async_rl import AsyncRLConfig
 from nemo_rl.config.data import DataConfig
 from nemo_rl.config.defaults import complete
+from nemo_rl.config.distillation import (
+    DistillationConfig,
+    DistillationLossConfig,
+    OnPolicyDistillationConfig,
+    TeacherConfig,
+)
 from nemo_rl.config.env import EnvConfig
 from nemo_rl.config.infrastructure import (
     CheckpointingConfig,
@@ -77,12 +83,25 @@ class MasterConfig(RootConfig):
     )
     data_plane: DataPlaneConfig = Field(DataPlaneConfig(), description="Where rollouts live.")
     weight_sync: WeightSyncConfig = Field(WeightSyncConfig(), description="How weights travel to generation.")
-    on_policy_distillation: Annotated[OnPolicyDistillationConfig, NotYet("on-policy distillation")] = Field(
-        OnPolicyDistillationConfig(), description="Learning from teachers."
+    teacher: TeacherConfig | None = Field(
+        None, description="A frozen model whose distributions the policy is compared with."
+    )
+    on_policy_distillation: OnPolicyDistillationConfig = Field(
+        OnPolicyDistillationConfig(), description="Learning from several teachers by advantages."
     )
     async_rl: AsyncRLConfig | None = Field(
         None, description="Training on prompt groups as they finish (the single controller)."
     )
+
+    @classmethod
+    def section(cls) -> Literal["grpo", "distillation"]:
+        """Name of the training loop's section."""
+        return "grpo"
+
+    @property
+    def distils(self) -> bool:
+        """Whether the divergence from the teacher is all that is learned from."""
+        return not self.loss_fn.reads_advantages
 
     def max_staleness(self) -> int | None:
         """How many versions older than the weights that train on them the tokens of a group may be; None for any
@@ -92,6 +111,24 @@ class MasterConfig(RootConfig):
             return self.async_rl.sampler.max_staleness()
         ahead = self.grpo.async_grpo
         return ahead.max_trajectory_age_steps if ahead.enabled else 0
+
+
+class DistillationMasterConfig(MasterConfig):
+    """A distillation run: a run of GRPO's loop whose loss is the divergence from a teacher."""
+
+    follows: ClassVar[dict[str, str]] = {"${grpo.": "${distillation."}
+
+    # Narrower sections than the parent's; nothing puts a section of another kind in their place.
+    grpo: DistillationConfig = Field(  # pyrefly: ignore[bad-override-mutable-attribute]
+        DistillationConfig(), alias="distillation", description="The training loop."
+    )
+    loss_fn: DistillationLossConfig = Field(  # pyrefly: ignore[bad-override-mutable-attribute]
+        DistillationLossConfig(), description="The loss."
+    )
+
+    @classmethod
+    def section(cls) -> Literal["grpo", "distillation"]:
+        return "distillation"
 
 
 class SFTMasterConfig(RootConfig):

@@ -1,7 +1,6 @@
 """How many accelerators train and how many generate, by the configuration alone.
 
-Knows keys, not machines. Invariant: not colocated, the two counts add up to the cluster; colocated, each is the whole
-cluster.
+Knows keys, not machines. Invariant: without generation's and teachers' own accelerators all of the cluster trains.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from nemo_rl.config.errors import UserError
 from nemo_rl.config.master import MasterConfig, RootConfig
 from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.policy import DTensorConfig, PolicyConfig
+from nemo_rl.config.teachers import teachers_of
 
 
 def cluster_world_size(config: RootConfig) -> int:
@@ -25,7 +25,7 @@ def generation_world_size(config: RootConfig) -> int:
         return 0
     colocated, cluster = config.policy.generation.colocated, config.cluster
     if colocated.enabled:
-        return cluster_world_size(config)
+        return cluster_world_size(config) - teacher_world_size(config)
     if cluster.num_nodes == 1:
         return colocated.resources.gpus_per_node or 0
     return (colocated.resources.num_nodes or 0) * cluster.gpus_per_node
@@ -36,6 +36,8 @@ def generation_slots_per_node(config: RootConfig) -> int:
     if not isinstance(config, MasterConfig):
         return 0
     colocated, cluster = config.policy.generation.colocated, config.cluster
+    if colocated.enabled and cluster.num_nodes == 1:
+        return cluster.gpus_per_node - teacher_world_size(config)
     if colocated.enabled or cluster.num_nodes > 1:
         return cluster.gpus_per_node
     return colocated.resources.gpus_per_node or 0
@@ -43,9 +45,15 @@ def generation_slots_per_node(config: RootConfig) -> int:
 
 def training_world_size(config: RootConfig) -> int:
     """Accelerator slots that train."""
-    if not isinstance(config, MasterConfig) or config.policy.generation.colocated.enabled:
+    if not isinstance(config, MasterConfig):
         return cluster_world_size(config)
-    return cluster_world_size(config) - generation_world_size(config)
+    own = 0 if config.policy.generation.colocated.enabled else generation_world_size(config)
+    return cluster_world_size(config) - teacher_world_size(config) - own
+
+
+def teacher_world_size(config: MasterConfig) -> int:
+    """Accelerator slots that teachers have for themselves."""
+    return sum(teacher.slots(config) for teacher in teachers_of(config))
 
 
 @dataclass(frozen=True)

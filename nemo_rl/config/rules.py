@@ -7,11 +7,12 @@ is found out later. Invariant: no rule depends on another's result.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, get_type_hints
 
-from nemo_rl.config.errors import Problem
-from nemo_rl.config.master import CompleteConfig
+from nemo_rl.config.errors import NotBuilt, Problem
+from nemo_rl.config.master import CompleteConfig, MasterConfig
 
 Rule = Callable[[Any], Iterator[Problem]]
 _RULES: list[Rule] = []
@@ -42,4 +43,11 @@ def cautions(config: CompleteConfig) -> list[str]:
 
 def _lines(rules: list[Rule], config: CompleteConfig) -> list[Problem]:
     asked = [check for check in rules if isinstance(config, get_type_hints(check)["config"])]
-    return [line for check in asked for line in check(config)]
+    return [_spelled(line, config) for check in asked for line in check(config)]
+
+
+def _spelled(line: Problem, config: CompleteConfig) -> Problem:
+    """The line under the name that the training loop's section has in this kind of configuration."""
+    if isinstance(line, NotBuilt) or not isinstance(config, MasterConfig):
+        return line
+    return re.sub(r"\bgrpo\.(?=[a-z])", f"{config.section()}.", line)

@@ -7,16 +7,17 @@ one entry, and the same schemas give the same page.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from nemo_rl.config.defaults import plain
+from nemo_rl.config.defaults import followed, plain
+from nemo_rl.config.distillation import TeacherConfig
 from nemo_rl.config.evaluation import EvalMasterConfig
-from nemo_rl.config.master import MasterConfig, SFTMasterConfig
+from nemo_rl.config.master import DistillationMasterConfig, MasterConfig, SFTMasterConfig
 from nemo_rl.config.section import (
     AbsentIsDefault,
     DefaultFrom,
@@ -52,23 +53,30 @@ class KeyInfo:
 
 
 def keys_of(
-    schema: type[Section], prefix: str = "", inherited: str | None = None, default: Section | None = None
+    schema: type[Section],
+    prefix: str = "",
+    inherited: str | None = None,
+    default: Section | None = None,
+    follows: Mapping[str, str] | None = None,
 ) -> Iterator[KeyInfo]:
     """Every key below `schema` in order, each section before its keys; a section that is not built yet makes its keys
     so.
     """
     instance = schema.model_construct() if default is None else default
+    follows = {**(follows or {}), **schema.follows}
     for name, field in schema.model_fields.items():
+        if name in schema.without:
+            continue
         mark = annotation_of(field, NotYet)
         nested = section_within(field)
         not_yet = inherited or (_missing(mark) if mark else None)
-        follows = annotation_of(field, DefaultFrom)
+        source = annotation_of(field, DefaultFrom)
         value = getattr(instance, name, None)
-        shown = follows.interpolation if follows and name not in instance.model_fields_set else plain(value)
+        shown = followed(source, follows) if source and name not in instance.model_fields_set else plain(value)
         key = f"{prefix}{field.alias or name}"
         yield KeyInfo(key, kind_of(field.annotation), shown, field.description or "", not_yet, nested, field)
         if nested is not None:
-            yield from keys_of(nested, f"{key}.", not_yet, value if isinstance(value, nested) else None)
+            yield from keys_of(nested, f"{key}.", not_yet, value if isinstance(value, nested) else None, follows)
 
 
 def find_key(schema: type[Section], key: Sequence[str]) -> KeyInfo | None:
@@ -103,7 +111,9 @@ def is_known(schema: type[Section], key: Sequence[str]) -> bool:
 def names_in(schema: type[Section], key: Sequence[str]) -> list[str]:
     """The names that are valid in the section which would hold `key`."""
     section = section_at(schema, _without_indices(key)[:-1])
-    return [] if section is None else [field.alias or name for name, field in section.model_fields.items()]
+    if section is None:
+        return []
+    return [field.alias or name for name, field in section.model_fields.items() if name not in section.without]
 
 
 def _without_indices(key: Sequence[str]) -> list[str]:
@@ -179,6 +189,12 @@ def reference_page() -> str:
     ]
     parts += _tables(SFTMasterConfig, tuple(seen))
     parts += [
+        "## Distillation\n",
+        "Has the sections of GRPO but for the two below. `teacher` is mandatory, and has besides its own keys those of "
+        "`policy`.\n",
+        *_tables(DistillationMasterConfig, tuple(seen - {"loss_fn"})),
+    ]
+    parts += [
         "## Evaluation\n",
         "A tree of its own; `generation` has the keys of a run's `policy.generation` and some more.\n",
         *_tables(EvalMasterConfig, ()),
@@ -209,9 +225,19 @@ def _tables(schema: type[Section], without: tuple[str, ...]) -> list[str]:
 
 
 def _by_section(schema: type[Section], without: tuple[str, ...]) -> Iterator[tuple[KeyInfo, list[KeyInfo]]]:
-    entries = [entry for entry in keys_of(schema) if entry.name.split(".")[0] not in without]
+    entries = [
+        entry
+        for entry in keys_of(schema)
+        if entry.name.split(".")[0] not in without and not _is_described_elsewhere(entry.name)
+    ]
     for holder in (entry for entry in entries if entry.section is not None):
         yield holder, [entry for entry in entries if entry.has_value and entry.name.rpartition(".")[0] == holder.name]
+
+
+def _is_described_elsewhere(key: str) -> bool:
+    """Whether a teacher's key is one of `policy`."""
+    parts = key.split(".")
+    return parts[0] == "teacher" and len(parts) > 1 and parts[1] not in TeacherConfig.__annotations__
 
 
 def _row(key: KeyInfo, holder: KeyInfo) -> str:

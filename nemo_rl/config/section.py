@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import UnionType
-from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Self, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
@@ -73,6 +73,11 @@ class Section(BaseModel):
 
     Items are readable as `section["key"]` too, as code written for NeMo-RL reads them.
     """
+
+    without: ClassVar[frozenset[str]] = frozenset()
+    """Keys of a parent class that have no meaning here; refused by a rule, and shown nowhere."""
+    follows: ClassVar[dict[str, str]] = {}
+    """What defaults that follow other keys begin with, and with what here."""
 
     model_config = ConfigDict(
         extra="forbid",

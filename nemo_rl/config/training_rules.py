@@ -132,7 +132,7 @@ def wide_tensor_parallelism_keeps_one_batch_size(config: RootConfig) -> Iterator
         "0",
     )
     if isinstance(config, MasterConfig):
-        excused = excused or config.loss_fn.force_on_policy_ratio
+        excused = excused or config.loss_fn.force_on_policy_ratio or config.distils
     if width >= 4 and policy.train_micro_batch_size != policy.logprob_batch_size and not excused:
         yield (
             f"policy.train_micro_batch_size is {policy.train_micro_batch_size} and policy.logprob_batch_size is "

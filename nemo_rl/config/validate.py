@@ -15,14 +15,21 @@ from typing import Any, Generic, TypeVar
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from nemo_rl.config import algorithm_rules, data_rules, generation_rules, pass_through, training_rules  # noqa: F401 -- rules
+from nemo_rl.config import (  # noqa: F401 -- rules
+    algorithm_rules,
+    data_rules,
+    distillation_rules,
+    generation_rules,
+    pass_through,
+    training_rules,
+)
 from nemo_rl.config.data import UnknownKeys
 from nemo_rl.config.defaults import complete
 from nemo_rl.config.dotted import ABSENT, at, take
 from nemo_rl.config.errors import ConfigError, NotBuilt, Problem, did_you_mean, nearest
 from nemo_rl.config.foreign import Foreign, adapt, find, other_algorithms, switched_off
 from nemo_rl.config.layers import MANDATORY
-from nemo_rl.config.master import COMPLETE, CompleteConfig
+from nemo_rl.config.master import COMPLETE, CompleteConfig, MasterConfig
 from nemo_rl.config.rules import broken_rules, cautions
 from nemo_rl.config.schema import keys_of, names_in
 from nemo_rl.config.section import Section, field_of, idle_refusals, not_built, refusals, section_type
@@ -141,7 +148,7 @@ def _mandatory(node: object, prefix: str = "") -> Iterator[str]:
 
 def _required_sections(raw: Mapping[str, object], kind: type[CompleteConfig]) -> Iterator[str]:
     policy = raw.get("policy")
-    generates = field_of(kind, "grpo") is not None
+    generates = issubclass(kind, MasterConfig)
     if generates and isinstance(policy, Mapping) and "generation" in policy and policy["generation"] is None:
         yield "policy.generation: null, but GRPO generates its samples; leave the key out for the defaults"
 

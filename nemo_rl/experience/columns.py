@@ -37,7 +37,8 @@ class RolloutColumns:
         rows: `total_reward`, `truncated`, `sample_mask`, `prompt_lengths`, `response_lengths`, `prompt_number`,
             `sample_number`, `weight_version` and `newest_version` [B] (oldest and newest of the sample's tokens, -1
             without any), `mask_sample` and `invalid_tool_call` [B] (whether the environment flagged the sample),
-            `mixed_kv` [B] (whether tokens attended to keys of older weights), and `reward/<name>` where given.
+            `mixed_kv` [B] (whether tokens attended to keys of older weights), `task_name` (list of B), and
+            `reward/<name>` where given.
     """
 
     tokens: BatchHandle
@@ -107,6 +108,7 @@ def rollout_columns(
         weight_version=torch.tensor([min((span.version for span in t.spans), default=-1) for t in trajectories]),
         newest_version=torch.tensor([max((span.version for span in t.spans), default=-1) for t in trajectories]),
         mixed_kv=torch.tensor([any(span.mixed_kv for span in t.spans) for t in trajectories]),
+        task_name=[str(name) for name in batch["task_name"]] if "task_name" in batch else [""] * len(trajectories),
         **{
             name: torch.tensor([t.components.get(name, 0.0) for t in trajectories], dtype=torch.float32)
             for name in names

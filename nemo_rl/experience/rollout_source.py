@@ -160,7 +160,7 @@ class ReplayedRollouts:
             raise RecordingError(f"{path} does not exist: the recording ends before step {plan.step + 1}")
         plain = torch.load(path, weights_only=True)
         tokens: BatchedDataDict = BatchedDataDict(plain["tokens"])
-        columns = RolloutColumns(tokens, BatchedDataDict(plain["rows"]))
+        columns = RolloutColumns(tokens, BatchedDataDict({"task_name": list(batch["task_name"]), **plain["rows"]}))
         if columns.tokens.size != batch.size:
             raise RecordingError(
                 f"{path} holds {columns.tokens.size} samples, this run needs {batch.size}; batch sizes must "

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl.config import ClippedPGLossConfig
-from nemo_rl.loss.interfaces import Count, LossInputType, LossMetrics, LossType, MetricNormalizer
+from nemo_rl.loss.distillation import compared, reads_rest
+from nemo_rl.loss.interfaces import Count, GivenScores, LossInputType, LossMetrics, LossType, MetricNormalizer
 from nemo_rl.loss.normalization import EPSILON, masked_mean, sequence_mean
 from nemo_rl.loss.policy_ratios import (
     KLType,
@@ -58,7 +59,8 @@ class ClippedPGLossFn:
 
     Plus `reference_policy_kl_penalty` times the KL to the reference (see `calculate_kl`), weighted by exp(c - c
     detached), which is 1 and adds the score-function gradient, or by exp(c - g) with `use_on_policy_kl_approximation`;
-    left out with `use_kl_in_reward`. Plus `positive_example_nll_weight` times the mean of -c over tokens of samples
+    left out with `use_kl_in_reward`. Plus `teacher_kl_penalty` times the divergence from a teacher (see `teacher_kl`).
+    Plus `positive_example_nll_weight` times the mean of -c over tokens of samples
     with positive reward (VAPO, https://arxiv.org/abs/2504.05118).
 
     `token_level_loss` averages over all tokens of the global batch; otherwise over each sequence's tokens, then over
@@ -74,6 +76,8 @@ class ClippedPGLossFn:
         self.cfg = cfg
         self.loss_type = LossType.TOKEN_LEVEL if cfg.token_level_loss else LossType.SEQUENCE_LEVEL
         self.truncation = _truncation(cfg)
+        self.compares_with_teacher = cfg.compares_with_teacher
+        self.reads_rest = reads_rest(cfg)
         by_tokens = (
             "probs_ratio",
             "probs_ratio_clamped",
@@ -102,6 +106,7 @@ class ClippedPGLossFn:
         *,
         next_token_logprobs: torch.Tensor,
         next_token_logprobs_unfiltered: torch.Tensor | None = None,
+        given: GivenScores | None = None,
         **_: object,
     ) -> tuple[torch.Tensor, LossMetrics]:
         """The loss of a microbatch, to be summed with its siblings.
@@ -139,8 +144,14 @@ class ClippedPGLossFn:
             + self.cfg.reference_policy_kl_penalty * kl_penalty
             + self.cfg.positive_example_nll_weight * positive_nll
         )
+        teacher_metrics: LossMetrics = {}
+        if self.compares_with_teacher:
+            divergence = self._reduce(compared(data, given, self.cfg), tokens, counts)
+            loss = loss + self.cfg.teacher_kl_penalty * divergence
+            teacher_metrics = {"teacher_kl": divergence.detach()}
         metrics: LossMetrics = {
             **_mask_metrics(data, tokens.mask_BT, global_valid_toks),
+            **teacher_metrics,
             "loss": loss.detach(),
             "kl_penalty": kl_penalty.detach(),
             "positive_nll_loss": positive_nll.detach(),

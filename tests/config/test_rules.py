@@ -11,6 +11,7 @@ from nemo_rl.algorithms.grpo.metrics import batch_metrics, validation_metrics
 from nemo_rl.config import (
     CheckpointingConfig,
     ConfigError,
+    DistillationMasterConfig,
     MasterConfig,
     SFTMasterConfig,
     check_config,
@@ -18,6 +19,7 @@ from nemo_rl.config import (
 )
 from nemo_rl.config.data_rules import GRPO_TRAINING, GRPO_VALIDATION, SFT_TRAINING
 from nemo_rl.config.metric_names import MetricName
+from nemo_rl.config.teachers import teachers_of
 from nemo_rl.utils.checkpoint_retention import ranking_metric
 
 EXAMPLE = Path(__file__).parents[2] / "examples/configs/grpo_math_1B.yaml"
@@ -51,7 +53,6 @@ NOT_BUILT = [
     "policy.dtensor_cfg.automodel_kwargs.backend.fake_balanced_gate=true",
     "policy.dtensor_cfg.moe_parallelizer.wrap_outer_model=false",
     "env.should_use_nemo_gym=true",
-    "on_policy_distillation.enabled=true",
     "policy.generation.refit_transport=nixl",
     "data_plane.controller_address=10.0.0.1:5000",
     "async_rl.diagnostics=true",
@@ -360,7 +361,7 @@ BROKEN = [
         "previous log-probabilities",
     ),
     (["policy.generation.vllm_cfg.precision=fp8"], "precision: fp8 needs loss_fn.use_importance_sampling_correction"),
-    (["grpo.adv_estimator.name=opd"], "not built yet: on-policy distillation"),
+    (["grpo.adv_estimator.name=opd"], "the estimator opd and its teachers need each other"),
     (["grpo.advantage_clip_low=1", "grpo.advantage_clip_high=-1"], "grpo.advantage_clip_low 1.0 is above"),
     (["grpo.reward_scaling.enabled=true", "grpo.reward_scaling.source_min=1"], "is not below source_max"),
     (["policy.train_global_batch_size=500"], "does not divide the 512 samples of a step"),
@@ -824,3 +825,93 @@ def test_rows_are_padded_to_what_the_ranks_divide() -> None:
         config = load_master_config(None, [*four, *sequence, key, "policy.max_total_sequence_length=96"])
         assert config.policy.make_sequence_length_divisible_by == padded
     assert load_master_config(None, four).policy.make_sequence_length_divisible_by == 2
+
+
+TEACHER = ("teacher.model_name=x",)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], "teacher: distillation needs a teacher"),
+        (
+            [*TEACHER, "distillation.use_dynamic_sampling=true"],
+            "distillation.use_dynamic_sampling: distillation learns",
+        ),
+        ([*TEACHER, "loss_fn.ratio_clip_min=0.3"], "loss_fn.ratio_clip_min: distillation learns"),
+        ([*TEACHER, "loss_fn.kl_type=backward"], "'backward' is not one of 'forward', 'reverse' or 'mixed'"),
+        ([*TEACHER, "distillation.topk_logits_k=0"], "distillation.topk_logits_k: 0"),
+        ([*TEACHER, "teacher.max_total_sequence_length=8"], "a teacher scores whole samples"),
+        ([*TEACHER, "teacher.colocated.enabled=false"], "teacher.colocated.resources: gpus_per_node is not given"),
+        (
+            [*TEACHER, "teacher.colocated={enabled: false, resources: {gpus_per_node: 1}}"],
+            "teachers take 1 of them, and none is left to train",
+        ),
+        ([*TEACHER, "teacher.dynamic_batching.enabled=true"], "teacher.sequence_packing.enabled and"),
+        ([*TEACHER, "distillation.async_grpo.enabled=true"], "distillation.async_grpo.enabled needs policy.generation"),
+    ],
+)
+def test_what_a_distillation_cannot_be_is_refused(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_master_config(None, overrides, DistillationMasterConfig)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["loss_fn.teacher_kl_penalty=0.1"], "there is no section `teacher`"),
+        ([*TEACHER], "loss_fn.teacher_kl_penalty is 0, so that nothing would read it"),
+        ([*TEACHER, "loss_fn.teacher_kl_penalty=0.1"], "the KL is taken to the teacher or to the reference policy"),
+        (["on_policy_distillation.enabled=true"], "need each other"),
+        (
+            ["on_policy_distillation.enabled=true", "grpo.adv_estimator.name=opd"],
+            "teacher_model_by_agent_name is empty",
+        ),
+        (
+            [
+                "on_policy_distillation={enabled: true, teacher_model_by_agent_name: {a: x}, default_teacher_alias: b}",
+                "grpo.adv_estimator.name=opd",
+            ],
+            "default_teacher_alias is b, which teacher_model_by_agent_name does not have; it has a",
+        ),
+        (
+            [
+                "on_policy_distillation={enabled: true, teacher_model_by_agent_name: {a: x}}",
+                "grpo.adv_estimator.name=opd",
+                "loss_fn.force_on_policy_ratio=true",
+            ],
+            "opd reads log-probabilities before the step, which loss_fn.force_on_policy_ratio skips",
+        ),
+    ],
+)
+def test_teachers_of_grpo_that_nothing_reads_or_that_are_missing_are_refused(overrides: list[str], said: str) -> None:
+    assert any(said in line for line in problems(*overrides))
+
+
+def _teachers(*overrides: str) -> list[tuple[tuple[str, ...], tuple[str, ...] | None, int]]:
+    config = load_master_config(
+        None,
+        [
+            "grpo.adv_estimator.name=opd",
+            "on_policy_distillation={enabled: true, teacher_model_by_agent_name: {a: x, b: x, c: y}}",
+            "cluster.gpus_per_node=8",
+            *overrides,
+        ],
+    )
+    return [(teacher.names, teacher.tasks, teacher.slots(config)) for teacher in teachers_of(config)]
+
+
+def test_teachers_of_one_model_are_one_unless_their_sizes_differ() -> None:
+    key = "on_policy_distillation"
+    assert _teachers() == [(("a", "b"), ("a", "b"), 0), (("c",), ("c",), 0)]
+    assert len(_teachers(f"{key}.deduplicate_shared_teacher_checkpoints=false")) == 3
+    assert _teachers(f"{key}.default_teacher_alias=c")[1] == (("c",), None, 0)
+    own = (
+        f"{key}.non_colocated_teachers={{enabled: true, default_teacher_cfg: {{gpus_per_node: 1}}, teacher_overrides: "
+    )
+    assert _teachers(own + "{b: {gpus_per_node: 2}}}") == [
+        (("a",), ("a",), 1),
+        (("b",), ("b",), 2),
+        (("c",), ("c",), 1),
+    ]

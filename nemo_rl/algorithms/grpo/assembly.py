@@ -13,6 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_rl.algorithms.distillation.teachers import (
+    Seat,
+    TeacherActors,
+    Teachers,
+    check_teachers,
+    start_teacher_actors,
+)
 from nemo_rl.algorithms.grpo.control_plane import check_control_plane
 from nemo_rl.algorithms.grpo.placement import Built, Clusters, OwnPlacement, Placement
 from nemo_rl.algorithms.grpo.run import DeviceCount, GRPORun, GRPOState
@@ -22,9 +29,10 @@ from nemo_rl.algorithms.placement import begin_policy, check_policy, start_polic
 from nemo_rl.algorithms.profiling import profile_of_run
 from nemo_rl.algorithms.resume import Resume
 from nemo_rl.algorithms.startup import Algorithm, Limits, Loaders, Prepared, prepared
-from nemo_rl.config import ClippedPGLossConfig, ConfigError, MasterConfig
+from nemo_rl.config import ClippedPGLossConfig, ConfigError, DistillationLossConfig, MasterConfig
 from nemo_rl.config.data_rules import environments_in_use
 from nemo_rl.config.dotted import import_dotted
+from nemo_rl.config.teachers import teachers_of
 from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.data.loader import CustomLoader, Loader, MultipleLoaders, make_loader
 from nemo_rl.data.setup import TaskDatasets
@@ -47,7 +55,7 @@ from nemo_rl.experience.environment_batcher import EnvironmentHandle, environmen
 from nemo_rl.experience.rollout_source import LiveRollouts, RecordedRollouts, ReplayedRollouts, RolloutSource
 from nemo_rl.experience.rollouts import RolloutGenerator, RolloutRunner
 from nemo_rl.experience.store import InProcessStore
-from nemo_rl.loss import ClippedPGLossFn
+from nemo_rl.loss import ClippedPGLossFn, DistillationLossFn
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.generation.interfaces import request_timeout_s
 from nemo_rl.models.generation.recording import Recording, recording_of
@@ -94,10 +102,13 @@ class _Begun:
     policy: RayWorkerGroup
     engines: EngineActors | None
     environments: Actors
+    teachers: list[TeacherActors]
 
     def shutdown(self) -> None:
         """Shuts all of it down. Safe to call twice."""
         self.policy.shutdown()
+        for teacher in self.teachers:
+            teacher.group.shutdown()
         if self.engines is not None:
             self.engines.group.shutdown()
         end_environments(self.environments)
@@ -113,7 +124,7 @@ def _algorithm(config: MasterConfig, placement: Placement) -> Algorithm[GRPOStat
         state=GRPOState(),
         resumed=lambda resume: GRPOState.from_training_info(resume.info),
         seed=grpo.seed,
-        limits=Limits("grpo.max_num_steps", grpo.max_num_steps, epochs, _prompts_per_step(config)),
+        limits=Limits(f"{config.section()}.max_num_steps", grpo.max_num_steps, epochs, _prompts_per_step(config)),
         check_directories=lambda checkpointer, resume: check_data_plane(config.data_plane),
         check=lambda: _check(config),
         loaders=lambda datasets, tokenizer: _loaders(config, datasets),
@@ -156,12 +167,30 @@ def _begin(
             resume,
             init_reference_model=reference and not config.grpo.skip_reference_policy_logprobs_calculation,
         )
+        undo.callback(policy.shutdown)
+        teachers = start_teacher_actors(_seats(config, clusters))
         undo.pop_all()
-    return _Begun(clusters, policy, engines, environments)
+    return _Begun(clusters, policy, engines, environments, teachers)
+
+
+def _seats(config: MasterConfig, clusters: Clusters) -> list[Seat]:
+    seats = []
+    for teacher in teachers_of(config):
+        own = clusters.teachers.get(teacher.name)
+        if teacher.resources is not None and own is None:
+            raise ConfigError(
+                [
+                    f"{teacher.key}: this teacher has accelerators of its own, and a pipeline of a pool has only those "
+                    "that it is lent; let it compute in turn with the policy (teacher.colocated.enabled: true)"
+                ]
+            )
+        seats.append(Seat(teacher, own or clusters.training, shares=own is None))
+    return seats
 
 
 def _check(config: MasterConfig) -> PretrainedConfig:
     model = check_model(config)
+    check_teachers(config, model)
     for name in environments_in_use(config):
         environment_class(name, section_of(name, config.env))
     make_loss(config.loss_fn)
@@ -224,6 +253,14 @@ def _build(
             undo.callback(policy.shutdown)
             store = _store(config, tokenizer, policy, undo)
             policy.wait_until_started()
+        teachers = None
+        if ready.begun.teachers:
+            with start.phase("teacher"):
+                lends = placement.lends_shards
+                teachers = Teachers(ready.begun.teachers, config, policy, tokenizer, lends=lends)
+                undo.callback(teachers.shutdown)
+            for line in teachers.kernels():
+                start.say(line)
         train_source, val_source = _sources_into(
             store, config, tokenizer, generation, ready.datasets, actors, record, placement.record_prefix
         )
@@ -260,6 +297,7 @@ def _build(
         total_steps=ready.total_steps,
         environments=actors,
         placement=placement,
+        teachers=teachers,
         clusters=clusters.distinct(),
         device_count=DeviceCount(
             max(slots) if placement.lends_shards else sum(slots),
@@ -310,6 +348,8 @@ def make_loss(cfg: ClippedPGLossConfig) -> LossFunction:
     """The configured loss: `loss_fn.class`, or the clipped policy-gradient loss. Raises ConfigError: the class cannot
     be imported, or is no loss.
     """
+    if isinstance(cfg, DistillationLossConfig):
+        return DistillationLossFn(cfg)
     if cfg.loss_class is None:
         return ClippedPGLossFn(cfg)
     loss = import_dotted(cfg.loss_class, "loss_fn.class")(cfg)
@@ -427,6 +467,8 @@ def close(run: GRPORun) -> None:
         if run.generation is not None:
             stack.callback(run.generation.shutdown)
         stack.callback(run.policy.shutdown)
+        if run.teachers is not None:
+            stack.callback(run.teachers.shutdown)
         stack.callback(run.store.close)
         stack.callback(run.logger.close)
         stack.callback(run.record.flush)

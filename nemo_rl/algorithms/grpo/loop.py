@@ -49,12 +49,11 @@ def source_of(run: GRPORun) -> ExperienceSource:
 
 
 class GRPOSteps(Steps[GRPORun]):
-    """Steps of GRPO."""
-
-    section = "grpo"
+    """Steps of GRPO, and of distillation, which is GRPO with another loss."""
 
     def __init__(self, run: GRPORun, source: ExperienceSource) -> None:
         self.run = run
+        self.section = run.config.section()
         self.saves_before_publish = run.control.saves_before_publish
         self._source = source
         self._trained: Trained | None = None

@@ -236,7 +236,8 @@ def _log_step(run: GRPORun, report: StepReport) -> None:
     run.progress.step_done(
         step, reward=metrics["reward"], loss=metrics["loss"], tokens=float(rows["total_lengths"].sum())
     )
-    if (said := run.reward_watch.observe(step, rows, metrics["global_valid_toks"])) is not None:
+    said = run.reward_watch.observe(step, rows, metrics["global_valid_toks"]) if _learns_from_rewards(run) else None
+    if said is not None:
         run.progress.say(said)
     generation = run.config.policy.generation
     for line in run.reward_watch.rollouts.observe(
@@ -246,6 +247,10 @@ def _log_step(run: GRPORun, report: StepReport) -> None:
         max_turns=run.config.grpo.max_rollout_turns,
     ):
         run.progress.say(line)
+
+
+def _learns_from_rewards(run: GRPORun) -> bool:
+    return run.config.loss_fn.reads_advantages and run.config.grpo.adv_estimator.name != "opd"
 
 
 def _utilisation(result: TrainResult, seconds: Mapping[str, float]) -> dict[str, float]:
@@ -270,6 +275,8 @@ def _log_samples(run: GRPORun, experience: Experience, step: int) -> None:
         "advantages": "advantages",
         "generation_logprobs": "generation_logprobs",
     }
+    if not run.config.loss_fn.reads_advantages:
+        columns.pop("advantages")
     if needs_previous_logprobs(run.config.grpo, run.config.loss_fn):
         columns["prev_logprobs"] = "prev_logprobs"
     stage = sample_log_stage(run.logger.samples_dir / f"train_data_step{step}.jsonl", columns)

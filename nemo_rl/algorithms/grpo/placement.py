@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from nemo_rl.algorithms.grpo.control_plane import ControlPlane, OwnAccelerators
 from nemo_rl.algorithms.grpo.refit import Refitter
 from nemo_rl.algorithms.placement import OwnSlots, reserve
-from nemo_rl.config import MasterConfig
+from nemo_rl.config import MasterConfig, generation_world_size, training_world_size
+from nemo_rl.config.teachers import teachers_of
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.generation.vllm import VllmGeneration
@@ -27,15 +28,18 @@ from nemo_rl.utils.timer import Timer
 
 @dataclass(frozen=True)
 class Clusters:
-    """Slots of training and generation: the same object if they share them, None without generation."""
+    """Slots of training and generation: the same object if they share them, None without generation. `teachers`: slots
+    of teachers that have their own, by name.
+    """
 
     training: RayVirtualCluster
     generation: RayVirtualCluster | None
+    teachers: Mapping[str, RayVirtualCluster] = field(default_factory=dict)
 
     def distinct(self) -> list[RayVirtualCluster]:
         """Each cluster once."""
-        both = [cluster for cluster in (self.training, self.generation) if cluster is not None]
-        return list({id(cluster): cluster for cluster in both}.values())
+        every = [self.training, self.generation, *self.teachers.values()]
+        return list({id(cluster): cluster for cluster in every if cluster is not None}.values())
 
 
 @dataclass(frozen=True)
@@ -100,21 +104,31 @@ class OwnPlacement(OwnSlots):
         self._cuda = False
 
     def reserve(self, config: MasterConfig, accelerator: Accelerator) -> Clusters:
-        """Shared slots if generation is colocated, separate slots otherwise."""
+        """Shared slots if generation is colocated, separate slots otherwise; teachers share those of training or have
+        their own.
+        """
         self._cuda = accelerator.is_cuda
         cluster, colocated = config.cluster, config.policy.generation.colocated
-        nodes, each = cluster.num_nodes, cluster.gpus_per_node
+        teachers = teachers_of(config)
+        sharing = sum(teacher.resources is None for teacher in teachers)
+
+        def slots(count: int) -> list[int]:
+            return [count] if cluster.num_nodes == 1 else [cluster.gpus_per_node] * (count // cluster.gpus_per_node)
+
+        own = {
+            teacher.name: reserve(cluster, accelerator, teacher.name, slots(teacher.slots(config)))
+            for teacher in teachers
+            if teacher.resources is not None
+        }
         replayed = config.grpo.rollout_replay is not None and not validates(config)
+        world = training_world_size(config)
         if replayed or colocated.enabled:
-            shared = reserve(cluster, accelerator, "policy", [each] * nodes, groups=2)
-            return Clusters(shared, None if replayed else shared)
-        if nodes == 1:
-            own = colocated.resources.gpus_per_node or 0
-            training = reserve(cluster, accelerator, "policy", [each - own])
-            return Clusters(training, reserve(cluster, accelerator, "generation", [own]))
-        own = colocated.resources.num_nodes or 0
-        training = reserve(cluster, accelerator, "policy", [each] * (nodes - own))
-        return Clusters(training, reserve(cluster, accelerator, "generation", [each] * own))
+            world += 0 if colocated.enabled else generation_world_size(config)
+            shared = reserve(cluster, accelerator, "policy", slots(world), groups=2 + sharing)
+            return Clusters(shared, None if replayed else shared, own)
+        training = reserve(cluster, accelerator, "policy", slots(world), groups=1 + sharing)
+        generation = reserve(cluster, accelerator, "generation", slots(generation_world_size(config)))
+        return Clusters(training, generation, own)
 
     def shard_record(self, record: Record) -> Record:
         """Records all events."""

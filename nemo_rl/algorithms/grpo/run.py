@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_rl.algorithms.distillation.teachers import Teachers
 from nemo_rl.algorithms.grpo.control_plane import ControlPlane
 from nemo_rl.algorithms.grpo.placement import Placement
 from nemo_rl.algorithms.grpo.rewards import RewardWatch
@@ -68,6 +69,7 @@ class GRPORun(TrainingRun[MasterConfig]):
     placement: Placement
     clusters: list[RayVirtualCluster]
     device_count: DeviceCount  # number of slots of the run, of training and of generation
+    teachers: Teachers | None = None  # score the run's samples, or None
     resumed_from: Path | None = None  # checkpoint that the run resumes from
     reward_watch: RewardWatch = field(default_factory=RewardWatch)  # warns about steps that teach nothing
     validation_watch: RolloutWatch = field(default_factory=RolloutWatch)  # warns about cut validation samples

@@ -26,7 +26,7 @@ from nemo_rl.algorithms.grpo.advantages import (
 )
 from nemo_rl.algorithms.grpo.rewards import COMPONENT_PREFIX, process_rewards
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
-from nemo_rl.data_plane.schema import columns_of_others, replayed_fields
+from nemo_rl.data_plane.schema import TOPK_IDS, TOPK_LOGPROBS, columns_of_others, replayed_fields
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.store import ExperienceStore, StageOutput, TokenStage
 from nemo_rl.loss.clipped_pg import positive_nll_scale
@@ -214,6 +214,8 @@ def filter_rows(rows: BatchedDataDict, cfg: GRPOConfig) -> dict[str, float]:
 
 def needs_previous_logprobs(cfg: GRPOConfig, loss_cfg: ClippedPGLossConfig) -> bool:
     """Whether anything reads log-probabilities under the weights before the step."""
+    if not loss_cfg.reads_advantages:
+        return False
     return not loss_cfg.force_on_policy_ratio or cfg.seq_logprob_error_threshold is not None
 
 
@@ -278,7 +280,8 @@ def mask_and_weigh(
         global_batch_size,
     )
     experience.handle = store.update(experience.handle, columns)
-    experience.metrics.update(compute_advantages(partial(run_stage, experience, store), cfg, loss_cfg))
+    if loss_cfg.reads_advantages:
+        experience.metrics.update(compute_advantages(partial(run_stage, experience, store), cfg, loss_cfg))
 
 
 def train_columns(cfg: GRPOConfig, loss_cfg: ClippedPGLossConfig) -> list[str]:
@@ -289,9 +292,12 @@ def train_columns(cfg: GRPOConfig, loss_cfg: ClippedPGLossConfig) -> list[str]:
         "generation_logprobs",
         "token_mask",
         "sample_mask",
-        "advantages",
         "sample_index",
     ]
+    if loss_cfg.reads_advantages:
+        columns.append("advantages")
+    if loss_cfg.compares_with_teacher:
+        columns += [TOPK_IDS, TOPK_LOGPROBS]
     if needs_previous_logprobs(cfg, loss_cfg):
         columns.append("prev_logprobs")
     if needs_reference_logprobs(cfg, loss_cfg):

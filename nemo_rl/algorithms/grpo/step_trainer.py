@@ -38,8 +38,8 @@ def _recorded_span(run: GRPORun, what: str) -> Iterator[None]:
 
 
 def score(run: GRPORun, part: Experience, *, step_open: bool) -> None:
-    """Adds the log-probability columns that later stages read. `part`: a part of the step, or all of it. `step_open`:
-    whether gradients of earlier parts are accumulated.
+    """Adds the columns of log-probabilities and of teachers that later stages read. `part`: a part of the step, or all
+    of it. `step_open`: whether gradients of earlier parts are accumulated.
     """
     cfg, loss_cfg, timer = run.config.grpo, run.config.loss_fn, run.timer
     run.progress.phase("log-probabilities")
@@ -48,6 +48,12 @@ def score(run: GRPORun, part: Experience, *, step_open: bool) -> None:
             run.policy.prepare_for_lp_inference(keep_train_buffers=step_open)
     with timer.time("policy_and_reference_logprobs"), _recorded_span(run, LOGPROBS):
         compute_logprobs(part, run.store, run.policy, cfg, loss_cfg, timer)
+    if run.teachers is None:
+        return
+    run.progress.phase("teacher")
+    with timer.time("teacher_scoring"), _recorded_span(run, LOGPROBS):
+        tasks = part.rows["task_name"]
+        part.handle = run.teachers.score(part.handle, tasks, run.store, timer)
 
 
 def weigh(run: GRPORun, part: Experience, *, first_row: int) -> None:

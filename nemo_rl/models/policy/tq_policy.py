@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_rl.config import DataPlaneConfig, PolicyConfig
 from nemo_rl.data_plane.column_io import read_columns, write_columns
 from nemo_rl.data_plane.factory import build_data_plane_client
+from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.meta import KVBatchMeta
 from nemo_rl.data_plane.schema import (
     DP_TRAIN_FIELDS,
@@ -47,6 +48,8 @@ class TQPolicy(Policy):
     Args:
         tokenizer: Saved beside checkpoints; its padding fills token columns.
         dp_cfg: The `data_plane` section, enabled.
+        client: Another policy's data plane, which this one uses and leaves open; None starts the run's.
+        logprobs_column: Where `get_logprobs` of a meta goes.
         options: Of `Policy`.
     """
 
@@ -58,14 +61,18 @@ class TQPolicy(Policy):
         *,
         dp_cfg: DataPlaneConfig,
         tq_partition_id: str = "train",
+        client: DataPlaneClient | None = None,
+        logprobs_column: str = "prev_logprobs",
         **options: Any,
     ) -> None:
         super().__init__(cluster, config, tokenizer, **options)
         self.dp_cfg = dp_cfg
         self.tq_partition_id = tq_partition_id
         self._attached = False
+        self._owns_client = client is None
+        self._logprobs = {"logprobs": logprobs_column}
         try:
-            self.dp_client = build_data_plane_client(dp_cfg, bootstrap=True)
+            self.dp_client = build_data_plane_client(dp_cfg, bootstrap=True) if client is None else client
         except BaseException:
             super().shutdown()
             raise
@@ -118,8 +125,8 @@ class TQPolicy(Policy):
     def get_logprobs_from_meta(
         self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> None:
-        """Adds the column `prev_logprobs`."""
-        self._score_meta("get_logprobs", meta, _PREVIOUS, timer, micro_batch_size)
+        """Adds the column `prev_logprobs`, or the one that this policy was made with."""
+        self._score_meta("get_logprobs", meta, self._logprobs, timer, micro_batch_size)
 
     def get_reference_policy_logprobs_from_meta(
         self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
@@ -158,7 +165,7 @@ class TQPolicy(Policy):
         if not isinstance(data, KVBatchMeta):
             return super().get_logprobs(data, timer)
         self.get_logprobs_from_meta(data, timer=timer)
-        return StoredColumns(_PREVIOUS)
+        return StoredColumns(self._logprobs)
 
     def get_reference_policy_logprobs(
         self, data: BatchHandle, micro_batch_size: int | None = None, timer: Timer | None = None
@@ -300,5 +307,6 @@ class TQPolicy(Policy):
     def shutdown(self) -> bool:
         """Ends the workers, then the data plane."""
         clean = super().shutdown()
-        self.dp_client.close()
+        if self._owns_client:
+            self.dp_client.close()
         return clean

@@ -1,0 +1,266 @@
+"""The teachers of a run: frozen policies that score the policy's samples.
+
+A teacher shares the accelerators of training, on which it is only while it scores, or has its own. What it says of a
+sample stays with the sample's rows: its most likely tokens of each position, or its log-probability of each token that
+was sampled. Invariant: each sample is scored by one teacher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from nemo_rl.config import ConfigError, MasterConfig
+from nemo_rl.config.errors import UserError
+from nemo_rl.config.teachers import Teacher, teachers_of
+from nemo_rl.data.tokenizer import get_tokenizer
+from nemo_rl.data_plane.schema import TOPK_IDS, TOPK_LOGPROBS
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.distributed.worker_groups import RayWorkerGroup
+from nemo_rl.models.policy.backend import backend_spec
+from nemo_rl.models.policy.interfaces import BatchHandle, Scores
+from nemo_rl.models.policy.lm_policy import Policy, start_policy_actors
+from nemo_rl.models.policy.model_config import model_config
+from nemo_rl.models.policy.tq_policy import TQPolicy
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from nemo_rl.experience.store import ExperienceStore
+    from nemo_rl.utils.timer import Timer
+
+LOGPROBS = "teacher_logprobs"
+_ROOM_FOR_ACTIVATIONS = 2 << 30
+_NAMED = 3
+
+
+def check_teachers(config: MasterConfig, student: PretrainedConfig) -> None:
+    """Checks before anything starts that every teacher can be built and speaks the policy's tokens. `student`: the
+    policy's Hugging Face configuration. Raises ConfigError: a teacher does not exist, cannot be divided over its
+    ranks, has another vocabulary, or fewer tokens than are asked of it.
+    """
+    teachers = teachers_of(config)
+    if not teachers:
+        return
+    vocabulary = _vocabulary(get_tokenizer(config.policy.tokenizer, config.policy.trust_remote_code))
+    problems: list[str] = []
+    for teacher in teachers:
+        try:
+            model = model_config(teacher.policy)
+            backend_spec(teacher.policy).check(teacher.policy, model)
+            tokenizer = get_tokenizer(teacher.policy.tokenizer, teacher.policy.trust_remote_code)
+        except UserError as error:
+            problems.append(f"{teacher.key}: {str(error).replace('policy.', '')}")
+            continue
+        problems += [
+            f"{teacher.key}: {teacher.policy.model_name} {difference}; a teacher and its student need the same "
+            "vocabulary (distillation across tokenizers is not built)"
+            for difference in _differences(config, vocabulary, _vocabulary(tokenizer), student, model)
+        ]
+    if config.loss_fn.compares_with_teacher and not problems:
+        k, size = config.grpo.topk_logits_k, int(student.vocab_size)
+        if k > size:
+            problems.append(f"{config.section()}.topk_logits_k is {k}, and the vocabulary has {size} tokens")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, int]:
+    return tokenizer.get_vocab()
+
+
+def _differences(
+    config: MasterConfig,
+    own: Mapping[str, int],
+    other: Mapping[str, int],
+    student: PretrainedConfig,
+    teacher: PretrainedConfig,
+) -> Iterator[str]:
+    if own != other:
+        tokens = sorted(token for token in {*own, *other} if own.get(token) != other.get(token))
+        named = ", ".join(map(repr, tokens[:_NAMED]))
+        yield (
+            f"has another tokenizer than policy.tokenizer.name {config.policy.tokenizer.name}: {len(tokens)} tokens "
+            f"differ, such as {named}"
+        )
+    elif student.vocab_size != teacher.vocab_size:
+        yield f"has vocab_size {teacher.vocab_size}, policy.model_name {config.policy.model_name} {student.vocab_size}"
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A teacher and its slots. `shares`: whether they are those of training."""
+
+    teacher: Teacher
+    cluster: RayVirtualCluster
+    shares: bool
+
+
+@dataclass(frozen=True)
+class TeacherActors:
+    """The actors of a teacher, which have imported what they need and loaded nothing."""
+
+    seat: Seat
+    group: RayWorkerGroup
+
+
+def start_teacher_actors(seats: Sequence[Seat]) -> list[TeacherActors]:
+    """Starts the actors of every teacher."""
+    with ExitStack() as undo:
+        started = []
+        for seat in seats:
+            group = start_policy_actors(
+                seat.cluster,
+                seat.teacher.policy,
+                seat.teacher.name,
+                init_optimizer=False,
+                init_reference_model=False,
+            )
+            undo.callback(group.shutdown)
+            started.append(TeacherActors(seat, group))
+        undo.pop_all()
+    return started
+
+
+class Teachers:
+    """The teachers of a run.
+
+    Args:
+        student: The policy, built; it is asked for room where a teacher shares its accelerators.
+        lends: Whether accelerators are lent, so that nothing may stay on them.
+    """
+
+    def __init__(
+        self,
+        actors: Sequence[TeacherActors],
+        config: MasterConfig,
+        student: Policy,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        lends: bool,
+    ) -> None:
+        self._student, self._lends = student, lends
+        self._topk = config.grpo.topk_logits_k if config.loss_fn.compares_with_teacher else 0
+        self._by_task = config.on_policy_distillation.enabled
+        self._strict = config.on_policy_distillation.strict_agent_name_match
+        self._cuda = any(one.seat.cluster.accelerator.is_cuda for one in actors)
+        self._seats = [one.seat for one in actors]
+        self._policies: list[Policy] = []
+        self._bytes: list[int] = []
+        if self._cuda and any(seat.shares for seat in self._seats):
+            student.offload_to_cpu()
+        for one in actors:
+            policy = _policy(one, student, tokenizer)
+            self._policies.append(policy)
+            policy.wait_until_started()
+            self._bytes.append(max(policy.worker_group.run("memory_in_use")) if self._cuda else 0)
+            self._leave(one.seat, policy)
+
+    def score(self, handle: BatchHandle, tasks: Sequence[str], store: ExperienceStore, timer: Timer) -> BatchHandle:
+        """Adds the columns of the teachers. `tasks`: agent or data set of each row.
+
+        Raises WorkerError, WorkerTimeoutError: a teacher failed or does not answer.
+        """
+        if self._topk:
+            index = next(i for i, seat in enumerate(self._seats) if seat.teacher.tasks is None)
+            with self._seated(index) as policy:
+                result = policy.get_topk_logits(handle, self._topk, timer=timer)
+            names = {TOPK_IDS: "topk_indices", TOPK_LOGPROBS: "topk_logits"}
+            handle = store.commit(handle, result, **names)
+        if self._by_task:
+            handle = store.commit(handle, self._logprobs(handle, tasks, store, timer), **{LOGPROBS: "logprobs"})
+        return handle
+
+    def _logprobs(self, handle: BatchHandle, tasks: Sequence[str], store: ExperienceStore, timer: Timer) -> Scores:
+        rows_of: dict[int, list[int]] = {}
+        for row, task in enumerate(tasks):
+            rows_of.setdefault(self.teacher_of(task), []).append(row)
+        results: list[tuple[list[int], Scores]] = []
+        for index, rows in rows_of.items():
+            part = handle if len(rows) == len(tasks) else store.select(handle, rows)
+            with self._seated(index) as policy:
+                results.append((rows, policy.get_logprobs(part, timer=timer)))
+        first = results[0][1]
+        if len(results) == 1 or not isinstance(first, BatchedDataDict) or not isinstance(handle, BatchedDataDict):
+            return first
+        whole_BS = torch.zeros(handle["input_ids"].shape)
+        for rows, result in results:
+            if isinstance(result, BatchedDataDict):
+                whole_BS[rows, : result["logprobs"].shape[1]] = result["logprobs"]
+        return BatchedDataDict(logprobs=whole_BS)
+
+    def teacher_of(self, task: str) -> int:
+        """Number of the teacher that scores samples of an agent or data set. Raises ConfigError: there is none."""
+        return teacher_of([seat.teacher for seat in self._seats], task, strict=self._strict)
+
+    @contextmanager
+    def _seated(self, index: int) -> Iterator[Policy]:
+        """The teacher's model is on its accelerators inside the block."""
+        seat, policy = self._seats[index], self._policies[index]
+        if self._cuda and seat.shares:
+            self._make_room(self._bytes[index] + _ROOM_FOR_ACTIVATIONS)
+        policy.prepare_for_lp_inference()
+        yield policy
+        self._leave(seat, policy)
+
+    def _make_room(self, needed: int) -> None:
+        # Most of what a step leaves is cached by the allocator: to give that back costs far less than to move weights.
+        if self._student.get_free_memory_bytes() < needed:
+            self._student.finish_training()
+        if self._student.get_free_memory_bytes() < needed:
+            self._student.offload_to_cpu()
+
+    def _leave(self, seat: Seat, policy: Policy) -> None:
+        if not (self._cuda and seat.shares):
+            return
+        policy.offload_to_cpu()
+        if self._lends:
+            policy.destroy_nccl_groups()
+
+    def kernels(self) -> Iterator[str]:
+        """What computes each teacher, for the start's lines."""
+        for seat, policy in zip(self._seats, self._policies, strict=True):
+            where = "in turn with the policy" if seat.shares else f"on {seat.cluster.world_size()} slots of its own"
+            said = policy.started.kernels if policy.started is not None else ""
+            yield f"{seat.teacher.name}: {seat.teacher.policy.model_name}, {where}; {said}"
+
+    def shutdown(self) -> None:
+        """Ends the workers. Safe to call twice."""
+        for policy in self._policies:
+            policy.shutdown()
+
+
+def teacher_of(teachers: Sequence[Teacher], task: str, *, strict: bool) -> int:
+    """Number of the teacher of an agent or data set: the one that names it, or else the default. Raises ConfigError:
+    there is none. `strict`: whether the default stands in for no one.
+    """
+    key = "on_policy_distillation.teacher_model_by_agent_name"
+    named = sorted(name for teacher in teachers for name in teacher.names)
+    for index, teacher in enumerate(teachers):
+        if task in teacher.names:
+            return index
+    default = next((index for index, teacher in enumerate(teachers) if teacher.tasks is None), None)
+    if default is None or strict:
+        reason = " and strict_agent_name_match is true" if default is not None else ", and there is no default"
+        raise ConfigError([f"{key}: the data set {task!r} has no teacher{reason}; it names {', '.join(named)}"])
+    return default
+
+
+def _policy(one: TeacherActors, student: Policy, tokenizer: PreTrainedTokenizerBase) -> Policy:
+    seat = one.seat
+    if isinstance(student, TQPolicy):
+        return TQPolicy(
+            seat.cluster,
+            seat.teacher.policy,
+            tokenizer,
+            dp_cfg=student.dp_cfg,
+            client=student.dp_client,
+            logprobs_column=LOGPROBS,
+            actors=one.group,
+        )
+    return Policy(seat.cluster, seat.teacher.policy, tokenizer, actors=one.group)

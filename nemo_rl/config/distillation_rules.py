@@ -1,0 +1,176 @@
+"""Rules of teachers: which are asked for, what reads them, and what they compute on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import ValidationError
+
+from nemo_rl.config.errors import NotBuilt, Problem
+from nemo_rl.config.master import DistillationMasterConfig, MasterConfig, RootConfig
+from nemo_rl.config.placement import cluster_world_size, generation_world_size, training_world_size
+from nemo_rl.config.rules import broken_rules, rule
+from nemo_rl.config.section import DefaultFrom, Section, annotation_of, not_built
+from nemo_rl.config.teachers import Teacher, sizes_of, teachers_of
+
+_OPD = "on_policy_distillation"
+
+
+@rule
+def distillation_keeps_to_its_keys(config: DistillationMasterConfig) -> Iterator[str]:
+    for prefix, section in (("distillation", config.grpo), ("loss_fn", config.loss_fn)):
+        default: Section = type(section)()
+        for name in sorted(section.without):
+            if not _is_default(getattr(section, name), getattr(default, name)):
+                key = type(section).model_fields[name].alias or name
+                yield (
+                    f"{prefix}.{key}: distillation learns from a teacher alone, without rewards, advantages or a "
+                    "reference policy; leave the key out, or run examples/run_grpo.py with a section `teacher`"
+                )
+    if config.on_policy_distillation.enabled:
+        yield f"{_OPD}.enabled: advantages from several teachers are made by examples/run_grpo.py"
+
+
+def _is_default(value: object, default: object) -> bool:
+    """Whether a value is the schema's, but for keys that follow others."""
+    if not isinstance(value, Section) or not isinstance(default, Section):
+        return value == default
+    own = (name for name, field in type(value).model_fields.items() if annotation_of(field, DefaultFrom) is None)
+    return all(_is_default(getattr(value, name), getattr(default, name)) for name in own)
+
+
+@rule
+def a_teacher_is_named_and_read(config: MasterConfig) -> Iterator[str]:
+    teacher, loss = config.teacher, config.loss_fn
+    if teacher is None:
+        if config.distils:
+            yield "teacher: distillation needs a teacher; set teacher.model_name"
+        elif loss.teacher_kl_penalty:
+            yield f"loss_fn.teacher_kl_penalty is {loss.teacher_kl_penalty:g}, and there is no section `teacher`"
+        return
+    if not teacher.model_name:
+        yield "teacher.model_name: not given; name the model to learn from"
+    if config.distils:
+        return
+    if loss.teacher_kl_penalty == 0:
+        yield (
+            "teacher is given, and loss_fn.teacher_kl_penalty is 0, so that nothing would read it; set the penalty, or "
+            "run examples/run_distillation.py to learn from the teacher alone"
+        )
+    elif loss.reference_policy_kl_penalty != 0:
+        yield (
+            f"loss_fn.teacher_kl_penalty is {loss.teacher_kl_penalty:g} and loss_fn.reference_policy_kl_penalty "
+            f"{loss.reference_policy_kl_penalty:g}: the KL is taken to the teacher or to the reference policy; set one "
+            "of them to 0"
+        )
+    if loss.loss_class is not None and loss.teacher_kl_penalty:
+        yield "loss_fn.class and loss_fn.teacher_kl_penalty exclude each other: a loss of your own has its own terms"
+
+
+@rule
+def teachers_see_whole_samples(config: MasterConfig) -> Iterator[str]:
+    teacher, longest = config.teacher, config.policy.max_total_sequence_length
+    if teacher is not None and teacher.max_total_sequence_length < longest:
+        yield (
+            f"teacher.max_total_sequence_length is {teacher.max_total_sequence_length}, less than "
+            f"policy.max_total_sequence_length {longest}; a teacher scores whole samples"
+        )
+    for one in teachers_of(config) if _sizes_are_valid(config) else ():
+        yield from map(str, _view_problems(config, one))
+
+
+def _view_problems(config: MasterConfig, teacher: Teacher) -> Iterator[Problem]:
+    """What is wrong with a teacher's own keys, by the rules of every policy on its accelerators."""
+    world = teacher.slots(config) or training_world_size(config)
+    if world < 1:
+        return
+    policy = teacher.policy.model_copy(deep=True)
+    # It trains nothing: what training asks of batches and optimizers is not asked of it.
+    policy.train_global_batch_size = world * policy.train_micro_batch_size
+    policy.optimizer = config.policy.optimizer
+    view = RootConfig.model_construct(
+        policy=policy,
+        data=config.data,
+        logger=config.logger,
+        cluster=config.cluster.model_copy(update={"gpus_per_node": world, "num_nodes": 1, "cpu_slots": world}),
+        checkpointing=config.checkpointing,
+    )
+    prefix = "teacher." if teacher.name == "teacher" else f"{teacher.key}: "
+    for problem in broken_rules(view):
+        if not isinstance(problem, NotBuilt) and "policy." in problem and "optimizer" not in problem:
+            yield problem.replace("policy.", prefix)
+
+
+def _sizes_are_valid(config: MasterConfig) -> bool:
+    try:
+        for task in config.on_policy_distillation.teacher_model_by_agent_name:
+            sizes_of(config, task)
+    except ValidationError:
+        return False
+    return True
+
+
+@rule
+def teachers_have_accelerators(config: MasterConfig) -> Iterator[Problem]:
+    if not _sizes_are_valid(config):
+        return
+    own = [teacher for teacher in teachers_of(config) if teacher.resources is not None]
+    for teacher in own:
+        where = "teacher.colocated.resources" if teacher.name == "teacher" else f"{_OPD}.non_colocated_teachers"
+        if not teacher.slots(config):
+            key = "gpus_per_node" if config.cluster.num_nodes == 1 else "num_nodes"
+            yield f"{where}: {key} is not given; a teacher that is not colocated takes accelerators of its own"
+    if own and training_world_size(config) < 1:
+        taken = sum(teacher.slots(config) for teacher in own)
+        yield (
+            f"cluster.gpus_per_node * cluster.num_nodes is {cluster_world_size(config)}: teachers take {taken} of them"
+            + ("" if config.policy.generation.colocated.enabled else f", generation {generation_world_size(config)}")
+            + ", and none is left to train"
+        )
+
+
+@rule
+def advantages_come_from_teachers(config: MasterConfig) -> Iterator[Problem]:
+    opd, name = config.on_policy_distillation, config.grpo.adv_estimator.name
+    if (name == "opd") != opd.enabled:
+        yield (
+            f"grpo.adv_estimator.name is {name} and {_OPD}.enabled {str(opd.enabled).lower()}; the estimator opd "
+            "and its teachers need each other"
+        )
+    if not opd.enabled:
+        return
+    models, loss = opd.teacher_model_by_agent_name, config.loss_fn
+    if not models:
+        yield f"{_OPD}.teacher_model_by_agent_name is empty; name a model for each agent or data set"
+    if opd.default_teacher_alias is not None and opd.default_teacher_alias not in models:
+        yield (
+            f"{_OPD}.default_teacher_alias is {opd.default_teacher_alias}, which teacher_model_by_agent_name does not "
+            f"have; it has {', '.join(models) or 'nothing'}"
+        )
+    if loss.force_on_policy_ratio and config.grpo.seq_logprob_error_threshold is None:
+        yield (
+            "grpo.adv_estimator.name opd reads log-probabilities before the step, which loss_fn.force_on_policy_ratio "
+            "skips; set it to false, or set grpo.seq_logprob_error_threshold"
+        )
+    if config.teacher is not None:
+        yield f"teacher and {_OPD}.enabled exclude each other: the advantages come from the teachers already"
+    several = opd.non_colocated_teachers
+    for task in several.teacher_overrides:
+        if task not in models:
+            key = f"{_OPD}.non_colocated_teachers.teacher_overrides.{task}"
+            yield f"{key}: teacher_model_by_agent_name has no such entry"
+    for task in models:
+        try:
+            sizes = sizes_of(config, task)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            yield f"{_OPD}.non_colocated_teachers.teacher_overrides.{task}.{where}: {first['msg']}"
+            continue
+        if sizes.pipeline_model_parallel_size > 1 and several.enabled and not config.policy.megatron_cfg.enabled:
+            yield not_built(
+                f"{_OPD}.non_colocated_teachers.default_teacher_cfg.pipeline_model_parallel_size",
+                sizes.pipeline_model_parallel_size,
+                "pipeline stages with DTensor",
+                "set it to 1, or train with policy.megatron_cfg",
+            )

@@ -1,0 +1,119 @@
+"""The teachers of a run, whichever section names them: what each computes with, where, and for which samples.
+
+Knows keys, not models. Invariant: each sample has at most one teacher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nemo_rl.config.distillation import TeacherSizesConfig
+from nemo_rl.config.generation import ColocatedResourcesConfig
+from nemo_rl.config.master import MasterConfig
+from nemo_rl.config.policy import PolicyConfig
+
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_OPD = "on_policy_distillation"
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """One frozen model.
+
+    Attributes:
+        name: For actors and messages.
+        key: Dotted key that names its model.
+        policy: How it computes; its temperature is that of the policy's samples.
+        resources: Accelerators of its own, or None if it computes in turn with the policy.
+        names: Agents or data sets that name it.
+        tasks: Those whose samples alone it scores; None if it scores all that no other teacher has, too.
+    """
+
+    name: str
+    key: str
+    policy: PolicyConfig
+    resources: ColocatedResourcesConfig | None = None
+    names: tuple[str, ...] = ()
+    tasks: tuple[str, ...] | None = None
+
+    def slots(self, config: MasterConfig) -> int:
+        """Its own accelerators; 0 if it has none or the keys do not say."""
+        if self.resources is None:
+            return 0
+        if config.cluster.num_nodes == 1:
+            return self.resources.gpus_per_node or 0
+        return (self.resources.num_nodes or 0) * config.cluster.gpus_per_node
+
+
+def teachers_of(config: MasterConfig) -> list[Teacher]:
+    """Every teacher once."""
+    found = list(_by_task(config)) if config.on_policy_distillation.enabled else []
+    if config.teacher is not None and config.teacher.model_name:
+        colocated = config.teacher.colocated
+        policy = _scoring(config.teacher.model_copy(deep=True), config)
+        found.append(
+            Teacher("teacher", "teacher.model_name", policy, None if colocated.enabled else colocated.resources)
+        )
+    return found
+
+
+def _by_task(config: MasterConfig) -> Iterator[Teacher]:
+    opd = config.on_policy_distillation
+    tasks: dict[str, list[str]] = {}
+    for task, model in opd.teacher_model_by_agent_name.items():
+        # Entries with other sizes are other teachers, whatever their model.
+        own = opd.non_colocated_teachers.teacher_overrides.get(task)
+        alone = own is not None or not opd.deduplicate_shared_teacher_checkpoints
+        tasks.setdefault(f"{model}\0{task if alone else ''}", []).append(task)
+    for number, named in enumerate(tasks.values()):
+        sizes = sizes_of(config, named[0])
+        own = opd.non_colocated_teachers.enabled
+        yield Teacher(
+            f"teacher-{number}",
+            f"{_OPD}.teacher_model_by_agent_name.{named[0]}",
+            _as_policy(config, opd.teacher_model_by_agent_name[named[0]], sizes if own else TeacherSizesConfig()),
+            ColocatedResourcesConfig(gpus_per_node=sizes.gpus_per_node, num_nodes=sizes.num_nodes or None)
+            if own
+            else None,
+            tuple(named),
+            None if opd.default_teacher_alias in named else tuple(named),
+        )
+
+
+def sizes_of(config: MasterConfig, task: str) -> TeacherSizesConfig:
+    """How the teacher of an agent or data set computes. Raises pydantic.ValidationError: an override is wrong."""
+    several = config.on_policy_distillation.non_colocated_teachers
+    given = several.default_teacher_cfg.to_dict() | several.teacher_overrides.get(task, {})
+    return TeacherSizesConfig.model_validate(given)
+
+
+def _as_policy(config: MasterConfig, model: str, sizes: TeacherSizesConfig) -> PolicyConfig:
+    policy = config.policy.model_copy(deep=True)
+    policy.model_name = model
+    policy.tokenizer.name = model
+    policy.hf_config_overrides = {}
+    if sizes.precision is not None:
+        policy.precision = _SHORT.get(sizes.precision, sizes.precision)  # pyrefly: ignore[bad-assignment]
+    policy.logprob_batch_size = sizes.micro_batch_size
+    if config.on_policy_distillation.non_colocated_teachers.enabled:
+        if policy.megatron_cfg.enabled:
+            policy.megatron_cfg.tensor_model_parallel_size = sizes.tensor_model_parallel_size
+            policy.megatron_cfg.pipeline_model_parallel_size = sizes.pipeline_model_parallel_size
+            policy.megatron_cfg.context_parallel_size = sizes.context_parallel_size
+            policy.megatron_cfg.expert_model_parallel_size = sizes.expert_model_parallel_size
+        else:
+            policy.dtensor_cfg.tensor_parallel_size = sizes.tensor_model_parallel_size
+            policy.dtensor_cfg.context_parallel_size = sizes.context_parallel_size
+            policy.dtensor_cfg.expert_parallel_size = sizes.expert_model_parallel_size
+    return _scoring(policy, config)
+
+
+def _scoring(policy: PolicyConfig, config: MasterConfig) -> PolicyConfig:
+    """What a model needs that only scores samples of the policy."""
+    policy.optimizer, policy.scheduler = None, None
+    policy.dtensor_cfg.lora_cfg.enabled = False
+    policy.router_replay.enabled = False
+    policy.generation.temperature = config.policy.generation.temperature
+    policy.generation.top_p, policy.generation.top_k = 1.0, None
+    return policy
