@@ -123,6 +123,25 @@ def replayed_steps(
     return {name: replayed_step(model, world, overrides, batches[batch]) for name, (overrides, batch) in cases.items()}
 
 
+def scores_of_both(model: str, overrides: list[str], data: BatchedDataDict[Any]) -> dict[str, Any]:
+    """Log-probabilities of the policy and of its reference, which has the same weights, in one pass and in two."""
+    worker = make_worker(run_config(model, 1, *overrides), init_reference_model=True)
+    mine = shard_of(worker, data)
+    alone = worker.get_reference_policy_logprobs(mine)
+    return {
+        **{name: column.numpy() for name, column in worker.get_policy_and_reference_logprobs(mine).items()},
+        "reference alone": alone["reference_logprobs"].numpy(),
+    }
+
+
+def steps_and_references(
+    model: str, cases: dict[str, tuple[list[str], str]], batches: dict[str, BatchedDataDict[Any]], both: dict[str, Any]
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    """`replayed_steps` of the cases on one rank, and `scores_of_both` on the noisy batch of each case of `both`."""
+    references = {name: scores_of_both(model, overrides, batches["noisy"]) for name, overrides in both.items()}
+    return replayed_steps(model, 1, cases, batches), references
+
+
 def perturbed(model: str, folder: str, scale: float) -> str:
     """A model directory with noise on every weight: an engine that disagrees with the policy."""
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

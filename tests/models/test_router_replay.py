@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import example
 from tests.models.policy_ranks import MEGATRON
-from tests.models.replay_ranks import REPLAY, recorded_batch, replayed_steps
+from tests.models.replay_ranks import REPLAY, recorded_batch, replayed_steps, steps_and_references
 from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -65,8 +65,14 @@ def batches(model: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def one(model: str, batches: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return run_ranks(replayed_steps, 1, model, 1, ONE, batches)[0]
+def alone(model: str, batches: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    both = {"dtensor": [*DTENSOR, REPLAY], "megatron": [*CORE, REPLAY]}
+    return run_ranks(steps_and_references, 1, model, ONE, batches, both)[0]
+
+
+@pytest.fixture(scope="module")
+def one(alone: tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    return alone[0]
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +113,18 @@ def test_the_gradient_is_natural_routings_where_routes_agree(one: dict[str, dict
     assert same["router_replay_changed"] == 0.0
     assert _difference(same, natural) <= 1e-6
     assert _difference(one[backend], natural) > 0.01
+
+
+@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
+def test_the_reference_routes_naturally(
+    alone: tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]], backend: str
+) -> None:
+    steps, references = alone
+    scores, trained = references[backend], steps[backend]["logprobs"] != 0
+    for name in ("reference_logprobs", "reference alone"):
+        natural = steps[f"{backend}, routes ignored"]["logprobs"][trained]
+        np.testing.assert_allclose(scores[name][trained], natural, atol=1e-5)
+    np.testing.assert_allclose(scores["logprobs"][trained], steps[backend]["logprobs"][trained], atol=1e-5)
 
 
 @pytest.mark.parametrize("case", TWO)
