@@ -1,5 +1,6 @@
 """Whole streaming runs, with a real engine: under Megatron-Core one trains what DTensor does in turns, with a whole
-record; a killed one trains every prompt exactly once, on the data plane too.
+record; a killed one, of a mixture of experts with recorded routes, trains every prompt exactly once, on the data plane
+too.
 """
 
 from __future__ import annotations
@@ -92,11 +93,15 @@ KILLED = (
     "checkpointing.save_period=1",
     "loss_fn.reference_policy_kl_penalty=0.0",
     "policy.optimizer.kwargs.lr=0.001",
+    # Groups that wait keep the experts and the tokens that generation chose among.
+    "policy.router_replay.enabled=true",
+    "policy.sampling_mask_replay=true",
+    "policy.generation.top_p=0.9",
 )
 
 
-def test_a_killed_run_goes_on_and_trains_every_prompt_exactly_once(tiny_model: Path, tmp_path: Path) -> None:
-    command = Command(tiny_model, tmp_path, config="grpo_arithmetic_streaming_cpu.yaml")
+def test_a_killed_run_goes_on_and_trains_every_prompt_exactly_once(tiny_moe_model: Path, tmp_path: Path) -> None:
+    command = Command(tiny_moe_model, tmp_path, config="grpo_arithmetic_streaming_cpu.yaml")
     process = command.start(*KILLED)
     command.wait_for_checkpoint(process, 2)
     process.send_signal(signal.SIGKILL)
@@ -113,6 +118,7 @@ def test_a_killed_run_goes_on_and_trains_every_prompt_exactly_once(tiny_model: P
         # not one.
         assert 1.0 <= metrics["train/token_mult_prob_error"] < (1.001 if metrics["train/lag/max"] == 0 else 2.0)
         assert metrics["train/lag/max"] <= 2
+        assert metrics["train/routed_tokens_share"] == 1.0 and 0.0 < metrics["train/sampling_mask_share"] <= 1.0
     first, second = [
         list(read_record(path, recover=True)) for path in sorted(command.folder.glob("logs/exp_*/record.jsonl"))
     ]

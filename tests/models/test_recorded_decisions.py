@@ -24,6 +24,7 @@ from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunne
 from nemo_rl.models.generation.recording import VALIDATE, Recording
 from nemo_rl.models.generation.vllm import engine_actors
 from nemo_rl.models.generation.vllm.shards import ShardState
+from tests.conftest import example
 from tests.experience.test_rollout_flow import Counts, prompts
 from tests.models.elastic_engines import Elastic, elastic_engines
 
@@ -51,16 +52,24 @@ def log_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engines(ray_session: None, tiny_moe_model: Path, log_file: Path) -> Iterator[Elastic]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Large enough that what its engines free when they sleep is seen beside what else their processes do."""
+    folder = tmp_path_factory.mktemp("models") / "moe"
+    example("make_tiny_model").save_tiny_model(folder, layers=2, hidden=192, heads=3, kv_heads=3, experts=32)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engines(ray_session: None, model: Path, log_file: Path) -> Iterator[Elastic]:
     written = f"+policy.generation.vllm_cfg.env_vars.NRL_TEST_DECISIONS={log_file}"
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(engine_actors, "EXTENSION", "tests.models.logging_extension.LoggingExtension")
         patched.setenv(VALIDATE, "1")
-        with elastic_engines(tiny_moe_model, 2, *REPLAYED, written) as some:
+        with elastic_engines(model, 2, *REPLAYED, written) as some:
             yield some
 
 
-RECORDING = Recording(layers=(0, 1), experts=4, per_token=2, masks=True, vocabulary=320)
+RECORDING = Recording(layers=(0, 1), experts=32, per_token=2, masks=True, vocabulary=320)
 
 
 class Moves:

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from nemo_rl.models.generation.decisions import Array, RouteRecord, SamplingMasks, TokenRoutes, route_dtype
+from nemo_rl.models.generation.decisions import Array, SamplingMasks, TokenRoutes, route_dtype
 
 REQUEST = "nrl_request"
 """Name under which a request's own id is among its sampling parameters: vLLM renames requests."""
@@ -27,20 +28,67 @@ class UnknownEngineError(RuntimeError):
     """This version of vLLM computes where its decisions cannot be read."""
 
 
+class _Rows(NamedTuple):
+    """Routes of consecutive positions of one request, as rows of an array: of a step's, or of cached ones."""
+
+    start: int
+    array: Array  # [rows, L, K]
+    first: int
+    count: int
+    drew: bool  # whether the token after the last of these positions was drawn of it, and stayed
+    known: NDArray[np.bool_] | None = None  # [count], of cached rows whether a step wrote them; None: all are known
+
+
+class _Kept(NamedTuple):
+    """The ids that a token was drawn from, in a step's array; all of the vocabulary where `whole`."""
+
+    array: NDArray[np.int32]
+    first: int
+    count: int
+    whole: bool
+
+
 @dataclass
 class _Recorded:
-    """What is known of one request. `masks`: kept ids by the position of the token that was drawn."""
+    """What is known of one request, put together when it ends: a step must not wait for what a call can do later."""
 
-    routes: RouteRecord = field(default_factory=RouteRecord)
-    masks: dict[int, Array | None] = field(default_factory=dict)
+    parts: list[_Rows] = field(default_factory=list)
+    masks: dict[int, _Kept] = field(default_factory=dict)  # by the position of the token that was drawn
+    end: int = 0  # positions before it are in the parts
+
+    def routes(self, start: int, end: int) -> TokenRoutes | None:
+        """Routes of `[start, end)`: of each position those of its first computation, or those of the last one whose
+        draw stayed. None if nothing was computed.
+        """
+        if not self.parts:
+            return None
+        counts = np.array([part.count for part in self.parts])
+        ends = counts.cumsum()
+        positions = np.repeat([part.start for part in self.parts] - ends + counts, counts) + np.arange(ends[-1])
+        rows = np.concatenate([part.array[part.first : part.first + part.count] for part in self.parts])
+        known = np.ones(len(rows), np.bool_)
+        for part, last in zip(self.parts, ends, strict=True):
+            if part.known is not None:
+                known[last - part.count : last] = part.known
+        chosen = np.full(max(end, int(positions.max()) + 1), -1)
+        # Of equal indices the last is assigned: backwards that is the first.
+        of_known = np.flatnonzero(known)[::-1]
+        chosen[positions[of_known]] = of_known
+        drawn = ends[[part.drew for part in self.parts]] - 1
+        chosen[positions[drawn]] = drawn
+        wanted = chosen[start:end]
+        valid = wanted >= 0
+        return TokenRoutes(start, np.where(valid[:, None, None], rows[wanted], np.zeros((), rows.dtype)), valid)
 
 
 class _Drawn(NamedTuple):
-    """A row of a step's logits: whose it is, the position of the token that is drawn of it, and whether that stays."""
+    """A row of a step's logits: the record of whose it is, None if it is not recorded; the position of the token that
+    is drawn of it, and whether that stays.
+    """
 
-    request: str
+    recorded: _Recorded | None
     position: int
-    kept: bool
+    stays: bool
 
 
 class StepRecorder:
@@ -52,7 +100,9 @@ class StepRecorder:
         self._layers: list[torch.Tensor | None] = []
         self._rows: list[_Drawn] = []
         self._experts = 0
-        self._slots: tuple[Array, Array] | None = None
+        self._slots: tuple[Array, NDArray[np.bool_]] | None = None
+        cache = runner.vllm_config.cache_config
+        self._caches_prefixes, self._block_size = bool(cache.enable_prefix_caching), int(cache.block_size)
         if not hasattr(runner, "input_batch"):
             raise UnknownEngineError(
                 f"{type(runner).__name__} of this vLLM keeps its batch elsewhere; set "
@@ -110,33 +160,36 @@ class StepRecorder:
         """Deals the rows of a step to its requests."""
         if not scheduler_output.total_num_scheduled_tokens:
             return
-        batch, scheduled = self._runner.input_batch, scheduler_output.num_scheduled_tokens
-        computed = batch.num_computed_tokens_cpu
-        spans = [(name, int(computed[row]), int(scheduled[name])) for row, name in enumerate(batch.req_ids)]
-        # The row of a request's last token gives the logits of the token after it.
-        self._rows = [_Drawn(name, start + count, self._is_kept(name, start + count)) for name, start, count in spans]
+        batch, counts, requests = self._runner.input_batch, scheduler_output.num_scheduled_tokens, self._runner.requests
+        spans = [
+            (requests[name], start, counts[name])
+            for name, start in zip(batch.req_ids, batch.num_computed_tokens_cpu.tolist(), strict=False)
+        ]
+        # The row of a request's last token gives the logits of the token after it. vLLM drops the draws of prompts in
+        # parts, and of tokens that are computed again.
+        self._rows = [
+            _Drawn(self._recorded(request), start + count, start + count >= request.num_tokens)
+            for request, start, count in spans
+        ]
         if not self._layers:
             return
         routes = self._step_routes(sum(count for _, _, count in spans))
-        ends = np.cumsum([count for _, _, count in spans])[:-1]
-        by_request = [
-            TokenRoutes(start, part, np.ones(count, np.bool_))
-            for (_, start, count), part in zip(spans, np.split(routes, ends), strict=True)
-        ]
-        if self._caches_prefixes():
-            # A request may hit blocks that another one computes in this very step.
-            for (name, _, _), part in zip(spans, by_request, strict=True):
-                experts, known = self._beside_kv_cache(part.experts)
-                slots = self._slots_of(self._runner.requests[name], part.start, part.end)
-                experts[slots], known[slots] = part.experts, True
-        for drawn, part in zip(self._rows, by_request, strict=True):
-            self._keep(drawn, part)
-
-    def _is_kept(self, name: str, position: int) -> bool:
-        """Whether the token drawn for a position is kept; vLLM drops those of a prompt in parts, and of tokens that are
-        computed again.
-        """
-        return position >= self._runner.requests[name].num_tokens
+        beside = self._beside_kv_cache(routes) if self._caches_prefixes else None
+        if beside is not None:
+            # First of all: a request may hit blocks that another one computes in this very step.
+            experts, known = beside
+            slots = [slot for request, start, count in spans for slot in self._slots_of(request, start, start + count)]
+            experts[slots], known[slots] = routes, True
+        first = 0
+        for (request, start, count), drawn in zip(spans, self._rows, strict=True):
+            recorded = drawn.recorded
+            if recorded is not None:
+                if beside is not None and recorded.end < start:
+                    (experts, known), cached = beside, self._slots_of(request, recorded.end, start)
+                    recorded.parts.append(_Rows(recorded.end, experts[cached], 0, len(cached), False, known[cached]))
+                recorded.parts.append(_Rows(start, routes, first, count, drawn.stays))
+                recorded.end = max(recorded.end, start + count)
+            first += count
 
     def _step_routes(self, tokens: int) -> Array:
         """Routes [tokens, L, K] of the step; rows after the tokens are padding."""
@@ -149,37 +202,24 @@ class StepRecorder:
         stacked = torch.stack([layer[:tokens] for layer in layers], dim=1)
         return stacked.cpu().numpy().astype(route_dtype(self._experts))
 
-    def _keep(self, drawn: _Drawn, routes: TokenRoutes) -> None:
-        request = self._runner.requests[drawn.request]
-        recorded = self._recorded(request)
-        if recorded is None:
-            return
-        if self._caches_prefixes() and (unknown := recorded.routes.known_until()) < routes.start:
-            slots = self._slots_of(request, unknown, routes.start)
-            experts, known = self._beside_kv_cache(routes.experts)
-            recorded.routes.add(TokenRoutes(unknown, experts[slots], known[slots]))
-        recorded.routes.add(routes)
-        if drawn.kept:
-            recorded.routes.correct(routes.end - 1, routes)
-
     def _recorded(self, request: Any) -> _Recorded | None:
         """The record of a request that is to be recorded."""
         key = ((request.sampling_params and request.sampling_params.extra_args) or {}).get(REQUEST)
-        return None if key is None else self._requests.setdefault(key, _Recorded())
+        if key is None:
+            return None
+        found = self._requests.get(key)
+        if found is None:
+            found = self._requests[key] = _Recorded()
+        return found
 
-    def _caches_prefixes(self) -> bool:
-        return bool(self._runner.vllm_config.cache_config.enable_prefix_caching)
+    def _slots_of(self, request: Any, start: int, end: int) -> list[int]:
+        size, blocks = self._block_size, request.block_ids[0]
+        return [blocks[position // size] * size + position % size for position in range(start, end)]
 
-    def _slots_of(self, request: Any, start: int, end: int) -> Array:
-        size = self._runner.vllm_config.cache_config.block_size
-        positions = np.arange(start, end)
-        return np.asarray(request.block_ids[0], dtype=np.int64)[positions // size] * size + positions % size
-
-    def _beside_kv_cache(self, like: Array) -> tuple[Array, Array]:
+    def _beside_kv_cache(self, like: Array) -> tuple[Array, NDArray[np.bool_]]:
         """Routes by slot of the KV cache, and whether a step wrote them."""
         if self._slots is None:
-            cache = self._runner.vllm_config.cache_config
-            slots = self._runner.kv_cache_config.num_blocks * cache.block_size
+            slots = self._runner.kv_cache_config.num_blocks * self._block_size
             self._slots = np.zeros((slots, *like.shape[1:]), like.dtype), np.zeros(slots, np.bool_)
         return self._slots
 
@@ -192,9 +232,8 @@ class StepRecorder:
         ids = kept.nonzero()[:, 1].to(torch.int32).cpu().numpy()
         first = 0
         for drawn, count in zip(self._rows, counts, strict=True):
-            recorded = self._recorded(self._runner.requests[drawn.request])
-            if recorded is not None and drawn.kept:
-                recorded.masks[drawn.position] = None if count == kept.shape[1] else ids[first : first + count]
+            if drawn.recorded is not None and drawn.stays:
+                drawn.recorded.masks[drawn.position] = _Kept(ids, first, count, count == kept.shape[1])
             first += count
 
     # -- results ------------------------------------------------------------------------------------------------------
@@ -208,10 +247,14 @@ class StepRecorder:
             tokens: Tokens of the response; what was computed or drawn beyond them is dropped.
         """
         recorded = self._requests.pop(key, None) or _Recorded()
-        drawn = range(prompt, prompt + tokens)
-        known = all(position in recorded.masks for position in drawn)
-        masks = SamplingMasks.of([recorded.masks[position] for position in drawn]) if known else None
-        return packed(recorded.routes.since(start, prompt + tokens), masks)
+        masks = [recorded.masks.get(position) for position in range(prompt, prompt + tokens)]
+        ids = [
+            None if mask.whole else mask.array[mask.first : mask.first + mask.count]
+            for mask in masks
+            if mask is not None
+        ]
+        complete = len(ids) == len(masks)
+        return packed(recorded.routes(start, prompt + tokens), SamplingMasks.of(ids) if complete else None)
 
     def forget(self, keys: Sequence[str]) -> None:
         """Drops what was recorded of requests whose results nobody wants."""
