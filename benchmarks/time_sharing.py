@@ -76,9 +76,11 @@ class Result(NamedTuple):
         rates = []
         for span in self.spans.values():
             inside = [at for at in span.finished if begin <= at <= end]
-            # A job's rate is that between two ends of steps; what lies before and after them is no whole step.
-            rates.append((len(inside) - 1) / (inside[-1] - inside[0]) if len(inside) > 1 else 0.0)
-        return len(rates) / sum(rates) if all(rates) else float("inf")
+            # A job's rate is that between two ends of steps; what lies before and after them is no whole step. Where
+            # too few steps are for that, all warm steps of the job count.
+            ends = inside if len(inside) > 1 else span.finished[_WARM_STEPS - 1 :]
+            rates.append((len(ends) - 1) / (ends[-1] - ends[0]))
+        return len(rates) / sum(rates)
 
     def job_s(self, job: str) -> float:
         """Median seconds of a job's warm steps."""

@@ -146,6 +146,9 @@ class VllmConfig(Section):
     zmq_refit_server_port: Annotated[int | None, NotYet("sparse refit")] = Field(
         None, description="Port of the sparse refit server."
     )
+    num_gpu_blocks_override: int | None = Field(
+        None, ge=1, description="Blocks of the KV cache, instead of as many as its memory holds."
+    )
     sleep_level: Literal[1, 2] = Field(
         2, description="Level at which a shard sleeps: 1 keeps the weights on the host, 2 drops them."
     )

@@ -211,6 +211,26 @@ def submit_all(actor: ActorHandle[object], jobs: Sequence[Job], env: Mapping[str
     return [ask(actor.submit.remote(replace(job, env=env))) for job in jobs]
 
 
+def submit_in_turn(
+    actor: ActorHandle[object], jobs: Sequence[Job], env: Mapping[str, str], admit_delay_s: float
+) -> list[str]:
+    """As `submit_all`, but each job only when the one before it has made its first step or ended, or after
+    `admit_delay_s` seconds.
+    """
+    check_code(jobs)
+    names: list[str] = []
+    for job in jobs:
+        deadline = time.monotonic() + admit_delay_s
+        while names and time.monotonic() < deadline and not _has_stepped(*_standings(actor, names[-1:])):
+            time.sleep(_POLL_S)
+        names += submit_all(actor, [job], env)
+    return names
+
+
+def _has_stepped(standing: Standing) -> bool:
+    return standing.outcome is not None or (standing.progress is not None and standing.progress.step > 0)
+
+
 def check_code(jobs: Sequence[Job]) -> None:
     """Imports the classes and functions that the files name, from where the jobs will: a job would fail minutes later.
     Raises ConfigError: one cannot be imported.

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl.time_sharing.arguments import DEFAULT_PORT, add_page_arguments, add_pool_arguments
+from nemo_rl.time_sharing.arguments import DEFAULT_PORT, add_page_arguments, add_pool_arguments, seconds
 from nemo_rl.time_sharing.commands import (
     EXIT_FAILED,
     EXIT_OK,
@@ -26,7 +26,7 @@ from nemo_rl.time_sharing.commands import (
     check_code,
     files_and_overrides,
     guarded,
-    submit_all,
+    submit_in_turn,
     submitters_env,
     watch,
 )
@@ -66,6 +66,14 @@ def launcher_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--pipelines", nargs="+", required=True, metavar="FILE", help="configurations, and overrides for all of them"
     )
+    parser.add_argument(
+        "--admit-delay-s",
+        type=seconds,
+        default=0.0,
+        metavar="SECONDS",
+        help="each pipeline is submitted when the one before it has made its first step, or after so many seconds "
+        "(default: all at once)",
+    )
     add_pool_arguments(parser)
     add_page_arguments(parser)
     return parser
@@ -78,7 +86,7 @@ def _run_together(chosen: argparse.Namespace, overrides: Sequence[str]) -> int:
     check_code(jobs)
     log_dir = _new_log_dir(chosen.log_dir)
     with _pool(pool, chosen, log_dir) as actor:
-        standings = watch(actor, submit_all(actor, jobs, submitters_env()))
+        standings = watch(actor, submit_in_turn(actor, jobs, submitters_env(), chosen.admit_delay_s))
     ok = all(standing.outcome is not None and standing.outcome.kind == "done" for standing in standings)
     return EXIT_OK if _checked(log_dir) and ok else EXIT_FAILED
 

@@ -12,6 +12,8 @@ import yaml
 
 from nemo_rl.config import ConfigError, MasterConfig, SFTMasterConfig
 from nemo_rl.distributed.accelerators import CUDA
+from nemo_rl.time_sharing import commands
+from nemo_rl.time_sharing.log.pool_state import Outcome, Progress, Standing
 from nemo_rl.time_sharing.pipelines.job import Job, Kind, read_jobs
 from nemo_rl.time_sharing.pipelines.residents import SlotMemory
 from nemo_rl.time_sharing.pipelines.sft import LentTraining
@@ -85,17 +87,22 @@ def test_the_wrappers_of_the_seeds_are_read(tmp_path: Path) -> None:
     wrapper = {
         "pipeline_cls": "nemo_rl.time_sharing.pipelines.grpo.NemoRLFullFinetunePipeline",
         "nemo_config_path": str(GRPO),
-        "nemo_config_overrides": ["grpo.max_num_steps=6"],
+        "nemo_config_overrides": [
+            "grpo.max_num_steps=6",
+            "policy.generation.vllm_cfg.num_gpu_blocks_override=64",
+        ],
+        "nemo_increment_log_dir": True,
         "verify_model_after_sync": False,
         "num_gpus_per_node": 2,
         "rlix_max_colocated_worker_groups": 4,
-        "actor_train": {"device_mapping": [1]},
+        "actor_train": {"device_mapping": [1], "strategy_args": {"strategy_name": "fsdp2_train"}},
         "actor_infer": {"device_mapping": [0, 1], **stub},
     }
     job = only(file(tmp_path, "seed", **wrapper))
     assert (job.train, job.infer) == ((1,), (0, 1)) and isinstance(job.config, MasterConfig)
     assert job.config.grpo.max_num_steps == 6 and not job.config.weight_sync.verify
-    assert job.config.policy.generation.vllm_cfg.sleep_level == 1
+    engines = job.config.policy.generation.vllm_cfg
+    assert engines.sleep_level == 1 and engines.num_gpu_blocks_override == 64
 
 
 @pytest.mark.parametrize(
@@ -106,6 +113,33 @@ def test_the_wrappers_of_the_seeds_are_read(tmp_path: Path) -> None:
         ({"nemo_config_path": str(GRPO), "actor_train": {"offload_nccl": False}}, "offload_nccl: false"),
         ({"nemo_config_path": str(GRPO), "actor_infer": {"strategy_config": {"sleep_level": 3}}}, "sleep_level 3"),
         ({"nemo_config_path": str(GRPO), "num_gpus_per_node": 8}, "the pool's nodes have 2"),
+        (
+            {
+                "nemo_config_path": str(GRPO),
+                "train_device_mapping": [0],
+                "actor_train": {"device_mapping": [1]},
+            },
+            r"train_device_mapping: \[0\], but actor_train.device_mapping: \[1\]",
+        ),
+        (
+            {"nemo_config_path": str(GRPO), "actor_infer": {"device_mapping": "list(range(0, 2))"}},
+            "is not a list of GPU numbers",
+        ),
+        ({"nemo_config_path": str(GRPO), "infer_device_mapping": []}, "infer_device_mapping is empty"),
+        ({"nemo_config_path": str(GRPO), "nemo_increment_log_dir": False}, "writes into a numbered folder"),
+        ({"nemo_config_path": str(GRPO), "rlix_max_colocated_worker_groups": 1}, "are two groups on a GPU"),
+        (
+            {"nemo_config_path": str(GRPO), "actor_train": {"strategy_args": {"strategy_name": "deepspeed_train"}}},
+            "'deepspeed_train'; there is megatron_train, fsdp2_train here",
+        ),
+        (
+            {"nemo_config_path": str(GRPO), "actor_infer": {"strategy_args": {"strategy_name": "sglang"}}},
+            "'sglang'; there is vllm here",
+        ),
+        (
+            {"nemo_config_path": str(GRPO), "actor_train": {"strategy_args": {"strategy_name": "megatron_train"}}},
+            "policy.dtensor_cfg.enabled is true",
+        ),
         (
             {"nemo_config_path": str(GRPO), "nemo_config_overrides": ["policy.dtensor_cfg.tensor_parallel_size=2"]},
             "is 2, which does not divide the 1 accelerators that train",
@@ -152,6 +186,29 @@ def test_the_scenarios_of_the_seeds_can_be_submitted(names: str, trains: list[tu
     assert [job.train for job in jobs] == trains
     assert {job.infer for job in jobs} == {(0, 1, 2, 3)}
     assert len({job.config.checkpointing.checkpoint_dir for job in jobs if job.config}) == len(jobs)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("delay_s", "asked"), [(0.0, [0, 0]), (60.0, [4, 1]), (0.05, None)])
+def test_jobs_are_admitted_in_turn(monkeypatch: pytest.MonkeyPatch, delay_s: float, asked: list[int] | None) -> None:
+    """The first makes its first step when it is asked the fourth time, the second ends at once."""
+    submitted: list[str] = []
+    questions: list[str] = []
+
+    def standings(actor: Any, names: list[str]) -> list[Any]:
+        questions.extend(names)
+        step = int(questions.count("a") > 3) if asked is not None else 0
+        done = Outcome("done", "") if names == ["b"] and asked is not None else None
+        return [Standing(names[0], (0,), (0,), 0.0, progress=Progress("training", step, 9, ""), outcome=done)]
+
+    monkeypatch.setattr(commands, "_POLL_S", 0.01)
+    monkeypatch.setattr(commands, "check_code", lambda jobs: None)
+    monkeypatch.setattr(commands, "_standings", standings)
+    monkeypatch.setattr(commands, "submit_all", lambda actor, jobs, env: submitted.extend(jobs) or list(jobs))
+    actor: Any = None
+    jobs: Any = ["a", "b", "c"]
+    assert commands.submit_in_turn(actor, jobs, {}, delay_s) == submitted == ["a", "b", "c"]
+    found = [questions.count("a"), questions.count("b")]
+    assert found == asked if asked is not None else min(found) > 0
 
 
 class Runtime:

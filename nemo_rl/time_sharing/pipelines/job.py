@@ -49,6 +49,9 @@ _WRAPPER_KEYS = {
     "slice_s",
     "whole_gpus",
 }
+_MAPPINGS = {"train_device_mapping": ACTOR_TRAIN, "infer_device_mapping": ACTOR_INFER}
+_MEGATRON = "megatron_train"
+_STRATEGIES = {ACTOR_TRAIN: (_MEGATRON, "fsdp2_train"), ACTOR_INFER: ("vllm",)}
 _DEFAULT_RANK_BATCH = 64
 
 Config = MasterConfig | SFTMasterConfig | EvalMasterConfig | CommandConfig
@@ -216,6 +219,7 @@ def _read_job(source: _Source, pool: Pool, overrides: Sequence[str], *, taken: S
     wrapper = source.wrapper
     own = _wrapper_overrides(wrapper) if source.config is MasterConfig else []
     config = _config(source, [*own, *map(str, wrapper.get("nemo_config_overrides") or []), *overrides])
+    _check_strategy(wrapper, config)
     per_node = wrapper.get("num_gpus_per_node")
     if per_node is not None and per_node != pool.gpus_per_node:
         raise ConfigError([f"num_gpus_per_node: {per_node}, but the pool's nodes have {pool.gpus_per_node}"])
@@ -260,18 +264,61 @@ def _wrapper(file: Path) -> dict[str, Any]:
     unknown = sorted(set(content) - _WRAPPER_KEYS)
     if unknown:
         raise ConfigError([f"{file}: unknown keys {unknown}; a wrapper has {sorted(_WRAPPER_KEYS)}"])
+    problems = _wrapper_problems(content)
+    if problems:
+        raise ConfigError(problems, str(file))
+    for key, section in _MAPPINGS.items():
+        content[key] = content.get(key) or (content.get(section) or {}).get("device_mapping")
+    return content
+
+
+def _wrapper_problems(content: Mapping[str, Any]) -> list[str]:
+    """What of a wrapper's keys cannot be done, or contradicts another of its keys."""
     problems = []
-    for cluster, key in ((ACTOR_TRAIN, "train_device_mapping"), (ACTOR_INFER, "infer_device_mapping")):
-        section = content.get(cluster) or {}
-        content.setdefault(key, section.get("device_mapping"))
+    for key, name in _MAPPINGS.items():
+        section = content.get(name) or {}
+        given = {key: content.get(key), f"{name}.device_mapping": section.get("device_mapping")}
+        for where, gpus in given.items():
+            if gpus is not None and not (isinstance(gpus, list) and all(type(gpu) is int for gpu in gpus)):
+                problems.append(f"{where}: {gpus!r} is not a list of GPU numbers such as [0, 1]")
+            elif gpus == []:
+                problems.append(f"{where} is empty; name its GPUs, or leave the key out")
+        here, there = given.values()
+        if here is not None and there is not None and here != there:
+            problems.append(f"{key}: {here}, but {name}.device_mapping: {there}; give one, or the same twice")
         if section.get("offload_nccl") is False:
-            problems.append(f"{cluster}.offload_nccl: false, but communicators that stay would keep memory of the pool")
+            problems.append(f"{name}.offload_nccl: false, but communicators that stay would keep memory of the pool")
+        strategy = (section.get("strategy_args") or {}).get("strategy_name")
+        if strategy is not None and strategy not in _STRATEGIES[name]:
+            known = ", ".join(_STRATEGIES[name])
+            problems.append(f"{name}.strategy_args.strategy_name: {strategy!r}; there is {known} here")
     level = _sleep_level(content)
     if level not in (None, 1, 2):
         problems.append(f"{ACTOR_INFER}: sleep_level {level}; engines sleep at level 1 or 2")
-    if problems:
-        raise ConfigError(problems, str(file))
-    return content
+    if content.get("nemo_increment_log_dir") is False:
+        problems.append(
+            "nemo_increment_log_dir: false, but every run writes into a numbered folder of its own below "
+            "logger.log_dir; leave the key out"
+        )
+    groups = content.get("rlix_max_colocated_worker_groups")
+    if groups is not None and (type(groups) is not int or groups < 2):
+        problems.append(
+            f"rlix_max_colocated_worker_groups: {groups!r}, but a job's training and its engines are two groups on a "
+            "GPU; any number from 2 on is possible"
+        )
+    return problems
+
+
+def _check_strategy(wrapper: Mapping[str, Any], config: Config) -> None:
+    """Raises ConfigError: a wrapper names another training backend than its configuration."""
+    strategy = ((wrapper.get(ACTOR_TRAIN) or {}).get("strategy_args") or {}).get("strategy_name")
+    if strategy is None or not isinstance(config, RootConfig):
+        return
+    if (strategy == _MEGATRON) is not config.policy.megatron_cfg.enabled:
+        backend = "megatron_cfg" if config.policy.megatron_cfg.enabled else "dtensor_cfg"
+        raise ConfigError(
+            [f"{ACTOR_TRAIN}.strategy_args.strategy_name: {strategy!r}, but policy.{backend}.enabled is true"]
+        )
 
 
 def _sleep_level(wrapper: Mapping[str, Any]) -> Any:
@@ -306,8 +353,6 @@ def _engines(config: Config) -> VllmConfig | None:
 def _train_mapping(given: Sequence[int] | None, config: RootConfig, pool: Pool, name: str) -> tuple[int, ...]:
     """The training GPUs: those that are named, else the first ones, until the job is placed."""
     if given is not None:
-        if not given:
-            raise ConfigError([f"{name}: train_device_mapping is empty; name its GPUs, or leave the key out"])
         return tuple(given)
     size = training_world_size(config)
     if size > pool.gpus:

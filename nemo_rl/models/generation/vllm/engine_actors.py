@@ -130,6 +130,8 @@ def engine_spec(
         batched_tokens = max(vllm.max_model_len, 4096)
         kwargs |= {"enforce_eager": True, "enable_chunked_prefill": False, "max_num_batched_tokens": batched_tokens}
         kwargs["kv_cache_memory_bytes"] = int(cpu_slot_memory_gb * (1 << 30) / 4 / vllm.engines_per_gpu)
+    if vllm.num_gpu_blocks_override is not None:
+        kwargs["num_gpu_blocks_override"] = vllm.num_gpu_blocks_override
     if recording is not None:
         kwargs |= engine_arguments(recording, by_engine=cuda)
     executor = _executor(vllm, cuda=cuda)
