@@ -109,14 +109,19 @@ def workplace(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     from nemo_rl.config import LoggerConfig
     from nemo_rl.utils.convert import from_hugging_face
     from nemo_rl.utils.logger import Logger, get_next_experiment_dir
+    from nemo_rl.utils.route_trace import RouteTrace
+    from tests.utils.test_route_trace import columns
 
     folder = tmp_path_factory.mktemp("checkout")
-    for name in ("examples", "docs", "nemo_rl", "Makefile", "pyproject.toml", "ray.sub"):
+    for name in ("examples", "docs", "nemo_rl", "tools", "Makefile", "pyproject.toml", "ray.sub"):
         (folder / name).symlink_to(ROOT / name)
     from_hugging_face(tiny_model, folder / "results" / "arithmetic" / "grpo")
     with Logger(LoggerConfig(log_dir=str(get_next_experiment_dir(folder / "logs" / "grpo_arithmetic_cpu")))) as logger:
         for step in (1, 2):
             logger.log_metrics({"reward": 0.5 * step, "loss": 1.0}, step, "train")
+    trace, batch = RouteTrace(folder / "logs" / "r3_trace", 1, 1), columns(3)
+    trace.produced(0, batch)
+    trace.fetched("train", batch)
     return folder
 
 
