@@ -15,7 +15,7 @@ MINUTES ?= 60
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: soak chaos mooncake-libs help install demo test test-fast lint format docs clean
+.PHONY: soak chaos mooncake-libs help install demo distillation test test-fast lint format docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,14 @@ endef
 demo: $(RESULTS)/base/config.json ## a small model learns arithmetic: made, warm-started, trained with GRPO; goes on where it was stopped
 	$(BIN)/python examples/run_sft.py --config examples/configs/sft_arithmetic_cpu.yaml
 	$(BIN)/python examples/run_grpo.py --config examples/configs/grpo_arithmetic_cpu.yaml
+
+distillation: $(RESULTS)/base/config.json $(RESULTS)/student/config.json ## a small teacher learns to add, and a student of half its size learns from it
+	$(BIN)/python examples/run_sft.py --config examples/configs/sft_arithmetic_cpu.yaml data.train.slips=0 \
+	    checkpointing.checkpoint_dir=$(RESULTS)/teacher logger.log_dir=logs/distillation_teacher
+	$(BIN)/python examples/run_distillation.py --config examples/configs/distillation_arithmetic_cpu.yaml
+
+$(RESULTS)/student/config.json: examples/make_tiny_model.py | $(READY)
+	$(BIN)/python examples/make_tiny_model.py $(RESULTS)/student --layers 2 --hidden 96 --heads 3 --kv-heads 1 --seed 1
 
 $(RESULTS)/base/config.json: examples/make_tiny_model.py | $(READY)
 	$(BIN)/python examples/make_tiny_model.py $(RESULTS)/base --layers 2 --hidden 128

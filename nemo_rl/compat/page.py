@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from nemo_rl.compat.names import ABSENT, ABSENT_MEMBERS, AT_HOME, CHANGED, CONTROL_PLANE, NAMES
 from nemo_rl.config.foreign import MOVED, RECIPES
 from nemo_rl.config.master import MasterConfig, SFTMasterConfig
-from nemo_rl.config.schema import KeyInfo, keys_of
+from nemo_rl.config.schema import KeyInfo, is_described_elsewhere, keys_of
 from nemo_rl.utils.markdown import table
 
 _INTRODUCTION = """# From NeMo-RL
@@ -27,7 +27,8 @@ python -m nemo_rl.config check THEIRS.yaml MORE/
 ```
 
 Each file runs here, would run once the parts that it names are built, or is refused; the exit code is 0, 1 or 2 by the
-worst of them, and a folder ends with a table of reasons. Every key that NeMo-RL's GRPO recipes set is known:
+worst of them, and a folder ends with a table of reasons. Every key that NeMo-RL's GRPO recipes set is known, and
+those of its distillation recipes:
 
 - **honoured**: it does what it does there; [docs/config.md](config.md) has them all;
 - **without effect**: the value asks for nothing that is not so anyway (null, an empty list, anything in a section that
@@ -135,7 +136,7 @@ def _unbuilt_keys() -> Iterator[KeyInfo]:
     for schema in (MasterConfig, SFTMasterConfig):
         covered: tuple[str, ...] = ()
         for entry in keys_of(schema):
-            if entry.not_yet is None or entry.name.startswith(covered):
+            if entry.not_yet is None or entry.name.startswith(covered) or is_described_elsewhere(entry.name):
                 continue
             if entry.section is not None:
                 covered = (*covered, f"{entry.name}.")
@@ -144,7 +145,7 @@ def _unbuilt_keys() -> Iterator[KeyInfo]:
 
 def _without_effect() -> Iterator[tuple[str, str, str]]:
     for entry in keys_of(MasterConfig):
-        if entry.meaning.startswith("Accepted "):
+        if entry.meaning.startswith("Accepted ") and not is_described_elsewhere(entry.name):
             yield f"`{entry.name}`", entry.meaning.partition("; ")[2] or entry.meaning, "all"
     for foreign in RECIPES:
         if foreign.ignored or foreign.inert:

@@ -228,13 +228,13 @@ def _by_section(schema: type[Section], without: tuple[str, ...]) -> Iterator[tup
     entries = [
         entry
         for entry in keys_of(schema)
-        if entry.name.split(".")[0] not in without and not _is_described_elsewhere(entry.name)
+        if entry.name.split(".")[0] not in without and not is_described_elsewhere(entry.name)
     ]
     for holder in (entry for entry in entries if entry.section is not None):
         yield holder, [entry for entry in entries if entry.has_value and entry.name.rpartition(".")[0] == holder.name]
 
 
-def _is_described_elsewhere(key: str) -> bool:
+def is_described_elsewhere(key: str) -> bool:
     """Whether a teacher's key is one of `policy`."""
     parts = key.split(".")
     return parts[0] == "teacher" and len(parts) > 1 and parts[1] not in TeacherConfig.__annotations__

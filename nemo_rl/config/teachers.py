@@ -113,7 +113,8 @@ def _scoring(policy: PolicyConfig, config: MasterConfig) -> PolicyConfig:
     """What a model needs that only scores samples of the policy."""
     policy.optimizer, policy.scheduler = None, None
     policy.dtensor_cfg.lora_cfg.enabled = False
-    policy.router_replay.enabled = False
+    # What generation recorded are decisions of the policy.
+    policy.router_replay.enabled, policy.sampling_mask_replay = False, False
     policy.generation.temperature = config.policy.generation.temperature
     policy.generation.top_p, policy.generation.top_k = 1.0, None
     return policy

@@ -121,6 +121,10 @@ class TQWorkerMixin:
         batch = broadcast_batch(read, group) if group is not None and fetch_policy != "independent" else read()
         return plan.apply_to(SlicedDataDict(batch.get_dict()))
 
+    def _fetch_if_any(self, meta: KVBatchMeta) -> SlicedDataDict:
+        """This rank's rows; a chunk that does not divide may leave it none."""
+        return self._fetch(meta) if meta.size else SlicedDataDict()
+
     def _write_back(self, meta: KVBatchMeta, columns: Mapping[str, object]) -> None:
         """Adds columns to the rows, from the leader of the ranks that made them."""
         for name, value in columns.items():
@@ -149,32 +153,34 @@ class TQWorkerMixin:
 
     def train_microbatches_presharded(self, meta: KVBatchMeta) -> None:
         """`train_microbatches` on this rank's rows, of which a chunk may have none."""
-        self.train_microbatches(self._fetch(meta) if meta.size else SlicedDataDict())
+        self.train_microbatches(self._fetch_if_any(meta))
 
     def get_logprobs_presharded(
         self, meta: KVBatchMeta, columns: Mapping[str, str], micro_batch_size: int | None = None
     ) -> None:
         """`get_logprobs` of this rank's rows, into the column that `columns` gives for each result."""
-        self._write_back_result(meta, self.get_logprobs(self._fetch(meta), micro_batch_size), columns)
+        self._write_back_result(meta, self.get_logprobs(self._fetch_if_any(meta), micro_batch_size), columns)
 
     def get_reference_policy_logprobs_presharded(
         self, meta: KVBatchMeta, columns: Mapping[str, str], micro_batch_size: int | None = None
     ) -> None:
         """`get_reference_policy_logprobs` of this rank's rows, into columns."""
-        self._write_back_result(meta, self.get_reference_policy_logprobs(self._fetch(meta), micro_batch_size), columns)
+        self._write_back_result(
+            meta, self.get_reference_policy_logprobs(self._fetch_if_any(meta), micro_batch_size), columns
+        )
 
     def get_policy_and_reference_logprobs_presharded(
         self, meta: KVBatchMeta, columns: Mapping[str, str], micro_batch_size: int | None = None
     ) -> None:
         """`get_policy_and_reference_logprobs` of this rank's rows, fetched and written once, into columns."""
-        result = self.get_policy_and_reference_logprobs(self._fetch(meta), micro_batch_size)
+        result = self.get_policy_and_reference_logprobs(self._fetch_if_any(meta), micro_batch_size)
         self._write_back_result(meta, result, columns)
 
     def get_topk_logits_presharded(
         self, meta: KVBatchMeta, columns: Mapping[str, str], k: int, micro_batch_size: int | None = None
     ) -> None:
         """`get_topk_logits` of this rank's rows, into columns."""
-        self._write_back_result(meta, self.get_topk_logits(self._fetch(meta), k, micro_batch_size), columns)
+        self._write_back_result(meta, self.get_topk_logits(self._fetch_if_any(meta), k, micro_batch_size), columns)
 
 
 def broadcast_batch(fetch: Callable[[], BatchedDataDict], group: dist.ProcessGroup) -> BatchedDataDict:

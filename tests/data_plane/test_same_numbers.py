@@ -81,12 +81,37 @@ CASES = {
         "policy.sequence_packing.enabled=true",
     ),
 }
+TEACHER_KL = (
+    "loss_fn.teacher_kl_penalty=0.5",
+    "loss_fn.reference_policy_kl_penalty=0",
+    "loss_fn.zero_outside_topk=true",
+    "grpo.topk_logits_k=5",
+    "teacher.sequence_packing.enabled=false",
+    "teacher.logprob_batch_size=4",
+)
+TEACHERS_BY_TASK = (
+    "grpo.adv_estimator.name=opd",
+    "loss_fn.reference_policy_kl_penalty=0",
+    "loss_fn.disable_ppo_ratio=true",
+    "on_policy_distillation.enabled=true",
+    "on_policy_distillation.default_teacher_alias=odd",
+)
+CASES |= {
+    "teacher_dp2": ("cluster.gpus_per_node=2", *TEACHER_KL),
+    "teachers_by_task_dp2_packed": (
+        "cluster.gpus_per_node=2",
+        "policy.sequence_packing.enabled=true",
+        *TEACHERS_BY_TASK,
+    ),
+}
 # A storage knows nothing of how batches are cut: each way is tried on one.
 BACKENDS = {
     "plain_dp2_dynamic_sampling": "simple",
     "packed_tp2": "mooncake_cpu",
     "dynamic_dp2_whitened": "simple",
     "megatron_pp2_packed": "simple",
+    "teacher_dp2": "simple",
+    "teachers_by_task_dp2_packed": "simple",
 }
 
 
@@ -142,6 +167,8 @@ def _batch(draw: torch.Generator) -> dict[str, Any]:
         "prompt_number": torch.arange(PROMPTS).repeat_interleave(SAMPLES),
         "sample_number": torch.arange(SAMPLES).repeat(PROMPTS),
         "weight_version": torch.zeros(rows, dtype=torch.int64),
+        # Neither teacher's samples divide over two ranks.
+        "task_name": ["even" if row < 5 else "odd" for row in range(rows)],
     }
     return {"tokens": tokens, "rows": columns, "metrics": {"mean_total_reward": float(rewards.mean())}}
 
@@ -158,6 +185,11 @@ def train(
             f"logger.log_dir={tmp_path / name}",
             f"grpo.rollout_replay={recording}",
         ]
+        if TEACHER_KL[0] in overrides:
+            places.append(f"teacher.model_name={tiny_moe_model}")
+        if TEACHERS_BY_TASK[0] in overrides:
+            models = f"{{even: {tiny_moe_model}, odd: {tiny_model}}}"
+            places.append(f"on_policy_distillation.teacher_model_by_agent_name={models}")
         config = load_master_config(CONFIG, [*BASE, *places, *overrides])
         built = setup(config)
         try:

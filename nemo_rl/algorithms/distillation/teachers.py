@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from nemo_rl.experience.store import ExperienceStore
+    from nemo_rl.utils.progress import StartPhases
     from nemo_rl.utils.timer import Timer
 
 LOGPROBS = "teacher_logprobs"
@@ -109,11 +110,14 @@ class TeacherActors:
     group: RayWorkerGroup
 
 
-def start_teacher_actors(seats: Sequence[Seat]) -> list[TeacherActors]:
-    """Starts the actors of every teacher."""
+def start_teacher_actors(
+    config: MasterConfig, training: RayVirtualCluster, own: Mapping[str, RayVirtualCluster]
+) -> list[TeacherActors]:
+    """Starts the actors of every teacher. `own`: slots of teachers that have their own, by name."""
     with ExitStack() as undo:
         started = []
-        for seat in seats:
+        for teacher in teachers_of(config):
+            seat = Seat(teacher, own.get(teacher.name, training), shares=teacher.resources is None)
             group = start_policy_actors(
                 seat.cluster,
                 seat.teacher.policy,
@@ -233,6 +237,27 @@ class Teachers:
         """Ends the workers. Safe to call twice."""
         for policy in self._policies:
             policy.shutdown()
+
+
+def start_teachers(
+    actors: Sequence[TeacherActors],
+    config: MasterConfig,
+    student: Policy,
+    tokenizer: PreTrainedTokenizerBase,
+    start: StartPhases,
+    undo: ExitStack,
+    *,
+    lends: bool,
+) -> Teachers | None:
+    """Builds the teachers, or None without any; see `Teachers`. `undo`: has them shut down if the start fails."""
+    if not actors:
+        return None
+    with start.phase("teacher" if len(actors) == 1 else "teachers"):
+        teachers = Teachers(actors, config, student, tokenizer, lends=lends)
+        undo.callback(teachers.shutdown)
+    for line in teachers.kernels():
+        start.say(line)
+    return teachers
 
 
 def teacher_of(teachers: Sequence[Teacher], task: str, *, strict: bool) -> int:

@@ -13,13 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl.algorithms.distillation.teachers import (
-    Seat,
-    TeacherActors,
-    Teachers,
-    check_teachers,
-    start_teacher_actors,
-)
+from nemo_rl.algorithms.distillation import teachers as teaching
 from nemo_rl.algorithms.grpo.control_plane import check_control_plane
 from nemo_rl.algorithms.grpo.placement import Built, Clusters, OwnPlacement, Placement
 from nemo_rl.algorithms.grpo.run import DeviceCount, GRPORun, GRPOState
@@ -32,7 +26,6 @@ from nemo_rl.algorithms.startup import Algorithm, Limits, Loaders, Prepared, pre
 from nemo_rl.config import ClippedPGLossConfig, ConfigError, DistillationLossConfig, MasterConfig
 from nemo_rl.config.data_rules import environments_in_use
 from nemo_rl.config.dotted import import_dotted
-from nemo_rl.config.teachers import teachers_of
 from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.data.loader import CustomLoader, Loader, MultipleLoaders, make_loader
 from nemo_rl.data.setup import TaskDatasets
@@ -102,7 +95,7 @@ class _Begun:
     policy: RayWorkerGroup
     engines: EngineActors | None
     environments: Actors
-    teachers: list[TeacherActors]
+    teachers: list[teaching.TeacherActors]
 
     def shutdown(self) -> None:
         """Shuts all of it down. Safe to call twice."""
@@ -168,29 +161,14 @@ def _begin(
             init_reference_model=reference and not config.grpo.skip_reference_policy_logprobs_calculation,
         )
         undo.callback(policy.shutdown)
-        teachers = start_teacher_actors(_seats(config, clusters))
+        teachers = teaching.start_teacher_actors(config, clusters.training, clusters.teachers)
         undo.pop_all()
     return _Begun(clusters, policy, engines, environments, teachers)
 
 
-def _seats(config: MasterConfig, clusters: Clusters) -> list[Seat]:
-    seats = []
-    for teacher in teachers_of(config):
-        own = clusters.teachers.get(teacher.name)
-        if teacher.resources is not None and own is None:
-            raise ConfigError(
-                [
-                    f"{teacher.key}: this teacher has accelerators of its own, and a pipeline of a pool has only those "
-                    "that it is lent; let it compute in turn with the policy (teacher.colocated.enabled: true)"
-                ]
-            )
-        seats.append(Seat(teacher, own or clusters.training, shares=own is None))
-    return seats
-
-
 def _check(config: MasterConfig) -> PretrainedConfig:
     model = check_model(config)
-    check_teachers(config, model)
+    teaching.check_teachers(config, model)
     for name in environments_in_use(config):
         environment_class(name, section_of(name, config.env))
     make_loss(config.loss_fn)
@@ -253,14 +231,8 @@ def _build(
             undo.callback(policy.shutdown)
             store = _store(config, tokenizer, policy, undo)
             policy.wait_until_started()
-        teachers = None
-        if ready.begun.teachers:
-            with start.phase("teacher"):
-                lends = placement.lends_shards
-                teachers = Teachers(ready.begun.teachers, config, policy, tokenizer, lends=lends)
-                undo.callback(teachers.shutdown)
-            for line in teachers.kernels():
-                start.say(line)
+        begun, lends = ready.begun.teachers, placement.lends_shards
+        teachers = teaching.start_teachers(begun, config, policy, tokenizer, start, undo, lends=lends)
         train_source, val_source = _sources_into(
             store, config, tokenizer, generation, ready.datasets, actors, record, placement.record_prefix
         )

@@ -153,6 +153,26 @@ def shard_chunk(
     ]
 
 
+def shard_scored(
+    data: BatchedDataDict, config: PolicyConfig, ranks: int, *, share: bool = False
+) -> tuple[list[SlicedDataDict], list[int] | None]:
+    """Shards rows to score, of any number, over data-parallel ranks; a rank's may be empty. See `shard_batch`."""
+    rows = chunk_rows([int(length) for length in data["input_lengths"]], ranks)
+    if rows is None:
+        return shard_batch(data, config, ranks, None, training=False, share=share)
+    shards: list[SlicedDataDict] = []
+    order: list[int] = []
+    for own in rows:
+        if not own:
+            shards.append(SlicedDataDict())
+            continue
+        part = data.select_indices(own)
+        (shard,), inside = shard_batch(part, config, 1, None, training=False, share=share)
+        shards.append(shard)
+        order += [own[place] for place in (inside if inside is not None else range(len(own)))]
+    return shards, order
+
+
 def microbatches(
     data: BatchedDataDict, config: PolicyConfig, size: int, *, replayed: Sequence[str] = RECORDED
 ) -> list[BatchedDataDict]:

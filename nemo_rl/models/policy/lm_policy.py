@@ -24,7 +24,14 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_calls import WorkerTimeoutError, wait_for_workers
 from nemo_rl.distributed.worker_groups import MultiWorkerFuture, PendingCall, RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.loss.interfaces import LossFunction
-from nemo_rl.models.policy.batches import refuse_model_inputs, shard_batch, shard_chunk, shares_prompts, tags_of
+from nemo_rl.models.policy.batches import (
+    refuse_model_inputs,
+    shard_batch,
+    shard_chunk,
+    shard_scored,
+    shares_prompts,
+    tags_of,
+)
 from nemo_rl.models.policy.interfaces import BatchHandle, PolicyInterface, Scores, TrainResult
 from nemo_rl.models.policy.weights import PolicyWeights
 from nemo_rl.utils.flops import TransformerShape, Work, peak_tflops
@@ -183,7 +190,7 @@ class Policy(PolicyWeights, PolicyInterface):
         scored = ("input_ids", "input_lengths", *replayed, *tags_of(batch))
         columns = BatchedDataDict({key: batch[key] for key in scored})
         with timed(timer, f"{method}/shard_data"):
-            shards, order = self.shard(columns, None, training=False)
+            shards, order = shard_scored(columns, self.cfg, self.data_parallel_size, share=self.shares_prompts)
         with timed(timer, submit_label(method)):
             results = self._run_sharded(method, shards, **common)
         merged = BatchedDataDict.from_batches(results)

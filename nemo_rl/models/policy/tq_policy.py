@@ -53,6 +53,8 @@ class TQPolicy(Policy):
         options: Of `Policy`.
     """
 
+    _logprobs: Mapping[str, str] = _PREVIOUS
+
     def __init__(
         self,
         cluster: RayVirtualCluster,
@@ -148,7 +150,7 @@ class TQPolicy(Policy):
         replayed = replayed_fields(present, reference="logprobs" not in columns)
         seed = meta.only_fields([*(name for name in LP_SEED_FIELDS if name in present), *replayed])
         with timed(timer, f"{method}/shard_meta"):
-            shards = self._shard_meta(seed, None, training=False)
+            shards = self._shard_chunk_meta(seed, training=False)
         with timed(timer, submit_label(method)):
             self._run_sharded(
                 f"{method}_presharded",
@@ -283,12 +285,12 @@ class TQPolicy(Policy):
         """See `Policy`; takes metas and batches."""
         self.submit_microbatches(data, timer).result()
 
-    def _shard_chunk_meta(self, meta: KVBatchMeta) -> list[KVBatchMeta]:
+    def _shard_chunk_meta(self, meta: KVBatchMeta, *, training: bool = True) -> list[KVBatchMeta]:
         rows = chunk_rows(meta.sequence_lengths or [], self.data_parallel_size)
         if rows is None:
-            return self._shard_meta(meta, None, training=True)
+            return self._shard_meta(meta, None, training=training)
         return [
-            self._shard_meta(meta.subset(own), None, training=True, ranks=1)[0] if own else meta.subset([])
+            self._shard_meta(meta.subset(own), None, training=training, ranks=1)[0] if own else meta.subset([])
             for own in rows
         ]
 

@@ -136,7 +136,7 @@ class PolicyWorker(TQWorkerMixin):
         parts, idle = self._cut(
             data, micro_batch_size or self.cfg.logprob_batch_size, replayed=RECORDED if policy else SAMPLING_MASK_FIELDS
         )
-        width = data["input_ids"].shape[1]
+        width = _width(data)
 
         def rows(parts: list[BatchedDataDict], *, filtered: bool) -> torch.Tensor:
             scored = self.backend.logprobs(parts, filtered=filtered, idle=idle)
@@ -172,13 +172,14 @@ class PolicyWorker(TQWorkerMixin):
     def get_topk_logits(self, data: BatchedDataDict, k: int, micro_batch_size: int | None = None) -> BatchedDataDict:
         """`topk_logits` (as log-probabilities) and `topk_indices` of the k most likely tokens, [B, S, k]."""
         batches, idle = self._cut(data, micro_batch_size or self.cfg.logprob_batch_size, replayed=())
-        width = data["input_ids"].shape[1]
+        width = _width(data)
         parts = self.backend.topk_logits(batches, k, idle=idle)
-        values, indices = (
-            torch.cat([torch.nn.functional.pad(p[which], (0, 0, 0, width - p[which].shape[1])) for p in parts])
-            for which in (0, 1)
-        )
-        return BatchedDataDict({"topk_logits": values, "topk_indices": indices})
+
+        def rows(which: int, dtype: torch.dtype) -> torch.Tensor:
+            padded = [torch.nn.functional.pad(part[which], (0, 0, 0, width - part[which].shape[1])) for part in parts]
+            return torch.cat([torch.zeros((0, width, k), dtype=dtype), *padded])
+
+        return BatchedDataDict({"topk_logits": rows(0, torch.float32), "topk_indices": rows(1, torch.int32)})
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -420,3 +421,8 @@ class PolicyWorker(TQWorkerMixin):
         synchronize(self.backend.device)
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def _width(data: BatchedDataDict) -> int:
+    """Width of a rank's rows, of which it may have none."""
+    return data["input_ids"].shape[1] if data.size else 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -16,13 +16,22 @@ from typing import Any
 
 import yaml
 
-from nemo_rl.config import ConfigError, EvalMasterConfig, MasterConfig, RootConfig, SFTMasterConfig, load_master_config
+from nemo_rl.config import (
+    ConfigError,
+    DistillationMasterConfig,
+    EvalMasterConfig,
+    MasterConfig,
+    RootConfig,
+    SFTMasterConfig,
+    load_master_config,
+)
 from nemo_rl.config.generation import VllmConfig
 from nemo_rl.config.layers import merge, read_layers
 from nemo_rl.config.load import kind_of_file
 from nemo_rl.config.overrides import parse_override
 from nemo_rl.config.placement import ParallelSizesError, parallel_sizes, training_world_size
 from nemo_rl.config.schema import is_known
+from nemo_rl.config.teachers import teachers_of
 from nemo_rl.time_sharing.pipelines.command_config import EXTERNAL, CommandConfig, read_command
 from nemo_rl.time_sharing.planning import placement
 from nemo_rl.time_sharing.protocol.topology import GpuOutsidePool, Pool, Topology, register
@@ -68,6 +77,7 @@ class Kind(str, Enum):
 
 _KINDS: dict[type[Any], Kind] = {
     MasterConfig: Kind.GRPO,
+    DistillationMasterConfig: Kind.GRPO,
     SFTMasterConfig: Kind.SFT,
     EvalMasterConfig: Kind.EVALUATION,
     CommandConfig: Kind.EXTERNAL,
@@ -217,7 +227,7 @@ def _concerns(override: str, source: _Source, sources: Sequence[_Source]) -> boo
 
 def _read_job(source: _Source, pool: Pool, overrides: Sequence[str], *, taken: Sequence[str]) -> Job:
     wrapper = source.wrapper
-    own = _wrapper_overrides(wrapper) if source.config is MasterConfig else []
+    own = _wrapper_overrides(wrapper) if issubclass(source.config, MasterConfig) else []
     config = _config(source, [*own, *map(str, wrapper.get("nemo_config_overrides") or []), *overrides])
     _check_strategy(wrapper, config)
     per_node = wrapper.get("num_gpus_per_node")
@@ -382,6 +392,8 @@ def _check(job: Job) -> None:
         problems += _divides(job.name, job.config, len(job.train))
     if isinstance(job.config, MasterConfig) and job.config.grpo.rollout_replay is not None:
         problems.append(f"{job.name}: grpo.rollout_replay generates nothing; there is nothing to share")
+    if isinstance(job.config, MasterConfig):
+        problems += _teachers_fit(job.name, job.config, len(job.train))
     engines = _engines(job.config)
     if engines is not None and engines.engines_per_gpu > 1:
         problems.append(
@@ -390,6 +402,22 @@ def _check(job: Job) -> None:
         )
     if problems:
         raise ConfigError(problems)
+
+
+def _teachers_fit(name: str, config: MasterConfig, world: int) -> Iterator[str]:
+    """What keeps teachers from computing in turn with the policy on its training GPUs."""
+    for teacher in teachers_of(config):
+        if teacher.resources is not None:
+            yield (
+                f"{name}: {teacher.key} has accelerators of its own, and a job has only those that it is lent; let it "
+                "compute in turn with the policy (teacher.colocated.enabled: true, or non_colocated_teachers.enabled: "
+                "false)"
+            )
+            continue
+        try:
+            parallel_sizes(teacher.policy, world)
+        except ParallelSizesError as error:
+            yield f"{name}: {teacher.key}: {error}"
 
 
 def _divides(name: str, config: RootConfig, world: int) -> list[str]:
