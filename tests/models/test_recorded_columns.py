@@ -62,6 +62,15 @@ def test_routes_and_sets_lie_beside_their_tokens_in_a_packed_row() -> None:
     assert not row.routes.valid_T[14:].any() and len(row.routes.valid_T) == 16
 
 
+def test_what_training_reads_ends_before_the_last_trained_token() -> None:
+    data = _batch()
+    data["token_mask"] = torch.tensor([[0, 0, 1, 1, 0, 0], [0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0]])
+    routes = pack(data, CPU).routes
+    assert routes is not None
+    assert routes.read_T.tolist() == [True] * 3 + [False] * 3 + [True] * 2 + [False] * 6
+    assert routes.valid_T.tolist() == [True] * 5 + [False] + [True] * 2 + [False] + [True] * 4 + [False]
+
+
 def test_rows_share_a_prefix_as_far_as_nothing_was_drawn_from_a_set() -> None:
     ids = torch.arange(300).repeat(2, 1)
     counts = torch.zeros_like(ids)
@@ -151,7 +160,7 @@ def test_values_are_checked_on_the_first_row_and_on_all_if_asked(monkeypatch: py
     replay, good = _replay(), pack(_batch(), CPU).routes
     assert good is not None
     bad = dataclasses.replace(good, experts_TLK=torch.full_like(good.experts_TLK, 9))
-    nothing = Routes(bad.experts_TLK, torch.zeros_like(bad.valid_T), bad.forwarded_T)
+    nothing = Routes(bad.experts_TLK, torch.zeros_like(bad.valid_T), bad.read_T)
     replay.check(nothing)
     with pytest.raises(RouterReplayError):
         replay.check(bad)

@@ -128,7 +128,7 @@ def pack(
         else None,
         None
         if routes is None
-        else Routes(*(to_device(part, device) for part in (routes.experts_TLK, routes.valid_T, routes.forwarded_T))),
+        else Routes(*(to_device(part, device) for part in (routes.experts_TLK, routes.valid_T, routes.read_T))),
         None if kept is None else KeptTokens(to_device(kept.counts_T, device), to_device(kept.ids_M, device)),
         None if loss_fn is None or not compares(loss_fn) else _given(data, row.source_T, padding, device, loss_fn),
     )

@@ -34,11 +34,11 @@ class Routes:
 
     experts_TLK: torch.Tensor
     valid_T: torch.Tensor  # whether a token's routes are replayed
-    forwarded_T: torch.Tensor  # tokens that an engine forwards: all but padding and the last of each sequence
+    read_T: torch.Tensor  # tokens that a trained token of their sequence follows
 
     def part(self, places: slice) -> Routes:
         """Routes of a slice of the row."""
-        return Routes(self.experts_TLK[places], self.valid_T[places], self.forwarded_T[places])
+        return Routes(self.experts_TLK[places], self.valid_T[places], self.read_T[places])
 
 
 def packed_routes(data: Mapping[str, torch.Tensor], source_T: torch.Tensor, padding: int) -> Routes | None:
@@ -61,16 +61,19 @@ def packed_routes(data: Mapping[str, torch.Tensor], source_T: torch.Tensor, padd
             f"{EXPERTS} {list(experts_BSLK.shape)} and {VALID} {list(valid_BS.shape)}: expected [B, S, L, K] and "
             f"[B, S] with [B, S] = {list(shape)}"
         )
-    last_B = data["input_lengths"].cpu().long() - 1
-    forwarded_BS = torch.arange(shape[1]) < last_B[:, None]
-    valid_BS = valid_BS & forwarded_BS
+    # No engine forwards the last token of a sequence.
+    read_BS = torch.arange(shape[1]) < data["input_lengths"].cpu().long()[:, None] - 1
+    valid_BS = valid_BS & read_BS
+    if "token_mask" in data:
+        trained_BS = (data["token_mask"].cpu() != 0).long()
+        read_BS = read_BS & (trained_BS.sum(dim=1, keepdim=True) > trained_BS.cumsum(dim=1))
     experts_TLK = experts_BSLK.reshape(-1, *experts_BSLK.shape[2:])[source_T]
-    valid_T, forwarded_T = valid_BS.reshape(-1)[source_T], forwarded_BS.reshape(-1)[source_T]
+    valid_T, read_T = valid_BS.reshape(-1)[source_T], read_BS.reshape(-1)[source_T]
     if padding:
         experts_TLK = torch.cat([experts_TLK, experts_TLK.new_zeros(padding, *experts_TLK.shape[1:])])
         none = torch.zeros(padding, dtype=torch.bool)
-        valid_T, forwarded_T = torch.cat([valid_T, none]), torch.cat([forwarded_T, none])
-    return Routes(experts_TLK, valid_T, forwarded_T)
+        valid_T, read_T = torch.cat([valid_T, none]), torch.cat([read_T, none])
+    return Routes(experts_TLK, valid_T, read_T)
 
 
 def check_routes(routes: Routes, layers: int, experts: int, experts_per_token: int) -> None:
@@ -114,7 +117,8 @@ class RouterTarget:
 
     def __init__(self, layer: int, device: torch.device) -> None:
         self.layer = layer
-        # Choices that natural routing would have made otherwise, choices replayed, and choices of forwarded tokens.
+        # Choices that natural routing would have made otherwise, choices replayed, and choices of tokens that
+        # training reads.
         self.counts = torch.zeros(3, dtype=torch.float64, device=device)
         self.now = self._next = RouterPass()
         self._recomputes = self._counts = self._again = False
@@ -152,8 +156,8 @@ class RouterTarget:
             # Once: a layer that is run again by torch's own checkpoints has gradients both times.
             self._counts = False
             same_T = (recorded_TK[:, :, None] == natural_TK[:, None, :]).any(dim=-1).all(dim=-1)
-            changed_T = routes.valid_T & ~same_T
-            self.counts += torch.stack([changed_T.sum(), routes.valid_T.sum(), routes.forwarded_T.sum()])
+            replayed_T = routes.valid_T & routes.read_T
+            self.counts += torch.stack([(replayed_T & ~same_T).sum(), replayed_T.sum(), routes.read_T.sum()])
         return torch.where(routes.valid_T[:, None], recorded_TK, natural_TK)
 
 
@@ -189,17 +193,17 @@ class RouterReplay:
             target.counts.zero_()
 
     def shares(self, device: torch.device) -> dict[str, float]:
-        """`router_replay_share`, the share of router decisions of forwarded tokens that were replayed, and
-        `router_replay_changed`, the share of those that natural routing would have made otherwise. Collective
-        over all ranks of the policy.
+        """`router_replay_share`, the share of the router decisions of tokens that training reads that were replayed,
+        and `router_replay_changed`, the share of those that natural routing would have made otherwise. Collective over
+        all ranks of the policy.
         """
         total = torch.zeros(3, dtype=torch.float64, device=device)
         for target in self.targets:
             total += target.counts
         if dist.is_initialized():
             dist.all_reduce(total)
-        changed, replayed, forwarded = total.tolist()
+        changed, replayed, read = total.tolist()
         return {
-            "router_replay_share": replayed / max(forwarded, 1.0),
+            "router_replay_share": replayed / max(read, 1.0),
             "router_replay_changed": changed / max(replayed, 1.0),
         }
