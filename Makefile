@@ -49,9 +49,11 @@ demo: $(RESULTS)/base/config.json ## a small model learns arithmetic: made, warm
 	$(BIN)/python examples/run_sft.py --config examples/configs/sft_arithmetic_cpu.yaml
 	$(BIN)/python examples/run_grpo.py --config examples/configs/grpo_arithmetic_cpu.yaml
 
-distillation: $(RESULTS)/base/config.json $(RESULTS)/student/config.json ## a small teacher learns to add, and a student of half its size learns from it
+distillation: $(RESULTS)/base/config.json $(RESULTS)/student/config.json ## a student of half the size learns to add from a teacher
 	$(BIN)/python examples/run_sft.py --config examples/configs/sft_arithmetic_cpu.yaml data.train.slips=0 \
 	    checkpointing.checkpoint_dir=$(RESULTS)/teacher logger.log_dir=logs/distillation_teacher
+	$(BIN)/python examples/run_sft.py --config examples/configs/sft_arithmetic_cpu.yaml policy.model_name=$(RESULTS)/student \
+	    checkpointing.checkpoint_dir=$(RESULTS)/student_sft logger.log_dir=logs/distillation_student
 	$(BIN)/python examples/run_distillation.py --config examples/configs/distillation_arithmetic_cpu.yaml
 
 $(RESULTS)/student/config.json: examples/make_tiny_model.py | $(READY)
