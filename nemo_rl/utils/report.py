@@ -162,7 +162,8 @@ def _what(config: dict[str, Any] | None) -> str | None:
     path = Path(str(model))
     # A link to the newest checkpoint says nothing; the directories that hold it do.
     name = "/".join(path.parts[-3:-1]) if path.name == "latest" else path.name
-    return f"{'SFT' if 'sft' in (config or {}) else 'GRPO'} of {name}"
+    loops = {"sft": "SFT", "distillation": "Distillation"}
+    return f"{next((title for section, title in loops.items() if section in (config or {})), 'GRPO')} of {name}"
 
 
 def _is_graded(part: Path) -> bool:

@@ -46,6 +46,14 @@ def test_the_kind_of_a_job_is_read_from_its_file(tmp_path: Path) -> None:
     assert [sorted(job.mappings(POOL)) for job in jobs[2:]] == [[ACTOR_INFER], [ACTOR_INFER]]
 
 
+def test_a_distillation_is_a_job_whose_teacher_takes_turns_with_its_student() -> None:
+    job = only(CONFIGS / "distillation_arithmetic_cpu.yaml")
+    assert (job.kind, job.train, job.infer) == (Kind.GRPO, (0,), (0, 1))
+    own = ["cluster.gpus_per_node=2", "teacher.colocated={enabled: false, resources: {gpus_per_node: 1}}"]
+    with pytest.raises(ConfigError, match="teacher.model_name has accelerators of its own, and a job has only those"):
+        only(CONFIGS / "distillation_arithmetic_cpu.yaml", *own)
+
+
 @pytest.mark.parametrize(
     ("config", "overrides", "staleness"),
     [

@@ -204,7 +204,8 @@ def _build(
     path, source = Path(config.logger.log_dir) / "record.jsonl", f"{placement.record_prefix}driver"
     record = RecordWriter(path, source=source, archive_bytes=_ARCHIVE_BYTES)
     timer = Timer()
-    progress = RunProgress(ready.total_steps, first_step=ready.state.step, details=environment_lines)
+    title = "Distillation" if config.distils else "GRPO"
+    progress = RunProgress(ready.total_steps, title=title, first_step=ready.state.step, details=environment_lines)
     clusters, actors = ready.begun.clusters, ready.begun.environments
     # Engines take long to start: a mistake in an environment is said before.
     undo.callback(end_environments, actors)
