@@ -50,6 +50,12 @@ def a_teacher_is_named_and_read(config: MasterConfig) -> Iterator[str]:
         return
     if not teacher.model_name:
         yield "teacher.model_name: not given; name the model to learn from"
+    for key, on in (
+        ("router_replay.enabled", teacher.router_replay.enabled),
+        ("sampling_mask_replay", teacher.sampling_mask_replay),
+    ):
+        if on:
+            yield f"teacher.{key}: what is recorded are the policy's decisions, not a teacher's; leave it out"
     if config.distils:
         return
     if loss.teacher_kl_penalty == 0:

@@ -848,6 +848,8 @@ TEACHER = ("teacher.model_name=x",)
             "teachers take 1 of them, and none is left to train",
         ),
         ([*TEACHER, "teacher.dynamic_batching.enabled=true"], "teacher.sequence_packing.enabled and"),
+        ([*TEACHER, "teacher.router_replay.enabled=true"], "teacher.router_replay.enabled: what is recorded"),
+        ([*TEACHER, "teacher.sampling_mask_replay=true"], "teacher.sampling_mask_replay: what is recorded"),
         ([*TEACHER, "distillation.async_grpo.enabled=true"], "distillation.async_grpo.enabled needs policy.generation"),
     ],
 )

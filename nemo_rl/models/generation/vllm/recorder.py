@@ -18,13 +18,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nemo_rl.config.errors import UserError
 from nemo_rl.models.generation.decisions import Array, SamplingMasks, TokenRoutes, route_dtype
 
 REQUEST = "nrl_request"
 """Name under which a request's own id is among its sampling parameters: vLLM renames requests."""
 
 
-class UnknownEngineError(RuntimeError):
+class UnknownEngineError(UserError, RuntimeError):
     """This version of vLLM computes where its decisions cannot be read."""
 
 
