@@ -11,24 +11,22 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nemo_rl.algorithms.distillation import teachers as teaching
 from nemo_rl.algorithms.grpo.control_plane import check_control_plane
 from nemo_rl.algorithms.grpo.placement import Built, Clusters, OwnPlacement, Placement
 from nemo_rl.algorithms.grpo.run import DeviceCount, GRPORun, GRPOState
+from nemo_rl.algorithms.grpo.sources import make_loaders, make_rollout_sources, make_store, prompts_per_step
 from nemo_rl.algorithms.grpo.streaming import check_streaming
-from nemo_rl.algorithms.grpo.validation import batch_size as validation_batch_size
 from nemo_rl.algorithms.placement import begin_policy, check_policy, start_policy
 from nemo_rl.algorithms.profiling import profile_of_run
 from nemo_rl.algorithms.resume import Resume
-from nemo_rl.algorithms.startup import Algorithm, Limits, Loaders, Prepared, prepared
+from nemo_rl.algorithms.startup import Algorithm, Limits, Prepared, prepared
 from nemo_rl.config import ClippedPGLossConfig, ConfigError, DistillationLossConfig, MasterConfig
 from nemo_rl.config.data_rules import environments_in_use
 from nemo_rl.config.dotted import import_dotted
-from nemo_rl.data.collate_fn import rl_collate_fn
-from nemo_rl.data.loader import CustomLoader, Loader, MultipleLoaders, make_loader
-from nemo_rl.data.setup import TaskDatasets
+from nemo_rl.data.loader import Loader
 from nemo_rl.data_plane.factory import check_data_plane
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.distributed.actor_logs import collect_actor_logs
@@ -36,30 +34,22 @@ from nemo_rl.distributed.worker_groups import RayWorkerGroup
 from nemo_rl.environments.registry import (
     Actors,
     await_environments,
-    check_rows,
     end_environments,
     environment_class,
     section_of,
     start_environments,
     start_lines,
 )
-from nemo_rl.experience.data_plane_store import DataPlaneStore
-from nemo_rl.experience.environment_batcher import EnvironmentHandle, environment_lines
-from nemo_rl.experience.rollout_source import LiveRollouts, RecordedRollouts, ReplayedRollouts, RolloutSource
-from nemo_rl.experience.rollouts import RolloutGenerator, RolloutRunner
-from nemo_rl.experience.store import InProcessStore
+from nemo_rl.experience.environment_batcher import environment_lines
 from nemo_rl.loss import ClippedPGLossFn, DistillationLossFn
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.generation.interfaces import request_timeout_s
-from nemo_rl.models.generation.recording import Recording, recording_of
 from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.models.generation.vllm.engine_actors import EngineActors, start_engine_actors
-from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.model_config import check_divisible
-from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.progress import RunProgress, StartPhases
-from nemo_rl.utils.record import MemoryRecord, Record, RecordWriter
+from nemo_rl.utils.record import Record, RecordWriter
 from nemo_rl.utils.timer import TimeoutChecker, Timer
 
 if TYPE_CHECKING:
@@ -117,10 +107,10 @@ def _algorithm(config: MasterConfig, placement: Placement) -> Algorithm[GRPOStat
         state=GRPOState(),
         resumed=lambda resume: GRPOState.from_training_info(resume.info),
         seed=grpo.seed,
-        limits=Limits(f"{config.section()}.max_num_steps", grpo.max_num_steps, epochs, _prompts_per_step(config)),
+        limits=Limits(f"{config.section()}.max_num_steps", grpo.max_num_steps, epochs, prompts_per_step(config)),
         check_directories=lambda checkpointer, resume: check_data_plane(config.data_plane),
         check=lambda: _check(config),
-        loaders=lambda datasets, tokenizer: _loaders(config, datasets),
+        loaders=lambda datasets, tokenizer: make_loaders(config, datasets),
         begin=lambda accelerator, checkpointer, resume: _begin(config, placement, accelerator, checkpointer, resume),
     )
 
@@ -230,11 +220,11 @@ def _build(
         with start.phase("policy, beside the data plane" if config.data_plane.enabled else "policy"):
             policy = start_policy(config, clusters.training, tokenizer, ready.begun.policy)
             undo.callback(policy.shutdown)
-            store = _store(config, tokenizer, policy, undo)
+            store = make_store(config, tokenizer, policy, undo)
             policy.wait_until_started()
         begun, lends = ready.begun.teachers, placement.lends_shards
         teachers = teaching.start_teachers(begun, config, policy, tokenizer, start, undo, lends=lends)
-        train_source, val_source = _sources_into(
+        train_source, val_source = make_rollout_sources(
             store, config, tokenizer, generation, ready.datasets, actors, record, placement.record_prefix
         )
         if policy.started is not None:
@@ -283,40 +273,6 @@ def _build(
     )
 
 
-def _store(
-    config: MasterConfig, tokenizer: PreTrainedTokenizerBase, policy: Policy, undo: ExitStack
-) -> InProcessStore | DataPlaneStore:
-    multiple = config.policy.make_sequence_length_divisible_by
-    if not isinstance(policy, TQPolicy):
-        return InProcessStore(tokenizer.pad_token_id, multiple)
-    plane = DataPlaneStore(policy.dp_client, tokenizer.pad_token_id, multiple)
-    undo.callback(plane.close)
-    plane.start_runner()
-    return plane
-
-
-def _sources_into(
-    store: InProcessStore | DataPlaneStore,
-    config: MasterConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    generation: VllmGeneration | None,
-    datasets: TaskDatasets,
-    actors: Actors,
-    record: Record,
-    record_prefix: str,
-) -> tuple[RolloutSource, RolloutSource | None]:
-    ahead = config.grpo.async_grpo.enabled or config.async_rl is not None
-    if isinstance(store, InProcessStore) or ahead or (generation is not None and generation.lent):
-        # Rollouts that run ahead stay with the dispatcher, which knows the shards that come and go: their rows are
-        # written group by group.
-        return _sources(config, tokenizer, generation, datasets, actors, record)
-    # Others happen in an actor, which reaches the engines on its own and hands its events over.
-    events = MemoryRecord(source=f"{record_prefix}driver")
-    reached = generation.for_other_process(events.bind("generation")) if generation is not None else None
-    train_source, val_source = _sources(config, tokenizer, reached, datasets, actors, events)
-    return store.rollouts(train_source, val_source, events, record, reached, generation)
-
-
 def make_loss(cfg: ClippedPGLossConfig) -> LossFunction:
     """The configured loss: `loss_fn.class`, or the clipped policy-gradient loss. Raises ConfigError: the class cannot
     be imported, or is no loss.
@@ -336,41 +292,6 @@ def make_loss(cfg: ClippedPGLossConfig) -> LossFunction:
     return loss
 
 
-def _prompts_per_step(config: MasterConfig) -> int:
-    return int(config.grpo.num_prompts_per_step * config.grpo.batch_multiplier)
-
-
-def _loaders(config: MasterConfig, datasets: TaskDatasets) -> Loaders[Loader]:
-    grpo, data = config.grpo, config.data
-    check_rows(datasets.train_by_task, datasets.env_of_task, config.env)
-    check_rows(datasets.validation_by_task, datasets.env_of_validation_task, config.env)
-    common: dict[str, Any] = {"collate_fn": rl_collate_fn, "num_workers": data.num_workers, "seed": grpo.seed}
-    if data.use_multiple_dataloader:
-        each = data.num_prompts_per_dataloader or grpo.num_prompts_per_step
-        by_task = {
-            task: make_loader(
-                dataset, each, shuffle=data.shuffle, drop_last=True, name=f"data.train ({task})", **common
-            )
-            for task, dataset in datasets.train_by_task.items()
-        }
-        train: Loader = MultipleLoaders(by_task, max(1, grpo.num_prompts_per_step // each), _custom_loader(config))
-    else:
-        size = _prompts_per_step(config)
-        train = make_loader(datasets.train, size, shuffle=data.shuffle, drop_last=True, name="data.train", **common)
-    validation = None
-    if datasets.validation is not None:
-        size = validation_batch_size(grpo, len(datasets.validation))
-        validation = make_loader(
-            datasets.validation, size, shuffle=False, drop_last=False, name="data.validation", **common
-        )
-    return Loaders(train, validation)
-
-
-def _custom_loader(config: MasterConfig) -> CustomLoader | None:
-    path = config.data.custom_dataloader
-    return None if path is None else import_dotted(path, "data.custom_dataloader")
-
-
 def _start_generation(
     actors: EngineActors | None, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int], record: Record
 ) -> VllmGeneration | None:
@@ -383,48 +304,6 @@ def _start_generation(
         request_timeout_s=request_timeout_s(),
         record=record,
     )
-
-
-def _sources(
-    config: MasterConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    generation: RolloutGenerator | None,
-    datasets: TaskDatasets,
-    actors: Actors,
-    record: Record,
-) -> tuple[RolloutSource, RolloutSource | None]:
-    def live(
-        env_of_task: dict[str, str],
-        trained: Record | None = None,
-        *,
-        shown: bool = False,
-        recording: Recording | None = None,
-    ) -> LiveRollouts:
-        environments = {
-            task: EnvironmentHandle.of(name, actors[name], config.env) for task, name in env_of_task.items()
-        }
-        runner = RolloutRunner(generation, tokenizer, environments, trained) if generation is not None else None
-        if runner is None:
-            raise RuntimeError("live rollouts need generation")
-        return LiveRollouts(
-            runner,
-            pad_token_id=tokenizer.pad_token_id,
-            multiple=config.policy.make_sequence_length_divisible_by,
-            conversations=shown,
-            recording=recording,
-        )
-
-    validation = (
-        live(datasets.env_of_validation_task, shown=True)
-        if generation is not None and datasets.validation is not None
-        else None
-    )
-    if config.grpo.rollout_replay is not None:
-        return ReplayedRollouts(config.grpo.rollout_replay, recording_of(config.policy)), validation
-    training: RolloutSource = live(datasets.env_of_task, record, recording=recording_of(config.policy))
-    if config.grpo.rollout_record is not None:
-        training = RecordedRollouts(training, config.grpo.rollout_record)
-    return training, validation
 
 
 def close(run: GRPORun) -> None:
