@@ -132,6 +132,7 @@ class World:
             sample_files=SampleFiles(),
             reports=Backlog("step-report", 30.0),
             total_steps=len(loader),
+            teachers=None,
             device_count=SimpleNamespace(total=2, training=1, generation=1),
             resumed_from=resumed_from,
         )

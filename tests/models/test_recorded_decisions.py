@@ -40,7 +40,8 @@ REPLAYED = (
     "policy.generation.vllm_cfg.request_seeds=false",
     # Fewer blocks than twelve samples need: some are preempted.
     "policy.generation.vllm_kwargs={enable_chunked_prefill: true, max_num_batched_tokens: 48, max_num_seqs: 16, "
-    "block_size: 32, num_gpu_blocks_override: 14}",
+    "block_size: 32}",
+    "policy.generation.vllm_cfg.num_gpu_blocks_override=14",
     "policy.generation.vllm_cfg.max_model_len=128",
     "policy.max_total_sequence_length=128",
 )
