@@ -36,6 +36,13 @@ class Loader:
         return {"batches": 3}
 
 
+class Sections(SimpleNamespace):
+    """A configuration whose sections are attributes and items, as those of the real ones."""
+
+    def __getitem__(self, key: str) -> Any:
+        return getattr(self, key)
+
+
 @pytest.mark.parametrize(
     ("configured", "asked"), [("torch_save", "torch_save"), ("safetensors", "safetensors"), (None, "safetensors")]
 )
@@ -55,7 +62,7 @@ def test_weights_are_saved_in_the_configured_format(configured: Any, asked: str,
 def test_sft_that_cannot_write_its_logs_saves_its_last_step_and_ends(
     full_from: int, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config: Any = SimpleNamespace(
+    config: Any = Sections(
         checkpointing=CheckpointingConfig(checkpoint_dir=str(tmp_path), save_period=100),
         sft=SimpleNamespace(val_at_start=False, val_period=1, val_at_end=False, max_num_steps=4, max_num_epochs=9),
     )
@@ -88,7 +95,7 @@ def test_sft_that_cannot_write_its_logs_saves_its_last_step_and_ends(
 
 
 def test_sft_ends_although_its_loader_gives_fewer_batches_than_its_length(tmp_path: Path) -> None:
-    config: Any = SimpleNamespace(
+    config: Any = Sections(
         checkpointing=CheckpointingConfig(checkpoint_dir=str(tmp_path), enabled=False),
         sft=SimpleNamespace(val_at_start=False, val_period=0, val_at_end=False, max_num_steps=4, max_num_epochs=3),
     )
