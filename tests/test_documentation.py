@@ -83,6 +83,7 @@ RUNS = {
     "run_grpo_single_controller.py": "MasterConfig",
     "run_grpo_sliding_puzzle.py": "MasterConfig",
     "run_sft.py": "SFTMasterConfig",
+    "run_distillation.py": "DistillationMasterConfig",
     "run_eval.py": "EvalMasterConfig",
 }
 
