@@ -19,6 +19,7 @@ from nemo_rl.experience.prompts import EpochPrompts
 from nemo_rl.utils.metrics_file import MetricsLost
 from nemo_rl.utils.record import RecordUnwritable
 from tests.algorithms.driver_world import Loader, World, save_in_memory
+from tests.algorithms.test_run_checkpoint import Sections
 from tests.experience.plane_in_process import plane_in_process
 
 TURNS = ("grpo.async_grpo.enabled=false", "grpo.max_num_steps=3")
@@ -190,7 +191,10 @@ def steps(grpo: GRPOConfig, step: int = 1) -> GRPOSteps:
     """The steps of a run that has done `step` of them."""
     control = SimpleNamespace(saves_before_publish=False)
     run: Any = SimpleNamespace(
-        config=SimpleNamespace(grpo=grpo), state=SimpleNamespace(step=step), control=control, generation=None
+        config=Sections(grpo=grpo, section=lambda: "grpo"),
+        state=SimpleNamespace(step=step),
+        control=control,
+        generation=None,
     )
     return GRPOSteps(run, None)  # type: ignore[arg-type]
 
