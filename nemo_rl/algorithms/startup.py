@@ -158,9 +158,9 @@ def prepared(
         check_profile(here)
 
     def start_ray() -> tuple[Accelerator, Begun]:
-        import_transformers()
         accelerator = placement.connect(config)
         check_device(config, accelerator)
+        import_transformers()
         return accelerator, algorithm.begin(accelerator, checkpointer, resume)
 
     with ExitStack() as undo:
@@ -220,7 +220,7 @@ def prepared(
 
 
 def import_transformers() -> None:
-    """Returns when transformers is imported completely; every thread of a start calls it first.
+    """Returns when transformers is imported completely; every thread of a start calls it before it imports from it.
 
     The package puts another module in its own place at the end of its import. `from transformers import ...` on a
     thread that came while another imported it still sees the module before that, without any of its names.
