@@ -51,6 +51,14 @@ def seconds(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text}: expected seconds above 0")
 
 
+def seconds_or_none(text: str) -> float:
+    """A number of seconds, which may be 0."""
+    with suppress(ValueError):
+        if float(text) == 0:
+            return 0.0
+    return seconds(text)
+
+
 def add_page_arguments(parser: argparse.ArgumentParser) -> None:
     """Where the page is served."""
     parser.add_argument(

@@ -203,19 +203,12 @@ def submitters_env(named: Sequence[str] = ()) -> dict[str, str]:
     return env
 
 
-def submit_all(actor: ActorHandle[object], jobs: Sequence[Job], env: Mapping[str, str]) -> list[str]:
-    """Submits jobs whose code can be imported; their names. Raises ConfigError: a file names code that cannot be
-    imported; PoolError: the pool refuses one.
-    """
-    check_code(jobs)
-    return [ask(actor.submit.remote(replace(job, env=env))) for job in jobs]
-
-
-def submit_in_turn(
-    actor: ActorHandle[object], jobs: Sequence[Job], env: Mapping[str, str], admit_delay_s: float
+def submit_all(
+    actor: ActorHandle[object], jobs: Sequence[Job], env: Mapping[str, str], *, admit_delay_s: float = 0.0
 ) -> list[str]:
-    """As `submit_all`, but each job only when the one before it has made its first step or ended, or after
-    `admit_delay_s` seconds.
+    """Submits jobs whose code can be imported; their names. `admit_delay_s`: seconds for which each waits at most until
+    the one before it has made its first step or ended. Raises ConfigError: a file names code that cannot be imported;
+    PoolError: the pool refuses one.
     """
     check_code(jobs)
     names: list[str] = []
@@ -223,7 +216,7 @@ def submit_in_turn(
         deadline = time.monotonic() + admit_delay_s
         while names and time.monotonic() < deadline and not _has_stepped(*_standings(actor, names[-1:])):
             time.sleep(_POLL_S)
-        names += submit_all(actor, [job], env)
+        names.append(ask(actor.submit.remote(replace(job, env=env))))
     return names
 
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl.time_sharing.arguments import DEFAULT_PORT, add_page_arguments, add_pool_arguments, seconds
+from nemo_rl.time_sharing.arguments import DEFAULT_PORT, add_page_arguments, add_pool_arguments, seconds_or_none
 from nemo_rl.time_sharing.commands import (
     EXIT_FAILED,
     EXIT_OK,
@@ -26,7 +26,7 @@ from nemo_rl.time_sharing.commands import (
     check_code,
     files_and_overrides,
     guarded,
-    submit_in_turn,
+    submit_all,
     submitters_env,
     watch,
 )
@@ -68,7 +68,7 @@ def launcher_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--admit-delay-s",
-        type=seconds,
+        type=seconds_or_none,
         default=0.0,
         metavar="SECONDS",
         help="each pipeline is submitted when the one before it has made its first step, or after so many seconds "
@@ -86,7 +86,7 @@ def _run_together(chosen: argparse.Namespace, overrides: Sequence[str]) -> int:
     check_code(jobs)
     log_dir = _new_log_dir(chosen.log_dir)
     with _pool(pool, chosen, log_dir) as actor:
-        standings = watch(actor, submit_in_turn(actor, jobs, submitters_env(), chosen.admit_delay_s))
+        standings = watch(actor, submit_all(actor, jobs, submitters_env(), admit_delay_s=chosen.admit_delay_s))
     ok = all(standing.outcome is not None and standing.outcome.kind == "done" for standing in standings)
     return EXIT_OK if _checked(log_dir) and ok else EXIT_FAILED
 

@@ -13,6 +13,7 @@ import yaml
 from nemo_rl.config import ConfigError, MasterConfig, SFTMasterConfig
 from nemo_rl.distributed.accelerators import CUDA
 from nemo_rl.time_sharing import commands
+from nemo_rl.time_sharing.launcher import launcher_parser
 from nemo_rl.time_sharing.log.pool_state import Outcome, Progress, Standing
 from nemo_rl.time_sharing.pipelines.job import Job, Kind, read_jobs
 from nemo_rl.time_sharing.pipelines.residents import SlotMemory
@@ -211,12 +212,21 @@ def test_jobs_are_admitted_in_turn(monkeypatch: pytest.MonkeyPatch, delay_s: flo
     monkeypatch.setattr(commands, "_POLL_S", 0.01)
     monkeypatch.setattr(commands, "check_code", lambda jobs: None)
     monkeypatch.setattr(commands, "_standings", standings)
-    monkeypatch.setattr(commands, "submit_all", lambda actor, jobs, env: submitted.extend(jobs) or list(jobs))
-    actor: Any = None
+    monkeypatch.setattr(commands, "ask", lambda answer: answer)
+    monkeypatch.setattr(commands, "replace", lambda job, env: job)
+    actor: Any = SimpleNamespace(submit=SimpleNamespace(remote=lambda job: submitted.append(job) or job))
     jobs: Any = ["a", "b", "c"]
-    assert commands.submit_in_turn(actor, jobs, {}, delay_s) == submitted == ["a", "b", "c"]
+    assert commands.submit_all(actor, jobs, {}, admit_delay_s=delay_s) == submitted == ["a", "b", "c"]
     found = [questions.count("a"), questions.count("b")]
     assert found == asked if asked is not None else min(found) > 0
+
+
+def test_no_delay_may_be_said() -> None:
+    line = ["--gpus", "2", "--pipelines", "a.yaml"]
+    assert launcher_parser().parse_args([*line, "--admit-delay-s", "0"]).admit_delay_s == 0
+    assert launcher_parser().parse_args([*line, "--admit-delay-s", "1.5"]).admit_delay_s == 1.5
+    with pytest.raises(SystemExit):
+        launcher_parser().parse_args([*line, "--admit-delay-s", "-1"])
 
 
 class Runtime:
