@@ -228,11 +228,15 @@ class Dispatcher:
         return GenerationError(f"no shard is left to serve: {reasons}")
 
     def _cancel(self, shard: int, request_id: str) -> None:
-        waiting = self._outgoing.get(shard, [])
-        self._outgoing.update(
-            {shard: [request for request in waiting if request.request_id != request_id]} if waiting else {}
-        )
+        self._take_back(shard, {request_id})
         self._workers[shard].cancel.remote([request_id])
+
+    def _take_back(self, shard: int, request_ids: set[str]) -> set[str]:
+        """Those of the requests that were not handed to the shard yet, which it will not get any more."""
+        waiting = self._outgoing.get(shard, [])
+        if waiting:
+            self._outgoing[shard] = [request for request in waiting if request.request_id not in request_ids]
+        return {request.request_id for request in waiting} & request_ids
 
     async def _send(self, shard: int) -> None:
         requests = self._outgoing.pop(shard, [])
@@ -323,11 +327,9 @@ class Dispatcher:
             surplus = set(request_ids[part:])
             if not surplus:
                 continue
-            unsent = {request.request_id for request in self._outgoing.get(shard, ())} & surplus
+            unsent = self._take_back(shard, surplus)
             for request_id in unsent:
                 self._preempt(request_id)
-            if unsent:
-                self._outgoing[shard] = [one for one in self._outgoing[shard] if one.request_id not in unsent]
             if surplus - unsent:
                 move = asyncio.create_task(self._release(shard, sorted(surplus - unsent)))
                 self._moves.add(move)
