@@ -16,8 +16,6 @@ from nemo_rl.models.generation.vllm.device_turns import device_turn
 
 _FREED_SHARE = 0.9
 _FREED_WITHIN_S = 10.0
-# Resident memory of a CPU slot's process moves by so much on its own.
-_CPU_NOISE_BYTES = 12 << 20
 
 
 class EngineMemory:
@@ -87,10 +85,9 @@ class EngineMemory:
 
     async def _freed(self, before: int, expected: int) -> int:
         deadline = time.monotonic() + _FREED_WITHIN_S
-        noise = 0.0 if self._cuda else min(_CPU_NOISE_BYTES, expected / 4)
         while True:
             after = await self.in_use()
-            if self._has_neighbours or before - after >= _FREED_SHARE * expected - noise:
+            if self._has_neighbours or before - after >= _FREED_SHARE * expected:
                 return after
             if time.monotonic() > deadline:
                 raise MemoryNotFreedError(
@@ -99,6 +96,9 @@ class EngineMemory:
                     "its memory must not be given to anybody"
                 )
             await asyncio.sleep(0.05)
+            if not self._cuda:
+                # What the last requests held may be freed only now, and goes back to the system only when it is asked.
+                await self._rpc("nrl_release_memory", self._sleep_level)
 
     async def wake(self, tags: list[str]) -> None:
         """Makes memory resident again. Raises WakeError: the memory is not there; the engine sleeps as before."""
