@@ -32,6 +32,7 @@ from nemo_rl.config.distillation import (
 from nemo_rl.config.env import (
     CodeEnvConfig,
     CodeJaccardEnvConfig,
+    CodeTestsEnvConfig,
     EnvConfig,
     EnvironmentConfig,
     MathEnvConfig,

@@ -90,8 +90,8 @@ class MathMultiRewardEnvConfig(EnvironmentConfig):
     stop_strings: NonEmptyStrings | None = Field(None, description="Strings that end a response in this environment.")
 
 
-class CodeEnvConfig(EnvironmentConfig):
-    """`env.code`."""
+class CodeTestsEnvConfig(EnvironmentConfig):
+    """`env.code_tests`."""
 
     num_workers: PositiveInt = Field(8, description="Processes that run code.")
     terminate_on_evaluation: bool = Field(True, description="End the episode once code has run.")
@@ -100,6 +100,16 @@ class CodeEnvConfig(EnvironmentConfig):
         "auto",
         description="What keeps the code of a response from the machine: bubblewrap (needs bwrap), nsjail, namespaces "
         "of the kernel (no network, no other process), or limits on memory and files; auto: the first that works.",
+    )
+
+
+class CodeEnvConfig(CodeTestsEnvConfig):
+    """`env.code`."""
+
+    packages: list[str] = Field(
+        default_factory=lambda: ["numpy", "sympy"],
+        description="Packages that a cell may import, besides the standard library and modules in its working "
+        "directory.",
     )
 
 
@@ -142,8 +152,13 @@ class EnvConfig(Section):
     math_multi_reward: MathMultiRewardEnvConfig | None = Field(
         None, description="Three reward components per answer: correctness (equal texts), integer and format."
     )
-    code: CodeEnvConfig | None = Field(None, description="Runs generated Python and returns its output.")
-    code_jaccard: CodeJaccardEnvConfig | None = Field(None, description="Token overlap with reference code.")
+    code: CodeEnvConfig | None = Field(
+        None, description="A Python notebook: the value of a cell's last expression comes back, names go on."
+    )
+    code_tests: CodeTestsEnvConfig | None = Field(
+        None, description="Runs generated Python from its beginning, and judges it by tests or by what it prints."
+    )
+    code_jaccard: CodeJaccardEnvConfig | None = Field(None, description="Overlap of words with reference code.")
     reasoning_gym: ReasoningGymEnvConfig | None = Field(
         None, description="Answers checked by the reasoning-gym task they belong to."
     )

@@ -1,74 +1,64 @@
-"""Judges code: runs a response's Python against tests or compares its output, or scores word overlap with a reference
-(Jaccard index).
+"""Python in responses: a notebook whose state goes on from turn to turn (`env.code`), judged by tests or by its output
+(`env.code_tests`), or compared with a reference by its words (`env.code_jaccard`).
 
-Code is the text between `<code>` and `</code>`, or in fenced blocks. `code_sandbox/judge.py` runs it in an empty
-directory with limits on time, memory, output and file size. Invariants: no process outlives the run's deadline; tests
-and verdict are out of the response's reach.
+Code is the text between `<code>` and `</code>`, or in fenced blocks; `code_sandbox/running.py` runs it. Invariant: what
+belongs to a conversation is in its metadata and its working directory, not in the environment.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import json
-import os
 import re
-import secrets
-import select
-import selectors
 import shutil
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 from typing_extensions import override
 
-from nemo_rl.config import CodeEnvConfig, CodeJaccardEnvConfig, ConfigError
+from nemo_rl.config import CodeEnvConfig, CodeJaccardEnvConfig, CodeTestsEnvConfig
 from nemo_rl.data.interfaces import LLMMessageLogType
-from nemo_rl.distributed.processes import hide_process, kill_and_wait
+from nemo_rl.distributed.processes import hide_process
+from nemo_rl.environments.code_sandbox.running import SANDBOXES, Cell, Run, run_cell, run_python, usable_sandbox
 from nemo_rl.environments.interfaces import EnvironmentFailure, EnvironmentInterface, EnvironmentReturn, response_of
 
-OUTPUT_LIMIT_CHARS = 4000
-# Ending what a response started takes the judge milliseconds; after this it is ended itself.
-_GRACE_S = 5.0
-_JUDGE = Path(__file__).parent / "code_sandbox" / "judge.py"
-_SANDBOXES = {
-    "bubblewrap": "the system read-only, no network, no other process",
-    "nsjail": "the system read-only, no network, no other process",
-    "namespaces": "no network, no other process; files as the run's user",
-    "limits": "memory, time and files are limited; use a container for models that you do not trust",
-}
-# At most four bytes a character, so that what is kept of either end holds a whole answer.
-_KEPT_BYTES = 4 * OUTPUT_LIMIT_CHARS
-_CHUNK_BYTES = 64 * 1024
 _TAGGED = re.compile(r"<code>(.*?)</code>", re.DOTALL)
 _FENCED = re.compile(r"```(?:python|py)?\s*\n(.*?)```", re.DOTALL)
 _FENCED_TEXT = re.compile(r"```[^\n]*\n(.*?)```", re.DOTALL)
-_WORD = re.compile(r"\w+|[^\w\s]")
+_STOP = ["</code>"]
 
 
-@dataclass(frozen=True)
-class Run:
-    """What running a piece of code gave: its output (both streams, cut), and whether it ended by itself without an
-    error and passed its tests.
-    """
+class _CodeRunner(EnvironmentInterface[dict[str, object]]):
+    """What environments that run code share: the sandbox and the threads."""
 
-    output: str
-    succeeded: bool
+    key = "env.code"
+
+    def __init__(self, cfg: CodeTestsEnvConfig) -> None:
+        self.sandbox = usable_sandbox(cfg.sandbox)
+        if self.sandbox == "limits":
+            # Nothing else keeps a response from reading the tokens in this process's environment.
+            hide_process()
+        self._threads = ThreadPoolExecutor(cfg.num_workers, thread_name_prefix="code")
+
+    @classmethod
+    def start_line(cls, cfg: Mapping[str, object]) -> str:
+        """What the environment prints at a run's start."""
+        sandbox = usable_sandbox(str(cfg.get("sandbox", "auto")))
+        return f"{cls.key}: code of responses runs in the sandbox {sandbox} ({SANDBOXES[sandbox]})"
+
+    @override
+    def shutdown(self) -> None:
+        """Waits for running code, which its deadline bounds."""
+        self._threads.shutdown()
 
 
-class CodeEnvironment(EnvironmentInterface[dict[str, object]]):
-    """`env.code`.
+class CodeEnvironment(_CodeRunner):
+    """`env.code`: a notebook. The value of the last expression comes back in `<result>`; where it has none, what the
+    cell printed.
 
-    The reward is 1 when the code runs and, if the metadata has `tests` (Python that uses its names), those pass, or if
-    it has `ground_truth`, the output equals it; without either it is 0 and only the output is of use.
+    Names go on in `metadata["context"]`, files in `metadata["working_dir"]`, which is made where a conversation has
+    none. The reward is 1 when the result equals `ground_truth` of the metadata, else 0.
 
     Args:
         cfg: the keys of `env.code`.
@@ -76,17 +66,98 @@ class CodeEnvironment(EnvironmentInterface[dict[str, object]]):
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
         self.cfg = CodeEnvConfig.model_validate(dict(cfg))
-        self.sandbox = usable_sandbox(self.cfg.sandbox)
-        if self.sandbox == "limits":
-            # Nothing else keeps a response from reading the tokens in this process's environment.
-            hide_process()
-        self._threads = ThreadPoolExecutor(self.cfg.num_workers, thread_name_prefix="code")
+        super().__init__(self.cfg)
+        self._root = Path(tempfile.mkdtemp(prefix="nemo_rl_notebooks_"))
 
-    @classmethod
-    def start_line(cls, cfg: Mapping[str, object]) -> str:
-        """What the environment prints at a run's start."""
-        sandbox = usable_sandbox(CodeEnvConfig.model_validate(dict(cfg)).sandbox)
-        return f"env.code: code of responses runs in the sandbox {sandbox} ({_SANDBOXES[sandbox]})"
+    @override
+    def step(
+        self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, object]]
+    ) -> EnvironmentReturn[dict[str, object]]:
+        """Runs the cells of B responses; a response without code goes on as it is. Raises EnvironmentFailure: the
+        metadata has `tests`, or a `context` or `working_dir` of a wrong type.
+        """
+        for item in metadata:
+            _check_notebook(item)
+        codes = [code_in(str(log[-1]["content"])) for log in message_log_batch]
+        folders = [str(item.get("working_dir") or "") for item in metadata]
+        for row, code in enumerate(codes):
+            if code is not None:
+                folders[row] = folders[row] or tempfile.mkdtemp(dir=self._root)
+                Path(folders[row]).mkdir(parents=True, exist_ok=True)
+        cells = list(self._threads.map(self._run, codes, metadata, folders))
+        ended = [cell is not None and self.cfg.terminate_on_evaluation for cell in cells]
+        for folder, over in zip(folders, ended, strict=True):
+            if over and Path(folder).parent == self._root:
+                shutil.rmtree(folder, ignore_errors=True)
+        return EnvironmentReturn(
+            observations=[_shown(cell.result if cell else None) for cell in cells],
+            metadata=[
+                dict(item) if cell is None else {**item, "context": cell.context, "working_dir": folder}
+                for item, cell, folder in zip(metadata, cells, folders, strict=True)
+            ],
+            next_stop_strings=[_STOP] * len(cells),
+            rewards=torch.tensor(
+                [
+                    _equals(cell.result, item) if cell is not None and cell.succeeded else 0.0
+                    for cell, item in zip(cells, metadata, strict=True)
+                ]
+            ),
+            terminateds=torch.tensor(ended, dtype=torch.bool),
+            answers=[None if cell is None else cell.result for cell in cells],
+        )
+
+    @override
+    def shutdown(self) -> None:
+        """Waits for running code, which its deadline bounds, and removes the directories it made."""
+        super().shutdown()
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    def _run(self, code: str | None, metadata: Mapping[str, object], folder: str) -> Cell | None:
+        if code is None:
+            return None
+        context = metadata.get("context")
+        known = context if isinstance(context, Mapping) else {}
+        return run_cell(
+            code, known, str(Path(folder).resolve()), self.cfg.run_timeout_s, self.cfg.packages, self.sandbox
+        )
+
+
+def _check_notebook(metadata: Mapping[str, object]) -> None:
+    if metadata.get("tests"):
+        raise EnvironmentFailure("env.code: a row has tests, by which env.code_tests judges; set env_name: code_tests")
+    for name, kind in (("context", Mapping), ("working_dir", str)):
+        value = metadata.get(name)
+        if value is not None and not isinstance(value, kind):
+            raise EnvironmentFailure(
+                f"env.code: metadata[{name!r}] is {type(value).__name__}; expected "
+                f"{'a mapping of names to values' if name == 'context' else 'a path'}"
+            )
+
+
+def _shown(result: str | None) -> dict[str, str]:
+    return {"role": "environment", "content": "" if result is None else f"\n<result>\n{result}\n</result>\n"}
+
+
+def _equals(result: str, metadata: Mapping[str, object]) -> float:
+    expected = metadata.get("ground_truth")
+    return float(expected is not None and result == str(expected).strip())
+
+
+class CodeTestsEnvironment(_CodeRunner):
+    """`env.code_tests`: a fresh interpreter for every response.
+
+    The reward is 1 when the code runs and, if the metadata has `tests` (Python that uses its names), those pass, or if
+    it has `ground_truth`, the output equals it; without either it is 0 and only the output is of use.
+
+    Args:
+        cfg: the keys of `env.code_tests`.
+    """
+
+    key = "env.code_tests"
+
+    def __init__(self, cfg: Mapping[str, object]) -> None:
+        self.cfg = CodeTestsEnvConfig.model_validate(dict(cfg))
+        super().__init__(self.cfg)
 
     @override
     def step(
@@ -96,12 +167,9 @@ class CodeEnvironment(EnvironmentInterface[dict[str, object]]):
         codes = [code_in(str(log[-1]["content"])) for log in message_log_batch]
         runs = list(self._threads.map(self._run, codes, metadata))
         return EnvironmentReturn(
-            observations=[
-                {"role": "environment", "content": "" if run is None else f"\n<result>\n{run.output}\n</result>\n"}
-                for run in runs
-            ],
+            observations=[_shown(None if run is None else run.output) for run in runs],
             metadata=list(metadata),
-            next_stop_strings=[["</code>"]] * len(runs),
+            next_stop_strings=[_STOP] * len(runs),
             rewards=torch.tensor([_reward(run, item) for run, item in zip(runs, metadata, strict=True)]),
             terminateds=torch.tensor(
                 [run is None or self.cfg.terminate_on_evaluation for run in runs], dtype=torch.bool
@@ -109,15 +177,18 @@ class CodeEnvironment(EnvironmentInterface[dict[str, object]]):
             answers=[None if run is None else run.output for run in runs],
         )
 
-    @override
-    def shutdown(self) -> None:
-        """Waits for running code, which its deadline bounds."""
-        self._threads.shutdown()
-
     def _run(self, code: str | None, metadata: Mapping[str, object]) -> Run | None:
         if code is None:
             return None
         return run_python(code, self.cfg.run_timeout_s, str(metadata.get("tests") or ""), self.sandbox)
+
+
+def _reward(run: Run | None, metadata: Mapping[str, object]) -> float:
+    if run is None or not run.succeeded:
+        return 0.0
+    if metadata.get("tests"):
+        return 1.0
+    return _equals(run.output, metadata)
 
 
 def code_in(response: str) -> str | None:
@@ -126,192 +197,6 @@ def code_in(response: str) -> str | None:
     closed = response + "</code>" if response.count("<code>") > response.count("</code>") else response
     blocks = _TAGGED.findall(closed) or _FENCED.findall(closed)
     return "\n".join(blocks) if blocks else None
-
-
-def run_python(code: str, timeout_s: float, tests: str = "", sandbox: str | None = None) -> Run:
-    """Runs code in a fresh interpreter.
-
-    Args:
-        timeout_s: seconds after which it is ended, with everything it started.
-        tests: Python source that uses the names of the code and raises where these are wrong.
-        sandbox: one of `usable_sandbox`; None: the best that this machine has.
-    """
-    sandbox = sandbox or usable_sandbox("auto")
-    secret = secrets.token_hex(16)
-    with tempfile.TemporaryDirectory(prefix="nemo_rl_code_") as folder:
-        verdict, verdict_end = os.pipe()
-        with open(verdict, "rb") as report:
-            process = subprocess.Popen(
-                [sys.executable, "-I", str(_JUDGE), "judge", str(verdict_end)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                cwd=folder,
-                # No token or key of the run is in the environment of what runs code.
-                env={"PATH": os.environ.get("PATH", ""), "HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,
-                pass_fds=(verdict_end,),
-                bufsize=0,
-            )
-            os.close(verdict_end)
-            request = {
-                "code": code.encode(errors="replace").decode(),
-                "tests": tests,
-                "sandbox": sandbox,
-                "command": _COMMANDS[sandbox](folder) if sandbox in _COMMANDS else [],
-                "secret": secret,
-            }
-            output, ended = _converse(process, json.dumps(request).encode() + b"\n", time.monotonic() + timeout_s)
-            _wait_for_end(process, folder)
-            passed = ended and report.read() == f"{secret} passed".encode()
-    return Run(_cut(output) if ended else f"{_cut(output)}\n[ended after {timeout_s:g} s]".lstrip(), passed)
-
-
-def _wait_for_end(judge: subprocess.Popen[bytes], folder: str) -> None:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        if judge.wait(_GRACE_S) == 0:
-            return
-    judge.kill()
-    judge.wait()
-    # Without namespaces a response can end or stop its judge; what it left is known by its directory.
-    strays = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.cwd().startswith(folder) or process.environ().get("HOME") == folder:
-                strays.append(process)
-    kill_and_wait(strays, _GRACE_S)
-
-
-def usable_sandbox(wanted: str) -> str:
-    """The sandbox of this machine: bubblewrap, namespaces of the kernel, or limits alone. Raises ConfigError: what was
-    asked for by name does not work here.
-    """
-    problems = []
-    for sandbox in _SANDBOXES if wanted == "auto" else (wanted,):
-        problem = problem_with(sandbox)
-        if problem is None:
-            return sandbox
-        problems.append(f"env.code.sandbox: {sandbox} does not work on this machine: {problem}")
-    raise ConfigError(problems)
-
-
-@functools.cache
-def problem_with(sandbox: str) -> str | None:
-    """Why a sandbox does not work on this machine; None where it does."""
-    if sandbox in _PROGRAMS and shutil.which(_PROGRAMS[sandbox][0]) is None:
-        program, source = _PROGRAMS[sandbox]
-        return f"{program} is not installed ({source})"
-    run = run_python("print('ready')", 30.0, "print('tested')", sandbox)
-    return None if run.succeeded else (run.output[-300:] or "it gave no answer")
-
-
-def _hidden() -> tuple[list[str], list[str]]:
-    """Directories that a response does not see, and what it needs of them."""
-    hidden = ["/tmp", str(Path.home())]
-    needed = (path for path in (sys.base_prefix, sys.prefix, str(_JUDGE.parent)) if path.startswith(tuple(hidden)))
-    return hidden, list(dict.fromkeys(needed))
-
-
-def _bubblewrap(folder: str) -> list[str]:
-    """The system read-only, without the user's home and the temporary files of others, without a network."""
-    hidden, needed = _hidden()
-    mounts = [argument for path in hidden for argument in ("--tmpfs", path)]
-    mounts += [argument for path in needed for argument in ("--ro-bind", path, path)]
-    return [
-        "bwrap",
-        "--unshare-all",
-        "--die-with-parent",
-        *("--cap-drop", "ALL", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"),
-        *mounts,
-        *("--bind", folder, folder, "--chdir", folder),
-    ]
-
-
-def _nsjail(folder: str) -> list[str]:
-    """The same with nsjail, which mounts in the order of its options and shuts files that are not named."""
-    hidden, needed = _hidden()
-    mounts = [argument for path in hidden for argument in ("--tmpfsmount", path)]
-    mounts += [argument for path in needed for argument in ("--bindmount_ro", path)]
-    own_limits = [argument for name in ("as", "cpu", "fsize", "nofile") for argument in (f"--rlimit_{name}", "def")]
-    return [
-        *("nsjail", "--mode", "o", "--quiet", "--time_limit", "0", "--keep_env", "--chroot", "/"),
-        *own_limits,
-        *mounts,
-        *("--bindmount", folder, "--cwd", folder),
-        *("--pass_fd", "{0}", "--pass_fd", "{1}", "--"),
-    ]
-
-
-_COMMANDS = {"bubblewrap": _bubblewrap, "nsjail": _nsjail}
-_PROGRAMS = {
-    "bubblewrap": ("bwrap", "Debian package bubblewrap"),
-    "nsjail": ("nsjail", "https://github.com/google/nsjail"),
-}
-
-
-def _converse(process: subprocess.Popen[bytes], code: bytes, deadline: float) -> tuple[str, bool]:
-    """Feeds the code in and reads what it prints, of which only the beginning and the end are ever held; and whether
-    the process ended in time.
-    """
-    head, tail, dropped, unsent = bytearray(), bytearray(), False, memoryview(code)
-    if process.stdin is None or process.stdout is None:
-        raise EnvironmentFailure("a process for a response's code has no standard input and output")
-    with process.stdin, process.stdout, selectors.DefaultSelector() as selector:
-        selector.register(process.stdin, selectors.EVENT_WRITE)
-        selector.register(process.stdout, selectors.EVENT_READ)
-        open_ended = True
-        while open_ended and (left := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
-                if key.fileobj is process.stdin:
-                    unsent = _fed(key.fd, unsent)
-                    if not unsent:
-                        # It stays open: the judge ends, and with it everything else, when it is closed.
-                        selector.unregister(process.stdin)
-                    continue
-                chunk = os.read(key.fd, _CHUNK_BYTES)
-                open_ended = bool(chunk)
-                room = max(0, _KEPT_BYTES - len(head))
-                head += chunk[:room]
-                tail += chunk[room:]
-                dropped = dropped or len(tail) > _KEPT_BYTES
-                del tail[:-_KEPT_BYTES]
-    return _text(head, tail, dropped), not open_ended
-
-
-def _fed(fd: int, unsent: memoryview) -> memoryview:
-    try:
-        # A pipe that can be written takes this much without making the writer wait.
-        return unsent[os.write(fd, unsent[: select.PIPE_BUF]) :]
-    except BrokenPipeError:
-        return unsent[:0]
-
-
-def _text(head: bytearray, tail: bytearray, dropped: bool) -> str:
-    parts = (
-        [bytes(part).decode(errors="replace") for part in (head, tail)]
-        if dropped
-        else [bytes(head + tail).decode(errors="replace")]
-    )
-    return "\n[...]\n".join(parts).replace("\r\n", "\n")
-
-
-def _cut(output: str) -> str:
-    text = output.strip()
-    return (
-        text
-        if len(text) <= OUTPUT_LIMIT_CHARS
-        else f"{text[: OUTPUT_LIMIT_CHARS // 2]}\n[...]\n{text[-OUTPUT_LIMIT_CHARS // 2 :]}"
-    )
-
-
-def _reward(run: Run | None, metadata: Mapping[str, object]) -> float:
-    if run is None or not run.succeeded:
-        return 0.0
-    if metadata.get("tests"):
-        return 1.0
-    return (
-        float(run.output == str(metadata["ground_truth"]).strip()) if metadata.get("ground_truth") is not None else 0.0
-    )
 
 
 class CodeJaccardEnvironment(EnvironmentInterface[dict[str, object]]):
@@ -342,10 +227,15 @@ class CodeJaccardEnvironment(EnvironmentInterface[dict[str, object]]):
 
 
 def jaccard(left: str, right: str) -> float:
-    """Words in common over words in either; two texts without words are equal."""
-    left_words, right_words = set(_WORD.findall(left)), set(_WORD.findall(right))
+    """Words in common over words in either, times the shorter text's length over the longer's; words are lower-cased
+    and separated by white space. Two texts without words are equal.
+    """
+    left, right = left.strip().lower(), right.strip().lower()
+    left_words, right_words = set(left.split()), set(right.split())
     either = left_words | right_words
-    return len(left_words & right_words) / len(either) if either else 1.0
+    if not either:
+        return 1.0
+    return len(left_words & right_words) / len(either) * min(len(left), len(right)) / max(len(left), len(right))
 
 
 def code_of(text: str) -> str:

@@ -33,6 +33,7 @@ CLASSES: dict[str, str] = {
     "dapo": "nemo_rl.environments.math_environment.MathEnvironment",
     "math_multi_reward": "nemo_rl.environments.math_environment.MathMultiRewardEnvironment",
     "code": "nemo_rl.environments.code_environment.CodeEnvironment",
+    "code_tests": "nemo_rl.environments.code_environment.CodeTestsEnvironment",
     "reasoning_gym": "nemo_rl.environments.math_environment.ReasoningGymEnvironment",
     "sliding_puzzle": "nemo_rl.environments.sliding_puzzle_environment.SlidingPuzzleEnvironment",
     "code_jaccard": "nemo_rl.environments.code_environment.CodeJaccardEnvironment",

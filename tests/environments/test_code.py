@@ -18,13 +18,15 @@ import psutil
 import pytest
 
 from nemo_rl.config import ConfigError
-from nemo_rl.environments import code_environment
 from nemo_rl.environments.call import step_environment
-from nemo_rl.environments.code_environment import CodeEnvironment, code_in, run_python, usable_sandbox
+from nemo_rl.environments.code_environment import CodeEnvironment, CodeTestsEnvironment, code_in
+from nemo_rl.environments.code_sandbox import running
+from nemo_rl.environments.code_sandbox.running import STATE, run_cell, run_python, usable_sandbox
+from nemo_rl.environments.interfaces import EnvironmentFailure
 
 
 def stepped(responses: list[str], metadata: list[dict[str, Any]], **cfg: Any) -> Any:
-    environment = CodeEnvironment({"num_workers": 2, **cfg})
+    environment = CodeTestsEnvironment({"num_workers": 2, **cfg})
     try:
         return step_environment(
             environment,
@@ -120,7 +122,7 @@ def test_a_response_reads_no_secret_of_the_run() -> None:
     )
     run = (
         "from nemo_rl.environments.code_environment import *\nfor sandbox in ('auto', 'limits'):\n"
-        f"  environment = CodeEnvironment({{'sandbox': sandbox}})\n  print(run_python({reads!r}, 30.0, '', environment.sandbox))"
+        f"  environment = CodeTestsEnvironment({{'sandbox': sandbox}})\n  print(run_python({reads!r}, 30.0, '', environment.sandbox))"
     )
     variables = {
         **os.environ,
@@ -169,7 +171,7 @@ def test_nsjail_gets_the_mounts_and_files_that_a_response_needs(tmp_path: Path, 
 
 @pytest.mark.skipif(shutil.which("nsjail") is None, reason="nsjail is not installed")
 def test_nsjail_hides_the_system_and_the_network() -> None:
-    assert code_environment.problem_with("nsjail") is None
+    assert running.problem_with("nsjail") is None
     run = run_python(
         "import os\nprint(os.listdir('/tmp'), len(os.listdir(os.path.expanduser('~root'))))", 30.0, "", "nsjail"
     )
@@ -178,14 +180,14 @@ def test_nsjail_hides_the_system_and_the_network() -> None:
 
 def test_a_sandbox_that_this_machine_lacks_is_refused_and_the_one_in_use_is_named(monkeypatch: Any) -> None:
     monkeypatch.setattr("shutil.which", lambda _: None)
-    code_environment.problem_with.cache_clear()
+    running.problem_with.cache_clear()
     try:
         with pytest.raises(ConfigError, match=r"env\.code\.sandbox: bubblewrap does not work .*bwrap is not installed"):
             CodeEnvironment({"sandbox": "bubblewrap"})
         with pytest.raises(ConfigError, match=r"nsjail does not work .*nsjail is not installed"):
             CodeEnvironment({"sandbox": "nsjail"})
     finally:
-        code_environment.problem_with.cache_clear()
+        running.problem_with.cache_clear()
     assert "sandbox limits" in CodeEnvironment.start_line({"sandbox": "limits"})
 
 
@@ -217,3 +219,91 @@ def test_code_longer_than_a_pipe_and_output_of_many_letters_come_through_whole()
         run_python("import os; os.close(1); os.close(2); import time; time.sleep(60)", 1.0).output
         == "[ended after 1 s]"
     )
+
+
+class Notebook:
+    """One conversation with `env.code`."""
+
+    def __init__(self, **metadata: Any) -> None:
+        self.environment = CodeEnvironment({"num_workers": 1, "terminate_on_evaluation": False, "run_timeout_s": 60})
+        self.metadata: dict[str, Any] = metadata
+
+    def said(self, code: str) -> str:
+        result = self.environment.step([[{"role": "assistant", "content": f"<code>{code}</code>"}]], [self.metadata])
+        self.metadata = result.metadata[0]
+        assert not result.terminateds.any()
+        return result.observations[0]["content"].removeprefix("\n<result>\n").removesuffix("\n</result>\n")
+
+
+@pytest.mark.parametrize(
+    ("cells", "said"),
+    [
+        (["x = 20 + 1\nx"], ["21"]),
+        (["x = 1", "x += 1\nx", "x"], ["", "2", "2"]),
+        (["print('a')\n'b'", "print('a')"], ["'b'", "a"]),
+        (["n = 1\ndef f(): return n", "n = 5\nf()"], ["", "5"]),
+        (["class A:\n  def __init__(self): self.v = [1]\na = A(); b = a.v", "b.append(2); a.v"], ["", "[1, 2]"]),
+        (["import math", "math.floor(2.5)"], ["", "2"]),
+        (["open('f.txt', 'w').write('hi')", "open('f.txt').read()"], ["2", "'hi'"]),
+        (["open('own.py', 'w').write('v = 3')", "import own\nown.v"], ["5", "3"]),
+        (["g = (i for i in range(3))\nk = 1", "k"], ["[not kept for the next cell: g]", "1"]),
+        (["exit()\n", "1"], ["", "1"]),
+    ],
+)
+def test_a_notebook_shows_the_last_value_and_goes_on_with_names_and_files(cells: list[str], said: list[str]) -> None:
+    notebook = Notebook()
+    assert [notebook.said(cell) for cell in cells] == said
+    notebook.environment.shutdown()
+    assert not Path(notebook.metadata["working_dir"]).exists()
+
+
+def test_a_notebooks_context_and_folder_are_those_of_the_metadata(tmp_path: Path) -> None:
+    notebook = Notebook(context={"data": [3, 1]}, working_dir=str(tmp_path), ground_truth="x")
+    assert notebook.said("data.sort(); total = sum(data)\nopen('out', 'w').close()\ntotal") == "4"
+    assert (tmp_path / "out").exists() and notebook.metadata["ground_truth"] == "x"
+    plain = {name: value for name, value in notebook.metadata["context"].items() if name != STATE}
+    assert plain == {"data": [1, 3], "total": 4}
+    notebook.metadata["context"]["total"] = 9
+    assert notebook.said("total") == "9"
+    assert notebook.said("1/0").endswith("ZeroDivisionError: division by zero") and notebook.said("total") == "9"
+    for blocked, error in (
+        ("import torch", "ImportError"),
+        ("def f():\n  import psutil\nf()", "ImportError"),
+        ("open('/etc/hostname')", "PermissionError"),
+        ("open('../x', 'w')", "PermissionError"),
+    ):
+        assert error in notebook.said(blocked), blocked
+    assert notebook.said("import numpy as np\nint(np.arange(3).sum())") == "3"
+    notebook.environment.shutdown()
+    assert tmp_path.exists()
+
+
+def test_a_notebooks_rewards_ends_and_refusals() -> None:
+    environment = CodeEnvironment({"num_workers": 2})
+    logs = [[{"role": "assistant", "content": text}] for text in ("<code>6*7</code>", "<code>6*6</code>", "no code")]
+    result = environment.step(logs, [{"ground_truth": 42}] * 3)
+    assert result.rewards.tolist() == [1.0, 0.0, 0.0] and result.terminateds.tolist() == [True, True, False]
+    assert result.metadata[2] == {"ground_truth": 42}
+    for metadata, said in (
+        ({"tests": "assert f()"}, "code_tests"),
+        ({"context": [1]}, "mapping"),
+        ({"working_dir": 1}, "path"),
+    ):
+        with pytest.raises(EnvironmentFailure, match=said):
+            environment.step(logs[:1], [metadata])
+    environment.shutdown()
+
+
+def test_what_a_cell_writes_as_its_answer_is_never_followed_or_unpickled(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text('{"value": "secret"}')
+    tricks = (
+        f"import os, atexit, glob\nhome = os.environ['HOME']\nos.symlink('{tmp_path}/secret', home + '/answer.json')",
+        "import os\nos.mkfifo(os.environ['HOME'] + '/answer.json')\nos._exit(0)",
+        "import os\nos.symlink('/dev/zero', os.environ['HOME'] + '/answer.json')\nos._exit(0)",
+        "import os, io\nio.open(os.environ['HOME'] + '/answer.json', 'w').write('[[[')\nos._exit(0)",
+    )
+    for trick in tricks:
+        cell = run_cell(trick, {"kept": 1}, str(tmp_path), 20.0)
+        assert "secret" not in cell.result and cell.context["kept"] == 1
+    late = run_cell("while True: pass", {"kept": 1}, str(tmp_path), 1.0)
+    assert not late.succeeded and late.context == {"kept": 1} and "ended after" in late.result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_rl.environments.code_environment import CodeEnvironment
+from nemo_rl.environments.code_environment import CodeTestsEnvironment
 
 _YES = """
 class Yes:
@@ -294,11 +294,11 @@ HONEST = {
 
 
 @pytest.fixture(scope="module", params=["auto", "limits"])
-def environment(request: pytest.FixtureRequest) -> CodeEnvironment:
-    return CodeEnvironment({"num_workers": 4, "sandbox": request.param, "run_timeout_s": 30.0})
+def environment(request: pytest.FixtureRequest) -> CodeTestsEnvironment:
+    return CodeTestsEnvironment({"num_workers": 4, "sandbox": request.param, "run_timeout_s": 30.0})
 
 
-def rewards(environment: CodeEnvironment, table: dict[str, tuple[str, str]]) -> dict[str, tuple[float, str]]:
+def rewards(environment: CodeTestsEnvironment, table: dict[str, tuple[str, str]]) -> dict[str, tuple[float, str]]:
     result = environment.step(
         [[{"role": "assistant", "content": f"<code>{code}</code>"}] for code, _ in table.values()],
         [{"tests": tests} for _, tests in table.values()],
@@ -307,10 +307,10 @@ def rewards(environment: CodeEnvironment, table: dict[str, tuple[str, str]]) -> 
     return dict(zip(table, zip(result.rewards.tolist(), shown, strict=True), strict=True))
 
 
-def test_no_trick_earns_what_its_answer_does_not(environment: CodeEnvironment) -> None:
+def test_no_trick_earns_what_its_answer_does_not(environment: CodeTestsEnvironment) -> None:
     assert len(CHEATS) >= 20
     assert {name: shown for name, (reward, shown) in rewards(environment, CHEATS).items() if reward != 0.0} == {}
 
 
-def test_honest_code_earns_its_reward(environment: CodeEnvironment) -> None:
+def test_honest_code_earns_its_reward(environment: CodeTestsEnvironment) -> None:
     assert {name: shown for name, (reward, shown) in rewards(environment, HONEST).items() if reward != 1.0} == {}

@@ -337,7 +337,9 @@ def test_code_is_compared_by_its_words() -> None:
 def test_texts_without_words_are_equal_and_sets_of_words_count_once() -> None:
     assert jaccard("", " ") == 1.0
     assert jaccard("", "x") == 0.0
-    assert jaccard("x x x y", "x y y") == 1.0
+    assert jaccard("x y", " Y  X ") == pytest.approx(3 / 4)
+    assert jaccard("x, y", "x y") == pytest.approx(1 / 3 * 3 / 4)
+    assert jaccard("aa bb cc", "aa bb") == pytest.approx(2 / 3 * 5 / 8)
 
 
 class TheirEnvironment:

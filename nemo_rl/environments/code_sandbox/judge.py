@@ -29,6 +29,7 @@ from typing import Any
 
 # The script's folder is no place for the response, nor for the tests, to import from.
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from cell import run_cell  # pyrefly: ignore[missing-import]
 from remote_values import Peer  # pyrefly: ignore[missing-import]
 
 sys.path.pop(0)
@@ -46,7 +47,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def judge() -> None:
-    """Reads {code, tests, sandbox, command, secret} from standard input and judges."""
+    """Reads {code, tests, sandbox, command, secret, cell} from standard input and judges."""
     # Neither the memory nor the environment of this process is open to the response's, which has the same user.
     _LIBC.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -74,7 +75,7 @@ def judge() -> None:
     theirs.close()
     os.close(status_end)
     peer = Peer(ours, is_judge=True)
-    peer.send_first({"code": request["code"], "tests": bool(request["tests"])})
+    peer.send_first({"code": request["code"], "tests": bool(request["tests"]), "cell": request["cell"]})
     if request["tests"]:
         passed = _passes(peer, request["tests"])
         ours.shutdown(socket.SHUT_RDWR)
@@ -246,6 +247,8 @@ def play() -> None:
     module = types.ModuleType("__main__")
     vars(module)["__builtins__"] = builtins
     sys.modules["__main__"] = module
+    if task["cell"]:
+        sys.exit(0 if run_cell({"code": task["code"], **task["cell"]}) else 1)
     try:
         exec(compile(task["code"], "<stdin>", "exec", dont_inherit=True), vars(module))
     except SystemExit as ended:
