@@ -8,10 +8,10 @@ import json
 import os
 import random
 import signal
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -118,12 +118,13 @@ def rolled_out(engines: Elastic, number: int, move: Callable[[], None], longest:
         engines.generation, engines.tokenizer, {"count": EnvironmentHandle("count", (Counts(),))}, engines.record
     )
     source = LiveRollouts(runner, pad_token_id=engines.tokenizer.pad_token_id, multiple=1, recording=RECORDING)
-    moving = threading.Thread(target=move)
-    moving.start()
-    try:
-        return source.roll_out(number_samples(batch, 3), plan, 0).columns
-    finally:
-        moving.join(timeout=60.0)
+    with ThreadPoolExecutor(1) as mover:
+        moving = mover.submit(move)
+        try:
+            return source.roll_out(number_samples(batch, 3), plan, 0).columns
+        finally:
+            # What went wrong with a move is why the rollouts failed, if they did.
+            moving.result(timeout=60.0)
 
 
 class Log:

@@ -65,7 +65,7 @@ class EngineMemory:
             # vLLM 0.26 does not put an engine to sleep a part of which sleeps.
             await self._alive(self._engine.wake_up(["kv_cache"]))
         resident = await self._rpc("nrl_model_bytes")
-        before = await self.in_use()
+        before = await self.allocated()
         await self._alive(self._engine.sleep(level=level))
         if not self._cuda:
             await self._rpc("nrl_release_memory", level)
@@ -79,14 +79,14 @@ class EngineMemory:
             await self._rpc("nrl_drop_group")
             self.holds_group = False
 
-    async def in_use(self) -> int:
-        """Bytes over ranks."""
-        return sum(await self._rpc("nrl_memory_in_use"))
+    async def allocated(self) -> int:
+        """Bytes over ranks (`allocated_bytes`)."""
+        return sum(await self._rpc("nrl_allocated_bytes"))
 
     async def _freed(self, before: int, expected: int) -> int:
         deadline = time.monotonic() + _FREED_WITHIN_S
         while True:
-            after = await self.in_use()
+            after = await self.allocated()
             if self._has_neighbours or before - after >= _FREED_SHARE * expected:
                 return after
             if time.monotonic() > deadline:
@@ -97,7 +97,7 @@ class EngineMemory:
                 )
             await asyncio.sleep(0.05)
             if not self._cuda:
-                # What the last requests held may be freed only now, and goes back to the system only when it is asked.
+                # What the last requests held may be freed only now, and the system gets it only when that is asked for.
                 await self._rpc("nrl_release_memory", self._sleep_level)
 
     async def wake(self, tags: list[str]) -> None:
@@ -130,7 +130,7 @@ class EngineMemory:
         resident = (
             0 if "weights" in self.asleep else sum(rank["weights"] for rank in await self._rpc("nrl_model_bytes"))
         )
-        before = await self.in_use()
+        before = await self.allocated()
         self.asleep = {"weights", "kv_cache"}
         if self._cuda:
             await self._engine.sleep(level=self._sleep_level)

@@ -15,7 +15,13 @@ from typing import Any
 import torch
 
 from nemo_rl.config.errors import UserError
-from nemo_rl.distributed.devices import device_uuid, free_memory, memory_in_use, release_cached_memory
+from nemo_rl.distributed.devices import (
+    allocated_bytes,
+    device_uuid,
+    free_memory,
+    memory_in_use,
+    release_cached_memory,
+)
 from nemo_rl.distributed.nsight import capture
 from nemo_rl.models.generation.vllm.engine_processes import end_without_last_collection, follow_owner
 from nemo_rl.models.generation.vllm.receiver_methods import ReceiverMethods
@@ -226,6 +232,10 @@ class VllmInternalWorkerExtension(ReceiverMethods):
         """Bytes in use on this worker's device (resident memory on a CPU slot)."""
         return memory_in_use(self.device)
 
+    def nrl_allocated_bytes(self) -> int:
+        """Bytes that sleeping gives back are missing from this figure at once (see `allocated_bytes`)."""
+        return allocated_bytes(self.device)
+
     def nrl_free_memory(self) -> int:
         """Bytes that this worker could still allocate on its device."""
         return free_memory(self.device)
@@ -275,11 +285,8 @@ class VllmInternalWorkerExtension(ReceiverMethods):
         """Gives the memory of the held group back."""
         self._nrl_receiver().drop_group()
 
-    def nrl_release_memory(self, level: int) -> dict[str, int]:
-        """CPU slots: frees the KV cache and, at level 2, the weights, and gives the memory back; resident bytes before
-        and after.
-        """
-        before = memory_in_use(self.device)
+    def nrl_release_memory(self, level: int) -> None:
+        """CPU slots: frees the KV cache and, at level 2, the weights, and gives the memory back to the system."""
         if not hasattr(self, "_nrl_released"):
             model = self.model_runner.get_model()
             dropped = [*model.parameters(), *model.buffers()] if level == 2 else []
@@ -293,7 +300,6 @@ class VllmInternalWorkerExtension(ReceiverMethods):
         for storage, _ in self._nrl_released[1]:
             storage.resize_(0)
         release_cached_memory(self.device)
-        return {"before": before, "after": memory_in_use(self.device)}
 
     def nrl_restore_memory(self) -> None:
         """CPU slots: makes the memory resident again with buffers restored and KV cache zeroed; dropped weights need a

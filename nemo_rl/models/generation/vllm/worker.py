@@ -310,7 +310,7 @@ class VllmGenerationWorker:
         memory did not come back.
         """
         if "weights" in self._memory.asleep:
-            used = await self._memory.in_use()
+            used = await self._memory.allocated()
             return {"before": used, "after": used}
         if self._tasks:
             raise ShardStateError(

@@ -1,0 +1,24 @@
+"""What a process measures of its own device."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from nemo_rl.distributed.devices import allocated_bytes
+
+CPU, MIB = torch.device("cpu"), 1 << 20
+
+
+def test_allocated_bytes_of_a_cpu_slot_are_exact_whichever_thread_allocated_them() -> None:
+    tensors: list[torch.Tensor] = []
+    before = allocated_bytes(CPU)
+    thread = threading.Thread(target=lambda: tensors.extend(torch.empty(n * MIB, dtype=torch.uint8) for n in (1, 8)))
+    thread.start()
+    thread.join()
+    tensors.append(torch.empty(40 * MIB, dtype=torch.uint8))
+    assert 49 * MIB <= allocated_bytes(CPU) - before < 50 * MIB
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(0)
+    assert abs(allocated_bytes(CPU) - before) < MIB
