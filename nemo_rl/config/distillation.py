@@ -113,6 +113,11 @@ class TeacherConfig(PolicyConfig):
     max_total_sequence_length: Annotated[PositiveInt, DefaultFrom("${..policy.max_total_sequence_length}")] = Field(
         512, description="Prompt and response together, in tokens, at most; no less than the policy's."
     )
+    backend: Literal["policy", "vllm"] = Field(
+        "policy",
+        description="What computes it: policy, the training backend that its keys choose; or vllm, engines with the "
+        "options of teacher.generation.vllm_cfg and vllm_kwargs.",
+    )
     colocated: ColocatedConfig = Field(
         ColocatedConfig(),
         description="Where it computes: in turn with the policy on the accelerators of training, or on its own.",

@@ -8,10 +8,11 @@ from pydantic import ValidationError
 
 from nemo_rl.config.errors import NotBuilt, Problem
 from nemo_rl.config.master import DistillationMasterConfig, MasterConfig, RootConfig
+from nemo_rl.config.pass_through import engine_arguments_are_safe
 from nemo_rl.config.placement import cluster_world_size, generation_world_size, training_world_size
 from nemo_rl.config.rules import broken_rules, rule
 from nemo_rl.config.section import DefaultFrom, Section, annotation_of, not_built
-from nemo_rl.config.teachers import Teacher, sizes_of, teachers_of
+from nemo_rl.config.teachers import MAX_LOGPROBS, Teacher, sizes_of, teachers_of
 
 _OPD = "on_policy_distillation"
 
@@ -82,7 +83,37 @@ def teachers_see_whole_samples(config: MasterConfig) -> Iterator[str]:
             f"policy.max_total_sequence_length {longest}; a teacher scores whole samples"
         )
     for one in teachers_of(config) if _sizes_are_valid(config) else ():
-        yield from map(str, _view_problems(config, one))
+        problems = _engine_problems(config, one) if one.backend == "vllm" else _view_problems(config, one)
+        yield from map(str, problems)
+
+
+def _engine_problems(config: MasterConfig, teacher: Teacher) -> Iterator[Problem]:
+    """What keeps engines from being a teacher."""
+    vllm, k = teacher.policy.generation.vllm_cfg, config.grpo.topk_logits_k
+    allowed = teacher.policy.generation.vllm_kwargs[MAX_LOGPROBS]
+    if not isinstance(allowed, int):
+        yield f"teacher.generation.vllm_kwargs.{MAX_LOGPROBS}: {allowed!r} is no number of tokens"
+    elif allowed != -1 and allowed < k:
+        yield (
+            f"grpo.topk_logits_k is {k}, and teacher.generation.vllm_kwargs.{MAX_LOGPROBS} {allowed}: the engine gives "
+            f"{allowed} tokens of each position at most; leave that key out, and it is started with {k}"
+        )
+    view = config.model_copy(update={"policy": teacher.policy})
+    for problem in engine_arguments_are_safe(view):
+        yield str(problem).replace("policy.generation", "teacher.generation")
+    longest = config.policy.max_total_sequence_length
+    if vllm.max_model_len < longest:
+        yield (
+            f"teacher.generation.vllm_cfg.max_model_len is {vllm.max_model_len}, less than "
+            f"policy.max_total_sequence_length {longest}; a teacher scores whole samples"
+        )
+    width = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
+    world = teacher.slots(config) or training_world_size(config)
+    if world % width:
+        yield (
+            f"teacher.generation.vllm_cfg: tensor_parallel_size * pipeline_parallel_size is {width}, which does not "
+            f"divide the {world} accelerators of the teacher"
+        )
 
 
 def _view_problems(config: MasterConfig, teacher: Teacher) -> Iterator[Problem]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from nemo_rl.config.distillation import TeacherSizesConfig
 from nemo_rl.config.generation import ColocatedResourcesConfig
@@ -15,6 +16,7 @@ from nemo_rl.config.policy import PolicyConfig
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _OPD = "on_policy_distillation"
+MAX_LOGPROBS = "max_logprobs"
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Teacher:
         name: For actors and messages.
         key: Dotted key that names its model.
         policy: How it computes; its temperature is that of the policy's samples.
+        backend: `policy`, or `vllm` for engines.
         resources: Accelerators of its own, or None if it computes in turn with the policy.
         names: Agents or data sets that name it.
         tasks: Those whose samples alone it scores; None if it scores all that no other teacher has, too.
@@ -36,6 +39,7 @@ class Teacher:
     resources: ColocatedResourcesConfig | None = None
     names: tuple[str, ...] = ()
     tasks: tuple[str, ...] | None = None
+    backend: Literal["policy", "vllm"] = "policy"
 
     def slots(self, config: MasterConfig) -> int:
         """Its own accelerators; 0 if it has none or the keys do not say."""
@@ -51,10 +55,12 @@ def teachers_of(config: MasterConfig) -> list[Teacher]:
     found = list(_by_task(config)) if config.on_policy_distillation.enabled else []
     if config.teacher is not None and config.teacher.model_name:
         colocated = config.teacher.colocated
-        policy = _scoring(config.teacher.model_copy(deep=True), config)
-        found.append(
-            Teacher("teacher", "teacher.model_name", policy, None if colocated.enabled else colocated.resources)
-        )
+        policy, own = _scoring(config.teacher.model_copy(deep=True), config), None
+        if not colocated.enabled:
+            own = colocated.resources
+        if config.teacher.backend == "vllm":
+            _serving(policy, config.grpo.topk_logits_k)
+        found.append(Teacher("teacher", "teacher.model_name", policy, own, backend=config.teacher.backend))
     return found
 
 
@@ -118,3 +124,11 @@ def _scoring(policy: PolicyConfig, config: MasterConfig) -> PolicyConfig:
     policy.generation.temperature = config.policy.generation.temperature
     policy.generation.top_p, policy.generation.top_k = 1.0, None
     return policy
+
+
+def _serving(policy: PolicyConfig, k: int) -> None:
+    """What engines need that only score prompts, `k` tokens of each position."""
+    generation, vllm = policy.generation, policy.generation.vllm_cfg
+    generation.vllm_kwargs = {MAX_LOGPROBS: k, **generation.vllm_kwargs}
+    # Prompts have no stop strings, and nothing reads statistics.
+    vllm.enable_vllm_metrics_logger, generation.stop_strings, generation.bad_words = False, None, None

@@ -828,6 +828,7 @@ def test_rows_are_padded_to_what_the_ranks_divide() -> None:
 
 
 TEACHER = ("teacher.model_name=x",)
+ENGINE = ("teacher.backend=vllm",)
 
 
 @pytest.mark.parametrize(
@@ -846,6 +847,19 @@ TEACHER = ("teacher.model_name=x",)
         (
             [*TEACHER, "teacher.colocated={enabled: false, resources: {gpus_per_node: 1}}"],
             "teachers take 1 of them, and none is left to train",
+        ),
+        (
+            [*TEACHER, *ENGINE, "distillation.topk_logits_k=30", "teacher.generation.vllm_kwargs.max_logprobs=20"],
+            "distillation.topk_logits_k is 30, and teacher.generation.vllm_kwargs.max_logprobs 20",
+        ),
+        ([*TEACHER, *ENGINE, "teacher.generation.vllm_cfg.max_model_len=8"], "a teacher scores whole samples"),
+        (
+            [*TEACHER, *ENGINE, "teacher.generation.vllm_cfg.tensor_parallel_size=2"],
+            "does not divide the 1 accelerators",
+        ),
+        (
+            [*TEACHER, *ENGINE, "teacher.generation.vllm_kwargs.max_num_sequences=2"],
+            "teacher.generation.vllm_kwargs.max_num_sequences: 2: vLLM's engine has no such argument",
         ),
         ([*TEACHER, "teacher.dynamic_batching.enabled=true"], "teacher.sequence_packing.enabled and"),
         ([*TEACHER, "teacher.router_replay.enabled=true"], "teacher.router_replay.enabled: what is recorded"),

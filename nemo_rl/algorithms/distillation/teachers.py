@@ -1,4 +1,4 @@
-"""The teachers of a run: frozen policies that score the policy's samples.
+"""The teachers of a run: frozen models, policies or engines, that score the policy's samples.
 
 A teacher shares the accelerators of training, on which it is only while it scores, or has its own. What it says of a
 sample stays with the sample's rows: its most likely tokens of each position, or its log-probability of each token that
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nemo_rl.algorithms.distillation.engine_teacher import EngineTeacher, start_scoring_actors
 from nemo_rl.config import ConfigError, MasterConfig
 from nemo_rl.config.errors import UserError
 from nemo_rl.config.teachers import Teacher, teachers_of
@@ -22,10 +23,11 @@ from nemo_rl.data_plane.schema import TOPK_IDS, TOPK_LOGPROBS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerGroup
+from nemo_rl.models.generation.vllm.engine_actors import EngineActors
 from nemo_rl.models.policy.backend import backend_spec
 from nemo_rl.models.policy.interfaces import BatchHandle, Scores
 from nemo_rl.models.policy.lm_policy import Policy, start_policy_actors
-from nemo_rl.models.policy.model_config import model_config
+from nemo_rl.models.policy.model_config import check_divisible, model_config
 from nemo_rl.models.policy.tq_policy import TQPolicy
 
 if TYPE_CHECKING:
@@ -53,7 +55,11 @@ def check_teachers(config: MasterConfig, student: PretrainedConfig) -> None:
     for teacher in teachers:
         try:
             model = model_config(teacher.policy)
-            backend_spec(teacher.policy).check(teacher.policy, model)
+            if teacher.backend == "vllm":
+                tp = teacher.policy.generation.vllm_cfg.tensor_parallel_size
+                check_divisible(model, tp, "generation.vllm_cfg.tensor_parallel_size", ("num_attention_heads",))
+            else:
+                backend_spec(teacher.policy).check(teacher.policy, model)
             tokenizer = get_tokenizer(teacher.policy.tokenizer, teacher.policy.trust_remote_code)
         except UserError as error:
             problems.append(f"{teacher.key}: {str(error).replace('policy.', '')}")
@@ -107,7 +113,12 @@ class TeacherActors:
     """The actors of a teacher, which have imported what they need and loaded nothing."""
 
     seat: Seat
-    group: RayWorkerGroup
+    actors: RayWorkerGroup | EngineActors
+
+    def shutdown(self) -> None:
+        """Ends them. Safe to call twice."""
+        group = self.actors.group if isinstance(self.actors, EngineActors) else self.actors
+        group.shutdown()
 
 
 def start_teacher_actors(
@@ -118,15 +129,19 @@ def start_teacher_actors(
         started = []
         for teacher in teachers_of(config):
             seat = Seat(teacher, own.get(teacher.name, training), shares=teacher.resources is None)
-            group = start_policy_actors(
-                seat.cluster,
-                seat.teacher.policy,
-                seat.teacher.name,
-                init_optimizer=False,
-                init_reference_model=False,
-            )
-            undo.callback(group.shutdown)
-            started.append(TeacherActors(seat, group))
+            if teacher.backend == "vllm":
+                one = TeacherActors(
+                    seat, start_scoring_actors(seat.cluster, teacher, config.cluster, shares=seat.shares)
+                )
+            else:
+                one = TeacherActors(
+                    seat,
+                    start_policy_actors(
+                        seat.cluster, teacher.policy, teacher.name, init_optimizer=False, init_reference_model=False
+                    ),
+                )
+            undo.callback(one.shutdown)
+            started.append(one)
         undo.pop_all()
     return started
 
@@ -154,16 +169,17 @@ class Teachers:
         self._strict = config.on_policy_distillation.strict_agent_name_match
         self._cuda = any(one.seat.cluster.accelerator.is_cuda for one in actors)
         self._seats = [one.seat for one in actors]
-        self._policies: list[Policy] = []
+        self._temperature = config.policy.generation.temperature
+        self._models: list[Policy | EngineTeacher] = []
         self._bytes: list[int] = []
         if self._cuda and any(seat.shares for seat in self._seats):
             student.offload_to_cpu()
         for one in actors:
-            policy = _policy(one, student, tokenizer)
-            self._policies.append(policy)
-            policy.wait_until_started()
-            self._bytes.append(max(policy.worker_group.run("memory_in_use")) if self._cuda else 0)
-            self._leave(one.seat, policy)
+            model = _model(one, student, tokenizer)
+            self._models.append(model)
+            model.wait_until_started()
+            self._bytes.append(_memory_in_use(model) if self._cuda else 0)
+            self._leave(one.seat, model)
 
     def score(self, handle: BatchHandle, tasks: Sequence[str], store: ExperienceStore, timer: Timer) -> BatchHandle:
         """Adds the columns of the teachers. `tasks`: agent or data set of each row.
@@ -172,13 +188,22 @@ class Teachers:
         """
         if self._topk:
             index = next(i for i, seat in enumerate(self._seats) if seat.teacher.tasks is None)
-            with self._seated(index) as policy:
-                result = policy.get_topk_logits(handle, self._topk, timer=timer)
-            names = {TOPK_IDS: "topk_indices", TOPK_LOGPROBS: "topk_logits"}
-            handle = store.commit(handle, result, **names)
+            with self._seated(index) as model:
+                if isinstance(model, Policy):
+                    result = model.get_topk_logits(handle, self._topk, timer=timer)
+                    names = {TOPK_IDS: "topk_indices", TOPK_LOGPROBS: "topk_logits"}
+                    handle = store.commit(handle, result, **names)
+                else:
+                    handle = self._score_by_engines(model, handle, store)
         if self._by_task:
             handle = store.commit(handle, self._logprobs(handle, tasks, store, timer), **{LOGPROBS: "logprobs"})
         return handle
+
+    def _score_by_engines(self, model: EngineTeacher, handle: BatchHandle, store: ExperienceStore) -> BatchHandle:
+        found = model.get_topk_logits(store.read(handle, ("input_ids", "input_lengths")), self._topk)
+        # At another temperature the k log-probabilities are those up to a constant, which the loss does not see.
+        logprobs_BSk = found["topk_logits"] / (self._temperature or 1.0)
+        return store.update(handle, {TOPK_IDS: found["topk_indices"], TOPK_LOGPROBS: logprobs_BSk})
 
     def _logprobs(self, handle: BatchHandle, tasks: Sequence[str], store: ExperienceStore, timer: Timer) -> Scores:
         rows_of: dict[int, list[int]] = {}
@@ -187,8 +212,10 @@ class Teachers:
         results: list[tuple[list[int], Scores]] = []
         for index, rows in rows_of.items():
             part = handle if len(rows) == len(tasks) else store.select(handle, rows)
-            with self._seated(index) as policy:
-                results.append((rows, policy.get_logprobs(part, timer=timer)))
+            with self._seated(index) as model:
+                if not isinstance(model, Policy):
+                    raise TypeError(f"{self._seats[index].teacher.name} has no log-probabilities of sampled tokens")
+                results.append((rows, model.get_logprobs(part, timer=timer)))
         first = results[0][1]
         if len(results) == 1 or not isinstance(first, BatchedDataDict) or not isinstance(handle, BatchedDataDict):
             return first
@@ -203,14 +230,14 @@ class Teachers:
         return teacher_of([seat.teacher for seat in self._seats], task, strict=self._strict)
 
     @contextmanager
-    def _seated(self, index: int) -> Iterator[Policy]:
+    def _seated(self, index: int) -> Iterator[Policy | EngineTeacher]:
         """The teacher's model is on its accelerators inside the block."""
-        seat, policy = self._seats[index], self._policies[index]
+        seat, model = self._seats[index], self._models[index]
         if self._cuda and seat.shares:
             self._make_room(self._bytes[index] + _ROOM_FOR_ACTIVATIONS)
-        policy.prepare_for_lp_inference()
-        yield policy
-        self._leave(seat, policy)
+        model.prepare_for_lp_inference()
+        yield model
+        self._leave(seat, model)
 
     def _make_room(self, needed: int) -> None:
         # Most of what a step leaves is cached by the allocator: to give that back costs far less than to move weights.
@@ -219,24 +246,25 @@ class Teachers:
         if self._student.get_free_memory_bytes() < needed:
             self._student.offload_to_cpu()
 
-    def _leave(self, seat: Seat, policy: Policy) -> None:
-        if not (self._cuda and seat.shares):
-            return
-        policy.offload_to_cpu()
-        if self._lends:
-            policy.destroy_nccl_groups()
+    def _leave(self, seat: Seat, model: Policy | EngineTeacher) -> None:
+        if not isinstance(model, Policy):
+            model.offload_to_cpu()
+        elif self._cuda and seat.shares:
+            model.offload_to_cpu()
+            if self._lends:
+                model.destroy_nccl_groups()
 
     def kernels(self) -> Iterator[str]:
         """What computes each teacher, for the start's lines."""
-        for seat, policy in zip(self._seats, self._policies, strict=True):
+        for seat, model in zip(self._seats, self._models, strict=True):
             where = "in turn with the policy" if seat.shares else f"on {seat.cluster.world_size()} slots of its own"
-            said = policy.started.kernels if policy.started is not None else ""
-            yield f"{seat.teacher.name}: {seat.teacher.policy.model_name}, {where}; {said}"
+            said = model.kernels() if isinstance(model, EngineTeacher) else model.started and model.started.kernels
+            yield f"{seat.teacher.name}: {seat.teacher.policy.model_name}, {where}; {said or ''}"
 
     def shutdown(self) -> None:
         """Ends the workers. Safe to call twice."""
-        for policy in self._policies:
-            policy.shutdown()
+        for model in self._models:
+            model.shutdown()
 
 
 def start_teachers(
@@ -276,8 +304,14 @@ def teacher_of(teachers: Sequence[Teacher], task: str, *, strict: bool) -> int:
     return default
 
 
-def _policy(one: TeacherActors, student: Policy, tokenizer: PreTrainedTokenizerBase) -> Policy:
+def _memory_in_use(model: Policy | EngineTeacher) -> int:
+    return max(model.worker_group.run("memory_in_use")) if isinstance(model, Policy) else model.memory_in_use()
+
+
+def _model(one: TeacherActors, student: Policy, tokenizer: PreTrainedTokenizerBase) -> Policy | EngineTeacher:
     seat = one.seat
+    if isinstance(one.actors, EngineActors):
+        return EngineTeacher(one.actors, tokenizer, shares=seat.shares)
     if isinstance(student, TQPolicy):
         return TQPolicy(
             seat.cluster,
@@ -286,6 +320,6 @@ def _policy(one: TeacherActors, student: Policy, tokenizer: PreTrainedTokenizerB
             dp_cfg=student.dp_cfg,
             client=student.dp_client,
             logprobs_column=LOGPROBS,
-            actors=one.group,
+            actors=one.actors,
         )
-    return Policy(seat.cluster, seat.teacher.policy, tokenizer, actors=one.group)
+    return Policy(seat.cluster, seat.teacher.policy, tokenizer, actors=one.actors)

@@ -91,7 +91,7 @@ class _Begun:
         """Shuts all of it down. Safe to call twice."""
         self.policy.shutdown()
         for teacher in self.teachers:
-            teacher.group.shutdown()
+            teacher.shutdown()
         if self.engines is not None:
             self.engines.group.shutdown()
         end_environments(self.environments)

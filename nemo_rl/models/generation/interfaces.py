@@ -14,7 +14,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -63,6 +65,15 @@ class GenerationRequest:
     stop_strings: tuple[str, ...] = ()  # end the response when one appears; it is kept in the response
     sample_id: str = ""  # whose turn this is, for the run record; the request itself by default
     record_from: int | None = None  # first position whose routes are wanted; None if no decision is to be recorded
+    top_tokens: int | None = None  # scores the prompt: how many likely tokens are wanted after each of its positions
+
+
+@dataclass(frozen=True, eq=False)
+class LikelyNext:
+    """The k most likely tokens after each of P positions, most likely first, before temperature and filters."""
+
+    ids: NDArray[np.int32]  # [P, k]
+    logprobs: NDArray[np.float32]  # [P, k], over the whole vocabulary
 
 
 @dataclass(frozen=True)
@@ -89,6 +100,7 @@ class GenerationResult:
     shard: int = 0  # data-parallel shard that served it
     routes: TokenRoutes | None = None  # experts of prompt and response from the request's `record_from` on
     masks: SamplingMasks | None = None  # what each response token was drawn from
+    likely: LikelyNext | None = None  # of every position of the prompt, where the request's `top_tokens` asks for it
 
     @property
     def truncated(self) -> bool:

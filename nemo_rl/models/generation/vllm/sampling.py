@@ -1,16 +1,20 @@
-"""How vLLM is asked to draw one response.
+"""How vLLM is asked to draw one response, or to score a prompt, and how its scores are read.
 
 Invariant: a response comes once, whole, with the log-probability of each of its tokens.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nemo_rl.models.generation.interfaces import GenerationRequest
+import numpy as np
+
+from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, LikelyNext
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
+    from vllm.outputs import RequestOutput
 
 
 def sampling_params(
@@ -41,7 +45,8 @@ def sampling_params(
         top_p=1.0 if greedy else drawn.top_p,
         top_k=1 if greedy else (drawn.top_k or -1),
         max_tokens=limit,
-        logprobs=0,
+        logprobs=request.top_tokens or 0,
+        prompt_logprobs=request.top_tokens,
         flat_logprobs=True,  # one list per request, not an object per token: half the cost of a token here
         seed=request.seed if seeded else None,
         stop_token_ids=stop_token_ids,
@@ -53,3 +58,17 @@ def sampling_params(
         detokenize=bool(request.stop_strings),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+def scored(result: GenerationResult, output: RequestOutput, k: int) -> GenerationResult:
+    """The result with the k most likely tokens after every position of its prompt; an aborted one keeps nothing, so
+    that the prompt is scored again elsewhere.
+    """
+    if result.finish_reason == "abort":
+        return result.first(0)
+    # vLLM has no entry for the first token, and puts the token that is there before the k most likely ones.
+    parts = [part for part in (output.prompt_logprobs, output.outputs[0].logprobs) if part is not None]
+    ids = np.concatenate([np.asarray(part.token_ids, np.int32) for part in parts])
+    logprobs = np.concatenate([np.asarray(part.logprobs, np.float32) for part in parts])
+    found = LikelyNext(ids.reshape(-1, k + 1)[:, 1:], logprobs.reshape(-1, k + 1)[:, 1:])
+    return replace(result, likely=found)

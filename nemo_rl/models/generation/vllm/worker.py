@@ -36,7 +36,7 @@ from nemo_rl.models.generation.vllm.engine_processes import (
 )
 from nemo_rl.models.generation.vllm.engine_stats import EngineSample, EngineStats
 from nemo_rl.models.generation.vllm.request_state import RequestFailure, ResultBuffer, VersionTracker, failure_of
-from nemo_rl.models.generation.vllm.sampling import sampling_params
+from nemo_rl.models.generation.vllm.sampling import sampling_params, scored
 
 T = TypeVar("T")
 
@@ -225,6 +225,8 @@ class VllmGenerationWorker:
             # Engines differ in which of the two they look at first; a response that has ended was not cut.
             reason = "stop"
         result = GenerationResult(request.request_id, token_ids, logprobs, reason, spans, self._shard)
+        if request.top_tokens is not None:
+            return scored(result, final, request.top_tokens)
         if self._decisions is not None:
             result = await self._decisions.complete(request, result, completion)
         return result if result.finish_reason != "abort" else self._keepable(request, result)

@@ -1,0 +1,189 @@
+"""A teacher in engines: a frozen model whose shards score the policy's samples as prompts.
+
+Samples go to the shards as requests, so that they are dealt out, and go on elsewhere, like those of generation. A shard
+that dies is rebuilt, with the same weights from disk, while its samples wait. Invariant: every sample of a batch is
+scored, or the call fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING
+
+import torch
+
+from nemo_rl.config import ClusterConfig
+from nemo_rl.config.teachers import Teacher
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.distributed.worker_calls import WorkerError
+from nemo_rl.models.generation.interfaces import (
+    GenerationRequest,
+    GenerationResult,
+    GenerationSamplingParams,
+    WakeError,
+    request_timeout_s,
+)
+from nemo_rl.models.generation.vllm import VllmGeneration
+from nemo_rl.models.generation.vllm.engine_actors import EngineActors, start_engine_actors
+from nemo_rl.models.generation.vllm.repair import ShardRepair
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.5
+_KEEP_WEIGHTS = 1
+# vLLM computes the logits of all prompt tokens of a forward pass at once, beside a KV cache that leaves little room.
+_BATCHED_TOKENS = 2048
+
+
+def start_scoring_actors(
+    cluster: RayVirtualCluster, teacher: Teacher, cluster_cfg: ClusterConfig, *, shares: bool, lent: bool = False
+) -> EngineActors:
+    """Starts the actors of a teacher's engines, which import what they need. `shares`: whether training is on the same
+    slots. `lent`: whether a scheduler lends them.
+    """
+    policy = teacher.policy
+    if cluster.accelerator.is_cuda:
+        policy.generation.vllm_kwargs.setdefault("max_num_batched_tokens", _BATCHED_TOKENS)
+    return start_engine_actors(
+        cluster,
+        policy,
+        cluster_cfg,
+        seed=0,
+        colocated=shares,
+        refits=False,
+        lent=lent,
+        name_prefix=teacher.name,
+    )
+
+
+def scoring_engines(actors: EngineActors, tokenizer: PreTrainedTokenizerBase) -> VllmGeneration:
+    """The engines of a teacher."""
+    return VllmGeneration(
+        actors, pad_token_id=tokenizer.pad_token_id, stop_token_ids=[], request_timeout_s=request_timeout_s()
+    )
+
+
+class EngineTeacher:
+    """A teacher whose engines are this run's. `shares`: whether they sleep while they do not score."""
+
+    def __init__(self, actors: EngineActors, tokenizer: PreTrainedTokenizerBase, *, shares: bool) -> None:
+        self._generation = scoring_engines(actors, tokenizer)
+        self._shares = shares
+        self._repair = ShardRepair(self._generation)
+
+    def wait_until_started(self) -> None:
+        """Waits for the engines. Raises WorkerError: one did not start."""
+        self._generation.wait_until_started()
+        self._generation.shards.await_rebuild(True)
+
+    def memory_in_use(self) -> int:
+        """Bytes in use on the fullest device."""
+        shards = self._generation.shards.healthy()
+        return max(max(devices) for devices in self._generation.shards.call(shards, "memory_in_use"))
+
+    def prepare_for_lp_inference(self) -> None:
+        """Wakes the engines; one that dies meanwhile is rebuilt when it is used."""
+        if self._shares:
+            self._move(self._generation.wake_up_partial)
+
+    def offload_to_cpu(self) -> None:
+        """Puts the engines to sleep, with their weights on the host."""
+        if self._shares:
+            self._move(lambda shards: self._generation.sleep_partial(shards, level=_KEEP_WEIGHTS))
+
+    def _move(self, move: Callable[[Sequence[int]], object]) -> None:
+        for shard in self._generation.shards.healthy():
+            try:
+                move([shard])
+            except WorkerError as error:
+                if isinstance(error.__cause__, WakeError) or shard in self._generation.shards.healthy():
+                    raise
+
+    def get_topk_logits(self, batch: BatchedDataDict, k: int) -> BatchedDataDict:
+        """See `topk_of_prompts`; lost shards are rebuilt meanwhile."""
+        return topk_of_prompts(self._generation, batch, k, self._rebuild)
+
+    def _rebuild(self) -> None:
+        back = self._repair.take_back()
+        if back:
+            self._generation.activate_dp_ranks(back)
+        self._repair.begin()
+        shards = self._generation.shards
+        # Requests would wait until their deadline for engines that do not start any more.
+        if not shards.healthy() and not self._repair.lost():
+            shards.await_rebuild(False)
+
+    def kernels(self) -> str:
+        """What computes it, in words."""
+        count = self._generation.dp_size
+        return f"vLLM, {count} engine{'s' if count > 1 else ''}"
+
+    def shutdown(self) -> None:
+        """Ends the engines. Safe to call twice."""
+        self._repair.close()
+        self._generation.shutdown()
+
+
+def topk_of_prompts(
+    generation: VllmGeneration, batch: BatchedDataDict, k: int, look_after: Callable[[], object] = lambda: None
+) -> BatchedDataDict:
+    """The k most likely tokens after each position, of the model that engines serve.
+
+    Args:
+        batch: `input_ids` [B, S] and `input_lengths` [B].
+        look_after: Called about twice a second meanwhile.
+
+    Returns `topk_indices` and `topk_logits` [B, S, k] as `Policy.get_topk_logits` gives them, at temperature 1; zeros
+    from the last token of a row on, after which no token is trained. Raises GenerationError: no shard is left, or none
+    answered in time.
+    """
+    ids_BS, lengths = batch["input_ids"], batch["input_lengths"].tolist()
+    name = uuid.uuid4().hex[:12]
+    # The last token is only a target: without it a sample as long as the context leaves room for the token that an
+    # engine has to draw.
+    requests = {
+        row: GenerationRequest(
+            f"{name}-{row}", ids_BS[row, : length - 1].tolist(), 1, GenerationSamplingParams(), top_tokens=k
+        )
+        for row, length in enumerate(lengths)
+        if length > 1
+    }
+
+    async def all_of_them() -> list[GenerationResult]:
+        return list(await asyncio.gather(*(generation.generate_one(request) for request in requests.values())))
+
+    results = _watched(generation, all_of_them(), look_after)
+    indices_BSk = torch.zeros((*ids_BS.shape, k), dtype=torch.int32)
+    logprobs_BSk = torch.zeros((*ids_BS.shape, k), dtype=torch.float32)
+    for row, result in zip(requests, results, strict=True):
+        likely = result.likely
+        if likely is None or len(likely.ids) != lengths[row] - 1:
+            found = 0 if likely is None else len(likely.ids)
+            raise RuntimeError(f"sample {row} has {lengths[row]} tokens, and the engine scored {found} positions of it")
+        # What Ray hands over cannot be written to, which torch warns about.
+        indices_BSk.numpy()[row, : len(likely.ids)] = likely.ids
+        logprobs_BSk.numpy()[row, : len(likely.ids)] = likely.logprobs
+    return BatchedDataDict({"topk_logits": logprobs_BSk, "topk_indices": indices_BSk})
+
+
+def _watched(
+    generation: VllmGeneration,
+    work: Coroutine[object, object, list[GenerationResult]],
+    look_after: Callable[[], object],
+) -> list[GenerationResult]:
+    future: Future[list[GenerationResult]] = generation.start_on_dispatch_loop(work)
+    try:
+        while not future.done():
+            wait([future], timeout=_LOOK_S)
+            look_after()
+        return future.result()
+    finally:
+        future.cancel()
