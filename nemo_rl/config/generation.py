@@ -38,6 +38,27 @@ class ColocatedConfig(Section):
     )
 
 
+class HttpServerConfig(Section):
+    """`policy.generation.vllm_cfg.http_server`: the OpenAI-compatible server, if `expose_http_server` is on."""
+
+    host: str = Field(
+        "127.0.0.1", min_length=1, description="Address to listen on; others than this machine's own need a token."
+    )
+    token_variable: str | None = Field(
+        None,
+        description="Environment variable that holds the token which clients send as Authorization: Bearer; "
+        "null asks for none.",
+    )
+    deadline_s: float = Field(
+        600.0,
+        gt=0,
+        description="Seconds that a request may wait and run, while engines sleep, are refitted, fail or are lent; "
+        "then the client gets 503 with Retry-After.",
+    )
+    max_requests: PositiveInt = Field(1024, description="Requests that are worked on at once; more of them wait.")
+    max_body_bytes: PositiveInt = Field(16 << 20, description="Largest body of a request.")
+
+
 class VllmConfig(Section):
     """`policy.generation.vllm_cfg`: the engine's options that this package reads itself."""
 
@@ -108,18 +129,16 @@ class VllmConfig(Section):
         True, description="Log what engines say of their queues and KV cache as generation_metrics/."
     )
     vllm_metrics_logger_interval: float = Field(0.5, gt=0, description="Seconds between readings.")
-    expose_http_server: Annotated[bool, NotYet("the HTTP server that NeMo-Gym talks to")] = Field(
-        False, description="Serve an OpenAI-compatible API."
+    expose_http_server: bool = Field(
+        False, description="Serve an OpenAI-compatible API over the run's engines, for agents and other clients."
     )
-    http_server_serving_chat_kwargs: Annotated[dict[str, Any], NotYet("the HTTP server that NeMo-Gym talks to")] = (
-        Field(default_factory=dict, description="Its chat options.")
+    http_server: HttpServerConfig = Field(HttpServerConfig(), description="Where that server listens, and its limits.")
+    http_server_serving_chat_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Arguments of vLLM's OpenAIServingChat, such as enable_auto_tools, tool_parser, reasoning_parser.",
     )
-    tool_parser_plugin: Annotated[str | None, NotYet("the HTTP server that NeMo-Gym talks to")] = Field(
-        None, description="File with a tool parser."
-    )
-    reasoning_parser_plugin: Annotated[str | None, NotYet("the HTTP server that NeMo-Gym talks to")] = Field(
-        None, description="File with a reasoning parser."
-    )
+    tool_parser_plugin: str | None = Field(None, description="File that registers a tool parser with vLLM.")
+    reasoning_parser_plugin: str | None = Field(None, description="File that registers a reasoning parser with vLLM.")
     enable_prefix_caching: bool | None = Field(
         None, description="Reuse the KV of shared prefixes; null: on where the device is good at it."
     )
@@ -221,13 +240,13 @@ class GenerationConfig(Section):
         3000,
         ge=1,
         le=65535,
-        description="First port for HTTP servers; no effect without one (vllm_cfg.expose_http_server).",
+        description="First port to try for the HTTP server (vllm_cfg.expose_http_server).",
     )
     port_range_high: int = Field(
         4999,
         ge=1,
         le=65535,
-        description="Last port for HTTP servers; no effect without one (vllm_cfg.expose_http_server).",
+        description="Last port to try for the HTTP server (vllm_cfg.expose_http_server).",
     )
     use_async_rollouts: Annotated[bool | None, NotYet("SGLang")] = Field(
         None, description="Asynchronous rollouts of SGLang."

@@ -229,6 +229,33 @@ def lengths_differ(config: MasterConfig) -> Iterator[str]:
 
 
 @rule
+def the_endpoint_can_be_reached(config: MasterConfig) -> Iterator[str]:
+    generation = config.policy.generation
+    server = generation.vllm_cfg.http_server
+    if not generation.vllm_cfg.expose_http_server:
+        return
+    key = "policy.generation.vllm_cfg"
+    if server.token_variable is None and server.host not in ("127.0.0.1", "localhost", "::1"):
+        yield (
+            f"{key}.http_server.host is {server.host}, which other machines reach; name an environment variable that "
+            f"holds a token in {key}.http_server.token_variable"
+        )
+    if generation.port_range_low > generation.port_range_high:
+        yield (
+            f"policy.generation.port_range_low is {generation.port_range_low}, above port_range_high "
+            f"{generation.port_range_high}"
+        )
+    if config.grpo.rollout_replay is not None:
+        yield f"{key}.expose_http_server needs engines; leave grpo.rollout_replay out"
+
+
+@rule
+def an_evaluation_serves_nothing(config: EvalMasterConfig) -> Iterator[str]:
+    if config.generation.vllm_cfg.expose_http_server:
+        yield "generation.vllm_cfg.expose_http_server is for runs that train; leave it false"
+
+
+@rule
 def k_answers_are_drawn(config: EvalMasterConfig) -> Iterator[str]:
     drawn, k = config.eval.num_tests_per_prompt, config.eval.k_value
     if k > drawn:

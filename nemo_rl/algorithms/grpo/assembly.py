@@ -43,6 +43,7 @@ from nemo_rl.environments.registry import (
 from nemo_rl.experience.environment_batcher import environment_lines
 from nemo_rl.loss import ClippedPGLossFn, DistillationLossFn
 from nemo_rl.loss.interfaces import LossFunction
+from nemo_rl.models.generation.endpoint.server import Endpoint, start_endpoint
 from nemo_rl.models.generation.interfaces import request_timeout_s
 from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.models.generation.vllm.engine_actors import EngineActors, start_engine_actors
@@ -224,6 +225,9 @@ def _build(
             policy.wait_until_started()
         begun, lends = ready.begun.teachers, placement.lends_shards
         teachers = teaching.start_teachers(begun, config, policy, tokenizer, start, undo, lends=lends)
+        endpoint = _start_endpoint(config, ready, generation, start)
+        if endpoint is not None:
+            undo.callback(endpoint.close)
         train_source, val_source = make_rollout_sources(
             store, config, tokenizer, generation, ready.datasets, actors, record, placement.record_prefix
         )
@@ -261,6 +265,7 @@ def _build(
         environments=actors,
         placement=placement,
         teachers=teachers,
+        endpoint=endpoint,
         clusters=clusters.distinct(),
         device_count=DeviceCount(
             max(slots) if placement.lends_shards else sum(slots),
@@ -306,6 +311,26 @@ def _start_generation(
     )
 
 
+def _start_endpoint(
+    config: MasterConfig,
+    ready: Prepared[GRPOState, Loader, _Begun],
+    generation: VllmGeneration | None,
+    start: StartPhases,
+) -> Endpoint | None:
+    if generation is None or not config.policy.generation.vllm_cfg.expose_http_server:
+        return None
+    with start.phase("endpoint"):
+        endpoint = start_endpoint(
+            config.policy,
+            ready.tokenizer,
+            generation.generate_one,
+            stop_token_ids=ready.stop_tokens.ids,
+            cuda=ready.accelerator.is_cuda,
+        )
+    start.say(f"endpoint: {endpoint.base_url}, model {endpoint.model}")
+    return endpoint
+
+
 def close(run: GRPORun) -> None:
     """Shuts everything down; safe after a failure."""
     with ExitStack() as stack:
@@ -318,6 +343,8 @@ def close(run: GRPORun) -> None:
         stack.callback(end_environments, run.environments)
         if run.generation is not None:
             stack.callback(run.generation.shutdown)
+        if run.endpoint is not None:
+            stack.callback(run.endpoint.close)
         stack.callback(run.policy.shutdown)
         if run.teachers is not None:
             stack.callback(run.teachers.shutdown)

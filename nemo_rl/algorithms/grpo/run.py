@@ -20,6 +20,7 @@ from nemo_rl.experience.rollout_source import RolloutSource
 from nemo_rl.experience.rollouts import RolloutWatch
 from nemo_rl.experience.sample_log import SampleFiles
 from nemo_rl.experience.store import ExperienceStore
+from nemo_rl.models.generation.endpoint.server import Endpoint
 from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.utils.backlog import Backlog
 from nemo_rl.utils.record import Record
@@ -70,6 +71,7 @@ class GRPORun(TrainingRun[MasterConfig]):
     clusters: list[RayVirtualCluster]
     device_count: DeviceCount  # number of slots of the run, of training and of generation
     teachers: Teachers | None = None  # score the run's samples, or None
+    endpoint: Endpoint | None = None  # serves the engines over HTTP, or None
     resumed_from: Path | None = None  # checkpoint that the run resumes from
     reward_watch: RewardWatch = field(default_factory=RewardWatch)  # warns about steps that teach nothing
     validation_watch: RolloutWatch = field(default_factory=RolloutWatch)  # warns about cut validation samples

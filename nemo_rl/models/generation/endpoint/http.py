@@ -1,0 +1,167 @@
+"""HTTP of the endpoint: its socket, the checks before a request, and the forms of responses.
+
+Knows no vLLM and no sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import socket
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl.config.errors import UserError
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+_RETRY_AFTER_S = 5
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+class EndpointError(UserError, RuntimeError):
+    """The endpoint cannot start."""
+
+
+class TooLarge(UserError, ValueError):
+    """A body above the limit."""
+
+
+def bound_socket(host: str, ports: tuple[int, int]) -> socket.socket:
+    """A socket on the first free port of a range."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    error: OSError | None = None
+    for port in range(ports[0], ports[1] + 1):
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            bound.bind((host, port))
+            bound.listen(2048)
+            return bound
+        except OSError as refused:
+            bound.close()
+            error = refused
+    raise EndpointError(
+        f"policy.generation.port_range_low={ports[0]}, port_range_high={ports[1]}: no port of {host} is free for the "
+        f"endpoint (the last said: {error}); another run may hold them: widen the range"
+    )
+
+
+def guarded(app: Callable[..., Awaitable[None]], token: str | None, max_body_bytes: int) -> Any:
+    """The app behind the checks of token and body size."""
+
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        given = headers.get(b"authorization", b"")
+        if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
+            await error_response(
+                401, "wrong or missing token; send Authorization: Bearer TOKEN", "AuthenticationError"
+            )(scope, receive, send)
+            return
+        received = 0
+
+        async def counted() -> MutableMapping[str, Any]:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > max_body_bytes:
+                raise TooLarge
+            return message
+
+        await app(scope, counted, send)
+
+    return checked
+
+
+async def unless_gone(work: Coroutine[object, object, Response], request: Request) -> Response:
+    """The response of `work`, which is cancelled when the client closes the connection."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_closed(request))
+    try:
+        await asyncio.wait([working, gone], return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else error_response(499, "the client is gone")
+    finally:
+        gone.cancel()
+        working.cancel()
+
+
+async def _closed(request: Request) -> None:
+    """Returns when the client has closed the connection. The body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def json_response(content: Mapping[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    from starlette.responses import JSONResponse
+
+    return JSONResponse(content, status, headers)
+
+
+def error_response(
+    status: int, message: str, kind: str = "BadRequestError", headers: dict[str, str] | None = None
+) -> Response:
+    content = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return json_response(content, status, headers)
+
+
+def unavailable(message: str) -> Response:
+    return error_response(503, message, "ServiceUnavailableError", {"Retry-After": str(_RETRY_AFTER_S)})
+
+
+def event_stream(chunks: Sequence[Mapping[str, Any]]) -> Response:
+    from starlette.responses import StreamingResponse
+
+    def events() -> Iterator[str]:
+        for chunk in chunks:
+            yield f"data: {json.dumps(chunk)}\n\n"
+        yield "data: [DONE]\n\n"
+
+    return StreamingResponse(events(), media_type="text/event-stream")
+
+
+def chat_chunks(response: Mapping[str, Any], with_usage: bool) -> list[dict[str, Any]]:
+    """A complete chat response as the chunks of a stream: for each choice its message, then its end."""
+    head = {name: response[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    chunks: list[dict[str, Any]] = []
+    for choice in response["choices"]:
+        delta = answer_of(choice)
+        calls = delta.get("tool_calls")
+        numbered = [{"index": n, **call} for n, call in enumerate(calls)] if isinstance(calls, list) else []
+        said = {**delta, "tool_calls": numbered} if numbered else {k: v for k, v in delta.items() if k != "tool_calls"}
+        rest = {name: choice[name] for name in ("weight_versions", "token_ids") if choice.get(name) is not None}
+        chunks.append(
+            {
+                **head,
+                "choices": [
+                    {
+                        "index": choice["index"],
+                        "delta": said,
+                        "logprobs": choice["logprobs"],
+                        "finish_reason": None,
+                        **rest,
+                    }
+                ],
+            }
+        )
+        end = {
+            "index": choice["index"],
+            "delta": dict[str, object](),
+            "logprobs": None,
+            "finish_reason": choice["finish_reason"],
+        }
+        chunks.append({**head, "choices": [end]})
+    if with_usage:
+        chunks.append({**head, "choices": [], "usage": response["usage"]})
+    return chunks
+
+
+def answer_of(choice: Mapping[str, Any]) -> dict[str, object]:
+    """The message of a choice as a client sends it back."""
+    return {name: value for name, value in choice["message"].items() if value is not None}

@@ -1,0 +1,342 @@
+"""The HTTP server: an OpenAI-compatible endpoint on a thread of its own in the driver, beside the dispatcher.
+
+Checks the token and the limits, finds the session of a request, has vLLM's classes answer it, and records what was
+sampled. Requests wait while shards sleep, are synced, die or are lent; past the deadline the answer is 503 with
+Retry-After. A streaming answer is sent when it is complete. Invariant: a response is recorded if and only if it was
+handed to the HTTP server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl.config import ConfigError, PolicyConfig
+from nemo_rl.config.errors import UserError
+from nemo_rl.config.generation import HttpServerConfig
+from nemo_rl.models.generation.endpoint.http import (
+    EndpointError,
+    TooLarge,
+    answer_of,
+    bound_socket,
+    chat_chunks,
+    error_response,
+    event_stream,
+    guarded,
+    json_response,
+    unavailable,
+    unless_gone,
+)
+from nemo_rl.models.generation.endpoint.serving import (
+    MODEL,
+    BadRequest,
+    Call,
+    GenerateOne,
+    Serving,
+    check_sampling,
+    current_call,
+    make_serving,
+)
+from nemo_rl.models.generation.endpoint.session import Session, SessionPlan
+from nemo_rl.models.generation.interfaces import GenerationError
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+SESSION_HEADER = "X-Session-ID"
+_KEY = "policy.generation.vllm_cfg.http_server"
+_START_S = 60.0
+_END_S = 10.0
+
+
+class UnknownSession(UserError, LookupError):
+    """A session that is not open."""
+
+
+class Endpoint:
+    """A running server.
+
+    Args:
+        serving: vLLM's handlers.
+        config: Host, limits and deadline.
+        ports: First and last port to try.
+
+    Attributes:
+        base_url: What clients are given, such as `http://127.0.0.1:3000/v1`.
+        model: The name of the model that clients ask for.
+        token: What clients send as `Authorization: Bearer`; None where nothing is asked for.
+
+    Raises EndpointError: no port is free, the address cannot be bound, or the token's variable is not set.
+    """
+
+    model = MODEL
+
+    def __init__(self, serving: Serving, config: HttpServerConfig, ports: tuple[int, int]) -> None:
+        self._serving = serving
+        self._config = config
+        self.token = _token(config.token_variable)
+        self._sessions: dict[str, Session] = {}
+        self._slots: asyncio.Semaphore
+        self._socket = bound_socket(config.host, ports)
+        host, port = self._socket.getsockname()[:2]
+        self._root = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self.base_url = f"{self._root}/v1"
+        self._server: Any = None
+        self._started = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="generation-endpoint", daemon=True)
+        self._thread.start()
+        if not self._started.wait(_START_S) or self._failure is not None:
+            self.close()
+            raise EndpointError(f"{_KEY}: the server did not start within {_START_S:.0f} s: {self._failure}")
+
+    def _run(self) -> None:
+        import uvicorn
+
+        async def serve() -> None:
+            self._slots = asyncio.Semaphore(self._config.max_requests)
+            settings = uvicorn.Config(guarded(self._app(), self.token, self._config.max_body_bytes), log_config=None)
+            settings.log_level, settings.access_log, settings.lifespan = "warning", False, "off"
+            settings.timeout_graceful_shutdown = 1
+            self._server = uvicorn.Server(settings)
+            serving = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
+            while not self._server.started and not serving.done():
+                await asyncio.sleep(0.01)
+            self._started.set()
+            await serving
+
+        try:
+            asyncio.run(serve())
+        except BaseException as error:  # noqa: BLE001 - the thread that waits for the start raises it
+            self._failure = error
+        finally:
+            self._started.set()
+
+    def close(self) -> None:
+        """Ends the server. Safe to call twice."""
+        if self._server is not None:
+            self._server.should_exit = True
+        self._thread.join(_END_S)
+        self._socket.close()
+
+    # -- sessions -----------------------------------------------------------------------------------------------------
+
+    def open(self, session_id: str, plan: SessionPlan) -> str:
+        """Begins a session; the `base_url` of its agent. Raises ValueError: a session of this id is open."""
+        if session_id in self._sessions:
+            raise ValueError(f"session {session_id} is already open; ids are unique within a run")
+        self._sessions[session_id] = Session(plan)
+        return f"{self._root}/session/{session_id}/v1"
+
+    def finish(self, session_id: str) -> Session:
+        """Ends a session: further requests of it are refused. Returns what was recorded."""
+        return self._sessions.pop(session_id)
+
+    # -- routes -------------------------------------------------------------------------------------------------------
+
+    def _app(self) -> Starlette:
+        from starlette.applications import Starlette
+        from starlette.responses import JSONResponse
+        from starlette.routing import Route
+
+        async def health(_: Request) -> Response:
+            return JSONResponse({"status": "ok"})
+
+        routes = [Route("/health", health)]
+        for prefix in ("", "/session/{session}"):
+            routes += [
+                Route(f"{prefix}/v1/chat/completions", self._answered(self._chat), methods=["POST"]),
+                Route(f"{prefix}/v1/completions", self._answered(self._completion), methods=["POST"]),
+                Route(f"{prefix}/v1/models", self._answered(self._models)),
+                Route(f"{prefix}/tokenize", self._answered(self._tokenize), methods=["POST"]),
+                Route(f"{prefix}/detokenize", self._answered(self._detokenize), methods=["POST"]),
+                Route(f"{prefix}/restart", self._answered(self._restart), methods=["POST"]),
+            ]
+        return Starlette(routes=routes)
+
+    def _answered(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """A route that maps failures to statuses, keeps the deadline, and ends with its client."""
+
+        async def answered(request: Request) -> Response:
+            try:
+                async with asyncio.timeout(self._config.deadline_s):
+                    # Read first, so that only the client's end is left for the watcher to read.
+                    await request.body()
+                    return await unless_gone(within(request), request)
+            except TimeoutError:
+                return unavailable(f"no answer within {_KEY}.deadline_s={self._config.deadline_s:g} s")
+            except GenerationError as error:
+                return unavailable(str(error))
+            except TooLarge:
+                return error_response(
+                    413, f"the body is larger than {_KEY}.max_body_bytes={self._config.max_body_bytes}"
+                )
+            except UnknownSession as error:
+                return error_response(404, str(error), "NotFoundError")
+            except Exception as error:  # noqa: BLE001 - becomes the response
+                return self._failed(error)
+
+        async def within(request: Request) -> Response:
+            async with self._slots:
+                return await handler(request)
+
+        return answered
+
+    def _failed(self, error: Exception) -> Response:
+        from pydantic import ValidationError
+
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            return error_response(400, f"{where}: {first['msg']}" if where else first["msg"])
+        if isinstance(error, (BadRequest, json.JSONDecodeError, UnicodeDecodeError)):
+            return error_response(400, str(error))
+        response = self._serving.chat.create_error_response(error)
+        if response.error.code >= 500:
+            logger.error("endpoint request failed", exc_info=error)
+        return json_response(response.model_dump(), response.error.code)
+
+    def _session(self, request: Request) -> Session | None:
+        name = request.path_params.get("session") or request.headers.get(SESSION_HEADER)
+        if name is None:
+            return None
+        if name not in self._sessions:
+            raise UnknownSession(f"session {name} is not open: it has ended, or never began")
+        return self._sessions[name]
+
+    async def _chat(self, request: Request) -> Response:
+        session = self._session(request)
+        asked = self._serving.chat_request.model_validate(await _body(request))
+        call = Call(session)
+        messages, setup = [_plain(message) for message in asked.messages], _setup(asked)
+        if session is not None:
+            check_sampling(session, asked)
+            call.continued = session.continued(messages, setup)
+            if call.continued is not None:
+                until = await self._serving.until_answer(asked, len(call.continued.messages) + 1)
+                call.continued, call.until_answer = (None, ()) if until is None else (call.continued, until)
+        streams, usage = asked.stream, asked.stream_options is not None and bool(asked.stream_options.include_usage)
+        response = await self._made(self._serving.chat.create_chat_completion, asked, call)
+        if not isinstance(response, dict):
+            return response
+        if session is not None:
+            for choice, result in zip(response["choices"], call.results[0], strict=True):
+                prompt_ids, template_ids = call.prompts[0]
+                answer = answer_of(choice)
+                session.add(
+                    prompt_ids, result, template_ids=template_ids, messages=messages, answer=answer, setup=setup
+                )
+        return event_stream(chat_chunks(response, usage)) if streams else json_response(response)
+
+    async def _completion(self, request: Request) -> Response:
+        session = self._session(request)
+        asked = self._serving.completion_request.model_validate(await _body(request))
+        if session is not None:
+            check_sampling(session, asked)
+        call, streams = Call(session), asked.stream
+        response = await self._made(self._serving.completion.create_completion, asked, call)
+        if not isinstance(response, dict):
+            return response
+        if session is not None:
+            for (prompt_ids, _), results in zip(call.prompts, call.results, strict=True):
+                for result in results:
+                    session.add(prompt_ids, result)
+        return event_stream([response]) if streams else json_response(response)
+
+    async def _made(self, create: Callable[..., Awaitable[Any]], asked: Any, call: Call) -> dict[str, Any] | Response:
+        """The response as a mapping, with the weight versions of its tokens; or vLLM's refusal."""
+        asked.stream, asked.stream_options = False, None
+        current_call.set(call)
+        made = await create(asked)
+        if hasattr(made, "error"):
+            return json_response(made.model_dump(), made.error.code)
+        response: dict[str, Any] = made.model_dump()
+        results = [result for several in call.results for result in several]
+        for choice, result in zip(response["choices"], results, strict=True):
+            choice["weight_versions"] = [
+                {"version": span.version, "start": span.start, "end": span.end} for span in result.spans
+            ]
+        return response
+
+    async def _models(self, request: Request) -> Response:
+        return json_response((await self._serving.models.show_available_models()).model_dump())
+
+    async def _tokenize(self, request: Request) -> Response:
+        asked = self._serving.tokenize_request.validate_python(await _body(request))
+        made = await self._serving.tokenization.create_tokenize(asked, request)
+        return json_response(made.model_dump(), made.error.code if hasattr(made, "error") else 200)
+
+    async def _detokenize(self, request: Request) -> Response:
+        asked = self._serving.detokenize_request.validate_python(await _body(request))
+        made = await self._serving.tokenization.create_detokenize(asked, request)
+        return json_response(made.model_dump(), made.error.code if hasattr(made, "error") else 200)
+
+    async def _restart(self, request: Request) -> Response:
+        session = self._session(request)
+        if session is None:
+            raise UnknownSession("name a session in the path to begin it again")
+        session.restart()
+        return json_response({"status": "ok"})
+
+
+def start_endpoint(
+    policy: PolicyConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    generate_one: GenerateOne,
+    *,
+    stop_token_ids: Sequence[int],
+    cuda: bool,
+) -> Endpoint:
+    """The endpoint of a run, as `policy.generation` asks for it.
+
+    Args:
+        generate_one: Continues one prompt; called on the endpoint's loop.
+        stop_token_ids: Tokens that end a response.
+        cuda: Whether engines run on GPUs.
+
+    Raises ConfigError: vLLM's classes refuse the options; EndpointError: see `Endpoint`.
+    """
+    generation, vllm = policy.generation, policy.generation.vllm_cfg
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    seeded = not cuda if vllm.request_seeds is None else vllm.request_seeds
+    serving = make_serving(policy, tokenizer, generate_one, stop_token_ids=stop_token_ids, seeded=seeded)
+    ports = (generation.port_range_low, generation.port_range_high)
+    return Endpoint(serving, vllm.http_server, ports)
+
+
+def _token(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    token = os.environ.get(variable)
+    if not token:
+        raise ConfigError(
+            [f"{_KEY}.token_variable: the environment variable {variable} is not set; export a token for clients in it"]
+        )
+    return token
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    body = json.loads(await request.body())
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    return body
+
+
+def _plain(message: Any) -> dict[str, Any]:
+    return dict(message) if isinstance(message, Mapping) else message.model_dump(exclude_none=True)
+
+
+def _setup(asked: Any) -> object:
+    """What a chat template reads besides messages."""
+    tools = None if asked.tools is None else [tool.model_dump() for tool in asked.tools]
+    return [tools, asked.chat_template_kwargs]

@@ -1,0 +1,267 @@
+"""Sessions of an endpoint: the requests of one agent, and the token sequences that they make.
+
+Pure: no vLLM, no HTTP. A request whose messages extend an earlier request and its answer continues that request's
+tokens as they were sampled; any other request begins a branch. Invariants: a continued prompt begins with the tokens
+of its parent's prompt and response; over the branches of a session every sampled token is trained exactly once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from nemo_rl.models.generation.interfaces import GenerationResult, GenerationSamplingParams
+
+Message = Mapping[str, object]
+# What the template shows of a tool call; ids are the server's own.
+_Call = tuple[str, object]
+
+
+@dataclass(frozen=True)
+class SessionPlan:
+    """How the requests of a session are drawn."""
+
+    sample_id: str  # whose session it is, for the run record and the ids of its requests
+    sampling: GenerationSamplingParams
+    max_new_tokens: int  # of each response
+    max_total_tokens: int  # of a prompt and its response
+    seed_of: Callable[[int], int | None] = lambda number: None  # seed of response `number` of the session
+    stop_strings: tuple[str, ...] = ()
+    records: bool = False  # whether generation's routes and sampling masks are wanted
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request and its response."""
+
+    number: int
+    parent: int | None  # the turn whose prompt and response this prompt begins with
+    prompt_ids: list[int]
+    result: GenerationResult
+    template_ids: list[int]  # the prompt as the template gave it, with earlier answers tokenised again
+    messages: tuple[Message, ...] = ()  # of the request; none where it was not a chat
+    answer: Message | None = None  # what the client got
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and response."""
+        return [*self.prompt_ids, *self.result.token_ids]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One turn as a part of a branch."""
+
+    turn: Turn
+    context: list[int]  # tokens between the previous turn's response and this one's
+    messages: tuple[Message, ...]  # those that are new in this turn
+    trained: bool  # whether the response is trained in this branch
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One sequence of tokens, from the first prompt to the last response."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens."""
+        return self.parts[-1].turn.token_ids
+
+    @property
+    def token_mask(self) -> list[int]:
+        """1 where a token is trained."""
+        mask: list[int] = []
+        for part in self.parts:
+            mask += [0] * len(part.context) + [int(part.trained)] * len(part.turn.result.token_ids)
+        return mask
+
+
+@dataclass
+class Session:
+    """What one agent asked and got. Used on one thread, read once it is closed."""
+
+    plan: SessionPlan
+    turns: list[Turn] = field(default_factory=list)
+    asked: int = 0  # responses begun; numbers their seeds
+    _by_history: dict[bytes, int] = field(default_factory=dict)
+
+    def begin(self, count: int) -> int:
+        """The number of the first of `count` new responses."""
+        first, self.asked = self.asked, self.asked + count
+        return first
+
+    def restart(self) -> None:
+        """Drops all turns: the agent begins again."""
+        self.turns.clear()
+        self._by_history.clear()
+
+    def continued(self, messages: Sequence[Message], setup: object = None) -> Turn | None:
+        """The latest turn whose messages and answer are the longest beginning of `messages`.
+
+        Args:
+            messages: The request's.
+            setup: What else the template reads, such as tools; histories differ where it does.
+        """
+        found = None
+        # Something must follow an answer for a request to continue it.
+        for history in _histories(messages, setup)[:-1]:
+            found = self._by_history.get(history, found)
+        return None if found is None else self.turns[found]
+
+    def add(
+        self,
+        prompt_ids: list[int],
+        result: GenerationResult,
+        *,
+        template_ids: list[int] | None = None,
+        messages: Sequence[Message] = (),
+        answer: Message | None = None,
+        setup: object = None,
+    ) -> Turn:
+        """Records a response. Its parent is found by the tokens."""
+        parent = self.parent_of(prompt_ids)
+        turn = Turn(
+            len(self.turns),
+            None if parent is None else parent.number,
+            prompt_ids,
+            result,
+            prompt_ids if template_ids is None else template_ids,
+            tuple(messages),
+            answer,
+        )
+        self.turns.append(turn)
+        if answer is not None:
+            self._by_history[_histories([*messages, answer], setup)[-1]] = turn.number
+        return turn
+
+    def parent_of(self, prompt_ids: list[int]) -> Turn | None:
+        """The turn whose prompt and response are the longest beginning of a prompt."""
+        parent, longest = None, 0
+        for turn in self.turns:
+            length = len(turn.prompt_ids) + len(turn.result.token_ids)
+            # A turn without a response leaves nothing to continue.
+            fits = bool(turn.result.token_ids) and longest <= length < len(prompt_ids)
+            if fits and prompt_ids[:length] == turn.token_ids:
+                parent, longest = turn, length
+        return parent
+
+    def ancestors(self, turn: Turn | None) -> list[Turn]:
+        """The turns that a turn continues and itself, the oldest first."""
+        chain: list[Turn] = []
+        while turn is not None:
+            chain.append(turn)
+            turn = None if turn.parent is None else self.turns[turn.parent]
+        return chain[::-1]
+
+    def branches(self) -> list[Branch]:
+        """One branch for each turn with tokens that no other continues, in their order. A turn that several share is
+        trained in the first.
+        """
+        answered = [turn for turn in self.turns if turn.result.token_ids]
+        parents = {turn.parent for turn in answered}
+        seen: set[int] = set()
+        branches: list[Branch] = []
+        for leaf in answered:
+            if leaf.number in parents:
+                continue
+            parts: list[Part] = []
+            before: Turn | None = None
+            for turn in self.ancestors(leaf):
+                start = len(before.token_ids) if before is not None else 0
+                parts.append(Part(turn, turn.prompt_ids[start:], _new_messages(turn, before), turn.number not in seen))
+                seen.add(turn.number)
+                before = turn
+            branches.append(Branch(tuple(parts)))
+        return branches
+
+
+def exact_prompt(
+    turn: Turn, rendered: Sequence[int], until_answer: Sequence[int], stop_token_ids: Collection[int]
+) -> list[int] | None:
+    """The prompt of a request that continues `turn`, with the turn's tokens as they were sampled.
+
+    Args:
+        rendered: The request as the template gives it.
+        until_answer: The request's messages up to the turn's answer, as the template gives them.
+        stop_token_ids: Tokens that end a response.
+
+    Returns None where the template shows the history in another way once more messages follow, or where it does not
+    end an answer by a stop token: the request then begins a branch of its own.
+    """
+    if list(rendered[: len(until_answer)]) != list(until_answer):
+        return None
+    sampled = turn.result.token_ids
+    ended = bool(sampled) and sampled[-1] in stop_token_ids
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(turn.template_ids, until_answer)))  # noqa: B905
+    closing = {sampled[-1]} if ended else set(stop_token_ids)
+    ends = [place for place in range(shared, len(until_answer)) if until_answer[place] in closing]
+    if not ends:
+        return None
+    # Where the response was cut off, the template's own stop token belongs to what follows.
+    return [*turn.token_ids, *rendered[ends[-1] + int(ended) :]]
+
+
+def _new_messages(turn: Turn, before: Turn | None) -> tuple[Message, ...]:
+    known = len(before.messages) + 1 if before is not None and before.messages else 0
+    return turn.messages[known:]
+
+
+def _histories(messages: Sequence[Message], setup: object) -> list[bytes]:
+    """A digest of every beginning of a conversation, the longest last."""
+    digest = _digest(b"", setup)
+    digests: list[bytes] = []
+    for message in messages:
+        digest = _digest(digest, _shown(message))
+        digests.append(digest)
+    return digests
+
+
+def _digest(before: bytes, value: object) -> bytes:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.blake2b(before + text.encode(), digest_size=16).digest()
+
+
+def _shown(message: Message) -> dict[str, object]:
+    """What tells a message from another. Clients send an answer back without its reasoning, and with an empty text for
+    none.
+    """
+    shown: dict[str, object] = {"role": message.get("role"), "content": text_of(message)}
+    if message.get("role") == "assistant":
+        shown["tool_calls"] = _tool_calls(message)
+    else:
+        shown |= {name: message[name] for name in ("name", "tool_call_id") if message.get(name) is not None}
+    return shown
+
+
+def text_of(message: Message) -> str:
+    """The text of a message, whose content may come in parts."""
+    content = message.get("content")
+    if isinstance(content, str) or content is None:
+        return content or ""
+    if isinstance(content, Sequence) and all(isinstance(part, Mapping) and "text" in part for part in content):
+        return "".join(str(part["text"]) for part in content if isinstance(part, Mapping))
+    return json.dumps(content, sort_keys=True, default=str)
+
+
+def _tool_calls(message: Message) -> list[_Call]:
+    calls = message.get("tool_calls")
+    found: list[_Call] = []
+    for call in calls if isinstance(calls, Sequence) else ():
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping):
+            found.append((str(function.get("name")), _arguments(function.get("arguments"))))
+    return found
+
+
+def _arguments(given: object) -> object:
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given)
+    except json.JSONDecodeError:
+        return given

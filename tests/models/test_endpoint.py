@@ -1,0 +1,275 @@
+"""The OpenAI-compatible endpoint: vLLM's own classes over HTTP, and a generator that says what a test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from nemo_rl.config import ConfigError, load_master_config
+from nemo_rl.data.tokenizer import get_tokenizer
+from nemo_rl.models.generation.endpoint.http import EndpointError
+from nemo_rl.models.generation.endpoint.server import Endpoint, start_endpoint
+from nemo_rl.models.generation.endpoint.session import SessionPlan
+from nemo_rl.models.generation.interfaces import (
+    GenerationError,
+    GenerationRequest,
+    GenerationResult,
+    GenerationSamplingParams,
+    VersionSpan,
+)
+
+_CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "grpo_arithmetic_cpu.yaml"
+_TOKEN = "secret-of-the-test"
+# A token without text: what is tokenised again never has it.
+_SILENT = 300
+_CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+
+
+@dataclass
+class Model:
+    """Says the text of the test, and a token that no text has."""
+
+    tokenizer: Any
+    text: str = "hi"
+    ended: bool = True
+    requests: list[GenerationRequest] = field(default_factory=list)
+    wait: Callable[[], Any] | None = None
+
+    async def generate_one(self, request: GenerationRequest) -> GenerationResult:
+        self.requests.append(request)
+        if self.wait is not None:
+            await self.wait()
+        ids = [*self.tokenizer(self.text)["input_ids"], _SILENT, *([self.tokenizer.eos_token_id] * self.ended)]
+        reason = "stop" if self.ended else "length"
+        return GenerationResult(request.request_id, ids, [-0.5] * len(ids), reason, (VersionSpan(3, 0, len(ids)),))
+
+
+def configured(model: Path, *overrides: str) -> Any:
+    vllm = "policy.generation.vllm_cfg"
+    given = [
+        f"policy.model_name={model}",
+        "policy.max_total_sequence_length=512",
+        "policy.tokenizer.chat_template=default",
+        "policy.generation.max_new_tokens=64",
+        "data.max_input_seq_length=400",
+        f"{vllm}.max_model_len=512",
+        f"{vllm}.expose_http_server=true",
+        f"{vllm}.http_server.max_body_bytes=4096",
+        f"{vllm}.http_server.token_variable=NRL_TEST_TOKEN",
+        f"{vllm}.http_server_serving_chat_kwargs={{enable_auto_tools: true, tool_parser: hermes}}",
+    ]
+    return load_master_config(_CONFIG, [*given, *overrides]).policy
+
+
+def started(model: Path, says: Model, *overrides: str) -> Endpoint:
+    policy = configured(model, *overrides)
+    return start_endpoint(
+        policy, says.tokenizer, says.generate_one, stop_token_ids=[says.tokenizer.eos_token_id], cuda=False
+    )
+
+
+@pytest.fixture(scope="module")
+def served(tiny_model: Path) -> Iterator[tuple[Endpoint, Model]]:
+    patch = pytest.MonkeyPatch()
+    patch.setenv("NRL_TEST_TOKEN", _TOKEN)
+    says = Model(get_tokenizer(configured(tiny_model).tokenizer))
+    endpoint = started(tiny_model, says)
+    yield endpoint, says
+    endpoint.close()
+    patch.undo()
+
+
+@pytest.fixture
+def session(served: tuple[Endpoint, Model]) -> Iterator[tuple[Endpoint, Model, str]]:
+    endpoint, says = served
+    says.text, says.ended, says.wait = "hi", True, None
+    says.requests.clear()
+    plan = SessionPlan("4-2-1", GenerationSamplingParams(), 64, 512, lambda number: 100 + number)
+    url = endpoint.open("s", plan)
+    yield endpoint, says, url
+    endpoint._sessions.clear()
+
+
+def post(url: str, **body: object) -> requests.Response:
+    return requests.post(url, json=body, headers={"Authorization": f"Bearer {_TOKEN}"}, timeout=60)
+
+
+def chat(url: str, messages: list[dict[str, object]], **body: object) -> dict[str, Any]:
+    response = post(f"{url}/chat/completions", model="policy", messages=messages, **body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def user(text: str) -> dict[str, object]:
+    return {"role": "user", "content": text}
+
+
+def test_a_later_turn_is_prompted_with_the_sampled_tokens(session: tuple[Endpoint, Model, str]) -> None:
+    endpoint, says, url = session
+    first = chat(url, [user("a")], logprobs=True, return_token_ids=True)["choices"][0]
+    assert first["message"]["content"] == "hi" and first["weight_versions"] == [{"version": 3, "start": 0, "end": 4}]
+    assert [one["logprob"] for one in first["logprobs"]["content"]] == [-0.5] * 4
+    second = chat(url, [user("a"), first["message"], user("b")], return_token_ids=True)
+    before, after = says.requests
+    assert after.prompt_ids[: len(before.prompt_ids) + 4] == [*before.prompt_ids, *first["token_ids"]]
+    text = says.tokenizer.decode(after.prompt_ids[len(before.prompt_ids) + 4 :])
+    assert text == "\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
+    assert second["prompt_token_ids"] == after.prompt_ids
+    assert second["usage"]["prompt_tokens"] == len(after.prompt_ids)
+    assert [(one.seed, one.sample_id) for one in says.requests] == [(100, "4-2-1"), (101, "4-2-1")]
+    (branch,) = endpoint.finish("s").branches()
+    assert branch.token_ids == [*after.prompt_ids, *first["token_ids"]] and sum(branch.token_mask) == 8
+    assert post(f"{url}/chat/completions", model="policy", messages=[user("c")]).status_code == 404
+
+
+def test_a_call_of_a_tool_is_read_and_continued(session: tuple[Endpoint, Model, str]) -> None:
+    endpoint, says, url = session
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    says.text = _CALL
+    answer = chat(url, [user("1+2?")], tools=tools)["choices"][0]
+    (call,) = answer["message"]["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("add", {"a": 1, "b": 2})
+    assert answer["finish_reason"] == "tool_calls"
+    says.text, says.ended = "3", False
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
+    chat(url, [user("1+2?"), {"role": "assistant", "content": None, "tool_calls": [call]}, result], tools=tools)
+    one = endpoint.finish("s")
+    assert [turn.parent for turn in one.turns] == [None, 0] and len(one.branches()) == 1
+
+
+def test_a_stream_says_what_a_whole_answer_says(session: tuple[Endpoint, Model, str]) -> None:
+    endpoint, says, url = session
+    says.text = _CALL
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    response = post(
+        f"{url}/chat/completions",
+        model="policy", messages=[user("1+2?")], tools=tools, stream=True, stream_options={"include_usage": True},
+    )  # fmt: skip
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    said, ended, usage = (json.loads(line) for line in lines[:-1])
+    assert said["choices"][0]["delta"]["tool_calls"][0]["function"]["name"] == "add"
+    assert ended["choices"][0]["finish_reason"] == "tool_calls" and usage["usage"]["completion_tokens"] > 0
+    assert len(endpoint.finish("s").turns) == 1
+
+
+def test_each_of_several_answers_is_a_turn_with_a_seed_of_its_own(session: tuple[Endpoint, Model, str]) -> None:
+    endpoint, says, url = session
+    response = post(f"{url}/completions", model="policy", prompt="1+1=", n=2, stop=["h"])
+    assert [choice["text"] for choice in response.json()["choices"]] == ["hi", "hi"]
+    assert [(one.seed, one.stop_strings) for one in says.requests] == [(100, ("h",)), (101, ("h",))]
+    assert [sum(branch.token_mask) for branch in endpoint.finish("s").branches()] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        ({"model": "gpt-9"}, 404, "gpt-9"),
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, 400, "512"),
+        ({"tools": [{"type": "fn"}]}, 400, "tools.0.type"),
+        ({"tools": 3}, 400, "tools"),
+        ({"messages": "hello"}, 400, "messages"),
+        ({"temperature": 0.25}, 400, "policy.generation.temperature=1"),
+        ({"frequency_penalty": 0.5}, 400, "frequency_penalty"),
+        ({"response_format": {"type": "json_object"}}, 400, "structured"),
+        ({"logprobs": True, "top_logprobs": 3}, 400, "top_logprobs"),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, 413, "max_body_bytes=4096"),
+    ],
+)
+def test_a_bad_request_is_refused_with_the_reason(
+    session: tuple[Endpoint, Model, str], body: dict[str, Any], status: int, says: str
+) -> None:
+    endpoint, model, url = session
+    response = post(f"{url}/chat/completions", **{"model": "policy", "messages": [user("a")], **body})
+    assert response.status_code == status and says in response.json()["error"]["message"]
+    assert not model.requests and not endpoint.finish("s").turns
+
+
+def test_a_wrong_token_and_what_is_no_json_are_refused(session: tuple[Endpoint, Model, str]) -> None:
+    _, _, url = session
+    headers = {"Authorization": "Bearer wrong"}
+    assert requests.get(f"{url}/models", headers=headers, timeout=60).status_code == 401
+    headers = {"Authorization": f"Bearer {_TOKEN}"}
+    assert requests.post(f"{url}/completions", data="{", headers=headers, timeout=60).status_code == 400
+    models = requests.get(f"{url}/models", headers=headers, timeout=60).json()
+    assert models["data"][0]["id"] == "policy"
+
+
+def test_a_client_that_vanishes_ends_its_request(session: tuple[Endpoint, Model, str]) -> None:
+    endpoint, says, url = session
+    begun, cancelled = threading.Event(), threading.Event()
+
+    async def forever() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    says.wait = forever
+    body = json.dumps({"model": "policy", "messages": [user("a")]}).encode()
+    address = url.removeprefix("http://").partition("/")[0]
+    host, _, port = address.partition(":")
+    with socket.create_connection((host, int(port)), timeout=60) as client:
+        path = url.partition(address)[2]
+        head = [
+            f"POST {path}/chat/completions HTTP/1.1",
+            "Host: x",
+            f"Authorization: Bearer {_TOKEN}",
+            "Content-Type: application/json",
+            f"Content-Length: {len(body)}",
+        ]
+        client.sendall("\r\n".join([*head, "", ""]).encode() + body)
+        assert begun.wait(60)
+    assert cancelled.wait(60)
+    assert not endpoint.finish("s").turns
+
+
+def test_without_shards_the_answer_is_503_and_when_to_try_again(session: tuple[Endpoint, Model, str]) -> None:
+    endpoint, says, url = session
+
+    async def fails() -> None:
+        raise GenerationError("no shard is left")
+
+    says.wait = fails
+    for body in ({}, {"stream": True}):
+        response = post(f"{url}/chat/completions", model="policy", messages=[user("a")], **body)
+        assert response.status_code == 503 and int(response.headers["Retry-After"]) > 0
+    assert not endpoint.finish("s").turns
+
+
+def test_past_the_deadline_the_answer_is_503(session: tuple[Endpoint, Model, str], tiny_model: Path) -> None:
+    endpoint, says, url = session
+    says.wait = asyncio.Event().wait
+    endpoint._config = configured(
+        tiny_model, "policy.generation.vllm_cfg.http_server.deadline_s=0.2"
+    ).generation.vllm_cfg.http_server
+    response = post(f"{url}/chat/completions", model="policy", messages=[user("a")])
+    assert response.status_code == 503 and "deadline_s=0.2" in response.json()["error"]["message"]
+    endpoint._config = configured(tiny_model).generation.vllm_cfg.http_server
+
+
+def test_two_runs_do_not_share_a_port(session: tuple[Endpoint, Model, str]) -> None:
+    endpoint, _, url = session
+    port = int(url.removeprefix("http://").partition("/")[0].rpartition(":")[2])
+    with pytest.raises(EndpointError, match=f"port_range_low={port}"):
+        Endpoint(endpoint._serving, endpoint._config, (port, port))
+
+
+def test_options_of_the_server_are_checked_before_anything_starts(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"http_server\.host is 0\.0\.0\.0"):
+        configured(
+            tiny_model,
+            "policy.generation.vllm_cfg.http_server.host=0.0.0.0",
+            "policy.generation.vllm_cfg.http_server.token_variable=null",
+        )
