@@ -2,8 +2,9 @@
 
     python examples/run_grpo_single_controller.py [--config FILE] [key=value ...]
 
-The same as `run_grpo.py` with a configuration that has an `async_rl` section; without --config,
-configs/grpo_arithmetic_streaming_cpu.yaml, which needs no GPU and the demo's warm-started model (`make demo`).
+The same as `run_grpo.py` with a configuration that has an `async_rl` section. Without --config the defaults of
+configs/grpo_math_1B_single_controller.yaml are used, which need two GPUs; a run that needs none, but the demo's
+warm-started model (`make demo`), is configs/grpo_arithmetic_streaming_cpu.yaml.
 """
 
 from __future__ import annotations
@@ -19,5 +20,5 @@ else:
     from nemo_rl.algorithms.commands import grpo as main
 
 if __name__ == "__main__":
-    config = Path(__file__).parent / "configs" / "grpo_arithmetic_streaming_cpu.yaml"
+    config = Path(__file__).parent / "configs" / "grpo_math_1B_single_controller.yaml"
     sys.exit(main(sys.argv[1:], default_config=config))

@@ -3,7 +3,8 @@
     python examples/run_sft.py [--config FILE] [key=value ...]
 
 Overrides follow the configuration's grammar: `a.b=v` sets a key, `+a.b=v` adds one, `++a.b=v` does either, `~a.b`
-removes one. The default, configs/sft_arithmetic_cpu.yaml, warm-starts the small model of make_tiny_model.py.
+removes one. Without --config the defaults of configs/sft.yaml are used, which need a GPU; a run that needs none is
+configs/sft_arithmetic_cpu.yaml, which warm-starts the small model of make_tiny_model.py.
 """
 
 from __future__ import annotations
@@ -19,4 +20,4 @@ else:
     from nemo_rl.algorithms.commands import sft as main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], default_config=Path(__file__).parent / "configs" / "sft_arithmetic_cpu.yaml"))
+    sys.exit(main(sys.argv[1:], default_config=Path(__file__).parent / "configs" / "sft.yaml"))

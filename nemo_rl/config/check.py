@@ -1,11 +1,12 @@
 """Which recipes run here: each file's verdict with its reasons, and a folder's summary by reason.
 
-Reads files and says what `validate` finds; starts nothing and needs no GPU. Invariant: a file that runs here loads in a
-run as it was checked.
+Reads files and says what `validate` finds, and what a start would find about the model's family and about prompt files;
+starts nothing and needs no GPU. Invariant: a file that runs here loads in a run as it was checked.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections import Counter
@@ -15,11 +16,14 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from nemo_rl.config.data import DatasetConfig, prompt_places
 from nemo_rl.config.errors import ConfigError, NotBuilt, Problem
 from nemo_rl.config.evaluation import EvalMasterConfig
+from nemo_rl.config.foreign import MEGATRON_LACKS
 from nemo_rl.config.layers import merge, read_layers, with_sources
 from nemo_rl.config.load import kind_of_file
-from nemo_rl.config.master import MasterConfig, SFTMasterConfig
+from nemo_rl.config.master import CompleteConfig, MasterConfig, RootConfig, SFTMasterConfig
+from nemo_rl.config.section import not_built
 from nemo_rl.config.validate import examine
 
 # `${oc.env:NAME}` without a default: a value that only the machine of the run has.
@@ -48,12 +52,14 @@ class Checked:
         problems: what keeps it from running.
         notes: what is read differently than it is written.
         environment: variables that it needs and that are not set here.
+        files: prompts that it names and that are not here.
     """
 
     file: Path
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     environment: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
 
     @property
     def verdict(self) -> Verdict:
@@ -88,7 +94,43 @@ def check_file(file: Path) -> Checked:
         examined = examine(_with_variables(merged, unset), kind)
     except ConfigError as error:
         return Checked(file, list(error.problems))
-    return Checked(file, with_sources(examined.problems, layers, str(file)), examined.notes, unset)
+    problems: list[Problem] = examined.problems
+    files: list[str] = []
+    if examined.config is not None:
+        problems, files = list(_of_the_model(examined.config)), sorted(_absent_prompts(examined.config, set(unset)))
+    return Checked(file, with_sources(problems, layers, str(file)), examined.notes, unset, files)
+
+
+def _of_the_model(config: CompleteConfig) -> Iterator[Problem]:
+    """What the training backend cannot compute of the model, as far as its name or its files here tell."""
+    if not isinstance(config, RootConfig) or not config.policy.megatron_cfg.enabled:
+        return
+    name = config.policy.model_name
+    file = Path(name).expanduser() / "config.json"
+    kind = None
+    if file.is_file():
+        try:
+            kind = json.loads(file.read_text(encoding="utf-8")).get("model_type")
+        except (OSError, ValueError, AttributeError):
+            return
+    for types, names, part in MEGATRON_LACKS:
+        known = kind in types if kind is not None else re.search(names, name.lower()) is not None
+        if known:
+            instead = "train it with policy.dtensor_cfg.enabled: true and megatron_cfg.enabled: false"
+            yield not_built("policy.model_name", name, f"{part} on Megatron-Core", instead)
+
+
+def _absent_prompts(config: CompleteConfig, unset: set[str]) -> Iterator[str]:
+    """Prompt files of the data that are not here; those below a variable that is not set may be there."""
+    entries: list[DatasetConfig] = []
+    if isinstance(config, EvalMasterConfig):
+        entries = [config.data]
+    elif isinstance(config, RootConfig):
+        entries = [*config.data.train, *(config.data.validation or [])]
+    for path in {path for entry in entries for path in (entry.prompt_file, entry.system_prompt_file) if path}:
+        below = any(path.startswith(f"/{name}") for name in unset)
+        if not below and not any(place.is_file() for place in prompt_places(path)):
+            yield path
 
 
 def lines_about(checked: Checked) -> Iterator[str]:
@@ -96,6 +138,9 @@ def lines_about(checked: Checked) -> Iterator[str]:
     yield f"{checked.file}: {checked.verdict.words}"
     if checked.environment:
         yield f"  needs {', '.join(checked.environment)} in the environment"
+    for path in checked.files:
+        theirs = " (prompts of NeMo-RL's examples are not shipped)" if path.startswith("examples/prompts/") else ""
+        yield f"  needs the file {path}{theirs}"
     yield from (f"  note: {note}" for note in checked.notes)
     yield from (f"  - {problem}" for problem in checked.problems)
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
@@ -157,3 +158,8 @@ class DataConfig(Section):
             elif isinstance(entries, list):
                 filled[split] = [{**default, **entry} if isinstance(entry, Mapping) else entry for entry in entries]
         return filled
+
+
+def prompt_places(path: str) -> tuple[Path, Path]:
+    """Where a prompt file is looked for: from the working directory, and then from the package's checkout."""
+    return Path(path).expanduser(), Path(__file__).parents[2] / path

@@ -213,7 +213,7 @@ def step_divides_into_optimizer_steps(config: MasterConfig) -> Iterator[str]:
         )
 
 
-@rule
+@caution
 def sequences_fit(config: RootConfig) -> Iterator[str]:
     policy = config.policy
     longest = (
@@ -230,8 +230,8 @@ def sequences_fit(config: RootConfig) -> Iterator[str]:
         ):
             if batching.enabled and tokens < longest:
                 yield (
-                    f"policy.{name}.{key} is {tokens}, too small for one sequence of "
-                    f"policy.max_total_sequence_length {policy.max_total_sequence_length}"
+                    f"policy.{name}.{key} is {tokens}, below policy.max_total_sequence_length "
+                    f"{policy.max_total_sequence_length}: a step with a longer sequence fails"
                 )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
+from nemo_rl.config.data import prompt_places
 from nemo_rl.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def load_text(path: str | None, key: str) -> str | None:
     """
     if path is None:
         return None
-    candidates = [Path(path).expanduser(), _ROOT / path]
+    candidates = prompt_places(path)
     found = next((candidate for candidate in candidates if candidate.is_file()), None)
     if found is None:
         raise DataError(

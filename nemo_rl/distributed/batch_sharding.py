@@ -98,14 +98,14 @@ def plan_dynamic(
         length_round: microbatch lengths are rounded up to a multiple of this.
         max_length: width of the padded rows; rounded lengths stop there.
 
-    Raises ValueError: sizes do not divide, or a row alone is above `max_tokens`.
+    Raises ValueError: sizes do not divide; BinPackingError: a row alone is above `max_tokens`.
     """
     chunk = _chunk_size(len(lengths), shards, batch_size)
     if length_round < 1:
         raise ValueError(f"sequence_length_round={length_round} must be at least 1")
     longest = max(lengths)
     if longest > max_tokens:
-        raise ValueError(
+        raise BinPackingError(
             f"a sequence of {longest} tokens is above the {max_tokens} tokens a microbatch may hold; raise "
             "the token cap of dynamic_batching"
         )

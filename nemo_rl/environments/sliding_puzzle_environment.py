@@ -1,7 +1,9 @@
 """The sliding puzzle: one action per turn, reward 1 for solving it.
 
-The last `<action>..</action>` of a response counts; an illegal move costs a turn and is answered with the reason. The
-board is kept in the conversation's metadata. A puzzle ends when solved or after `max_moves` actions.
+The last `<action>..</action>` of a response counts: `slide ROW COLUMN` moves the tile there, counted from 1, into the
+gap, as do `up`, `down`, `left` and `right`; `view` shows the board. Every turn counts as a move; an illegal one is
+answered with the reason. The board is kept in the conversation's metadata. A puzzle ends when solved or after
+`max_moves` actions.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ import torch
 from typing_extensions import override
 
 from nemo_rl.config import SlidingPuzzleEnvConfig
-from nemo_rl.data.datasets.sliding_puzzle import DIRECTIONS, Board, moved, shown, solved_board
+from nemo_rl.data.datasets.sliding_puzzle import DIRECTIONS, Board, moved, shown, slid, solved_board
 from nemo_rl.data.interfaces import LLMMessageLogType
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 
 _ACTION = re.compile(r"<action>\s*(.*?)\s*</action>", re.DOTALL)
+_SLIDE = re.compile(r"slide\s+(-?\d{1,3})\s+(-?\d{1,3})")
 _STOP = ["</action>"]
 
 
@@ -61,11 +64,14 @@ class SlidingPuzzleEnvironment(EnvironmentInterface[PuzzleState]):
         board = state["board"]
         actions = _ACTION.findall(response)
         if not actions:
-            return board, "\nNo action was found; answer with <action>up</action>, down, left or right.\n", None
-        action = actions[-1].lower()
-        if action not in DIRECTIONS:
-            return board, f"\n{action!r} is no direction; it is up, down, left or right.\n", action
-        after = moved(board, action)
+            return board, "\nNo action was found; answer with <action>slide ROW COLUMN</action>.\n", None
+        action = " ".join(actions[-1].lower().split())
+        if action == "view":
+            return board, f"\n{shown(board)}\n", action
+        slide = _SLIDE.fullmatch(action)
+        if slide is None and action not in DIRECTIONS:
+            return board, f"\n{action!r} is no action; there are slide ROW COLUMN and view.\n", action
+        after = slid(board, int(slide[1]), int(slide[2])) if slide else moved(board, action)
         if after is None:
-            return board, f"\nNo tile can move {action}.\n{shown(board)}\n", action
+            return board, f"\nNo tile can move by {action!r}.\n{shown(board)}\n", action
         return after, f"\n{shown(after)}\n", action

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -199,3 +200,24 @@ def test_a_generation_configuration_is_filled_in_from_the_tokenizer() -> None:
     configure_generation_config(section, Tokenizer(), is_eval=True)
     assert section.stop_token_ids == [7] and section.vllm_cfg.load_format == "auto"
     assert should_use_async_rollouts(section)
+
+
+@pytest.mark.parametrize(
+    ("script", "config"),
+    [
+        ("run_grpo.py", "grpo_math_1B.yaml"),
+        ("run_sft.py", "sft.yaml"),
+        ("run_eval.py", "evals/eval.yaml"),
+        ("run_grpo_sliding_puzzle.py", "grpo_sliding_puzzle.yaml"),
+        ("run_grpo_single_controller.py", "grpo_math_1B_single_controller.yaml"),
+    ],
+)
+def test_scripts_start_the_documented_configuration(script: str, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nemo_rl.algorithms import commands
+
+    taken: list[Path] = []
+    for name in ("grpo", "sft", "evaluate"):
+        monkeypatch.setattr(commands, name, lambda arguments, default_config: taken.append(default_config) or 0)
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / "examples" / script), run_name="__main__")
+    assert taken == [ROOT / "examples/configs" / config]

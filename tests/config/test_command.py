@@ -181,6 +181,74 @@ def test_the_table_names_what_is_no_key(capsys: pytest.CaptureFixture[str], tmp_
     ]
 
 
+@pytest.mark.parametrize(
+    ("model", "part"),
+    [
+        ("openai/gpt-oss-20b", "attention sinks"),
+        ("moonshotai/Moonlight-16B-A3B-Instruct", "multi-latent attention"),
+        ("deepseek-ai/DeepSeek-R1-0528", "multi-latent attention"),
+        ("nvidia/NVIDIA-Nemotron-Nano-12B-v2", "layers of Mamba"),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "layers of Mamba"),
+        ("Qwen/Qwen3.5-35B-A3B", "linear attention"),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", "linear attention"),
+        ("google/gemma-3-1b-it", "attention that differs"),
+        ("Qwen/Qwen3-30B-A3B", None),
+        ("Qwen/Qwen2.5-1.5B", None),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", None),
+        ("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", None),
+        ("nvidia/Llama-3.1-Nemotron-Nano-8B-v1", None),
+        ("agentica-org/DeepScaleR-1.5B-Preview", None),
+        ("gpt2-directory", "multi-latent attention"),
+        ("llama-gpt-oss-directory", None),
+    ],
+)
+def test_check_knows_families_that_megatron_lacks(
+    model: str, part: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder, kind in (("gpt2-directory", "deepseek_v3"), ("llama-gpt-oss-directory", "llama")):
+        Path(folder).mkdir()
+        Path(folder, "config.json").write_text(f'{{"model_type": "{kind}"}}')
+    megatron = "dtensor_cfg: {enabled: false}, megatron_cfg: {enabled: true}, optimizer: null, scheduler: null"
+    base = f"defaults: {ROOT}/examples/configs/grpo_math_1B.yaml"
+    Path("megatron.yaml").write_text(f"{base}\npolicy: {{model_name: {model}, {megatron}}}\n")
+    Path("dtensor.yaml").write_text(f"{base}\npolicy: {{model_name: {model}}}\n")
+    assert main(["check", "megatron.yaml"]) == (0 if part is None else 1)
+    assert part is None or f"not built yet: {part}" in capsys.readouterr().out
+    assert main(["check", "dtensor.yaml"]) == 0
+
+
+def test_check_names_prompt_files_that_are_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = f"defaults: {ROOT}/examples/configs"
+    (tmp_path / "mine.txt").write_text("{}")
+    for name, text in {
+        "theirs": f"{base}/grpo_math_1B.yaml\ndata: {{default: {{prompt_file: examples/prompts/cot.txt}}}}",
+        "gpqa": f"{base}/evals/eval.yaml\ndata: {{prompt_file: examples/prompts/gpqa.txt}}",
+        "ours": f"{base}/grpo_math_1B.yaml\ndata: {{default: {{prompt_file: examples/prompts/step_by_step.txt}}}}",
+        "mine": f"{base}/grpo_math_1B.yaml\ndata: {{default: {{prompt_file: {tmp_path}/mine.txt}}}}",
+        "variable": f"{base}/grpo_math_1B.yaml\ndata: {{default: {{prompt_file: '${{oc.env:NOT_SET}}/a.txt'}}}}",
+    }.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    assert main(["check", str(tmp_path)]) == 0
+    needs = [line for line in capsys.readouterr().out.splitlines() if "needs the file" in line]
+    assert [line.split()[3] for line in needs] == ["examples/prompts/gpqa.txt", "examples/prompts/cot.txt"]
+    assert all("not shipped" in line for line in needs)
+
+
+def test_a_cap_below_the_longest_sequence_is_allowed_and_said(tmp_path: Path) -> None:
+    from nemo_rl.config.check import check_file
+
+    file = tmp_path / "run.yaml"
+    for batching, off in (("sequence_packing", "dynamic_batching"), ("dynamic_batching", "sequence_packing")):
+        file.write_text(
+            f"defaults: {ROOT}/examples/configs/grpo_math_1B.yaml\npolicy: {{max_total_sequence_length: 1024, "
+            f"{off}: {{enabled: false}}, {batching}: {{enabled: true, train_mb_tokens: 1000}}}}\n"
+        )
+        checked = check_file(file)
+        assert checked.problems == []
+        assert any(f"policy.{batching}.train_mb_tokens is 1000, below" in note for note in checked.notes)
+
+
 def test_check_of_nothing_is_a_mistake(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["check", str(tmp_path / "gone.yaml")]) == 2
     assert "no such file, or a folder without YAML files" in capsys.readouterr().err

@@ -374,7 +374,6 @@ BROKEN = [
         "policy.train_micro_batch_size is 3, which does not divide the 512 samples of a rank",
     ),
     (["policy.sequence_packing.enabled=false", "policy.logprob_batch_size=3"], "policy.logprob_batch_size is 3"),
-    (["policy.sequence_packing.train_mb_tokens=100"], "too small for one sequence"),
     (
         ["policy.sequence_packing.enabled=false", "policy.sequence_packing.share_prompts=true"],
         "rows that share prompts are packed",

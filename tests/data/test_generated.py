@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.datasets.registry import load_response_dataset
-from nemo_rl.data.datasets.sliding_puzzle import DIRECTIONS, moved, shown, solved_board
+from nemo_rl.data.datasets.sliding_puzzle import DIRECTIONS, action_for, moved, shown, slid, solved_board
 from nemo_rl.data.interfaces import DataError
 
 
@@ -78,6 +78,7 @@ def test_a_move_can_be_taken_back(size: int, moves: list[str]) -> None:
         if after is not None:
             assert sorted(tile for line in after for tile in line) == list(range(size * size))
             assert moved(after, back[direction]) == plan_state
+            assert slid(plan_state, *map(int, action_for(plan_state, direction).split()[1:])) == after
             plan_state = after
 
 

@@ -27,7 +27,11 @@ PACKED = ["policy.sequence_packing.enabled=true"]
 WHOLE = [*MEGATRON, f"{KEY}.optimizer.use_distributed_optimizer=false"]
 PLAIN = ["policy.scheduler=null", "policy.optimizer.kwargs={lr: 0.005, weight_decay: 0.0, betas: [0.9, 0.999]}"]
 FILTERED = [f"policy.generation.{key}" for key in ("top_k=200", "top_p=0.95", "temperature=1.3")]
+_ROPE = "rope_type: yarn, factor: 4.0, original_max_position_embeddings: 16, rope_theta: 10000.0"
+YARN = [f"++policy.hf_config_overrides.rope_parameters={{{_ROPE}}}"]
 ONE = {
+    "dtensor yarn": [*PLAIN, *YARN],
+    "megatron yarn": [*WHOLE, *YARN],
     "dtensor": PLAIN,
     "dtensor packed": [*PLAIN, *PACKED],
     "dtensor filtered": [*PLAIN, *FILTERED],
@@ -105,13 +109,18 @@ def _assert_same_step(got: dict[str, Any], want: dict[str, Any], *, gradient: bo
         assert error <= 1e-4 * np.linalg.norm(want["gradient"])
 
 
-@pytest.mark.parametrize("how", ["", " packed"])
+@pytest.mark.parametrize("how", ["", " packed", " yarn"])
 def test_both_backends_compute_the_same_step(one: dict[str, Any], how: str) -> None:
     got, want = one["cases"][f"megatron{how}"], one["cases"][f"dtensor{how}"]
     _assert_same_step(got, want)
     np.testing.assert_allclose(got["logprobs"], want["logprobs"], atol=1e-4)
     for name, values in want["metrics"].items():
         assert got["metrics"][name] == pytest.approx(values, rel=1e-4, abs=1e-5), name
+
+
+def test_positions_of_yarn_change_what_is_computed(one: dict[str, Any]) -> None:
+    plain, yarn = one["cases"]["megatron"], one["cases"]["megatron yarn"]
+    assert np.abs(yarn["logprobs"] - plain["logprobs"]).max() > 1e-3
 
 
 @pytest.mark.parametrize("case", TWO)

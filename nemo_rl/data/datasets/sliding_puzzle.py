@@ -57,6 +57,31 @@ def moved(board: Board, direction: str) -> Board | None:
     return after
 
 
+def slid(board: Board, row: int, column: int) -> Board | None:
+    """The board after the tile at a row and column, counted from 1, has slid into the gap; None where there is no tile
+    beside the gap.
+
+    >>> slid([[1, 2], [3, 0]], 1, 2)
+    [[1, 0], [3, 2]]
+    """
+    size = len(board)
+    if not (1 <= row <= size and 1 <= column <= size) or not (tile := board[row - 1][column - 1]):
+        return None
+    moves = (moved(board, direction) for direction in DIRECTIONS)
+    return next((after for after in moves if after is not None and after[row - 1][column - 1] == 0 != tile), None)
+
+
+def action_for(board: Board, direction: str) -> str:
+    """The action that moves a tile in a direction in which one can move.
+
+    >>> action_for([[1, 2], [3, 0]], "down")
+    'slide 1 2'
+    """
+    row, column = next((r, c) for r, line in enumerate(board, 1) for c, tile in enumerate(line, 1) if tile == 0)
+    rows, columns = DIRECTIONS[direction]
+    return f"slide {row + rows} {column + columns}"
+
+
 def shown(board: Board) -> str:
     """The board as text, the gap as a dot.
 
@@ -72,8 +97,8 @@ def instructions(board: Board) -> str:
     """What a player is told at the start."""
     return (
         f"Bring the tiles into order, the gap (.) last.\n{shown(board)}\nMove one tile into the gap at a time: answer "
-        "with <action>up</action>, <action>down</action>, <action>left</action> or <action>right</action>, the "
-        "direction in which the tile moves.\n"
+        "with <action>slide ROW COLUMN</action>, the place of a tile beside the gap, counted from 1. "
+        "<action>view</action> shows the board again.\n"
     )
 
 
@@ -88,7 +113,7 @@ class SlidingPuzzleDataset(GeneratedDataset):
         puzzles = distinct_split(_puzzles(settings, config), config, key)
         rows = [
             {
-                "messages": conversation(instructions(board), f"<action>{first}</action>"),
+                "messages": conversation(instructions(board), f"<action>{action_for(board, first)}</action>"),
                 "state": json.dumps({"board": board, "moves": 0}),
             }
             for board, first in puzzles

@@ -44,6 +44,7 @@ class PackedAttention(MegatronModule):
         super().__init__(config=config)
         self.layer_number = layer_number
         self._scale = softmax_scale
+        self.factor = 1.0  # of the scale, for rotary positions that scale queries and keys
 
     def forward(
         self,
@@ -58,9 +59,12 @@ class PackedAttention(MegatronModule):
         """[T, 1, H * D] from query, key and value [T, 1, H, D]."""
         if packed_seq_params.segments is None:
             raise ValueError("packed attention needs the borders of the row's sequences")
+        scale = self._scale
+        if self.factor != 1.0:
+            scale = self.factor * (query.shape[-1] ** -0.5 if scale is None else scale)
         heads_first = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         out_1THD, _weights = packed_attention(
-            self, *heads_first, None, scaling=self._scale, segments=packed_seq_params.segments
+            self, *heads_first, None, scaling=scale, segments=packed_seq_params.segments
         )
         return out_1THD.flatten(2).transpose(0, 1)
 
@@ -87,11 +91,15 @@ class RowNorm(nn.Module):
 
 class PackedGPT(GPTModel):
     """Megatron's GPT over packed rows: gives the final hidden states instead of logits, which are never whole.
-    `angles_D`: rotary frequencies of the model, half a head wide. `options`: of `GPTModel`.
+    `angles_D`: rotary frequencies of the model, half a head wide. `rotary_factor`: of rotated queries and keys, which
+    attention's scale takes over. `options`: of `GPTModel`.
     """
 
-    def __init__(self, *, angles_D: torch.Tensor, **options: Any) -> None:
+    def __init__(self, *, angles_D: torch.Tensor, rotary_factor: float = 1.0, **options: Any) -> None:
         super().__init__(position_embedding_type="none", **options)
+        for module in self.modules():
+            if isinstance(module, PackedAttention):
+                module.factor = rotary_factor**2
         self.register_buffer("angles_D", angles_D, persistent=False)
         self.angles_D: torch.Tensor
 

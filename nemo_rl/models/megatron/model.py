@@ -61,13 +61,15 @@ def build_model(cfg: PolicyConfig, model: PretrainedConfig, groups: MegatronGrou
     if torch.cuda.is_available():
         tensor_parallel.model_parallel_cuda_manual_seed(0)
     stages = config.virtual_pipeline_model_parallel_size or 1
+    angles_D, rotary_factor = rotary_angles(model)
     chunks: list[nn.Module] = []
     for virtual in range(stages):
         stage = virtual if stages > 1 else None
         given = bridge if engine else None
         layers = _layers(config, sizes, stage, engine=engine) if given is None else given.layers(stage)
         chunk = PackedGPT(
-            angles_D=rotary_angles(model),
+            angles_D=angles_D,
+            rotary_factor=rotary_factor,
             config=config,
             transformer_layer_spec=layers,
             vocab_size=sizes.vocabulary,
@@ -217,16 +219,16 @@ def _layers(config: object, sizes: Sizes, virtual: int | None, *, engine: bool) 
     return TransformerBlockSubmodules(layer_specs=[spec] * here, layer_norm=RowNorm)
 
 
-def rotary_angles(model: Any) -> torch.Tensor:
-    """Rotary frequencies [head dimension / 2] of a model, as transformers computes them. Raises UnsupportedModelError:
-    its positions also scale attention, or change with the length of a sequence.
+def rotary_angles(model: Any) -> tuple[torch.Tensor, float]:
+    """Rotary frequencies [head dimension / 2] of a model, as transformers computes them, and the factor of queries and
+    keys (YaRN's). Raises UnsupportedModelError: its frequencies change with the length of a sequence.
     """
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     embedding = LlamaRotaryEmbedding(config=model)
-    if embedding.attention_scaling != 1.0 or "dynamic" in str(getattr(embedding, "rope_type", "")):
+    if any(kind in str(getattr(embedding, "rope_type", "")) for kind in ("dynamic", "longrope")):
         raise UnsupportedModelError(
             f"policy.megatron_cfg.enabled: rotary embeddings of type {embedding.rope_type!r} are not supported by this "
             "backend; train the model with policy.dtensor_cfg.enabled=true"
         )
-    return embedding.inv_freq.detach().float().cpu().clone()
+    return embedding.inv_freq.detach().float().cpu().clone(), float(embedding.attention_scaling)
