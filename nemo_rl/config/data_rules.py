@@ -74,7 +74,7 @@ def environments_exist(config: MasterConfig | EvalMasterConfig) -> Iterator[Prob
         elif entry.env_name not in names:
             yield (
                 f"{key}.env_name: there is no environment {entry.env_name!r}.{did_you_mean(entry.env_name, names)} A "
-                f"new one needs env.{entry.env_name}.class or .function"
+                f"new one needs env.{entry.env_name}.class, .function or .agent"
             )
     for name, section in (config.env.model_extra or {}).items():
         known = name in used or name in UNBUILT["environments"]
@@ -82,7 +82,7 @@ def environments_exist(config: MasterConfig | EvalMasterConfig) -> Iterator[Prob
             built_in = [other for other in names if other not in (config.env.model_extra or {})]
             yield (
                 f"env.{name}: unknown environment, and nothing uses it.{did_you_mean(name, built_in)} A "
-                f"new one needs env.{name}.class or .function"
+                f"new one needs env.{name}.class, .function or .agent"
             )
 
 
@@ -91,6 +91,29 @@ def functions_stand_alone(config: MasterConfig | EvalMasterConfig) -> Iterator[s
     for name, section in _judged_by_functions(config.env):
         if section.env_class is not None:
             yield f"env.{name}.class and env.{name}.function exclude each other; leave one out"
+
+
+@rule
+def agents_reach_the_model(config: MasterConfig) -> Iterator[str]:
+    for name in environments_in_use(config):
+        section = config.env.of(name)
+        if section is None or section.agent is None:
+            continue
+        if section.env_class is not None or section.function is not None:
+            yield f"env.{name}.agent excludes env.{name}.class and env.{name}.function; leave one out"
+        if not config.policy.generation.vllm_cfg.expose_http_server:
+            yield (
+                f"env.{name}.agent reaches the model through the run's endpoint; set "
+                "policy.generation.vllm_cfg.expose_http_server=true"
+            )
+
+
+@rule
+def evaluations_run_no_agents(config: EvalMasterConfig) -> Iterator[str]:
+    for _, entry in _entries(config):
+        section = config.env.of(entry.env_name)
+        if section is not None and section.agent is not None:
+            yield f"env.{entry.env_name}.agent plays in training and its validation alone; name a class or a function"
 
 
 @caution

@@ -24,8 +24,16 @@ class EnvironmentConfig(Section):
         description="Dotted path of a function that rewards one response, instead of a class; further keys are its "
         "keyword arguments.",
     )
+    agent: str | None = Field(
+        None,
+        description="Dotted path of an agent that plays whole episodes against the run's endpoint "
+        "(policy.generation.vllm_cfg.expose_http_server), instead of a class; further keys are its arguments.",
+    )
     step_timeout_s: float = Field(
-        600.0, gt=0, description="Seconds that one call of the environment may take before the step fails."
+        600.0,
+        gt=0,
+        description="Seconds that one call of the environment may take before the step fails; of an agent, a whole "
+        "episode.",
     )
     replicas: PositiveInt = Field(
         1,
@@ -40,8 +48,8 @@ class EnvironmentConfig(Section):
 
     @property
     def is_users(self) -> bool:
-        """Whether a user's class or function stands behind the name."""
-        return self.env_class is not None or self.function is not None
+        """Whether a user's class, function or agent stands behind the name."""
+        return self.env_class is not None or self.function is not None or self.agent is not None
 
 
 class UserEnvironmentConfig(EnvironmentConfig):
@@ -52,7 +60,8 @@ class UserEnvironmentConfig(EnvironmentConfig):
     max_concurrency: PositiveInt | None = Field(
         None,
         description="Calls of `step` that one actor works on at once: in threads, or as coroutines where `step` is an "
-        "`async def`. null: 64 for an `async def`, 1 otherwise, since other classes must be safe for threads.",
+        "`async def`. null: 64 for an `async def` and for agents, 1 otherwise, since other classes must be safe for "
+        "threads.",
     )
 
 

@@ -31,7 +31,7 @@ from nemo_rl.data.conversations import (
     without_filling,
 )
 from nemo_rl.data.interfaces import DataError, DatumSpec, LLMMessageLogType, TaskDataProcessFnCallable, TaskDataSpec
-from nemo_rl.data.llm_message_utils import get_formatted_message_log
+from nemo_rl.data.llm_message_utils import get_formatted_message_log, prompted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,6 +58,9 @@ def _prompt_of(read: Callable[[Row], Prompt]) -> TaskDataProcessFnCallable:
         _one_system_message(messages, task_data_spec)
         # A template says how a prompt begins, and the response ends it.
         log = get_formatted_message_log(messages, tokenizer, task_data_spec, False, False, True, _tools(datum_dict))
+        for message, asked in zip(log, prompted(messages, task_data_spec), strict=True):
+            # What an agent sends, which applies no template.
+            message["text"] = asked["content"]
         return _datum(log, info, datum_dict, max_seq_length, idx)
 
     processor.__name__, processor.__qualname__, processor.__doc__ = read.__name__, read.__qualname__, read.__doc__

@@ -21,6 +21,7 @@ from nemo_rl.config.foreign import UNBUILT
 from nemo_rl.data.interfaces import DataError
 from nemo_rl.data.processors import AllTaskProcessedDataset
 from nemo_rl.data.setup import TaskDatasets, load_datasets
+from nemo_rl.environments.agent_environment import AGENTS_AT_ONCE, AgentEnvironment, check_agent
 from nemo_rl.environments.function_environment import FunctionEnvironment, reward_function
 from nemo_rl.environments.interfaces import EnvironmentFailure, UnknownEnvironment, ray_actor
 
@@ -40,7 +41,7 @@ CLASSES: dict[str, str] = {
 }
 # How often a dead environment is started again, and how often a call is made again for it.
 _RESTARTS, _CALLED_AGAIN = 5, 1
-_READ_HERE = ("class", "function", "step_timeout_s", "replicas", "max_batch", "max_concurrency")
+_READ_HERE = ("class", "function", "agent", "step_timeout_s", "replicas", "max_batch", "max_concurrency")
 # Coroutines mostly wait, for a sandbox or another service.
 _COROUTINES = 64
 Actors = Mapping[str, tuple[ActorHandle[object], ...]]
@@ -70,12 +71,16 @@ def environment_class(name: str, config: EnvironmentConfig | None) -> Any:
     if config is not None and config.function is not None:
         reward_function(config.function, f"env.{name}", config.model_extra or {})
         return FunctionEnvironment
+    if config is not None and config.agent is not None:
+        check_agent(config.agent, f"env.{name}", config.model_extra or {})
+        return AgentEnvironment
     path = config.env_class if config is not None and config.env_class is not None else CLASSES.get(name)
     if path is None:
         hint = (
             "is not built yet"
             if name in UNBUILT["environments"]
-            else f"is no environment.{did_you_mean(name, CLASSES)} A new one needs env.{name}.class or .function"
+            else f"is no environment.{did_you_mean(name, CLASSES)} A new one needs "
+            f"env.{name}.class, .function or .agent"
         )
         raise UnknownEnvironment(f"data.*.env_name: {name!r} {hint}")
     found = import_dotted(path, f"env.{name}.class")
@@ -104,6 +109,9 @@ def environment_settings(config: EnvironmentConfig | None, name: str = "<name>")
     """What an environment is built with: the keys of its mapping but for those read here."""
     if config is not None and config.function is not None:
         return {"function": config.function, "key": f"env.{name}", "arguments": dict(config.model_extra or {})}
+    if config is not None and config.agent is not None:
+        own = {"agent": config.agent, "key": f"env.{name}", "arguments": dict(config.model_extra or {})}
+        return {**own, "calls": calls_at_once(name, config)}
     return {} if config is None else {key: value for key, value in config.to_dict().items() if key not in _READ_HERE}
 
 
@@ -135,6 +143,8 @@ def calls_at_once(name: str, config: EnvironmentConfig | None) -> int:
     chosen = getattr(config, "max_concurrency", None)
     if chosen is not None:
         return chosen
+    if config is not None and config.agent is not None:
+        return AGENTS_AT_ONCE
     step = getattr(_plain_class(environment_class(name, config)), "step", None)
     awaits = inspect.iscoroutinefunction(step)
     if config is not None and config.function is not None:

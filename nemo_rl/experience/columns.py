@@ -99,7 +99,12 @@ def rollout_columns(
         mask_sample=torch.tensor([_is_flagged(t, "mask_sample") for t in trajectories]),
         invalid_tool_call=torch.tensor([_is_flagged(t, "invalid_tool_call") for t in trajectories]),
         sample_mask=batch["loss_multiplier"].clone(),
-        prompt_lengths=batch["length"].clone(),
+        prompt_lengths=torch.tensor(
+            [
+                int(length) if t.prompt_length is None else t.prompt_length
+                for t, length in zip(trajectories, batch["length"], strict=True)
+            ]
+        ),
         response_lengths=torch.tensor([t.generated[0] if t.generated else 0 for t in trajectories]),
         generated_lengths=torch.tensor([sum(t.generated) for t in trajectories]),
         total_lengths=lengths_B.clone(),

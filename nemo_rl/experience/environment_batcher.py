@@ -40,6 +40,7 @@ class EnvironmentHandle:
     timeout_s: float = 600.0  # deadline of one call in seconds
     calls: int = 1  # calls that each replica works on at once
     max_batch: int | None = None  # most conversations of one call; None for no limit
+    is_agent: bool = False  # whether it plays whole episodes by itself
 
     @classmethod
     def of(cls, name: str, replicas: Sequence[ActorHandle[object]], env_configs: EnvConfig) -> EnvironmentHandle:
@@ -48,7 +49,10 @@ class EnvironmentHandle:
         calls = calls_at_once(name, section)
         if section is None:
             return cls(name, tuple(replicas), calls=calls)
-        return cls(name, tuple(replicas), section.step_timeout_s, calls, section.max_batch)
+        is_agent = section.agent is not None
+        # Episodes of agents end one by one: none waits for another.
+        most = section.max_batch or (1 if is_agent else None)
+        return cls(name, tuple(replicas), section.step_timeout_s, calls, most, is_agent)
 
 
 @dataclass(frozen=True)

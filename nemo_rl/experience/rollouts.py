@@ -36,6 +36,8 @@ from nemo_rl.utils.record_events import VersionSpan as RecordedSpan
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from nemo_rl.experience.agent_rollouts import AgentRollouts
+
 # Share of samples cut short from which on a person is told.
 _MANY_CUT = 0.4
 
@@ -94,11 +96,14 @@ class Trajectory:
     answer: str | None = None  # the last answer that the environment read; None without one
     routes: RouteRecord = field(default_factory=RouteRecord)  # experts of all messages' tokens, where recorded
     masks: SamplingMasks = NO_MASKS  # what tokens of all responses were drawn from, where recorded
+    prompt_length: int | None = None  # tokens before the first response, where they are not the row's own prompt
+    branches: int = 0  # of an agent's session, of which this is one; 0 without an agent
+    left_out: int = 0  # sampled tokens of the other branches
 
 
 class RolloutRunner:
     """Rolls out batches. `tokenizer`: decodes responses and encodes observations. `record`: takes which weights made
-    every sample's tokens.
+    every sample's tokens. `agents`: plays the episodes of environments that are agents; None refuses them.
     """
 
     def __init__(
@@ -107,10 +112,12 @@ class RolloutRunner:
         tokenizer: PreTrainedTokenizerBase,
         environments: Mapping[str, EnvironmentHandle],
         record: Record | None = None,
+        agents: AgentRollouts | None = None,
     ) -> None:
         self._generation = generation
         self._tokenizer = tokenizer
         self._environments = environments
+        self._agents = agents
         self._record: Record = record or NullRecord()
         self._shared: dict[str, EnvironmentBatcher] = {}
 
@@ -159,6 +166,25 @@ class RolloutRunner:
         task = batch["task_name"][row]
         if task not in batchers:
             raise KeyError(f"task {task!r} has no environment; tasks with one: {sorted(batchers)}")
+        prompt, sample = int(batch["prompt_number"][row]), int(batch["sample_number"][row])
+        if self._environments[task].is_agent:
+            if self._agents is None:
+                raise EnvironmentFailure(f"the environment of task {task!r} is an agent, and no endpoint serves one")
+            log, known = batch["message_log"][row], batch["extra_env_info"][row]
+            async with _within(plan.limits.environment_s, f"the agent of task {task!r}", EnvironmentFailure):
+                trajectory = await self._agents.run(log, known, plan, prompt, sample, batchers[task])
+        else:
+            trajectory = await self._alternate(row, batch, plan, batchers[task])
+        spans = tuple(RecordedSpan(span.version, span.start, span.end) for span in trajectory.spans)
+        mixed_kv = any(span.mixed_kv for span in trajectory.spans)
+        self._record.emit(TokensGenerated(f"{plan.step}-{prompt}-{sample}", f"{plan.step}-{prompt}", spans, mixed_kv))
+        return trajectory
+
+    async def _alternate(
+        self, row: int, batch: BatchedDataDict, plan: RolloutPlan, batcher: EnvironmentBatcher
+    ) -> Trajectory:
+        """Turns of generation and environment, until the episode ends."""
+        task = batch["task_name"][row]
         trajectory = Trajectory(
             [dict(message) for message in batch["message_log"][row]], metadata=batch["extra_env_info"][row]
         )
@@ -183,7 +209,7 @@ class RolloutRunner:
             ids = ids + trajectory.message_log[-1]["token_ids"].tolist()
             judging = f"the environment of task {task!r} with {request.request_id}"
             async with _within(plan.limits.environment_s, judging, EnvironmentFailure):
-                outcome = await batchers[task].step(trajectory.message_log, trajectory.metadata)
+                outcome = await batcher.step(trajectory.message_log, trajectory.metadata)
             trajectory.turns += 1
             trajectory.reward += outcome.reward
             for name, value in outcome.components.items():
@@ -202,9 +228,6 @@ class RolloutRunner:
                 trajectory.truncated = True
             if not (goes_on and fits):
                 break
-        spans = tuple(RecordedSpan(span.version, span.start, span.end) for span in trajectory.spans)
-        mixed_kv = any(span.mixed_kv for span in trajectory.spans)
-        self._record.emit(TokensGenerated(f"{plan.step}-{prompt}-{sample}", f"{plan.step}-{prompt}", spans, mixed_kv))
         return trajectory
 
     def _append_response(self, trajectory: Trajectory, result: GenerationResult) -> None:
@@ -283,7 +306,17 @@ def rollout_metrics(trajectories: Sequence[Trajectory], max_turns: int) -> dict[
     total = np.array([sum(len(m["token_ids"]) for m in t.message_log) for t in trajectories], dtype=np.float64)
     rewards = np.array([t.reward for t in trajectories], dtype=np.float64)
     stopped_by_limit = np.array([not t.terminated and not t.truncated and t.turns >= max_turns for t in trajectories])
+    agents = [t for t in trajectories if t.branches]
+    of_agents = (
+        {
+            "agent_branches_per_sample": float(np.mean([t.branches for t in agents])),
+            "agent_tokens_left_out": float(np.mean([t.left_out / (t.left_out + sum(t.generated)) for t in agents])),
+        }
+        if agents
+        else {}
+    )
     return {
+        **of_agents,
         "total_turns": float(turns.sum()),
         "avg_turns_per_sample": float(turns.mean()),
         "max_turns_per_sample": float(turns.max()),
@@ -314,7 +347,7 @@ def merged_rollout_metrics(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """
     merged: dict[str, object] = {}
     for name in parts[0] if parts else ():
-        values = [part[name] for part in parts]
+        values = [part[name] for part in parts if name in part]
         if name.startswith("histogram/"):
             merged[name] = [value for part in values for value in part]
         elif name.startswith("total_"):

@@ -9,13 +9,23 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import requests
+import torch
 
-from nemo_rl.config import ConfigError, load_master_config
+from nemo_rl.config import ConfigError, EnvConfig, load_master_config
 from nemo_rl.data.tokenizer import get_tokenizer
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments.agent_environment import AgentEnvironment
+from nemo_rl.environments.interfaces import EnvironmentFailure
+from nemo_rl.environments.registry import environment_class, environment_settings
+from nemo_rl.experience.agent_rollouts import AgentRollouts
+from nemo_rl.experience.columns import rollout_columns
+from nemo_rl.experience.environment_batcher import EnvironmentHandle
+from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunner, number_samples, rollout_metrics
 from nemo_rl.models.generation.endpoint.http import EndpointError
 from nemo_rl.models.generation.endpoint.server import Endpoint, start_endpoint
 from nemo_rl.models.generation.endpoint.session import SessionPlan
@@ -28,6 +38,7 @@ from nemo_rl.models.generation.interfaces import (
 )
 
 _CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "grpo_arithmetic_cpu.yaml"
+_VLLM = "policy.generation.vllm_cfg"
 _TOKEN = "secret-of-the-test"
 # A token without text: what is tokenised again never has it.
 _SILENT = 300
@@ -54,18 +65,17 @@ class Model:
 
 
 def configured(model: Path, *overrides: str) -> Any:
-    vllm = "policy.generation.vllm_cfg"
     given = [
         f"policy.model_name={model}",
         "policy.max_total_sequence_length=512",
         "policy.tokenizer.chat_template=default",
         "policy.generation.max_new_tokens=64",
         "data.max_input_seq_length=400",
-        f"{vllm}.max_model_len=512",
-        f"{vllm}.expose_http_server=true",
-        f"{vllm}.http_server.max_body_bytes=4096",
-        f"{vllm}.http_server.token_variable=NRL_TEST_TOKEN",
-        f"{vllm}.http_server_serving_chat_kwargs={{enable_auto_tools: true, tool_parser: hermes}}",
+        f"{_VLLM}.max_model_len=512",
+        f"{_VLLM}.expose_http_server=true",
+        f"{_VLLM}.http_server.max_body_bytes=4096",
+        f"{_VLLM}.http_server.token_variable=NRL_TEST_TOKEN",
+        f"{_VLLM}.http_server_serving_chat_kwargs={{enable_auto_tools: true, tool_parser: hermes}}",
     ]
     return load_master_config(_CONFIG, [*given, *overrides]).policy
 
@@ -273,3 +283,113 @@ def test_options_of_the_server_are_checked_before_anything_starts(tiny_model: Pa
             "policy.generation.vllm_cfg.http_server.host=0.0.0.0",
             "policy.generation.vllm_cfg.http_server.token_variable=null",
         )
+
+
+# -- agents -----------------------------------------------------------------------------------------------------------
+
+
+def ask(base_url: str, messages: list[dict[str, object]]) -> dict[str, object]:
+    response = post(f"{base_url}/chat/completions", model="policy", messages=messages)
+    response.raise_for_status()
+    return response.json()["choices"][0]["message"]
+
+
+def twice(task: dict[str, Any], base_url: str, session: Any, reward: float) -> dict[str, float]:
+    """An agent that goes on with its conversation, and has another one beside it."""
+    messages = list(task["messages"])
+    messages += [ask(base_url, messages), user("again")]
+    ask(base_url, messages)
+    ask(base_url, [user("aside")])
+    return {"right": reward, "named": float(task["expected"] == "4" and task["idx"] == 7)}
+
+
+async def endless(task: dict[str, Any], base_url: str, session: Any) -> float:
+    """An agent that asks until its conversation leaves no room."""
+    messages = list(task["messages"])
+    while True:
+        messages += [await asyncio.to_thread(ask, base_url, messages), user("x" * 150)]
+
+
+class Broken:
+    """An agent with a mistake of its own."""
+
+    def run(self, task: dict[str, Any], base_url: str, session: Any) -> float:
+        ask(base_url, task["messages"])
+        raise KeyError("oops")
+
+
+def rolled_out(endpoint: Endpoint, says: Model, agent: str, **arguments: object) -> Any:
+    says.text, says.ended, says.wait = "hi", True, None
+    says.requests.clear()
+    section = {"mine": {"agent": f"{__name__}.{agent}", **arguments}}
+    environment = AgentEnvironment(environment_settings(EnvConfig.read(section).of("mine"), "mine"))
+    handle = EnvironmentHandle("mine", (environment,), 60.0, 4, 1, is_agent=True)
+    generator = SimpleNamespace(run_on_dispatch_loop=asyncio.run)
+    runner = RolloutRunner(generator, says.tokenizer, {"t": handle}, agents=AgentRollouts(endpoint, says.tokenizer))  # type: ignore[arg-type]
+    ids = torch.tensor(says.tokenizer("2+2=")["input_ids"])
+    batch = BatchedDataDict(
+        message_log=[[{"role": "user", "content": "<2+2=>", "text": "2+2=", "token_ids": ids}]],
+        task_name=["t"],
+        extra_env_info=[{"ground_truth": "4", "idx": 7}],
+        stop_strings=[None],
+        loss_multiplier=torch.ones(1),
+        length=torch.tensor([4]),
+    )
+    plan = RolloutPlan(1, 0, GenerationSamplingParams(), RolloutLimits(512, 64, 1))
+    numbered = number_samples(batch, 2)
+    return numbered, runner.run(numbered, plan)
+
+
+def test_the_episodes_of_an_agent_become_rows_with_what_was_sampled(served: tuple[Endpoint, Model]) -> None:
+    endpoint, says = served
+    batch, trajectories = rolled_out(endpoint, says, "twice", reward=0.25)
+    assert [t.components for t in trajectories] == [{"reward/right": 0.25, "reward/named": 1.0}] * 2
+    assert {request.sample_id for request in says.requests} == {"0-0-0", "0-0-1"}
+    assert len({request.seed for request in says.requests}) == 6
+    columns = rollout_columns(batch, trajectories, pad_token_id=0)
+    tokens, rows = columns.tokens, columns.rows
+    longest = max(says.requests, key=lambda request: len(request.prompt_ids))
+    for row in range(2):
+        ids = tokens["input_ids"][row][: int(tokens["input_lengths"][row])].tolist()
+        assert ids[: len(longest.prompt_ids)] == longest.prompt_ids
+        mask = tokens["token_mask"][row].bool()
+        sampled = [*says.tokenizer("hi")["input_ids"], _SILENT, says.tokenizer.eos_token_id]
+        assert tokens["input_ids"][row][mask].tolist() == sampled * 2
+        assert tokens["generation_logprobs"][row][mask].tolist() == [-0.5] * 8
+    # The conversation beside the first is a branch of its own, which is counted.
+    metrics = rollout_metrics(trajectories, 1)
+    assert (metrics["agent_branches_per_sample"], metrics["agent_tokens_left_out"]) == (2.0, pytest.approx(1 / 3))
+    assert rows["weight_version"].tolist() == [3, 3] and rows["total_reward"].tolist() == [1.25, 1.25]
+    roles = [message["role"] for message in trajectories[0].message_log]
+    assert roles == ["user", "assistant", "user", "assistant"]
+    assert not endpoint._sessions
+
+
+def test_an_agent_that_ran_out_of_room_is_a_truncated_sample(served: tuple[Endpoint, Model]) -> None:
+    _, trajectories = rolled_out(*served, "endless")
+    assert [(t.truncated, t.reward, t.turns > 1) for t in trajectories] == [(True, 0.0, True)] * 2
+
+
+def test_the_mistake_of_an_agent_ends_the_run_and_names_it(served: tuple[Endpoint, Model]) -> None:
+    with pytest.raises(EnvironmentFailure, match="Broken raised KeyError"):
+        rolled_out(*served, "Broken")
+    assert not served[0]._sessions
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ({"agent": f"{__name__}.twice"}, "reward"),
+        ({"agent": f"{__name__}.Broken", "size": 3}, "size"),
+        ({"agent": f"{__name__}._TOKEN"}, "cannot be called"),
+        ({"agent": f"{__name__}.endless", "task": 3}, "task"),
+    ],
+)
+def test_an_agent_that_cannot_be_called_is_refused_at_the_start(section: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        environment_class("mine", EnvConfig.read({"mine": section}).of("mine"))
+
+
+def test_an_agent_needs_the_endpoint() -> None:
+    with pytest.raises(ConfigError, match="expose_http_server=true"):
+        load_master_config(_CONFIG.with_name("grpo_arithmetic_agent_cpu.yaml"), [f"{_VLLM}.expose_http_server=false"])

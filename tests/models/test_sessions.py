@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.models.generation.endpoint.session import Message, Session, SessionPlan, exact_prompt
@@ -35,6 +35,7 @@ _steps = st.lists(
 )
 
 
+@settings(max_examples=50)
 @given(_steps)
 def test_every_sampled_token_is_trained_exactly_once(steps: list[tuple[int, list[int], list[int]]]) -> None:
     one = session()
@@ -57,6 +58,7 @@ def test_every_sampled_token_is_trained_exactly_once(steps: list[tuple[int, list
     ], "a sampled token is lost, or trained twice"
 
 
+@settings(max_examples=50)
 @given(_steps)
 def test_a_continued_prompt_makes_no_new_branch(steps: list[tuple[int, list[int], list[int]]]) -> None:
     one = session()
@@ -144,6 +146,7 @@ def test_a_template_that_shows_earlier_answers_otherwise_begins_a_branch() -> No
     turn = one.add([1, 2], result([901, STOP]))
     assert exact_prompt(turn, [1, 2, 8, STOP, 5], [1, 2, 7, STOP], [STOP]) is None
     assert exact_prompt(turn, [1, 2, 7, 5], [1, 2, 7], [STOP]) is None, "the answer has no end in this template"
+    assert exact_prompt(turn, [1, 2, 7, 5], [1, 2, 7], [STOP], closes=False) == [1, 2, 901, STOP, 5]
     # A stop token of the prompt is not the end of the answer.
     turn = one.add([1, STOP, 2], result([901, STOP]))
     assert exact_prompt(turn, [1, STOP, 2, 7, 5], [1, STOP, 2, 7], [STOP]) is None

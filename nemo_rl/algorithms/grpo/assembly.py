@@ -229,7 +229,7 @@ def _build(
         if endpoint is not None:
             undo.callback(endpoint.close)
         train_source, val_source = make_rollout_sources(
-            store, config, tokenizer, generation, ready.datasets, actors, record, placement.record_prefix
+            store, config, tokenizer, generation, ready.datasets, actors, record, placement.record_prefix, endpoint
         )
         if policy.started is not None:
             record.emit(policy.started)

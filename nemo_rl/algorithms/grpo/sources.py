@@ -13,11 +13,13 @@ from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.data.loader import CustomLoader, Loader, MultipleLoaders, make_loader
 from nemo_rl.data.setup import TaskDatasets
 from nemo_rl.environments.registry import Actors, check_rows
+from nemo_rl.experience.agent_rollouts import AgentRollouts
 from nemo_rl.experience.data_plane_store import DataPlaneStore
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollout_source import LiveRollouts, RecordedRollouts, ReplayedRollouts, RolloutSource
 from nemo_rl.experience.rollouts import RolloutGenerator, RolloutRunner
 from nemo_rl.experience.store import InProcessStore
+from nemo_rl.models.generation.endpoint.server import Endpoint
 from nemo_rl.models.generation.recording import Recording, recording_of
 from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.models.policy.lm_policy import Policy
@@ -89,13 +91,16 @@ def make_rollout_sources(
     actors: Actors,
     record: Record,
     record_prefix: str,
+    endpoint: Endpoint | None = None,
 ) -> tuple[RolloutSource, RolloutSource | None]:
     """What generates for training and for validation, and writes into the store."""
     ahead = config.grpo.async_grpo.enabled or config.async_rl is not None
-    if isinstance(store, InProcessStore) or ahead or (generation is not None and generation.lent):
+    stays = ahead or endpoint is not None or (generation is not None and generation.lent)
+    if isinstance(store, InProcessStore) or stays:
         # Rollouts that run ahead stay with the dispatcher, which knows the shards that come and go: their rows are
-        # written group by group.
-        return _sources(config, tokenizer, generation, datasets, actors, record)
+        # written group by group. Those of agents stay with the endpoint.
+        agents = AgentRollouts(endpoint, tokenizer) if endpoint is not None else None
+        return _sources(config, tokenizer, generation, datasets, actors, record, agents)
     # Others happen in an actor, which reaches the engines on its own and hands its events over.
     events = MemoryRecord(source=f"{record_prefix}driver")
     reached = generation.for_other_process(events.bind("generation")) if generation is not None else None
@@ -110,6 +115,7 @@ def _sources(
     datasets: TaskDatasets,
     actors: Actors,
     record: Record,
+    agents: AgentRollouts | None = None,
 ) -> tuple[RolloutSource, RolloutSource | None]:
     def live(
         env_of_task: dict[str, str],
@@ -121,7 +127,7 @@ def _sources(
         environments = {
             task: EnvironmentHandle.of(name, actors[name], config.env) for task, name in env_of_task.items()
         }
-        runner = RolloutRunner(generation, tokenizer, environments, trained) if generation is not None else None
+        runner = RolloutRunner(generation, tokenizer, environments, trained, agents) if generation is not None else None
         if runner is None:
             raise RuntimeError("live rollouts need generation")
         return LiveRollouts(

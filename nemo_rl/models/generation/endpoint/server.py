@@ -37,9 +37,11 @@ from nemo_rl.models.generation.endpoint.serving import (
     BadRequest,
     Call,
     GenerateOne,
+    NoRoom,
     Serving,
     check_sampling,
     current_call,
+    is_overflow,
     make_serving,
 )
 from nemo_rl.models.generation.endpoint.session import Session, SessionPlan
@@ -181,10 +183,13 @@ class Endpoint:
                 return error_response(
                     413, f"the body is larger than {_KEY}.max_body_bytes={self._config.max_body_bytes}"
                 )
+            except NoRoom as error:
+                self._overflowed(request)
+                return error_response(400, str(error))
             except UnknownSession as error:
                 return error_response(404, str(error), "NotFoundError")
             except Exception as error:  # noqa: BLE001 - becomes the response
-                return self._failed(error)
+                return self._failed(error, request)
 
         async def within(request: Request) -> Response:
             async with self._slots:
@@ -192,7 +197,7 @@ class Endpoint:
 
         return answered
 
-    def _failed(self, error: Exception) -> Response:
+    def _failed(self, error: Exception, request: Request) -> Response:
         from pydantic import ValidationError
 
         if isinstance(error, ValidationError):
@@ -202,6 +207,8 @@ class Endpoint:
         if isinstance(error, (BadRequest, json.JSONDecodeError, UnicodeDecodeError)):
             return error_response(400, str(error))
         response = self._serving.chat.create_error_response(error)
+        if is_overflow(response.error.message):
+            self._overflowed(request)
         if response.error.code >= 500:
             logger.error("endpoint request failed", exc_info=error)
         return json_response(response.model_dump(), response.error.code)
@@ -213,6 +220,11 @@ class Endpoint:
         if name not in self._sessions:
             raise UnknownSession(f"session {name} is not open: it has ended, or never began")
         return self._sessions[name]
+
+    def _overflowed(self, request: Request) -> None:
+        session = self._session(request)
+        if session is not None:
+            session.overflowed = True
 
     async def _chat(self, request: Request) -> Response:
         session = self._session(request)
@@ -259,6 +271,8 @@ class Endpoint:
         current_call.set(call)
         made = await create(asked)
         if hasattr(made, "error"):
+            if call.session is not None and is_overflow(made.error.message):
+                call.session.overflowed = True
             return json_response(made.model_dump(), made.error.code)
         response: dict[str, Any] = made.model_dump()
         results = [result for several in call.results for result in several]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_rl.config import ConfigError, PolicyConfig
 from nemo_rl.config.errors import UserError, did_you_mean
 from nemo_rl.models.generation.decisions import RouteRecord
-from nemo_rl.models.generation.endpoint.session import Session, Turn, exact_prompt
+from nemo_rl.models.generation.endpoint.session import Session, Turn, exact_prompt, text_of
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, GenerationSamplingParams
 
 if TYPE_CHECKING:
@@ -55,6 +55,15 @@ GenerateOne = Callable[[GenerationRequest], Awaitable[GenerationResult]]
 
 class BadRequest(UserError, ValueError):
     """The client's mistake; the message is for it."""
+
+
+class NoRoom(BadRequest):
+    """A prompt that leaves no room for a response."""
+
+
+def is_overflow(message: str) -> bool:
+    """Whether vLLM refused a prompt because of its length."""
+    return "maximum context length" in message
 
 
 @dataclass
@@ -123,17 +132,21 @@ class RouterEngine:
 
         call = current_call.get()
         template_ids: list[int] = list(prompt["prompt_token_ids"])
-        prompt_ids = template_ids
-        if call.continued is not None:
-            prompt_ids = (
-                exact_prompt(call.continued, template_ids, call.until_answer, self._stop_token_ids) or template_ids
-            )
+        prompt_ids = self._exact(call, template_ids) or template_ids
         requests = self._requests(call.session, prompt_ids, params)
         results = list(await asyncio.gather(*(self._generate_one(request) for request in requests)))
         call.prompts.append((prompt_ids, template_ids))
         call.results.append(results)
         outputs = [self._output(index, result, params) for index, result in enumerate(results)]
         yield RequestOutput(request_id, None, prompt_ids, None, outputs, True, num_cached_tokens=0)
+
+    def _exact(self, call: Call, template_ids: list[int]) -> list[int] | None:
+        if call.continued is None or call.continued.answer is None:
+            return None
+        shown = self._tokenizer.decode(call.until_answer, skip_special_tokens=False)
+        text = text_of(call.continued.answer)
+        closes = not (text and shown.endswith(text))
+        return exact_prompt(call.continued, template_ids, call.until_answer, self._stop_token_ids, closes=closes)
 
     def _requests(self, session: Session | None, prompt_ids: list[int], params: Any) -> list[GenerationRequest]:
         _check_params(params)
@@ -159,7 +172,7 @@ class RouterEngine:
                 record_from = _recorded_until(session, prompt_ids)
         room = longest - len(prompt_ids)
         if room <= 0:
-            raise BadRequest(
+            raise NoRoom(
                 f"the prompt has {len(prompt_ids)} tokens and leaves no room for a response in {longest} tokens "
                 "(policy.max_total_sequence_length, policy.generation.vllm_cfg.max_model_len)"
             )

@@ -88,6 +88,7 @@ class Session:
     plan: SessionPlan
     turns: list[Turn] = field(default_factory=list)
     asked: int = 0  # responses begun; numbers their seeds
+    overflowed: bool = False  # whether a prompt was refused because it left no room
     _by_history: dict[bytes, int] = field(default_factory=dict)
 
     def begin(self, count: int) -> int:
@@ -98,6 +99,7 @@ class Session:
     def restart(self) -> None:
         """Drops all turns: the agent begins again."""
         self.turns.clear()
+        self.overflowed = False
         self._by_history.clear()
 
     def continued(self, messages: Sequence[Message], setup: object = None) -> Turn | None:
@@ -181,7 +183,12 @@ class Session:
 
 
 def exact_prompt(
-    turn: Turn, rendered: Sequence[int], until_answer: Sequence[int], stop_token_ids: Collection[int]
+    turn: Turn,
+    rendered: Sequence[int],
+    until_answer: Sequence[int],
+    stop_token_ids: Collection[int],
+    *,
+    closes: bool = True,
 ) -> list[int] | None:
     """The prompt of a request that continues `turn`, with the turn's tokens as they were sampled.
 
@@ -189,6 +196,7 @@ def exact_prompt(
         rendered: The request as the template gives it.
         until_answer: The request's messages up to the turn's answer, as the template gives them.
         stop_token_ids: Tokens that end a response.
+        closes: Whether the template shows anything after the text of an answer, such as a stop token.
 
     Returns None where the template shows the history in another way once more messages follow, or where it does not
     end an answer by a stop token: the request then begins a branch of its own.
@@ -196,6 +204,8 @@ def exact_prompt(
     if list(rendered[: len(until_answer)]) != list(until_answer):
         return None
     sampled = turn.result.token_ids
+    if not closes:
+        return [*turn.token_ids, *rendered[len(until_answer) :]]
     ended = bool(sampled) and sampled[-1] in stop_token_ids
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(turn.template_ids, until_answer)))  # noqa: B905
     closing = {sampled[-1]} if ended else set(stop_token_ids)

@@ -1,0 +1,144 @@
+"""Rollouts by agents: opens a session for each sample, has its environment play the episode over HTTP, and makes the
+recorded tokens a trajectory.
+
+Invariant: a trajectory holds the tokens that were sampled, each trained once. Of a session with several branches the
+one with the most sampled tokens is trained, and how many tokens that leaves out is counted.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nemo_rl.data.interfaces import LLMMessageLogType
+from nemo_rl.environments.agent_environment import FAILED, AgentSession
+from nemo_rl.environments.interfaces import EnvironmentFailure
+from nemo_rl.experience.environment_batcher import EnvironmentBatcher
+from nemo_rl.experience.rollouts import RolloutPlan, Trajectory
+from nemo_rl.models.generation.endpoint.session import Branch, Session, SessionPlan, text_of
+from nemo_rl.models.generation.interfaces import VersionSpan, request_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from nemo_rl.models.generation.endpoint.server import Endpoint
+
+
+class AgentRollouts:
+    """Plays the episodes of agents. `endpoint`: where they reach the model. `tokenizer`: decodes what has no text."""
+
+    def __init__(self, endpoint: Endpoint, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._endpoint = endpoint
+        self._tokenizer = tokenizer
+
+    async def run(
+        self,
+        message_log: LLMMessageLogType,
+        metadata: object,
+        plan: RolloutPlan,
+        prompt: int,
+        sample: int,
+        batcher: EnvironmentBatcher,
+    ) -> Trajectory:
+        """One episode.
+
+        Args:
+            message_log: The prompt.
+            metadata: What the environment is to know of it.
+            prompt, sample: Numbers of the prompt in its step and of the sample in its group.
+
+        Raises EnvironmentFailure: the agent raised, although its session had room, or never asked the model.
+        """
+        sample_id = f"{plan.step}-{prompt}-{sample}"
+        session_id = f"{sample_id}-{uuid.uuid4().hex[:12]}"
+
+        def seed_of(number: int) -> int:
+            return request_seed(plan.run_seed, plan.step, prompt, sample, number)
+
+        base_url = self._endpoint.open(
+            session_id,
+            SessionPlan(
+                sample_id,
+                plan.sampling,
+                plan.limits.max_new_tokens,
+                plan.limits.max_total_tokens,
+                seed_of,
+                plan.stop_strings,
+                plan.records,
+            ),
+        )
+        agents = AgentSession(session_id, base_url, self._endpoint.model, self._endpoint.token or "none", seed_of(-1))
+        try:
+            outcome = await batcher.step(message_log, {"session": agents, "row": metadata})
+        finally:
+            session = self._endpoint.finish(session_id)
+        failed = outcome.metadata.get(FAILED) if isinstance(outcome.metadata, Mapping) else None
+        branches = session.branches()
+        if failed is not None and not session.overflowed:
+            raise EnvironmentFailure(f"sample {sample_id}: the agent {failed}")
+        if not branches:
+            what = f"the agent {failed}" if failed is not None else "the agent never got a token of the model"
+            raise EnvironmentFailure(f"sample {sample_id}: {what}, so there is nothing to train")
+        trajectory = trajectory_of(session, self._tokenizer)
+        trajectory.reward, trajectory.components = outcome.reward, dict(outcome.components)
+        trajectory.truncated = trajectory.truncated or failed is not None
+        trajectory.metadata, trajectory.answer, trajectory.terminated = metadata, outcome.answer, failed is None
+        return trajectory
+
+
+def trajectory_of(session: Session, tokenizer: PreTrainedTokenizerBase) -> Trajectory:
+    """The branch of a session with the most sampled tokens, without a reward.
+
+    Responses that another branch trains as well are trained here and not there, as that branch is left out.
+    """
+    branches = session.branches()
+    branch = max(branches, key=_sampled)
+    trajectory = Trajectory([])
+    parts: list[dict[str, Any]] = []
+    for part in branch.parts:
+        result, start = part.turn.result, sum(trajectory.generated)
+        parts += _context(part.messages, part.context, tokenizer)
+        parts.append(
+            {
+                "role": "assistant",
+                "content": tokenizer.decode(result.token_ids, skip_special_tokens=True),
+                "token_ids": torch.tensor(result.token_ids, dtype=torch.int64),
+                "generation_logprobs": torch.tensor(result.logprobs, dtype=torch.float32),
+            }
+        )
+        trajectory.spans += [
+            VersionSpan(span.version, start + span.start, start + span.end, span.mixed_kv) for span in result.spans
+        ]
+        trajectory.generated.append(len(result.token_ids))
+        trajectory.truncated = trajectory.truncated or result.truncated
+        if result.routes is not None:
+            trajectory.routes.add(result.routes)
+        if result.masks is not None:
+            trajectory.masks = trajectory.masks.then(result.masks)
+    trajectory.message_log = parts
+    trajectory.turns = len(branch.parts)
+    trajectory.prompt_length = len(branch.parts[0].context)
+    trajectory.observed = sum(len(part.context) for part in branch.parts[1:])
+    trajectory.branches = len(branches)
+    sampled = sum(len(turn.result.token_ids) for turn in session.turns)
+    trajectory.left_out = sampled - sum(trajectory.generated)
+    return trajectory
+
+
+def _sampled(branch: Branch) -> int:
+    return sum(len(part.turn.result.token_ids) for part in branch.parts)
+
+
+def _context(
+    messages: tuple[Mapping[str, Any], ...], ids: list[int], tokenizer: PreTrainedTokenizerBase
+) -> list[dict[str, Any]]:
+    """New messages with their roles; the last one has the tokens of all."""
+    shown: list[dict[str, Any]] = [{"role": str(message["role"]), "content": text_of(message)} for message in messages]
+    shown = shown or [{"role": "user", "content": tokenizer.decode(ids)}]
+    for message in shown:
+        message["token_ids"] = torch.zeros(0, dtype=torch.int64)
+    shown[-1]["token_ids"] = torch.tensor(ids, dtype=torch.int64)
+    return shown
