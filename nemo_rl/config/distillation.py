@@ -118,6 +118,11 @@ class TeacherConfig(PolicyConfig):
         description="What computes it: policy, the training backend that its keys choose; or vllm, engines with the "
         "options of teacher.generation.vllm_cfg and vllm_kwargs.",
     )
+    job: str | None = Field(
+        None,
+        description="The job of the pool whose engines score the samples, for several students; null: the run has a "
+        "teacher of its own.",
+    )
     colocated: ColocatedConfig = Field(
         ColocatedConfig(),
         description="Where it computes: in turn with the policy on the accelerators of training, or on its own.",

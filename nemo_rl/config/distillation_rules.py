@@ -57,6 +57,11 @@ def a_teacher_is_named_and_read(config: MasterConfig) -> Iterator[str]:
     ):
         if on:
             yield f"teacher.{key}: what is recorded are the policy's decisions, not a teacher's; leave it out"
+    if teacher.job is not None and (teacher.backend != "vllm" or not teacher.colocated.enabled):
+        yield (
+            f"teacher.job is {teacher.job}: a job of the pool serves engines on GPUs that it is lent; set "
+            "teacher.backend to vllm and teacher.colocated.enabled to true"
+        )
     if config.distils:
         return
     if loss.teacher_kl_penalty == 0:
@@ -109,7 +114,7 @@ def _engine_problems(config: MasterConfig, teacher: Teacher) -> Iterator[Problem
         )
     width = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
     world = teacher.slots(config) or training_world_size(config)
-    if world % width:
+    if teacher.job is None and world % width:
         yield (
             f"teacher.generation.vllm_cfg: tensor_parallel_size * pipeline_parallel_size is {width}, which does not "
             f"divide the {world} accelerators of the teacher"

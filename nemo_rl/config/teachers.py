@@ -30,6 +30,7 @@ class Teacher:
         backend: `policy`, or `vllm` for engines.
         resources: Accelerators of its own, or None if it computes in turn with the policy.
         names: Agents or data sets that name it.
+        job: The job of the pool that serves it, or None.
         tasks: Those whose samples alone it scores; None if it scores all that no other teacher has, too.
     """
 
@@ -40,6 +41,7 @@ class Teacher:
     names: tuple[str, ...] = ()
     tasks: tuple[str, ...] | None = None
     backend: Literal["policy", "vllm"] = "policy"
+    job: str | None = None
 
     def slots(self, config: MasterConfig) -> int:
         """Its own accelerators; 0 if it has none or the keys do not say."""
@@ -58,10 +60,19 @@ def teachers_of(config: MasterConfig) -> list[Teacher]:
         policy, own = _scoring(config.teacher.model_copy(deep=True), config), None
         if not colocated.enabled:
             own = colocated.resources
-        if config.teacher.backend == "vllm":
+        backend, job = config.teacher.backend, config.teacher.job
+        if backend == "vllm":
             _serving(policy, config.grpo.topk_logits_k)
-        found.append(Teacher("teacher", "teacher.model_name", policy, own, backend=config.teacher.backend))
+        found.append(Teacher("teacher", "teacher.model_name", policy, own, backend=backend, job=job))
     return found
+
+
+def pooled_teacher(config: MasterConfig) -> Teacher:
+    """The teacher of a configuration as a job of a pool serves it. Raises ValueError: it has none in engines."""
+    for teacher in teachers_of(config):
+        if teacher.backend == "vllm" and teacher.resources is None:
+            return teacher
+    raise ValueError("the configuration has no teacher in engines that are lent")
 
 
 def _by_task(config: MasterConfig) -> Iterator[Teacher]:

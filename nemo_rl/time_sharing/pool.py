@@ -143,7 +143,9 @@ class PoolActor(Orchestrator):
                 raise PoolError(f"a pipeline {job.name!r} runs already; cancel it, or submit under another name")
             # Larger than any before, also those of an earlier pool over the same log.
             incarnation = max(int(time.time()), known.incarnation + 1 if known else 0)
-            submission = Submission(job.name, incarnation, job.train, job.infer, time.time(), column=job.column)
+            submission = Submission(
+                job.name, incarnation, job.train, job.infer, time.time(), column=job.column, teacher=job.teacher
+            )
             self._submissions[job.name] = submission
             self._keep()  # first, so that whoever comes after a kill knows of every pipeline that may be there
             try:
@@ -297,6 +299,22 @@ class PoolActor(Orchestrator):
             submission.asked = what
             self._keep()
 
+    def students(self, name: str) -> list[str]:
+        """The jobs that name this one as their teacher and have not ended."""
+        going = [one for one in list(self._submissions.values()) if one.outcome is None]
+        return [one.name for one in going if one.teacher == name != one.name]
+
+    def teacher(self, name: str) -> tuple[Any, str]:
+        """The process of a job that is a teacher; None, and why, where there is none."""
+        submission, actor = self._submissions.get(name), self._actors.get(name)
+        if submission is None or actor is None:
+            return None, f"the pool has no job {name!r}"
+        if submission.outcome is not None:
+            return None, f"the job {name!r} has ended ({submission.outcome.kind})"
+        if submission.teacher != name:
+            return None, f"the job {name!r} is no teacher"
+        return actor, ""
+
     def _known(self, name: str) -> Submission:
         if name not in self._submissions:
             raise PoolError(f"there is no pipeline {name!r}; there are {sorted(self._submissions) or 'none'}")
@@ -316,6 +334,10 @@ def _pipeline_class(kind: Kind) -> type[LentPipeline]:
         from nemo_rl.time_sharing.pipelines.command import CommandPipeline
 
         return CommandPipeline
+    if kind is Kind.TEACHER:
+        from nemo_rl.time_sharing.pipelines.teacher import TeacherPipeline
+
+        return TeacherPipeline
     from nemo_rl.time_sharing.pipelines.grpo import NemoRLFullFinetunePipeline
 
     return NemoRLFullFinetunePipeline

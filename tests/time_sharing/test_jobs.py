@@ -55,6 +55,31 @@ def test_a_distillation_is_a_job_whose_teacher_takes_turns_with_its_student() ->
         only(CONFIGS / "distillation_arithmetic_cpu.yaml", *own)
 
 
+def test_a_teacher_is_a_job_that_serves_the_teacher_of_a_file_to_the_jobs_that_name_it(tmp_path: Path) -> None:
+    student = CONFIGS / "distillation_arithmetic_cpu.yaml"
+    engines = ["teacher.backend=vllm", "teacher.generation.vllm_cfg.tensor_parallel_size=2"]
+    wrapped = file(tmp_path, "served", nemo_config_path=str(student), pipeline_cls="x.TeacherPipeline")
+    first, second = read_jobs([wrapped, student], POOL, [*engines, "teacher.job=served"])
+    assert (first.kind, first.train, first.infer, first.rank_width) == (Kind.TEACHER, (), (0, 1), 2)
+    assert sorted(first.mappings(POOL)) == [ACTOR_INFER]
+    assert (second.kind, second.train, second.rank_width) == (Kind.GRPO, (0,), 1)
+    assert (first.teacher, second.teacher) == ("served", "served")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["teacher.backend=vllm"], "serve it by a job of its own"),
+        (["teacher.job=served"], "set teacher.backend to vllm"),
+        (["teacher.backend=vllm", "teacher.job=distillation_arithmetic_cpu"], "teacher.job names this job"),
+    ],
+)
+def test_teachers_that_a_pool_cannot_serve_are_refused(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        only(CONFIGS / "distillation_arithmetic_cpu.yaml", *overrides)
+    assert said in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("config", "overrides", "staleness"),
     [
@@ -118,6 +143,7 @@ def test_the_wrappers_of_the_seeds_are_read(tmp_path: Path) -> None:
     ("content", "said"),
     [
         ({"nemo_config_path": str(SFT), "pipeline_cls": "x.NemoRLFullFinetunePipeline"}, "run by SFTPipeline"),
+        ({"nemo_config_path": str(GRPO), "pipeline_cls": "TeacherPipeline"}, "has no section `teacher`"),
         ({"nemo_config_path": str(GRPO), "gpus": 2}, "unknown keys .'gpus'."),
         ({"nemo_config_path": str(GRPO), "actor_train": {"offload_nccl": False}}, "offload_nccl: false"),
         ({"nemo_config_path": str(GRPO), "actor_infer": {"strategy_config": {"sleep_level": 3}}}, "sleep_level 3"),

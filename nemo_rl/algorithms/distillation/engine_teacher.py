@@ -12,7 +12,7 @@ import logging
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -31,6 +31,7 @@ from nemo_rl.models.generation.interfaces import (
 from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.models.generation.vllm.engine_actors import EngineActors, start_engine_actors
 from nemo_rl.models.generation.vllm.repair import ShardRepair
+from nemo_rl.utils.record import Record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,11 +65,33 @@ def start_scoring_actors(
     )
 
 
-def scoring_engines(actors: EngineActors, tokenizer: PreTrainedTokenizerBase) -> VllmGeneration:
+def scoring_engines(
+    actors: EngineActors, tokenizer: PreTrainedTokenizerBase, record: Record | None = None
+) -> VllmGeneration:
     """The engines of a teacher."""
     return VllmGeneration(
-        actors, pad_token_id=tokenizer.pad_token_id, stop_token_ids=[], request_timeout_s=request_timeout_s()
+        actors,
+        pad_token_id=tokenizer.pad_token_id,
+        stop_token_ids=[],
+        request_timeout_s=request_timeout_s(),
+        record=record,
     )
+
+
+class ServedTeacher(Protocol):
+    """A teacher of another job, which this run asks while it holds no accelerators for training."""
+
+    def get_topk_logits(self, batch: BatchedDataDict, k: int) -> BatchedDataDict:
+        """See `topk_of_prompts`."""
+        ...
+
+    def kernels(self) -> str:
+        """What computes it, in words."""
+        ...
+
+    def shutdown(self) -> None:
+        """Lets go of it."""
+        ...
 
 
 class EngineTeacher:
@@ -109,7 +132,7 @@ class EngineTeacher:
 
     def get_topk_logits(self, batch: BatchedDataDict, k: int) -> BatchedDataDict:
         """See `topk_of_prompts`; lost shards are rebuilt meanwhile."""
-        return topk_of_prompts(self._generation, batch, k, self._rebuild)
+        return topk_of_prompts(self._generation, batch, k, look_after=self._rebuild)
 
     def _rebuild(self) -> None:
         back = self._repair.take_back()
@@ -133,13 +156,19 @@ class EngineTeacher:
 
 
 def topk_of_prompts(
-    generation: VllmGeneration, batch: BatchedDataDict, k: int, look_after: Callable[[], object] = lambda: None
+    generation: VllmGeneration,
+    batch: BatchedDataDict,
+    k: int,
+    *,
+    look_after: Callable[[], object],
+    finished: Callable[[], object] = lambda: None,
 ) -> BatchedDataDict:
     """The k most likely tokens after each position, of the model that engines serve.
 
     Args:
         batch: `input_ids` [B, S] and `input_lengths` [B].
         look_after: Called about twice a second meanwhile.
+        finished: Called for every sample that is scored, on a thread that must not wait.
 
     Returns `topk_indices` and `topk_logits` [B, S, k] as `Policy.get_topk_logits` gives them, at temperature 1; zeros
     from the last token of a row on, after which no token is trained. Raises GenerationError: no shard is left, or none
@@ -157,8 +186,13 @@ def topk_of_prompts(
         if length > 1
     }
 
+    async def one(request: GenerationRequest) -> GenerationResult:
+        result = await generation.generate_one(request)
+        finished()
+        return result
+
     async def all_of_them() -> list[GenerationResult]:
-        return list(await asyncio.gather(*(generation.generate_one(request) for request in requests.values())))
+        return list(await asyncio.gather(*map(one, requests.values())))
 
     results = _watched(generation, all_of_them(), look_after)
     indices_BSk = torch.zeros((*ids_BS.shape, k), dtype=torch.int32)

@@ -7,14 +7,14 @@ was sampled. Invariant: each sample is scored by one teacher.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from nemo_rl.algorithms.distillation.engine_teacher import EngineTeacher, start_scoring_actors
+from nemo_rl.algorithms.distillation.engine_teacher import EngineTeacher, ServedTeacher, start_scoring_actors
 from nemo_rl.config import ConfigError, MasterConfig
 from nemo_rl.config.errors import UserError
 from nemo_rl.config.teachers import Teacher, teachers_of
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 LOGPROBS = "teacher_logprobs"
 _ROOM_FOR_ACTIVATIONS = 2 << 30
 _NAMED = 3
+
+Model = Policy | EngineTeacher | ServedTeacher
 
 
 def check_teachers(config: MasterConfig, student: PretrainedConfig) -> None:
@@ -113,23 +115,33 @@ class TeacherActors:
     """The actors of a teacher, which have imported what they need and loaded nothing."""
 
     seat: Seat
-    actors: RayWorkerGroup | EngineActors
+    actors: RayWorkerGroup | EngineActors | ServedTeacher
 
     def shutdown(self) -> None:
         """Ends them. Safe to call twice."""
-        group = self.actors.group if isinstance(self.actors, EngineActors) else self.actors
-        group.shutdown()
+        (self.actors.group if isinstance(self.actors, EngineActors) else self.actors).shutdown()
 
 
 def start_teacher_actors(
-    config: MasterConfig, training: RayVirtualCluster, own: Mapping[str, RayVirtualCluster]
+    config: MasterConfig,
+    training: RayVirtualCluster,
+    own: Mapping[str, RayVirtualCluster],
+    served: Callable[[Teacher], ServedTeacher],
 ) -> list[TeacherActors]:
-    """Starts the actors of every teacher. `own`: slots of teachers that have their own, by name."""
+    """Starts the actors of every teacher.
+
+    Args:
+        own: Slots of teachers that have their own, by name.
+        served: Finds a teacher that is a job of its own.
+    """
     with ExitStack() as undo:
         started = []
         for teacher in teachers_of(config):
-            seat = Seat(teacher, own.get(teacher.name, training), shares=teacher.resources is None)
-            if teacher.backend == "vllm":
+            shares = teacher.resources is None and teacher.job is None
+            seat = Seat(teacher, own.get(teacher.name, training), shares=shares)
+            if teacher.job is not None:
+                one = TeacherActors(seat, served(teacher))
+            elif teacher.backend == "vllm":
                 one = TeacherActors(
                     seat, start_scoring_actors(seat.cluster, teacher, config.cluster, shares=seat.shares)
                 )
@@ -170,14 +182,15 @@ class Teachers:
         self._cuda = any(one.seat.cluster.accelerator.is_cuda for one in actors)
         self._seats = [one.seat for one in actors]
         self._temperature = config.policy.generation.temperature
-        self._models: list[Policy | EngineTeacher] = []
+        self._models: list[Model] = []
         self._bytes: list[int] = []
         if self._cuda and any(seat.shares for seat in self._seats):
             student.offload_to_cpu()
         for one in actors:
             model = _model(one, student, tokenizer)
             self._models.append(model)
-            model.wait_until_started()
+            if isinstance(model, (Policy, EngineTeacher)):
+                model.wait_until_started()
             self._bytes.append(_memory_in_use(model) if self._cuda else 0)
             self._leave(one.seat, model)
 
@@ -199,7 +212,9 @@ class Teachers:
             handle = store.commit(handle, self._logprobs(handle, tasks, store, timer), **{LOGPROBS: "logprobs"})
         return handle
 
-    def _score_by_engines(self, model: EngineTeacher, handle: BatchHandle, store: ExperienceStore) -> BatchHandle:
+    def _score_by_engines(
+        self, model: EngineTeacher | ServedTeacher, handle: BatchHandle, store: ExperienceStore
+    ) -> BatchHandle:
         found = model.get_topk_logits(store.read(handle, ("input_ids", "input_lengths")), self._topk)
         # At another temperature the k log-probabilities are those up to a constant, which the loss does not see.
         logprobs_BSk = found["topk_logits"] / (self._temperature or 1.0)
@@ -225,17 +240,23 @@ class Teachers:
                 whole_BS[rows, : result["logprobs"].shape[1]] = result["logprobs"]
         return BatchedDataDict(logprobs=whole_BS)
 
+    @property
+    def served(self) -> bool:
+        """Whether another job scores, so that this one needs no accelerators for it."""
+        return any(seat.teacher.job is not None for seat in self._seats)
+
     def teacher_of(self, task: str) -> int:
         """Number of the teacher that scores samples of an agent or data set. Raises ConfigError: there is none."""
         return teacher_of([seat.teacher for seat in self._seats], task, strict=self._strict)
 
     @contextmanager
-    def _seated(self, index: int) -> Iterator[Policy | EngineTeacher]:
+    def _seated(self, index: int) -> Iterator[Model]:
         """The teacher's model is on its accelerators inside the block."""
         seat, model = self._seats[index], self._models[index]
         if self._cuda and seat.shares:
             self._make_room(self._bytes[index] + _ROOM_FOR_ACTIVATIONS)
-        model.prepare_for_lp_inference()
+        if isinstance(model, (Policy, EngineTeacher)):
+            model.prepare_for_lp_inference()
         yield model
         self._leave(seat, model)
 
@@ -246,10 +267,10 @@ class Teachers:
         if self._student.get_free_memory_bytes() < needed:
             self._student.offload_to_cpu()
 
-    def _leave(self, seat: Seat, model: Policy | EngineTeacher) -> None:
-        if not isinstance(model, Policy):
+    def _leave(self, seat: Seat, model: Model) -> None:
+        if isinstance(model, EngineTeacher):
             model.offload_to_cpu()
-        elif self._cuda and seat.shares:
+        elif isinstance(model, Policy) and self._cuda and seat.shares:
             model.offload_to_cpu()
             if self._lends:
                 model.destroy_nccl_groups()
@@ -258,7 +279,8 @@ class Teachers:
         """What computes each teacher, for the start's lines."""
         for seat, model in zip(self._seats, self._models, strict=True):
             where = "in turn with the policy" if seat.shares else f"on {seat.cluster.world_size()} slots of its own"
-            said = model.kernels() if isinstance(model, EngineTeacher) else model.started and model.started.kernels
+            where = "elsewhere" if seat.teacher.job is not None else where
+            said = (model.started and model.started.kernels) if isinstance(model, Policy) else model.kernels()
             yield f"{seat.teacher.name}: {seat.teacher.policy.model_name}, {where}; {said or ''}"
 
     def shutdown(self) -> None:
@@ -304,14 +326,18 @@ def teacher_of(teachers: Sequence[Teacher], task: str, *, strict: bool) -> int:
     return default
 
 
-def _memory_in_use(model: Policy | EngineTeacher) -> int:
-    return max(model.worker_group.run("memory_in_use")) if isinstance(model, Policy) else model.memory_in_use()
+def _memory_in_use(model: Model) -> int:
+    if isinstance(model, Policy):
+        return max(model.worker_group.run("memory_in_use"))
+    return model.memory_in_use() if isinstance(model, EngineTeacher) else 0
 
 
-def _model(one: TeacherActors, student: Policy, tokenizer: PreTrainedTokenizerBase) -> Policy | EngineTeacher:
+def _model(one: TeacherActors, student: Policy, tokenizer: PreTrainedTokenizerBase) -> Model:
     seat = one.seat
     if isinstance(one.actors, EngineActors):
         return EngineTeacher(one.actors, tokenizer, shares=seat.shares)
+    if not isinstance(one.actors, RayWorkerGroup):
+        return one.actors
     if isinstance(student, TQPolicy):
         return TQPolicy(
             seat.cluster,

@@ -152,7 +152,9 @@ def _begin(
             init_reference_model=reference and not config.grpo.skip_reference_policy_logprobs_calculation,
         )
         undo.callback(policy.shutdown)
-        teachers = teaching.start_teacher_actors(config, clusters.training, clusters.teachers)
+        teachers = teaching.start_teacher_actors(
+            config, clusters.training, clusters.teachers, lambda teacher: placement.served_teacher(teacher, config)
+        )
         undo.pop_all()
     return _Begun(clusters, policy, engines, environments, teachers)
 

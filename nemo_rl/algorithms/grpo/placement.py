@@ -11,11 +11,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from nemo_rl.algorithms.distillation.engine_teacher import ServedTeacher
 from nemo_rl.algorithms.grpo.control_plane import ControlPlane, OwnAccelerators
 from nemo_rl.algorithms.grpo.refit import Refitter
 from nemo_rl.algorithms.placement import OwnSlots, reserve
-from nemo_rl.config import MasterConfig, generation_world_size, training_world_size
-from nemo_rl.config.teachers import teachers_of
+from nemo_rl.config import ConfigError, MasterConfig, generation_world_size, training_world_size
+from nemo_rl.config.teachers import Teacher, teachers_of
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.generation.vllm import VllmGeneration
@@ -76,6 +77,10 @@ class Placement(Protocol):
         """Reserves the run's slots."""
         ...
 
+    def served_teacher(self, teacher: Teacher, config: MasterConfig) -> ServedTeacher:
+        """The teacher that a job of its own serves. Raises ConfigError: there is none."""
+        ...
+
     def shard_record(self, record: Record) -> Record:
         """The record for events of requests and shards."""
         ...
@@ -129,6 +134,15 @@ class OwnPlacement(OwnSlots):
         training = reserve(cluster, accelerator, "policy", slots(world), groups=1 + sharing)
         generation = reserve(cluster, accelerator, "generation", slots(generation_world_size(config)))
         return Clusters(training, generation, own)
+
+    def served_teacher(self, teacher: Teacher, config: MasterConfig) -> ServedTeacher:
+        """Refuses: there are no other jobs."""
+        raise ConfigError(
+            [
+                f"teacher.job is {teacher.job}, and this run is no job of a pool; submit it to the pool of that job, "
+                "or leave the key out"
+            ]
+        )
 
     def shard_record(self, record: Record) -> Record:
         """Records all events."""

@@ -26,6 +26,7 @@ from nemo_rl.utils.record_events import StepSpan
 from nemo_rl.utils.step_timeline import LOGPROBS, TRAINING
 
 if TYPE_CHECKING:
+    from nemo_rl.algorithms.distillation.teachers import Teachers
     from nemo_rl.algorithms.grpo.run import GRPORun
 
 
@@ -48,12 +49,23 @@ def score(run: GRPORun, part: Experience, *, step_open: bool) -> None:
             run.policy.prepare_for_lp_inference(keep_train_buffers=step_open)
     with timer.time("policy_and_reference_logprobs"), _recorded_span(run, LOGPROBS):
         compute_logprobs(part, run.store, run.policy, cfg, loss_cfg, timer)
-    if run.teachers is None:
-        return
+    if run.teachers is not None and not run.teachers.served:
+        _ask_teachers(run, run.teachers, part)
+
+
+def consult(run: GRPORun, part: Experience, step: int) -> None:
+    """Adds the columns of teachers that other jobs serve, before training's accelerators are asked for: they may be
+    those that the teacher needs.
+    """
+    if run.teachers is not None and run.teachers.served:
+        run.control.yield_training(step)
+        _ask_teachers(run, run.teachers, part)
+
+
+def _ask_teachers(run: GRPORun, teachers: Teachers, part: Experience) -> None:
     run.progress.phase("teacher")
-    with timer.time("teacher_scoring"), _recorded_span(run, LOGPROBS):
-        tasks = part.rows["task_name"]
-        part.handle = run.teachers.score(part.handle, tasks, run.store, timer)
+    with run.timer.time("teacher_scoring"), _recorded_span(run, LOGPROBS):
+        part.handle = teachers.score(part.handle, part.rows["task_name"], run.store, run.timer)
 
 
 def weigh(run: GRPORun, part: Experience, *, first_row: int) -> None:

@@ -71,6 +71,7 @@ class Submission:
     asked: str = ""  # `drain` or `cancel`, where a user has asked for its end
     log_dir: str = ""  # where its own logs are, once it has said
     column: int | None = 0  # which slot of each GPU it is on; None for all of them
+    teacher: str = ""  # the job that scores its samples, or its own name where it is one that scores; empty for none
 
 
 @dataclass(frozen=True)

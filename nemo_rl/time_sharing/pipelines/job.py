@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -29,10 +29,11 @@ from nemo_rl.config.generation import VllmConfig
 from nemo_rl.config.layers import merge, read_layers
 from nemo_rl.config.load import kind_of_file
 from nemo_rl.config.overrides import parse_override
-from nemo_rl.config.placement import ParallelSizesError, parallel_sizes, training_world_size
+from nemo_rl.config.placement import training_world_size
 from nemo_rl.config.schema import is_known
-from nemo_rl.config.teachers import teachers_of
+from nemo_rl.config.teachers import pooled_teacher
 from nemo_rl.time_sharing.pipelines.command_config import EXTERNAL, CommandConfig, read_command
+from nemo_rl.time_sharing.pipelines.fits import as_teacher, divides, teachers_fit
 from nemo_rl.time_sharing.planning import placement
 from nemo_rl.time_sharing.protocol.topology import GpuOutsidePool, Pool, Topology, register
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN
@@ -72,6 +73,7 @@ class Kind(str, Enum):
     GRPO = "grpo"
     SFT = "sft"
     EVALUATION = "evaluation"
+    TEACHER = "teacher"
     EXTERNAL = EXTERNAL
 
 
@@ -88,6 +90,7 @@ _CLASSES = {
     "EvaluationPipeline": Kind.EVALUATION,
     "CommandPipeline": Kind.EXTERNAL,
 }
+_TEACHER = "TeacherPipeline"
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ class Job:
         infer: Global ids of the GPUs that its generation, or its command, may use, ascending. Those of training where
             nothing generates: a registration always has some.
         options: Of the registration: weight, min_share, max_share, staleness, rank_batch, full_overlap.
+        teaches: Whether it serves the teacher of its configuration to other jobs, and trains nothing.
         column: Which slot of each of its GPUs it is on, in a pool with several; None where it needs whole GPUs.
     """
 
@@ -111,18 +115,25 @@ class Job:
     env: Mapping[str, str] = field(default_factory=dict)  # variables of where it was submitted that its processes get
     anywhere: bool = False  # whether it may train elsewhere just as well, since no file names its training GPUs
     column: int | None = 0
+    teaches: bool = False
 
     @property
     def kind(self) -> Kind:
         """What it does."""
-        return _KINDS[type(self.config)]
+        return Kind.TEACHER if self.teaches else _KINDS[type(self.config)]
+
+    @property
+    def teacher(self) -> str:
+        """The job that scores its samples, its own name where it is one that scores; empty for none."""
+        asked = self.config.teacher if isinstance(self.config, MasterConfig) else None
+        return self.name if self.teaches else (asked.job if asked is not None else None) or ""
 
     @property
     def rank_width(self) -> int:
         """GPUs of one rank of what is elastic."""
         if isinstance(self.config, CommandConfig):
             return self.config.gpus
-        engines = _engines(self.config)
+        engines = _engines(self.config, self.teaches)
         return 1 if engines is None else engines.tensor_parallel_size * engines.pipeline_parallel_size
 
     def placed(self, pool: Pool, others: Iterable[placement.Mapped]) -> Job:
@@ -202,6 +213,7 @@ class _Source:
     wrapper: Mapping[str, Any]
     inner: Path
     config: type[Any]
+    teaches: bool = False
 
 
 def _source(file: Path) -> _Source:
@@ -209,6 +221,8 @@ def _source(file: Path) -> _Source:
     inner = (file.parent / wrapper[_WRAPPER_KEY]) if wrapper else file
     config = CommandConfig if EXTERNAL in merge(read_layers(inner)) else kind_of_file(inner)
     named = str(wrapper.get("pipeline_cls") or "").rpartition(".")[2]
+    if named == _TEACHER and issubclass(config, MasterConfig):
+        return _Source(file, wrapper, inner, config, teaches=True)
     if named and _CLASSES.get(named) is not _KINDS[config]:
         fitting = next(name for name, kind in _CLASSES.items() if kind is _KINDS[config])
         raise ConfigError([f"pipeline_cls: {named}, but {inner} is run by {fitting}; name that, or leave the key out"])
@@ -235,7 +249,9 @@ def _read_job(source: _Source, pool: Pool, overrides: Sequence[str], *, taken: S
         raise ConfigError([f"num_gpus_per_node: {per_node}, but the pool's nodes have {pool.gpus_per_node}"])
     name = _name(str(wrapper.get("exp_name") or source.file.stem), taken)
     train: tuple[int, ...] = ()
-    if isinstance(config, RootConfig):
+    if source.teaches and isinstance(config, MasterConfig):
+        as_teacher(config, name)
+    elif isinstance(config, RootConfig):
         train = _train_mapping(wrapper.get("train_device_mapping"), config, pool, name)
     given = wrapper.get("infer_device_mapping")
     infer = train if isinstance(config, SFTMasterConfig) else tuple(given or _all_of(pool, config))
@@ -243,7 +259,7 @@ def _read_job(source: _Source, pool: Pool, overrides: Sequence[str], *, taken: S
     if anywhere and given:
         train = infer[: len(train)]
     column = None if wrapper.get("whole_gpus") or isinstance(config, CommandConfig) else 0
-    job = Job(name, config, train, infer, anywhere=anywhere, column=column)
+    job = Job(name, config, train, infer, anywhere=anywhere, column=column, teaches=source.teaches)
     _check(job)
     slice_s = float(wrapper["slice_s"]) if wrapper.get("slice_s") is not None else job.slice_s
     return replace(job, options=_options(wrapper, job), slice_s=slice_s)
@@ -353,8 +369,10 @@ def _name(wanted: str, taken: Sequence[str]) -> str:
     return name
 
 
-def _engines(config: Config) -> VllmConfig | None:
+def _engines(config: Config, teaches: bool) -> VllmConfig | None:
     """The options of its engines; None where it has none."""
+    if teaches and isinstance(config, MasterConfig):
+        return pooled_teacher(config).policy.generation.vllm_cfg
     if isinstance(config, EvalMasterConfig):
         return config.generation.vllm_cfg
     return config.policy.generation.vllm_cfg if isinstance(config, MasterConfig) else None
@@ -388,13 +406,13 @@ def _check(job: Job) -> None:
         problems.append(f"{job.name}: training GPUs {outside} are not among its generation GPUs {list(job.infer)}")
     if not job.infer:
         problems.append(f"{job.name}: external.gpus asks for more GPUs than the pool has; lower it")
-    if isinstance(job.config, RootConfig):
-        problems += _divides(job.name, job.config, len(job.train))
-    if isinstance(job.config, MasterConfig) and job.config.grpo.rollout_replay is not None:
+    if isinstance(job.config, RootConfig) and not job.teaches:
+        problems += divides(job.name, job.config, len(job.train))
+    if isinstance(job.config, MasterConfig) and job.config.grpo.rollout_replay is not None and not job.teaches:
         problems.append(f"{job.name}: grpo.rollout_replay generates nothing; there is nothing to share")
-    if isinstance(job.config, MasterConfig):
-        problems += _teachers_fit(job.name, job.config, len(job.train))
-    engines = _engines(job.config)
+    if isinstance(job.config, MasterConfig) and not job.teaches:
+        problems += teachers_fit(job.name, job.config, len(job.train))
+    engines = _engines(job.config, job.teaches)
     if engines is not None and engines.engines_per_gpu > 1:
         problems.append(
             f"{job.name}: vllm_cfg.engines_per_gpu is {engines.engines_per_gpu}, but a scheduler lends GPUs to one "
@@ -404,41 +422,9 @@ def _check(job: Job) -> None:
         raise ConfigError(problems)
 
 
-def _teachers_fit(name: str, config: MasterConfig, world: int) -> Iterator[str]:
-    """What keeps teachers from computing in turn with the policy on its training GPUs."""
-    for teacher in teachers_of(config):
-        if teacher.resources is not None:
-            yield (
-                f"{name}: {teacher.key} has accelerators of its own, and a job has only those that it is lent; let it "
-                "compute in turn with the policy (teacher.colocated.enabled: true, or non_colocated_teachers.enabled: "
-                "false)"
-            )
-            continue
-        try:
-            parallel_sizes(teacher.policy, world)
-        except ParallelSizesError as error:
-            yield f"{name}: {teacher.key}: {error}"
-
-
-def _divides(name: str, config: RootConfig, world: int) -> list[str]:
-    """What is wrong with training this configuration on `world` GPUs."""
-    try:
-        sizes = parallel_sizes(config.policy, world)
-    except ParallelSizesError as error:
-        return [f"{name}: {error}"]
-    problems = []
-    if world // sizes.pp % sizes.ep:
-        problems.append(f"{name}: expert parallel size {sizes.ep} does not divide the {world} GPUs that train")
-    batch = config.policy.train_global_batch_size
-    if batch % sizes.dp:
-        what = f"policy.train_global_batch_size {batch} does not divide over {sizes.dp} data-parallel ranks"
-        problems.append(f"{name}: {what} ({world} training GPUs)")
-    return problems
-
-
 def _options(wrapper: Mapping[str, object], job: Job) -> dict[str, Any]:
     options: dict[str, Any] = {
-        "staleness": job.config.max_staleness() if isinstance(job.config, MasterConfig) else 0,
+        "staleness": job.config.max_staleness() if isinstance(job.config, MasterConfig) and not job.teaches else 0,
         "rank_batch": 1 if job.kind is Kind.EXTERNAL else _DEFAULT_RANK_BATCH,
         "full_overlap": job.covers_every_rank(),
     }
@@ -448,7 +434,7 @@ def _options(wrapper: Mapping[str, object], job: Job) -> dict[str, Any]:
 
 def _with_own_folders(jobs: Sequence[Job]) -> list[Job]:
     """Jobs that would write into the same folder get one each, named after the job."""
-    trained = [(job.name, job.config) for job in jobs if isinstance(job.config, RootConfig)]
+    trained = [(job.name, job.config) for job in jobs if isinstance(job.config, RootConfig) and not job.teaches]
     # The pipelines' processes have working directories of their own.
     logs = [str(Path(config.logger.log_dir).absolute()) for _, config in trained]
     checkpoints = [str(Path(config.checkpointing.checkpoint_dir).absolute()) for _, config in trained]

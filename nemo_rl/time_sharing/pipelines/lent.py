@@ -14,16 +14,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from nemo_rl.algorithms.distillation.engine_teacher import ServedTeacher
 from nemo_rl.algorithms.grpo.control_plane import ControlPlane, DemandKind, ReportProgress
 from nemo_rl.algorithms.grpo.experience_source import ExperienceSource
 from nemo_rl.algorithms.grpo.placement import Built, Clusters
 from nemo_rl.config import MasterConfig
+from nemo_rl.config.teachers import Teacher
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.models.generation.elastic import ElasticGeneration
 from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.weights import PolicyWeightCache
 from nemo_rl.time_sharing.agents.runtime import AgentRuntime
+from nemo_rl.time_sharing.pipelines.pooled_teacher import PooledTeacher
 from nemo_rl.time_sharing.pipelines.residents import SlotMemory
 from nemo_rl.time_sharing.pipelines.shared_cluster import SharedCluster
 from nemo_rl.time_sharing.pipelines.vllm_engine import BuildableEngines, EngineSlot, FirstSlept, VllmEngine
@@ -102,6 +105,12 @@ class LentPlacement:
     def reserve(self, config: MasterConfig, accelerator: Accelerator) -> Clusters:
         """The slots of the registration."""
         return self._clusters
+
+    def served_teacher(self, teacher: Teacher, config: MasterConfig) -> ServedTeacher:
+        """A job of the same pool."""
+        longest = config.policy.max_total_sequence_length
+        name = self.record_prefix.rstrip("/")
+        return PooledTeacher(name, teacher, config.grpo.topk_logits_k, longest, wait_s=self._wait_s)
 
     def shard_record(self, record: Record) -> Record:
         """Requests only; the agent tells the rest."""

@@ -1,0 +1,67 @@
+"""Whether what a job computes fits the GPUs that a pool lends it: training, teachers in turn, and served teachers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_rl.config import ConfigError, MasterConfig, RootConfig
+from nemo_rl.config.placement import ParallelSizesError, parallel_sizes
+from nemo_rl.config.teachers import teachers_of
+
+
+def as_teacher(config: MasterConfig, name: str) -> None:
+    """Checks the configuration of a student whose teacher a job serves to others. Raises ConfigError: it has none that
+    engines can be.
+    """
+    teacher = config.teacher
+    if teacher is None:
+        raise ConfigError([f"{name}: pipeline_cls is TeacherPipeline, and the file has no section `teacher`"])
+    if teacher.backend != "vllm" or not teacher.colocated.enabled:
+        raise ConfigError(
+            [
+                f"{name}: a job that serves a teacher has engines on GPUs that it is lent; set teacher.backend to vllm "
+                "and teacher.colocated.enabled to true"
+            ]
+        )
+
+
+def teachers_fit(name: str, config: MasterConfig, world: int) -> Iterator[str]:
+    """What keeps teachers from computing in turn with the policy on its training GPUs."""
+    for teacher in teachers_of(config):
+        if teacher.job is not None:
+            if teacher.job == name:
+                yield f"{name}: teacher.job names this job; give the job that serves the teacher another exp_name"
+            continue
+        if teacher.backend == "vllm":
+            yield (
+                f"{name}: teacher.backend is vllm, and engines beside training would need GPUs that the pool lends; "
+                "serve it by a job of its own (pipeline_cls: TeacherPipeline) and name that in teacher.job"
+            )
+            continue
+        if teacher.resources is not None:
+            yield (
+                f"{name}: {teacher.key} has accelerators of its own, and a job has only those that it is lent; let it "
+                "compute in turn with the policy (teacher.colocated.enabled: true, or non_colocated_teachers.enabled: "
+                "false)"
+            )
+            continue
+        try:
+            parallel_sizes(teacher.policy, world)
+        except ParallelSizesError as error:
+            yield f"{name}: {teacher.key}: {error}"
+
+
+def divides(name: str, config: RootConfig, world: int) -> list[str]:
+    """What is wrong with training this configuration on `world` GPUs."""
+    try:
+        sizes = parallel_sizes(config.policy, world)
+    except ParallelSizesError as error:
+        return [f"{name}: {error}"]
+    problems = []
+    if world // sizes.pp % sizes.ep:
+        problems.append(f"{name}: expert parallel size {sizes.ep} does not divide the {world} GPUs that train")
+    batch = config.policy.train_global_batch_size
+    if batch % sizes.dp:
+        what = f"policy.train_global_batch_size {batch} does not divide over {sizes.dp} data-parallel ranks"
+        problems.append(f"{name}: {what} ({world} training GPUs)")
+    return problems

@@ -1,0 +1,113 @@
+"""A student's way to a teacher that is a job of its pool, and what both ask of the pool's actor.
+
+Invariant: a teacher that dies is looked for again until a deadline, and samples are sent anew to the one that is found.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import ray
+
+from nemo_rl.config import ConfigError
+from nemo_rl.config.errors import first_line
+from nemo_rl.config.teachers import Teacher
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.models.generation.interfaces import GenerationError
+from nemo_rl.time_sharing.agents.actors import CONTROL_NAMESPACE
+from nemo_rl.time_sharing.pipelines.grpo import POOL_NAME
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_S = 60.0
+_LOOK_S = 1.0
+_FIND_S = 600.0
+
+
+class TeacherLeft(GenerationError):
+    """A job that served a teacher takes no more samples."""
+
+
+class PooledTeacher:
+    """A student's way to a teacher that is a job of its pool.
+
+    Args:
+        wait_s: How long samples may wait for the teacher's engines.
+        find_s: How long the job may be missing, before its first answer or after it died.
+
+    Raises ConfigError: there is no such job in time, or it teaches something else.
+    """
+
+    def __init__(
+        self, student: str, teacher: Teacher, k: int, longest: int, *, wait_s: float, find_s: float = _FIND_S
+    ) -> None:
+        self._student, self._teacher, self._wait_s, self._find_s = student, teacher, wait_s, find_s
+        self._job = teacher.job or ""
+        self._actor = self._found()
+        model, most, room = ray.get(self._actor.teaches.remote(), timeout=_ANSWER_S)
+        problems = []
+        if model != teacher.policy.model_name:
+            own = teacher.policy.model_name
+            problems.append(f"teacher.model_name is {own}, and the job {self._job} serves {model}")
+        if most < k:
+            problems.append(f"topk_logits_k is {k}, and the job {self._job} gives {most} tokens of a position at most")
+        if room < longest:
+            problems.append(
+                f"policy.max_total_sequence_length is {longest}, and the job {self._job} scores {room} tokens at most"
+            )
+        if problems:
+            raise ConfigError(problems, student)
+
+    def _found(self) -> Any:
+        deadline, reason = time.monotonic() + self._find_s, ""
+        while time.monotonic() < deadline:
+            actor, reason = ask_pool("teacher", self._job)
+            if actor is not None:
+                return actor
+            time.sleep(_LOOK_S)
+        raise ConfigError(
+            [
+                f"teacher.job: {reason}, and none came within {self._find_s:.0f} s; submit one whose wrapper file has "
+                f"pipeline_cls: TeacherPipeline and exp_name: {self._job}"
+            ],
+            self._student,
+        )
+
+    def get_topk_logits(self, batch: BatchedDataDict, k: int) -> BatchedDataDict:
+        """See `engine_teacher.topk_of_prompts`; of a teacher that dies meanwhile the next one is asked. Raises
+        GenerationError: it could not score them in time; ConfigError: it died, and no other came.
+        """
+        deadline = time.monotonic() + self._wait_s
+        while True:
+            left_s = max(1.0, deadline - time.monotonic())
+            try:
+                scores: BatchedDataDict = ray.get(self._actor.score.remote(batch, k), timeout=left_s)
+                return scores
+            except (ray.exceptions.RayActorError, TeacherLeft) as error:
+                logger.warning("teacher=%s gone=%s another=awaited", self._job, first_line(error))
+                # The pool may not have noticed yet.
+                time.sleep(_LOOK_S)
+                self._actor = self._found()
+            except ray.exceptions.GetTimeoutError as error:
+                raise GenerationError(
+                    f"the teacher {self._job} has not scored {batch.size} samples within {self._wait_s:.0f} s"
+                ) from error
+            except ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, GenerationError):
+                    raise GenerationError(f"the teacher {self._job}: {error.cause}") from error
+                raise
+
+    def kernels(self) -> str:
+        """What computes it, in words."""
+        return f"the job {self._job} of the pool"
+
+    def shutdown(self) -> None:
+        """The job is the pool's."""
+
+
+def ask_pool(method: str, *arguments: object) -> Any:
+    """The answer of the pool's actor."""
+    pool: Any = ray.get_actor(POOL_NAME, namespace=CONTROL_NAMESPACE)
+    return ray.get(getattr(pool, method).remote(*arguments), timeout=_ANSWER_S)

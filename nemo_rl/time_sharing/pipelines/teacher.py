@@ -1,0 +1,150 @@
+"""A teacher that several jobs of a pool share: engines only, which come and go with their model.
+
+`TeacherPipeline` serves the teacher of a configuration: its engines are awake while samples wait for scores, and lent
+to others otherwise. `PooledTeacher` is a student's side. Invariants: demand stands exactly while samples
+are open; a teacher ends by itself once every job that named it has ended.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from nemo_rl.config import MasterConfig
+from nemo_rl.config.teachers import pooled_teacher
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.time_sharing.agents.runtime import AgentRuntime, Dismissed
+from nemo_rl.time_sharing.log.pool_state import Outcome, Progress
+from nemo_rl.time_sharing.pipelines.evaluation import FixedWeights
+from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles
+from nemo_rl.time_sharing.pipelines.job import Job
+from nemo_rl.time_sharing.pipelines.lent import RequestsOnly
+from nemo_rl.time_sharing.pipelines.pooled_teacher import TeacherLeft, ask_pool
+from nemo_rl.time_sharing.pipelines.vllm_engine import EngineSlot
+
+if TYPE_CHECKING:
+    from nemo_rl.models.generation.vllm import VllmGeneration
+
+_LEAVE_S = 300.0
+_START_S = 300.0
+_LOOK_S = 1.0
+_LINGER_S = 10.0
+
+
+class TeacherPipeline(LentPipeline):
+    """The teacher of a configuration, for every job that names this one."""
+
+    def __init__(self, job: Job, handles: PoolHandles, incarnation: int) -> None:
+        super().__init__(job, handles, incarnation)
+        config = job.config
+        if not isinstance(config, MasterConfig):
+            raise TypeError(f"{job.name}: {type(config).__name__} has no teacher")
+        self._config, self._teacher = config, pooled_teacher(config)
+        self._generation: VllmGeneration | None = None
+        self._serving = threading.Event()
+        self._lock = threading.Lock()
+        self._open = self._target = self._done = 0
+        self._samples = self._batches = 0
+
+    def progress(self) -> Progress:
+        """Batches scored so far, as steps."""
+        if self._generation is None:
+            phase = "starting"
+        else:
+            phase = "scoring" if self._open else "waiting for samples" if self._serving.is_set() else "leaving"
+        return Progress(phase, self._batches, 0, self._handles.log_dir)
+
+    def drain(self) -> str:
+        """Scores what is open and leaves."""
+        super().drain()
+        return "scores the samples that it has, and leaves"
+
+    def live(self) -> Outcome:
+        from nemo_rl.algorithms.distillation.engine_teacher import scoring_engines, start_scoring_actors
+        from nemo_rl.data.tokenizer import get_tokenizer
+
+        job, teacher, engines = self._job, self._teacher, EngineSlot()
+        tokenizer = get_tokenizer(teacher.policy.tokenizer, teacher.policy.trust_remote_code)
+        record = self.open_record()
+        runtime = self.join(engines, record)
+        cluster = self.cluster(job.infer, leads_ranks=True)
+        actors = start_scoring_actors(cluster, teacher, self._config.cluster, shares=False, lent=True)
+        requests = RequestsOnly(record.bind(f"{job.name}/generation"))
+        self._generation = generation = scoring_engines(actors, tokenizer, requests)
+        try:
+            engines.put(FixedWeights(generation, self.engine_built))
+            generation.on_failure(lambda rank, reason: runtime.rank_broken_soon(rank))
+            self._serving.set()
+            self._until_nobody_needs_it(runtime)
+            self._serving.clear()
+            runtime.leave(_LEAVE_S)
+        finally:
+            generation.shutdown()
+        kind = "drained" if self._draining.is_set() else "done"
+        return Outcome(kind, f"{self._samples} samples scored", steps=self._batches)
+
+    def _until_nobody_needs_it(self, runtime: AgentRuntime) -> None:
+        needed_at, had_students = time.monotonic(), False
+        while not (self._draining.is_set() and not self._open):
+            if runtime.closed.wait(_LOOK_S):
+                raise Dismissed(f"{self._job.name}: incarnation {self._incarnation} is no longer registered")
+            if self._open or ask_pool("students", self._job.name):
+                needed_at, had_students = time.monotonic(), True
+            # Jobs that are submitted one after the other find the same teacher.
+            elif had_students and time.monotonic() - needed_at > _LINGER_S:
+                return
+
+    # -- from students ------------------------------------------------------------------------------------------------
+
+    def teaches(self) -> tuple[str, int, int]:
+        """Its model, the most tokens of each position that it gives, and its longest sample in tokens."""
+        policy = self._teacher.policy
+        return policy.model_name, self._config.grpo.topk_logits_k, policy.generation.vllm_cfg.max_model_len
+
+    def score(self, batch: BatchedDataDict, k: int) -> BatchedDataDict:
+        """See `engine_teacher.topk_of_prompts`. Raises TeacherLeft: it is leaving; GenerationError: no engine scores
+        them.
+        """
+        from nemo_rl.algorithms.distillation.engine_teacher import topk_of_prompts
+
+        if not self._serving.wait(_START_S) or self._draining.is_set() or self._generation is None:
+            raise TeacherLeft(f"{self._job.name} takes no samples: it is leaving")
+        with self._demand(batch.size):
+            found = topk_of_prompts(self._generation, batch, k, finished=self._finished, look_after=self._report)
+        self._samples, self._batches = self._samples + batch.size, self._batches + 1
+        return found
+
+    @contextmanager
+    def _demand(self, samples: int) -> Iterator[None]:
+        """The scheduler hears of the samples before engines are needed for them, and of the last that is scored."""
+        with self._lock:
+            self._open, self._target = self._open + samples, self._target + samples
+            self._say()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open -= samples
+                if not self._open:
+                    self._target = self._done = 0
+                self._say()
+
+    def _say(self) -> None:
+        runtime = self._runtime
+        if runtime is None or runtime.closed.is_set():
+            return
+        if self._open:
+            runtime.begin_progress(self._target, min(self._done, self._target))
+        else:
+            runtime.end_progress()
+
+    def _finished(self) -> None:
+        self._done += 1
+
+    def _report(self) -> None:
+        with self._lock:
+            if self._open and self._runtime is not None:
+                self._runtime.report_progress(min(self._done, self._target))
