@@ -294,8 +294,8 @@ def measure(args: argparse.Namespace, rate: float, cuda: bool) -> None:
 
     from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
     from nemo_rl.models.generation.elastic import ElasticGeneration
-    from nemo_rl.models.generation.vllm import VllmGeneration
     from nemo_rl.models.generation.vllm.engine_actors import start_engine_actors
+    from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
     from nemo_rl.weight_sync.session import SyncOptions
 
     model = make_config(args.shape, Path(args.work))

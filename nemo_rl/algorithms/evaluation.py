@@ -48,8 +48,8 @@ from nemo_rl.experience.rollouts import (
     rollout_metrics,
 )
 from nemo_rl.models.generation.interfaces import request_timeout_s
-from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.models.generation.vllm.engine_actors import start_engine_actors
+from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.models.policy.model_config import model_config
 from nemo_rl.utils.adapters import is_adapter
 from nemo_rl.utils.checkpoint import model_directory

@@ -32,9 +32,13 @@ class AdvantageEstimator(Protocol):
 
 
 class _Estimator:
-    def __init__(self, estimator_config: AdvEstimatorConfig, loss_config: ClippedPGLossConfig) -> None:
-        self.estimator_config = estimator_config
-        self.loss_config = loss_config
+    def __init__(
+        self,
+        estimator_config: AdvEstimatorConfig | Mapping[str, object],
+        loss_config: ClippedPGLossConfig | Mapping[str, object],
+    ) -> None:
+        self.estimator_config = AdvEstimatorConfig.read(estimator_config)
+        self.loss_config = ClippedPGLossConfig.read(loss_config)
 
     def _per_row(
         self, prompt_ids: torch.Tensor, rewards: torch.Tensor, components: Mapping[str, torch.Tensor]

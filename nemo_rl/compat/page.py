@@ -27,8 +27,9 @@ python -m nemo_rl.config check THEIRS.yaml MORE/
 ```
 
 Each file runs here, would run once the parts that it names are built, or is refused; the exit code is 0, 1 or 2 by the
-worst of them, and a folder ends with a table of reasons. Every key that NeMo-RL's GRPO recipes set is known, and
-those of its distillation recipes:
+worst of them, and a folder ends with a table of reasons. A recipe that names a
+prompt file or a variable that is not here is told so. Every key that NeMo-RL's GRPO recipes set is known, and those of
+its distillation recipes:
 
 - **honoured**: it does what it does there; [docs/config.md](config.md) has them all;
 - **without effect**: the value asks for nothing that is not so anyway (null, an empty list, anything in a section that
@@ -50,37 +51,118 @@ _ENVIRONMENT = {
 }
 
 
+# What was compared and gives the same, by area.
+_SAME = {
+    "losses": "all switches of `loss_fn`, values and gradients; SFT's; log-probabilities first or by name",
+    "advantages": "`grpo`, `gdpo`, `reinforce_plus_plus` and `opd`, with the exception of the first row below",
+    "metrics": "names and formulas of `train/*` (probability ratios, KL and Jensen-Shannon errors, entropy), "
+    "`validation/*` and `pass@samples_per_prompt`, `fraction_of_samples_properly_ended`, `*generation_lengths`",
+    "rewards": "`reward_scaling`, `reward_shaping`, dynamic sampling, overlong filtering, and their order",
+    "judges": "`hf_math_verify`; `math_multi_reward`: exact text after the last `<answer>`, `str.isdigit()`, one "
+    "form; `english_multichoice` and `multilingual_multichoice`: the first `Answer: X`",
+    "several turns": "metadata None keeps what was there, a response cut at `max_new_tokens` goes on to the "
+    "environment, the last observation is part of the log, rewards of turns add up",
+    "`env.code`": 'a notebook: the value of the last expression in `<result>`, names in `metadata["context"]`, files '
+    'in `metadata["working_dir"]`, blocked imports, no end without code',
+    "`env.sliding_puzzle`": "`slide ROW COLUMN` and `view`, a reward for the solved board alone, an end at `max_moves`",
+    "processors": "prompts, masks, first and last tokens, `add_generation_prompt`, tools of `openai_format`",
+    "packing": "algorithms, shards and microbatches, `collect_metrics`, no bins for no sequences; a cap below "
+    "`max_total_sequence_length` holds as long as every sequence fits",
+    "checkpoints": "directories, `training_info.json`, retention, `metric_name` of a manager made by hand",
+    "scripts without --config": "`run_grpo.py`, `run_sft.py`, `run_eval.py`, `run_grpo_sliding_puzzle.py` and "
+    "`run_grpo_single_controller.py` start the documented configuration",
+    "names": "the tables of names above, called as there unless the next table says otherwise",
+}
+
+
+# What: there, here, because. Where nothing is known of NeMo-RL, `there` says so.
 _DIFFERENT = {
     "advantage of a sample whose `use_leave_one_out_baseline` deviation is 0": (
         "not normalised: a lone reward of 100 has the advantage 100",
-        "divided by the deviation of its whole group, so that no advantage depends on the unit of the rewards; every "
-        "other advantage is the same number",
+        "divided by the deviation of its whole group",
+        "no advantage should depend on the unit of the rewards; every other advantage is the same number",
     ),
     "`use_dynamic_sampling` with `use_leave_one_out_baseline`": (
-        "each sample is kept by its own deviation, which drops the only success of a group and keeps its failures",
+        "each sample is kept by its own deviation",
         "a group is kept or dropped as a whole, by the deviation of all of its rewards",
+        "it would drop the only success of a group and keep its failures",
     ),
     "rewards of samples that the environment flags (`mask_sample`, `invalid_tool_call`) or whose prompt was cut": (
         "count in their group's baseline",
-        "count in no baseline, no deviation and no mean reward of a step. Truncated samples count, with "
-        "`overlong_filtering` too, as in DAPO",
+        "count in no baseline, no deviation and no mean reward of a step; truncated samples count",
+        "they say nothing about the answers beside them",
+    ),
+    "groups of a step": (
+        "samples whose prompts have equal tokens, so that equal prompts merge",
+        "samples of one row of the data",
+        "two rows with one prompt may expect different answers",
     ),
     "the last observation of an episode that ended, where it is longer than the room in `max_total_sequence_length`": (
         "cut, and the sample counts as truncated",
         "cut, and the sample counts by its responses alone",
+        "nothing follows that it would be needed for",
     ),
     "a question with choices (`multichoice_qa_processor`) without `prompt_file`": (
         "the question without its choices",
-        "`Question:` and `Options:`, as behind a prompt file",
+        "`Question:` and `Options:`, as behind a prompt file; a run says so at its start",
+        "a letter can only be chosen among choices that are shown",
     ),
     "`examples/prompts/cot.txt` and other prompts of NeMo-RL's examples": (
         "part of its repository",
-        "not shipped; a recipe that names one says so at its start, and runs once the file is copied",
+        "not shipped; `config check` and a run's start name what is missing, and the recipe runs once it is copied",
+        "they are not ours",
     ),
     "`policy.generation.stop_token_ids: null`": (
         "the tokenizer's end of sequence",
         "every end-of-sequence id of the tokenizer, `generation_config.json` and `config.json`",
+        "chat models end their turns with another token",
     ),
+    "`dapo_math_verify` and the choices": (
+        "as published",
+        "looser and stricter where [the table of judges](evaluation.md#judges) says so",
+        "`1,2` is not `12`, and a box around a letter is no other answer",
+    ),
+    "`env.code`: what a cell without a value shows, and its reward": (
+        "not known",
+        "what it printed; 1 where the result equals `ground_truth`, else 0",
+        "a cell that prints has an answer too",
+    ),
+    "`env.code`: which packages may be imported": (
+        "not known",
+        "the standard library, modules in the working directory, and `env.code.packages` (numpy, sympy)",
+        "the sandbox keeps the machine safe; the list keeps prompts comparable",
+    ),
+    "judging by tests or by what a script prints": (
+        "not there",
+        "`env.code_tests`, which was `env.code` here before",
+        "the name is the notebook's",
+    ),
+    "`env.code_jaccard`: lengths": (
+        "not known whether of texts or of words",
+        "characters of the texts, of fenced blocks where there are any",
+        "one of the two had to be chosen",
+    ),
+    "`env.sliding_puzzle`: wording, `view`, rows and columns": (
+        "not known",
+        "counted from 1; every turn is a move; `up`, `down`, `left` and `right` are taken as well",
+        "runs that were made before go on",
+    ),
+    "`read_columns()` of columns that are no tensors": (
+        "NumPy arrays of objects",
+        "lists",
+        "a `BatchedDataDict` holds lists; `materialize` gives arrays",
+    ),
+    "metrics of packers (`collect_metrics`)": (
+        "not known",
+        "`sequences`, `bins`, `used`",
+        "they say how full microbatches are",
+    ),
+    "configurations of `run_sft.py` and `run_grpo_single_controller.py`": (
+        "their own values and names",
+        "`sft.yaml` and `grpo_math_1B_single_controller.yaml`, of our own values",
+        "only what a script does without --config is known",
+    ),
+    "unknown keys": ("taken and ignored", "refused, with the nearest name", "a typo should not train something else"),
 }
 
 
@@ -92,14 +174,10 @@ def page() -> str:
     """The whole page as Markdown."""
     parts = [
         _INTRODUCTION,
-        "### Parts that are not built\n",
-        *table(("part", "keys that ask for it"), _parts()),
         "### Keys without effect\n",
         *table(("key", "why", "values"), _without_effect()),
         "### Keys whose meaning is defined here\n",
         *table(("key", "what it does"), _definitions()),
-        "### Numbers that differ\n",
-        *table(("what", "there", "here"), ((what, *numbers) for what, numbers in _DIFFERENT.items())),
         "### Environment variables\n",
         *table(("variable", "here"), _ENVIRONMENT.items()),
         "### Earlier names\n",
@@ -108,16 +186,31 @@ def page() -> str:
         "Names resolve at NeMo-RL's paths. Configurations may be plain dictionaries wherever a section is taken.\n",
         "### Names\n",
         *table(("module", "names"), _names()),
-        "### Called differently\n",
-        "Called in NeMo-RL's shape, the functions below say what has changed before anything starts.\n",
-        *table(("name", "here"), ((f"`{name}`", form) for name, form in CHANGED.items())),
-        "### Not here\n",
-        *table(("name", "instead"), ((f"`{name}`", instead) for name, instead in (ABSENT | ABSENT_MEMBERS).items())),
         "### Names of control planes\n",
         "What drivers of several pipelines call, and where it is; the rest is on [its own page](time_sharing.md).\n",
         *table(("name", "here"), _control_plane()),
+        "## The same, different, not built\n",
+        "What is in none of these three tables is meant to be the same; if it is not, that is a mistake here.\n",
+        "### The same\n",
+        *table(("what", "in which respect"), _SAME.items()),
+        "### Different on purpose, because\n",
+        "Functions among them say what has changed when they are called in NeMo-RL's shape, before anything starts.\n",
+        *table(("what", "there", "here", "because"), _different()),
+        "### Not built\n",
+        "Keys are refused by name, names say what to use instead.\n",
+        *table(("what", "keys that ask for it, or what to use instead"), [*_parts(), *_absent()]),
     ]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _different() -> Iterator[tuple[str, str, str, str]]:
+    yield from ((what, *row) for what, row in _DIFFERENT.items())
+    reason = "a run is one object that is made of its configuration"
+    yield from ((f"`{name}`", "called otherwise", form, reason) for name, form in CHANGED.items())
+
+
+def _absent() -> Iterator[tuple[str, str]]:
+    yield from ((f"`{name}`", instead) for name, instead in (ABSENT | ABSENT_MEMBERS).items())
 
 
 def _parts() -> Iterator[tuple[str, str]]:

@@ -163,6 +163,17 @@ def _entries(config: RootConfig | EvalMasterConfig) -> Iterator[tuple[str, Datas
             yield (f"data.{split}" if len(entries) == 1 else f"data.{split}.{index}"), entry
 
 
+@caution
+def choices_are_shown(config: MasterConfig | EvalMasterConfig) -> Iterator[str]:
+    for key, entry in _entries(config):
+        asks = entry.processor == "multichoice_qa_processor" or entry.dataset_name.startswith(("mmlu", "gpqa"))
+        if asks and entry.prompt_file is None:
+            yield (
+                f"{key}.prompt_file is null: questions are asked with their choices, where NeMo-RL leaves the choices "
+                "out (docs/from_nemo_rl.md)"
+            )
+
+
 GRPO_VALIDATION = ("accuracy", "avg_length", "pass_k", "mean_accuracy")
 SFT_VALIDATION = ("val_loss",)
 _EVERY_STEP = ("loss", "grad_norm", "lr", "wd", "global_valid_seqs", "global_valid_toks", "num_valid_samples")
@@ -204,6 +215,9 @@ def checkpoints_are_ranked_by_a_metric(config: RootConfig) -> Iterator[Problem]:
     if config.checkpointing.metric_name is None:
         return
     name = f"checkpointing.metric_name: {config.checkpointing.metric_name}"
+    if not config.checkpointing.metric_name.startswith(("val:", "train:")):
+        yield f"{name} begins with neither val: nor train:, which say what is measured"
+        return
     metric = MetricName.read(config.checkpointing.metric_name)
     if metric.kind == "val":
         yield from _unknown_of_validation(config, name, metric.name, "val:")

@@ -7,9 +7,10 @@ sizes in bytes, times in seconds.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from nemo_rl.config.section import NotYet, Section
 
@@ -165,16 +166,19 @@ class WeightSyncConfig(Section):
     timeout_s: float = Field(150.0, gt=0, description="Seconds that a whole sync may take.")
 
 
+def _as_text(path: object) -> object:
+    return str(path) if isinstance(path, Path) else path
+
+
 class CheckpointingConfig(Section):
     """`checkpointing.*`."""
 
     enabled: bool = Field(True, description="Write checkpoints.")
-    checkpoint_dir: str = Field(
+    checkpoint_dir: Annotated[str, BeforeValidator(_as_text)] = Field(
         "results/grpo", description="Directory of the step_N checkpoints; a run continues from the highest one there."
     )
     metric_name: str | None = Field(
         "val:accuracy",
-        pattern=r"^(val|train):.+$",
         description="Metric that ranks checkpoints, as val:<name> or train:<name>; null: age.",
     )
     higher_is_better: bool = Field(True, description="Whether a higher metric is better.")

@@ -54,7 +54,7 @@ def message_log_to_flat_messages(message_log: LLMMessageLogType) -> dict[str, An
     """One entry per key: tensors joined along the tokens, anything else as a list with one item per message.
 
     A tensor that some messages lack (`generation_logprobs` of a prompt) is zero over their tokens, so that tensors stay
-    aligned with `token_ids`.
+    aligned with `token_ids`; without `token_ids`, over the length of their first tensor.
     """
     keys = dict.fromkeys(key for message in message_log for key in message)
     flat: dict[str, object] = {}
@@ -63,7 +63,9 @@ def message_log_to_flat_messages(message_log: LLMMessageLogType) -> dict[str, An
         if isinstance(example, torch.Tensor):
             flat[key] = torch.cat(
                 [
-                    message[key] if key in message else torch.zeros(len(message["token_ids"]), dtype=example.dtype)
+                    message[key]
+                    if key in message
+                    else torch.zeros((_length(message), *example.shape[1:]), dtype=example.dtype)
                     for message in message_log
                 ]
             )
@@ -80,14 +82,14 @@ def batched_message_log_to_flat_message(
     """Flattens each log and pads all of them on the right to one length.
 
     Args:
-        message_logs: B logs whose messages have `token_ids`.
+        message_logs: B logs whose messages have `token_ids`, or tensors of another name.
         pad_value_dict: padding per tensor key, 0 where absent.
         make_sequence_length_divisible_by: S is rounded up to a multiple of this.
 
     Returns columns (tensors [B, S], lists of B), and the lengths before padding (int32 [B]).
     """
     flats = [message_log_to_flat_messages(message_log) for message_log in message_logs]
-    lengths = torch.tensor([len(flat["token_ids"]) for flat in flats], dtype=torch.int32)
+    lengths = torch.tensor([_length(flat) for flat in flats], dtype=torch.int32)
     longest = int(lengths.max()) if flats else 0
     width = -(-longest // make_sequence_length_divisible_by) * make_sequence_length_divisible_by
     columns: BatchedDataDict = BatchedDataDict()
@@ -270,8 +272,15 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
     return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
 
 
+def _length(message: Mapping[str, Any]) -> int:
+    """Tokens of a message, or of a flat log."""
+    tensors = (value for value in message.values() if isinstance(value, torch.Tensor) and value.ndim)
+    tokens = message.get("token_ids", next(tensors, None))
+    return 0 if tokens is None else len(tokens)
+
+
 def _padded(values: torch.Tensor | None, example: torch.Tensor, width: int, padding: float) -> torch.Tensor:
-    row = torch.full((width,), padding, dtype=example.dtype)
+    row = torch.full((width, *example.shape[1:]), padding, dtype=example.dtype)
     if values is not None:
         row[: len(values)] = values
     return row

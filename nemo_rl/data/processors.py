@@ -8,6 +8,7 @@ nothing and trains nothing; prompt i is a function of row i.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -279,6 +280,7 @@ class AllTaskProcessedDataset:
         default_task_data_spec: how a task is prompted when there is one processor for all.
         task_data_processors: prompt and processor per task, or one processor.
         task_data_preprocessors: applied to a row of a task before its processor.
+        max_seq_length: longest prompt in tokens; None for no limit.
         left_out: how many rows their format's own rule left out, for the person.
     """
 
@@ -288,7 +290,7 @@ class AllTaskProcessedDataset:
         tokenizer: PreTrainedTokenizerBase,
         default_task_data_spec: TaskDataSpec,
         task_data_processors: TaskProcessors | TaskDataProcessFnCallable,
-        max_seq_length: int,
+        max_seq_length: int | None = None,
         task_data_preprocessors: Mapping[str, Any] | None = None,
         left_out: int = 0,
     ) -> None:
@@ -296,7 +298,7 @@ class AllTaskProcessedDataset:
         self.tokenizer = tokenizer
         self.default_task_data_spec = default_task_data_spec
         self.task_data_processors = task_data_processors
-        self.max_seq_length = max_seq_length
+        self.max_seq_length = sys.maxsize if max_seq_length is None else max_seq_length
         self.task_data_preprocessors = dict(task_data_preprocessors or {})
         self.left_out = left_out
         # Rows of the model's embedding, where the tokenizer has more tokens than these.

@@ -30,10 +30,19 @@ class PackingAlgorithm(str, Enum):
 
 class SequencePacker(ABC):
     """Packs sequence lengths into bins. `bin_capacity`: most tokens of one bin. `bin_count_multiple`: the number of
-    bins is a multiple of this.
+    bins is a multiple of this. `collect_metrics`: keep the number of sequences and bins and the share of tokens in use
+    of the last packing in `metrics`.
     """
 
-    def __init__(self, bin_capacity: int, *, min_bin_count: int = 1, bin_count_multiple: int = 1) -> None:
+    def __init__(
+        self,
+        bin_capacity: int,
+        collect_metrics: bool = False,
+        min_bin_count: int | None = None,
+        bin_count_multiple: int | None = None,
+    ) -> None:
+        min_bin_count = 1 if min_bin_count is None else min_bin_count
+        bin_count_multiple = 1 if bin_count_multiple is None else bin_count_multiple
         if bin_capacity < 1 or min_bin_count < 1 or bin_count_multiple < 1:
             raise BinPackingError(
                 f"bin_capacity={bin_capacity}, min_bin_count={min_bin_count} and "
@@ -42,6 +51,8 @@ class SequencePacker(ABC):
         self.bin_capacity = bin_capacity
         self.min_bin_count = min_bin_count
         self.bin_count_multiple = bin_count_multiple
+        self.collect_metrics = collect_metrics
+        self.metrics: dict[str, float] = {}
 
     @abstractmethod
     def _pack(self, lengths: Sequence[int]) -> list[list[int]]: ...
@@ -55,9 +66,14 @@ class SequencePacker(ABC):
         Returns one list of indices into `lengths` per bin. Raises BinPackingError: a sequence is longer than a bin, or
         there are fewer sequences than bins required.
         """
+        if not lengths:
+            return []
         self.check(lengths)
-        bins = [items for items in self._pack(lengths) if items]
-        return self._raise_bin_count(bins, lengths)
+        bins = self._raise_bin_count([items for items in self._pack(lengths) if items], lengths)
+        if self.collect_metrics:
+            used = sum(lengths) / (len(bins) * self.bin_capacity)
+            self.metrics = {"sequences": float(len(lengths)), "bins": float(len(bins)), "used": used}
+        return bins
 
     def check(self, lengths: Sequence[int]) -> None:
         """Whether every sequence fits into a bin. Raises BinPackingError: one does not, or there is none."""
@@ -123,9 +139,14 @@ class FirstFitShufflePacker(SequencePacker):
     """
 
     def __init__(
-        self, bin_capacity: int, *, min_bin_count: int = 1, bin_count_multiple: int = 1, seed: int = 0
+        self,
+        bin_capacity: int,
+        collect_metrics: bool = False,
+        min_bin_count: int | None = None,
+        bin_count_multiple: int | None = None,
+        seed: int = 0,
     ) -> None:
-        super().__init__(bin_capacity, min_bin_count=min_bin_count, bin_count_multiple=bin_count_multiple)
+        super().__init__(bin_capacity, collect_metrics, min_bin_count, bin_count_multiple)
         self.seed = seed
 
     def _pack(self, lengths: Sequence[int]) -> list[list[int]]:
@@ -244,13 +265,18 @@ _PACKERS: dict[PackingAlgorithm, type[SequencePacker]] = {
 
 
 def get_packer(
-    algorithm: PackingAlgorithm | str, bin_capacity: int, *, min_bin_count: int = 1, bin_count_multiple: int = 1
+    algorithm: PackingAlgorithm | str,
+    bin_capacity: int,
+    collect_metrics: bool = False,
+    min_bin_count: int | None = None,
+    bin_count_multiple: int | None = None,
 ) -> SequencePacker:
     """The packer called `algorithm`.
 
     Args:
         algorithm: a `PackingAlgorithm` or its value, in any case.
         bin_capacity: most tokens of one bin.
+        collect_metrics: keep `metrics` of the last packing.
         bin_count_multiple: the number of bins is a multiple of this.
 
     Raises BinPackingError: there is no such algorithm, or a count is below 1.
@@ -259,6 +285,4 @@ def get_packer(
     known = [a.value for a in PackingAlgorithm]
     if name not in known:
         raise BinPackingError(f"unknown packing algorithm {algorithm!r}; expected one of {', '.join(known)}")
-    return _PACKERS[PackingAlgorithm(name)](
-        bin_capacity, min_bin_count=min_bin_count, bin_count_multiple=bin_count_multiple
-    )
+    return _PACKERS[PackingAlgorithm(name)](bin_capacity, collect_metrics, min_bin_count, bin_count_multiple)

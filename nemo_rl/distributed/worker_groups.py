@@ -52,16 +52,19 @@ class RayWorkerBuilder:
         self.kwargs = kwargs
 
 
-@dataclass
-class MultiWorkerFuture:
-    """Calls under way on several workers. `return_from`: positions in `futures` whose results are kept, so that
-    replicated outputs are not repeated.
+@dataclass(eq=False)
+class MultiWorkerFuture(list["ray.ObjectRef[object]"]):
+    """Calls under way on several workers; the list of their references, which `ray.get` takes. `return_from`: positions
+    in `futures` whose results are kept, so that replicated outputs are not repeated.
     """
 
     futures: list[ray.ObjectRef[object]]  # one reference per called worker
     called_workers: list[int]  # index of each called worker
     return_from: list[int] = field(default_factory=list)
     what: str = ""
+
+    def __post_init__(self) -> None:
+        super().__init__(self.futures)
 
 
 class RayWorkerGroup:
@@ -85,7 +88,7 @@ class RayWorkerGroup:
     def __init__(
         self,
         cluster: RayVirtualCluster,
-        builder: RayWorkerBuilder,
+        remote_worker_builder: RayWorkerBuilder,
         workers_per_node: int | None = None,
         name_prefix: str = "",
         bundle_indices_list: Sequence[tuple[int, list[int]]] | None = None,
@@ -96,7 +99,7 @@ class RayWorkerGroup:
         profile: Profile | None = None,
     ) -> None:
         self.cluster = cluster
-        self.name_prefix = name_prefix or builder.fqn.rpartition(".")[2]
+        self.name_prefix = name_prefix or remote_worker_builder.fqn.rpartition(".")[2]
         self.timeout_s = timeout_s
         self._slots = _group_slots(cluster, bundle_indices_list, workers_per_node)
         self.sharding_annotations = sharding_annotations or NamedSharding([*range(len(self._slots))], ["data_parallel"])
@@ -113,8 +116,8 @@ class RayWorkerGroup:
         ]
         if self.profiled:
             nsight.check_gpus(cuda=cluster.accelerator.is_cuda)
-        self._builder = builder
-        self._actor_class = ray.remote(resolve_fqn(builder.fqn))
+        self._builder = remote_worker_builder
+        self._actor_class = ray.remote(resolve_fqn(remote_worker_builder.fqn))
         self._rendezvous = cluster.get_master_address_and_port()
         self._env_vars, self._max_concurrency = env_vars or {}, max_concurrency
         self.workers: list[Any] = [None] * len(self._slots)

@@ -39,18 +39,21 @@ class MathEnvironment(EnvironmentInterface[dict[str, object]]):
 
     @override
     def step(
-        self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, object]]
+        self,
+        message_log_batch: Sequence[LLMMessageLogType],
+        metadata: Sequence[dict[str, object]],
+        return_extracted_answer: bool = True,
     ) -> EnvironmentReturn[dict[str, object]]:
-        """Verifies B responses."""
+        """Verifies B responses. `return_extracted_answer`: give the answers that were read."""
         verdicts = self._verify(
             [
                 (response_of(log), str(item["ground_truth"]))
                 for log, item in zip(message_log_batch, metadata, strict=True)
             ]
         )
-        return _finished(
-            verdicts, metadata, torch.tensor([verdict.reward for verdict in verdicts]), self.cfg.stop_strings
-        )
+        rewards = torch.tensor([verdict.reward for verdict in verdicts])
+        result = _finished(verdicts, metadata, rewards, self.cfg.stop_strings)
+        return result if return_extracted_answer else result._replace(answers=None)
 
     @override
     def global_post_process_and_metrics(self, batch: BatchedDataDict) -> tuple[BatchedDataDict, dict[str, float]]:

@@ -115,16 +115,16 @@ def environment_settings(config: EnvironmentConfig | None, name: str = "<name>")
     return {} if config is None else {key: value for key, value in config.to_dict().items() if key not in _READ_HERE}
 
 
-def create_env(name: str, env_configs: EnvConfig | Mapping[str, object]) -> ActorHandle[object]:
+def create_env(env_name: str, env_config: EnvConfig | Mapping[str, object]) -> ActorHandle[object]:
     """Starts an environment as a Ray actor, without an accelerator. One that dies is started again, a few times in all,
     and its calls are made again: what belongs to a conversation is in its metadata, not in the actor.
 
     Args:
-        env_configs: `env`, as a section or a plain mapping; a mapping may also be that of the environment alone.
+        env_config: `env`, as a section or a plain mapping; a mapping may also be that of the environment alone.
 
     Returns the actor's handle. Raises UnknownEnvironment, ConfigError: see `environment_class`.
     """
-    env_configs = _whole(name, env_configs)
+    name, env_configs = env_name, _whole(env_name, env_config)
     found = environment_class(name, section_of(name, env_configs))
     actor: Any = found if isinstance(found, ray.actor.ActorClass) else ray_actor(found)
     # Accelerators stay hidden, and the actor takes no CPU slot: it mostly waits for its own helpers.

@@ -71,7 +71,8 @@ class ClippedPGLossFn:
 
     input_type = LossInputType.LOGPROB
 
-    def __init__(self, cfg: ClippedPGLossConfig) -> None:
+    def __init__(self, cfg: ClippedPGLossConfig | Mapping[str, object]) -> None:
+        cfg = ClippedPGLossConfig.read(cfg)
         _check_switches(cfg)
         self.cfg = cfg
         self.loss_type = LossType.TOKEN_LEVEL if cfg.token_level_loss else LossType.SEQUENCE_LEVEL
@@ -244,7 +245,7 @@ class ClippedPGLossFn:
             self.cfg.reference_policy_kl_type,
             self.cfg.kl_input_clamp_value,
             self.cfg.kl_output_clamp_value,
-            weight=weight_BT,
+            importance_sampling_weights=weight_BT,
         )
         return self._reduce(kl_BT, tokens, counts)
 

@@ -38,7 +38,7 @@ def calculate_kl(
     kl_type: KLType = "k3",
     input_clamp_value: float | None = 20.0,
     output_clamp_value: float | None = 10.0,
-    weight: torch.Tensor | None = None,
+    importance_sampling_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Per-token estimate of KL(policy || reference) from samples of the policy (http://joschu.net/blog/kl-approx.html).
 
@@ -50,7 +50,7 @@ def calculate_kl(
         logprobs_reference: the same under the reference.
         input_clamp_value: L is clamped to plus or minus this; None does not clamp.
         output_clamp_value: the weighted result is clamped to plus or minus this; None does not clamp.
-        weight: multiplies the estimate before the output clamp; detached where the input clamp bit.
+        importance_sampling_weights: multiply the estimate before the output clamp; detached where the input clamp bit.
 
     Returns the estimate, in the shape of `logprobs`. Raises ValueError: unknown `kl_type`.
     """
@@ -64,6 +64,7 @@ def calculate_kl(
         kl = torch.expm1(log_ratio.clamp(max=_LARGEST_LOG)) - log_ratio
     else:
         raise ValueError(f"kl_type={kl_type!r} must be k1, k2 or k3")
+    weight = importance_sampling_weights
     if weight is not None:
         kl = kl * (
             weight if input_clamp_value is None else torch.where(raw.abs() > input_clamp_value, weight.detach(), weight)

@@ -49,7 +49,7 @@ class CheckpointManager:
     """Owns a run's checkpoint directory; a context manager that finishes pending work on exit.
 
     Args:
-        cfg: the checkpointing section.
+        cfg: the checkpointing section; a path is a `checkpoint_dir` alone.
         deadline_s: how long the background write of one checkpoint may take.
 
     >>> manager = CheckpointManager(CheckpointingConfig(checkpoint_dir="results/demo"))
@@ -57,8 +57,10 @@ class CheckpointManager:
     True
     """
 
-    def __init__(self, cfg: CheckpointingConfig | Mapping[str, Any], deadline_s: float = FINALIZE_DEADLINE_S) -> None:
-        self.cfg = CheckpointingConfig.read(cfg)
+    def __init__(
+        self, cfg: CheckpointingConfig | Mapping[str, Any] | str | Path, deadline_s: float = FINALIZE_DEADLINE_S
+    ) -> None:
+        self.cfg = CheckpointingConfig.read({"checkpoint_dir": cfg} if isinstance(cfg, (str, Path)) else cfg)
         self.root = Path(self.cfg.checkpoint_dir)
         self._deadline_s = deadline_s
         self._executor: ThreadPoolExecutor | None = None

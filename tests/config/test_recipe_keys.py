@@ -288,3 +288,17 @@ def test_keys_of_other_recipes_are_known(key: str, idle: object, asked: object, 
 
 def test_flagged_samples_are_masked_by_the_key_of_the_environment_too() -> None:
     assert validate({"env": {"should_mask_flagged_samples": True}}, MasterConfig).grpo.should_mask_flagged_samples
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"dataset_name": "gpqa", "prompt_file": None}, True),
+        ({"dataset_name": "mmlu_pro", "prompt_file": None}, True),
+        ({"dataset_name": "mmlu", "prompt_file": "examples/prompts/multiple_choice.txt"}, False),
+        ({"dataset_name": "AIME2024", "prompt_file": None}, False),
+    ],
+)
+def test_a_question_with_choices_and_no_prompt_is_said_to_differ(data: dict[str, Any], said: bool) -> None:
+    notes = examine({"data": data}, EvalMasterConfig).notes
+    assert any("asked with their choices" in note for note in notes) == said

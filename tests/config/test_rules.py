@@ -675,7 +675,7 @@ SCHEMA = [
     (["grpo.seed=???"], "grpo.seed: mandatory"),
     (["grpo.seed=${nowhere}"], "grpo.seed: Interpolation key 'nowhere' not found"),
     (["cluster=5"], "cluster: 5"),
-    (["checkpointing.metric_name=accuracy"], "checkpointing.metric_name: 'accuracy'"),
+    (["checkpointing.metric_name=accuracy"], "checkpointing.metric_name: accuracy begins with neither"),
 ]
 
 

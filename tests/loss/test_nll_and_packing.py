@@ -62,7 +62,12 @@ def test_kl_weight_is_detached_where_the_input_clamp_bit(clamped: float) -> None
     policy = torch.tensor([-1.0, clamped], requires_grad=True)
     weight = (policy - policy.detach()).exp()
     calculate_kl(
-        policy, torch.tensor([-1.5, -1.0]), "k3", input_clamp_value=2.0, output_clamp_value=None, weight=weight
+        policy,
+        torch.tensor([-1.5, -1.0]),
+        "k3",
+        input_clamp_value=2.0,
+        output_clamp_value=None,
+        importance_sampling_weights=weight,
     ).sum().backward()
     # d/dc [w (e^L - 1 - L)] at L = f - c = -0.5: (1 - e^L) + (e^L - 1 - L) = -L.
     assert policy.grad.tolist() == pytest.approx([0.5, 0.0])

@@ -19,8 +19,8 @@ from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.generation.elastic import ElasticGeneration
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult
-from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.models.generation.vllm.engine_actors import start_engine_actors
+from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.weight_sync.cache import BucketCache, CacheBuilder, CacheManifest
 from nemo_rl.weight_sync.layout import TensorMeta

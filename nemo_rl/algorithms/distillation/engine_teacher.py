@@ -28,9 +28,9 @@ from nemo_rl.models.generation.interfaces import (
     WakeError,
     request_timeout_s,
 )
-from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.models.generation.vllm.engine_actors import EngineActors, start_engine_actors
 from nemo_rl.models.generation.vllm.repair import ShardRepair
+from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.utils.record import Record
 
 if TYPE_CHECKING:

@@ -45,8 +45,8 @@ from nemo_rl.loss import ClippedPGLossFn, DistillationLossFn
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.generation.endpoint.server import Endpoint, start_endpoint
 from nemo_rl.models.generation.interfaces import request_timeout_s
-from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.models.generation.vllm.engine_actors import EngineActors, start_engine_actors
+from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.models.policy.model_config import check_divisible
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.progress import RunProgress, StartPhases

@@ -19,8 +19,8 @@ from nemo_rl.config import ConfigError, MasterConfig, generation_world_size, tra
 from nemo_rl.config.teachers import Teacher, teachers_of
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.models.generation.vllm.repair import ShardRepair
+from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.progress import RunProgress
 from nemo_rl.utils.record import Record

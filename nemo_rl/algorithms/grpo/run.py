@@ -21,7 +21,7 @@ from nemo_rl.experience.rollouts import RolloutWatch
 from nemo_rl.experience.sample_log import SampleFiles
 from nemo_rl.experience.store import ExperienceStore
 from nemo_rl.models.generation.endpoint.server import Endpoint
-from nemo_rl.models.generation.vllm import VllmGeneration
+from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.utils.backlog import Backlog
 from nemo_rl.utils.record import Record
 

@@ -21,7 +21,7 @@ from nemo_rl.experience.rollouts import RolloutGenerator, RolloutRunner
 from nemo_rl.experience.store import InProcessStore
 from nemo_rl.models.generation.endpoint.server import Endpoint
 from nemo_rl.models.generation.recording import Recording, recording_of
-from nemo_rl.models.generation.vllm import VllmGeneration
+from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.utils.record import MemoryRecord, Record

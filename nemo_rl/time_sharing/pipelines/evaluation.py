@@ -12,8 +12,8 @@ from pathlib import Path
 
 from nemo_rl.config import EvalMasterConfig
 from nemo_rl.distributed.accelerators import Accelerator
-from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.models.generation.vllm.shards import ShardState
+from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.time_sharing.agents.runtime import AgentRuntime, EngineError
 from nemo_rl.time_sharing.log.pool_state import Outcome, Progress
 from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles

@@ -22,7 +22,7 @@ from nemo_rl.config import MasterConfig
 from nemo_rl.config.teachers import Teacher
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.models.generation.elastic import ElasticGeneration
-from nemo_rl.models.generation.vllm import VllmGeneration
+from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.weights import PolicyWeightCache
 from nemo_rl.time_sharing.agents.runtime import AgentRuntime

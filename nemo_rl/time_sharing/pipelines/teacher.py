@@ -26,7 +26,7 @@ from nemo_rl.time_sharing.pipelines.pooled_teacher import TeacherLeft, ask_pool
 from nemo_rl.time_sharing.pipelines.vllm_engine import EngineSlot
 
 if TYPE_CHECKING:
-    from nemo_rl.models.generation.vllm import VllmGeneration
+    from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 
 _LEAVE_S = 300.0
 _START_S = 300.0
