@@ -100,4 +100,6 @@ def test_a_distillation_trains_with_every_kind_of_teacher(
     # Student and teacher are one model, so that they agree before the first step.
     assert losses[0] == pytest.approx(0.0, abs=1e-5)
     assert all(count > 0 for count in metrics.scalars("train/global_valid_toks")[1])
+    if kind is TURNS:
+        assert min(metrics.scalars("train/total_turns")[1]) > PROMPTS
     assert all(seconds > 0 for seconds in metrics.scalars("timing/train/teacher_scoring")[1])
