@@ -179,6 +179,10 @@ class ElasticGeneration:
                 options=options,
             )
 
+    def requests_under_way(self) -> int:
+        """Requests that run, or wait for a shard."""
+        return self._generation.requests_under_way
+
     def pause_metrics(self) -> dict[str, float]:
         """p50 and p99 of the seconds for which a serving shard stood still per refresh."""
         return pause_quantiles(self.pauses_s)

@@ -15,6 +15,7 @@ from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.models.generation.vllm.shards import ShardState
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.time_sharing.agents.runtime import AgentRuntime, EngineError
+from nemo_rl.time_sharing.agents.standing_demand import standing_demand
 from nemo_rl.time_sharing.log.pool_state import Outcome, Progress
 from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job
@@ -116,13 +117,14 @@ class LentEngines:
         self.of = problems
         self._engines.put(FixedWeights(generation, self._on_first_sleep))
         generation.on_failure(lambda rank, reason: self._runtime.rank_broken_soon(rank))
-        self._runtime.begin_progress(problems, 0, answers)
+        with standing_demand(self._runtime, lambda: generation.requests_under_way, answers) as report:
 
-        def tell(done: int) -> None:
-            self.done = done
-            self._runtime.report_progress(done)
+            def tell(done: int) -> None:
+                self.done = done
+                report(done, problems)
 
-        yield tell
+            tell(0)
+            yield tell
         self._runtime.leave(_LEAVE_S)
 
 

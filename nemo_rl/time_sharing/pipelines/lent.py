@@ -26,6 +26,7 @@ from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.weights import PolicyWeightCache
 from nemo_rl.time_sharing.agents.runtime import AgentRuntime
+from nemo_rl.time_sharing.agents.standing_demand import standing_demand
 from nemo_rl.time_sharing.pipelines.pooled_teacher import PooledTeacher
 from nemo_rl.time_sharing.pipelines.residents import SlotMemory
 from nemo_rl.time_sharing.pipelines.shared_cluster import SharedCluster
@@ -238,24 +239,13 @@ class LentAccelerators:
 
     @contextmanager
     def demand(self, step: int, groups: int, ready: int, kind: DemandKind = "training") -> Iterator[ReportProgress]:
-        """The scheduler hears what is waited for before the wait begins, and of every further group."""
-        said = (groups, ready)
+        """The scheduler hears what is waited for before the wait begins, and of whatever changes."""
         # Validation answers a prompt once.
-        unit = self._samples if kind == "training" else 1
-        self._runtime.begin_progress(groups, ready, unit)
-
-        def report(ready: int, of: int) -> None:
-            nonlocal said
-            if of != said[0] or ready < said[1]:
-                self._runtime.begin_progress(of, ready, unit)
-            elif ready != said[1]:
-                self._runtime.report_progress(ready)
-            said = (of, ready)
-
-        try:
+        with standing_demand(
+            self._runtime, self._elastic.requests_under_way, self._samples if kind == "training" else 1
+        ) as report:
+            report(ready, groups)
             yield report
-        finally:
-            self._runtime.end_progress()
 
     def lend_training(self, step: int) -> None:
         """Waits for the training GPUs. Raises TimeoutError: they were not granted in time; Dismissed: the scheduler

@@ -23,19 +23,26 @@ _SICK = 0.2
 
 @dataclass(slots=True)
 class Sample:
-    """One completion to be generated: `length` tokens, `done` of them there; `spans` say under which weights. One of no
-    `group` is for validation.
+    """One completion to be generated: `length` tokens in `turns` equal turns, `done` of them there; `spans` say under
+    which weights. One of no `group` is for validation.
     """
 
     name: str
     group: str
     length: int
+    turns: int = 1
+    turn: int = 1
     done: int = 0
     spans: list[VersionSpan] = field(default_factory=list)
     mixed_kv: bool = False
     request: str = ""
     attempts: int = 0
     done_before: int = 0
+
+    @property
+    def until(self) -> int:
+        """Tokens that are there when the present turn is over."""
+        return self.length * self.turn // self.turns
 
 
 @dataclass(slots=True)
@@ -56,21 +63,35 @@ class Shard:
 
 
 class Generation:
-    """All shards of a job and the queue before them. `finished` is called with each complete sample."""
+    """All shards of a job and the queue before them. `finished` is called with each complete sample, `turn_over` with
+    one whose next turn waits for its environment.
+    """
 
     def __init__(
-        self, loop: Loop, engine: Engine, ranks: int, record: Record, finished: Callable[[Sample], None]
+        self,
+        loop: Loop,
+        engine: Engine,
+        ranks: int,
+        record: Record,
+        finished: Callable[[Sample], None],
+        turn_over: Callable[[Sample], None],
     ) -> None:
         self.shards = [Shard(rank) for rank in range(ranks)]
         self.queue: deque[Sample] = deque()
         self.busy_rank_s = 0.0
-        self._loop, self._engine, self._record, self._finished = loop, engine, record, finished
+        self._loop, self._engine, self._record = loop, engine, record
+        self._finished, self._turn_over = finished, turn_over
         self._requests = 0
 
     def submit(self, samples: list[Sample]) -> None:
         """Adds samples to be generated."""
         self.queue.extend(samples)
         self._dispatch()
+
+    @property
+    def under_way(self) -> int:
+        """Requests that run, or wait for a shard."""
+        return len(self.queue) + sum(len(shard.running) for shard in self.shards)
 
     def set_active(self, rank: int, active: bool) -> None:
         """Routing changed; a shard that is new takes its part of what runs elsewhere."""
@@ -169,7 +190,7 @@ class Generation:
         sample.done_before = sample.done
         shard.running[sample.name] = (sample, shard.progress)
         heapq.heappush(
-            shard.marks, (shard.progress + sample.length - sample.done, self._requests, sample.attempts, sample)
+            shard.marks, (shard.progress + sample.until - sample.done, self._requests, sample.attempts, sample)
         )
         self._record.emit(RequestSubmitted(sample.request, shard.rank, sample.name))
 
@@ -194,7 +215,7 @@ class Generation:
         self._record.emit(RequestFinished(sample.request, shard.rank, outcome, sample.done - sample.done_before))
 
     def _close_span(self, shard: Shard, sample: Sample, start: float, *, whole: bool = False) -> None:
-        done = sample.length if whole else min(sample.done + int(shard.progress - start + 1e-6), sample.length - 1)
+        done = sample.until if whole else min(sample.done + int(shard.progress - start + 1e-6), sample.until - 1)
         if done > sample.done:
             last = sample.spans[-1] if sample.spans else None
             if last is not None and last.version == shard.version and last.end == sample.done:
@@ -228,9 +249,13 @@ class Generation:
         for sample in done:
             _, start = shard.running[sample.name]
             self._stop(shard, sample, start, "done")
-            if sample.group:
+            if sample.group and sample.turn == sample.turns:
                 self._record.emit(TokensGenerated(sample.name, sample.group, tuple(sample.spans), sample.mixed_kv))
         self._dispatch()
         self._arm(shard)
         for sample in done:
-            self._finished(sample)
+            if sample.turn == sample.turns:
+                self._finished(sample)
+            else:
+                sample.turn += 1
+                self._turn_over(sample)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from nemo_rl.time_sharing.agents.agent import Agent
+from nemo_rl.time_sharing.agents.standing_demand import StandingDemand
 from nemo_rl.time_sharing.simulation.agent_watch import AgentWatch
 from nemo_rl.time_sharing.simulation.engines import Generation
 from nemo_rl.utils.record import Record
@@ -31,6 +32,7 @@ class JobProcess:
     watch: AgentWatch
     generation: Generation
     record: Record
+    demand: StandingDemand
     groups: dict[str, Group] = field(default_factory=dict)
     missing: int = 0
     admitted_step: int = -1

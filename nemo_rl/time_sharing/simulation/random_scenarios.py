@@ -50,6 +50,8 @@ def random_scenario(seed: int) -> Scenario:
     jobs = [job | _shares(steer) for job in jobs]
     ahead = random.Random(f"ahead/{seed}")
     jobs = [job | {"builds_ahead": ahead.random() < 0.3} for job in jobs]
+    answering = random.Random(f"turns/{seed}")
+    jobs = [job | _turns(answering) for job in jobs]
     drawn = {
         "name": f"random {seed}",
         "pool": {"nodes": nodes, "gpus_per_node": per_node},
@@ -66,6 +68,12 @@ def random_scenario(seed: int) -> Scenario:
         "costs": {"start_s": rng.choice((0.5, 3.0)), "sync_s": rng.choice((0.1, 1.0)), "jitter": 0.3},
     }
     return parse_scenario(harsher(drawn, random.Random(f"peril/{seed}")))
+
+
+def _turns(rng: random.Random) -> dict[str, Any]:
+    if rng.random() < 0.7:
+        return {}
+    return {"turns": rng.randint(2, 4), "environment_s": rng.choice((0.0, 1.0, 10.0))}
 
 
 def _network(rng: random.Random) -> dict[str, Any]:

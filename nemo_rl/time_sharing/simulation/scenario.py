@@ -188,6 +188,13 @@ class Job(_Section):
         8, "Prompt groups per step: a step trains when all samples of its groups are there.", ge=1, le=100_000
     )
     samples_per_group: Int = _key(8, "Completions of each prompt.", ge=1, le=100_000)
+    turns: Int = _key(
+        1,
+        "Equal parts of a completion, between which its environment answers; none is shorter than a token.",
+        ge=1,
+        le=1000,
+    )
+    environment_s: Seconds = _key(0.0, "Seconds that the environment takes for each answer between two turns.")
     staleness: Int = _key(
         1,
         "How many steps generation may be ahead of training; 0 is on-policy: generation waits for the new weights.",

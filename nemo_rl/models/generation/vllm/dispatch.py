@@ -110,6 +110,11 @@ class Dispatcher:
         if router.active:
             self._routed.set()
 
+    @property
+    def under_way(self) -> int:
+        """Requests that run, or wait for a shard; from any thread."""
+        return len(self._under_way)
+
     async def run(self, request: GenerationRequest, timeout_s: float) -> GenerationResult:
         """Serves one request, on as many shards as it takes.
 

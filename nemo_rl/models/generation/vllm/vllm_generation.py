@@ -148,6 +148,11 @@ class VllmGeneration(GenerationInterface):
         sampling = GenerationSamplingParams(self.cfg.temperature, self.cfg.top_p, self.cfg.top_k)
         return sampling.greedy() if greedy else sampling
 
+    @property
+    def requests_under_way(self) -> int:
+        """Requests that run, or wait for a shard."""
+        return self._dispatcher.under_way
+
     async def generate_one(self, request: GenerationRequest) -> GenerationResult:
         """Continues one prompt; may be awaited on any event loop."""
         future = asyncio.run_coroutine_threadsafe(self._dispatcher.run(request, self._request_timeout_s), self._loop)
