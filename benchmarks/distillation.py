@@ -138,17 +138,21 @@ def main() -> None:
         (Path(args.work) / f"{args.only}.json").write_text(json.dumps(result))
         return
     Path(args.work).mkdir(parents=True, exist_ok=True)
-    print(f"host: 20 million additions in {host_speed_s():.2f} s")
     names = [*_PHASES, "step"]
-    print("| teacher by | " + " | ".join(f"{name} s" for name in names) + " | scoring / step | most memory GiB |")
-    print("|---|" + "---|" * (len(names) + 2))
+    table = [
+        f"host: 20 million additions in {host_speed_s():.2f} s",
+        "| teacher by | " + " | ".join(f"{name} s" for name in names) + " | scoring / step | most memory GiB |",
+        "|---|" + "---|" * (len(names) + 2),
+    ]
     for backend in args.backends:
         subprocess.run([sys.executable, __file__, *sys.argv[1:], "--only", backend], check=True, cwd=ROOT)
         found = json.loads((Path(args.work) / f"{backend}.json").read_text())
         share = found["teacher"] / found["step"] if found["step"] else 0.0
         memory = f"{found['peak_gib']:.1f}" if found["peak_gib"] else "not measured"
         seconds = " | ".join(f"{found[name]:.2f}" for name in names)
-        print(f"| {backend} | {seconds} | {share:.0%} | {memory} |", flush=True)
+        table.append(f"| {backend} | {seconds} | {share:.0%} | {memory} |")
+    # Last, below what the runs themselves wrote.
+    print("\n".join(["", *table]))
 
 
 if __name__ == "__main__":
