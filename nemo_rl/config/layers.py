@@ -31,7 +31,7 @@ class Layer:
     values: dict[str, Any]
 
 
-class _Loader(get_yaml_loader()):  # type: ignore[misc]  # OmegaConf makes this class anew at each call
+class _Loader(get_yaml_loader()):  # type: ignore[misc]  # OmegaConf makes a new class at each call
     """OmegaConf's YAML, as NeMo-RL reads it: `no`, `off`, `yes` and `on` are booleans in every section, 1e-6 is a
     number, a key stands once, dates stay text.
 

@@ -194,7 +194,7 @@ class MegatronConfig(Section):
     )
     apply_rope_fusion: bool = Field(True, description="Fuse rotary embeddings.")
     bias_activation_fusion: bool = Field(True, description="Fuse bias and activation.")
-    # Their loss has a count of its own, and they would route tokens anew where a replay of routes is wanted.
+    # Their loss has a count of its own, and they would route tokens themselves instead of replaying routes.
     mtp_num_layers: Annotated[NonNegativeInt, NotYet("multi-token prediction")] = Field(
         0, description="Multi-token prediction layers."
     )

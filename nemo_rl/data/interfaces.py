@@ -1,5 +1,5 @@
 """What travels from a dataset to the rollout: messages, one prompt (`DatumSpec`), and how a task is prompted
-(`TaskDataSpec`), with the prompt files it reads; `DataError` is what is told to the user.
+(`TaskDataSpec`), with the prompt files it reads; `DataError` is the error that users see.
 
 Processors fill these types, collation batches them. Invariant: `length` is the number of prompt tokens over all
 messages.

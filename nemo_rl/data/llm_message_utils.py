@@ -122,7 +122,7 @@ def get_formatted_message_log(
         add_eos_token: end with the tokenizer's last token, if the conversation does not end with one of `stop_texts`.
         add_generation_prompt: end with the template's opening of an assistant message; in a conversation that ends with
             one, the opening of every assistant message counts to the message before, and so is not trained.
-        tools: what the chat template is told of tools, as JSON schemas.
+        tools: JSON schemas of the tools, for the chat template.
         stop_texts: tokens that end an assistant's turn, besides the tokenizer's last one.
 
     Returns messages with `role`, `content` (as rendered) and `token_ids` (int64); where the template marks with `{%

@@ -138,7 +138,7 @@ def make_loader(
             f"{name} has {rows} rows, fewer than one batch of {batch_size}; take more data or smaller batches"
         )
     with warnings.catch_warnings():
-        # torchdata calls a function that torch has deprecated; nobody here can change that.
+        # torchdata calls a function that torch has deprecated; it cannot be changed here.
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
         return StatefulDataLoader(dataset, batch_sampler=batches, collate_fn=collate_fn, num_workers=num_workers)
 
@@ -149,7 +149,7 @@ class MultipleLoaders:
     Args:
         loaders_per_batch: how many loaders, in turn, make up one batch.
         custom: `data.custom_dataloader`; called with the iterators and the loaders, it returns a batch and the
-            iterators, and starts exhausted ones anew itself.
+            iterators, and restarts exhausted ones itself.
     """
 
     def __init__(

@@ -211,7 +211,7 @@ class RayVirtualCluster:
     def _devices(self, node_ids: Sequence[str]) -> list[int | str]:
         if not self.accelerator.is_cuda:
             return [node_ids[:index].count(node_id) for index, node_id in enumerate(node_ids)]
-        # Which GPU Ray gave to a bundle only a task in it is told.
+        # Only a task inside a bundle can see which GPU Ray gave to it.
         asked = [self._on(node, bundle, _gpu_of_slot).remote() for node, bundle in self.places()]
         return ray.get(asked, timeout=self._timeout_s)
 

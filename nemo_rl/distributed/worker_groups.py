@@ -82,7 +82,7 @@ class RayWorkerGroup:
         profile: Which of them start under Nsight Systems; none by default.
 
     Attributes:
-        workers: The actors by rank. Changed in place where one is started anew.
+        workers: The actors by rank. A restarted actor replaces its entry.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class RayWorkerGroup:
                 env[SLOT_BYTES_VARIABLE] = str(self.cluster.slot_bytes)
         else:
             env["OMP_NUM_THREADS"] = str(cores_per_slot(sum(len(self._slots[number]) for number in on_node)))
-            # Threads that wait by spinning take the cores from whoever they wait for when the machine has other work
+            # Threads that wait by spinning take cores from the threads they wait for when the machine has other work
             # too.
             env["OMP_WAIT_POLICY"] = "PASSIVE"
             env["CUDA_VISIBLE_DEVICES"] = ""

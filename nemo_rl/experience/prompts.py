@@ -83,7 +83,7 @@ class EpochPrompts:
                 if epoch < self._max_epochs:
                     self._iterator = iter(self._loader)
                     batch = next(self._iterator, None)
-        except Exception as error:  # noqa: BLE001 - whoever draws the batch raises it
+        except Exception as error:  # noqa: BLE001 - the next draw raises it
             return _Fetched(before, epoch, None, error)
         return _Fetched(before, epoch, batch)
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from nemo_rl.experience.agent_rollouts import AgentRollouts
 
-# Share of samples cut short from which on a person is told.
+# A warning is logged once this share of samples is cut short.
 _MANY_CUT = 0.4
 
 

@@ -172,7 +172,7 @@ class InProcessStore:
         self._spent = SpentHandles()
 
     def step(self) -> AbstractContextManager[None]:
-        """Rows go when nobody holds their batch any more."""
+        """Frees rows when their batch is no longer referenced."""
         return nullcontext()
 
     def write(self, columns: BatchHandle) -> BatchedDataDict:
@@ -241,7 +241,7 @@ class InProcessStore:
         )
 
     def keep(self, handle: BatchHandle) -> None:
-        """Whoever holds the batch has its rows."""
+        """The rows live as long as the batch is referenced."""
         self._current(handle)
 
     def clear(self, handle: BatchHandle) -> None:

@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
     except BrokenPipeError:
-        return 0  # whoever read the output has seen enough
+        return 0  # the reader of the output closed the pipe
     except OSError as error:
         print(f"{error.filename or 'output'}: {error.strerror}", file=sys.stderr)
     finally:

@@ -1,8 +1,8 @@
 """A pool of GPUs that pipelines are submitted to: the scheduler, the reserved slots, and who runs there.
 
-`PoolActor` outlives whoever submits; it starts each pipeline as an actor of its own and notes how it ended. Killed, it
-is started anew by Ray and goes on with the pipelines, which do not notice. Invariants: a pipeline that ended in any way
-is unregistered, so that its GPUs are verified free and given on; its outcome is kept for whoever asks.
+`PoolActor` outlives the submitter; it starts each pipeline as an actor of its own and notes how it ended. Killed, it
+is restarted by Ray and goes on with the pipelines, which do not notice. Invariants: a pipeline that ended in any way
+is unregistered, so that its GPUs are verified free and given on; its outcome is kept for later queries.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class PoolActor(Orchestrator):
                 job.name, incarnation, job.train, job.infer, time.time(), column=job.column, teacher=job.teacher
             )
             self._submissions[job.name] = submission
-            self._keep()  # first, so that whoever comes after a kill knows of every pipeline that may be there
+            self._keep()  # first, so that a restarted pool knows of every pipeline that may be there
             try:
                 self._actors[job.name] = self.create_pipeline_actor(job, incarnation)
             except Exception as error:

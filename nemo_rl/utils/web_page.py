@@ -65,7 +65,7 @@ def guarded_app(routes: Sequence[Route], token: str, *, to_look: bool, cookie: s
         try:
             answered = await answer(request)
         except RuntimeError:
-            # Starlette says so of a visitor who has left; there is nobody to answer.
+            # Starlette raises this when the visitor has disconnected; there is no one to answer.
             if not await request.is_disconnected():
                 raise
             return Response(status_code=499)

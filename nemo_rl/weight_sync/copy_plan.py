@@ -30,7 +30,7 @@ Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
 
 # Windows may be cut differently when memory is short for a while; what no session used for so long is forgotten.
 _KEPT_SESSIONS = 4
-# Ways around the dispatcher: whoever reads or writes through these is not seen there.
+# These bypass the dispatcher: reads and writes through them are not seen there.
 _ESCAPES = frozenset({"data_ptr", "numpy", "tolist", "storage", "untyped_storage", "__array__", "__dlpack__"})
 _COPY = torch.ops.aten.copy_.default
 _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)

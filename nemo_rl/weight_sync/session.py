@@ -210,7 +210,7 @@ class SyncSession:
         kept = self._source.kept_group(self._left()) if keep else None
         if kept is not None and is_of(kept, members):
             held = self._targets.kept_groups(self._left())
-            # One that was built anew, or slept, holds nothing: then all of them meet again.
+            # A rank that was rebuilt or slept holds no group: then all ranks join a new one.
             if all(held[number] == kept for number in grouped):
                 return GroupMeeting(kept, plan.group_size, held=True, keep=keep)
         address, port = self._source.rendezvous()

@@ -189,7 +189,7 @@ def gather_experience(run: GRPORun, next_experience: Callable[[int], Experience]
             raise
         with run.timer.time("reward_calculation"):
             score_rewards(experience.rows, cfg)
-            # Whoever holds a handle alone, without the driver's columns, can judge its rows.
+            # A process with only a handle, without the driver's columns, can judge its rows.
             tags = {name: experience.rows[name] for name in ("std", "baseline")}
             tags |= {PROMPT: experience.rows["prompt_number"], PROMPT_TOKENS: experience.rows["prompt_lengths"]}
             experience.handle = run.store.annotate(experience.handle, tags)

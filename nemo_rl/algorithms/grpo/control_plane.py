@@ -209,7 +209,7 @@ class HookedControlPlane:
 
     @contextmanager
     def demand(self, step: int, groups: int, ready: int, kind: DemandKind = "training") -> Iterator[ReportProgress]:
-        """Progress begins before the wait: whoever lends accelerators hears of the demand by it. The hooks know no
+        """Progress begins before the wait: it tells the lender of accelerators about the demand. The hooks know no
         validation.
         """
         unreported = nullcontext[ReportProgress](lambda ready, of: None)

@@ -177,7 +177,7 @@ class Refitter:
         session = SyncSession(self._policy, targets, version=version, options=self._options, staged=staged)
         shards = targets.shards
         self._record.emit(SyncStarted(session.session_id, version, shards, self._options.transport, recompute_kv))
-        # Until it is done, targets may hold some of the new weights: after a failure every version must be sent anew.
+        # Until it is done, targets may hold some of the new weights: after a failure every version must be sent again.
         self.version = report = None
         try:
             with (

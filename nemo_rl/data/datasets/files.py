@@ -279,7 +279,7 @@ def _has_short_floats(kind: pa.DataType) -> bool:
 
 
 def _as_spelled(value: Any, kind: pa.DataType) -> Any:
-    """A value whose floats of less than 64 bits are text: as Python's they would end in digits that nobody wrote."""
+    """A value whose floats of less than 64 bits are text: as Python's they would end in digits of no file."""
     import numpy as np
     import pyarrow as pa
 

@@ -94,7 +94,7 @@ def shown(board: Board) -> str:
 
 
 def instructions(board: Board) -> str:
-    """What a player is told at the start."""
+    """The player's instructions."""
     return (
         f"Bring the tiles into order, the gap (.) last.\n{shown(board)}\nMove one tile into the gap at a time: answer "
         "with <action>slide ROW COLUMN</action>, the place of a tile beside the gap, counted from 1. "

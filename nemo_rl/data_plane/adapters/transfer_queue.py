@@ -60,7 +60,7 @@ class Endpoint:
             with socket.create_connection((self.host, self.port), timeout=_PROBE_TIMEOUT_S):
                 return True
         except TimeoutError:
-            # A busy machine answers late; only a refusal says that nobody is there.
+            # A busy machine answers late; only a refused connection proves that no server is there.
             return True
         except OSError:
             return False

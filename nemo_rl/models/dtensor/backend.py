@@ -147,7 +147,7 @@ class DTensorBackend(Backend):
         self.snapshots = self.writer = writer
         self._dtype = dtype
         self._stays_on_host = stays_on_host
-        # A rank alone has nobody to wait for.
+        # A single rank has no peer to wait for.
         self._defers = defer_gradient_sync and mesh.gradient_mesh.size() > 1
         self._clear_every = clear_cache_every
         self._microbatches = 0
@@ -378,7 +378,7 @@ class DTensorBackend(Backend):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def save(self, weights_path: str, optimizer_path: str | None, save_format: str) -> None:
-        # Whoever asks for a new snapshot knows what became of the one before.
+        # The caller that asks for a new snapshot has waited for the previous one.
         self.writer.drop()
         if self._adapter is not None:
             self.writer.save_adapter(self.scorer, weights_path, self._adapter)

@@ -102,7 +102,7 @@ class ElasticGeneration:
         shard could not wake, or its engine did not start.
         """
         wanted = sorted(set(dp_ranks))
-        # Building takes a minute and moves no other shard: it waits for nobody's turn.
+        # Building takes a minute and moves no other shard: it needs no lock.
         self._generation.shards.build(wanted)
         with self._alone("wake"):
             self._generation.wake_up_partial(wanted, skip_activate=True, tags=["weights"])

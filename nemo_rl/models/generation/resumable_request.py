@@ -129,7 +129,7 @@ class ResumableRequest:
 
 
 def _further_seed(seed: int, kept: int) -> int:
-    # A generator that starts anew would draw the first piece's numbers again.
+    # A restarted generator would draw the first piece's numbers again.
     return int.from_bytes(hashlib.blake2b(f"{seed}+{kept}".encode(), digest_size=8).digest(), "little") & 0x7FFFFFFF
 
 
@@ -140,7 +140,7 @@ def safe_cut(token_ids: Sequence[int], texts: Sequence[str], decode: Callable[[l
     count = len(token_ids)
     while count and texts:
         said = decode(list(token_ids[:count]))
-        # Half of a character decodes to a replacement character: it cannot be told what it begins.
+        # Half of a character decodes to a replacement character, so its text is not known yet.
         if not said.endswith("\ufffd") and not any(
             said.endswith(text[:length]) for text in texts for length in range(1, len(text))
         ):

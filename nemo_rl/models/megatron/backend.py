@@ -309,7 +309,7 @@ class MegatronBackend(Backend):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def save(self, weights_path: str, optimizer_path: str | None, save_format: str) -> None:
-        # Whoever asks for a new snapshot knows what became of the one before.
+        # The caller that asks for a new snapshot has waited for the previous one.
         self.writer.drop()
         self.writer.save_weights(self.weights, weights_path, dtype=self._dtype, save_format=save_format)
         if optimizer_path is not None and self.optimizer is not None:

@@ -4,7 +4,7 @@ Megatron asks `torch.cuda` for the device of every buffer it makes, names device
 parameters by their CUDA type names. None of that is arithmetic, so the answers can be the host's:
 
 1. The name `torch` inside Megatron's own modules becomes a view of torch whose `cuda` answers for the host and whose
-   factories take "cuda" to mean the host. Nobody else's torch changes.
+   factories take "cuda" to mean the host. torch itself is not changed for other modules.
 2. `Tensor.cuda()` and `Module.cuda()`, which only fail here, return what they are called on.
 3. The tracker of CUDA random states is Megatron's own for inference, which keeps none: nothing here draws numbers on a
    device, for dropout is refused.

@@ -184,7 +184,7 @@ class Pipeline:
             logits=logits,
             likely=likely,
         )
-        # Megatron divides by a number of tokens unless it is told that losses are sums, as they are here.
+        # Megatron divides by a number of tokens unless losses are declared to be sums, as they are here.
         no_tokens = torch.zeros((), dtype=torch.int, device=hidden.device)
         if data is None:
             return _nothing(output), no_tokens, None

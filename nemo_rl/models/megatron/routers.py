@@ -2,7 +2,7 @@
 
 Each router asks its `router_replay` slot, which Megatron-Core made for this, for the experts of its tokens. The
 load-balancing loss is that of Switch Transformers (https://arxiv.org/abs/2101.03961) of each packed row, weighed by the
-row's part in what divides the step's gradient. Invariants: routers are told of a pass before every forward pass of a
+row's part in what divides the step's gradient. Invariants: routers get their inputs before every forward pass of a
 part of the model; padding and idle rows have no loss.
 
 Shapes: T tokens of this rank's slice of the row, E experts, K experts of a token.

@@ -99,7 +99,7 @@ def check_routes(routes: Routes, layers: int, experts: int, experts_per_token: i
 
 @dataclass(frozen=True)
 class RouterPass:
-    """What routers are told of one forward pass, for this rank's slice of the row.
+    """The inputs of all routers in one forward pass, for this rank's slice of the row.
 
     Attributes:
         routes: Recorded routes, or None to route naturally.
@@ -113,7 +113,7 @@ class RouterPass:
 
 
 class RouterTarget:
-    """What one router is told. `layer`: its number among the layers with experts."""
+    """The inputs of one router. `layer`: its number among the layers with experts."""
 
     def __init__(self, layer: int, device: torch.device) -> None:
         self.layer = layer

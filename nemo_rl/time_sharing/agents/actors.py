@@ -97,7 +97,7 @@ def _wait_until_gone() -> None:
 
 
 def register_at(scheduler: Any, registration: Sequence[object], timeout_s: float) -> Topology:
-    """Registers a pipeline, also while Ray starts the scheduler anew: a repeated registration changes nothing.
+    """Registers a pipeline, also while Ray restarts the scheduler: a repeated registration changes nothing.
 
     Args:
         registration: Arguments of `SchedulerActor.register`.

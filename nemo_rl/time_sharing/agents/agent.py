@@ -2,7 +2,7 @@
 scheduler.
 
 Commands are idempotent: a repeated one is answered from memory, one of a past epoch or term is not obeyed, and one for
-a rank that is busy waits its turn. Orders that lose data or mix weights are impossible here whoever asks: a rank is
+a rank that is busy waits its turn. Orders that lose data or mix weights are impossible here: a rank is
 routed only with the published weights (`agent_ranks`), and training GPUs are given back only after the new version is
 out. What takes time is done by a `Host`, which reports back through `performed`.
 """

@@ -43,7 +43,7 @@ class Host(Protocol):
     def granted(self, cluster: str, priority: Priority, step: int) -> None: ...
 
     def request_ended(self, want: Want, reason: str) -> None:
-        """A request is over without a grant; what it was for has to be asked for anew."""
+        """A request ended without a grant; its cluster has to be requested again."""
 
     def routing_changed(self, rank: int, active: bool) -> None: ...
 

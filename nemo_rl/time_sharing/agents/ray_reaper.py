@@ -1,6 +1,6 @@
 """Ends the Ray actors of a pipeline and shows that their processes are gone, children included.
 
-A GPU may be given on only when nobody holds memory on it any more, and Ray forgets an actor as soon as it has asked for
+A GPU may be given on only when no process holds memory on it, and Ray forgets an actor as soon as it has asked for
 its end: a process that hangs, or was stopped, keeps its memory. So each process is killed by its number on its own
 node, and waited for.
 """
@@ -73,7 +73,7 @@ class Reaper:
     """Ends the processes of pipelines, and remembers those that were not gone: Ray has forgotten them when it is tried
     again.
 
-    memory: a file that keeps them for a reaper that is started anew, made when there is something to keep.
+    memory: a file that keeps them for a restarted reaper, made when there is something to keep.
     """
 
     def __init__(self, memory: Path | None = None) -> None:
@@ -129,7 +129,7 @@ class Reaper:
     def _remember(
         self, earlier: Sequence[tuple[str, int, int]], whose: tuple[str, int, int], left: set[SurvivingProcess]
     ) -> None:
-        """In the place of what was left earlier; on the disk before Ray is told to forget them."""
+        """In the place of what was left earlier; on the disk before Ray forgets them."""
         with self._lock:
             for key in earlier:
                 self._left.pop(key, None)

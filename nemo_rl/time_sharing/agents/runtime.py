@@ -50,7 +50,7 @@ class Ranks(Engine, Protocol):
 
 
 class EngineError(UserError, RuntimeError):
-    """An engine could not do what it was told; the rank goes back to sleep or is ended."""
+    """An engine could not carry out a command; the rank goes back to sleep or is ended."""
 
 
 class SchedulerLink(Protocol):
@@ -142,7 +142,7 @@ class AgentRuntime:
 
     def publish(self, version: int, timeout_s: float, *, recompute_kv: bool = False) -> None:
         """Refreshes the ranks that are awake with the cache of `version`, and publishes it. Raises TimeoutError after
-        timeout_s. `recompute_kv` says whether the engine has running requests compute their keys and values anew.
+        timeout_s. `recompute_kv` says whether the engine has running requests recompute their keys and values.
         """
         with self._changed:
             if self._agent.cached < version:

@@ -1,6 +1,6 @@
 """The scheduler as a Ray actor: it carries messages to the scheduler's core and does nothing else.
 
-Goes on from its log when Ray starts it anew. Agents are named actors, so it finds them again. Imports Ray inside
+Goes on from its log when Ray restarts it. Agents are named actors, so it finds them again. Imports Ray inside
 functions only, as importing this module must start nothing and need nothing.
 """
 
@@ -57,7 +57,7 @@ class SchedulerActor:
         except (OSError, RecordError):
             if not _started_anew():
                 raise
-            # Ray gives an actor up whose constructor raises, and starts one anew whose process ends.
+            # Ray gives an actor up whose constructor raises, and restarts one whose process ends.
             logger.critical("scheduler=ended reason=log_not_written log_dir=%s", log_dir, exc_info=True)
             time.sleep(_AGAIN_S)
             os._exit(1)
@@ -196,7 +196,7 @@ class SchedulerActor:
                 if failures < _TICK_FAILURES and not isinstance(error, (OSError, RecordError)):
                     continue
                 # Without its timer the scheduler answers but keeps no deadline, and what is not in the log has not
-                # happened: Ray starts it anew, and it goes on from its log.
+                # happened: Ray restarts it, and it goes on from its log.
                 logger.critical("scheduler=ended reason=timer_failed log_dir=%s", self._log_dir, exc_info=True)
                 os._exit(1)
                 return
@@ -282,7 +282,7 @@ def _started_anew() -> bool:
 
 
 def _watched(work: Future[Any], what: str) -> None:
-    """An error of work that nobody waits for is one line: whoever asked for it asks again."""
+    """Logs an error of background work as one line: its caller asks again."""
 
     def log_error(done: Future[Any]) -> None:
         if not done.cancelled() and (error := done.exception()) is not None:

@@ -97,7 +97,7 @@ def check(entries: Iterable[Entry], *, first_only: bool = False, ended: bool = T
         FairnessChecks(),
     ]
     if not any(isinstance(entry.event, ev.PoolOpened) for entry in record):
-        # One run by itself: its parts are one pipeline, and nobody lends it accelerators.
+        # One run by itself: its parts are one pipeline that owns its accelerators.
         record = [replace(entry, source=f"run/{entry.source.partition('/')[2] or entry.source}") for entry in record]
         groups = [PromptChecks(), WaitChecks()]
     table: dict[type, list[tuple[Checks, Handler]]] = {}

@@ -1,6 +1,6 @@
 """The two clocks of a record: the scheduler's steady time, and the machines' time in everybody else's entries.
 
-Every entry moves the clock of whoever wrote it, so time passes whatever is written. The clocks agree but for the jumps
+Every entry moves its writer's clock, so time passes whatever is written. The clocks agree but for the jumps
 that the scheduler's leaves out; what one says of the other is believed only beyond these. Invariant: time never goes
 back within one source.
 """

@@ -1,4 +1,4 @@
-"""Invariant 9: nobody starves. Measured on the record, whatever rule a plan followed.
+"""Invariant 9: no pipeline starves. Measured on the record, whatever rule a plan followed.
 
 Waits: each request, and each pipeline with work and no rank, within its bound (`bounds`). Overtakes: a request is
 overtaken on its GPUs at most `max_backfills` times, and only by requests that name it. Shares (invariant 11): a rank in

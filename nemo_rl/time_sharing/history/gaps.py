@@ -17,7 +17,7 @@ from nemo_rl.utils.record import Entry
 from nemo_rl.utils.record_events import RecordOpened
 
 _BEGINNING = frozenset({RecordOpened, ev.LogSigned, ev.PoolOpened})
-"""What a new scheduler writes before it says that it has started; a log of which nothing is left begins anew with the
+"""What a new scheduler writes before it says that it has started; a log of which nothing is left begins again with the
 pool."""
 
 

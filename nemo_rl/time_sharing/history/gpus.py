@@ -127,7 +127,7 @@ class GpuChecks:
             if mine:
                 del self._leases[gpu]
                 if gpu in self._unsure:
-                    # The scheduler may still take it for held by whoever had it before.
+                    # The scheduler may still count it as held by its former holder.
                     self._unsure.remove(gpu)
                     self._perhaps_held.add(gpu)
             elif sure and gpu not in self._perhaps_held:

@@ -2,7 +2,7 @@
 
 The other checks see only entries that pass this one, so that they need not guard every look-up; one that does not is a
 violation of invariant 10 itself. After a lost end of the log (see `gaps`) the scheduler may speak of registrations as
-they were earlier, of each until it ends it anew; these are taken up again.
+they were earlier, of each until it ends it again; these are taken up again.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ class RuleChecks:
         if event.incarnation <= before:
             self._bad(f"{name} is registered as incarnation {event.incarnation} after {before}")
         self._incarnations[name] = max(before, event.incarnation)
-        # Each incarnation numbers its requests anew.
+        # Each incarnation numbers its requests from the start.
         self._passed = {label: times for label, times in self._passed.items() if label.rpartition("#")[0] != name}
         if not 0 <= event.min_share <= event.max_share <= 1 or event.max_share == 0 or event.weight <= 0:
             self._bad(

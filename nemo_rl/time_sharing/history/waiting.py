@@ -33,7 +33,7 @@ class WaitChecks:
         self._isolated: float | None = None
         self._isolation_s = self._lease_s = 0.0
         self._given_up: float | None = None
-        """When an isolation was given up, as long as nobody has come or gone since."""
+        """When an isolation was given up, as long as no pipeline has come or gone since."""
         self._max_tick_s = 0.0
         self._drift_s = 0.0
         self._gap = False

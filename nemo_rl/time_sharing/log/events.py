@@ -98,7 +98,7 @@ class DemandReported:
 @event_kind("ts_builds_ahead")
 @dataclass(frozen=True, slots=True)
 class BuildsAhead:
-    """The engines of a pipeline can be built, and may be on GPUs that nobody has a use for, ahead of their
+    """The engines of a pipeline can be built, and may be on idle GPUs, ahead of their
     first wakes.
     """
 
@@ -131,7 +131,7 @@ class RequestDropped:
 @event_kind("ts_claimed")
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """These GPUs, free or about to be, go next to this cluster (`rank` -1) or this generation rank, and to nobody else.
+    """These GPUs, free or about to be, go next to this cluster (`rank` -1) or this generation rank, and to no other.
 
     `passed` names the requests (`pipeline#request`) ahead in the queue that this one was let past because it will be
     done before they can start. `ahead`: the rank's engine is built there, and sleeps then.

@@ -145,7 +145,7 @@ class PendingCommand:
 
 @dataclass(slots=True)
 class Quarantine:
-    """GPUs that nobody may have, and whose processes to end before they come back."""
+    """GPUs that are out of use, and the processes to end before they come back."""
 
     gpus: tuple[int, ...]
     pipeline: str

@@ -91,7 +91,7 @@ class Standing:
 
     @property
     def state(self) -> str:
-        """What it does, in a word or two."""
+        """A short description of its phase."""
         if self.outcome is not None:
             return self.outcome.kind
         if self.asked:

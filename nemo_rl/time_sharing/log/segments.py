@@ -97,7 +97,7 @@ def first_segment(path: Path) -> Path:
 
 class SegmentedLog:
     """The scheduler's record (see `utils.record.Record`): goes on with the segment at `path`, signed for `boot`, and
-    begins others when it is told to.
+    begins others on request.
 
     It is `due` when its segment has `segment_lines` lines, and at once behind one that was set aside; whoever knows the
     state then calls `begin_segment`, between two events. Raises ValueError for segments of less than 16 lines.

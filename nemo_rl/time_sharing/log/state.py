@@ -83,7 +83,7 @@ class SchedulerState:
             fold(self, event, at)
 
     def free(self, gpu: int) -> bool:
-        """Whether nobody holds the GPU (it may still be claimed)."""
+        """Whether the GPU is not held (it may still be claimed)."""
         return self.owner[gpu] is None and gpu not in self.quarantined
 
     def pipeline(self, name: str) -> PipelineState:

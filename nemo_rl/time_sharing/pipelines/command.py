@@ -1,4 +1,4 @@
-"""Any command as a job of the pool: started when it gets GPUs, told to stop when they are wanted back, started again.
+"""Any command as a job of the pool: started when it gets GPUs, stopped when they are wanted back, started again.
 
 The command sees its GPUs as `CUDA_VISIBLE_DEVICES` and finds its place by itself: what it had not saved when SIGTERM
 came is lost. Invariants: it runs only while its GPUs are held, and they are given back when no process of it is left.

@@ -16,7 +16,7 @@ EXTERNAL = "external"
 
 
 class CommandConfig(Section):
-    """A command that gives its GPUs back when it is told to, and is started again when it gets some."""
+    """A command that gives its GPUs back on request, and is started again when it gets some."""
 
     command: list[str] = Field(min_length=1, description="Program and arguments.")
     gpus: int = Field(1, ge=1, description="GPUs that it needs at once; of one node, with neighbouring numbers.")

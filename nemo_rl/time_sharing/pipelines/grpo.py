@@ -2,7 +2,7 @@
 
 `LentPipeline` registers, hands on what the scheduler says and tells how the run ended; `NemoRLFullFinetunePipeline` is
 a GRPO run, driven with the step loop that every run uses. Messages of the scheduler arrive on threads of their own.
-Invariants: nothing of the run touches a GPU outside a grant; how it ended is always told.
+Invariants: nothing of the run touches a GPU outside a grant; how it ended is always reported.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class PoolHandles:
 def progress_of(shown: RunProgress, step: int, log_dir: str, waited_s: float) -> Progress:
     """What a run with steps shows of itself."""
     left_s = shown.seconds_left() or None
-    # A pipeline's process may have another working directory than whoever reads this.
+    # A pipeline's process may have another working directory than the reader's.
     folder = str(Path(log_dir).absolute())
     return Progress(shown.current_phase, step, shown.total_steps, folder, waited_s, shown.newest_figures(), left_s)
 
@@ -129,7 +129,7 @@ class LentPipeline:
         raise NotImplementedError
 
     def start(self) -> None:
-        """Begins the run, which outlives whoever asked for it; returns at once. Once it has begun, nothing to do."""
+        """Begins the run, which outlives the caller, and returns at once. Does nothing if it has begun."""
         with self._starting:
             if not self._started:
                 self._started = True
@@ -165,7 +165,7 @@ class LentPipeline:
             return Outcome("failed", f"{type(error).__name__}: {error}", self.progress().step)
 
     def register(self) -> Topology:
-        """Makes the pipeline known to the scheduler; its topology. `join` must follow at once: nobody sends heartbeats
+        """Makes the pipeline known to the scheduler; its topology. `join` must follow at once: no heartbeats are sent
         before.
         """
         from nemo_rl.time_sharing.agents.actors import register_at

@@ -45,7 +45,7 @@ ReportMemory = Callable[[Sequence[SlotMemory], Sequence[int]], None]
 
 
 class RequestsOnly:
-    """A record of what becomes of requests; what becomes of shards is told by the agent."""
+    """A record of requests; the agent records shards."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
@@ -118,7 +118,7 @@ class LentPlacement:
         return RequestsOnly(record.bind(f"{self.record_prefix}generation"))
 
     def generation_prepared(self, generation: VllmGeneration) -> None:
-        """Engines may be built from here on, on GPUs that nobody has a use for, beside the policy."""
+        """Engines may be built from here on, on idle GPUs, beside the policy."""
         self._engines.put(BuildableEngines(generation, self._on_first_sleep))
         self._runtime.builds_ahead()
 

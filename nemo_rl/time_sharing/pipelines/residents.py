@@ -57,7 +57,7 @@ class Part(str, Enum):
 
 
 class SlotMemory(NamedTuple):
-    """One GPU's memory in bytes: in use by whoever is away, and all of it."""
+    """One GPU's memory in bytes: in use by pipelines that are away, and all of it."""
 
     used: int
     total: int

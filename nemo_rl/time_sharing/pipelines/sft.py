@@ -37,7 +37,7 @@ class LentTraining:
         wanted: Whether somebody else waits for the GPUs.
         report_memory: See `LentPlacement`.
         slice_s: How long they are kept all the same: moving to the host and back takes seconds.
-        longest_s: When they are given back even if nobody wants them.
+        longest_s: When they are given back even if no other job wants them.
         wait_s: How long a grant may take.
 
     Attributes:
@@ -119,7 +119,7 @@ class LentTraining:
 
 
 class NoRanks:
-    """The generation ranks of a run that generates nothing: it has no demand, so that nobody commands them."""
+    """The generation ranks of a run that generates nothing: it has no demand, so they get no commands."""
 
     def _refuse(self) -> EngineError:
         return EngineError("this pipeline generates nothing")

@@ -41,7 +41,7 @@ class FirstSleep:
 
 
 FirstSlept = Callable[[int, FirstSleep], None]
-"""Is told of a rank whose engine was built and sleeps."""
+"""Is called with a rank whose engine was built and sleeps."""
 
 
 def build_engine(generation: VllmGeneration, rank: int, on_first_sleep: FirstSlept, level: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Shares what is left among generation: a first rank for whoever has none, then ranks by remaining work times weight.
+"""Shares what is left among generation: a first rank for each without one, then ranks by remaining work times weight.
 
 Free GPUs go to the pipeline that is served least (`free_ranks`), then busy ones move from those that are served better
 to those that are served worse (`busy_ranks`).

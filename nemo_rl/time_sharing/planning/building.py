@@ -1,4 +1,4 @@
-"""Has engines built on GPUs that nobody has a use for, ahead of their first wake."""
+"""Builds engines on idle GPUs, ahead of their first wake."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nemo_rl.time_sharing.planning.waking import candidates
 def build_ahead(plan_state: PlanState, result: Plan) -> None:
     """Has engines that do not stand yet built on GPUs that are left over, so that their first wakes are short.
 
-    A build cannot be broken off. It is begun where nobody trains, and elsewhere only if past steps and builds tell that
+    A build cannot be broken off. It begins where no pipeline trains, elsewhere only if past steps and builds show that
     it will have ended when the next training is asked for. Call it last.
     """
     for name, pipeline in plan_state.pipelines.items():

@@ -43,7 +43,7 @@ class _Moves:
         self._givers: list[PipelineShare | None] = _givers(plan_state, shares)
 
     def serve(self, taker: PipelineShare) -> None:
-        """Moves ranks to this one until it can use no more, or nobody who could would give it one."""
+        """Moves ranks to this pipeline until it can use no more or no holder gives one up."""
         holders = self._plan_state.pipelines[taker.name].topology.at_first_gpus(self._givers)
         willing = _willing(holders, self._bar(taker))
         if taker.tp > 1:
@@ -111,7 +111,7 @@ def _givers(plan_state: PlanState, shares: dict[str, PipelineShare]) -> list[Pip
 
 
 def _willing(holders: Iterable[PipelineShare | None], bar: _Bar) -> set[PipelineShare]:
-    """Whoever of these would give a rank away as far as shares are concerned."""
+    """The holders that may give a rank away under the shares."""
     now, after = bar
     return {
         giver

@@ -70,7 +70,7 @@ def _entitled_turns(takers: list[PipelineShare]) -> Iterator[tuple[PipelineShare
 
 
 def _hand_out_spare(plan_state: PlanState, result: Plan, takers: list[PipelineShare], marks: _Marks) -> None:
-    """Gives what nobody entitled wants to whoever can use it, least served first."""
+    """Gives what no entitled pipeline wants to those that can use it, least served first."""
     counts = plan_state.counts
     heap = [(share.now, share.name, share) for share in takers if share.ranks_up < share.useful]
     heapq.heapify(heap)

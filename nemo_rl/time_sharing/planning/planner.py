@@ -134,7 +134,7 @@ def _change_priority(result: Plan, item: QueueItem, pipeline: PipelineState, que
 
 
 def _serve(plan_state: PlanState, result: Plan, item: QueueItem, pipeline: PipelineState, queued: QueuedWant) -> None:
-    """Grants a fixed request with its whole donor set, or reserves its GPUs and evicts nobody."""
+    """Grants a fixed request with its whole donor set, or reserves its GPUs without evicting."""
     want, gpus = queued.want, pipeline.topology.clusters[item.cluster].gpus
     found = _obstacles(plan_state, item.name, pipeline, gpus)
     if want.priority is Priority.INITIALIZATION and plan_state.limits.max_initialising:

@@ -1,7 +1,7 @@
 """What may come in from a pipeline: which counts it may report, what it may request, and whether a message has the
 shape of one.
 
-The scheduler writes what it is told into its log and plans with it, so a number that is none would stop everybody, and
+The scheduler logs these messages and plans with them, so a malformed number would stop every pipeline, and
 again after each restart. Each function answers with what is wrong in words, "" when nothing is; what becomes of a bad
 message is for its caller to say.
 """

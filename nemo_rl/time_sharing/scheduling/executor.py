@@ -159,7 +159,7 @@ class Executor:
                 self._raw_command(name, incarnation, Verb.REAP, rank, 0, "", quarantine.gpus, seconds)
 
     def resume(self) -> None:
-        """After a restart: takes up every command and claim that the log leaves open, with time anew for what the
+        """After a restart: takes up every command and claim that the log leaves open, with new deadlines for what the
         restart has held up.
         """
         for pending in list(self._state.commands.values()):
@@ -394,7 +394,7 @@ class Executor:
         self._send(command)
 
     def _fill_in(self, command: Command) -> Command:
-        """A GRANT says for what: taken from the ledger, so that one that is made anew says the same."""
+        """A GRANT says for what: taken from the ledger, so that a repeated one says the same."""
         pipeline = self._state.pipelines.get(command.pipeline)
         held = pipeline.held.get(command.cluster) if pipeline is not None else None
         if command.verb is not Verb.GRANT or held is None:

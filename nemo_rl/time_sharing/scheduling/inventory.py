@@ -1,7 +1,7 @@
 """Squares the ledger with what a pipeline says it holds, once per pipeline after a scheduler restart.
 
 The log is exact up to where it ends; if its end was lost, agents hold or have given back things the ledger does not
-know. What an agent holds and nobody else does is adopted; what contradicts another holder costs the pipeline that says
+know. What only one agent holds is adopted; what contradicts another holder costs the pipeline that says
 so, because a GPU is never on two ledgers.
 """
 
@@ -137,12 +137,12 @@ def _ranks(
         if rank not in awake:
             emit(ev.RankMoved(name, rank, Phase.ASLEEP, known.epoch))
         elif rank not in status.serving:
-            # It was told to drain in the part of the log that is lost; nobody would ever tell it to go on.
+            # Its drain command is in the lost part of the log, so no later command would resume it.
             executor.begin_shrink(name, rank)
 
 
 def _clear(state: SchedulerState, emit: Callable[[object], None], gpus: tuple[int, ...]) -> bool:
-    """Whether nobody holds the GPUs; claims of others on them are dropped, since they were not yet leases."""
+    """Whether the GPUs are free; claims of others on them are dropped, since they were not yet leases."""
     if not all(state.free(gpu) for gpu in gpus):
         return False
     for gpu in gpus:

@@ -2,7 +2,7 @@
 
 When most pipelines fall silent at once, a broken network is likelier than as many deaths, and to end them all would
 throw away their work for nothing. Invariants: isolation lasts at most `isolation_s`; once that has passed it does not
-begin again before most have been heard; nobody is fenced while it lasts.
+begin again before most have been heard; no pipeline is fenced while it lasts.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Liveness:
         return frozenset(self._seen)
 
     def heard(self, name: str, now: float) -> None:
-        """A pipeline's lease begins anew."""
+        """Renews a pipeline's lease."""
         self._seen[name] = now
 
     def forget(self, name: str) -> None:

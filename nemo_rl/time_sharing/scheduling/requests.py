@@ -65,7 +65,7 @@ class Requests:
         return False
 
     def concern(self, event: ev.RankMoved) -> bool:
-        """Whether the end of a hand-over calls for a plan at once: GPUs are free that nobody claims, or somebody waited
+        """Whether the end of a hand-over calls for a plan at once: GPUs are free and unclaimed, or a pipeline waited
         for this rank to be up: the training of its own pipeline, or a pipeline without any rank that may get this one.
         """
         pipeline = self._state.pipelines[event.pipeline]

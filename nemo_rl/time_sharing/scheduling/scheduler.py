@@ -259,7 +259,7 @@ class Scheduler:
         if status.term > self.state.term:
             self._restart(status.term + _LOST_TERMS, complete=False)
         if status.pipeline not in self._inventoried:
-            # An inventory from before the last answer would undo what that answer has told.
+            # An inventory from before the last answer would undo that answer.
             if status.term < self.state.term or status.seq <= self._answered.get(status.pipeline, -1):
                 return reply
             self._inventoried.add(status.pipeline)
@@ -328,7 +328,7 @@ class Scheduler:
         if type(event) in _REPLAN:
             self._dirty = self._urgent = True
             if isinstance(event, ev.Unregistered):
-                # Its next incarnation is a larger one, so whatever still comes of this one is told apart without these.
+                # Its next incarnation is a larger one, so late messages of this one are recognised without these.
                 self._liveness.forget(event.pipeline)
                 for notes in (self._seqs, self._answered):
                     notes.pop(event.pipeline, None)

@@ -98,7 +98,7 @@ class AgentWatch:
             raise Misbehaviour(f"{self._who} has version {agent.cached} everywhere and does not publish it")
 
     def refreshes(self) -> None:
-        """The agent was told to bring its new weights to every rank and to publish them then."""
+        """The agent must bring its new weights to every rank and then publish them."""
         self._refreshes = True
 
     @property

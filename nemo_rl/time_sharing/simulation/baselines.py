@@ -131,7 +131,7 @@ def worth_comparing(scenario: Scenario) -> tuple[str, ...]:
 
 
 def accept_all(snapshot: Snapshot, plan: Plan) -> list[str]:
-    """No validation: the gap-ratio rule evicts for nobody, which the validator would refuse, and is to be shown as it
+    """No validation: the gap-ratio rule evicts for no taker, which the validator would refuse, and is to be shown as it
     is.
     """
     return []

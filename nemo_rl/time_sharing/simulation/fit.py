@@ -143,7 +143,7 @@ def _take_scheduler(jobs: dict[str, _Job], costs: _Costs, entry: Entry) -> None:
             jobs[event.pipeline].builds_ahead = True
         case ev.Requested(priority=Priority.ACTOR_TRAINING) if event.pipeline in jobs:
             job = jobs[event.pipeline]
-            # A batch that was there before the last step ended was waited for by nobody. The clocks of scheduler and
+            # A batch that was there before the last step ended was not waited for. The clocks of scheduler and
             # job are compared, so a commit may seem to be later than what followed it.
             if job.committed is not None and job.released < job.committed <= now:
                 job.gaps.append(now - job.committed)

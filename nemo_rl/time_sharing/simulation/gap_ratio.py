@@ -1,6 +1,6 @@
 """The gap-ratio rule, to compare with: the allocation rule of earlier time-sharing schedulers, defects included.
 
-Fixed requests evict whatever generation stands on their GPUs even when they stay infeasible, nobody reserves, and
+Fixed requests evict whatever generation stands on their GPUs even when they stay infeasible, no request reserves, and
 generation is moved towards shares of remaining work with zero tolerance. A cycle waits for every hand-over of the one
 before it. The executor is ours, so it is spared the rest. Never used outside simulation.
 """

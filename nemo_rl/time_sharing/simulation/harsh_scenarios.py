@@ -86,7 +86,7 @@ def _tight(drawn: _Drawn, rng: random.Random) -> _Drawn:
 
 
 def _leaving(drawn: _Drawn, rng: random.Random) -> _Drawn:
-    """Pipelines are told to go, or go by themselves, in the middle of everything."""
+    """Pipelines are stopped, or leave by themselves, at any moment."""
     jobs = [
         job | {"leaves_s": job["arrive_s"] + rng.uniform(1, 120), "builds_ahead": rng.random() < 0.7}
         if rng.random() < 0.5

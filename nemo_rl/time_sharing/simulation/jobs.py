@@ -96,7 +96,7 @@ class SimulatedJob:
         process.generation.drop_all()
         self.generate_gpu_s += process.generation.busy_rank_s * self.job.tp
         if self.stopping:
-            # Nobody brings it back to account for them.
+            # It is not restarted, so they are accounted for here.
             self._drop_groups(process)
         self._unended = [g.name for g in process.groups.values()]
         self.process = None

@@ -1,4 +1,4 @@
-"""What a simulation is told: the pool, the jobs, what hand-overs cost, how the network behaves and what breaks.
+"""Inputs of a simulation: the pool, the jobs, what hand-overs cost, how the network behaves and what breaks.
 
 These are the schemas of the scenario YAML files, each key with its meaning (`scenario_page` makes
 docs/time_sharing_scenarios.md of them). Mappings are checked by the same rules as a real registration. Nothing is

@@ -268,7 +268,7 @@ class World:
             job.kill("crashed")
 
     def leave_orphans(self, job: SimulatedJob) -> None:
-        """Notes what the job's workers occupy although nobody leads them any more."""
+        """Notes the GPUs of the job's workers, which outlived its driver."""
         process = job.process
         if process is None:
             return

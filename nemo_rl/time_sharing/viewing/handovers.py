@@ -1,7 +1,7 @@
 """How long GPUs are on their way: from the decision to give them to a cluster or a rank until they are used there.
 
 The one place that measures it: the simulator's table and the report of a record both ask here. A claim that is dropped
-or fenced counts for nothing; one that is made anew counts from its last decision.
+or fenced counts for nothing; a repeated one counts from its last decision.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The web page of a pool: who is on which GPU and why, live or from a finished log, and figures for Prometheus.
 
 Reads the scheduler's log and asks for standings; changes nothing but by `act`. Invariants: from another machine nothing
-is shown without the token, and nobody acts without it; the port is free again after `close`.
+is shown without the token, and no action is taken without it; the port is free again after `close`.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def report_data(
     gpu_seconds = [0.0] * len(pipelines)
     held = 0.0
     bars: list[list[float | int | str]] = []
-    # First, so that whoever has a GPU that is closed to one pipeline only is drawn over it.
+    # First, so that the holder of a GPU that is closed to one pipeline only is drawn over it.
     for out in timeline.outages:
         bars += [
             [first, last, round(out.start, 3), round(out.end, 3), index.get(out.pipeline, 0), out.kind, out.label]

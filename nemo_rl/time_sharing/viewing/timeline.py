@@ -47,7 +47,7 @@ class Occupation(NamedTuple):
 
 
 class Outage(NamedTuple):
-    """GPUs that nobody may have (`quarantined`), or that one pipeline's rank is kept from (`cooling`), seconds."""
+    """GPUs that are out of use (`quarantined`), or that one pipeline's rank is kept from (`cooling`), seconds."""
 
     gpus: tuple[int, ...]
     start: float

@@ -125,7 +125,7 @@ def _queue_slices(timeline: Timeline) -> Iterator[dict[str, object]]:
         }
     for tag in tags:
         # At one moment those who come count before those who go: a request that is served at once was in the queue, and
-        # nobody leaves before coming.
+        # no pipeline leaves before it comes.
         changes = sorted(
             [(w.start, -1) for w in timeline.waits if w.tag == tag]
             + [(w.end, 1) for w in timeline.waits if w.tag == tag]

@@ -1,7 +1,7 @@
 """One member's end of a process group that sessions with the same members reuse, since creating one takes seconds.
 
 At most one group is held. Its id is a digest of its members plus random letters per creation, so a rebuilt member does
-not know it; a session reuses a group only if every member reports that id. Invariants: nobody waits for a member that
+not know it; a session reuses a group only if every member reports that id. Invariants: no rank waits for a member that
 holds another group; dropping a group needs no other member.
 """
 

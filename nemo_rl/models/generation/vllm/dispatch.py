@@ -102,7 +102,7 @@ class Dispatcher:
         self._pollers: dict[int, asyncio.Task[None]] = {}
         self._moves: set[asyncio.Task[None]] = set()
         self._routed = asyncio.Event()
-        # Booking a request and recording it are one step for whoever stops routing from another thread.
+        # Another thread that stops routing must see a request either booked and recorded, or neither.
         self._booking = threading.Lock()
         self._last_result: dict[int, float] = {}
         self.failed: dict[int, str] = {}

@@ -258,7 +258,7 @@ class StepRecorder:
         return packed(recorded.routes(start, prompt + tokens), SamplingMasks.of(ids) if complete else None)
 
     def forget(self, keys: Sequence[str]) -> None:
-        """Drops what was recorded of requests whose results nobody wants."""
+        """Drops the records of requests whose results are not wanted."""
         for key in keys:
             self._requests.pop(key, None)
 

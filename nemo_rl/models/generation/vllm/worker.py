@@ -89,7 +89,7 @@ class VllmGenerationWorker:
         self._stop_token_ids = stop_token_ids
         await self.prepare()
         spec, device = self._spec, self._spec.shared_device(self._shard)
-        # vLLM reads how much memory is free before and after it takes its own, unless it is told its KV cache's size.
+        # vLLM reads how much memory is free before and after it takes its own, unless the KV cache has a set size.
         async with device_turn(None if "kv_cache_memory_bytes" in spec.engine_kwargs else device):
             self._engine = self._new_engine()
         self._memory = EngineMemory(
