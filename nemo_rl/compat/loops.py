@@ -7,10 +7,11 @@ drive is the run that `examples/run_grpo.py` and its like drive.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from nemo_rl.compat.errors import ShapeChanged
+from nemo_rl.compat.parts import GRPOParts, check_datasets, parts_of, plain, run_of
 from nemo_rl.config import EvalMasterConfig, MasterConfig, SFTMasterConfig, check_config
-from nemo_rl.config.errors import UserError
 from nemo_rl.config.master import CompleteConfig
 
 if TYPE_CHECKING:
@@ -25,21 +26,38 @@ _PAGE = "docs/from_nemo_rl.md lists what is called differently"
 Config = TypeVar("Config", bound=CompleteConfig)
 
 
-class ShapeChanged(UserError, TypeError):
-    """A function of NeMo-RL's is called with arguments that it does not take here."""
+def grpo_setup(
+    master_config: MasterConfig | Mapping[str, object],
+    tokenizer: Any = None,
+    dataset: Any = None,
+    val_dataset: Any = None,
+    processor: None = None,
+    policy_factory: None = None,
+) -> GRPORun | GRPOParts:
+    """A GRPO run that is ready to be driven; see `nemo_rl.algorithms.grpo.assembly.setup`.
 
-
-def grpo_setup(master_config: MasterConfig | Mapping[str, object], *others: object, **named: object) -> GRPORun:
-    """A GRPO run that is ready to be driven; see `nemo_rl.algorithms.grpo.assembly.setup`."""
-    _refuse(others, named, "setup(master_config): tokenizer, data and environments come from the configuration")
+    Called as in NeMo-RL, with what `get_tokenizer` and `setup_response_data` returned, it gives thirteen parts of the
+    run, which `grpo_train` takes. Raises ShapeChanged: something else is handed over.
+    """
     from nemo_rl.algorithms.grpo.assembly import setup
 
-    return setup(_checked(master_config, MasterConfig))
+    config = _checked(plain(master_config), MasterConfig)
+    if tokenizer is None and dataset is None:
+        _refuse((), {} if val_dataset is None else {"val_dataset": val_dataset}, "setup(master_config)")
+        return setup(config)
+    if processor is not None or policy_factory is not None:
+        raise ShapeChanged(f"setup: processor and policy_factory are not taken; {_PAGE}")
+    check_datasets(config, (dataset, val_dataset))
+    if not hasattr(tokenizer, "apply_chat_template"):
+        raise ShapeChanged(f"setup: {type(tokenizer).__name__} is no tokenizer; {_PAGE}")
+    return parts_of(setup(config), tokenizer)
 
 
-def grpo_train(run: GRPORun, *others: object, **named: object) -> None:
-    """Drives a run to its end, rollouts and training in turns, and ends it."""
-    _refuse(others, named, "grpo_train(run), with the run that setup gave", run)
+def grpo_train(run: Any = None, *others: object, **named: object) -> None:
+    """Drives a run to its end, rollouts and training in turns, and ends it; given as a run, or as the parts that
+    `setup` returned, in any order.
+    """
+    run = _run(run, others, named, "grpo_train")
     from nemo_rl.algorithms.grpo import loop
     from nemo_rl.algorithms.grpo.assembly import close
 
@@ -50,12 +68,16 @@ def grpo_train(run: GRPORun, *others: object, **named: object) -> None:
 
 
 def async_grpo_train(
-    run: GRPORun, *others: object, rlix_hooks: RLixHooksProtocol | None = None, **named: object
+    run: Any = None, *others: object, rlix_hooks: RLixHooksProtocol | None = None, **named: object
 ) -> None:
-    """Drives a run to its end with rollouts ahead of training, and ends it. Raises ShapeChanged: the run is not
-    asynchronous, or this is called as in NeMo-RL.
+    """Drives a run to its end with rollouts ahead of training, and ends it; given as `grpo_train` takes it. Raises
+    ShapeChanged: the run is not asynchronous, or something else is given.
     """
-    _refuse(others, named, "async_grpo_train(run, rlix_hooks=None), with the run that setup gave", run)
+    limits = {name: named.pop(name) for name in ("max_trajectory_age_steps",) if name in named}
+    run = _run(run, others, named, "async_grpo_train")
+    age = run.config.grpo.async_grpo.max_trajectory_age_steps
+    if limits and [*limits.values()] != [age]:
+        raise ShapeChanged(f"async_grpo_train: {limits}, but grpo.async_grpo.max_trajectory_age_steps is {age}")
     if not run.config.grpo.async_grpo.enabled:
         raise ShapeChanged("async_grpo_train: the run was set up with grpo.async_grpo.enabled: false; set it to true")
     from nemo_rl.algorithms.grpo import loop
@@ -67,6 +89,14 @@ def async_grpo_train(
         close(run)
 
 
+def _run(first: Any, others: tuple[object, ...], named: Mapping[str, object], name: str) -> GRPORun:
+    found = run_of(name, [first, *others, *named.values()])
+    if found is None:
+        form = f"{name}(run), with the run, or all parts, that setup gave"
+        _refuse(others, named, form, object() if first is None else first)
+    return found or first
+
+
 def grpo_validate(run: GRPORun, step: int, *others: object, **named: object) -> dict[str, float]:
     """Validates and returns the metrics; see `nemo_rl.algorithms.grpo.validation.validate`."""
     _refuse(others, named, "validate(run, step)", run)
@@ -75,10 +105,10 @@ def grpo_validate(run: GRPORun, step: int, *others: object, **named: object) -> 
     return validate(run, step)
 
 
-def refit_policy_generation(run: GRPORun, *others: object, **named: object) -> None:
+def refit_policy_generation(run: Any = None, *others: object, **named: object) -> None:
     """Makes generation serve the policy's weights of the last completed step."""
-    _refuse(others, named, "refit_policy_generation(run)", run)
-    run.control.serve(run.state.step)
+    whole = _run(run, others, named, "refit_policy_generation")
+    whole.control.serve(whole.state.step)
 
 
 def sft_setup(master_config: SFTMasterConfig | Mapping[str, object], *others: object, **named: object) -> SFTRun:

@@ -66,6 +66,8 @@ _SAME = {
     'in `metadata["working_dir"]`, blocked imports, no end without code',
     "`env.sliding_puzzle`": "`slide ROW COLUMN` and `view`, a reward for the solved board alone, an end at `max_moves`",
     "processors": "prompts, masks, first and last tokens, `add_generation_prompt`, tools of `openai_format`",
+    "optimizers": "torch's, and the update of Transformer Engine's `FusedAdam` with moments in float32 or "
+    "bfloat16 (its master weights are the weights here)",
     "packing": "algorithms, shards and microbatches, `collect_metrics`, no bins for no sequences; a cap below "
     "`max_total_sequence_length` holds as long as every sequence fits",
     "checkpoints": "directories, `training_info.json`, retention, `metric_name` of a manager made by hand",

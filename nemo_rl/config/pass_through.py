@@ -169,6 +169,8 @@ def optimizer_arguments_have_their_types(config: RootConfig) -> Iterator[str]:
             yield f"{key}: {value!r} is neither true nor false"
         elif name in OPTIMIZER_AMOUNTS and not _is_number(value):
             yield f"{key}: {value!r} is no number; write one such as 1e-6 or 0.01"
+        elif name.endswith("_dtype") and str(value).removeprefix("torch.") not in ("float32", "bfloat16"):
+            yield f"{key}: {value!r} is neither torch.float32 nor torch.bfloat16"
         elif name == "betas" and not (isinstance(value, list) and all(map(_is_number, value))):
             yield f"{key}: {value!r} is no list of numbers; write one such as [0.9, 0.999]"
 

@@ -155,11 +155,13 @@ def ports_are_ranges(config: RootConfig) -> Iterator[str]:
 @rule
 def optimizers_exist(config: RootConfig) -> Iterator[Problem]:
     optimizer = config.policy.optimizer
-    if config.policy.dtensor_cfg.enabled and optimizer is not None and optimizer.name.startswith("transformer_engine."):
+    if not config.policy.dtensor_cfg.enabled or optimizer is None:
+        return
+    if optimizer.name.startswith("transformer_engine.") and not optimizer.name.endswith(".FusedAdam"):
         yield not_built(
             "policy.optimizer.name",
             optimizer.name,
-            "optimizers of Transformer Engine",
+            "optimizers of Transformer Engine but FusedAdam",
             "take torch.optim.AdamW, with kwargs.fused: true on GPUs",
         )
 

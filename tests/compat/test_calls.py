@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from nemo_rl.algorithms.grpo.rewards import shape_rewards
 from nemo_rl.algorithms.loss import ClippedPGLossFn, NLLLossFn
 from nemo_rl.algorithms.reward_functions import apply_reward_shaping
 from nemo_rl.algorithms.utils import calculate_kl
-from nemo_rl.config import CheckpointingConfig, RewardScalingConfig, RewardShapingConfig
+from nemo_rl.config import CheckpointingConfig, MasterConfig, RewardScalingConfig, RewardShapingConfig
 from nemo_rl.config.errors import UserError
 from nemo_rl.data.datasets import AllTaskProcessedDataset
 from nemo_rl.data.interfaces import TaskDataSpec
@@ -155,6 +156,87 @@ def test_engines_refuse_what_they_do_not_have() -> None:
             VllmGeneration(cluster, **{"config": {"model_name": "x"}, **options})
     with pytest.raises(UserError, match="no model_name"):
         VllmGeneration(cluster, {"vllm_cfg": {}})
+
+
+class Part:
+    """Anything that a run is made of."""
+
+
+class Tokenizer(Part):
+    apply_chat_template = None
+
+
+class OwnLoss(NLLLossFn):
+    """A loss of the script's."""
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What a script has before it calls `setup`, with a run of empty parts; `driven` gets the runs of loops."""
+    from nemo_rl.algorithms.grpo import assembly, loop
+    from nemo_rl.environments import registry
+
+    names = ("policy", "generation", "train_loader", "val_loader", "logger", "checkpointer", "state", "teachers")
+
+    def setup(config: MasterConfig) -> SimpleNamespace:
+        parts = {name: Part() for name in names}
+        return SimpleNamespace(config=config, tokenizer=Part(), clusters=[Part()], loss_fn=NLLLossFn(), **parts)
+
+    driven: list[Any] = []
+    monkeypatch.setattr(assembly, "setup", setup)
+    monkeypatch.setattr(assembly, "close", lambda run: driven.append("closed"))
+    monkeypatch.setattr(loop, "grpo_train", driven.append)
+    monkeypatch.setattr(loop, "async_grpo_train", lambda run, hooks: driven.append(run))
+    made = (Part(), Part(), {"math": Part()}, {"math": Part()})
+    monkeypatch.setattr(registry, "setup_response_data", lambda *_: made)
+    config = {"data": {"train": {"dataset_name": "gsm8k"}, "validation": {"dataset_name": "gsm8k", "split": "test"}}}
+    return SimpleNamespace(config=config, tokenizer=Tokenizer(), driven=driven)
+
+
+def test_a_run_in_thirteen_parts_is_driven_by_them_in_any_order(script: SimpleNamespace) -> None:
+    from nemo_rl.algorithms.grpo import grpo_train, setup
+    from nemo_rl.data.utils import setup_response_data
+
+    whole = MasterConfig.read(script.config)
+    train, validation, envs, val_envs = setup_response_data(script.tokenizer, whole.data, whole.env)
+    policy = {"generation": {"_pad_token_id": 0, "model_name": "x", "max_new_tokens": 8}}
+    parts = setup({**script.config, "policy": policy}, script.tokenizer, train, validation)
+    assert len(parts) == 13 and parts[3] == parts.clusters and parts.master_config.policy.generation.max_new_tokens == 8
+    (policy, generation, _, _, loader, val_loader, loss_fn, logger, checkpointer, state, config, _, _) = parts
+    given = (policy, generation, loader, val_loader, script.tokenizer, loss_fn, envs, val_envs, logger, checkpointer)
+    grpo_train(*given, state, config)
+    grpo_train(state, config, *reversed(given))
+    grpo_train(policy=policy, loss_fn=(own := OwnLoss()), master_config=config)
+    first, *_ = script.driven
+    assert script.driven == [first, "closed"] * 3 and first.policy is policy and first.loss_fn is own
+
+
+def test_what_is_no_part_of_the_run_is_refused_before_anything_starts(script: SimpleNamespace) -> None:
+    from nemo_rl.algorithms.grpo import async_grpo_train, grpo_train, setup
+    from nemo_rl.data.utils import setup_response_data
+
+    whole = MasterConfig.read(script.config)
+    train, validation, envs, _ = setup_response_data(script.tokenizer, whole.data, whole.env)
+    parts = setup(script.config, script.tokenizer, train, validation)
+    other = {"data": {**script.config["data"], "train": {"dataset_name": "DeepScaler"}}}
+    for call, said in (
+        (lambda: setup(script.config, script.tokenizer, Part(), None), "not from setup_response_data"),
+        (lambda: setup(script.config, script.tokenizer, [1], None), "not from setup_response_data"),
+        (lambda: setup(other, script.tokenizer, train, validation), "another data section"),
+        (lambda: setup(script.config, script.tokenizer, train, validation, processor=Part()), "processor"),
+        (lambda: setup(script.config, Part(), train, validation), "no tokenizer"),
+        (lambda: setup(script.config, val_dataset=validation), "here it is setup"),
+        (lambda: grpo_train(parts.policy, {"math": Part()}), "dict is no part"),
+        (lambda: grpo_train(parts.policy, envs, Part()), "Part is no part"),
+        (lambda: grpo_train(parts.policy, "text"), "str is no part"),
+        (grpo_train, "with the run, or all parts"),
+        (lambda: grpo_train(policy=Part()), "with the run, or all parts"),
+        (lambda: async_grpo_train(*parts), "async_grpo.enabled: false"),
+        (lambda: async_grpo_train(*parts, max_trajectory_age_steps=5), "max_trajectory_age_steps is 1"),
+    ):
+        with pytest.raises(UserError, match=said):
+            call()
+    assert script.driven == []
 
 
 @pytest.mark.ray

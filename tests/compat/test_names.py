@@ -145,7 +145,7 @@ def test_functions_called_in_nemo_rls_shape_say_what_has_changed() -> None:
     ):
         with pytest.raises(TypeError, match=r"docs/from_nemo_rl.md|required positional argument"):
             call()
-    with pytest.raises(UserError, match=r"here it is setup\(master_config\)"):
+    with pytest.raises(UserError, match="str is no tokenizer"):
         grpo.setup(config, "tokenizer")
 
 

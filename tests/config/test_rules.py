@@ -466,8 +466,12 @@ BROKEN = [
         "samples with top_k 5",
     ),
     (
-        ["policy.optimizer.name=transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"],
-        "not built yet: optimizers of Transformer Engine; take torch.optim.AdamW",
+        ["policy.optimizer.name=transformer_engine.pytorch.optimizers.fused_sgd.FusedSGD"],
+        "not built yet: optimizers of Transformer Engine but FusedAdam; take torch.optim.AdamW",
+    ),
+    (
+        ["+policy.optimizer.kwargs.exp_avg_dtype=torch.float16"],
+        "exp_avg_dtype: 'torch.float16' is neither torch.float32 nor torch.bfloat16",
     ),
     (
         ["data.default.processor=vlm_hf_data_processor"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -145,3 +146,65 @@ def test_a_schedule_that_cannot_take_a_step_is_named_before_the_run(name: str, k
     entry = SchedulerConfig(name=f"torch.optim.lr_scheduler.{name}", kwargs=kwargs)
     with pytest.raises(OptimizerConfigError, match=rf"policy\.scheduler\.0: .*{name}.* cannot"):
         check_names(OptimizerConfig(), [entry])
+
+
+TE = "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
+
+
+def _trained(optimizer_name: str, kwargs: dict[str, Any], steps: int = 5) -> tuple[torch.Tensor, torch.optim.Optimizer]:
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.nn.Parameter(torch.randn(7, 5, generator=generator))
+    optimizer = build_optimizer(OptimizerConfig(name=optimizer_name, kwargs=kwargs), [weights])
+    for _ in range(steps):
+        weights.grad = torch.randn(7, 5, generator=generator)
+        optimizer.step()
+    return weights.detach(), optimizer
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "torchs", "theirs"),
+    [
+        ({}, "torch.optim.AdamW", {"weight_decay": 0.0}),
+        ({"weight_decay": 0.1, "betas": [0.8, 0.99], "eps": 1e-6}, "torch.optim.AdamW", {}),
+        ({"weight_decay": 0.1, "adam_w_mode": False}, "torch.optim.Adam", {}),
+        ({"master_weights": True, "store_param_remainders": True}, "torch.optim.AdamW", {"weight_decay": 0.0}),
+    ],
+)
+def test_fused_adam_is_torchs_adam(kwargs: dict[str, Any], torchs: str, theirs: dict[str, Any]) -> None:
+    own = ("adam_w_mode", "master_weights", "store_param_remainders")
+    same = {key: value for key, value in kwargs.items() if key not in own} | theirs
+    got, _ = _trained(TE, {"lr": 0.1, **kwargs})
+    want, _ = _trained(torchs, {"lr": 0.1, **same})
+    torch.testing.assert_close(got, want)
+
+
+def test_fused_adams_moments_are_kept_in_bfloat16_and_restored_bit_for_bit() -> None:
+    kwargs = {"lr": 0.1, "exp_avg_dtype": "torch.bfloat16", "exp_avg_sq_dtype": "torch.bfloat16"}
+    weights, optimizer = _trained(TE, kwargs)
+    exact, _ = _trained(TE, {"lr": 0.1})
+    (state,) = optimizer.state.values()
+    assert {state[name].dtype for name in ("exp_avg", "exp_avg_sq")} == {torch.bfloat16}
+    assert 0 < (weights - exact).abs().max() < 0.05
+    again = torch.nn.Parameter(weights.clone())
+    restored = build_optimizer(OptimizerConfig(name=TE, kwargs=kwargs), [again])
+    restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for parameter, one in ((optimizer.param_groups[0]["params"][0], optimizer), (again, restored)):
+        parameter.grad = torch.ones(7, 5)
+        one.step()
+    assert torch.equal(again, optimizer.param_groups[0]["params"][0])
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "says"),
+    [
+        ({"exp_avg_dtype": "torch.float16"}, "exp_avg_dtype=torch.float16: moments are kept in"),
+        ({"master_weight_dtype": "torch.bfloat16"}, "weights are kept in float32"),
+        ({"capturable": True}, "capturable=true is not supported"),
+        ({"betas": [0.9, 1.0]}, "out of range"),
+        ({"momentum": 0.9}, "unexpected keyword argument 'momentum'"),
+    ],
+)
+def test_what_fused_adam_cannot_do_is_refused(kwargs: dict[str, Any], says: str) -> None:
+    with pytest.raises(OptimizerConfigError) as error:
+        build_optimizer(OptimizerConfig(name=TE, kwargs={"lr": 0.1, **kwargs}), _parameters())
+    assert says in str(error.value)

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 from nemo_rl.config import OptimizerConfig, SchedulerConfig
 from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.worker_groups import resolve_fqn
+from nemo_rl.models.policy import fused_adam
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def build_optimizer(cfg: OptimizerConfig, parameters: Iterable[torch.nn.Paramete
     not exist, is no optimizer, or refuses its arguments.
     """
     try:
-        cls = resolve_fqn(cfg.name)
+        cls = fused_adam.FusedAdam if cfg.name in fused_adam.NAMES else resolve_fqn(cfg.name)
         optimizer = cls(_by_mesh(parameters), **cfg.kwargs)
     except (ImportError, TypeError, ValueError) as error:
         call = _call(cfg.name, cfg.kwargs)

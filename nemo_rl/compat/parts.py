@@ -1,0 +1,158 @@
+"""A GRPO run in the thirteen parts that NeMo-RL's `setup` returns, and the run that such parts are of.
+
+The run is made of its configuration; what a script hands over must be what it got from here. Invariant: nothing that a
+script hands over is ignored: it is the run's own, or used, or refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from nemo_rl.compat.errors import ShapeChanged
+from nemo_rl.config import DataConfig, EnvConfig, MasterConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from nemo_rl.algorithms.grpo.run import GRPORun
+    from nemo_rl.environments.registry import ResponseData
+
+
+class GRPOParts(NamedTuple):
+    """What `setup(master_config, tokenizer, dataset, val_dataset)` returns."""
+
+    policy: Any
+    policy_generation: Any
+    nemo_gym: None
+    clusters: tuple[Any, Any]  # of training and of generation, which may be one
+    dataloader: Any
+    val_dataloader: Any
+    loss_fn: Any
+    logger: Any
+    checkpointer: Any
+    grpo_state: Any
+    master_config: MasterConfig
+    teacher_worker_groups: Any
+    alias_to_group_alias: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A run with its parts and the script's tokenizer."""
+
+    run: GRPORun
+    parts: GRPOParts
+    tokenizer: Any
+
+
+_KNOWN: list[_Known] = []
+# Entries of the data that a dataset was made of, and environments that are not the run's own.
+_ENTRIES: WeakKeyDictionary[Any, list[dict[str, Any]]] = WeakKeyDictionary()
+_ENVIRONMENTS: set[Any] = set()
+
+
+def setup_response_data(
+    tokenizer: PreTrainedTokenizerBase,
+    data_config: DataConfig | Mapping[str, object],
+    env_configs: EnvConfig | Mapping[str, object],
+    is_vlm: bool = False,
+) -> ResponseData:
+    """See `nemo_rl.environments.registry.setup_response_data`; what it returns may be handed to `setup`."""
+    from nemo_rl.environments import registry
+
+    data = DataConfig.read(data_config)
+    found = registry.setup_response_data(tokenizer, data, env_configs, is_vlm)
+    for dataset, entries in ((found[0], data.train), (found[1], [*data.train, *(data.validation or [])])):
+        if dataset is not None:
+            _ENTRIES[dataset] = [entry.to_dict() for entry in entries]
+    _ENVIRONMENTS.update(actor for actors in found[2:] for actor in actors.values())
+    return found
+
+
+def plain(master_config: MasterConfig | Mapping[str, Any]) -> MasterConfig | dict[str, Any]:
+    """The configuration without what `configure_generation_config` put into it for engines alone."""
+    if isinstance(master_config, MasterConfig):
+        return master_config
+    config = dict(master_config)
+    policy = dict(config.get("policy") or {})
+    if isinstance(policy.get("generation"), Mapping):
+        engines_own = ("_pad_token_id", "model_name")
+        policy["generation"] = {key: value for key, value in policy["generation"].items() if key not in engines_own}
+        config["policy"] = policy
+    return config
+
+
+def check_datasets(config: MasterConfig, datasets: Sequence[Any]) -> None:
+    """Raises ShapeChanged: a dataset is not what `setup_response_data` made of this configuration."""
+    whole = [entry.to_dict() for entry in [*config.data.train, *(config.data.validation or [])]]
+    for dataset in datasets:
+        if dataset is None:
+            continue
+        entries = _ENTRIES.get(dataset) if _is_referable(dataset) else None
+        if entries is None:
+            raise ShapeChanged(
+                f"setup: the dataset {type(dataset).__name__} is not from setup_response_data; name the class of a "
+                "dataset of your own in data.train.dataset_name (docs/from_nemo_rl.md)"
+            )
+        if any(entry not in whole for entry in entries):
+            raise ShapeChanged("setup: the dataset was made of another data section than master_config has")
+
+
+def parts_of(run: GRPORun, tokenizer: Any) -> GRPOParts:
+    """The parts of a run, by any of which `run_of` finds it."""
+    parts = GRPOParts(
+        run.policy,
+        run.generation,
+        None,
+        (run.clusters[0], run.clusters[-1]),
+        run.train_loader,
+        run.val_loader,
+        run.loss_fn,
+        run.logger,
+        run.checkpointer,
+        run.state,
+        run.config,
+        run.teachers,
+        {},
+    )
+    _KNOWN.append(_Known(run, parts, tokenizer))
+    return parts
+
+
+def run_of(what: str, given: Sequence[Any]) -> GRPORun | None:
+    """The run whose parts are given; None where there is no policy of a run among them. A loss of the script's own
+    becomes the run's. Raises ShapeChanged: something else is given that is not the run's.
+    """
+    from nemo_rl.loss import LossFunction
+
+    known = next((known for known in _KNOWN if any(part is known.parts.policy for part in given)), None)
+    if known is None:
+        return None
+    run = known.run
+    own = [*known.parts, *known.parts.clusters, run, run.tokenizer, known.tokenizer]
+    for part in given:
+        if part is None or isinstance(part, bool) or any(part is one for one in own):
+            continue
+        if isinstance(part, Mapping) and all(
+            _is_referable(actor) and actor in _ENVIRONMENTS for actor in part.values()
+        ):
+            continue
+        if isinstance(part, LossFunction):
+            run.loss_fn = part
+            continue
+        raise ShapeChanged(
+            f"{what}: {type(part).__name__} is no part of this run: data, environments and everything else come from "
+            "the configuration (env.<name>.class, data.train.dataset_name, loss_fn.class take classes of yours)"
+        )
+    return run
+
+
+def _is_referable(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return hasattr(value, "__weakref__")
