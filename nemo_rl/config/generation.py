@@ -133,7 +133,7 @@ class VllmConfig(Section):
         False, description="Serve an OpenAI-compatible API over the run's engines, for agents and other clients."
     )
     http_server: HttpServerConfig = Field(HttpServerConfig(), description="Where that server listens, and its limits.")
-    http_server_serving_chat_kwargs: dict[str, Any] = Field(
+    http_server_serving_chat_kwargs: Annotated[dict[str, Any], BeforeValidator(lambda given: given or {})] = Field(
         default_factory=dict,
         description="Arguments of vLLM's OpenAIServingChat, such as enable_auto_tools, tool_parser, reasoning_parser.",
     )

@@ -185,8 +185,8 @@ class Elastic:
 
 
 @contextmanager
-def elastic_engines(model: Path, shards: int, *overrides: str) -> Iterator[Elastic]:
-    """Starts the engines with version 0 and ends them."""
+def elastic_engines(model: Path, shards: int, *overrides: str, change: float = 0.4) -> Iterator[Elastic]:
+    """Starts the engines with version 0 and ends them. `change`: see `Versions`."""
     base = [f"policy.model_name={model}", "policy.generation.max_new_tokens=20", "cluster.cpu_slots=4"]
     limits = [
         "policy.generation.vllm_cfg.max_model_len=64",
@@ -207,7 +207,7 @@ def elastic_engines(model: Path, shards: int, *overrides: str) -> Iterator[Elast
     )
     builder = CacheBuilder(1 << 20, CPU)
     try:
-        versions = Versions(model)
+        versions = Versions(model, change)
 
         def build(version: int, served: str | None) -> CacheManifest:
             weights = versions.weights(version)

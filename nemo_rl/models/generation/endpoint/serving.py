@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config import ConfigError, PolicyConfig
 from nemo_rl.config.errors import UserError, did_you_mean
+from nemo_rl.data.tokenizer import chat_template
 from nemo_rl.models.generation.decisions import RouteRecord
 from nemo_rl.models.generation.endpoint.session import Session, Turn, exact_prompt, text_of
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, GenerationSamplingParams
@@ -365,15 +366,19 @@ def make_serving(
         seeded=seeded,
     )
     _load_plugins(vllm.tool_parser_plugin, vllm.reasoning_parser_plugin)
+    options = {name: value for name, value in vllm.http_server_serving_chat_kwargs.items() if value is not None}
+    if isinstance(options.get("chat_template"), str):
+        # A key of recipes: the run's own template, a file, or the template itself.
+        options["chat_template"] = chat_template(options["chat_template"])
     common: dict[str, Any] = {
         "request_logger": None,
         "chat_template": tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None,
         "chat_template_content_format": "auto",
         "default_chat_template_kwargs": dict(policy.tokenizer.chat_template_kwargs or {}),
-        **vllm.http_server_serving_chat_kwargs,
+        **{name: value for name, value in options.items() if value is not None},
     }
     known = inspect.signature(OpenAIServingChat.__init__).parameters
-    unknown = [name for name in vllm.http_server_serving_chat_kwargs if name not in known]
+    unknown = [name for name in options if name not in known]
     if unknown:
         raise ConfigError(
             [f"{_CHAT_KWARGS}: vLLM's OpenAIServingChat takes no {unknown[0]}.{did_you_mean(unknown[0], known)}"]
