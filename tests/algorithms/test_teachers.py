@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.algorithms.distillation.teachers import check_teachers, teacher_of
+from nemo_rl.algorithms.grpo.placement import OwnPlacement
 from nemo_rl.config import ConfigError, DistillationMasterConfig, MasterConfig, load_master_config
 from nemo_rl.config.teachers import teachers_of
 from nemo_rl.models.policy.model_config import model_config
+from nemo_rl.time_sharing.pipelines.pooled_teacher import Served
 from tests.conftest import example
 
 
@@ -36,6 +38,24 @@ def test_the_default_teacher_scores_the_rest_unless_names_must_match() -> None:
     assert [teacher_of(teachers, task, strict=False) for task in ("a", "c", "d")] == [0, 1, 1]
     with pytest.raises(ConfigError, match="the data set 'd' has no teacher and strict_agent_name_match is true"):
         teacher_of(teachers, "d", strict=True)
+
+
+def test_a_run_of_its_own_has_no_job_for_a_teacher() -> None:
+    overrides = ["teacher.model_name=x", "teacher.backend=vllm", "teacher.job=served"]
+    batch = "policy.train_global_batch_size=128"
+    config = load_master_config(None, [*overrides, batch], DistillationMasterConfig)
+    with pytest.raises(ConfigError, match="teacher.job is served, and this run is no job of a pool"):
+        OwnPlacement().served_teacher(teachers_of(config)[0], config)
+
+
+def test_a_student_that_needs_more_than_a_job_serves_is_refused_by_every_difference() -> None:
+    served = Served("x", 64, 512)
+    assert not list(served.differences(Served("x", 8, 512), "served"))
+    assert list(served.differences(Served("y", 65, 513), "served")) == [
+        "teacher.model_name is y, and the job served serves x",
+        "topk_logits_k is 65, and the job served gives 64 tokens of a position at most",
+        "policy.max_total_sequence_length is 513, and the job served scores 512 tokens at most",
+    ]
 
 
 def _refusal(student: Path, teacher: Path | str, *overrides: str) -> str:

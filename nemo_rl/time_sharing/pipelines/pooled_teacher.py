@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import ray
 
@@ -30,6 +31,26 @@ class TeacherLeft(GenerationError):
     """A job that served a teacher takes no more samples."""
 
 
+class Served(NamedTuple):
+    """What a job serves, or what a student needs."""
+
+    model: str
+    topk: int  # tokens of each position, at most
+    longest: int  # tokens of a sample, at most
+
+    def differences(self, needed: Served, job: str) -> Iterator[str]:
+        """What a student needs and the job does not serve."""
+        if self.model != needed.model:
+            yield f"teacher.model_name is {needed.model}, and the job {job} serves {self.model}"
+        if self.topk < needed.topk:
+            yield f"topk_logits_k is {needed.topk}, and the job {job} gives {self.topk} tokens of a position at most"
+        if self.longest < needed.longest:
+            yield (
+                f"policy.max_total_sequence_length is {needed.longest}, and the job {job} scores {self.longest} tokens "
+                "at most"
+            )
+
+
 class PooledTeacher:
     """A student's way to a teacher that is a job of its pool.
 
@@ -46,17 +67,8 @@ class PooledTeacher:
         self._student, self._teacher, self._wait_s, self._find_s = student, teacher, wait_s, find_s
         self._job = teacher.job or ""
         self._actor = self._found()
-        model, most, room = ray.get(self._actor.teaches.remote(), timeout=_ANSWER_S)
-        problems = []
-        if model != teacher.policy.model_name:
-            own = teacher.policy.model_name
-            problems.append(f"teacher.model_name is {own}, and the job {self._job} serves {model}")
-        if most < k:
-            problems.append(f"topk_logits_k is {k}, and the job {self._job} gives {most} tokens of a position at most")
-        if room < longest:
-            problems.append(
-                f"policy.max_total_sequence_length is {longest}, and the job {self._job} scores {room} tokens at most"
-            )
+        served: Served = ray.get(self._actor.teaches.remote(), timeout=_ANSWER_S)
+        problems = list(served.differences(Served(teacher.policy.model_name, k, longest), self._job))
         if problems:
             raise ConfigError(problems, student)
 

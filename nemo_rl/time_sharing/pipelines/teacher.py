@@ -22,7 +22,7 @@ from nemo_rl.time_sharing.pipelines.evaluation import FixedWeights
 from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job
 from nemo_rl.time_sharing.pipelines.lent import RequestsOnly
-from nemo_rl.time_sharing.pipelines.pooled_teacher import TeacherLeft, ask_pool
+from nemo_rl.time_sharing.pipelines.pooled_teacher import Served, TeacherLeft, ask_pool
 from nemo_rl.time_sharing.pipelines.vllm_engine import EngineSlot
 
 if TYPE_CHECKING:
@@ -99,10 +99,10 @@ class TeacherPipeline(LentPipeline):
 
     # -- from students ------------------------------------------------------------------------------------------------
 
-    def teaches(self) -> tuple[str, int, int]:
-        """Its model, the most tokens of each position that it gives, and its longest sample in tokens."""
+    def teaches(self) -> Served:
+        """What it serves."""
         policy = self._teacher.policy
-        return policy.model_name, self._config.grpo.topk_logits_k, policy.generation.vllm_cfg.max_model_len
+        return Served(policy.model_name, self._config.grpo.topk_logits_k, policy.generation.vllm_cfg.max_model_len)
 
     def score(self, batch: BatchedDataDict, k: int) -> BatchedDataDict:
         """See `engine_teacher.topk_of_prompts`. Raises TeacherLeft: it is leaving; GenerationError: no engine scores
