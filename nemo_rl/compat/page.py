@@ -28,7 +28,7 @@ python -m nemo_rl.config check THEIRS.yaml MORE/
 
 Each file runs here, would run once the parts that it names are built, or is refused; the exit code is 0, 1 or 2 by the
 worst of them, and a folder ends with a table of reasons. A recipe that names a
-prompt file or a variable that is not here is told so. Every key that NeMo-RL's GRPO recipes set is known, and those of
+prompt file or a variable that is missing is reported. Every key that NeMo-RL's GRPO recipes set is known, and those of
 its distillation recipes:
 
 - **honoured**: it does what it does there; [docs/config.md](config.md) has them all;

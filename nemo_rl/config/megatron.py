@@ -103,7 +103,7 @@ class MegatronCheckpointConfig(Section):
 
     async_save: bool = Field(True, description="Accepted for recipes; weights are always written in the background.")
     ckpt_assume_constant_structure: bool = Field(
-        True, description="Accepted for recipes; the plan of a checkpoint is made anew each time."
+        True, description="Accepted for recipes; the plan of a checkpoint is made again each time."
     )
 
 

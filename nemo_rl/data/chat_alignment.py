@@ -315,6 +315,6 @@ def _not_found(messages: Sequence[Message], index: int, name: str) -> str:
     shown = content if len(content) <= 60 else f"{content[:57]}..."
     return (
         f"{name} does not show message {index + 1} of {len(messages)} (role {message['role']}, turn {max(turn, 1)}: "
-        f"{shown!r}) once and in one piece, so that it cannot be told which tokens are whose; use a template that "
+        f"{shown!r}) once and in one piece, so tokens cannot be assigned to messages; use a template that "
         "shows it, mark what is trained with {% generation %} ... {% endgeneration %}, or take the message out"
     )

@@ -162,9 +162,9 @@ def _read(model_name: str, file: str) -> Mapping[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read as JSON ({error}); take it anew from the model's source") from error
+        raise DataError(f"{path}: cannot be read as JSON ({error}); download it again") from error
     if not isinstance(values, dict):
-        raise DataError(f"{path}: holds no JSON object; take it anew from the model's source")
+        raise DataError(f"{path}: holds no JSON object; download it again")
     return values
 
 

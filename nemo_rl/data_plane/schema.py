@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 TAG = "tag/"
-"""Begins the name of a column of a batch in this process that is a tag of its rows: for whoever decides about them, not
+"""Begins the name of a column of a batch in this process that is a tag of its rows: for the code that selects rows, not
 for workers.
 """
 TOPK_IDS, TOPK_LOGPROBS = "teacher_topk_ids", "teacher_topk_logprobs"

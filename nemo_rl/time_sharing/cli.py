@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(levelname)s %(name)s %(message)s")
     package = logging.getLogger("nemo_rl")
     before = package.level
-    # What a scenario breaks on purpose is counted in the table; each event of it would be told without its way and
+    # What a scenario breaks on purpose is counted in the table; each event of it would be listed without its way and
     # seed.
     quiet = logging.CRITICAL if chosen.run in (simulate, soak) else logging.ERROR
     package.setLevel(logging.INFO if chosen.verbose else quiet)

@@ -149,7 +149,7 @@ def explained(timeline: Timeline, names: Sequence[str], unit: str) -> Iterator[s
         now = [o for o in now if not names or o.pipeline in names]
         if not now:
             if not names:
-                yield f"{unit} {gpu}: nobody"
+                yield f"{unit} {gpu}: free"
             continue
         for o in now:
             yield f"{unit} {gpu}: {o.label} ({o.phase} for {timeline.end - o.start:.1f} s)"

@@ -79,7 +79,7 @@ def directory() -> Path:
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise NoOpenPool(
-            f"{path}: must be a directory that belongs to you and that nobody else can enter (mode 0700), since it "
+            f"{path}: must be a directory that belongs to you and that no other user can enter (mode 0700), since it "
             "holds the tokens of your pools; remove it, or set TMPDIR to another place"
         )
     return path

@@ -81,7 +81,7 @@ class PoolActor(Orchestrator):
                 agent_actor_name(submission.incarnation), namespace=agent_namespace(submission.name)
             )
         except ValueError:
-            self._note_end(submission, Outcome("died", "its process was gone when the pool's actor was started anew"))
+            self._note_end(submission, Outcome("died", "its process was gone when the pool's actor was restarted"))
         else:
             # What the killed actor asked of a process that was not up yet died with it.
             self._actors[submission.name].start.remote()

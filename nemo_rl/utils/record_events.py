@@ -91,9 +91,7 @@ def _decoder(hint: object, where: str) -> Decoder:
     if origin in (typing.Union, types.UnionType):
         inner = [a for a in arguments if a is not type(None)]
         if len(inner) != 1:
-            raise EventDefinitionError(
-                f"{where}: a union of several types cannot be told apart on disk; allowed is `X | None`"
-            )
+            raise EventDefinitionError(f"{where}: a union of several types is ambiguous on disk; allowed is `X | None`")
         decode = _decoder(inner[0], where)
         return lambda value: None if value is None else decode(value)
     if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:

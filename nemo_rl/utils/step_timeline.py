@@ -167,8 +167,8 @@ def _within(timeline: RunTimeline, step: StepTimeline, window: Span) -> list[Spa
 
 def most_telling(timeline: RunTimeline) -> StepTimeline | None:
     """The step to show: the newest with groups and at least one part; None where no step has both."""
-    told = [step for step in timeline.steps if step.groups and _has_parts(step.parts)]
-    return told[-1] if told else None
+    known = [step for step in timeline.steps if step.groups and _has_parts(step.parts)]
+    return known[-1] if known else None
 
 
 def _has_parts(parts: Mapping[str, Sequence[Span]]) -> bool:

@@ -171,7 +171,7 @@ class WeightReceiver:
         place = place_of(self._session["transport"], device_uuid(self._device))
         if place not in senders:
             raise SyncProtocolError(
-                f"nothing is staged at {place}, where this worker was told to read; senders are at {sorted(senders)}"
+                f"no weights are staged at {place}, where this worker must read them; senders are at {sorted(senders)}"
             )
         return senders[place]
 

@@ -227,7 +227,7 @@ def test_a_prompt_file_has_one_place_for_the_problem_or_is_a_system_prompt(path:
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"dataset_name": "gsm8"}, r"data.train.dataset_name: there is no dataset 'gsm8'\. Did you mean 'gsm8k'\?"),
     ({"dataset_name": "geometry3k"}, r"'geometry3k' is not built yet"),
-    ({"dataset_name": "ResponseDataset"}, r"data.train.data_path: ResponseDataset needs to be told where its rows are"),
+    ({"dataset_name": "ResponseDataset"}, r"data.train.data_path: ResponseDataset needs the place of its rows"),
     (
         {"dataset_name": "ResponseDataset", "data_path": "./gone.jsonl"},
         r"data.train.data_path: there is nothing at .*gone\.jsonl",

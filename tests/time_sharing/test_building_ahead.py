@@ -48,7 +48,7 @@ def test_an_engine_is_built_where_a_neighbour_has_trained_and_will_not_for_a_whi
     assert validate(Snapshot.of(fleet.state), plan) == []
     [line] = list(explain(plan, 101.0))
     assert line == (
-        "the engine of rank 1 of a is built on GPUs 1: nobody has a use for the GPUs now, and it will wake at once "
+        "the engine of rank 1 of a is built on GPUs 1: the GPUs are idle now, and it will wake at once "
         "when it is wanted."
     )
 

@@ -93,7 +93,7 @@ BROKEN: dict[str, list[Line]] = {
         *reap(24.0, 3, "failed"),
         (24.0, ev.GpusCleared((3,), "a", 0, 3)),
     ],
-    "nobody looks": [registered("a"), WITHHELD, *reap(60.0, 2, "done")],
+    "not ended": [registered("a"), WITHHELD, *reap(60.0, 2, "done")],
     "a quarantine of no GPUs": [registered("a"), (3.0, ev.GpusQuarantined((), "a", 0, -1, 23.0, "nothing"))],
     "is guaranteed, its pipeline has waited": [registered("a"), demand("a"), claimed(2.0, "a", 1, guaranteed=True)],
     "is not guaranteed, though": [registered("a"), demand("a"), claimed(9.0, "a", 1)],

@@ -276,7 +276,7 @@ def test_the_report_draws_what_is_out_of_service_and_tells_each_fault(faulty_log
     kinds = {bar[5] for bar in data["bars"]}
     assert {"fenced", "quarantined", "cooling"} <= kinds
     told = " ".join(text for _, text in data["faults"])
-    for words in ("is cut off", "quarantined", "is taken out of service", "the scheduler starts anew"):
+    for words in ("is cut off", "quarantined", "is taken out of service", "the scheduler restarts"):
         assert words in told
 
 

@@ -188,7 +188,7 @@ def _look_back(shell: Shell) -> None:
         line = documented(f"python -m nemo_rl.time_sharing {command}")
         said = shell.run(line)
         assert any(shell.folder.rglob(f"*{Path(made).suffix}")), said
-    assert "CPU slot 1: nobody" in shell.run(documented("python -m nemo_rl.time_sharing explain --log-dir"))
+    assert "CPU slot 1: free" in shell.run(documented("python -m nemo_rl.time_sharing explain --log-dir"))
     page = documented("python -m nemo_rl.time_sharing page")
     showing = shell.start(f"{page} --port 0")
     assert showing.stdout is not None

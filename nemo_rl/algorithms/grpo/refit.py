@@ -125,7 +125,7 @@ class Refitter:
             repair.finish(_REBUILD_S)
             if back := repair.take_back():
                 return back
-        raise GenerationError("every shard of generation is lost, and none of them starts anew; the log says why")
+        raise GenerationError("every generation shard is lost and none could be restarted; the log says why")
 
     def _take_back(self) -> list[int]:
         """The rebuilt shards, which take part in this refit.

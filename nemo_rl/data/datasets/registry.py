@@ -205,7 +205,7 @@ def _read(config: DatasetConfig, source: Source, key: str) -> Iterator[PlacedRow
             key=f"{key}.data_path",
         )
     if source.hub is None:
-        raise DataError(f"{key}.data_path: {config.dataset_name} needs to be told where its rows are")
+        raise DataError(f"{key}.data_path: {config.dataset_name} needs the place of its rows")
     subsets = (config.subset,) if config.subset is not None else source.subset
     split = config.split or source.split
     parts = [

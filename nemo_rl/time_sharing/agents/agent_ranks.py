@@ -85,8 +85,8 @@ class RankKeeper:
             self._go_on_refreshing(operation.rank)
 
     def rank_broken(self, index: int) -> None:
-        """A serving rank makes no progress or answers no more: it takes no further request, and the scheduler
-        is told.
+        """A serving rank makes no progress or answers no more: it takes no further request, and its
+        failure is reported to the scheduler.
         """
         rank = self.ranks[index]
         if rank.phase is Phase.ACTIVE and not rank.broken:

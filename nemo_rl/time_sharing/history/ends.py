@@ -236,4 +236,4 @@ class EndChecks:
                 (c.verb, c.pipeline, c.incarnation, c.rank) == ("reap", *whose) for c in self._commands.values()
             ):
                 del self._quarantines[gpus, whose]
-                self._bad(f"the quarantine of GPUs {gpus} for {whose.pipeline} was over at {until:.1f} s; nobody looks")
+                self._bad(f"the quarantine of GPUs {gpus} for {whose.pipeline} expired at {until:.1f} s, not ended")

@@ -131,7 +131,7 @@ class GpuChecks:
                     self._unsure.remove(gpu)
                     self._perhaps_held.add(gpu)
             elif sure and gpu not in self._perhaps_held:
-                self._bad(10, f"{holder} gives back GPU {gpu}, which {self._leases.get(gpu, 'nobody')} holds")
+                self._bad(10, f"{holder} gives back GPU {gpu}, which {self._leases.get(gpu, 'none')} holds")
                 self._leases.pop(gpu, None)
             occupied = self._memory.get(gpu)
             # What a new scheduler frees while it takes stock may be held again since, in the part that was lost; judged
@@ -191,9 +191,7 @@ class GpuChecks:
             # One that could not be ended may go on with what is withheld for its sake.
             lingers = gpu not in self._leases and any(q[1] == name for q in self._quarantined.get(gpu, ()))
             if self._leases.get(gpu) != holder and not self._gap and not lingers:
-                self._bad(
-                    1, f"{holder} takes memory of GPU {gpu}, which is granted to {self._leases.get(gpu, 'nobody')}"
-                )
+                self._bad(1, f"{holder} takes memory of GPU {gpu}, which is granted to {self._leases.get(gpu, 'none')}")
             self._memory[gpu] = holder
 
     def _freed(self, entry: Entry, event: ev.MemoryFreed) -> None:
@@ -207,5 +205,5 @@ class GpuChecks:
             # A reaper makes sure of everything that the ledger gives a dead pipeline, whether it had come to use it or
             # not.
             if self._memory.get(gpu) != holder and not (entry.source.endswith("/reaper") and gpu not in self._memory):
-                self._bad(10, f"{holder} frees memory of GPU {gpu}, which {self._memory.get(gpu, 'nobody')} occupies")
+                self._bad(10, f"{holder} frees memory of GPU {gpu}, which {self._memory.get(gpu, 'none')} occupies")
             self._memory.pop(gpu, None)

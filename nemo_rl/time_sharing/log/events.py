@@ -345,7 +345,7 @@ class ClockJumped:
 @dataclass(frozen=True, slots=True)
 class Isolated:
     """Most pipelines fell silent at once, so the scheduler takes itself for cut off: until `Reconnected` it fences
-    nobody for silence and no deadline passes.
+    no pipeline for silence and no deadline passes.
     """
 
     silent: int

@@ -99,8 +99,8 @@ class SegmentedLog:
     """The scheduler's record (see `utils.record.Record`): goes on with the segment at `path`, signed for `boot`, and
     begins others on request.
 
-    It is `due` when its segment has `segment_lines` lines, and at once behind one that was set aside; whoever knows the
-    state then calls `begin_segment`, between two events. Raises ValueError for segments of less than 16 lines.
+    It is `due` when its segment has `segment_lines` lines, and at once behind one that was set aside; the caller then
+    calls `begin_segment`, between two events. Raises ValueError for segments of less than 16 lines.
     """
 
     def __init__(

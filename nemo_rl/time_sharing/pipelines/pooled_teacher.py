@@ -1,6 +1,6 @@
 """A student's way to a teacher that is a job of its pool, and what both ask of the pool's actor.
 
-Invariant: a teacher that dies is looked for again until a deadline, and samples are sent anew to the one that is found.
+Invariant: a teacher that dies is looked for again until a deadline, and samples are sent again to the new one.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _Marks = list[int]
 
 def hand_out_free(plan_state: PlanState, result: Plan, takers: list[PipelineShare]) -> None:
     """Gives free GPUs to the pipeline that is served least, again and again; beyond what it is entitled to only what
-    nobody entitled wants.
+    no entitled pipeline wants.
     """
     marks = list(plan_state.kind.translate(_MARK_OF_KIND))
     if _CLEAR not in marks:

@@ -115,14 +115,14 @@ class Plan:
 
 
 _REASONS = {
-    "free": "its GPUs are free and nobody earlier in the queue wants them",
+    "free": "its GPUs are free and no earlier request in the queue wants them",
     "evicts": "generation ranks {0} on its GPUs can make way",
     "backfill": "it will be done in {0:.1f} s, before the requests ahead of it can start",
     "holds": "it already holds these GPUs",
     "for_grant": "GPUs {0} go to {1} of {2}",
     "leaving": "its pipeline is leaving",
     "share": "its pipeline has {0} of {1:.1f} GPUs that its remaining work entitles it to",
-    "ahead": "nobody has a use for the GPUs now, and it will wake at once when it is wanted",
+    "ahead": "the GPUs are idle now, and it will wake at once when it is wanted",
     "spare": "the GPUs would be idle otherwise",
     "gives": "{0} is served more for its work and weight ({1:.2f}) than {2} ({3:.2f}) and gives way",
     "surplus": "{0} has more ranks than work left, {1} has not",

@@ -221,7 +221,7 @@ def _pointless(snapshot: Snapshot, plan: Plan, unused: set[int], taken: set[int]
         if awake is None or (awake.phase is not Phase.ACTIVE and (pipeline.wants or _wanted(snapshot, shrink))):
             continue
         idle = sorted(unused & set(_bundle(snapshot, shrink.pipeline, shrink.rank)))
-        yield f"rule 13: rank {shrink.rank} of {shrink.pipeline} is evicted for nobody (GPUs {idle})"
+        yield f"rule 13: rank {shrink.rank} of {shrink.pipeline} is evicted without a taker (GPUs {idle})"
 
 
 def _wanted(snapshot: Snapshot, shrink: Shrink) -> bool:

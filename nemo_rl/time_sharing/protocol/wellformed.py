@@ -76,7 +76,7 @@ def status_problem(status: Status) -> str:
     if not isinstance(status.pipeline, str) or type(status.incarnation) is not int or type(status.seq) is not int:
         return (
             f"a status of {shown(status.pipeline)}, incarnation {shown(status.incarnation)}, number "
-            f"{shown(status.seq)} names nobody"
+            f"{shown(status.seq)} names no pipeline"
         )
     if not is_whole(status.term) or not isinstance(status.leaving, bool) or not isinstance(status.builds, bool):
         flags = f"leaving={shown(status.leaving)} and builds={shown(status.builds)} bools"

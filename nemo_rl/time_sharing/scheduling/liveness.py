@@ -30,7 +30,7 @@ class Isolation:
 
     def update(self, now: float, seen: Mapping[str, float], limits: Limits) -> Isolated | Reconnected | None:
         """What has changed, if anything. `seen`: when each pipeline was heard last. `limits`: half of `lease_s` without
-        a word is silence; more than half of the pipelines, two at least, are most.
+        a message is silence; more than half of the pipelines, two at least, are most.
         """
         silent = sum(now - at > limits.lease_s / 2 for at in seen.values())
         # One silent pipeline says nothing of the network.

@@ -40,7 +40,7 @@ class _Row:
 
 def plan(snapshot: Snapshot, now: float) -> Plan:
     """One cycle of the rule. Cycles are strictly serial: none begins while hand-overs of the last one are under way,
-    whoever's they are.
+    of any pipeline.
     """
     if _cycle_runs(snapshot):
         waiting = Plan()

@@ -310,8 +310,8 @@ class SimulatedJob:
         self.world.loop.after(self._vary(seconds, self._rng), self._if_alive, process, action, arguments)
 
     def _trainer_later(self, process: JobProcess, seconds: float, action: str, *arguments: object) -> None:
-        """The trainer's own work: its jitter belongs to job and step, so that a job does the same work whoever shares
-        its GPUs.
+        """The trainer's own work: its jitter belongs to job and step, so that a job does the same work beside any
+        neighbour.
         """
         rng = random.Random(f"{self.world.seed}/{self.job.name}/{action}/{arguments}")
         self.world.loop.after(self._vary(seconds, rng), self._if_alive, process, action, arguments)

@@ -127,9 +127,9 @@ class Faults(_Section):
     )
     lost_entries: Int = _key(40, "How many these are at most.", ge=0, le=1_000_000)
     cancels: Rate = _key(0.0, "A job is ended from outside and started again, per hour.")
-    drains: Rate = _key(0.0, "A job is told to go once it has given back what it holds, per hour.")
+    drains: Rate = _key(0.0, "A job is asked to leave once it has given back what it holds, per hour.")
     withdrawals: Rate = _key(
-        0.0, "A job takes back what it asks for, if it asks for anything, and asks anew within a second, per hour."
+        0.0, "A job takes back what it asks for, if it asks for anything, and asks again within a second, per hour."
     )
     partitions: Rate = _key(0.0, "A job and the scheduler do not hear each other, per hour.")
     partition_s: Seconds = _key(
@@ -142,9 +142,7 @@ class Faults(_Section):
         0.0, "The scheduler is cut off from all jobs, or from some of them at once, per hour; both ways."
     )
     outage_s: Seconds = _key(20.0, "Mean length of such an outage.")
-    stuck_shards: Rate = _key(
-        0.0, "A generation rank stands still, per hour, until it is put to sleep and started anew."
-    )
+    stuck_shards: Rate = _key(0.0, "A generation rank stands still, per hour, until it is put to sleep and restarted.")
     slow_shards: Rate = _key(0.0, "A generation rank falls to 5 % of its speed, per hour.")
     clock_jumps: Rate = _key(0.0, "The scheduler's machine sets its clock (by -1 h, -1 s, 20 s or a day), per hour.")
     operation_fails: Probability = _key(0.0, "Chance that a drain, sleep, wake, sync or refresh fails.")
@@ -205,8 +203,7 @@ class Job(_Section):
     log_probs_s: Seconds = _key(0.0, "Seconds of the log-probs pass before each step, on the same GPUs; 0 for none.")
     builds_ahead: Bool = _key(
         False,
-        "Whether its engines are built on GPUs that nobody has a use for, ahead of their first wakes, as those of real "
-        "GRPO runs are.",
+        "Whether its engines are built on idle GPUs, ahead of their first wakes, as those of real GRPO runs are.",
     )
     begin_s: Seconds = _key(0.0, "Seconds from its registration to its request for initialisation, off the GPUs.")
     init_s: Seconds = _key(2.0, "Seconds of the trainer's initialisation, whenever the job starts.")
@@ -257,7 +254,7 @@ class Fleet(_Section):
     width: Int = Field(description="GPUs that each may generate on.", ge=1)
     train_gpus: Int = Field(description="The first so many of them are trained on.", ge=1)
     stride: Int = Field(
-        description="From the first GPU of one job to that of the next, beginning anew at the pool's end.", ge=1
+        description="From the first GPU of one job to that of the next, starting over at the pool's end.", ge=1
     )
     first: Int = _key(0, "First GPU of the first job.", ge=0)
     arrive_every_s: Seconds = _key(0.0, "Seconds between the arrivals of two jobs.")

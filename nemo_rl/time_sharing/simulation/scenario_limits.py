@@ -26,10 +26,10 @@ MEANING = {
     "heartbeat_s": "How often a job says how it is.",
     "lease_s": "A job not heard of for so long is cut off; a generation rank that makes no progress for so "
     "long is restarted.",
-    "isolation_s": "When most jobs fall silent at once, the scheduler takes itself for cut off and ends nobody for so "
+    "isolation_s": "When most jobs fall silent at once, the scheduler takes itself for cut off and ends no job for so "
     "long.",
     "retry_s": "A command without an answer is sent again after this time.",
-    "drain_s": "Deadline of taking requests off a rank; whoever misses it is ended.",
+    "drain_s": "Deadline of taking requests off a rank; a rank that misses it is ended.",
     "sleep_s": "Deadline of sending a rank to sleep.",
     "wake_s": "Deadline of waking a rank, the first start of its engine included.",
     "sync_s": "Deadline of loading weights into a rank.",

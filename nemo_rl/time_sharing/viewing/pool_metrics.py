@@ -42,7 +42,7 @@ def _metrics(timeline: Timeline, standings: Sequence[Standing]) -> Iterator[Metr
         gpus.add_metric((pipeline, use), count)
     yield gpus
     out = sum(len(o.gpus) for o in timeline.outages if o.kind == "quarantined" and o.end >= timeline.end)
-    yield GaugeMetricFamily("nrl_pool_gpus_quarantined", "GPUs that nobody may have.", out)
+    yield GaugeMetricFamily("nrl_pool_gpus_quarantined", "GPUs out of use.", out)
     demand = GaugeMetricFamily("nrl_pool_demand_samples", "Samples still to be generated.", labels=("pipeline",))
     for pipeline, samples in {level.pipeline: level.value for level in timeline.demand}.items():
         demand.add_metric((pipeline,), samples)

@@ -331,7 +331,7 @@ def _take_fault(builder: TimelineBuilder, event: object, time: float) -> None:
                     kind=held.kind,
                 )
         case ev.SchedulerStarted() if event.term > 1:
-            timeline.faults.append((time, f"the scheduler starts anew (term {event.term})"))
+            timeline.faults.append((time, f"the scheduler restarts (term {event.term})"))
         case ev.GpusQuarantined():
             label = f"quarantined: {event.reason} ({event.pipeline})"
             timeline.faults.append((time, f"GPUs {', '.join(map(str, event.gpus))} {label}"))
