@@ -393,3 +393,26 @@ def test_an_agent_that_cannot_be_called_is_refused_at_the_start(section: dict[st
 def test_an_agent_needs_the_endpoint() -> None:
     with pytest.raises(ConfigError, match="expose_http_server=true"):
         load_master_config(_CONFIG.with_name("grpo_arithmetic_agent_cpu.yaml"), [f"{_VLLM}.expose_http_server=false"])
+
+
+def test_the_agents_sdk_of_openai_plays_with_its_tools(session: tuple[Endpoint, Model, str]) -> None:
+    sdk = pytest.importorskip("agents", reason="openai-agents is not installed")
+    openai = pytest.importorskip("openai")
+    endpoint, says, url = session
+    sdk.set_tracing_disabled(True)
+    says.text = _CALL
+
+    def add(a: int, b: int) -> int:
+        """Adds."""
+        says.text = "3"
+        return a + b
+
+    model = sdk.OpenAIChatCompletionsModel("policy", openai.AsyncOpenAI(base_url=url, api_key=_TOKEN))
+    agent = sdk.Agent(name="adder", instructions="Add.", tools=[sdk.function_tool(add)], model=model)
+    result = asyncio.run(sdk.Runner.run(agent, "1+2?"))
+    assert result.final_output == "3"
+    one = endpoint.finish("s")
+    assert [turn.parent for turn in one.turns] == [None, 0]
+    (branch,) = one.branches()
+    assert sum(branch.token_mask) == sum(len(turn.result.token_ids) for turn in one.turns)
+    assert [part.messages[-1]["role"] for part in branch.parts] == ["user", "tool"]

@@ -228,7 +228,7 @@ class Endpoint:
 
     async def _chat(self, request: Request) -> Response:
         session = self._session(request)
-        asked = self._serving.chat_request.model_validate(await _body(request))
+        asked = self._serving.chat_request.model_validate(_without_strict(await _body(request)))
         call = Call(session)
         messages, setup = [_plain(message) for message in asked.messages], _setup(asked)
         if session is not None:
@@ -343,6 +343,16 @@ async def _body(request: Request) -> dict[str, Any]:
     body = json.loads(await request.body())
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
+    return body
+
+
+def _without_strict(body: dict[str, Any]) -> dict[str, Any]:
+    """The body with its tools' `strict` left out, which the OpenAI Agents SDK sets by itself: calls are drawn freely,
+    as the trainer takes it, and not held to their schemas.
+    """
+    for tool in body["tools"] if isinstance(body.get("tools"), list) else ():
+        if isinstance(tool, dict) and isinstance(tool.get("function"), dict):
+            tool["function"].pop("strict", None)
     return body
 
 

@@ -1,0 +1,129 @@
+"""The endpoint stays up: clients of an agent's kind talk on while shards sleep, wake, are refitted and die.
+
+More of them: `NRL_STRESS_CLIENTS=32 NRL_STRESS_SESSIONS=11 python -m pytest tests/stress/test_endpoint.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import ray
+import requests
+
+from nemo_rl.config import load_master_config
+from nemo_rl.models.generation.endpoint.server import Endpoint, start_endpoint
+from nemo_rl.models.generation.endpoint.session import Session, SessionPlan
+from nemo_rl.models.generation.interfaces import GenerationSamplingParams, request_seed
+from tests.models.elastic_engines import Elastic, elastic_engines
+
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+
+_CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "grpo_arithmetic_cpu.yaml"
+_CLIENTS = int(os.environ.get("NRL_STRESS_CLIENTS", "16"))
+_SESSIONS = int(os.environ.get("NRL_STRESS_SESSIONS", "4"))
+_TURNS, _TOKENS = 3, 16
+_OVERRIDES = [
+    "policy.max_total_sequence_length=256",
+    "policy.generation.vllm_cfg.max_model_len=256",
+    "policy.generation.max_new_tokens=16",
+    "policy.tokenizer.chat_template=default",
+    # What a shard had begun is drawn again with the same seed, and so the same.
+    "policy.generation.on_preempt=redo_turn",
+]
+
+
+@pytest.fixture(scope="module")
+def served(tiny_model: Path, ray_session: None) -> Iterator[tuple[Elastic, Endpoint]]:
+    # All versions have the same weights: a refit changes no token.
+    with elastic_engines(tiny_model, 2, *_OVERRIDES, change=0.0) as engines:
+        expose = "policy.generation.vllm_cfg.expose_http_server=true"
+        config = load_master_config(_CONFIG, [f"policy.model_name={tiny_model}", *_OVERRIDES, expose])
+        endpoint = start_endpoint(
+            config.policy,
+            engines.tokenizer,
+            engines.generation.generate_one,
+            stop_token_ids=[engines.tokenizer.eos_token_id],
+            cuda=False,
+        )
+        yield engines, endpoint
+        endpoint.close()
+
+
+class Clients:
+    """Agents that talk at the same time, and a count of the answers that they got."""
+
+    def __init__(self, endpoint: Endpoint, name: str) -> None:
+        self._endpoint, self._name = endpoint, name
+        self._answers = 0
+        self._more = threading.Condition()
+
+    def wait_for(self, answers: int) -> None:
+        with self._more:
+            assert self._more.wait_for(lambda: self._answers >= answers, 300)
+
+    def play(self, number: int) -> Session:
+        def seed_of(turn: int) -> int:
+            return request_seed(7, 0, number, 0, turn)
+
+        name = f"{self._name}-{number}"
+        plan = SessionPlan(name, GenerationSamplingParams(), _TOKENS, 256, seed_of)
+        url = self._endpoint.open(name, plan)
+        messages: list[dict[str, object]] = []
+        for turn in range(_TURNS):
+            messages.append({"role": "user", "content": f"{number}+{turn}="})
+            body = {"model": "policy", "messages": messages, "stream": False}
+            response = requests.post(f"{url}/chat/completions", json=body, timeout=300)
+            assert response.status_code == 200, response.text
+            messages.append(response.json()["choices"][0]["message"])
+            with self._more:
+                self._answers += 1
+                self._more.notify_all()
+        return self._endpoint.finish(name)
+
+    def play_all(self, meanwhile: Callable[[Clients], None]) -> list[Session]:
+        with ThreadPoolExecutor(_CLIENTS) as threads:
+            playing = [threads.submit(self.play, number) for number in range(_CLIENTS * _SESSIONS)]
+            meanwhile(self)
+            return [one.result(600) for one in playing]
+
+
+def test_no_client_notices_that_shards_sleep_are_refitted_and_die(served: tuple[Elastic, Endpoint]) -> None:
+    engines, endpoint = served
+    elastic = engines.elastic
+
+    def disturb(clients: Clients) -> None:
+        actions: list[Callable[[], object]] = [
+            lambda: elastic.shrink([0]),
+            lambda: elastic.expand([0]),
+            lambda: engines.refresh(1, recompute_kv=False),
+            lambda: elastic.shrink([1]),
+            lambda: elastic.shrink([0]),  # nobody serves: requests wait
+            lambda: elastic.expand([0, 1]),
+            lambda: engines.refresh(2, recompute_kv=False),
+            lambda: ray.kill(engines.generation.group.workers[1]),
+            lambda: elastic.shrink([0]),
+            lambda: elastic.expand([0]),
+        ]
+        every = _CLIENTS * _SESSIONS * _TURNS // (len(actions) + 4)
+        for number, action in enumerate(actions):
+            if number not in (5, 9):  # before these nobody serves
+                clients.wait_for(every * number + 1)
+            action()
+
+    calm = Clients(endpoint, "calm").play_all(lambda clients: None)
+    disturbed = Clients(endpoint, "disturbed").play_all(disturb)
+    for before, after in zip(calm, disturbed, strict=True):
+        # No turn is lost or there twice, and all of them are one trajectory.
+        assert len(after.turns) == _TURNS and len(after.branches()) == 1
+        (branch,) = after.branches()
+        assert sum(branch.token_mask) == sum(len(turn.result.token_ids) for turn in after.turns)
+        assert branch.token_ids == before.branches()[0].token_ids
+        for one, other in zip(before.turns, after.turns, strict=True):
+            assert other.result.logprobs == pytest.approx(one.result.logprobs, abs=1e-5)
+    versions = {span.version for session in disturbed for turn in session.turns for span in turn.result.spans}
+    assert versions == {0, 1, 2}
