@@ -28,11 +28,11 @@ class _LogprobsFirst:
         return whole.__call__(*given, **named)
 
 
-class ClippedPGLossFn(_LogprobsFirst, loss.ClippedPGLossFn):
+class PositionalClippedPGLossFn(_LogprobsFirst, loss.ClippedPGLossFn):
     """See `nemo_rl.loss.ClippedPGLossFn`."""
 
 
-class NLLLossFn(_LogprobsFirst, loss.NLLLossFn):
+class PositionalNLLLossFn(_LogprobsFirst, loss.NLLLossFn):
     """See `nemo_rl.loss.NLLLossFn`."""
 
 

@@ -14,7 +14,7 @@ from nemo_rl.models.generation.vllm import vllm_generation
 from nemo_rl.models.generation.vllm.engine_actors import start_engine_actors
 
 
-class VllmGeneration(vllm_generation.VllmGeneration):
+class ClusterVllmGeneration(vllm_generation.VllmGeneration):
     """Engines on the slots of a cluster, up when this returns.
 
     Args:

@@ -14,7 +14,6 @@ from pydantic import BeforeValidator, Field
 from nemo_rl.config.section import NotYet, Section
 
 _TE = "kernels of Transformer Engine"
-_DEEPEP = "token exchange by DeepEP; experts exchange tokens by torch's all-to-all"
 
 
 class BackendConfig(Section):
@@ -45,11 +44,11 @@ class BackendConfig(Section):
         description="Products of experts, by transformers' name; torch (or torch_mm) takes the fastest that torch has: "
         "grouped_mm, else eager.",
     )
-    dispatcher: Annotated[Literal["torch", "deepep"], NotYet(_DEEPEP, ("deepep",))] = Field(
-        "torch", description="How tokens reach experts of other ranks."
+    dispatcher: Literal["torch", "deepep"] = Field(
+        "torch", description="Accepted for NeMo-RL's recipes; tokens reach experts by all-to-all, with the same result."
     )
-    enable_deepep: Annotated[bool, NotYet(_DEEPEP, (True,))] = Field(
-        False, description="Older spelling of dispatcher: deepep."
+    enable_deepep: bool = Field(
+        False, description="Accepted for NeMo-RL's recipes; tokens reach experts by all-to-all, with the same result."
     )
     fake_balanced_gate: Annotated[
         bool, NotYet("routing by turns, which is for speed tests and trains another model", (True,))

@@ -179,12 +179,12 @@ class MegatronConfig(Section):
         0.0, description="Update rate of the router's bias."
     )
     moe_permute_fusion: bool = Field(True, description="Fuse token permutation.")
-    moe_enable_deepep: Annotated[bool, NotYet("token exchange by DeepEP or HybridEP")] = Field(
-        False, description="Use DeepEP."
+    moe_enable_deepep: bool = Field(
+        False, description="Accepted for recipes; tokens reach experts by all-to-all, with the same result."
     )
     # Rows of a step differ in length, for which the others are not made.
-    moe_token_dispatcher_type: Annotated[str, NotYet("token exchange other than all-to-all")] = Field(
-        "alltoall", description="How tokens reach experts."
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = Field(
+        "alltoall", description="Accepted for recipes; tokens reach experts by all-to-all, with the same result."
     )
     moe_shared_expert_overlap: bool = Field(
         False, description="Accepted for recipes; only the speed of experts that every token takes."

@@ -249,6 +249,29 @@ def test_a_cap_below_the_longest_sequence_is_allowed_and_said(tmp_path: Path) ->
         assert any(f"policy.{batching}.train_mb_tokens is 1000, below" in note for note in checked.notes)
 
 
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ("megatron_cfg: {enabled: true, moe_token_dispatcher_type: flex, moe_enable_deepep: true}", True),
+        ("megatron_cfg: {enabled: true, moe_token_dispatcher_type: allgather}", True),
+        ("megatron_cfg: {enabled: true, moe_flex_dispatcher_backend: hybridep, moe_hybridep_num_sms: 32}", False),
+        ("megatron_cfg: {enabled: true}", False),
+        ("dtensor_cfg: {automodel_kwargs: {backend: {dispatcher: deepep}}}", True),
+        ("dtensor_cfg: {automodel_kwargs: {backend: {enable_deepep: true}}}", True),
+        ("dtensor_cfg: {automodel_kwargs: {backend: {dispatcher: torch}}}", False),
+    ],
+)
+def test_every_exchange_of_tokens_is_all_to_all_and_said(keys: str, said: bool, tmp_path: Path) -> None:
+    from nemo_rl.config.check import check_file
+
+    megatron = ", dtensor_cfg: {enabled: false}, optimizer: null, scheduler: null" if "megatron_cfg" in keys else ""
+    file = tmp_path / "run.yaml"
+    file.write_text(f"defaults: {ROOT}/examples/configs/grpo_math_1B.yaml\npolicy: {{{keys}{megatron}}}\n")
+    checked = check_file(file)
+    assert checked.problems == []
+    assert any("all-to-all, with the same result" in note for note in checked.notes) == said
+
+
 def test_check_of_nothing_is_a_mistake(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["check", str(tmp_path / "gone.yaml")]) == 2
     assert "no such file, or a folder without YAML files" in capsys.readouterr().err

@@ -65,7 +65,6 @@ def test_an_unknown_architecture_is_refused_with_those_that_are_known(tiny_model
         "cuda_graph_impl=local",
         "mtp_num_layers=1",
         "moe_router_load_balancing_type=seq_aux_loss",
-        "moe_token_dispatcher_type=flex",
         "peft.enabled=true",
         "distributed_data_parallel_config.use_custom_fsdp=true",
     ],

@@ -149,7 +149,7 @@ def _running(cfg: PolicyConfig, sizes: Sizes, *, engine: bool) -> dict[str, Any]
         "sequence_parallel": mcore.sequence_parallel and mcore.tensor_model_parallel_size > 1,
         # Rows of a step differ in length, and the step divides by global counts once, at its end.
         "variable_seq_lengths": True,
-        "moe_token_dispatcher_type": mcore.moe_token_dispatcher_type,
+        "moe_token_dispatcher_type": "alltoall",
         "calculate_per_token_loss": True,
         "bias_activation_fusion": mcore.bias_activation_fusion,
         "apply_rope_fusion": mcore.apply_rope_fusion and engine,
