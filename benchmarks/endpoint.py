@@ -1,0 +1,133 @@
+"""What the OpenAI-compatible endpoint costs: the same requests through it and through the run's router.
+
+    python benchmarks/endpoint.py MODEL [--requests 1024] [--at-once 256] [--tokens 64] [--repeats 3] [--device cpu]
+
+Clients are in processes of their own. Every request is drawn from a seed of its own, and both ways must draw the same
+number of tokens. Prints tokens per second of each repetition, and the share that the endpoint takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from nemo_rl.config import load_master_config
+from nemo_rl.data.tokenizer import get_tokenizer
+from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.models.generation.endpoint.server import start_endpoint
+from nemo_rl.models.generation.interfaces import GenerationRequest
+from nemo_rl.models.generation.vllm import VllmGeneration
+from nemo_rl.models.generation.vllm.engine_actors import start_engine_actors
+
+_CONFIG = Path(__file__).resolve().parents[1] / "examples" / "configs" / "grpo_arithmetic_cpu.yaml"
+_CLIENTS = 4
+
+
+def over_http(base_url: str, prompts: list[tuple[int, list[int]]], tokens: int, at_once: int) -> int:
+    """Sends prompts with their seeds; the tokens that came back."""
+    import httpx
+
+    async def run() -> int:
+        slots = asyncio.Semaphore(at_once)
+        limits = httpx.Limits(max_connections=at_once)
+        async with httpx.AsyncClient(timeout=600, limits=limits) as client:
+
+            async def one(seed: int, ids: list[int]) -> int:
+                body = {"model": "policy", "prompt": ids, "max_tokens": tokens, "seed": seed}
+                async with slots:
+                    response = await client.post(f"{base_url}/completions", json=body)
+                response.raise_for_status()
+                return response.json()["usage"]["completion_tokens"]
+
+            return sum(await asyncio.gather(*(one(seed, ids) for seed, ids in prompts)))
+
+    return asyncio.run(run())
+
+
+async def over_router(generation: VllmGeneration, requests: list[GenerationRequest], at_once: int) -> int:
+    """Runs requests; the tokens that came back."""
+    slots = asyncio.Semaphore(at_once)
+
+    async def one(request: GenerationRequest) -> int:
+        async with slots:
+            return len((await generation.generate_one(request)).token_ids)
+
+    return sum(await asyncio.gather(*(one(request) for request in requests)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The cost of the OpenAI-compatible endpoint.")
+    parser.add_argument("model")
+    parser.add_argument("--requests", type=int, default=1024)
+    parser.add_argument("--at-once", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    given = parser.parse_args()
+    overrides = [
+        f"policy.model_name={given.model}",
+        "policy.max_total_sequence_length=256",
+        "policy.generation.vllm_cfg.max_model_len=256",
+        f"policy.generation.max_new_tokens={given.tokens}",
+        "policy.generation.vllm_cfg.expose_http_server=true",
+        "policy.generation.vllm_cfg.request_seeds=true",
+        f"cluster.device={given.device}",
+        "cluster.cpu_slots=1",
+    ]
+    config = load_master_config(_CONFIG, overrides)
+    tokenizer = get_tokenizer(config.policy.tokenizer)
+    init_ray(device=given.device, cpu_slots=1)
+    cluster = RayVirtualCluster([1], use_gpus=given.device == "cuda", num_gpus_per_node=1, name="endpoint")
+    actors = start_engine_actors(cluster, config.policy, config.cluster, seed=1, colocated=False, refits=False)
+    generation = VllmGeneration(actors, pad_token_id=tokenizer.pad_token_id, stop_token_ids=[tokenizer.eos_token_id])
+    generation.wait_until_started()
+    endpoint = start_endpoint(
+        config.policy,
+        tokenizer,
+        generation.generate_one,
+        stop_token_ids=[tokenizer.eos_token_id],
+        cuda=given.device == "cuda",
+    )
+    prompts = [(n, tokenizer(f"{n % 97}+{n % 13}=")["input_ids"]) for n in range(given.requests)]
+    shares: list[float] = []
+    try:
+        with ProcessPoolExecutor(_CLIENTS) as clients:
+            for repeat in range(given.repeats + 1):
+                requests = [
+                    GenerationRequest(f"b{repeat}-{seed}", ids, given.tokens, generation.default_sampling(), seed)
+                    for seed, ids in prompts
+                ]
+                began = time.monotonic()
+                routed = asyncio.run(over_router(generation, requests, given.at_once))
+                router_s, began = time.monotonic() - began, time.monotonic()
+                each = given.at_once // _CLIENTS
+                parts = [
+                    clients.submit(over_http, endpoint.base_url, prompts[n::_CLIENTS], given.tokens, each)
+                    for n in range(_CLIENTS)
+                ]
+                served = sum(part.result() for part in parts)
+                http_s = time.monotonic() - began
+                if served != routed:
+                    raise SystemExit(f"the endpoint drew {served} tokens, the router {routed}")
+                # The first repetition warms engine and clients up.
+                if repeat:
+                    shares.append(1 - router_s / http_s)
+                    print(f"router {routed / router_s:8.0f} tokens/s   endpoint {served / http_s:8.0f} tokens/s")
+        print(f"the endpoint takes {statistics.median(shares):.1%} of the throughput (median of {len(shares)})")
+    finally:
+        endpoint.close()
+        generation.shutdown()
+        cluster.shutdown()
+        shutdown_ray()
+
+
+if __name__ == "__main__":
+    main()
