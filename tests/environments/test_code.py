@@ -279,7 +279,7 @@ def test_a_notebooks_context_and_folder_are_those_of_the_metadata(tmp_path: Path
 
 
 def test_a_notebooks_rewards_ends_and_refusals() -> None:
-    environment = CodeEnvironment({"num_workers": 2})
+    environment = CodeEnvironment({"num_workers": 2, "run_timeout_s": 60})
     logs = [[{"role": "assistant", "content": text}] for text in ("<code>6*7</code>", "<code>6*6</code>", "no code")]
     result = environment.step(logs, [{"ground_truth": 42}] * 3)
     assert result.rewards.tolist() == [1.0, 0.0, 0.0] and result.terminateds.tolist() == [True, True, False]
