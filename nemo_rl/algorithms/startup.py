@@ -142,9 +142,9 @@ def prepared(
         config: A checked configuration. `logger.log_dir` is replaced by its next numbered directory.
         start: Shows the phases of the start.
 
-    Raises ConfigError, DataError, ModelNotFoundError, DeviceUnavailableError: the configuration asks for what is not;
-    there. CheckpointError: A checkpoint exists but cannot be resumed, or none can be written. ResumeError: It; belongs
-    to another run. NothingToDo: The run is over already.
+    Raises ConfigError, DataError, ModelNotFoundError, DeviceUnavailableError: the configuration asks for something that
+    does not exist; CheckpointError: a checkpoint cannot be resumed, or none can be written; ResumeError: the checkpoint
+    belongs to another run; NothingToDo: the run is over already.
     """
     checkpointer = CheckpointManager(config.checkpointing)
     with start.phase("directories"):
@@ -178,13 +178,7 @@ def prepared(
             ends = check_tokens(config.policy, model, tokenizer, start.say)
             datasets = load_datasets(tokenizer, config.data, ends.texts)
             resume = same_contents(resume, datasets.contents, config.checkpointing.resume)
-            hold_to_vocabulary([datasets.train, datasets.validation], tokenizer, model)
-            hold_to_vocabulary(
-                [*datasets.train_by_task.values(), *datasets.validation_by_task.values()], tokenizer, model
-            )
-            limit = config.data.max_input_seq_length
-            for key, by_task in (("train", datasets.train_by_task), ("validation", datasets.validation_by_task)):
-                check_prompt_lengths(f"data.{key}", by_task, limit, start.say, algorithm.mask)
+            _check_rows(datasets, tokenizer, model, config.data.max_input_seq_length, start, algorithm.mask)
             loaders = algorithm.loaders(datasets, tokenizer)
             state, total_steps = _position(algorithm, resume, loaders.train)
             state.data_contents = datasets.contents
@@ -217,6 +211,24 @@ def prepared(
     ready.seconds["total_setup_time_s"] = start.done()
     logger.log_hyperparams(config.to_dict())
     logger.log_metrics(ready.seconds, state.step, prefix="timing/setup")
+
+
+def _check_rows(
+    datasets: TaskDatasets,
+    tokenizer: PreTrainedTokenizerBase,
+    model: PretrainedConfig,
+    limit: int | None,
+    start: StartPhases,
+    mask: Mask | None,
+) -> None:
+    """Makes datasets refuse tokens that the model lacks, and prints each task's rows. Raises DataError: all sampled
+    prompts of a task are too long.
+    """
+    by_key = {"train": datasets.train_by_task, "validation": datasets.validation_by_task}
+    hold_to_vocabulary([datasets.train, datasets.validation], tokenizer, model)
+    hold_to_vocabulary([rows for by_task in by_key.values() for rows in by_task.values()], tokenizer, model)
+    for key, by_task in by_key.items():
+        check_prompt_lengths(f"data.{key}", by_task, limit, start.say, mask)
 
 
 def import_transformers() -> None:

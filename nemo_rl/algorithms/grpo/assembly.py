@@ -190,10 +190,32 @@ def check_model(config: MasterConfig) -> PretrainedConfig:
     return model
 
 
+def _first_engines(
+    ready: Prepared[GRPOState, Loader, _Begun], placement: Placement, record: Record, start: StartPhases
+) -> tuple[VllmGeneration | None, list[dict[str, int]]]:
+    """The run's generation, and the bytes in use before and after its engines slept, where training follows on their
+    GPUs.
+    """
+    generation = _start_generation(
+        ready.begun.engines, ready.tokenizer, ready.stop_tokens.ids, placement.shard_record(record)
+    )
+    if generation is None:
+        return None, []
+    ready.undo.callback(generation.shutdown)
+    placement.generation_prepared(generation)
+    if not (generation.colocated and ready.accelerator.is_cuda):
+        return generation, []
+    # An engine takes its share of the memory that is free, and measures it while it starts: training takes its own
+    # afterwards.
+    with start.phase("engines"):
+        generation.wait_until_started()
+        return generation, generation.sleep()
+
+
 def _build(
     config: MasterConfig, ready: Prepared[GRPOState, Loader, _Begun], placement: Placement, start: StartPhases
 ) -> GRPORun:
-    accelerator, tokenizer, undo, began = ready.accelerator, ready.tokenizer, ready.undo, time.monotonic()
+    tokenizer, undo, began = ready.tokenizer, ready.undo, time.monotonic()
     path, source = Path(config.logger.log_dir) / "record.jsonl", f"{placement.record_prefix}driver"
     record = RecordWriter(path, source=source, archive_bytes=_ARCHIVE_BYTES)
     timer = Timer()
@@ -206,19 +228,7 @@ def _build(
         await_environments(actors, config.env)
         for line in start_lines(environments_in_use(config), config.env):
             start.say(line)
-    generation = _start_generation(
-        ready.begun.engines, tokenizer, ready.stop_tokens.ids, placement.shard_record(record)
-    )
-    slept: list[dict[str, int]] = []
-    if generation is not None:
-        undo.callback(generation.shutdown)
-        placement.generation_prepared(generation)
-        if generation.colocated and accelerator.is_cuda:
-            # An engine takes its share of the memory that is free, and measures it while it starts: training takes its
-            # own afterwards.
-            with start.phase("engines"):
-                generation.wait_until_started()
-                slept = generation.sleep()
+    generation, slept = _first_engines(ready, placement, record, start)
     with placement.training_accelerators():
         with start.phase("policy, beside the data plane" if config.data_plane.enabled else "policy"):
             policy = start_policy(config, clusters.training, tokenizer, ready.begun.policy)

@@ -8,12 +8,14 @@ holds, which is the truth the checker judges stamps by.
 from __future__ import annotations
 
 import heapq
+import math
+import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from nemo_rl.time_sharing.simulation.loop import Loop
-from nemo_rl.time_sharing.simulation.scenario import Engine
+from nemo_rl.time_sharing.simulation.scenario import Engine, Job
 from nemo_rl.utils.record import Record
 from nemo_rl.utils.record_events import RequestFinished, RequestSubmitted, TokensGenerated, VersionSpan
 
@@ -38,6 +40,13 @@ class Sample:
     request: str = ""
     attempts: int = 0
     done_before: int = 0
+
+    @classmethod
+    def drawn(cls, name: str, group: str, job: Job, rng: random.Random) -> Sample:
+        """A sample of a length as the job's are."""
+        tokens = job.tokens
+        length = min(max(int(rng.lognormvariate(math.log(tokens.median), tokens.sigma)), 1), tokens.max)
+        return cls(name, group, length, min(job.turns, length))
 
     @property
     def until(self) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from nemo_rl.time_sharing.agents.agent import Agent
-from nemo_rl.time_sharing.agents.standing_demand import StandingDemand
+from nemo_rl.time_sharing.agents.standing_demand import FALLS_AFTER_S, StandingDemand
 from nemo_rl.time_sharing.simulation.agent_watch import AgentWatch
 from nemo_rl.time_sharing.simulation.engines import Generation
+from nemo_rl.time_sharing.simulation.loop import Loop
 from nemo_rl.utils.record import Record
 
 
@@ -32,7 +33,9 @@ class JobProcess:
     watch: AgentWatch
     generation: Generation
     record: Record
-    demand: StandingDemand
+    loop: Loop
+    turns: int  # of each sample
+    demand: StandingDemand = field(init=False)
     groups: dict[str, Group] = field(default_factory=dict)
     missing: int = 0
     admitted_step: int = -1
@@ -41,3 +44,28 @@ class JobProcess:
     started_ranks: set[int] = field(default_factory=set)
     initialised: bool = False
     dead: bool = False
+
+    def __post_init__(self) -> None:
+        self.demand = StandingDemand(self.agent)
+
+    def wait_for(self, missing: int, total: int) -> None:
+        """Waits for other samples from here on: `missing` of `total` are not there yet."""
+        self.demand = StandingDemand(self.agent)
+        self.open_samples(missing, total)
+
+    def open_samples(self, missing: int, total: int) -> None:
+        """Reports that `missing` of the awaited `total` samples are not there yet."""
+        self.demand.open_groups(total - missing, total, 1, self.loop.now)
+        self.requests_changed()
+
+    def requests_changed(self) -> None:
+        """Reports the requests under way, now and once fewer of them count. Of samples of one turn each, all that are
+        open are under way.
+        """
+        if self.turns > 1:
+            self._count_requests()
+            self.loop.after(FALLS_AFTER_S * 1.01, self._count_requests)
+
+    def _count_requests(self) -> None:
+        if not self.dead and self.agent.demand.target:
+            self.demand.under_way(self.generation.under_way, self.loop.now)

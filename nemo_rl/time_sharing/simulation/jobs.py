@@ -7,13 +7,11 @@ trained step under a new incarnation.
 
 from __future__ import annotations
 
-import math
 import random
 from typing import TYPE_CHECKING
 
 from nemo_rl.time_sharing.agents.agent import Agent
 from nemo_rl.time_sharing.agents.agent_parts import REFRESH, Operation
-from nemo_rl.time_sharing.agents.standing_demand import FALLS_AFTER_S, StandingDemand
 from nemo_rl.time_sharing.protocol.topology import Topology
 from nemo_rl.time_sharing.protocol.types import (
     ACTOR_TRAIN,
@@ -126,7 +124,7 @@ class SimulatedJob:
             world.loop, self.job.engine, len(topology.ranks), record, self._sample_done, self._turn_over
         )
         self.process = process = JobProcess(
-            self.incarnations, agent, AgentWatch(agent), generation, record, StandingDemand(agent)
+            self.incarnations, agent, AgentWatch(agent), generation, record, world.loop, self.job.turns
         )
         for name in self._unended:
             record.emit(rec.GroupDropped(name, "lost_in_restart"))
@@ -187,21 +185,17 @@ class SimulatedJob:
         process.validating, process.validated = self.job.validation.samples, self.trained_steps
         name = f"{self.job.name}.v{self.trained_steps}.i{process.incarnation}"
         rng = random.Random(f"{self.world.seed}/{name}")
-        self._wait_for(process, process.validating, process.validating)
-        self._submit(process, [self._sample(f"{name}.{index}", "", rng) for index in range(process.validating)])
+        process.wait_for(process.validating, process.validating)
+        self._submit(process, [Sample.drawn(f"{name}.{n}", "", self.job, rng) for n in range(process.validating)])
 
     def _validation_sample_done(self, process: JobProcess) -> None:
         process.validating -= 1
         if process.validating:
-            self._tell_open(process, process.validating, self.job.validation.samples)
+            process.open_samples(process.validating, self.job.validation.samples)
         else:
             process.record.emit(rec.Validated(process.validated, self.job.validation.samples, 0.0))
             with process.agent.one_status():
                 self._next_step(process)
-
-    def _length(self, rng: random.Random) -> int:
-        tokens = self.job.tokens
-        return min(max(int(rng.lognormvariate(math.log(tokens.median), tokens.sigma)), 1), tokens.max)
 
     def _next_step(self, process: JobProcess) -> None:
         """Admits what the staleness bound allows and says what is waited for; validation goes first."""
@@ -216,47 +210,24 @@ class SimulatedJob:
         for step in range(max(process.admitted_step + 1, process.agent.published), last + 1):
             new += self._admit(process, step)
         process.admitted_step = max(process.admitted_step, last)
-        self._wait_for(process, *self._progress(process))
+        process.wait_for(*self._progress(process))
         if new:
             self._submit(process, new)
         self._train_if_ready(process)
 
-    def _wait_for(self, process: JobProcess, missing: int, total: int) -> None:
-        process.demand = StandingDemand(process.agent)
-        self._tell_open(process, missing, total)
-
-    def _tell_open(self, process: JobProcess, missing: int, total: int) -> None:
-        process.demand.open_groups(total - missing, total, 1, self.world.loop.now)
-        self._tell_running(process)
-
     def _submit(self, process: JobProcess, samples: list[Sample]) -> None:
         process.generation.submit(samples)
-        self._tell_running(process)
-
-    def _tell_running(self, process: JobProcess, *, again: bool = True) -> None:
-        """Of samples of one turn each, all that are open are under way."""
-        if self.job.turns == 1 or not process.agent.demand.target:
-            return
-        process.demand.under_way(process.generation.under_way, self.world.loop.now)
-        if again:
-            self.world.loop.after(FALLS_AFTER_S * 1.01, self._if_alive, process, "_tell_running_later", ())
-
-    def _tell_running_later(self, process: JobProcess) -> None:
-        self._tell_running(process, again=False)
+        process.requests_changed()
 
     def _turn_over(self, sample: Sample) -> None:
         process = self.process
         if process is not None:
-            self._tell_running(process)
+            process.requests_changed()
             self._trainer_later(process, self.job.environment_s, "_answered", sample)
 
     def _answered(self, process: JobProcess, sample: Sample) -> None:
         if not process.agent.leaving:
             self._submit(process, [sample])
-
-    def _sample(self, name: str, group: str, rng: random.Random) -> Sample:
-        length = self._length(rng)
-        return Sample(name, group, length, min(self.job.turns, length))
 
     def _admit(self, process: JobProcess, step: int) -> list[Sample]:
         samples = []
@@ -268,7 +239,7 @@ class SimulatedJob:
             process.record.emit(rec.GroupAdmitted(group.name, prompt, group.missing, step))
             rng = random.Random(f"{self.world.seed}/{prompt}")
             for index in range(group.missing):
-                samples.append(self._sample(f"{group.name}.{index}", group.name, rng))
+                samples.append(Sample.drawn(f"{group.name}.{index}", group.name, self.job, rng))
         return samples
 
     def _progress(self, process: JobProcess) -> tuple[int, int]:
@@ -293,7 +264,7 @@ class SimulatedJob:
             return
         with process.agent.one_status():
             if process.agent.demand.target:
-                self._tell_open(process, missing, total)
+                process.open_samples(missing, total)
             if group.missing == 0:
                 self._train_if_ready(process)
 

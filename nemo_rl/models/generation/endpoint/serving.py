@@ -338,23 +338,7 @@ def make_serving(
             ]
         ) from error
     generation, vllm = policy.generation, policy.generation.vllm_cfg
-    arguments = AsyncEngineArgs(
-        model=policy.model_name,
-        tokenizer=policy.tokenizer.name,
-        trust_remote_code=policy.trust_remote_code,
-        dtype=vllm.precision,
-        max_model_len=vllm.max_model_len,
-        hf_overrides=dict(policy.hf_config_overrides),
-        generation_config="vllm",
-        override_generation_config={
-            "max_new_tokens": generation.max_new_tokens,
-            "temperature": generation.temperature,
-            "top_p": generation.top_p,
-            "top_k": generation.top_k or 0,
-        },
-        **{name: generation.vllm_kwargs[name] for name in _READING if name in generation.vllm_kwargs},
-    )
-    vllm_config = VllmConfig(model_config=arguments.create_model_config())
+    vllm_config = VllmConfig(model_config=AsyncEngineArgs(**_model_arguments(policy)).create_model_config())
     renderer = renderer_from_config(vllm_config)
     engine = RouterEngine(
         generate_one,
@@ -366,23 +350,7 @@ def make_serving(
         seeded=seeded,
     )
     _load_plugins(vllm.tool_parser_plugin, vllm.reasoning_parser_plugin)
-    options = {name: value for name, value in vllm.http_server_serving_chat_kwargs.items() if value is not None}
-    if isinstance(options.get("chat_template"), str):
-        # A key of recipes: the run's own template, a file, or the template itself.
-        options["chat_template"] = chat_template(options["chat_template"])
-    common: dict[str, Any] = {
-        "request_logger": None,
-        "chat_template": tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None,
-        "chat_template_content_format": "auto",
-        "default_chat_template_kwargs": dict(policy.tokenizer.chat_template_kwargs or {}),
-        **{name: value for name, value in options.items() if value is not None},
-    }
-    known = inspect.signature(OpenAIServingChat.__init__).parameters
-    unknown = [name for name in options if name not in known]
-    if unknown:
-        raise ConfigError(
-            [f"{_CHAT_KWARGS}: vLLM's OpenAIServingChat takes no {unknown[0]}.{did_you_mean(unknown[0], known)}"]
-        )
+    common = _chat_arguments(policy, tokenizer, OpenAIServingChat)
     try:
         online = OnlineRenderer(vllm_config.model_config, renderer, **_taken(OnlineRenderer, common))
         names = [BaseModelPath(name, policy.model_name) for name in (MODEL, policy.model_name)]
@@ -407,6 +375,49 @@ def make_serving(
         TypeAdapter(TokenizeRequest),
         TypeAdapter(DetokenizeRequest),
     )
+
+
+def _model_arguments(policy: PolicyConfig) -> dict[str, Any]:
+    """What vLLM needs to know of the model to read requests for it."""
+    generation, vllm = policy.generation, policy.generation.vllm_cfg
+    return {
+        "model": policy.model_name,
+        "tokenizer": policy.tokenizer.name,
+        "trust_remote_code": policy.trust_remote_code,
+        "dtype": vllm.precision,
+        "max_model_len": vllm.max_model_len,
+        "hf_overrides": dict(policy.hf_config_overrides),
+        "generation_config": "vllm",
+        "override_generation_config": {
+            "max_new_tokens": generation.max_new_tokens,
+            "temperature": generation.temperature,
+            "top_p": generation.top_p,
+            "top_k": generation.top_k or 0,
+        },
+        **{name: generation.vllm_kwargs[name] for name in _READING if name in generation.vllm_kwargs},
+    }
+
+
+def _chat_arguments(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase, constructor: type) -> dict[str, Any]:
+    """Arguments of vLLM's chat class. Raises ConfigError: the configuration has one that the class does not know."""
+    given = policy.generation.vllm_cfg.http_server_serving_chat_kwargs
+    options = {name: value for name, value in given.items() if value is not None}
+    known = inspect.signature(constructor.__init__).parameters
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise ConfigError(
+            [f"{_CHAT_KWARGS}: vLLM's {constructor.__name__} takes no {unknown[0]}.{did_you_mean(unknown[0], known)}"]
+        )
+    if isinstance(options.get("chat_template"), str):
+        # A key of recipes: the run's own template, a file, or the template itself.
+        options["chat_template"] = chat_template(options["chat_template"])
+    arguments: dict[str, Any] = {
+        "request_logger": None,
+        "chat_template": tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None,
+        "chat_template_content_format": "auto",
+        "default_chat_template_kwargs": dict(policy.tokenizer.chat_template_kwargs or {}),
+    }
+    return arguments | {name: value for name, value in options.items() if value is not None}
 
 
 def _taken(constructor: type, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -111,25 +111,7 @@ def engine_spec(
         "disable_log_stats": not vllm.enable_vllm_metrics_logger,
         "generation_config": "vllm",
     }
-    if vllm.enable_prefix_caching is not None or not cuda:
-        # Reused prefixes would make log-probabilities depend on the order of arrival on CPU, where runs are bit-equal.
-        kwargs["enable_prefix_caching"] = bool(vllm.enable_prefix_caching)
-    if cuda:
-        kwargs |= {
-            "enforce_eager": vllm.enforce_eager,
-            "gpu_memory_utilization": vllm.gpu_memory_utilization / vllm.engines_per_gpu,
-            "enable_sleep_mode": sleeps,
-        }
-        if slot_bytes is not None:
-            # vLLM refuses to start where less of the device is free than this, and sizes nothing by it then.
-            kwargs["gpu_memory_utilization"] = _LEAST_FREE
-            kwargs["kv_cache_memory_bytes"] = _kv_cache_bytes(policy, slot_bytes)
-    else:
-        # vLLM rewinds a seeded request's generator when it splits a prompt, which a CPU generator cannot do: prompts
-        # stay whole.
-        batched_tokens = max(vllm.max_model_len, 4096)
-        kwargs |= {"enforce_eager": True, "enable_chunked_prefill": False, "max_num_batched_tokens": batched_tokens}
-        kwargs["kv_cache_memory_bytes"] = int(cpu_slot_memory_gb * (1 << 30) / 4 / vllm.engines_per_gpu)
+    kwargs |= _gpu_arguments(policy, sleeps, slot_bytes) if cuda else _cpu_arguments(vllm, cpu_slot_memory_gb)
     if vllm.num_gpu_blocks_override is not None:
         kwargs["num_gpu_blocks_override"] = vllm.num_gpu_blocks_override
     if recording is not None:
@@ -137,10 +119,6 @@ def engine_spec(
     executor = _executor(vllm, cuda=cuda)
     if executor is not None:
         kwargs["distributed_executor_backend"] = executor
-    if cuda and vllm.tensor_parallel_size * vllm.pipeline_parallel_size > 1:
-        # FlashInfer's fused all-reduce holds memory that sleep cannot free, and its workers can spin for ever at their
-        # end.
-        kwargs["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     return EngineSpec(
         merge_mappings(kwargs, generation.vllm_kwargs),
         _environment(policy, cuda=cuda, threads=threads),
@@ -155,6 +133,39 @@ def engine_spec(
         recording=recording,
         engine_records_routes=cuda,
     )
+
+
+def _gpu_arguments(policy: PolicyConfig, sleeps: bool, slot_bytes: int | None) -> dict[str, object]:
+    vllm = policy.generation.vllm_cfg
+    kwargs: dict[str, object] = {
+        "enforce_eager": vllm.enforce_eager,
+        "gpu_memory_utilization": vllm.gpu_memory_utilization / vllm.engines_per_gpu,
+        "enable_sleep_mode": sleeps,
+    }
+    if vllm.enable_prefix_caching is not None:
+        kwargs["enable_prefix_caching"] = vllm.enable_prefix_caching
+    if slot_bytes is not None:
+        # vLLM refuses to start where less of the device is free than this, and sizes nothing by it then.
+        kwargs["gpu_memory_utilization"] = _LEAST_FREE
+        kwargs["kv_cache_memory_bytes"] = _kv_cache_bytes(policy, slot_bytes)
+    if vllm.tensor_parallel_size * vllm.pipeline_parallel_size > 1:
+        # FlashInfer's fused all-reduce holds memory that sleep cannot free, and its workers can spin for ever at their
+        # end.
+        kwargs["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
+    return kwargs
+
+
+def _cpu_arguments(vllm: VllmConfig, slot_memory_gb: float) -> dict[str, object]:
+    return {
+        "enforce_eager": True,
+        # Reused prefixes would make log-probabilities depend on the order of arrival, and runs are bit-equal here.
+        "enable_prefix_caching": bool(vllm.enable_prefix_caching),
+        # vLLM rewinds a seeded request's generator when it splits a prompt, which a CPU generator cannot do: prompts
+        # stay whole.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(vllm.max_model_len, 4096),
+        "kv_cache_memory_bytes": int(slot_memory_gb * (1 << 30) / 4 / vllm.engines_per_gpu),
+    }
 
 
 def _kv_cache_bytes(policy: PolicyConfig, slot_bytes: int) -> int:
