@@ -249,7 +249,7 @@ def test_a_receiver_refuses_messages_out_of_order() -> None:
         receiver.begin({**session, "id": "b"})
     with pytest.raises(SyncProtocolError, match="window 1 arrived, expected 0"):
         receiver.receive({"index": 1, "buckets": [], "senders": {}})
-    with pytest.raises(SyncProtocolError, match="nothing is staged at host:"):
+    with pytest.raises(SyncProtocolError, match="no weights are staged at host:"):
         receiver.receive({"index": 0, "buckets": [], "senders": {"another": {}}})
     with pytest.raises(SyncProtocolError, match="finish after 0 of 2 windows"):
         receiver.finish(1)
