@@ -53,8 +53,9 @@ class Job:
             "CPUS_PER_WORKER": "32",
             "PORT": str(*free_ports(1)),
             "DASHBOARD_PORT": str(*free_ports(1)),
-            "MIN_WORKER_PORT": "23000",
-            "MAX_WORKER_PORT": "23299",
+            # Outside what `free_ports` draws from.
+            "MIN_WORKER_PORT": "17000",
+            "MAX_WORKER_PORT": "17299",
             "START_TIMEOUT": "120",
             "RAY_TMPDIR": tempfile.mkdtemp(prefix="nrl", dir="/tmp"),
             "RAY_START_EXTRA": "--object-store-memory=200000000",
@@ -166,6 +167,21 @@ def test_the_end_of_the_jobs_time_ends_the_command_and_the_cluster(job: Job) -> 
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_a_job_fails_when_ray_does_not_start(job: Job) -> None:
+    process = job.start(
+        COMMAND="true",
+        SLURM_JOB_NUM_NODES="1",
+        SLURM_JOB_NODELIST="node0",
+        RAY_START_EXTRA=f"--ray-client-server-port={job.environment['DASHBOARD_PORT']}",
+    )
+    assert job.ends(process, 200) != 0
+    assert "the cluster ended while it started" in job.log("driver")
+    assert "used by other components" in job.log("head")
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_job_fails_when_its_sandbox_ends_before_it(job: Job) -> None:
     ends = f"while [[ ! -e {job.folder}/started ]]; do sleep 0.1; done"
     process = job.start(
@@ -197,6 +213,7 @@ def test_a_job_fails_when_its_sandbox_ends_before_it(job: Job) -> None:
         ({"DEDICATED_RAY_HEAD": "yes"}, "it is 0 or 1"),
         ({"SLURM_JOB_NUM_NODES": "3"}, "Slurm names 2 hosts for 3 nodes"),
         ({"MIN_WORKER_PORT": "3000", "MAX_WORKER_PORT": "2000"}, "are no range"),
+        ({"DASHBOARD_PORT": "17299"}, "DASHBOARD_PORT=17299 lies in the range of worker ports 17000-17299"),
     ],
 )
 def test_impossible_jobs_are_refused_before_anything_starts(job: Job, variables: dict[str, str], message: str) -> None:
