@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from shapes import host_speed_s, make_model, make_prompts  # noqa: E402
+from shapes import host_speed_s, make_model, make_prompts, prompts_section  # noqa: E402
 
 CONFIGS = ROOT / "examples" / "configs"
 ARITHMETIC = {
@@ -158,17 +158,7 @@ def throughput_config(args: argparse.Namespace, model: Path, prompts: Path, cont
                 "vllm_kwargs": {"max_num_seqs": args.prompts * args.generations * (age + 1)},
             },
         },
-        "data": {
-            "num_workers": 0,
-            "max_input_seq_length": args.prompt_tokens,
-            "default": {"prompt_file": None, "env_name": "parity"},
-            "train": {
-                "dataset_name": "ResponseDataset",
-                "data_path": str(prompts),
-                "input_key": "input",
-                "output_key": "output",
-            },
-        },
+        "data": prompts_section(prompts, args.prompt_tokens),
         "env": {"parity": {"class": "benchmarks.grpo_step.ParityEnvironment"}},
         "cluster": {"gpus_per_node": args.gpus, "device": args.device, "cpu_slots": max(2, args.gpus)},
         "logger": {"monitor_gpus": False},

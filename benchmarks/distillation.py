@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from shapes import SHAPES, host_speed_s, make_model, make_prompts  # noqa: E402
+from shapes import SHAPES, host_speed_s, make_model, make_prompts, prompts_section  # noqa: E402
 
 _PHASES = {
     "generation": "timing/train/generation",
@@ -70,17 +70,9 @@ def run_config(args: argparse.Namespace, backend: str) -> dict[str, Any]:
             "sequence_packing": packing,
             "generation": {"vllm_cfg": engine},
         },
-        "data": {
-            "num_workers": 0,
-            "max_input_seq_length": args.prompt_tokens,
-            "default": {"prompt_file": None, "env_name": "parity"},
-            "train": {
-                "dataset_name": "ResponseDataset",
-                "data_path": str(make_prompts(4 * args.prompts, args.prompt_tokens, work / "prompts.jsonl")),
-                "input_key": "input",
-                "output_key": "output",
-            },
-        },
+        "data": prompts_section(
+            make_prompts(4 * args.prompts, args.prompt_tokens, work / "prompts.jsonl"), args.prompt_tokens
+        ),
         "env": {"parity": {"class": "benchmarks.grpo_step.ParityEnvironment"}},
         "cluster": {"gpus_per_node": 1, "device": args.device},
         "logger": {"log_dir": str(work / "logs" / backend), "monitor_gpus": args.device == "cuda"},

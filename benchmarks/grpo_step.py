@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 
-from shapes import SHAPES, host_speed_s, make_model, make_prompts  # noqa: E402
+from shapes import SHAPES, host_speed_s, make_model, make_prompts, prompts_section  # noqa: E402
 
 PROMPTS, GENERATIONS, PROMPT_TOKENS, NEW_TOKENS = 64, 8, 512, 512
 
@@ -88,17 +88,7 @@ def our_config(args: argparse.Namespace, model: Path, prompts: Path) -> dict[str
                 "vllm_kwargs": {"max_num_seqs": 512} | _cache_of_each_engine(args),
             },
         },
-        "data": {
-            "num_workers": 0,
-            "max_input_seq_length": args.prompt_tokens,
-            "default": {"prompt_file": None, "env_name": "parity"},
-            "train": {
-                "dataset_name": "ResponseDataset",
-                "data_path": str(prompts),
-                "input_key": "input",
-                "output_key": "output",
-            },
-        },
+        "data": prompts_section(prompts, args.prompt_tokens),
         "env": {"parity": {"class": "benchmarks.grpo_step.ParityEnvironment"}},
         "cluster": {"gpus_per_node": 1, "device": args.device},
         "logger": {"log_dir": str(Path(args.work) / "logs"), "monitor_gpus": False},

@@ -160,6 +160,21 @@ def make_prompts(count: int, length: int, path: Path, *, seed: int = 0) -> Path:
     return path
 
 
+def prompts_section(prompts: Path, longest: int) -> dict[str, Any]:
+    """The `data` section for a file of `make_prompts`; rewarded by `env.parity`. `longest`: tokens of a prompt."""
+    return {
+        "num_workers": 0,
+        "max_input_seq_length": longest,
+        "default": {"prompt_file": None, "env_name": "parity"},
+        "train": {
+            "dataset_name": "ResponseDataset",
+            "data_path": str(prompts),
+            "input_key": "input",
+            "output_key": "output",
+        },
+    }
+
+
 def host_speed_s() -> float:
     """Seconds of 20 million additions in Python. Hosts differ by a factor of two in what their processors feed to the
     accelerators, so figures of two hosts are compared with this beside them.

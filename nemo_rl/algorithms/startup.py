@@ -178,7 +178,7 @@ def prepared(
             ends = check_tokens(config.policy, model, tokenizer, start.say)
             datasets = load_datasets(tokenizer, config.data, ends.texts)
             resume = same_contents(resume, datasets.contents, config.checkpointing.resume)
-            _check_rows(datasets, tokenizer, model, config.data.max_input_seq_length, start, algorithm.mask)
+            _check_rows(datasets, tokenizer, model, config.data.max_input_seq_length, start.say, algorithm.mask)
             loaders = algorithm.loaders(datasets, tokenizer)
             state, total_steps = _position(algorithm, resume, loaders.train)
             state.data_contents = datasets.contents
@@ -218,7 +218,7 @@ def _check_rows(
     tokenizer: PreTrainedTokenizerBase,
     model: PretrainedConfig,
     limit: int | None,
-    start: StartPhases,
+    say: Say,
     mask: Mask | None,
 ) -> None:
     """Makes datasets refuse tokens that the model lacks, and prints each task's rows. Raises DataError: all sampled
@@ -228,7 +228,7 @@ def _check_rows(
     hold_to_vocabulary([datasets.train, datasets.validation], tokenizer, model)
     hold_to_vocabulary([rows for by_task in by_key.values() for rows in by_task.values()], tokenizer, model)
     for key, by_task in by_key.items():
-        check_prompt_lengths(f"data.{key}", by_task, limit, start.say, mask)
+        check_prompt_lengths(f"data.{key}", by_task, limit, say, mask)
 
 
 def import_transformers() -> None:
