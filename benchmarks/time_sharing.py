@@ -12,6 +12,9 @@ Every job trains the same model on the same number of samples, whose lengths are
 - `exclusive`: the pool, whole GPUs to one job at a time.
 - `slots`: the pool with as many slots on each GPU as there are jobs, each job on all GPUs.
 - `slots-mps`: the same through NVIDIA's Multi-Process Service.
+- `slots-mps-ahead`: the same with jobs that generate one step ahead of training (`async_grpo`); each trains on one GPU
+  and generates on all.
+- `serial-ahead`: one such job at a time, with half of the GPUs for each of training and generation.
 
 The steady seconds are those in which each job makes one step, between the moment at which all have made two steps and
 the first one's end. What a way does not survive is printed, with the steps that it made. GPU busy is the share of time
@@ -45,8 +48,19 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from async_vs_sync import Contender, throughput_config  # noqa: E402
 from shapes import host_speed_s, make_model, make_prompts  # noqa: E402
 
-WAYS = ("serial", "serial-2", "split", "unmanaged", "exclusive", "slots", "slots-mps")
-_POOLS = ("exclusive", "slots", "slots-mps")
+WAYS = (
+    "serial",
+    "serial-2",
+    "serial-ahead",
+    "split",
+    "unmanaged",
+    "exclusive",
+    "slots",
+    "slots-ahead",
+    "slots-mps",
+    "slots-mps-ahead",
+)
+_POOLS = ("exclusive", "slots", "slots-ahead", "slots-mps", "slots-mps-ahead")
 _WARM_STEPS = 2
 _SAMPLE_S = 0.25
 
@@ -117,11 +131,14 @@ def sharers(args: argparse.Namespace, way: str) -> int:
 def config_of(args: argparse.Namespace, way: str, job: str, gpus: int) -> Path:
     """A job's configuration for one way; its log directory is beside it."""
     shaped = argparse.Namespace(**(vars(args) | {"gpus": gpus}))
-    config = copy.deepcopy(throughput_config(shaped, args.model, args.prompts_file, Contender(way, 0)))
+    ahead = way.endswith("-ahead")
+    config = copy.deepcopy(throughput_config(shaped, args.model, args.prompts_file, Contender(way, int(ahead))))
     if sharers(args, way) > 2:
         config["policy"]["sequence_packing"] |= {"train_mb_tokens": 4096, "logprob_mb_tokens": 8192}
     config["grpo"]["seed"] = ord(job)
-    vllm: dict[str, Any] = {"enforce_eager": args.eager, "gpu_memory_utilization": args.memory}
+    vllm: dict[str, Any] = {"enforce_eager": args.eager}
+    if not ahead:
+        vllm["gpu_memory_utilization"] = args.memory
     if way == "serial-2":
         vllm["engines_per_gpu"] = 2
     generation = config["policy"]["generation"]
@@ -233,7 +250,7 @@ def _started(args: argparse.Namespace, way: str, jobs: Sequence[str]) -> dict[st
         configs = [str(config_of(args, way, job, args.gpus)) for job in jobs]
         pool = ["--gpus", str(args.gpus), "--device", args.device, "--log-dir", str(args.work / f"pool_{way}")]
         pool += ["--port", "0", "--slots-per-gpu", "1" if way == "exclusive" else str(args.slots or args.jobs)]
-        pool += ["--mps", "on" if way == "slots-mps" else "off"]
+        pool += ["--mps", "on" if way.startswith("slots-mps") else "off"]
         line = [str(ROOT / "examples" / "run_time_sharing.py"), *pool, "--pipelines", *configs]
         return {way: start(args, way, *line)}
     if way.startswith("serial"):
