@@ -1,8 +1,8 @@
 """Rollouts by agents: opens a session for each sample, has its environment play the episode over HTTP, and makes the
 recorded tokens a trajectory.
 
-Invariant: a trajectory holds the tokens that were sampled, each trained once. Of a session with several branches the
-one with the most sampled tokens is trained, and how many tokens that leaves out is counted.
+Invariant: the branches of a session hold the tokens that were sampled, and each of these is trained once: in the first
+branch that has it.
 """
 
 from __future__ import annotations
@@ -83,53 +83,47 @@ class AgentRollouts:
             what = f"the agent {failed}" if failed is not None else "the agent never got a token of the model"
             raise EnvironmentFailure(f"sample {sample_id}: {what}, so there is nothing to train")
         trajectory = trajectory_of(session, self._tokenizer)
-        trajectory.reward, trajectory.components = outcome.reward, dict(outcome.components)
-        trajectory.truncated = trajectory.truncated or failed is not None
-        trajectory.metadata, trajectory.answer, trajectory.terminated = metadata, outcome.answer, failed is None
+        truncated = failed is not None or any(branch.truncated for branch in trajectory.branches)
+        for branch in trajectory.branches:
+            branch.reward, branch.components, branch.truncated = outcome.reward, dict(outcome.components), truncated
+            branch.metadata, branch.answer, branch.terminated = metadata, outcome.answer, failed is None
         return trajectory
 
 
 def trajectory_of(session: Session, tokenizer: PreTrainedTokenizerBase) -> Trajectory:
-    """The branch of a session with the most sampled tokens, without a reward.
+    """The first branch of a session, with the others as its further branches; without a reward."""
+    first, *others = (_of_branch(branch, tokenizer) for branch in session.branches())
+    first.further_branches = others
+    return first
 
-    Responses that another branch trains as well are trained here and not there, as that branch is left out.
-    """
-    branches = session.branches()
-    branch = max(branches, key=_sampled)
-    trajectory = Trajectory([])
-    parts: list[dict[str, Any]] = []
-    for part in branch.parts:
+
+def _of_branch(branch: Branch, tokenizer: PreTrainedTokenizerBase) -> Trajectory:
+    """One branch, of which responses are trained that no earlier branch has."""
+    trajectory = Trajectory([], by_agent=True, prompt_length=len(branch.parts[0].context))
+    for index, part in enumerate(branch.parts):
         result, start = part.turn.result, sum(trajectory.generated)
-        parts += _context(part.messages, part.context, tokenizer)
-        parts.append(
-            {
-                "role": "assistant",
-                "content": tokenizer.decode(result.token_ids, skip_special_tokens=True),
-                "token_ids": torch.tensor(result.token_ids, dtype=torch.int64),
-                "generation_logprobs": torch.tensor(result.logprobs, dtype=torch.float32),
-            }
-        )
+        trajectory.message_log += _context(part.messages, part.context, tokenizer)
+        response: dict[str, Any] = {
+            "role": "assistant",
+            "content": tokenizer.decode(result.token_ids, skip_special_tokens=True),
+            "token_ids": torch.tensor(result.token_ids, dtype=torch.int64),
+        }
+        trajectory.message_log.append(response)
+        if result.routes is not None:
+            trajectory.routes.add(result.routes)
+        if not part.trained:
+            continue
+        response["generation_logprobs"] = torch.tensor(result.logprobs, dtype=torch.float32)
         trajectory.spans += [
             VersionSpan(span.version, start + span.start, start + span.end, span.mixed_kv) for span in result.spans
         ]
         trajectory.generated.append(len(result.token_ids))
+        trajectory.turns += 1
+        trajectory.observed += len(part.context) if index else 0
         trajectory.truncated = trajectory.truncated or result.truncated
-        if result.routes is not None:
-            trajectory.routes.add(result.routes)
         if result.masks is not None:
             trajectory.masks = trajectory.masks.then(result.masks)
-    trajectory.message_log = parts
-    trajectory.turns = len(branch.parts)
-    trajectory.prompt_length = len(branch.parts[0].context)
-    trajectory.observed = sum(len(part.context) for part in branch.parts[1:])
-    trajectory.branches = len(branches)
-    sampled = sum(len(turn.result.token_ids) for turn in session.turns)
-    trajectory.left_out = sampled - sum(trajectory.generated)
     return trajectory
-
-
-def _sampled(branch: Branch) -> int:
-    return sum(len(part.turn.result.token_ids) for part in branch.parts)
 
 
 def _context(

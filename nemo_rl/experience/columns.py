@@ -33,7 +33,8 @@ class RolloutColumns:
 
     Attributes:
         tokens: `input_ids`, `token_mask`, `generation_logprobs` [B, S], `input_lengths` [B], and `content`, the text of
-            each sample, for logs; where rows live elsewhere, a reference to them.
+            each row, for logs; where rows live elsewhere, a reference to them. Each sample is a row, but for an
+            agent's, whose branches are rows side by side (see `sample_starts`).
         rows: `total_reward`, `truncated`, `sample_mask`, `prompt_lengths`, `response_lengths`, `prompt_number`,
             `sample_number`, `weight_version` and `newest_version` [B] (oldest and newest of the sample's tokens, -1
             without any), `mask_sample` and `invalid_tool_call` [B] (whether the environment flagged the sample),
@@ -52,11 +53,29 @@ def in_process(handle: BatchHandle) -> BatchedDataDict:
     return handle
 
 
+def sample_starts(rows: BatchedDataDict) -> torch.Tensor:
+    """Which rows [B] are the first of their sample; the others are further branches of an agent's session. `rows`: row
+    columns, or a part of them that begins with a sample.
+    """
+    starts_B = torch.ones(rows.size, dtype=torch.bool)
+    if "sample_number" in rows:
+        for name in ("prompt_number", "sample_number"):
+            starts_B[1:] &= rows[name][1:] == rows[name][:-1]
+        starts_B[1:] = ~starts_B[1:]
+    return starts_B
+
+
+def sample_of_row(rows: BatchedDataDict) -> torch.Tensor:
+    """Number of each row's sample [B], from 0. See `sample_starts`."""
+    return sample_starts(rows).long().cumsum(0) - 1
+
+
 def rollout_columns(
     batch: BatchedDataDict,
     trajectories: Sequence[Trajectory],
     *,
     pad_token_id: int,
+    branches: bool = True,
     multiple: int = 1,
     token_versions: bool = False,
     conversations: bool = False,
@@ -66,12 +85,18 @@ def rollout_columns(
 
     Args:
         batch: The numbered input batch; `loss_multiplier` becomes the sample mask.
+        trajectories: One for each row of it.
+        branches: Whether the further branches of agents' sessions become rows as well.
         multiple: The width is rounded up to a multiple of this.
         token_versions: Whether to add `token_versions` [B, S], the weight version of each trained token (-1 elsewhere).
         conversations: Whether to add `conversation`, each sample's messages and expected answer as JSON.
         recording: Which of `routed_experts`, `routed_experts_valid`, `sampling_mask_counts` and `sampling_mask_ids` to
             add; none of them by default.
     """
+    if branches and any(trajectory.further_branches for trajectory in trajectories):
+        counts = torch.tensor([len(trajectory.branches) for trajectory in trajectories])
+        batch = batch.select_indices(torch.arange(batch.size).repeat_interleave(counts).tolist())
+        trajectories = [branch for trajectory in trajectories for branch in trajectory.branches]
     logs = [_training_messages(trajectory, token_versions) for trajectory in trajectories]
     flat, lengths_B = batched_message_log_to_flat_message(
         logs, {"token_ids": pad_token_id, "token_versions": -1}, make_sequence_length_divisible_by=multiple

@@ -16,7 +16,7 @@ import torch
 from nemo_rl.config.errors import UserError
 from nemo_rl.data_plane.schema import replayed_fields
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.columns import RolloutColumns, in_process, rollout_columns
+from nemo_rl.experience.columns import RolloutColumns, in_process, rollout_columns, sample_starts
 from nemo_rl.experience.rollouts import RolloutPlan, RolloutRunner, Trajectory, rollout_metrics
 from nemo_rl.models.generation.recording import (
     Recording,
@@ -60,6 +60,7 @@ class LiveRollouts:
         pad_token_id: Padding of `input_ids`.
         multiple: Widths are rounded up to a multiple of this.
         conversations: Whether columns hold each sample's messages and expected answer, to be shown.
+        branches: Whether further branches of agents' sessions become rows, as training wants them.
         recording: What columns hold of generation's decisions; nothing by default.
     """
 
@@ -70,12 +71,14 @@ class LiveRollouts:
         pad_token_id: int,
         multiple: int,
         conversations: bool = False,
+        branches: bool = True,
         recording: Recording | None = None,
     ) -> None:
         self._runner = runner
         self._pad_token_id = pad_token_id
         self._multiple = multiple
         self._conversations = conversations
+        self._branches = branches
         self._recording = recording
         self._checked = False
 
@@ -101,6 +104,7 @@ class LiveRollouts:
             multiple=self._multiple,
             token_versions=token_versions,
             conversations=self._conversations,
+            branches=self._branches,
             recording=self._recording,
         )
         metrics = rollout_metrics(trajectories, plan.limits.max_turns)
@@ -161,9 +165,9 @@ class ReplayedRollouts:
         plain = torch.load(path, weights_only=True)
         tokens: BatchedDataDict = BatchedDataDict(plain["tokens"])
         columns = RolloutColumns(tokens, BatchedDataDict({"task_name": list(batch["task_name"]), **plain["rows"]}))
-        if columns.tokens.size != batch.size:
+        if (samples := int(sample_starts(columns.rows).sum())) != batch.size:
             raise RecordingError(
-                f"{path} holds {columns.tokens.size} samples, this run needs {batch.size}; batch sizes must "
+                f"{path} holds {samples} samples, this run needs {batch.size}; batch sizes must "
                 "equal the recorded run's"
             )
         replayed = columns_of(self._recording)

@@ -7,7 +7,7 @@ per turn, after the turn's response; row i of the result is row i of the input.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -81,7 +81,7 @@ class RolloutPlan:
 
 @dataclass
 class Trajectory:
-    """One finished sample."""
+    """One finished sample, or a further branch of an agent's session, which is a row of its own in training."""
 
     message_log: LLMMessageLogType  # all messages with token ids; responses carry `generation_logprobs`
     reward: float = 0.0
@@ -97,8 +97,25 @@ class Trajectory:
     routes: RouteRecord = field(default_factory=RouteRecord)  # experts of all messages' tokens, where recorded
     masks: SamplingMasks = NO_MASKS  # what tokens of all responses were drawn from, where recorded
     prompt_length: int | None = None  # tokens before the first response, where they are not the row's own prompt
-    branches: int = 0  # of an agent's session, of which this is one; 0 without an agent
-    left_out: int = 0  # sampled tokens of the other branches
+    # Of an agent's session, whose first branch this is. Reward and metadata are those of the whole session; lengths,
+    # turns and spans count what is trained in the branch itself.
+    further_branches: list[Trajectory] = field(default_factory=list)
+    by_agent: bool = False
+
+    @property
+    def branches(self) -> list[Trajectory]:
+        """The rows of the sample in training."""
+        return [self, *self.further_branches]
+
+    @property
+    def all_spans(self) -> list[VersionSpan]:
+        """Weight versions, over the tokens of all responses of all branches."""
+        spans: list[VersionSpan] = []
+        start = 0
+        for branch in self.branches:
+            spans += [VersionSpan(s.version, start + s.start, start + s.end, s.mixed_kv) for s in branch.spans]
+            start += sum(branch.generated)
+        return spans
 
 
 class RolloutRunner:
@@ -175,8 +192,8 @@ class RolloutRunner:
                 trajectory = await self._agents.run(log, known, plan, prompt, sample, batchers[task])
         else:
             trajectory = await self._alternate(row, batch, plan, batchers[task])
-        spans = tuple(RecordedSpan(span.version, span.start, span.end) for span in trajectory.spans)
-        mixed_kv = any(span.mixed_kv for span in trajectory.spans)
+        spans = tuple(RecordedSpan(span.version, span.start, span.end) for span in trajectory.all_spans)
+        mixed_kv = any(span.mixed_kv for span in trajectory.all_spans)
         self._record.emit(TokensGenerated(f"{plan.step}-{prompt}-{sample}", f"{plan.step}-{prompt}", spans, mixed_kv))
         return trajectory
 
@@ -299,22 +316,21 @@ def rollout_metrics(trajectories: Sequence[Trajectory], max_turns: int) -> dict[
     """Turns, terminations, token counts and rewards; `histogram/*` are lists with one entry per sample. `trajectories`:
     finished samples, at least one.
     """
-    turns = np.array([t.turns for t in trajectories], dtype=np.float64)
-    generated = np.array([sum(t.generated) for t in trajectories], dtype=np.float64)
-    per_turn = np.array([tokens for t in trajectories for tokens in t.generated] or [0], dtype=np.float64)
-    observed = np.array([t.observed for t in trajectories], dtype=np.float64)
-    total = np.array([sum(len(m["token_ids"]) for m in t.message_log) for t in trajectories], dtype=np.float64)
+
+    def summed(count: Callable[[Trajectory], int]) -> np.ndarray:
+        """A count of every sample over its branches."""
+        return np.array([sum(map(count, t.branches)) for t in trajectories], dtype=np.float64)
+
+    turns = summed(lambda t: t.turns)
+    generated = summed(lambda t: sum(t.generated))
+    lengths = [tokens for t in trajectories for branch in t.branches for tokens in branch.generated]
+    per_turn = np.array(lengths or [0], dtype=np.float64)
+    observed = summed(lambda t: t.observed)
+    total = summed(lambda t: sum(len(m["token_ids"]) for m in t.message_log))
     rewards = np.array([t.reward for t in trajectories], dtype=np.float64)
     stopped_by_limit = np.array([not t.terminated and not t.truncated and t.turns >= max_turns for t in trajectories])
-    agents = [t for t in trajectories if t.branches]
-    of_agents = (
-        {
-            "agent_branches_per_sample": float(np.mean([t.branches for t in agents])),
-            "agent_tokens_left_out": float(np.mean([t.left_out / (t.left_out + sum(t.generated)) for t in agents])),
-        }
-        if agents
-        else {}
-    )
+    branches = [len(t.branches) for t in trajectories if t.by_agent]
+    of_agents = {"agent_branches_per_sample": float(np.mean(branches))} if branches else {}
     return {
         **of_agents,
         "total_turns": float(turns.sum()),

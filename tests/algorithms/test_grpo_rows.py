@@ -32,6 +32,7 @@ from nemo_rl.algorithms.grpo.stages import (
 )
 from nemo_rl.config import AdvEstimatorConfig, GRPOConfig, RewardScalingConfig, RewardShapingConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.columns import sample_starts
 
 REWARDS = st.lists(
     st.tuples(st.integers(0, 3), st.sampled_from([0.0, 0.1, 0.5, 1.0, -1.0, 1e3]), st.booleans()),
@@ -364,3 +365,38 @@ def test_newest_tokens_are_told_among_those_that_are_trained() -> None:
     kept = newest_tokens_only(columns)
     assert kept.columns["token_mask"].tolist() == [[0, 0, 1, 1, 0], [0, 1, 1, 0, 0], [0] * 5]
     assert kept.rows["masked_tokens"].tolist() == [1, 0, 0]
+
+
+@given(
+    counts=st.lists(st.integers(1, 3), min_size=4, max_size=4),
+    rewards=st.lists(st.sampled_from([0.0, 1.0, 3.0]), min_size=4, max_size=4),
+    leave_one_out=st.booleans(),
+)
+def test_a_sample_counts_once_however_many_rows_its_branches_make(
+    counts: list[int], rewards: list[float], leave_one_out: bool
+) -> None:
+    cfg = GRPOConfig.read({"adv_estimator": {"use_leave_one_out_baseline": leave_one_out}})
+    samples = BatchedDataDict(
+        total_reward=torch.tensor(rewards),
+        response_lengths=torch.arange(4).float(),
+        truncated=torch.zeros(4, dtype=torch.bool),
+        mask_sample=torch.zeros(4, dtype=torch.bool),
+        invalid_tool_call=torch.zeros(4, dtype=torch.bool),
+        sample_mask=torch.ones(4),
+        prompt_number=torch.tensor([0, 0, 1, 1]),
+        sample_number=torch.tensor([0, 1, 0, 1]),
+    )
+    sample_of = [sample for sample, count in enumerate(counts) for _ in range(count)]
+    rows = samples.select_indices(sample_of)
+    # What a further branch says of itself does not matter to its sample.
+    rows["response_lengths"] = torch.where(sample_starts(rows), rows["response_lengths"], 99.0)
+    score_rewards(samples, cfg)
+    score_rewards(rows, cfg)
+    for name in ("reward", "baseline", "std", "row_advantages"):
+        assert rows[name].tolist() == samples[name][sample_of].tolist()
+    assert valid_rewards(rows).tolist() == rewards
+    std = torch.tensor([0.0, 0.5, 0.5, 0.5])[sample_of]
+    full = GRPOConfig(num_prompts_per_step=1, num_generations_per_prompt=2, use_dynamic_sampling=True)
+    selection = select_rows(std, kept_before=0, num_gen_batches=1, cfg=full, sample_B=torch.tensor(sample_of))
+    assert [sample_of[row] for row in selection.keep] == [1] * counts[1] + [2] * counts[2]
+    assert selection.complete and selection.surplus == 1

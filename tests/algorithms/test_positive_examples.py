@@ -28,7 +28,7 @@ def test_each_global_batch_takes_the_mean_over_its_own_correct_answers() -> None
     cfg = ClippedPGLossConfig(positive_example_nll_weight=1.0, reference_policy_kl_penalty=0.0)
     batch.update(
         positive_example_columns(
-            ApplyInProcess(batch), batch["rewards"], batch["sample_mask"], cfg, global_batch_size=4
+            ApplyInProcess(batch), batch["rewards"], batch["sample_mask"], cfg, torch.arange(len(batch["rewards"])) // 4
         )
     )
     loss_fn = ClippedPGLossFn(cfg)
@@ -47,8 +47,6 @@ def test_each_global_batch_takes_the_mean_over_its_own_correct_answers() -> None
 def test_without_the_term_there_is_no_column() -> None:
     cfg = ClippedPGLossConfig()
     assert (
-        positive_example_columns(
-            ApplyInProcess(BatchedDataDict()), torch.ones(2), torch.ones(2), cfg, global_batch_size=2
-        )
+        positive_example_columns(ApplyInProcess(BatchedDataDict()), torch.ones(2), torch.ones(2), cfg, torch.zeros(2))
         == {}
     )

@@ -23,7 +23,7 @@ from nemo_rl.environments.agent_environment import AgentEnvironment
 from nemo_rl.environments.interfaces import EnvironmentFailure
 from nemo_rl.environments.registry import environment_class, environment_settings
 from nemo_rl.experience.agent_rollouts import AgentRollouts
-from nemo_rl.experience.columns import rollout_columns
+from nemo_rl.experience.columns import rollout_columns, sample_starts
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunner, number_samples, rollout_metrics
 from nemo_rl.models.generation.endpoint.http import EndpointError
@@ -344,22 +344,25 @@ def test_the_episodes_of_an_agent_become_rows_with_what_was_sampled(served: tupl
     endpoint, says = served
     batch, trajectories = rolled_out(endpoint, says, "twice", reward=0.25)
     assert [t.components for t in trajectories] == [{"reward/right": 0.25, "reward/named": 1.0}] * 2
+    assert trajectories[0].further_branches[0].components == {"reward/right": 0.25, "reward/named": 1.0}
     assert {request.sample_id for request in says.requests} == {"0-0-0", "0-0-1"}
     assert len({request.seed for request in says.requests}) == 6
     columns = rollout_columns(batch, trajectories, pad_token_id=0)
     tokens, rows = columns.tokens, columns.rows
     longest = max(says.requests, key=lambda request: len(request.prompt_ids))
-    for row in range(2):
+    # The conversation beside the first is a branch of its own, and a row.
+    assert sample_starts(rows).tolist() == [True, False] * 2
+    sampled = [*says.tokenizer("hi")["input_ids"], _SILENT, says.tokenizer.eos_token_id]
+    for row in range(4):
+        mask = tokens["token_mask"][row].bool()
+        assert tokens["input_ids"][row][mask].tolist() == sampled * (1 if row % 2 else 2)
+        assert tokens["generation_logprobs"][row][mask].tolist() == [-0.5] * len(sampled) * (1 if row % 2 else 2)
+    for row in (0, 2):
         ids = tokens["input_ids"][row][: int(tokens["input_lengths"][row])].tolist()
         assert ids[: len(longest.prompt_ids)] == longest.prompt_ids
-        mask = tokens["token_mask"][row].bool()
-        sampled = [*says.tokenizer("hi")["input_ids"], _SILENT, says.tokenizer.eos_token_id]
-        assert tokens["input_ids"][row][mask].tolist() == sampled * 2
-        assert tokens["generation_logprobs"][row][mask].tolist() == [-0.5] * 8
-    # The conversation beside the first is a branch of its own, which is counted.
     metrics = rollout_metrics(trajectories, 1)
-    assert (metrics["agent_branches_per_sample"], metrics["agent_tokens_left_out"]) == (2.0, pytest.approx(1 / 3))
-    assert rows["weight_version"].tolist() == [3, 3] and rows["total_reward"].tolist() == [1.25, 1.25]
+    assert (metrics["agent_branches_per_sample"], metrics["mean_gen_tokens_per_sample"]) == (2.0, 3.0 * len(sampled))
+    assert rows["weight_version"].tolist() == [3] * 4 and rows["total_reward"].tolist() == [1.25] * 4
     roles = [message["role"] for message in trajectories[0].message_log]
     assert roles == ["user", "assistant", "user", "assistant"]
     assert not endpoint._sessions

@@ -1,8 +1,8 @@
 """Collects the experience of one step: rollouts, rewards and dynamic sampling.
 
 With dynamic sampling (DAPO) it generates batches until enough groups have rewards that differ. Invariants: a step's
-batch has exactly prompts x generations rows; every new row is either kept or recorded as dropped, once; every admitted
-prompt group is recorded as committed; dropped rows are cleared from the store.
+batch has exactly prompts x generations samples; every new row is either kept or recorded as dropped, once; every
+admitted prompt group is recorded as committed; dropped rows are cleared from the store.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nemo_rl.config.async_rl import NativeTimeoutsConfig
 from nemo_rl.config.errors import UserError
 from nemo_rl.data_plane.schema import PROMPT, PROMPT_TOKENS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.columns import joined_rows
+from nemo_rl.experience.columns import joined_rows, sample_of_row, sample_starts
 from nemo_rl.experience.prompts import EpochPrompts
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, number_samples
 from nemo_rl.models.generation.interfaces import VALIDATION_STEP_OFFSET, GenerationSamplingParams
@@ -41,33 +41,45 @@ class Selection:
     keep: list[int]  # rows of the new batch that join the kept ones, in order
     drop: list[int]  # its other rows; they are not read again
     complete: bool  # the step is full; otherwise another generation batch is needed
-    surplus: int  # usable rows that were dropped because the step was full
+    surplus: int  # usable samples that were dropped because the step was full
 
 
-def select_rows(std_B: torch.Tensor, *, kept_before: int, num_gen_batches: int, cfg: GRPOConfig) -> Selection:
+def select_rows(
+    std_B: torch.Tensor,
+    *,
+    kept_before: int,
+    num_gen_batches: int,
+    cfg: GRPOConfig,
+    sample_B: torch.Tensor | None = None,
+) -> Selection:
     """Selects rows of a new generation batch.
 
     Args:
         std_B: deviation of the valid rewards of each row's group, before shaping; rows of groups with 0 are dropped.
-        kept_before: rows kept from earlier generation batches of this step.
+        kept_before: samples kept from earlier generation batches of this step.
         num_gen_batches: generation batches of this step, this one included.
-        cfg: `num_prompts_per_step` times `num_generations_per_prompt` rows make a step.
+        cfg: `num_prompts_per_step` times `num_generations_per_prompt` samples make a step.
+        sample_B: number of each row's sample, ascending; by default every row is one.
 
     Raises DynamicSamplingError: the step is still not full after more than `dynamic_sampling_max_gen_batches` batches.
     """
     target = cfg.num_prompts_per_step * cfg.num_generations_per_prompt
+    sample_of = sample_B.tolist() if sample_B is not None else list(range(len(std_B)))
     good = torch.nonzero(std_B != 0).flatten().tolist()
-    keep = good[: target - kept_before]
-    complete = kept_before + len(keep) == target
+    samples = list(dict.fromkeys(sample_of[row] for row in good))
+    kept_samples = set(samples[: target - kept_before])
+    keep = [row for row in good if sample_of[row] in kept_samples]
+    complete = kept_before + len(kept_samples) == target
     if not complete and num_gen_batches > cfg.dynamic_sampling_max_gen_batches:
         raise DynamicSamplingError(
-            f"after {num_gen_batches} generation batches only {kept_before + len(keep)} of {target} samples "
+            f"after {num_gen_batches} generation batches only {kept_before + len(kept_samples)} of {target} samples "
             "come from groups whose rewards differ; "
             f"raise grpo.dynamic_sampling_max_gen_batches={cfg.dynamic_sampling_max_gen_batches}, or use "
             "prompts the model solves sometimes but not always"
         )
     kept = set(keep)
-    return Selection(keep, [row for row in range(len(std_B)) if row not in kept], complete, len(good) - len(keep))
+    dropped = [row for row in range(len(std_B)) if row not in kept]
+    return Selection(keep, dropped, complete, len(samples) - len(kept_samples))
 
 
 def sampling_metrics(
@@ -181,7 +193,7 @@ def gather_experience(run: GRPORun, next_experience: Callable[[int], Experience]
                     "the prompts are used up in step %d: %d samples that dynamic sampling kept of its %d generation "
                     "batches do not fill it and are not trained",
                     run.state.step + 1,
-                    sum(part.rows.size for part in kept),
+                    sum(_samples(part) for part in kept),
                     len(selections),
                 )
             for part in kept:
@@ -191,19 +203,19 @@ def gather_experience(run: GRPORun, next_experience: Callable[[int], Experience]
             score_rewards(experience.rows, cfg)
             # A process with only a handle, without the driver's columns, can judge its rows.
             tags = {name: experience.rows[name] for name in ("std", "baseline")}
-            tags |= {PROMPT: experience.rows["prompt_number"], PROMPT_TOKENS: experience.rows["prompt_lengths"]}
+            tags |= {PROMPT: _common_prompts(experience.rows), PROMPT_TOKENS: experience.rows["prompt_lengths"]}
             experience.handle = run.store.annotate(experience.handle, tags)
         if not cfg.use_dynamic_sampling:
             experience.metrics |= filter_rows(experience.rows, cfg)
             return experience
         with run.timer.time("dynamic_sampling"):
             generated_rewards.append(valid_rewards(experience.rows))
-            kept_rows = sum(part.rows.size for part in kept)
             selection = select_rows(
                 run.store.tag(experience.handle, "std"),
-                kept_before=kept_rows,
+                kept_before=sum(_samples(part) for part in kept),
                 num_gen_batches=len(selections) + 1,
                 cfg=cfg,
+                sample_B=sample_of_row(experience.rows),
             )
             selections.append(selection)
             kept.append(_keep(run, experience, selection))
@@ -212,6 +224,15 @@ def gather_experience(run: GRPORun, next_experience: Callable[[int], Experience]
             joined.metrics |= sampling_metrics(selections, torch.cat(generated_rewards), valid_rewards(joined.rows))
             joined.metrics |= filter_rows(joined.rows, cfg)
             return joined
+
+
+def _common_prompts(rows: BatchedDataDict) -> torch.Tensor:
+    """Number of the prompt that each row [B] begins with; further branches of agents may begin with any other."""
+    return torch.where(sample_starts(rows), rows["prompt_number"], -1 - torch.arange(rows.size))
+
+
+def _samples(experience: Experience) -> int:
+    return int(sample_starts(experience.rows).sum())
 
 
 def _roll_out(run: GRPORun, batch: BatchedDataDict, attempt: int) -> Experience:

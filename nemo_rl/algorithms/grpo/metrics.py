@@ -16,6 +16,7 @@ import torch
 
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.grpo.stages import Experience, needs_previous_logprobs, valid_rewards
+from nemo_rl.experience.columns import sample_starts
 from nemo_rl.experience.environment_batcher import environment_metrics_of_step
 from nemo_rl.experience.sample_log import sample_log_stage
 from nemo_rl.loss.normalization import is_extremum
@@ -221,7 +222,7 @@ def _log_step(run: GRPORun, report: StepReport) -> None:
     if run.generation is not None and run.config.policy.generation.vllm_cfg.enable_vllm_metrics_logger:
         run.logger.log_metrics(run.generation.engine_metrics(), step, prefix="generation_metrics")
     performance = throughput_metrics(
-        rows.size,
+        int(sample_starts(rows).sum()),
         float(rows["total_lengths"].sum()),
         seconds,
         num_devices=run.device_count.total,

@@ -135,6 +135,7 @@ def _sources(
             pad_token_id=tokenizer.pad_token_id,
             multiple=config.policy.make_sequence_length_divisible_by,
             conversations=shown,
+            branches=not shown,
             recording=recording,
         )
 

@@ -28,6 +28,7 @@ from nemo_rl.algorithms.grpo.rewards import COMPONENT_PREFIX, process_rewards
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
 from nemo_rl.data_plane.schema import TOPK_IDS, TOPK_LOGPROBS, columns_of_others, replayed_fields
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.columns import sample_of_row, sample_starts
 from nemo_rl.experience.store import ExperienceStore, StageOutput, TokenStage
 from nemo_rl.loss.clipped_pg import positive_nll_scale
 from nemo_rl.loss.normalization import masked_mean
@@ -106,7 +107,7 @@ def positive_example_columns(
     rewards_B: torch.Tensor,
     sample_mask_B: torch.Tensor,
     loss_cfg: ClippedPGLossConfig,
-    global_batch_size: int,
+    step_B: torch.Tensor,
 ) -> Mapping[str, torch.Tensor]:
     """The column `positive_nll_scale` [B]; empty if the loss has no such term.
 
@@ -114,18 +115,17 @@ def positive_example_columns(
         apply: runs a stage on the batch, which holds `token_mask`.
         sample_mask_B: 0 for rows without loss.
         loss_cfg: `positive_example_nll_weight` and `token_level_loss` are read.
-        global_batch_size: rows of one optimizer step.
+        step_B: number of each row's optimizer step.
     """
     if not loss_cfg.positive_example_nll_weight:
         return {}
     tokens_B = apply(TokenStage(trained_tokens, reads=("token_mask",)))["trained_tokens"]
-    scale_B = positive_nll_scale(
-        rewards_B,
-        tokens_B,
-        sample_mask_B,
-        token_level_loss=loss_cfg.token_level_loss,
-        global_batch_size=global_batch_size,
-    )
+    scale_B = torch.zeros(len(rewards_B), dtype=torch.float64)
+    for step in step_B.unique().tolist():
+        own_B = step_B == step
+        scale_B[own_B] = positive_nll_scale(
+            rewards_B[own_B], tokens_B[own_B], sample_mask_B[own_B], token_level_loss=loss_cfg.token_level_loss
+        )
     return {"positive_nll_scale": scale_B}
 
 
@@ -172,9 +172,19 @@ def valid_rewards(rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def score_rewards(rows: BatchedDataDict, cfg: GRPOConfig) -> None:
-    """Scales and shapes rewards, in place. Adds `valid`, `group_id`, `baseline`, `std` (of the group) and the processed
-    rewards.
+    """Scales and shapes rewards, in place. Adds `valid`, `group_id`, `baseline`, `std` (of the group), `row_advantages`
+    and the processed rewards.
+
+    A sample counts once in every statistic, however many rows it has: `valid` is False for its further branches, which
+    otherwise have the values of its first row.
     """
+    starts_B, sample_B = sample_starts(rows), sample_of_row(rows)
+    scored = _scored_samples(rows.select_indices(starts_B.nonzero().flatten().tolist()), cfg)
+    rows.update({name: column[sample_B] for name, column in scored.items()})
+    rows["valid"] = rows["valid"] & starts_B
+
+
+def _scored_samples(rows: BatchedDataDict, cfg: GRPOConfig) -> dict[str, torch.Tensor]:
     components = {name: column for name, column in rows.items() if name.startswith(COMPONENT_PREFIX)}
     rewards_B = rows["total_reward"]
     if cfg.invalid_tool_call_strategy == "zero_reward":
@@ -185,17 +195,19 @@ def score_rewards(rows: BatchedDataDict, cfg: GRPOConfig) -> None:
     groups_B = group_ids(rows["prompt_number"])
     valid_B = valid_samples(rows, cfg)
     leave_one_out = cfg.use_leave_one_out_baseline
-    rows["valid"] = valid_B
-    rows["reward"] = processed.rewards_B
-    rows["unshaped_reward"] = processed.unshaped_B
-    rows.update(processed.components)
-    rows["group_id"] = groups_B
-    rows["baseline"] = group_statistics(processed.rewards_B, groups_B, valid_B, leave_one_out=leave_one_out).baseline_B
-    # Shaping makes equal answers differ by their length; groups are judged by what the environment said.
-    rows["std"] = group_statistics(processed.unshaped_B, groups_B, valid_B, leave_one_out=False).group_std_B
-    rows["row_advantages"] = row_advantages(
-        cfg.adv_estimator, processed.rewards_B, processed.components, groups_B, valid_B
-    )
+    return {
+        **processed.components,
+        "valid": valid_B,
+        "reward": processed.rewards_B,
+        "unshaped_reward": processed.unshaped_B,
+        "group_id": groups_B,
+        "baseline": group_statistics(processed.rewards_B, groups_B, valid_B, leave_one_out=leave_one_out).baseline_B,
+        # Shaping makes equal answers differ by their length; groups are judged by what the environment said.
+        "std": group_statistics(processed.unshaped_B, groups_B, valid_B, leave_one_out=False).group_std_B,
+        "row_advantages": row_advantages(
+            cfg.adv_estimator, processed.rewards_B, processed.components, groups_B, valid_B
+        ),
+    }
 
 
 def filter_rows(rows: BatchedDataDict, cfg: GRPOConfig) -> dict[str, float]:
@@ -255,7 +267,8 @@ def mask_and_weigh(
     first_row: int = 0,
 ) -> None:
     """Masks samples whose engines disagree, then writes `sample_mask`, `advantages` and, if the loss uses it, the
-    weight of correct answers. `first_row` is the index of the part's first sample in the step.
+    weight of correct answers. `global_batch_size`: samples of one optimizer step. `first_row`: index of the part's
+    first row in the step.
     """
     rows = experience.rows
     if needs_previous_logprobs(cfg, loss_cfg):
@@ -277,7 +290,7 @@ def mask_and_weigh(
         rows["reward"],
         rows["sample_mask"],
         loss_cfg,
-        global_batch_size,
+        sample_of_row(rows) // global_batch_size,
     )
     experience.handle = store.update(experience.handle, columns)
     if loss_cfg.reads_advantages:

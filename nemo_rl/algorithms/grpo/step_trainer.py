@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
+import torch
+
 from nemo_rl.algorithms.grpo.stages import (
     Experience,
     columns_to_train,
@@ -20,7 +22,8 @@ from nemo_rl.algorithms.grpo.stages import (
     needs_previous_logprobs,
     needs_reference_logprobs,
 )
-from nemo_rl.experience.columns import joined_rows
+from nemo_rl.distributed.worker_groups import PendingCall
+from nemo_rl.experience.columns import joined_rows, sample_of_row, sample_starts
 from nemo_rl.models.policy.interfaces import BatchHandle, TrainResult
 from nemo_rl.utils.record_events import StepSpan
 from nemo_rl.utils.step_timeline import LOGPROBS, TRAINING
@@ -103,7 +106,7 @@ class StepTrainer:
 
     @property
     def rows(self) -> int:
-        """Number of samples added so far."""
+        """Number of rows added so far."""
         return sum(part.rows.size for part in self._parts)
 
     def add(self, part: Experience) -> None:
@@ -131,16 +134,51 @@ class StepTrainer:
             # The training accelerators may have been released since the last part.
             run.policy.prepare_for_training()
         with run.timer.time("policy_training"), _recorded_span(run, TRAINING):
+            earlier: list[TrainResult] = []
             if self._in_parts:
                 pending = run.policy.submit_finish_train_step()
             else:
-                pending = run.policy.submit_train(self._columns(self._parts[0]), run.loss_fn, timer=run.timer)
+                earlier, pending = self._submit(self._parts[0])
             meanwhile()
-            result = pending.result()
+            result = merged_results([*earlier, pending.result()])
         return Trained(_joined(run, self._parts), result)
+
+    def _submit(self, part: Experience) -> tuple[list[TrainResult], PendingCall[TrainResult]]:
+        """Trains a whole step; the results of its optimizer steps but the last, and that one as it runs.
+
+        Each takes `policy.train_global_batch_size` samples. Where agents branched these have more rows, as many as they
+        like.
+        """
+        run, handle, size = self._run, self._columns(part), self._run.config.policy.train_global_batch_size
+        if bool(sample_starts(part.rows).all()):
+            return [], run.policy.submit_train(handle, run.loss_fn, timer=run.timer)
+        step_B = sample_of_row(part.rows) // size
+        results: list[TrainResult] = []
+        for step in range(int(step_B[-1]) + 1):
+            if step:
+                results.append(run.policy.finish_train_step())
+            rows = (step_B == step).nonzero().flatten().tolist()
+            run.policy.begin_train_step(run.loss_fn, gbs=size)
+            run.policy.train_microbatches(run.store.select(handle, rows), timer=run.timer)
+        return results, run.policy.submit_finish_train_step()
 
     def _columns(self, part: Experience) -> BatchHandle:
         return columns_to_train(part, self._run.store, self._run.config.grpo, self._run.config.loss_fn)
+
+
+def merged_results(results: Sequence[TrainResult]) -> TrainResult:
+    """The result of several optimizer steps as one call of `train` gives it."""
+    merged: TrainResult = {**results[-1]}
+    if len(results) > 1:
+        merged["loss"] = torch.cat([result["loss"] for result in results])
+        merged["skipped_steps"] = sum(result["skipped_steps"] for result in results)
+        names = dict.fromkeys(name for result in results for name in result["all_mb_metrics"])
+        merged["all_mb_metrics"] = {
+            name: [value for result in results for value in result["all_mb_metrics"].get(name, ())] for name in names
+        }
+        if "total_flops" in merged:
+            merged["total_flops"] = sum(result.get("total_flops", 0.0) for result in results)
+    return merged
 
 
 def _joined(run: GRPORun, parts: Sequence[Experience]) -> Experience:

@@ -214,7 +214,7 @@ class Endpoint:
         return json_response(response.model_dump(), response.error.code)
 
     def _session(self, request: Request) -> Session | None:
-        name = request.path_params.get("session") or request.headers.get(SESSION_HEADER)
+        name = _session_id(request)
         if name is None:
             return None
         if name not in self._sessions:
@@ -222,7 +222,8 @@ class Endpoint:
         return self._sessions[name]
 
     def _overflowed(self, request: Request) -> None:
-        session = self._session(request)
+        # The session may have ended while its request waited.
+        session = self._sessions.get(_session_id(request) or "")
         if session is not None:
             session.overflowed = True
 
@@ -337,6 +338,10 @@ def _token(variable: str | None) -> str | None:
             [f"{_KEY}.token_variable: the environment variable {variable} is not set; export a token for clients in it"]
         )
     return token
+
+
+def _session_id(request: Request) -> str | None:
+    return request.path_params.get("session") or request.headers.get(SESSION_HEADER)
 
 
 async def _body(request: Request) -> dict[str, Any]:

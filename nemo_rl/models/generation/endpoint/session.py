@@ -161,19 +161,19 @@ class Session:
         return chain[::-1]
 
     def branches(self) -> list[Branch]:
-        """One branch for each turn with tokens that no other continues, in their order. A turn that several share is
-        trained in the first.
+        """One branch for each turn with tokens that no other continues, those with most sampled tokens first. A turn
+        that several share is trained in the first.
         """
         answered = [turn for turn in self.turns if turn.result.token_ids]
         parents = {turn.parent for turn in answered}
+        chains = [self.ancestors(leaf) for leaf in answered if leaf.number not in parents]
+        chains.sort(key=lambda chain: -sum(len(turn.result.token_ids) for turn in chain))
         seen: set[int] = set()
         branches: list[Branch] = []
-        for leaf in answered:
-            if leaf.number in parents:
-                continue
+        for chain in chains:
             parts: list[Part] = []
             before: Turn | None = None
-            for turn in self.ancestors(leaf):
+            for turn in chain:
                 start = len(before.token_ids) if before is not None else 0
                 parts.append(Part(turn, turn.prompt_ids[start:], _new_messages(turn, before), turn.number not in seen))
                 seen.add(turn.number)
