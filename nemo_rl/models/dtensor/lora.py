@@ -8,7 +8,7 @@ vocabulary's output projection is never adapted.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -82,17 +82,26 @@ def chosen_layers(model: nn.Module, cfg: LoraConfig) -> list[str]:
 
 def first_factors(model: nn.Module, cfg: LoraConfig) -> dict[str, torch.Tensor]:
     """Factors at the start, by their names in the model: `lora_A` drawn by its name, `lora_B` 0."""
+    sizes = {
+        name: (module.in_features, module.out_features)
+        for name, module in model.named_modules()
+        if isinstance(module, AdaptedLinear)
+    }
+    return drawn_factors(sizes, cfg)
+
+
+def drawn_factors(sizes: Mapping[str, tuple[int, int]], cfg: LoraConfig) -> dict[str, torch.Tensor]:
+    """Factors at the start of layers with these numbers of inputs and outputs, by `<layer>.lora_A` and `.lora_B`."""
     state: dict[str, torch.Tensor] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, AdaptedLinear):
-            drawn = torch.empty(cfg.dim, module.in_features)
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            if cfg.lora_A_init == "xavier":
-                nn.init.xavier_normal_(drawn, generator=generator)
-            else:
-                nn.init.kaiming_uniform_(drawn, a=5**0.5, generator=generator)
-            state[f"{name}.lora_A"] = drawn
-            state[f"{name}.lora_B"] = torch.zeros(module.out_features, cfg.dim)
+    for name, (inputs, outputs) in sizes.items():
+        drawn = torch.empty(cfg.dim, inputs)
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        if cfg.lora_A_init == "xavier":
+            nn.init.xavier_normal_(drawn, generator=generator)
+        else:
+            nn.init.kaiming_uniform_(drawn, a=5**0.5, generator=generator)
+        state[f"{name}.lora_A"] = drawn
+        state[f"{name}.lora_B"] = torch.zeros(outputs, cfg.dim)
     return state
 
 

@@ -143,14 +143,20 @@ class TrainStep:
         step = self._require_open("train_microbatches")
         with ExitStack() as undo:
             undo.callback(self.abort)
-            counts = [torch.stack(count_valid(data)).to(step.counts.device) for data in batches]
             idle = self._backend.max_over_data(len(batches)) - len(batches)
-            step.results += self._backend.forward_backward(batches, step.loss_fn, idle=idle)
-            for count in counts:
-                step.counts += count
-            step.samples += [_sample_numbers(data) for data in batches]
-            step.chunks += 1
+            self.deposit(batches, self._backend.forward_backward(batches, step.loss_fn, idle=idle))
             undo.pop_all()
+
+    def deposit(self, batches: Sequence[Mapping[str, torch.Tensor]], results: Sequence[MicrobatchResult]) -> None:
+        """Adds a chunk whose gradients the backend has accumulated already. Raises TrainStepStateError: no step is
+        open.
+        """
+        step = self._require_open("train_microbatches")
+        for data in batches:
+            step.counts += torch.stack(count_valid(data)).to(step.counts.device)
+        step.results += results
+        step.samples += [_sample_numbers(data) for data in batches]
+        step.chunks += 1
 
     def finish(self, max_grad_norm: float | None) -> StepResult:
         """Normalises, clips to `max_grad_norm` (None only measures) and steps the optimizer. An error closes the step.

@@ -1,0 +1,148 @@
+"""One rank of a policy with adapter slots: the Ray actor's class.
+
+Trains and scores rows of several adapters in one call. Invariants: every method is called on all ranks in the same
+order; what goes wrong with one adapter is reported for it and changes nothing of the others.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from typing_extensions import override
+
+from nemo_rl.config import PolicyConfig
+from nemo_rl.config.placement import parallel_sizes
+from nemo_rl.data_plane.schema import SAMPLING_MASK_FIELDS
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.devices import device_of_process, keep_to_slot
+from nemo_rl.loss.interfaces import LossFunction
+from nemo_rl.models.multi_lora.backend import SLOT, MultiLoraBackend, build_backend
+from nemo_rl.models.policy.backend import Backend
+from nemo_rl.models.policy.batches import RECORDED
+from nemo_rl.models.policy.train_step import MicrobatchResult, NonFiniteStepError, TrainStep
+from nemo_rl.models.policy.worker import PolicyWorker
+
+
+@dataclass(frozen=True)
+class StepRefused:
+    """Why an adapter's step was refused; its weights are unchanged."""
+
+    reason: str
+
+
+class MultiLoraWorker(PolicyWorker):
+    """One rank. See `PolicyWorker`."""
+
+    multi: MultiLoraBackend  # `backend`, as what it is
+
+    @override
+    def build(self) -> None:
+        """Loads the frozen base model onto the accelerator. Collective. For errors see `PolicyWorker.build`."""
+        torch.manual_seed(0)
+        if not torch.cuda.is_available():
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        keep_to_slot(device_of_process())
+        self.multi = build_backend(self.cfg, parallel_sizes(self.cfg, int(os.environ["WORLD_SIZE"])))
+        self.backend: Backend = self.multi
+        self.step = TrainStep(self.backend)
+
+    # -- slots --------------------------------------------------------------------------------------------------------
+
+    def fill_slot(
+        self, slot: int, policy: PolicyConfig, weights_path: str | None = None, optimizer_path: str | None = None
+    ) -> int:
+        """See `MultiLoraBackend.fill`."""
+        return self.multi.fill(slot, policy, weights_path, optimizer_path)
+
+    def clear_slot(self, slot: int) -> None:
+        """Empties a slot."""
+        self.multi.clear(slot)
+
+    def slot_factors(self, slot: int) -> dict[str, torch.Tensor]:
+        """A slot's factors on the host, from the first rank; the others give none."""
+        return self.multi.factors(slot) if self.backend.rank == 0 else {}
+
+    def save_slot(self, slot: int, weights_path: str, optimizer_path: str | None) -> None:
+        """Snapshots an adapter; files follow in the background."""
+        self.multi.save_adapter(slot, weights_path, optimizer_path)
+
+    def slot_written(self, slot: int) -> bool:
+        """Whether the files of a slot's last snapshot are written. Raises OSError: they cannot be."""
+        adapter = self.multi.adapters.get(slot)
+        return adapter is None or adapter.writer.poll()
+
+    # -- passes -------------------------------------------------------------------------------------------------------
+
+    def train_adapters(
+        self, data: BatchedDataDict, losses: Mapping[int, LossFunction], mbs: int
+    ) -> dict[int, dict[str, object] | StepRefused]:
+        """One step of each adapter of `losses`, on its rows of this rank, which may be none.
+
+        Args:
+            data: Rows with a column `SLOT`.
+            losses: By slot, the same on every rank; their adapters have one logit transform.
+            mbs: Rows of a microbatch where they are neither packed nor dynamic.
+
+        Returns per slot what `PolicyWorker.train` gives, or why its step was refused.
+        """
+        backend = self.multi
+        adapters = {slot: backend.adapters[slot] for slot in sorted(losses)}
+        rates = {slot: adapter.rates() for slot, adapter in adapters.items()}
+        for slot, adapter in adapters.items():
+            adapter.step.abort()
+            adapter.step.begin(losses[slot])
+        try:
+            parts, idle = self._cut(data, mbs)
+            ordered = [part.select_indices(part[SLOT].argsort(stable=True)) for part in parts]
+            outcomes, failed = backend.forward_backward_slots(ordered, losses, idle=idle)
+        except BaseException:
+            for adapter in adapters.values():
+                adapter.step.abort()
+            raise
+        # Every rank must know which losses raised anywhere: what follows is collective.
+        raised = torch.tensor([float(slot in failed) for slot in adapters], device=backend.device)
+        reports: dict[int, dict[str, object] | StepRefused] = {}
+        for slot, bad in zip(adapters, backend.sum_over_data(raised).tolist(), strict=True):
+            if bad:
+                adapters[slot].step.abort()
+                reports[slot] = StepRefused(f"its loss raised {failed.get(slot, 'on another rank')}")
+                continue
+            reports[slot] = self._finish(slot, outcomes[slot], rates[slot])
+        return reports
+
+    def _finish(
+        self, slot: int, outcomes: list[tuple[BatchedDataDict, MicrobatchResult]], rates: dict[str, float]
+    ) -> dict[str, object] | StepRefused:
+        adapter = self.multi.adapters[slot]
+        adapter.step.deposit([data for data, _ in outcomes], [result for _, result in outcomes])
+        try:
+            result = adapter.step.finish(adapter.max_grad_norm)
+        except NonFiniteStepError as error:
+            return StepRefused(str(error))
+        if result.stepped:
+            adapter.step_schedule()
+        return self._report([result], rates, {})
+
+    def score_adapters(
+        self, data: BatchedDataDict, micro_batch_size: int | None = None, *, policy: bool, reference: bool
+    ) -> BatchedDataDict:
+        """Log-probabilities of rows with a column `SLOT`: `logprobs` under their adapters, `reference_logprobs` under
+        the base model, [B, S] each.
+        """
+        size = micro_batch_size or self.cfg.logprob_batch_size
+        parts, idle = self._cut(data, size, replayed=RECORDED if policy else SAMPLING_MASK_FIELDS)
+        width = data["input_ids"].shape[1] if data.size else 0
+        orders = [part[SLOT].argsort(stable=True) for part in parts]
+        ordered = [part.select_indices(order) for part, order in zip(parts, orders, strict=True)]
+
+        def rows(*, of_base: bool) -> torch.Tensor:
+            scored = self.multi.logprobs_of_slots(ordered, reference=of_base, idle=idle)
+            padded = [torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in scored]
+            restored = [part[order.argsort()] for part, order in zip(padded, orders, strict=True)]
+            return torch.cat([torch.zeros((0, width)), *restored])
+
+        scores = {"logprobs": rows(of_base=False)} if policy else {}
+        return BatchedDataDict(scores | ({"reference_logprobs": rows(of_base=True)} if reference else {}))
