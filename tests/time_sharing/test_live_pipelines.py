@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,12 @@ from typing import Any
 import pytest
 import ray
 import yaml
-from ray.util.placement_group import placement_group_table
 
-from nemo_rl.distributed.accelerators import CPU
 from nemo_rl.time_sharing.agents.actors import CONTROL_NAMESPACE, SCHEDULER_NAME
 from nemo_rl.time_sharing.agents.ray_reaper import agent_namespace, rank_actor_name
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.merged import merge_by_machine_time
-from nemo_rl.time_sharing.opening import LIVE_LIMITS, close_pool, open_pool
 from nemo_rl.time_sharing.pipelines.grpo import POOL_NAME
 from nemo_rl.time_sharing.pipelines.job import read_jobs
 from nemo_rl.time_sharing.protocol.topology import Pool
@@ -147,19 +144,6 @@ def test_the_gate_without_a_pool_ends_in_one_line_before_anything_starts(
     assert ended.returncode == 2
     assert ended.stderr.count("\n") == 1 and "open a pool with python -m nemo_rl.time_sharing serve" in ended.stderr
     assert not (tmp_path / "lonely").exists()
-
-
-@pytest.fixture
-def pool(ray_session: None, tmp_path: Path) -> Iterator[Any]:
-    """An open pool of two slots; nothing of it is left afterwards."""
-    log_dir = tmp_path / "pool"
-    log_dir.mkdir()
-    # A rank that failed is left alone for a second, not for minutes.
-    actor = open_pool(Pool(1, 2), CPU, log_dir, replace(LIVE_LIMITS, quarantine_s=1.0))
-    yield actor
-    close_pool(actor)
-    reserved = [group for group in placement_group_table().values() if group["name"].startswith("time_sharing_")]
-    assert all(group["state"] == "REMOVED" for group in reserved)
 
 
 def until(condition: Callable[[], bool], seconds: float, what: str) -> None:

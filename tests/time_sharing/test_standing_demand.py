@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl.time_sharing.agents.standing_demand import RecentPeak, StandingDemand, standing_demand
+from nemo_rl.time_sharing.agents.standing_demand import OpenSamples, RecentPeak, StandingDemand, standing_demand
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.simulation.scenario import Scenario
 from nemo_rl.time_sharing.simulation.world import World
@@ -97,6 +98,40 @@ def test_requests_are_counted_on_a_thread_while_the_wait_lasts() -> None:
         heard.until(5)
         report(1, 2)
     assert heard.remaining[-1] == 0
+
+
+def test_batches_of_several_students_count_what_is_not_scored() -> None:
+    heard = Heard()
+    demand = OpenSamples(heard)
+    assert not demand
+    with demand.batch(8) as first:
+        with demand.batch(4) as second:
+            for finished in (first, first, second):
+                finished()
+            demand.report()
+        assert demand
+        assert heard.remaining == [8, 12, 9, 6], "the three samples of the batch that ended early count no more"
+    assert heard.remaining[-1] == 0 and not demand
+    demand.report()
+    assert heard.remaining == [8, 12, 9, 6, 0]
+
+
+def test_a_batch_that_failed_leaves_no_demand_and_hides_none() -> None:
+    """A teacher whose engines all failed, and that is asked again."""
+    heard = Heard()
+    demand = OpenSamples(heard)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no engine"), demand.batch(8):
+            raise ValueError("no engine")
+    with demand.batch(4) as other:
+        with pytest.raises(ValueError, match="no engine"), demand.batch(8) as failing:
+            failing()
+            other()
+            raise ValueError("no engine")
+        assert heard.remaining[-1] == 3
+        other()
+        demand.report()
+    assert heard.remaining == [8, 0, 8, 0, 4, 12, 3, 2, 0]
 
 
 def test_engines_of_an_agents_job_are_lent_while_its_environment_answers() -> None:

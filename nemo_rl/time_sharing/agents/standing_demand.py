@@ -58,7 +58,8 @@ class RecentPeak:
 
 
 class StandingDemand:
-    """The demand of one wait. Any thread may call; times are of one clock that never falls.
+    """The demand of one wait, or of several one after the other. Any thread may call; times are of one clock that never
+    falls.
 
     Args:
         progress: Hears of the demand, in samples.
@@ -90,8 +91,9 @@ class StandingDemand:
                 self._send(now)
 
     def end(self) -> None:
-        """Nothing is waited for any more."""
+        """Nothing is waited for any more, until groups are open again."""
         with self._lock:
+            self._sent = None
             self._progress.end_progress()
 
     def _send(self, now: float) -> None:
@@ -102,6 +104,57 @@ class StandingDemand:
             self._progress.begin_progress(total, done)
         elif sent[1] != done:
             self._progress.report_progress(done)
+
+
+class OpenSamples:
+    """The demand of batches that others send when they like: the samples of all of them that are not finished. True
+    while a batch is open.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._demand = StandingDemand(progress)
+        self._lock = threading.Lock()
+        self._total = 0
+        # Each a list of one number, so that what counts down needs no lock.
+        self._unfinished: list[list[int]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._unfinished)
+
+    @contextmanager
+    def batch(self, samples: int) -> Iterator[Callable[[], None]]:
+        """Such a batch is open inside the block; yields what is called for each of its samples that is finished, and
+        does not wait. Samples that are not finished when the block ends, by an error, count no more.
+        """
+        mine = [samples]
+
+        def finished() -> None:
+            mine[0] -= 1
+
+        with self._lock:
+            self._total += samples
+            self._unfinished.append(mine)
+            self._send()
+        try:
+            yield finished
+        finally:
+            with self._lock:
+                self._unfinished = [other for other in self._unfinished if other is not mine]
+                if self._unfinished:
+                    self._send()
+                else:
+                    self._total = 0
+                    self._demand.end()
+
+    def report(self) -> None:
+        """Says how many samples are open by now."""
+        with self._lock:
+            if self._unfinished:
+                self._send()
+
+    def _send(self) -> None:
+        open_now = sum(left for (left,) in self._unfinished)
+        self._demand.open_groups(self._total - open_now, self._total, 1, time.monotonic())
 
 
 @contextmanager

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from nemo_rl.config import MasterConfig
 from nemo_rl.config.teachers import pooled_teacher
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.time_sharing.agents.runtime import AgentRuntime, Dismissed
+from nemo_rl.time_sharing.agents.standing_demand import OpenSamples
 from nemo_rl.time_sharing.log.pool_state import Outcome, Progress
 from nemo_rl.time_sharing.pipelines.evaluation import FixedWeights
 from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles
@@ -45,8 +44,7 @@ class TeacherPipeline(LentPipeline):
         self._config, self._teacher = config, pooled_teacher(config)
         self._generation: VllmGeneration | None = None
         self._serving = threading.Event()
-        self._lock = threading.Lock()
-        self._open = self._target = self._done = 0
+        self._demand: OpenSamples | None = None
         self._samples = self._batches = 0
 
     def progress(self) -> Progress:
@@ -54,7 +52,7 @@ class TeacherPipeline(LentPipeline):
         if self._generation is None:
             phase = "starting"
         else:
-            phase = "scoring" if self._open else "waiting for samples" if self._serving.is_set() else "leaving"
+            phase = "scoring" if self._demand else "waiting for samples" if self._serving.is_set() else "leaving"
         return Progress(phase, self._batches, 0, self._handles.log_dir)
 
     def drain(self) -> str:
@@ -70,6 +68,7 @@ class TeacherPipeline(LentPipeline):
         tokenizer = get_tokenizer(teacher.policy.tokenizer, teacher.policy.trust_remote_code)
         record = self.open_record()
         runtime = self.join(engines, record)
+        self._demand = OpenSamples(runtime)
         cluster = self.cluster(job.infer, leads_ranks=True)
         actors = start_scoring_actors(cluster, teacher, self._config.cluster, shares=False, lent=True)
         requests = RequestsOnly(record.bind(f"{job.name}/generation"))
@@ -88,10 +87,10 @@ class TeacherPipeline(LentPipeline):
 
     def _until_nobody_needs_it(self, runtime: AgentRuntime) -> None:
         needed_at, had_students = time.monotonic(), False
-        while not (self._draining.is_set() and not self._open):
+        while not (self._draining.is_set() and not self._demand):
             if runtime.closed.wait(_LOOK_S):
                 raise Dismissed(f"{self._job.name}: incarnation {self._incarnation} is no longer registered")
-            if self._open or ask_pool("students", self._job.name):
+            if self._demand or ask_pool("students", self._job.name):
                 needed_at, had_students = time.monotonic(), True
             # Jobs that are submitted one after the other find the same teacher.
             elif had_students and time.monotonic() - needed_at > _LINGER_S:
@@ -110,41 +109,11 @@ class TeacherPipeline(LentPipeline):
         """
         from nemo_rl.algorithms.distillation.engine_teacher import topk_of_prompts
 
-        if not self._serving.wait(_START_S) or self._draining.is_set() or self._generation is None:
+        serves = self._serving.wait(_START_S) and not self._draining.is_set()
+        demand = self._demand
+        if not serves or self._generation is None or demand is None:
             raise TeacherLeft(f"{self._job.name} takes no samples: it is leaving")
-        with self._demand(batch.size):
-            found = topk_of_prompts(self._generation, batch, k, finished=self._finished, look_after=self._report)
+        with demand.batch(batch.size) as finished:
+            found = topk_of_prompts(self._generation, batch, k, finished=finished, look_after=demand.report)
         self._samples, self._batches = self._samples + batch.size, self._batches + 1
         return found
-
-    @contextmanager
-    def _demand(self, samples: int) -> Iterator[None]:
-        """The scheduler hears of the samples before engines are needed for them, and of the last that is scored."""
-        with self._lock:
-            self._open, self._target = self._open + samples, self._target + samples
-            self._say()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._open -= samples
-                if not self._open:
-                    self._target = self._done = 0
-                self._say()
-
-    def _say(self) -> None:
-        runtime = self._runtime
-        if runtime is None or runtime.closed.is_set():
-            return
-        if self._open:
-            runtime.begin_progress(self._target, min(self._done, self._target))
-        else:
-            runtime.end_progress()
-
-    def _finished(self) -> None:
-        self._done += 1
-
-    def _report(self) -> None:
-        with self._lock:
-            if self._open and self._runtime is not None:
-                self._runtime.report_progress(min(self._done, self._target))

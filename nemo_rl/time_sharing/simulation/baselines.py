@@ -13,7 +13,7 @@ import dataclasses
 
 from nemo_rl.time_sharing.planning import planner
 from nemo_rl.time_sharing.planning.plan import Plan, Snapshot
-from nemo_rl.time_sharing.protocol.types import Demand
+from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Demand
 from nemo_rl.time_sharing.scheduling.scheduler import PlanRule
 from nemo_rl.time_sharing.simulation import gap_ratio
 from nemo_rl.time_sharing.simulation.scenario import Job, Scenario
@@ -30,12 +30,15 @@ GAP_RATIO_DECISIONS = "gap_ratio_decisions"
 
 def one_after_the_other(snapshot: Snapshot, now: float) -> Plan:
     """The planner, shown only the jobs that have their GPUs to themselves: first come, first served, in the scenario's
-    order where several come at once.
+    order where several come at once. A teacher is there for all of them.
     """
     taken: set[int] = set()
     visible = {}
     for name, pipeline in sorted(snapshot.pipelines.items(), key=lambda item: item[1].registered_at):
         gpus = pipeline.topology.mapped_gpus
+        if ACTOR_TRAIN not in pipeline.topology.clusters:
+            visible[name] = pipeline
+            continue
         if gpus & taken:
             visible[name] = dataclasses.replace(pipeline, wants={}, demand=Demand(), unscheduled_since=None)
         else:
@@ -100,14 +103,19 @@ def _size(job: Job) -> float:
 
 
 def alone(scenario: Scenario, job: Job) -> Scenario:
-    """Only this job, from time zero, without faults."""
-    return scenario.model_copy(update={"jobs": (job.model_copy(update={"arrive_s": 0.0, "leaves_s": None}),)})
+    """Only this job and its teacher, from time zero, without faults."""
+    teachers = tuple(t.model_copy(update={"arrive_s": 0.0}) for t in scenario.teachers if t.name == job.teacher)
+    jobs = (job.model_copy(update={"arrive_s": 0.0, "leaves_s": None}),)
+    return scenario.model_copy(update={"jobs": jobs, "teachers": teachers})
 
 
 def way(scenario: Scenario, name: str) -> tuple[Scenario, PlanRule]:
     """The scenario and the rule that make up one way of running it. Where GPUs are not shared, jobs are not placed by
-    who else is there: the static split and the queue move them by rules of their own.
+    who else is there: the static split and the queue move them by rules of their own. Raises ValueError: there are
+    teachers, for whom these two have no GPUs.
     """
+    if scenario.teachers and name in (STATIC, *QUEUES):
+        raise ValueError(f"{name}: jobs that share a teacher cannot each have their GPUs to themselves")
     if name == STATIC:
         return static_split(scenario), one_after_the_other
     if name in (PLACED, SERIAL, *QUEUES):
@@ -125,9 +133,13 @@ def way(scenario: Scenario, name: str) -> tuple[Scenario, PlanRule]:
 
 
 def worth_comparing(scenario: Scenario) -> tuple[str, ...]:
-    """All ways, ours first; `PLACED` only where a job that names its GPUs could lie elsewhere."""
+    """All ways that the jobs can be run in, ours first; `PLACED` only where a job that names its GPUs could lie
+    elsewhere. With teachers, neither those in which each job has its GPUs to itself, nor the gap-ratio rule, which
+    starves them: its jobs keep a rank each.
+    """
     fixed = any(not job.placed and len(job.infer) < scenario.gpu_pool.slots for job in scenario.jobs)
-    return (OURS, PLACED, *WAYS[1:]) if fixed and len(scenario.jobs) > 1 else WAYS
+    ways = (OURS, PLACED, *WAYS[1:]) if fixed and len(scenario.jobs) > 1 else WAYS
+    return tuple(name for name in ways if not scenario.teachers or name in (OURS, PLACED, SERIAL))
 
 
 def accept_all(snapshot: Snapshot, plan: Plan) -> list[str]:

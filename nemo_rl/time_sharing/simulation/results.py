@@ -108,16 +108,17 @@ def compose(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes) -
     use a GPU at the same time.
 
     Left out is what the network does between two jobs (milliseconds), so this takes a fraction of the time where jobs
-    are many. Raises ValueError for other ways, and for scenarios with faults or jobs that leave.
+    are many. Raises ValueError for other ways, and for scenarios with faults, teachers or jobs that leave.
     """
     if (
         name not in (SERIAL, STATIC, *QUEUES)
+        or scenario.teachers
         or scenario.faults != type(scenario.faults)()
         or any(job.leaves_s is not None for job in scenario.jobs)
     ):
         raise ValueError(
-            f"{name}: only {SERIAL}, {STATIC} and {QUEUE}, without faults and jobs that leave, can be put together "
-            "from jobs alone"
+            f"{name}: only {SERIAL}, {STATIC} and {QUEUE}, without faults, teachers and jobs that leave, can be put "
+            "together from jobs alone"
         )
     changed, _ = way(scenario, name)
     times = AloneTimes(changed) if name == STATIC else alone_times
@@ -220,9 +221,9 @@ def summarise(world: World, scenario: Scenario, seed: int, alone_times: AloneTim
             slowdown[job.name] = seconds[job.name] / alone_times.of(job, seed)
     total = max(job.arrive_s + seconds[job.name] for job in scenario.jobs)
     busy = sum(run.train_gpu_s + run.generate_gpu_s for run in world.jobs.values())
+    runs = [world.jobs[job.name] for job in scenario.jobs]
     service = [
-        (run.train_gpu_s + run.generate_gpu_s) / run.job.weight / max(seconds[name], 1e-9)
-        for name, run in world.jobs.items()
+        (run.train_gpu_s + run.generate_gpu_s) / run.job.weight / max(seconds[run.job.name], 1e-9) for run in runs
     ]
     handovers, preemptions = _handovers(world.entries)
     share = busy / max(total * scenario.gpu_pool.slots, 1e-9)

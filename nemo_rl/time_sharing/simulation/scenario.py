@@ -7,16 +7,16 @@ converted: text is no number and `true` is not 1. Times are in seconds, all virt
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_rl.time_sharing.planning import placement
-from nemo_rl.time_sharing.protocol.topology import Pool, RegistrationError, register
+from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Limits, limits_from
-from nemo_rl.time_sharing.simulation.scenario_limits import problems_of_limits
+from nemo_rl.time_sharing.simulation.scenario_checks import FLEET_GIVES, MOST_SAMPLES, problems_of
 from nemo_rl.time_sharing.simulation.scenario_text import ScenarioError, in_words, read_mapping
 
 Int = Annotated[int, Field(strict=True)]
@@ -26,8 +26,6 @@ Text = Annotated[str, Field(strict=True)]
 Seconds = Annotated[float, Field(strict=True, ge=0.0, le=1e7, allow_inf_nan=False)]
 Probability = Annotated[float, Field(strict=True, ge=0.0, le=1.0, allow_inf_nan=False)]
 Rate = Annotated[float, Field(strict=True, ge=0.0, le=1e4, allow_inf_nan=False)]
-
-_MOST_SAMPLES = 1_000_000
 
 
 def _key(
@@ -160,7 +158,7 @@ class Faults(_Section):
 class Validation(_Section):
     """Samples that are generated to see how good the weights are, and not trained; the job waits for them."""
 
-    samples: Int = _key(0, "How many at a time; 0 for no validation.", ge=0, le=_MOST_SAMPLES)
+    samples: Int = _key(0, "How many at a time; 0 for no validation.", ge=0, le=MOST_SAMPLES)
     at_start: Bool = _key(False, "Whether the weights that it starts with are validated.")
     period: Int = _key(0, "After every so many steps; 0 for never.", ge=0, le=1_000_000)
     at_end: Bool = _key(False, "Whether the last weights are validated.")
@@ -215,6 +213,7 @@ class Job(_Section):
         None, "When its user stops it, finished or not; null for never. Such a job has no slowdown."
     )
     full_overlap: Bool = _key(False, "Lets training cover every generation rank: nothing is generated beside training.")
+    teacher: Text = _key("", "The teacher of `teachers` that scores a step's samples before it trains; empty for none.")
     placed: Bool = _key(
         False,
         "Whether its mapping is moved, when it comes, to the GPUs on which the least goes on, as a pool does with jobs "
@@ -241,8 +240,26 @@ class Job(_Section):
 
     @property
     def mappings(self) -> dict[str, tuple[int, ...]]:
-        """The GPUs of each of its clusters."""
-        return {ACTOR_TRAIN: self.train, ACTOR_INFER: self.infer}
+        """The GPUs of each of its clusters; what trains nothing has one."""
+        return ({ACTOR_TRAIN: self.train} if self.train else {}) | {ACTOR_INFER: self.infer}
+
+
+class Teacher(_Section):
+    """A frozen model that scores the samples of all jobs that name it: engines alone, awake while samples wait for
+    scores. It ends with the last of these jobs.
+    """
+
+    name: Text = Field(description="Its name, as of a job; no job has the same.")
+    infer: tuple[Int, ...] = Field(description="GPUs it may score on, ascending; rank r is the r-th `tp` of them.")
+    tp: Int = _key(1, "GPUs of one rank: 1, 2, 4, 8 or whole nodes.", ge=1)
+    weight: Number = _key(1.0, "Its claim on contended GPUs relative to jobs.", gt=0)
+    engine: Engine = Field(description="How fast a rank scores: keys as of a job's `engine`, tokens of completions.")
+    arrive_s: Seconds = _key(0.0, "When it is started.")
+
+    def as_job(self) -> Job:
+        """What it is to a scheduler: a job that trains nothing and whose weights never change."""
+        shared = {name: getattr(self, name) for name in type(self).model_fields}
+        return Job(**shared, train=(), steps=1, staleness=0)
 
 
 class Fleet(_Section):
@@ -275,6 +292,7 @@ class Scenario(_Section):
         "goes by this order.",
     )
     fleets: dict[str, Fleet] = Field(default_factory=dict, description="Many jobs of one kind, by name.")
+    teachers: tuple[Teacher, ...] = _key((), "Teachers that jobs share.")
     costs: Costs = _key(Costs(), "What hand-overs take.")
     network: Network = _key(Network(), "How messages travel.")
     faults: Faults = _key(Faults(), "What breaks.")
@@ -312,13 +330,10 @@ def parse_scenario(given: object, *, where: str = "scenario") -> Scenario:
         except ValidationError as error:
             problems = in_words(error, Scenario, places)
         else:
-            problems = list(dict.fromkeys(_problems(scenario, places)))
+            problems = list(dict.fromkeys(problems_of(scenario, places)))
             if not problems:
                 return scenario
     raise ScenarioError("\n".join(f"{where}: {problem}" for problem in problems))
-
-
-_FLEET_GIVES = ("name", "train", "infer")
 
 
 def _unroll_fleets(given: dict[Any, Any]) -> tuple[dict[Any, Any], list[str], list[str]]:
@@ -345,7 +360,7 @@ def _unroll_fleets(given: dict[Any, Any]) -> tuple[dict[Any, Any], list[str], li
             )
         problems += [
             f"fleets.{name}.job.{key}: each job of a fleet gets its own; leave it out"
-            for key in _FLEET_GIVES
+            for key in FLEET_GIVES
             if key in fleet.job
         ]
         if not problems:
@@ -364,80 +379,3 @@ def _fleet_job(name: str, fleet: Fleet, number: int, pool_size: int) -> dict[str
         "arrive_s": number * fleet.arrive_every_s,
         **fleet.job,
     }
-
-
-def _problems(scenario: Scenario, places: list[str]) -> Iterator[str]:
-    """What no single key shows."""
-    yield from problems_of_limits(scenario.limits)
-    if not scenario.jobs:
-        yield "jobs: a scenario needs at least one job, or a fleet"
-    first: dict[str, str] = {}
-    wrong_fleets: set[str] = set()
-    for job, place in zip(scenario.jobs, places, strict=True):
-        if job.name in first:
-            yield (
-                f"{place}.name: two jobs are called {job.name!r}, the other is {first[job.name]}; each "
-                "needs a name of its own"
-            )
-        first.setdefault(job.name, place)
-        found = list(_problems_of_job(scenario, job))
-        if place.startswith("fleets."):
-            # The jobs of a fleet differ in their GPUs only: the first of them that is wrong speaks for all.
-            if place in wrong_fleets:
-                continue
-            if found:
-                wrong_fleets.add(place)
-        for key, message in found:
-            of_fleet = place.startswith("fleets.") and key in _FLEET_GIVES
-            yield (
-                f"{place.removesuffix('.job') if of_fleet else f'{place}.{key}'}: job {job.name!r}: "
-                f"{f'{key}: ' if of_fleet else ''}{message}"
-            )
-
-
-def _problems_of_job(scenario: Scenario, job: Job) -> Iterator[tuple[str, str]]:
-    if job.leaves_s is not None and job.leaves_s < job.arrive_s:
-        yield (
-            "leaves_s",
-            f"{job.leaves_s:g} s is before it arrives (arrive_s: {job.arrive_s:g}); give a later time, or "
-            "null for never",
-        )
-    if job.arrive_s >= scenario.horizon_s:
-        yield (
-            "arrive_s",
-            f"{job.arrive_s:g} s is not before the end of the simulation (horizon_s: {scenario.horizon_s:g})",
-        )
-    ahead = min(job.staleness + 1, job.steps)
-    if job.groups * job.samples_per_group * ahead > _MOST_SAMPLES:
-        counts = f"{job.groups} groups of {job.samples_per_group} samples, {ahead} steps at a time"
-        yield (
-            "groups",
-            f"{counts}, are more than the {_MOST_SAMPLES:,} samples that are simulated at once; give fewer "
-            "groups, or less staleness",
-        )
-    if job.tokens.max < job.tokens.median:
-        yield "tokens.max", f"{job.tokens.max} is less than the median of {job.tokens.median:g} tokens"
-    try:
-        register(
-            scenario.gpu_pool,
-            job.name,
-            job.name,
-            job.rank_sizes,
-            job.mappings,
-            weight=job.weight,
-            min_share=job.min_share,
-            max_share=job.max_share,
-            staleness=job.staleness,
-            full_overlap=job.full_overlap,
-        )
-    except RegistrationError as error:
-        yield _of_registration(error)
-
-
-def _of_registration(error: RegistrationError) -> tuple[str, str]:
-    """The key of the scenario that a refused registration is about, and why, in the scenario's words."""
-    where = f"pipeline {error.pipeline!r}" + (f", cluster {error.cluster!r}" if error.cluster else "")
-    message = str(error).removeprefix(f"{where}: ").replace(ACTOR_INFER, "infer").replace(ACTOR_TRAIN, "train")
-    named = message.partition("=")[0]
-    by_cluster = {ACTOR_TRAIN: "train", ACTOR_INFER: "infer"}.get(error.cluster or "", "name")
-    return named if named in Job.model_fields else by_cluster, message

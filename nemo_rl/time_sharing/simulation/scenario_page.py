@@ -25,6 +25,7 @@ from nemo_rl.time_sharing.simulation.scenario import (
     Network,
     PoolSection,
     Scenario,
+    Teacher,
     Tokens,
     Validation,
 )
@@ -68,6 +69,7 @@ _SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("`jobs[].engine`", Engine),
     ("`jobs[].validation`", Validation),
     ("`fleets`: a mapping of names to fleets", Fleet),
+    ("`teachers`: a list of teachers", Teacher),
     ("`costs`", Costs),
     ("`network`", Network),
     ("`faults`", Faults),
@@ -103,7 +105,7 @@ def _kind(field: FieldInfo) -> str:
     if get_origin(annotation) is dict:
         return "mapping"
     if get_origin(annotation) is tuple:
-        return "list of mappings" if get_args(annotation)[0] is Job else "list of GPUs"
+        return "list of mappings" if get_args(annotation)[0] in (Job, Teacher) else "list of GPUs"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "mapping"
     named = {int: "whole number", float: "number", bool: "true or false", str: "text"}.get(annotation)

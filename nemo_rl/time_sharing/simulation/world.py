@@ -35,6 +35,7 @@ from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
 from nemo_rl.time_sharing.simulation.log_copy import LogCopy, saved_state_of
 from nemo_rl.time_sharing.simulation.loop import Loop, Wire
 from nemo_rl.time_sharing.simulation.scenario import Scenario
+from nemo_rl.time_sharing.simulation.teachers import jobs_of
 from nemo_rl.time_sharing.simulation.watch import SchedulerWatch
 from nemo_rl.utils.record import Entry, Record
 
@@ -71,7 +72,7 @@ class World:
         self.loop = Loop()
         self.rng = random.Random(f"{seed}/world")
         self.wire = Wire(self.loop, scenario.network, random.Random(f"{seed}/wire"))
-        self.jobs = {job.name: SimulatedJob(job, self, scenario.costs) for job in scenario.jobs}
+        self.jobs = jobs_of(scenario, self)
         self.open_jobs = len(self.jobs)
         self._record = make_record(lambda: self.loop.now)
         self._rule, self._validator, self._queue = rule, validator, queue

@@ -5,6 +5,7 @@ Invariant: a response comes once, whole, with the log-probability of each of its
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,12 @@ import numpy as np
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, LikelyNext
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from vllm import SamplingParams
     from vllm.outputs import RequestOutput
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.outputs import LogprobsTensors
 
 
 def sampling_params(
@@ -58,6 +63,49 @@ def sampling_params(
         detokenize=bool(request.stop_strings),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+class PromptScores:
+    """Scores of a prompt as its engine sent them, under the names of vLLM's `FlatLogprobs`."""
+
+    def __init__(self) -> None:
+        self._ids: list[NDArray[np.int32]] = []
+        self._logprobs: list[NDArray[np.float32]] = []
+
+    def add(self, part: LogprobsTensors) -> None:
+        """Takes the next positions."""
+        self._ids.append(part.logprob_token_ids.numpy().astype(np.int32, copy=False).ravel())
+        self._logprobs.append(part.logprobs.numpy().astype(np.float32, copy=False).ravel())
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """Of all positions, one after the other."""
+        return np.concatenate([np.empty(0, np.int32), *self._ids])
+
+    @property
+    def logprobs(self) -> NDArray[np.float32]:
+        """One for each of `token_ids`."""
+        return np.concatenate([np.empty(0, np.float32), *self._logprobs])
+
+
+def keeping_arrays(engine: AsyncLLM) -> AsyncLLM:
+    """The engine, whose scores of prompts stay arrays. vLLM makes lists of them, number by number, which takes 100 ms
+    and more for a prompt of 1,024 tokens with 64 scores each; the process that reads outputs does nothing else
+    meanwhile.
+    """
+    processor = engine.output_processor
+    add_request: Callable[..., None] = processor.add_request
+
+    def add(request: EngineCoreRequest, *arguments: object, **options: object) -> None:
+        add_request(request, *arguments, **options)
+        asked, state = request.sampling_params, processor.request_states[request.request_id]
+        if asked is not None and asked.prompt_logprobs is not None:
+            scores = PromptScores()
+            state.logprobs_processor.prompt_logprobs = scores
+            state.logprobs_processor._update_prompt_logprobs = scores.add
+
+    processor.add_request = add
+    return engine
 
 
 def scored(result: GenerationResult, output: RequestOutput, k: int) -> GenerationResult:

@@ -36,7 +36,7 @@ from nemo_rl.models.generation.vllm.engine_processes import (
 )
 from nemo_rl.models.generation.vllm.engine_stats import EngineSample, EngineStats
 from nemo_rl.models.generation.vllm.request_state import RequestFailure, ResultBuffer, VersionTracker, failure_of
-from nemo_rl.models.generation.vllm.sampling import sampling_params, scored
+from nemo_rl.models.generation.vllm.sampling import keeping_arrays, sampling_params, scored
 
 T = TypeVar("T")
 
@@ -91,7 +91,7 @@ class VllmGenerationWorker:
         spec, device = self._spec, self._spec.shared_device(self._shard)
         # vLLM reads how much memory is free before and after it takes its own, unless the KV cache has a set size.
         async with device_turn(None if "kv_cache_memory_bytes" in spec.engine_kwargs else device):
-            self._engine = self._new_engine()
+            self._engine = keeping_arrays(self._new_engine())
         self._memory = EngineMemory(
             self._engine,
             self._rpc,
