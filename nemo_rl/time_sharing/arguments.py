@@ -41,6 +41,20 @@ def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="how long a rank or GPU that failed is left alone (default: 300)",
     )
+    parser.add_argument(
+        "--max-initialising",
+        type=whole,
+        default=0,
+        metavar="N",
+        help="jobs that load their models at the same time, at most (default: %(default)s, any number)",
+    )
+
+
+def whole(text: str) -> int:
+    """A whole number from 0."""
+    if text.isascii() and text.isdigit():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text}: expected a whole number from 0")
 
 
 def seconds(text: str) -> float:

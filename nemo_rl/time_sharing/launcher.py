@@ -37,6 +37,7 @@ from nemo_rl.time_sharing.opening import LIVE_LIMITS, close_pool, open_pool
 from nemo_rl.time_sharing.pipelines.job import read_jobs
 from nemo_rl.time_sharing.pool import PoolError
 from nemo_rl.time_sharing.protocol.topology import Pool
+from nemo_rl.time_sharing.protocol.types import Limits
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ANSWER_S = 60.0
+_SCENARIOS = Path(__file__).resolve().parents[2] / "examples" / "time_sharing" / "pipelines"
 _HOUR_S = 3600.0
 
 
@@ -63,8 +65,14 @@ def launcher_parser() -> argparse.ArgumentParser:
         description="Runs GRPO, SFT, evaluations and commands side by side on one pool of GPUs; further arguments are "
         "overrides for all that have the key.",
     )
-    parser.add_argument(
-        "--pipelines", nargs="+", required=True, metavar="FILE", help="configurations, and overrides for all of them"
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--pipelines", nargs="+", metavar="FILE", help="configurations, and overrides for all of them")
+    what.add_argument(
+        "--scenario",
+        type=scenario_files,
+        dest="pipelines",
+        metavar="LETTER",
+        help="the files examples/time_sharing/pipelines/scenario_LETTER*.yaml, for four GPUs",
     )
     parser.add_argument(
         "--admit-delay-s",
@@ -77,6 +85,16 @@ def launcher_parser() -> argparse.ArgumentParser:
     add_pool_arguments(parser)
     add_page_arguments(parser)
     return parser
+
+
+def scenario_files(letter: str) -> list[str]:
+    """The files of an example scenario."""
+    named = {file: file.stem.split("_")[1].upper() for file in sorted(_SCENARIOS.glob("scenario_*.yaml"))}
+    files = [str(file) for file, of in named.items() if of == letter.upper()]
+    if not files:
+        known = f"there are {', '.join(sorted(set(named.values())))}" if named else f"{_SCENARIOS} has none"
+        raise argparse.ArgumentTypeError(f"{letter}: no such scenario; {known}")
+    return files
 
 
 def _run_together(chosen: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -97,6 +115,12 @@ def _pool_of(chosen: argparse.Namespace) -> Pool:
         return Pool(chosen.nodes, chosen.gpus, chosen.slots_per_gpu)
     except ValueError as error:
         raise PoolError(str(error)) from error
+
+
+def limits_of(chosen: argparse.Namespace) -> Limits:
+    """The scheduler's limits that the command line describes."""
+    limits = replace(LIVE_LIMITS, max_initialising=chosen.max_initialising)
+    return limits if chosen.quarantine is None else replace(limits, quarantine_s=chosen.quarantine)
 
 
 @contextmanager
@@ -136,8 +160,9 @@ def _open(pool: Pool, chosen: argparse.Namespace, log_dir: Path) -> ActorHandle[
     from nemo_rl.distributed.ray_runtime import init_ray
 
     accelerator = init_ray(device=chosen.device, cpu_slots=pool.gpus)
-    limits = LIVE_LIMITS if chosen.quarantine is None else replace(LIVE_LIMITS, quarantine_s=chosen.quarantine)
-    return open_pool(pool, accelerator, log_dir, limits, name=chosen.name or f"{log_dir.parent.name}-{log_dir.name}")
+    return open_pool(
+        pool, accelerator, log_dir, limits_of(chosen), name=chosen.name or f"{log_dir.parent.name}-{log_dir.name}"
+    )
 
 
 @contextmanager

@@ -35,6 +35,13 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_S = 30.0
 ACTOR_THREADS = 32
+_CAPS = {
+    # Many jobs with many processes each, and a thread per core in all of them, run into the limit of threads.
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    # NCCL's monitoring thread reads variables while others are set, and takes the process down with it.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
 _LEFT = ("done", "drained")
 """Outcomes of pipelines that have given everything back by themselves."""
 
@@ -173,7 +180,7 @@ class PoolActor(Orchestrator):
             lifetime="detached",
             num_cpus=0,
             max_concurrency=ACTOR_THREADS,
-            runtime_env={"env_vars": {WORKING_DIRECTORY: job.folder, **job.env}},
+            runtime_env={"env_vars": variables_of(job)},
         ).remote(job, self._handles, incarnation)
         actor.start.remote()
         return actor
@@ -341,3 +348,11 @@ def _pipeline_class(kind: Kind) -> type[LentPipeline]:
     from nemo_rl.time_sharing.pipelines.grpo import NemoRLFullFinetunePipeline
 
     return NemoRLFullFinetunePipeline
+
+
+def variables_of(job: Job) -> dict[str, str]:
+    """Environment variables of a job's processes: those that it was submitted with, where they have a say. A command's
+    threads are its own.
+    """
+    caps = {} if job.kind is Kind.EXTERNAL else {name: os.environ.get(name, value) for name, value in _CAPS.items()}
+    return {**caps, WORKING_DIRECTORY: job.folder, **job.env}

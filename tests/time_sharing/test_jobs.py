@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +13,15 @@ import yaml
 
 from nemo_rl.config import ConfigError, MasterConfig, SFTMasterConfig
 from nemo_rl.distributed.accelerators import CUDA
+from nemo_rl.distributed.processes import WORKING_DIRECTORY
 from nemo_rl.time_sharing import commands
-from nemo_rl.time_sharing.launcher import launcher_parser
+from nemo_rl.time_sharing.launcher import launcher_parser, limits_of
 from nemo_rl.time_sharing.log.pool_state import Outcome, Progress, Standing
+from nemo_rl.time_sharing.opening import LIVE_LIMITS
 from nemo_rl.time_sharing.pipelines.job import Job, Kind, read_jobs
 from nemo_rl.time_sharing.pipelines.residents import SlotMemory
 from nemo_rl.time_sharing.pipelines.sft import LentTraining
+from nemo_rl.time_sharing.pool import variables_of
 from nemo_rl.time_sharing.protocol.topology import Pool, RegistrationError
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Demand, Priority, Want
 from tests.time_sharing.bench import Bench
@@ -253,6 +257,44 @@ def test_no_delay_may_be_said() -> None:
     assert launcher_parser().parse_args([*line, "--admit-delay-s", "1.5"]).admit_delay_s == 1.5
     with pytest.raises(SystemExit):
         launcher_parser().parse_args([*line, "--admit-delay-s", "-1"])
+
+
+def test_the_files_of_a_scenario_are_chosen_by_its_letter(capsys: pytest.CaptureFixture[str]) -> None:
+    def chosen(*arguments: str) -> list[str]:
+        files = launcher_parser().parse_args(["--gpus", "4", *arguments]).pipelines
+        assert all(Path(file).is_file() for file in files)
+        return [Path(file).stem for file in files]
+
+    assert chosen("--scenario", "A") == ["scenario_a"]
+    assert chosen("--scenario", "b") == ["scenario_b_0", "scenario_b_1"]
+    for wrong in (["--scenario", "Z"], ["--scenario", "A", "--pipelines", "a.yaml"], []):
+        with pytest.raises(SystemExit):
+            chosen(*wrong)
+    assert "Z: no such scenario; there are A, B, " in capsys.readouterr().err
+
+
+def test_jobs_that_may_start_at_the_same_time_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["--gpus", "2", "--pipelines", "a.yaml"]
+    assert limits_of(launcher_parser().parse_args(line)) == LIVE_LIMITS
+    chosen = launcher_parser().parse_args([*line, "--max-initialising", "1", "--quarantine", "2"])
+    assert limits_of(chosen) == replace(LIVE_LIMITS, max_initialising=1, quarantine_s=2.0)
+    with pytest.raises(SystemExit):
+        launcher_parser().parse_args([*line, "--max-initialising", "-1"])
+    assert "expected a whole number from 0" in capsys.readouterr().err
+
+
+def test_threads_of_a_jobs_processes_are_capped_unless_its_user_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_NCCL_ENABLE_MONITORING"):
+        monkeypatch.delenv(name, raising=False)
+    job = replace(only(GRPO), env={"MKL_NUM_THREADS": "4"})
+    given = variables_of(job)
+    assert (given["OPENBLAS_NUM_THREADS"], given["MKL_NUM_THREADS"]) == ("1", "4")
+    assert given["TORCH_NCCL_ENABLE_MONITORING"] == "0" and given[WORKING_DIRECTORY] == job.folder
+    monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")
+    assert variables_of(job)["TORCH_NCCL_ENABLE_MONITORING"] == "1"
+    assert set(variables_of(only(file(tmp_path, "probe", external={"command": ["true"]})))) == {WORKING_DIRECTORY}
 
 
 class Runtime:
