@@ -19,12 +19,15 @@ from nemo_rl.models.generation.interfaces import (
     GenerationError,
     GenerationRequest,
     GenerationResult,
+    NewTokens,
     ShardStateError,
     VersionSpan,
 )
+from nemo_rl.models.generation.resumable_request import OnPreempt
 from nemo_rl.models.generation.router import Router
 from nemo_rl.models.generation.vllm.detached import DetachedGenerator, ServingShard
-from nemo_rl.models.generation.vllm.dispatch import Dispatcher, wait_on_loop
+from nemo_rl.models.generation.vllm.dispatch import Dispatcher
+from nemo_rl.models.generation.vllm.loops import wait_on_loop
 from nemo_rl.models.generation.vllm.request_state import RequestFailure
 from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.utils.record_events import RequestFinished, RequestSubmitted, ShardRouted, ShardUnrouted
@@ -82,6 +85,10 @@ class Shard:
             await asyncio.sleep(0.001)
             await self.hung.wait()
             drawn.append(first + len(drawn))
+            if request.streams:
+                # The last tokens are still on their way when the shard leaves or dies.
+                new, spans = drawn[-1:], (VersionSpan(self.number, 0, len(drawn)),)
+                self._results.put_nowait(NewTokens(request.request_id, new, [-0.5 * t for t in new], spans))
         reason: Any = "length" if len(drawn) == request.max_new_tokens else "abort"
         spans = (VersionSpan(self.number, 0, len(drawn)),) if drawn else ()
         del self._tasks[request.request_id]
@@ -248,6 +255,35 @@ def test_no_request_reaches_a_shard_that_is_leaving() -> None:
         fleet.shards[1].leaving = True
         assert all(whole(result, 3) for result in await asyncio.gather(*running))
         assert fleet.shards[1].served == [] and fleet.shards[1].refused_while_leaving == 0
+        await fleet.dispatcher.close()
+
+    in_loop(story())
+
+
+@pytest.mark.parametrize("on_preempt", ["continue", "redo_turn"])
+def test_a_streamed_answer_has_each_token_once_although_its_shards_leave_and_die(on_preempt: OnPreempt) -> None:
+    async def story() -> None:
+        fleet = Fleet(3, on_preempt=on_preempt)
+        passed: dict[str, list[tuple[int, float]]] = {f"r{n}": [] for n in range(9)}
+
+        def run(name: str) -> Coroutine[Any, Any, GenerationResult]:
+            def take(ids: list[int], logprobs: list[float]) -> None:
+                passed[name] += zip(ids, logprobs, strict=True)
+
+            return fleet.dispatcher.run(request(name, 60), 60.0, take)
+
+        running = [asyncio.ensure_future(run(name)) for name in passed]
+        await asyncio.sleep(0.01)
+        await fleet.leave(1)
+        await asyncio.sleep(0.01)
+        fleet.come_back(1)
+        fleet.shards[0].dead = True
+        for name, result in zip(passed, await asyncio.gather(*running), strict=True):
+            assert whole(result, 60) and result.spans[-1].end == 60
+            assert [span.start for span in result.spans[1:]] == [span.end for span in result.spans[:-1]]
+            assert passed[name] == list(zip(result.token_ids, result.logprobs, strict=True))[: len(passed[name])]
+        # What would be taken back is not passed on before its end.
+        assert all(passed.values()) if on_preempt == "continue" else not any(passed.values())
         await fleet.dispatcher.close()
 
     in_loop(story())

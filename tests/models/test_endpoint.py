@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ from nemo_rl.models.generation.interfaces import (
     GenerationRequest,
     GenerationResult,
     GenerationSamplingParams,
+    OnTokens,
     VersionSpan,
 )
 
@@ -54,12 +56,19 @@ class Model:
     ended: bool = True
     requests: list[GenerationRequest] = field(default_factory=list)
     wait: Callable[[], Any] | None = None
+    midway: Callable[[], Any] | None = None
 
-    async def generate_one(self, request: GenerationRequest) -> GenerationResult:
+    async def generate_one(self, request: GenerationRequest, on_tokens: OnTokens | None = None) -> GenerationResult:
         self.requests.append(request)
         if self.wait is not None:
             await self.wait()
         ids = [*self.tokenizer(self.text)["input_ids"], _SILENT, *([self.tokenizer.eos_token_id] * self.ended)]
+        for place in range(0, len(ids) - 1, 2):
+            if on_tokens is not None:
+                on_tokens(ids[place : place + 2], [-0.5] * len(ids[place : place + 2]))
+                await asyncio.sleep(0)
+                if self.midway is not None:
+                    await self.midway()
         reason = "stop" if self.ended else "length"
         return GenerationResult(request.request_id, ids, [-0.5] * len(ids), reason, (VersionSpan(3, 0, len(ids)),))
 
@@ -101,7 +110,7 @@ def served(tiny_model: Path) -> Iterator[tuple[Endpoint, Model]]:
 @pytest.fixture
 def session(served: tuple[Endpoint, Model]) -> Iterator[tuple[Endpoint, Model, str]]:
     endpoint, says = served
-    says.text, says.ended, says.wait = "hi", True, None
+    says.text, says.ended, says.wait, says.midway = "hi", True, None, None
     says.requests.clear()
     plan = SessionPlan("4-2-1", GenerationSamplingParams(), 64, 512, lambda number: 100 + number)
     url = endpoint.open("s", plan)
@@ -166,10 +175,51 @@ def test_a_stream_says_what_a_whole_answer_says(session: tuple[Endpoint, Model, 
     )  # fmt: skip
     lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
     assert lines[-1] == "[DONE]"
-    said, ended, usage = (json.loads(line) for line in lines[:-1])
-    assert said["choices"][0]["delta"]["tool_calls"][0]["function"]["name"] == "add"
-    assert ended["choices"][0]["finish_reason"] == "tool_calls" and usage["usage"]["completion_tokens"] > 0
-    assert len(endpoint.finish("s").turns) == 1
+    *chunks, usage = (json.loads(line) for line in lines[:-1])
+    assert len(chunks) > 2 and usage["usage"]["completion_tokens"] > 0
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    assert chunks[-1]["choices"][0]["weight_versions"][0]["version"] == 3
+    (turn,) = endpoint.finish("s").turns
+    whole = chat(endpoint.base_url, [user("1+2?")], tools=tools)["choices"][0]["message"]["tool_calls"][0]["function"]
+    (call,) = turn.answer["tool_calls"]
+    assert call["function"]["name"] == "add" and json.loads(call["function"]["arguments"]) == {"a": 1, "b": 2}
+    assert json.loads(whole["arguments"]) == {"a": 1, "b": 2}
+
+
+def test_a_client_of_openai_reads_a_stream_and_goes_on_with_the_sampled_tokens(
+    session: tuple[Endpoint, Model, str],
+) -> None:
+    import openai
+
+    endpoint, says, url = session
+    says.text = "gr\u00fc\u00df dich"
+    client = openai.OpenAI(base_url=url, api_key=_TOKEN)
+    messages: list[Any] = [user("a")]
+    for _ in range(2):
+        stream = client.chat.completions.create(model="policy", messages=messages, stream=True)
+        deltas = [chunk.choices[0].delta.content or "" for chunk in stream]
+        assert "".join(deltas) == says.text and len([delta for delta in deltas if delta]) > 3
+        messages += [{"role": "assistant", "content": "".join(deltas)}, user("b")]
+    one = endpoint.finish("s")
+    assert [turn.parent for turn in one.turns] == [None, 0] and len(one.branches()) == 1
+
+
+def test_a_stream_that_fails_midway_says_so_and_is_not_recorded(session: tuple[Endpoint, Model, str]) -> None:
+    endpoint, says, url = session
+
+    async def fails() -> None:
+        raise GenerationError("no shard is left")
+
+    says.midway = fails
+    response = post(f"{url}/chat/completions", model="policy", messages=[user("a")], stream=True)
+    assert response.status_code == 200 and "no shard is left" in response.text
+    assert not endpoint.finish("s").turns
+    # The slot is free a moment after the client has the end of the answer.
+    for _ in range(600):
+        if endpoint._slots._value == endpoint._config.max_requests:
+            return
+        time.sleep(0.05)
+    raise AssertionError("the slot of a stream that has ended is still taken")
 
 
 def test_each_of_several_answers_is_a_turn_with_a_seed_of_its_own(session: tuple[Endpoint, Model, str]) -> None:

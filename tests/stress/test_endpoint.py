@@ -18,6 +18,7 @@ import requests
 from nemo_rl.config import load_master_config
 from nemo_rl.models.generation.endpoint.server import Endpoint, start_endpoint
 from nemo_rl.models.generation.endpoint.session import Session, SessionPlan
+from nemo_rl.models.generation.endpoint.streaming import StreamedAnswers, chunk_of
 from nemo_rl.models.generation.interfaces import GenerationSamplingParams, request_seed
 from tests.models.elastic_engines import Elastic, elastic_engines
 
@@ -54,6 +55,18 @@ def served(tiny_model: Path, ray_session: None) -> Iterator[tuple[Elastic, Endpo
         endpoint.close()
 
 
+def said(response: requests.Response) -> dict[str, object]:
+    """The message of a response, whole or streamed."""
+    if "text/event-stream" not in response.headers["Content-Type"]:
+        return response.json()["choices"][0]["message"]
+    answers = StreamedAnswers(1)
+    for line in response.text.split("\n\n"):
+        if line and (chunk := chunk_of(line)) is not None:
+            answers.add(chunk)
+    assert answers.complete, response.text
+    return answers.messages[0]
+
+
 class Clients:
     """Agents that talk at the same time, and a count of the answers that they got."""
 
@@ -76,10 +89,10 @@ class Clients:
         messages: list[dict[str, object]] = []
         for turn in range(_TURNS):
             messages.append({"role": "user", "content": f"{number}+{turn}="})
-            body = {"model": "policy", "messages": messages, "stream": False}
+            body = {"model": "policy", "messages": messages, "stream": number % 2 == 1}
             response = requests.post(f"{url}/chat/completions", json=body, timeout=300)
             assert response.status_code == 200, response.text
-            messages.append(response.json()["choices"][0]["message"])
+            messages.append(said(response))
             with self._more:
                 self._answers += 1
                 self._more.notify_all()
@@ -90,6 +103,44 @@ class Clients:
             playing = [threads.submit(self.play, number) for number in range(_CLIENTS * _SESSIONS)]
             meanwhile(self)
             return [one.result(600) for one in playing]
+
+
+def test_a_stream_goes_on_elsewhere_with_each_token_once(
+    served: tuple[Elastic, Endpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines, endpoint = served
+    # A turn that may be redone is not shown before its end.
+    monkeypatch.setattr(engines.generation._dispatcher, "_on_preempt", "continue")
+    begun = threading.Semaphore(0)
+
+    def stream(number: int) -> tuple[list[int], int]:
+        plan = SessionPlan(f"s{number}", GenerationSamplingParams(), 200, 256, lambda turn: number)
+        url = endpoint.open(f"s{number}", plan)
+        body = {"model": "policy", "prompt": f"{number}+1=", "stream": True, "return_token_ids": True}
+        drawn: list[int] = []
+        chunks = 0
+        with requests.post(f"{url}/completions", json=body | {"max_tokens": 200}, stream=True, timeout=300) as response:
+            assert response.status_code == 200, response.text
+            for line in response.iter_lines():
+                chunk = chunk_of(line.decode()) if line else None
+                for choice in chunk["choices"] if chunk is not None else ():
+                    drawn += choice["token_ids"] or ()
+                    chunks += 1
+                begun.release()
+        return drawn, chunks
+
+    with ThreadPoolExecutor(8) as threads:
+        streams = [threads.submit(stream, number) for number in range(8)]
+        for shard in (0, 1):
+            assert begun.acquire(timeout=300)
+            engines.elastic.shrink([shard])
+            engines.elastic.expand([shard])
+        results = [one.result(300) for one in streams]
+    for number, (drawn, chunks) in enumerate(results):
+        (turn,) = endpoint.finish(f"s{number}").turns
+        assert drawn == turn.result.token_ids
+        assert [span.start for span in turn.result.spans[1:]] == [span.end for span in turn.result.spans[:-1]]
+        assert chunks > 1 or len(drawn) < 3
 
 
 def test_no_client_notices_that_shards_sleep_are_refitted_and_die(served: tuple[Elastic, Endpoint]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -65,6 +65,7 @@ class GenerationRequest:
     stop_strings: tuple[str, ...] = ()  # end the response when one appears; it is kept in the response
     sample_id: str = ""  # whose turn this is, for the run record; the request itself by default
     record_from: int | None = None  # first position whose routes are wanted; None if no decision is to be recorded
+    streams: bool = False  # whether its tokens are wanted as they are drawn
     top_tokens: int | None = None  # scores the prompt: how many likely tokens are wanted after each of its positions
 
 
@@ -121,6 +122,20 @@ class GenerationResult:
             routes=self.routes.until(self.routes.end - dropped) if self.routes is not None else None,
             masks=self.masks.first(count) if self.masks is not None else None,
         )
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Tokens of a response that is still being drawn."""
+
+    request_id: str
+    token_ids: list[int]  # those that were not passed on before
+    logprobs: list[float]
+    spans: tuple[VersionSpan, ...]  # over all tokens so far
+
+
+OnTokens = Callable[[list[int], list[float]], None]
+"""Takes token ids of a response and their log-probabilities as they are drawn, each once and in order."""
 
 
 def verify_right_padding(

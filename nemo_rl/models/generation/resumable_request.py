@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Literal
 
 from nemo_rl.models.generation.decisions import RouteRecord, SamplingMasks, TokenRoutes
-from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, VersionSpan
+from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, NewTokens, VersionSpan
 
 OnPreempt = Literal["continue", "redo_turn"]
 
@@ -31,6 +31,7 @@ class ResumableRequest:
         self._routes = RouteRecord()
         self._masks: SamplingMasks | None = None
         self._cuts = 0
+        self._drawn: GenerationResult | None = None  # what is known of the piece that runs
 
     @property
     def kept(self) -> int:
@@ -59,9 +60,23 @@ class ResumableRequest:
             else min(self._routes.known_until(request.record_from), len(request.prompt_ids) + kept - 1),
         )
 
+    def extend(self, new: NewTokens) -> None:
+        """The piece that runs has drawn some tokens. They were passed on, so that they stay part of the response even
+        if nothing comes back from their shard.
+        """
+        before = self._drawn or GenerationResult(new.request_id, [], [], "abort")
+        self._drawn = replace(
+            before,
+            token_ids=[*before.token_ids, *new.token_ids],
+            logprobs=[*before.logprobs, *new.logprobs],
+            spans=new.spans,
+        )
+
     def cut(self, piece: GenerationResult | None) -> None:
         """A piece ended because its shard left; None when nothing came back from it."""
         self._cuts += 1
+        piece = piece or self._drawn
+        self._drawn = None
         if piece is not None and self._keeps:
             self._append(piece)
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config.errors import UserError
@@ -115,53 +114,20 @@ def unavailable(message: str) -> Response:
     return error_response(503, message, "ServiceUnavailableError", {"Retry-After": str(_RETRY_AFTER_S)})
 
 
-def event_stream(chunks: Sequence[Mapping[str, Any]]) -> Response:
+def event_stream(events: AsyncIterator[str], on_end: Callable[[], None]) -> Response:
+    """A response that is sent event by event. `on_end`: called once, when it is sent or its client is gone."""
     from starlette.responses import StreamingResponse
 
-    def events() -> Iterator[str]:
-        for chunk in chunks:
-            yield f"data: {json.dumps(chunk)}\n\n"
-        yield "data: [DONE]\n\n"
+    class Events(StreamingResponse):
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await super().__call__(scope, receive, send)
+            finally:
+                on_end()
 
-    return StreamingResponse(events(), media_type="text/event-stream")
-
-
-def chat_chunks(response: Mapping[str, Any], with_usage: bool) -> list[dict[str, Any]]:
-    """A complete chat response as the chunks of a stream: for each choice its message, then its end."""
-    head = {name: response[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    chunks: list[dict[str, Any]] = []
-    for choice in response["choices"]:
-        delta = answer_of(choice)
-        calls = delta.get("tool_calls")
-        numbered = [{"index": n, **call} for n, call in enumerate(calls)] if isinstance(calls, list) else []
-        said = {**delta, "tool_calls": numbered} if numbered else {k: v for k, v in delta.items() if k != "tool_calls"}
-        rest = {name: choice[name] for name in ("weight_versions", "token_ids") if choice.get(name) is not None}
-        chunks.append(
-            {
-                **head,
-                "choices": [
-                    {
-                        "index": choice["index"],
-                        "delta": said,
-                        "logprobs": choice["logprobs"],
-                        "finish_reason": None,
-                        **rest,
-                    }
-                ],
-            }
-        )
-        end = {
-            "index": choice["index"],
-            "delta": dict[str, object](),
-            "logprobs": None,
-            "finish_reason": choice["finish_reason"],
-        }
-        chunks.append({**head, "choices": [end]})
-    if with_usage:
-        chunks.append({**head, "choices": [], "usage": response["usage"]})
-    return chunks
+    return Events(events, media_type="text/event-stream")
 
 
 def answer_of(choice: Mapping[str, Any]) -> dict[str, object]:
-    """The message of a choice as a client sends it back."""
-    return {name: value for name, value in choice["message"].items() if value is not None}
+    """The message of a choice as a client sends it back; empty for one of plain text."""
+    return {name: value for name, value in (choice.get("message") or {}).items() if value is not None}

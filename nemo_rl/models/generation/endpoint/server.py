@@ -2,8 +2,8 @@
 
 Checks the token and the limits, finds the session of a request, has vLLM's classes answer it, and records what was
 sampled. Requests wait while shards sleep, are synced, die or are lent; past the deadline the answer is 503 with
-Retry-After. A streaming answer is sent when it is complete. Invariant: a response is recorded if and only if it was
-handed to the HTTP server.
+Retry-After, or the end of a stream that has begun. Invariant: a response is recorded before the client gets its end,
+and not at all if the client is gone before.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config import ConfigError, PolicyConfig
@@ -24,7 +24,6 @@ from nemo_rl.models.generation.endpoint.http import (
     TooLarge,
     answer_of,
     bound_socket,
-    chat_chunks,
     error_response,
     event_stream,
     guarded,
@@ -32,19 +31,18 @@ from nemo_rl.models.generation.endpoint.http import (
     unavailable,
     unless_gone,
 )
-from nemo_rl.models.generation.endpoint.serving import (
-    MODEL,
+from nemo_rl.models.generation.endpoint.router_engine import (
     BadRequest,
     Call,
     GenerateOne,
     NoRoom,
-    Serving,
     check_sampling,
     current_call,
     is_overflow,
-    make_serving,
 )
+from nemo_rl.models.generation.endpoint.serving import MODEL, Serving, make_serving
 from nemo_rl.models.generation.endpoint.session import Session, SessionPlan
+from nemo_rl.models.generation.endpoint.streaming import StreamedAnswers, chunk_of, event_of
 from nemo_rl.models.generation.interfaces import GenerationError
 
 if TYPE_CHECKING:
@@ -54,6 +52,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+
+Record = Callable[[Sequence[Mapping[str, object]]], None]
 
 SESSION_HEADER = "X-Session-ID"
 _KEY = "policy.generation.vllm_cfg.http_server"
@@ -171,7 +171,8 @@ class Endpoint:
 
         async def answered(request: Request) -> Response:
             try:
-                async with asyncio.timeout(self._config.deadline_s):
+                request.state.deadline = asyncio.get_running_loop().time() + self._config.deadline_s
+                async with asyncio.timeout_at(request.state.deadline):
                     # Read first, so that only the client's end is left for the watcher to read.
                     await request.body()
                     return await unless_gone(within(request), request)
@@ -192,8 +193,14 @@ class Endpoint:
                 return self._failed(error, request)
 
         async def within(request: Request) -> Response:
-            async with self._slots:
+            await self._slots.acquire()
+            request.state.release = self._slots.release
+            try:
                 return await handler(request)
+            finally:
+                # A stream that has begun keeps its slot to its end.
+                if request.state.release is not None:
+                    request.state.release()
 
         return answered
 
@@ -238,50 +245,89 @@ class Endpoint:
             if call.continued is not None:
                 until = await self._serving.until_answer(asked, len(call.continued.messages) + 1)
                 call.continued, call.until_answer = (None, ()) if until is None else (call.continued, until)
-        streams, usage = asked.stream, asked.stream_options is not None and bool(asked.stream_options.include_usage)
-        response = await self._made(self._serving.chat.create_chat_completion, asked, call)
-        if not isinstance(response, dict):
-            return response
-        if session is not None:
-            for choice, result in zip(response["choices"], call.results[0], strict=True):
-                prompt_ids, template_ids = call.prompts[0]
-                answer = answer_of(choice)
-                session.add(
-                    prompt_ids, result, template_ids=template_ids, messages=messages, answer=answer, setup=setup
-                )
-        return event_stream(chat_chunks(response, usage)) if streams else json_response(response)
+
+        def record(answers: Sequence[Mapping[str, object]]) -> None:
+            if session is None:
+                return
+            prompt = call.answered[0]
+            for answer, result in zip(answers, prompt.results, strict=True):
+                if result is not None:
+                    session.add(
+                        prompt.prompt_ids,
+                        result,
+                        template_ids=prompt.template_ids,
+                        messages=messages,
+                        answer=answer,
+                        setup=setup,
+                    )
+
+        return await self._made(self._serving.chat.create_chat_completion, asked, call, request, record)
 
     async def _completion(self, request: Request) -> Response:
         session = self._session(request)
         asked = self._serving.completion_request.model_validate(await _body(request))
         if session is not None:
             check_sampling(session, asked)
-        call, streams = Call(session), asked.stream
-        response = await self._made(self._serving.completion.create_completion, asked, call)
-        if not isinstance(response, dict):
-            return response
-        if session is not None:
-            for (prompt_ids, _), results in zip(call.prompts, call.results, strict=True):
-                for result in results:
-                    session.add(prompt_ids, result)
-        return event_stream([response]) if streams else json_response(response)
+        call = Call(session)
 
-    async def _made(self, create: Callable[..., Awaitable[Any]], asked: Any, call: Call) -> dict[str, Any] | Response:
-        """The response as a mapping, with the weight versions of its tokens; or vLLM's refusal."""
-        asked.stream, asked.stream_options = False, None
+        def record(_: Sequence[Mapping[str, object]]) -> None:
+            for prompt in call.answered if session is not None else ():
+                for result in prompt.results:
+                    if session is not None and result is not None:
+                        session.add(prompt.prompt_ids, result)
+
+        return await self._made(self._serving.completion.create_completion, asked, call, request, record)
+
+    async def _made(
+        self, create: Callable[..., Awaitable[Any]], asked: Any, call: Call, request: Request, record: Record
+    ) -> Response:
+        """The response with the weight versions of its tokens, or vLLM's refusal. `record`: called with the messages of
+        the choices once all of them are complete.
+        """
         current_call.set(call)
         made = await create(asked)
         if hasattr(made, "error"):
             if call.session is not None and is_overflow(made.error.message):
                 call.session.overflowed = True
             return json_response(made.model_dump(), made.error.code)
-        response: dict[str, Any] = made.model_dump()
-        results = [result for several in call.results for result in several]
-        for choice, result in zip(response["choices"], results, strict=True):
-            choice["weight_versions"] = [
-                {"version": span.version, "start": span.start, "end": span.end} for span in result.spans
-            ]
-        return response
+        if isinstance(made, AsyncGenerator):
+            # Nothing is sent before the first token, so that a request which cannot be served gets its status.
+            first = await anext(made, "")
+            if call.error is not None:
+                raise call.error
+            events = self._events(first, made, call, request.state.deadline, record)
+            response, request.state.release = event_stream(events, request.state.release), None
+            return response
+        answer: dict[str, Any] = made.model_dump()
+        for choice in answer["choices"]:
+            _add_versions(choice, call)
+        record([answer_of(choice) for choice in answer["choices"]])
+        return json_response(answer)
+
+    async def _events(
+        self, event: str, more: AsyncGenerator[str], call: Call, deadline: float, record: Record
+    ) -> AsyncGenerator[str]:
+        """vLLM's stream, recorded when all choices have ended."""
+        answers = StreamedAnswers(len(call.results()))
+        try:
+            while event:
+                chunk = chunk_of(event)
+                ended = answers.add(chunk) if chunk is not None else []
+                if chunk is not None and ended:
+                    for choice in ended:
+                        _add_versions(choice, call)
+                    if answers.complete:
+                        record(answers.messages)
+                    event = event_of(chunk)
+                yield event
+                async with asyncio.timeout_at(deadline):
+                    event = await anext(more, "")
+        except TimeoutError:
+            message = f"no end of the answer within {_KEY}.deadline_s={self._config.deadline_s:g} s"
+            yield event_of({"error": {"message": message, "type": "ServiceUnavailableError", "code": 503}})
+            yield "data: [DONE]\n\n"
+        finally:
+            await more.aclose()
 
     async def _models(self, request: Request) -> Response:
         return json_response((await self._serving.models.show_available_models()).model_dump())
@@ -338,6 +384,12 @@ def _token(variable: str | None) -> str | None:
             [f"{_KEY}.token_variable: the environment variable {variable} is not set; export a token for clients in it"]
         )
     return token
+
+
+def _add_versions(choice: dict[str, Any], call: Call) -> None:
+    result = call.results()[choice["index"]]
+    spans = result.spans if result is not None else ()
+    choice["weight_versions"] = [{"version": span.version, "start": span.start, "end": span.end} for span in spans]
 
 
 def _session_id(request: Request) -> str | None:

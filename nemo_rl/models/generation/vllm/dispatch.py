@@ -12,10 +12,9 @@ import asyncio
 import logging
 import threading
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import wait
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
@@ -26,6 +25,8 @@ from nemo_rl.models.generation.interfaces import (
     GenerationError,
     GenerationRequest,
     GenerationResult,
+    NewTokens,
+    OnTokens,
     ShardPreemptedError,
     ShardStateError,
 )
@@ -40,13 +41,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 _POLL_S = 20.0
 _GATHER_S = 0.03
 _HANG_S = 120.0
-# Every request has a deadline of its own; this one only ends a wait for rollouts whose loop hangs.
-LOOP_TIMEOUT_S = 6 * 3600.0
 
 
 @dataclass
@@ -56,6 +53,7 @@ class _Pending:
     answer: asyncio.Future[GenerationResult]
     shard: int
     tokens: int
+    on_new: Callable[[NewTokens], None]
 
 
 class Dispatcher:
@@ -115,24 +113,35 @@ class Dispatcher:
         """Requests that run, or wait for a shard; from any thread."""
         return len(self._under_way)
 
-    async def run(self, request: GenerationRequest, timeout_s: float) -> GenerationResult:
+    async def run(
+        self, request: GenerationRequest, timeout_s: float, on_tokens: OnTokens | None = None
+    ) -> GenerationResult:
         """Serves one request, on as many shards as it takes.
 
         Args:
             timeout_s: How long it waits for a shard, and for its result while its shard finishes no other request:
                 requests queue in the engine, and a long queue that moves is no failure.
+            on_tokens: Called with tokens as they are drawn; those that it did not get are the end of the result. Never
+                called where a token may be taken back (`redo_turn`) or its decisions are recorded.
 
         Raises GenerationError: the request failed, no shard is left, or there was neither a shard nor a result in time;
         ValueError: a request of this id is under way.
         """
         if request.request_id in self._under_way:
             raise ValueError(f"request {request.request_id} is already under way; ids are unique within a run")
-        way = ResumableRequest(request, self._on_preempt)
+        streams = on_tokens is not None and self._on_preempt == "continue" and request.record_from is None
+        way = ResumableRequest(replace(request, streams=streams), self._on_preempt)
+
+        def pass_on(new: NewTokens) -> None:
+            way.extend(new)
+            if on_tokens is not None:
+                on_tokens(new.token_ids, new.logprobs)
+
         self._under_way.add(request.request_id)
         try:
             while True:
                 try:
-                    result = await self._serve(way.next_request(), timeout_s)
+                    result = await self._serve(way.next_request(), timeout_s, pass_on)
                 except ShardPreemptedError:
                     way.cut(None)
                     continue
@@ -145,12 +154,14 @@ class Dispatcher:
         finally:
             self._under_way.discard(request.request_id)
 
-    async def _serve(self, request: GenerationRequest, timeout_s: float) -> GenerationResult:
+    async def _serve(
+        self, request: GenerationRequest, timeout_s: float, on_new: Callable[[NewTokens], None]
+    ) -> GenerationResult:
         loop = asyncio.get_running_loop()
         tokens = len(request.prompt_ids) + request.max_new_tokens
         shard = await self._booked(request, tokens, timeout_s)
         answer: asyncio.Future[GenerationResult] = loop.create_future()
-        self._pending[request.request_id] = _Pending(answer, shard, tokens)
+        self._pending[request.request_id] = _Pending(answer, shard, tokens, on_new)
         if shard not in self._outgoing:
             self._outgoing[shard] = []
             loop.call_soon(lambda: asyncio.ensure_future(self._send(shard)))
@@ -272,7 +283,7 @@ class Dispatcher:
             for result in results:
                 self._deliver(shard, result)
 
-    def _deliver(self, shard: int, result: GenerationResult | RequestFailure) -> None:
+    def _deliver(self, shard: int, result: GenerationResult | NewTokens | RequestFailure) -> None:
         pending = self._pending.get(result.request_id)
         if pending is None or pending.shard != shard:
             return
@@ -280,6 +291,9 @@ class Dispatcher:
             self.quarantine(shard, result.message)
             return
         self._last_result[shard] = asyncio.get_running_loop().time()
+        if isinstance(result, NewTokens):
+            pending.on_new(result)
+            return
         # Taken out here rather than when the waiter wakes, so that the poller sees at once whether anything is left.
         del self._pending[result.request_id]
         if pending.answer.done():
@@ -424,22 +438,6 @@ class Dispatcher:
                 pending.answer.set_exception(
                     GenerationError(f"generation was shut down while request {request_id} ran")
                 )
-
-
-def wait_on_loop(work: Coroutine[object, object, T], loop: asyncio.AbstractEventLoop, timeout_s: float) -> T:
-    """Runs a coroutine on a dispatcher's loop, from another thread, and waits. Raises GenerationError: it has not ended
-    after `timeout_s`, and was cancelled.
-    """
-    name = getattr(work, "__qualname__", type(work).__name__)
-    future = asyncio.run_coroutine_threadsafe(work, loop)
-    done, _ = wait([future], timeout=timeout_s)
-    if not done:
-        future.cancel()
-        raise GenerationError(
-            f"the loop that dispatches requests did not finish {name} within {timeout_s:.0f} s: it is blocked, or what "
-            "it waits for hangs"
-        )
-    return future.result()
 
 
 async def _answer(ref: ObjectRef[object]) -> Any:

@@ -24,7 +24,7 @@ import stat
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from multiprocessing.context import BaseContext
@@ -121,6 +121,14 @@ def _become_an_engine() -> None:
 
 
 os.register_at_fork(after_in_child=_become_an_engine)
+
+
+def set_environment(env: Mapping[str, str]) -> None:
+    """Sets what an engine's processes inherit: `env`, whose process they belong to, and where their sockets are."""
+    os.environ.update(env)
+    os.environ[OWNER_VARIABLE] = str(os.getpid())
+    if "VLLM_RPC_BASE_PATH" not in os.environ:
+        os.environ["VLLM_RPC_BASE_PATH"] = str(make_socket_folder())
 
 
 def make_socket_folder() -> Path:

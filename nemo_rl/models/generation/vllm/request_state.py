@@ -8,10 +8,11 @@ marked if its tokens attended to keys and values of older weights; a buffered re
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_rl.models.generation.interfaces import GenerationResult, VersionSpan
+from nemo_rl.models.generation.interfaces import GenerationResult, NewTokens, VersionSpan
 from nemo_rl.models.generation.vllm.engine_processes import last_errors
 
 _SETTLE_S = 0.005
@@ -72,7 +73,13 @@ class VersionTracker:
 
     def end(self, request_id: str, completion: Any = None) -> tuple[VersionSpan, ...]:
         """A request is over; the spans of its response (none without a completion)."""
-        running = self._running.pop(request_id, _Running())
+        spans = self.spans(request_id, completion)
+        self._running.pop(request_id, None)
+        return spans
+
+    def spans(self, request_id: str, completion: Any = None) -> tuple[VersionSpan, ...]:
+        """The spans of a response as far as it is drawn."""
+        running = self._running.get(request_id, _Running())
         tokens = len(completion.token_ids) if completion is not None else 0
         if not tokens:
             return ()
@@ -95,6 +102,34 @@ def _joined(spans: list[VersionSpan]) -> list[VersionSpan]:
         else:
             joined.append(span)
     return joined
+
+
+def result_of(
+    request_id: str, completion: Any, spans: tuple[VersionSpan, ...], shard: int, stop_token_ids: Collection[int] = ()
+) -> GenerationResult:
+    """A response, or what is drawn of it (`abort`), as the engine gives it. Raises RuntimeError: tokens lack their
+    log-probabilities.
+    """
+    token_ids = list(completion.token_ids)
+    # The sampled token is the first of its position.
+    flat = completion.logprobs
+    logprobs = [flat.logprobs[first] for first in flat.start_indices] if flat is not None else []
+    if len(logprobs) != len(token_ids):
+        raise RuntimeError(
+            f"the engine gave {len(logprobs)} log-probabilities for {len(token_ids)} tokens of request {request_id}"
+        )
+    reason = completion.finish_reason or "abort"
+    if reason == "length" and token_ids and token_ids[-1] in stop_token_ids:
+        # Engines differ in which of the two they look at first; a response that has ended was not cut.
+        reason = "stop"
+    return GenerationResult(request_id, token_ids, logprobs, reason, spans, shard)
+
+
+def new_tokens(so_far: GenerationResult, start: int) -> NewTokens | None:
+    """The tokens after the first `start` of a response that is being drawn; None where there are none."""
+    if len(so_far.token_ids) <= start:
+        return None
+    return NewTokens(so_far.request_id, so_far.token_ids[start:], so_far.logprobs[start:], so_far.spans)
 
 
 @dataclass(frozen=True)
@@ -129,15 +164,15 @@ def failure_of(request_id: str, error: BaseException) -> RequestFailure:
 class ResultBuffer:
     """Finished results of one client, and the signal that there are some."""
 
-    results: list[GenerationResult | RequestFailure] = field(default_factory=list)
+    results: list[GenerationResult | NewTokens | RequestFailure] = field(default_factory=list)
     ready: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def put(self, result: GenerationResult | RequestFailure) -> None:
+    def put(self, result: GenerationResult | NewTokens | RequestFailure) -> None:
         """Adds a result and wakes waiting polls."""
         self.results.append(result)
         self.ready.set()
 
-    def take(self) -> list[GenerationResult | RequestFailure]:
+    def take(self) -> list[GenerationResult | NewTokens | RequestFailure]:
         """Gives up all results."""
         self.ready.clear()
         results = self.results

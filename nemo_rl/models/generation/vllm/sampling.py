@@ -1,6 +1,7 @@
 """How vLLM is asked to draw one response, or to score a prompt, and how its scores are read.
 
-Invariant: a response comes once, whole, with the log-probability of each of its tokens.
+Invariant: a response comes once, whole (or as far as it is drawn, where its tokens are streamed), with the
+log-probability of each of its tokens.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def sampling_params(
         bad_words=bad_words,
         extra_args=extra_args,
         detokenize=bool(request.stop_strings),
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.CUMULATIVE if request.streams else RequestOutputKind.FINAL_ONLY,
     )
 
 

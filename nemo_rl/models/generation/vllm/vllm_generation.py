@@ -27,14 +27,16 @@ from nemo_rl.models.generation.interfaces import (
     GenerationRequest,
     GenerationResult,
     GenerationSamplingParams,
+    OnTokens,
     results_to_batch,
 )
 from nemo_rl.models.generation.router import Router
 from nemo_rl.models.generation.vllm.detached import DetachedGenerator, ServingShard
-from nemo_rl.models.generation.vllm.dispatch import LOOP_TIMEOUT_S, Dispatcher, wait_on_loop
+from nemo_rl.models.generation.vllm.dispatch import Dispatcher
 from nemo_rl.models.generation.vllm.engine_actors import EngineActors
 from nemo_rl.models.generation.vllm.engine_processes import remove_abandoned
 from nemo_rl.models.generation.vllm.engine_stats import EngineSample, generation_metrics
+from nemo_rl.models.generation.vllm.loops import LOOP_TIMEOUT_S, wait_on_loop
 from nemo_rl.models.generation.vllm.shards import ElasticShards
 from nemo_rl.models.generation.vllm.targets import ShardTargets
 from nemo_rl.utils.record import Record
@@ -153,10 +155,18 @@ class VllmGeneration(GenerationInterface):
         """Requests that run, or wait for a shard."""
         return self._dispatcher.under_way
 
-    async def generate_one(self, request: GenerationRequest) -> GenerationResult:
-        """Continues one prompt; may be awaited on any event loop."""
-        future = asyncio.run_coroutine_threadsafe(self._dispatcher.run(request, self._request_timeout_s), self._loop)
-        return await asyncio.wrap_future(future)
+    async def generate_one(self, request: GenerationRequest, on_tokens: OnTokens | None = None) -> GenerationResult:
+        """Continues one prompt; may be awaited on any event loop, where `on_tokens` is called as well. See
+        `Dispatcher.run`.
+        """
+        loop = asyncio.get_running_loop()
+
+        def pass_on(token_ids: list[int], logprobs: list[float]) -> None:
+            if on_tokens is not None:
+                loop.call_soon_threadsafe(on_tokens, token_ids, logprobs)
+
+        work = self._dispatcher.run(request, self._request_timeout_s, None if on_tokens is None else pass_on)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def run_on_dispatch_loop(self, work: Coroutine[object, object, T], timeout_s: float = LOOP_TIMEOUT_S) -> T:
         """Runs a coroutine on the dispatcher's loop and waits, which saves a thread switch per request. Raises

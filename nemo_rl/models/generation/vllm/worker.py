@@ -18,6 +18,7 @@ from nemo_rl.models.generation.interfaces import (
     GenerationError,
     GenerationRequest,
     GenerationResult,
+    NewTokens,
     ShardStateError,
     StaleVersionError,
 )
@@ -27,15 +28,21 @@ from nemo_rl.models.generation.vllm.device_turns import device_turn
 from nemo_rl.models.generation.vllm.engine_actors import EngineSpec
 from nemo_rl.models.generation.vllm.engine_memory import EngineMemory
 from nemo_rl.models.generation.vllm.engine_processes import (
-    OWNER_VARIABLE,
     forked_engine,
     import_engine,
-    make_socket_folder,
     remove_socket_folder,
+    set_environment,
     temporary_files_in,
 )
 from nemo_rl.models.generation.vllm.engine_stats import EngineSample, EngineStats
-from nemo_rl.models.generation.vllm.request_state import RequestFailure, ResultBuffer, VersionTracker, failure_of
+from nemo_rl.models.generation.vllm.request_state import (
+    RequestFailure,
+    ResultBuffer,
+    VersionTracker,
+    failure_of,
+    new_tokens,
+    result_of,
+)
 from nemo_rl.models.generation.vllm.sampling import keeping_arrays, sampling_params, scored
 
 T = TypeVar("T")
@@ -71,16 +78,10 @@ class VllmGenerationWorker:
 
     async def prepare(self) -> None:
         """Imports what the engine needs and touches no accelerator, so that `start` is short once it may be called."""
-        self._set_environment()
+        set_environment(self._spec.env)
         if self._importing is None:
             self._importing = asyncio.ensure_future(asyncio.to_thread(import_engine, self._spec.kwargs_of(self._shard)))
         await self._importing
-
-    def _set_environment(self) -> None:
-        os.environ.update(self._spec.env)
-        os.environ[OWNER_VARIABLE] = str(os.getpid())
-        if "VLLM_RPC_BASE_PATH" not in os.environ:
-            os.environ["VLLM_RPC_BASE_PATH"] = str(make_socket_folder())
 
     async def start(self, stop_token_ids: list[int]) -> list[dict[str, Any]]:
         """Starts the engine; describes its workers (pid, rank, device). `stop_token_ids`: tokens that end a response.
@@ -153,7 +154,7 @@ class VllmGenerationWorker:
             if self._leaving:
                 result_buffer.put(GenerationResult(request.request_id, [], [], "abort", (), self._shard))
                 continue
-            task = asyncio.create_task(self._generate(request))
+            task = asyncio.create_task(self._generate(request, result_buffer))
             self._tasks[request.request_id] = task
             task.add_done_callback(
                 lambda done, request_id=request.request_id: self._deliver(result_buffer, request_id, done)
@@ -170,8 +171,8 @@ class VllmGenerationWorker:
         error = task.exception()
         result_buffer.put(task.result() if error is None else failure_of(request_id, error))
 
-    async def collect(self, client: str, max_wait_s: float) -> list[GenerationResult | RequestFailure]:
-        """Finished results and failures; waits up to `max_wait_s` for the first."""
+    async def collect(self, client: str, max_wait_s: float) -> list[GenerationResult | NewTokens | RequestFailure]:
+        """Finished results, failures and new tokens; waits up to `max_wait_s` for the first."""
         result_buffer = self._result_buffers.setdefault(client, ResultBuffer())
         try:
             await asyncio.wait_for(result_buffer.ready.wait(), max_wait_s)
@@ -181,7 +182,7 @@ class VllmGenerationWorker:
         await asyncio.sleep(0.002)
         return result_buffer.take()
 
-    async def _generate(self, request: GenerationRequest) -> GenerationResult:
+    async def _generate(self, request: GenerationRequest, result_buffer: ResultBuffer) -> GenerationResult:
         room = self._spec.max_model_len - len(request.prompt_ids)
         if request.max_new_tokens > room > 0 and not self._spec.cuts_to_room:
             raise ValueError(
@@ -196,7 +197,7 @@ class VllmGenerationWorker:
         # The salt keeps prefixes of other versions out: an in-flight refit cannot clear the cache below running
         # requests.
         prompt = {"prompt_token_ids": request.prompt_ids, "cache_salt": f"version {self._versions.version}"}
-        final = None
+        final, passed_on = None, 0
         sampling = sampling_params(
             request,
             limit,
@@ -207,24 +208,15 @@ class VllmGenerationWorker:
         )
         async for output in self._engine.generate(prompt, sampling, request.request_id):
             final = output
+            new = self._new_tokens(request, output.outputs[0], passed_on) if request.streams else None
+            if new is not None:
+                result_buffer.put(new)
+                passed_on += len(new.token_ids)
         if final is None:
             raise RuntimeError(f"the engine gave no output for request {request.request_id}")
         completion = final.outputs[0]
         spans = self._versions.end(request.request_id, completion)
-        token_ids = list(completion.token_ids)
-        # The sampled token is the first of its position.
-        flat = completion.logprobs
-        logprobs = [flat.logprobs[first] for first in flat.start_indices] if flat is not None else []
-        if len(logprobs) != len(token_ids):
-            raise RuntimeError(
-                f"the engine gave {len(logprobs)} log-probabilities for {len(token_ids)} tokens of request "
-                f"{request.request_id}"
-            )
-        reason = completion.finish_reason or "abort"
-        if reason == "length" and token_ids and token_ids[-1] in self._stop_token_ids:
-            # Engines differ in which of the two they look at first; a response that has ended was not cut.
-            reason = "stop"
-        result = GenerationResult(request.request_id, token_ids, logprobs, reason, spans, self._shard)
+        result = result_of(request.request_id, completion, spans, self._shard, self._stop_token_ids)
         if request.top_tokens is not None:
             return scored(result, final, request.top_tokens)
         if self._decisions is not None:
@@ -232,12 +224,20 @@ class VllmGenerationWorker:
         return result if result.finish_reason != "abort" else self._keepable(request, result)
 
     def _keepable(self, request: GenerationRequest, result: GenerationResult) -> GenerationResult:
-        if request.request_id in self._restarted:
-            return result.first(0)
+        return result.first(0 if request.request_id in self._restarted else self._safe(request, result.token_ids))
+
+    def _safe(self, request: GenerationRequest, token_ids: list[int]) -> int:
         looked_for = (*request.stop_strings, *(self._bad_words or ()))
-        if not looked_for:
-            return result
-        return result.first(safe_cut(result.token_ids, looked_for, self._engine.output_processor.tokenizer.decode))
+        decode = self._engine.output_processor.tokenizer.decode if looked_for else str
+        return safe_cut(token_ids, looked_for, decode)
+
+    def _new_tokens(self, request: GenerationRequest, completion: Any, start: int) -> NewTokens | None:
+        """Tokens after the first `start` of a running request that will be part of its response whatever happens."""
+        if completion.finish_reason is not None or request.request_id in self._restarted:
+            return None
+        spans = self._versions.spans(request.request_id, completion)
+        so_far = result_of(request.request_id, completion, spans, self._shard)
+        return new_tokens(so_far.first(self._safe(request, so_far.token_ids)), start)
 
     async def cancel(self, request_ids: list[str]) -> None:
         """Ends abandoned requests, without a result."""
