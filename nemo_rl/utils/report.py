@@ -250,20 +250,22 @@ def _plain(value: float) -> float | None:
     return float(f"{value:.7g}") if math.isfinite(value) else None
 
 
-def _validation_samples(log_dir: Path) -> list[tuple[int, Path]]:
-    """Step and file of every validation that wrote its samples."""
+def _validation_samples(log_dir: Path, kind: str = "val") -> list[tuple[int, Path]]:
+    """Step and file of every validation (or training step: `kind` is `train`) that wrote its samples."""
     return sorted(
         (int(match[1]), path)
-        for path in (log_dir / "samples").glob("val_data_step*.jsonl")
-        if (match := re.fullmatch(r"val_data_step(\d+)\.jsonl", path.name))
+        for path in (log_dir / "samples").glob(f"{kind}_data_step*.jsonl")
+        if (match := re.fullmatch(rf"{kind}_data_step(\d+)\.jsonl", path.name))
     )
 
 
 def _samples(log_dir: Path) -> list[dict[str, Any]]:
-    """Validation conversations at the first and last validation that wrote them."""
-    numbered = _validation_samples(log_dir)
+    """Conversations at the first and last validation that wrote them, or else those of the first and last step."""
+    title, numbered = "Validation samples", _validation_samples(log_dir)
+    if not numbered:
+        title, numbered = "Samples", _validation_samples(log_dir, "train")
     chosen = numbered[:: max(len(numbered) - 1, 1)]
-    groups = [{"title": f"Validation samples at step {step}", "samples": _sample_rows(path)} for step, path in chosen]
+    groups = [{"title": f"{title} at step {step}", "samples": _sample_rows(path)} for step, path in chosen]
     return [group for group in groups if group["samples"]]
 
 

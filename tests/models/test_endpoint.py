@@ -241,6 +241,8 @@ def test_each_of_several_answers_is_a_turn_with_a_seed_of_its_own(session: tuple
         ({"temperature": 0.25}, 400, "policy.generation.temperature=1"),
         ({"frequency_penalty": 0.5}, 400, "frequency_penalty"),
         ({"response_format": {"type": "json_object"}}, 400, "structured"),
+        ({"guided_json": {"type": "object"}}, 400, "guided_json"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, 400, "structured"),
         ({"logprobs": True, "top_logprobs": 3}, 400, "top_logprobs"),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, 413, "max_body_bytes=4096"),
     ],

@@ -280,6 +280,8 @@ def _log_samples(run: GRPORun, experience: Experience, step: int) -> None:
         columns.pop("advantages")
     if needs_previous_logprobs(run.config.grpo, run.config.loss_fn):
         columns["prev_logprobs"] = "prev_logprobs"
+    if "conversation" in run.store.columns(experience.handle):
+        columns["conversation"] = "conversation"
     stage = sample_log_stage(run.logger.samples_dir / f"train_data_step{step}.jsonl", columns)
     with run.sample_files.best_effort():
         run.store.apply(experience.handle, stage)

@@ -134,7 +134,8 @@ def _sources(
             runner,
             pad_token_id=tokenizer.pad_token_id,
             multiple=config.policy.make_sequence_length_divisible_by,
-            conversations=shown,
+            # What an agent said in which role cannot be seen from the text of its rows.
+            conversations=shown or any(environment.is_agent for environment in environments.values()),
             branches=not shown,
             recording=recording,
         )

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config.errors import UserError
@@ -302,11 +302,16 @@ def _cut(text: str, stops: Sequence[str], included: bool) -> tuple[str, str | No
     return text[: place + (len(stop) if included else 0)], stop
 
 
-def _check_params(params: Any) -> None:
-    """Raises BadRequest: a parameter is set that the router does not pass on."""
+@cache
+def _usual_params() -> Any:
     from vllm import SamplingParams
 
-    usual = SamplingParams()
+    return SamplingParams()
+
+
+def _check_params(params: Any) -> None:
+    """Raises BadRequest: a parameter is set that the router does not pass on."""
+    usual = _usual_params()
     names = [name for name in getattr(type(params), "__struct_fields__", ()) if not name.startswith("_")]
     refused = [
         name

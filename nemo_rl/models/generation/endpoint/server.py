@@ -57,6 +57,7 @@ Record = Callable[[Sequence[Mapping[str, object]]], None]
 
 SESSION_HEADER = "X-Session-ID"
 _KEY = "policy.generation.vllm_cfg.http_server"
+_KEEP_ALIVE_S = 3600
 _START_S = 60.0
 _END_S = 10.0
 
@@ -110,6 +111,8 @@ class Endpoint:
             settings = uvicorn.Config(guarded(self._app(), self.token, self._config.max_body_bytes), log_config=None)
             settings.log_level, settings.access_log, settings.lifespan = "warning", False, "off"
             settings.timeout_graceful_shutdown = 1
+            # Agents keep their connection while they think: one that is closed as they ask again is an error to them.
+            settings.timeout_keep_alive = _KEEP_ALIVE_S
             self._server = uvicorn.Server(settings)
             serving = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
             while not self._server.started and not serving.done():
@@ -400,6 +403,9 @@ async def _body(request: Request) -> dict[str, Any]:
     body = json.loads(await request.body())
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
+    # Older names of structured outputs, which vLLM's classes would pass over.
+    if guided := sorted(name for name in body if name.startswith("guided_") and body[name] is not None):
+        raise BadRequest(f"not supported here: {', '.join(guided)} (structured outputs); leave it out")
     return body
 
 
