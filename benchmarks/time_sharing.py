@@ -134,7 +134,9 @@ def config_of(args: argparse.Namespace, way: str, job: str, gpus: int) -> Path:
     ahead = way.endswith("-ahead")
     config = copy.deepcopy(throughput_config(shaped, args.model, args.prompts_file, Contender(way, int(ahead))))
     if sharers(args, way) > 2:
-        config["policy"]["sequence_packing"] |= {"train_mb_tokens": 4096, "logprob_mb_tokens": 8192}
+        # A trainer of the pool has the memory of two parts of the GPU, since only one trains at a time.
+        tokens = 8192 if way in _POOLS else 4096
+        config["policy"]["sequence_packing"] |= {"train_mb_tokens": tokens, "logprob_mb_tokens": 2 * tokens}
     config["grpo"]["seed"] = ord(job)
     vllm: dict[str, Any] = {"enforce_eager": args.eager}
     if not ahead:

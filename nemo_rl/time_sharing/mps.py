@@ -1,7 +1,7 @@
 """NVIDIA's Multi-Process Service for the processes of a pool, so that kernels of several jobs run on a GPU at once.
 
 Without it, a GPU switches between the processes that use it. Invariant: the service that is started here ends with the
-block, and its sockets lie in a directory of its own.
+block, by force if it must, and its sockets lie in a directory of its own.
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import psutil
+
 from nemo_rl.config.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 _COMMAND = "nvidia-cuda-mps-control"
 _START_S = 30.0
-_QUIT_S = 30.0
+_QUIT_S = 15.0
 _CLIENTS_S = 5
+_KILL_S = 5.0
+_NAMES = "nvidia-cuda-mps"  # of the daemon and its servers
 
 
 class MpsError(UserError, RuntimeError):
@@ -52,9 +56,23 @@ def multi_process_service(on: bool) -> Iterator[None]:
                 _control(commands=f"quit -t {_CLIENTS_S}\n", timeout_s=_QUIT_S)
             except MpsError as error:
                 # What ended the block says more.
-                logger.warning("mps=not_ended reason=%s", error)
+                logger.warning("mps=killed reason=%s", error)
+            _kill_left(folder)
             for name in given:
                 os.environ.pop(name, None)
+
+
+def _kill_left(folder: str) -> None:
+    """Kills what is left of the service: its daemon and servers keep the GPUs' memory of clients that are gone."""
+    left = []
+    for process in psutil.process_iter(["name"]):
+        try:
+            if process.info["name"].startswith(_NAMES) and process.environ().get("CUDA_MPS_PIPE_DIRECTORY") == folder:
+                process.kill()
+                left.append(process)
+        except psutil.Error:
+            continue  # it has ended, or is another user's
+    psutil.wait_procs(left, timeout=_KILL_S)
 
 
 def _control(*arguments: str, commands: str = "", timeout_s: float) -> None:

@@ -16,7 +16,7 @@ from nemo_rl.time_sharing.agents.actors import CONTROL_NAMESPACE, SCHEDULER_NAME
 from nemo_rl.time_sharing.agents.ray_reaper import end_agents
 from nemo_rl.time_sharing.log.pool_state import Outcome, Standing
 from nemo_rl.time_sharing.pipelines.grpo import POOL_NAME, PoolHandles
-from nemo_rl.time_sharing.pipelines.residents import slot_bytes
+from nemo_rl.time_sharing.pipelines.residents import SlotBytes, slot_bytes
 from nemo_rl.time_sharing.pool import ACTOR_THREADS, PoolActor
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import Limits
@@ -93,7 +93,7 @@ def open_pool(
     return actor
 
 
-def _slot_bytes(pool: Pool) -> int | None:
+def _slot_bytes(pool: Pool) -> SlotBytes | None:
     """Device memory of each slot, the same on every node; None where a slot is a whole GPU."""
     from nemo_rl.distributed.accelerators import least_device_bytes
 

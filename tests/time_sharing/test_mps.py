@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from pathlib import Path
 
+import psutil
 import pytest
 
 from nemo_rl.time_sharing.mps import MpsError, multi_process_service
@@ -40,7 +42,24 @@ def test_what_ends_the_block_is_said_and_not_that_the_service_does_not_end(
     _install(tmp_path, monkeypatch, quit=1)
     with caplog.at_level(logging.WARNING), pytest.raises(ZeroDivisionError), multi_process_service(True):
         raise ZeroDivisionError
-    assert "mps=not_ended" in caplog.text
+    assert "mps=killed" in caplog.text
+
+
+def test_a_service_that_does_not_answer_is_killed_with_its_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _install(tmp_path, monkeypatch)
+    server = tmp_path / "nvidia-cuda-mps-server"
+    shutil.copy(shutil.which("sleep") or "", server)
+    (tmp_path / "nvidia-cuda-mps-control").write_text(
+        f'#!/bin/sh\nif [ "$1" = -d ]; then {server} 600 & echo $! > {tmp_path}/server; else exec sleep 600; fi\n'
+    )
+    monkeypatch.setattr("nemo_rl.time_sharing.mps._QUIT_S", 0.5)
+    with multi_process_service(True):
+        pid = int((tmp_path / "server").read_text())
+        assert psutil.pid_exists(pid)
+    assert "did not answer" in caplog.text
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_it_is_refused_where_it_is_missing_or_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,9 +47,22 @@ def test_a_job_comes_to_the_slot_on_which_the_fewest_are() -> None:
 
 def test_slots_too_small_for_an_engine_are_refused_with_the_most_that_fit() -> None:
     assert slot_bytes(80 * _GIB, 1) is None
-    assert slot_bytes(80 * _GIB, 2) == int(80 * _GIB * 0.88 / 2)
-    with pytest.raises(SlotTooSmall, match=r"--slots-per-gpu 40: .* ask for at most 17"):
+    with pytest.raises(SlotTooSmall, match=r"--slots-per-gpu 40: .* ask for at most 16"):
         slot_bytes(80 * _GIB, 40)
+    assert slot_bytes(80 * _GIB, 16) is not None
+
+
+@given(device_gib=st.integers(16, 192), slots=st.integers(2, 8))
+def test_engines_of_all_jobs_fit_beside_the_one_that_trains(device_gib: int, slots: int) -> None:
+    device_bytes = device_gib * _GIB
+    try:
+        sizes = slot_bytes(device_bytes, slots)
+    except SlotTooSmall:
+        assert device_bytes * 0.88 / (slots + 1) < 4 * _GIB
+        return
+    assert sizes is not None and sizes.trainer > sizes.engines
+    assert (slots - 1) * sizes.engines + sizes.trainer <= device_bytes * 0.88
+    assert slots * sizes.engines <= device_bytes * 0.88
 
 
 @settings(max_examples=12)

@@ -28,7 +28,7 @@ from nemo_rl.utils.record_events import EngineBuilt
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.grpo.run import GRPORun
-    from nemo_rl.time_sharing.pipelines.residents import Part, SlotMemory
+    from nemo_rl.time_sharing.pipelines.residents import Part, SlotBytes, SlotMemory
     from nemo_rl.time_sharing.pipelines.shared_cluster import SharedCluster
     from nemo_rl.time_sharing.pipelines.vllm_engine import FirstSleep
     from nemo_rl.utils.progress import RunProgress
@@ -51,7 +51,7 @@ class PoolHandles:
     groups: Sequence[Any]  # placement groups, one per node, one bundle per GPU
     limits: Limits
     log_dir: str  # where the scheduler's log is, and the agents' records
-    slot_bytes: int | None = None
+    slot_bytes: SlotBytes | None = None
     name: str = ""  # of the pool, for people
 
     @property

@@ -26,23 +26,33 @@ class SlotTooSmall(UserError, ValueError):
     """The GPUs cannot be divided into as many slots."""
 
 
-def slot_bytes(device_bytes: int, slots_per_gpu: int) -> int | None:
+class SlotBytes(NamedTuple):
+    """Device memory that a job may take on a GPU with slots: with its engines, and with its trainer."""
+
+    engines: int
+    trainer: int
+
+
+def slot_bytes(device_bytes: int, slots_per_gpu: int) -> SlotBytes | None:
     """Device memory of each slot of a GPU; None where the whole GPU is one.
 
-    A part of the GPU is kept back for what stays while jobs sleep: CUDA contexts, and the CUDA graphs of engines.
+    A part of the GPU is kept back for what stays while jobs sleep: CUDA contexts, and the CUDA graphs of engines. The
+    rest is divided into one part for each slot and one for the training turn. A trainer has two of them: that of its
+    slot, where its engines sleep meanwhile, and that of the turn, which one trainer has at a time.
 
     Raises SlotTooSmall: a slot would have less than an engine of the smallest model needs.
     """
     if slots_per_gpu == 1:
         return None
-    each = int(device_bytes * (1 - _RESERVED_SHARE) / slots_per_gpu)
-    if each < _LEAST_SLOT_BYTES:
+    usable = device_bytes * (1 - _RESERVED_SHARE)
+    part = int(usable / (slots_per_gpu + 1))
+    if part < _LEAST_SLOT_BYTES:
         raise SlotTooSmall(
-            f"--slots-per-gpu {slots_per_gpu}: each slot would have {_gib(each)} of {_gib(device_bytes)}, and an "
+            f"--slots-per-gpu {slots_per_gpu}: each slot would have {_gib(part)} of {_gib(device_bytes)}, and an "
             f"engine needs {_gib(_LEAST_SLOT_BYTES)} at least; ask for at most "
-            f"{max(int(device_bytes * (1 - _RESERVED_SHARE) / _LEAST_SLOT_BYTES), 1)}"
+            f"{max(int(usable / _LEAST_SLOT_BYTES) - 1, 1)}"
         )
-    return each
+    return SlotBytes(part, 2 * part)
 
 
 class PoolFull(UserError, RuntimeError):

@@ -21,6 +21,7 @@ from nemo_rl.distributed.virtual_cluster import (
     holders_of,
 )
 from nemo_rl.time_sharing.agents.ray_reaper import agent_namespace, rank_actor_name
+from nemo_rl.time_sharing.pipelines.residents import SlotBytes
 from nemo_rl.time_sharing.protocol.topology import Pool
 
 # Every slot is shared by this many worker groups at most: two of each pipeline.
@@ -63,7 +64,7 @@ class SharedCluster(RayVirtualCluster):
         groups: Of the pool, one per node.
         incarnation: Which life of the pipeline.
         leads_ranks: Whether each worker leads a generation rank, so that it can be ended by itself.
-        slot_bytes: Device memory that each slot may take; None for all of its GPU.
+        slot_bytes: Device memory that the slots of its pool may take; None where each is a whole GPU.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class SharedCluster(RayVirtualCluster):
         pipeline: str,
         incarnation: int,
         leads_ranks: bool,
-        slot_bytes: int | None = None,
+        slot_bytes: SlotBytes | None = None,
         port_range_low: int = 20000,
         port_range_high: int = 29999,
     ) -> None:
@@ -90,10 +91,12 @@ class SharedCluster(RayVirtualCluster):
             port_range_low=port_range_low,
             port_range_high=port_range_high,
         )
-        self.slot_bytes = slot_bytes
-        if slot_bytes is not None and not leads_ranks:
-            # A decode step is short and waits on its result; a training kernel that gives way loses next to nothing.
-            self.worker_env = {_MPS_PRIORITY: _BELOW_NORMAL}
+        if slot_bytes is not None:
+            self.slot_bytes = slot_bytes.engines if leads_ranks else slot_bytes.trainer
+            if not leads_ranks:
+                # A decode step is short and waits on its result; a training kernel that gives way loses next to
+                # nothing.
+                self.worker_env = {_MPS_PRIORITY: _BELOW_NORMAL}
         self._pool, self._gpus = pool, tuple(gpus)
         self._pool_groups = list(groups)
         self._pipeline, self._incarnation, self._leads_ranks = pipeline, incarnation, leads_ranks
