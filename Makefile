@@ -15,7 +15,7 @@ MINUTES ?= 60
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: soak chaos mooncake-libs help install demo distillation test test-fast lint format docs clean
+.PHONY: soak chaos mooncake-libs help install demo distillation multi-lora test test-fast lint format docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,11 @@ distillation: $(RESULTS)/base/config.json $(RESULTS)/student/config.json ## a st
 	$(BIN)/python examples/run_sft.py --config examples/configs/sft_arithmetic_cpu.yaml policy.model_name=$(RESULTS)/student \
 	    checkpointing.checkpoint_dir=$(RESULTS)/student_sft logger.log_dir=logs/distillation_student
 	$(BIN)/python examples/run_distillation.py --config examples/configs/distillation_arithmetic_cpu.yaml
+
+multi-lora: $(RESULTS)/base/config.json ## four adapters learn four tasks on one small model, beside each other
+	$(BIN)/python examples/run_sft.py --config examples/configs/multi_lora/warm_start.yaml
+	$(BIN)/python examples/run_multi_lora.py --config examples/configs/multi_lora/base.yaml \
+	    --adapters $(foreach task,add subtract reverse sort,examples/configs/multi_lora/$(task).yaml)
 
 $(RESULTS)/student/config.json: examples/make_tiny_model.py | $(READY)
 	$(BIN)/python examples/make_tiny_model.py $(RESULTS)/student --layers 2 --hidden 96 --heads 3 --kv-heads 1 --seed 1

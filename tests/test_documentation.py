@@ -84,6 +84,7 @@ RUNS = {
     "run_grpo_sliding_puzzle.py": "MasterConfig",
     "run_sft.py": "SFTMasterConfig",
     "run_distillation.py": "DistillationMasterConfig",
+    "run_multi_lora.py": "MultiLoraMasterConfig",
     "run_eval.py": "EvalMasterConfig",
 }
 
@@ -190,6 +191,10 @@ def configured(words: list[str], kind: str, workplace: Path) -> str:
     import nemo_rl.config
 
     arguments = words[2:]
+    if kind == "MultiLoraMasterConfig" and arguments[0] in ("add", "remove", "list"):
+        # On a job that runs; tests/algorithms/test_multi_lora_job.py carries them out.
+        files = [name for name in arguments if name.endswith(".yaml")]
+        return "" if all((workplace / name).is_file() for name in files) else f"{files} are not all there"
     file = workplace / arguments[arguments.index("--config") + 1] if "--config" in arguments else None
     overrides = [word for word in arguments if "=" in word]
     try:

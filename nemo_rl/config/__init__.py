@@ -73,6 +73,7 @@ from nemo_rl.config.megatron import (
     MegatronPeftConfig,
     MegatronSchedulerConfig,
 )
+from nemo_rl.config.multi_lora_section import MultiLoraConfig, MultiLoraMasterConfig
 from nemo_rl.config.overrides import parse_hydra_overrides
 from nemo_rl.config.placement import (
     cluster_world_size,

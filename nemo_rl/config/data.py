@@ -58,9 +58,11 @@ class DatasetKeys(Section):
     held_out: NonNegativeInt = Field(
         512, description="Generated datasets: distinct problems kept for split `validation`, never in `train`."
     )
-    task: str | None = Field(None, description="reasoning_gym: name of the task, such as spell_backward.")
+    task: str | None = Field(
+        None, description="reasoning_gym: name of the task, such as spell_backward; digits: reverse or sort."
+    )
     task_config: dict[str, Any] = Field(
-        default_factory=dict, description="reasoning_gym, sliding_puzzle: settings of the task's generator."
+        default_factory=dict, description="reasoning_gym, sliding_puzzle, digits: settings of the task's generator."
     )
     max_operand: PositiveInt = Field(99, description="arithmetic: largest operand.")
     operators: list[str] = Field(["+", "-"], description="arithmetic: operators among + - *.")
@@ -68,7 +70,8 @@ class DatasetKeys(Section):
         0.0,
         ge=0,
         lt=1,
-        description="arithmetic: fraction of training answers with a digit too many, as careless demonstrations have.",
+        description="arithmetic, digits: fraction of training answers with a digit too many, as careless "
+        "demonstrations have.",
     )
 
 

@@ -20,6 +20,7 @@ from nemo_rl.config.evaluation import EvalMasterConfig
 from nemo_rl.config.foreign import adapt
 from nemo_rl.config.layers import Layer, merge, read_layers, with_sources
 from nemo_rl.config.master import CompleteConfig, DistillationMasterConfig, MasterConfig, SFTMasterConfig
+from nemo_rl.config.multi_lora_section import MultiLoraMasterConfig
 from nemo_rl.config.overrides import Action, Override, apply, parse_hydra_overrides, parse_override
 from nemo_rl.config.validate import validate
 
@@ -140,10 +141,15 @@ def kind_of_file(
     path: str | Path | None, mistakes: list[ConfigError] | None = None
 ) -> type[MasterConfig | SFTMasterConfig | EvalMasterConfig]:
     """SFT when the merged file has a section `sft`, distillation when it has `distillation`, evaluation when it has
-    `eval`, GRPO otherwise.
+    `eval`, many adapters when it has `multi_lora`, GRPO otherwise.
 
     For the arguments see `read_layers`.
     """
     sections: dict[str, Any] = {} if path is None else merge(read_layers(path, mistakes))
-    kinds = {"sft": SFTMasterConfig, "distillation": DistillationMasterConfig, "eval": EvalMasterConfig}
+    kinds = {
+        "sft": SFTMasterConfig,
+        "distillation": DistillationMasterConfig,
+        "eval": EvalMasterConfig,
+        "multi_lora": MultiLoraMasterConfig,
+    }
     return next((kind for section, kind in kinds.items() if section in sections), MasterConfig)

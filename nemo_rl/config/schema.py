@@ -18,6 +18,7 @@ from nemo_rl.config.defaults import followed, plain
 from nemo_rl.config.distillation import TeacherConfig
 from nemo_rl.config.evaluation import EvalMasterConfig
 from nemo_rl.config.master import DistillationMasterConfig, MasterConfig, SFTMasterConfig
+from nemo_rl.config.multi_lora_section import MultiLoraMasterConfig
 from nemo_rl.config.section import (
     AbsentIsDefault,
     DefaultFrom,
@@ -193,6 +194,11 @@ def reference_page() -> str:
         "Has the sections of GRPO but for the two below. `teacher` is mandatory, and has besides its own keys those of "
         "`policy`.\n",
         *_tables(DistillationMasterConfig, tuple(seen - {"loss_fn"})),
+    ]
+    parts += [
+        "## Many adapters\n",
+        "Has the sections of GRPO and the one below; see [Many adapters](multi_lora.md).\n",
+        *_tables(MultiLoraMasterConfig, tuple(seen)),
     ]
     parts += [
         "## Evaluation\n",

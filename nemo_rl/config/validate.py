@@ -20,6 +20,7 @@ from nemo_rl.config import (  # noqa: F401 -- rules
     data_rules,
     distillation_rules,
     generation_rules,
+    multi_lora_rules,
     pass_through,
     training_rules,
 )

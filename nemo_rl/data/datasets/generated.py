@@ -9,14 +9,15 @@ the same order; no held-out problem is a training problem, not even with its ope
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import operator
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from typing_extensions import override
 
 from nemo_rl.config import DatasetConfig, Section
@@ -199,6 +200,46 @@ class ArithmeticDataset(RawDataset):
                 "task_name": [task_name] * len(problems),
             }
         )
+
+
+class DigitsConfig(Section):
+    """`task_config` of the dataset `digits`."""
+
+    digits: int = Field(4, ge=2, le=12, description="Digits of a problem.")
+
+
+_DIGIT_TASKS: dict[str, tuple[str, Callable[[str], str]]] = {
+    "reverse": ("rev", lambda digits: digits[::-1]),
+    "sort": ("sort", lambda digits: "".join(sorted(digits))),
+}
+
+
+class DigitsDataset(RawDataset):
+    """Digits from 1 to 9 to reverse, `rev5173=`, or to sort, `sort5173=`, by `task`; splits and `slips` as `arithmetic`
+    has them.
+    """
+
+    def __init__(self, config: DatasetConfig, task_name: str, key: str = "data.train") -> None:
+        from datasets import Dataset
+
+        if config.task not in _DIGIT_TASKS:
+            raise DataError(f"{key}.task: digits has no task {config.task!r}; it has {', '.join(_DIGIT_TASKS)}")
+        word, solve = _DIGIT_TASKS[config.task]
+        count, draw = checked_settings(DigitsConfig, config, key).digits, random.Random(config.seed)
+        drawn = ("".join(draw.choices("123456789", k=count)) for _ in itertools.repeat(None, _most_draws(config)))
+        problems = distinct_split(((digits, digits) for digits in drawn), config, key)
+        slips = _Slips(config.slips if split_of(config, key) == "train" else 0.0, config.seed)
+        self.task_name = task_name
+        self.dataset = Dataset.from_dict(
+            {
+                "messages": [conversation(f"{word}{text}=", slips.written(solve(text))) for text in problems],
+                "task_name": [task_name] * len(problems),
+            }
+        )
+
+
+def _most_draws(config: DatasetConfig) -> int:
+    return _DRAWS_PER_PROBLEM * (config.held_out + config.num_problems)
 
 
 @dataclass(frozen=True)

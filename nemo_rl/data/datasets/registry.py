@@ -23,7 +23,7 @@ from nemo_rl.data.conversations import Message, Row, as_messages, cell
 from nemo_rl.data.datasets import published
 from nemo_rl.data.datasets.files import PlacedRow, read_rows
 from nemo_rl.data.datasets.formats import completed, dapo, helpsteer, question_and_answer, recognised
-from nemo_rl.data.datasets.generated import ArithmeticDataset, ReasoningGymDataset
+from nemo_rl.data.datasets.generated import ArithmeticDataset, DigitsDataset, ReasoningGymDataset
 from nemo_rl.data.datasets.raw import RawDataset, ReadRows, look_at_rows
 from nemo_rl.data.datasets.sliding_puzzle import SlidingPuzzleDataset
 from nemo_rl.data.interfaces import DataError
@@ -32,6 +32,7 @@ from nemo_rl.data.processors import get_processor, trains_whole, used_messages
 Conversation = list[Message] | None
 GENERATED: dict[str, Callable[[DatasetConfig, str, str], RawDataset]] = {
     "arithmetic": ArithmeticDataset,
+    "digits": DigitsDataset,
     "reasoning_gym": ReasoningGymDataset,
     "sliding_puzzle": SlidingPuzzleDataset,
 }

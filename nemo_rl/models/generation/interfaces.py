@@ -67,6 +67,7 @@ class GenerationRequest:
     record_from: int | None = None  # first position whose routes are wanted; None if no decision is to be recorded
     streams: bool = False  # whether its tokens are wanted as they are drawn
     top_tokens: int | None = None  # scores the prompt: how many likely tokens are wanted after each of its positions
+    adapter: str = ""  # name of the adapter that it is drawn with; empty for the model alone
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,13 +81,14 @@ class LikelyNext:
 @dataclass(frozen=True)
 class VersionSpan:
     """Tokens `[start, end)` of a response came from weights `version`; `mixed_kv` when they attended to KV of older
-    weights.
+    weights. `adapter`: whose version it is; empty for the model's own.
     """
 
     version: int
     start: int
     end: int
     mixed_kv: bool = False
+    adapter: str = ""
 
 
 @dataclass(frozen=True)

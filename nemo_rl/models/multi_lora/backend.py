@@ -138,7 +138,7 @@ def build_backend(cfg: PolicyConfig, sizes: ParallelSizes) -> MultiLoraBackend:
     mesh = ParallelMesh(sizes, _accelerator(), dp_replicate=cfg.dtensor_cfg.dp_replicate_size)
     base = cfg.model_copy(deep=True)
     base.dtensor_cfg.lora_cfg.enabled = False
-    # Spans differ from row to row, and each pattern of them would be compiled anew.
+    # Spans differ from row to row, and each pattern of them would be compiled again.
     base.dtensor_cfg.torch_compile = False
     scorer = load_scorer(base, mesh)
     names = [hf_name(name) for name in chosen_layers(scorer.lm, cfg.dtensor_cfg.lora_cfg)]

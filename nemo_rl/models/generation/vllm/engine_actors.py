@@ -243,6 +243,7 @@ def start_engine_actors(
     lent: bool = False,
     name_prefix: str = ENGINES,
     profile: Profile | None = None,
+    worker: str = _WORKER,
 ) -> EngineActors:
     """Starts the actors on the slots of a cluster; they import what an engine needs.
 
@@ -257,6 +258,7 @@ def start_engine_actors(
         sleeps: Whether engines must be able to sleep; by default where slots are shared or lent.
         lent: Whether a scheduler lends the slots.
         profile: Which shards start under Nsight Systems; none by default.
+        worker: Dotted name of the actors' class.
     """
     vllm = policy.generation.vllm_cfg
     tied = _tie_bundles(cluster, vllm.tensor_parallel_size * vllm.pipeline_parallel_size)
@@ -273,7 +275,7 @@ def start_engine_actors(
     )
     group = RayWorkerGroup(
         cluster,
-        RayWorkerBuilder(_WORKER, spec, policy.generation.bad_words),
+        RayWorkerBuilder(worker, spec, policy.generation.bad_words),
         name_prefix=name_prefix,
         bundle_indices_list=[slots for slots in tied for _ in range(vllm.engines_per_gpu)],
         env_vars=spec.env,

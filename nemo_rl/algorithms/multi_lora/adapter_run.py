@@ -1,0 +1,219 @@
+"""One adapter of a job as a GRPO run: its own data, environments, loss, logs and checkpoints, on shared accelerators.
+
+Everything that a run does is GRPO's own; policy, generation and control plane are views of the job's. Invariant: what
+one adapter builds, it alone uses and closes.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from rich.console import Console
+
+from nemo_rl.algorithms.grpo.assembly import make_loss
+from nemo_rl.algorithms.grpo.placement import OwnPlacement
+from nemo_rl.algorithms.grpo.run import DeviceCount, GRPORun, GRPOState
+from nemo_rl.algorithms.grpo.sources import make_loaders, make_rollout_sources, prompts_per_step
+from nemo_rl.algorithms.multi_lora.engines import AdapterControl, AdapterEngines, AdapterGeneration
+from nemo_rl.algorithms.multi_lora.passes import AdapterPolicy, SharedPasses
+from nemo_rl.algorithms.placement import check_policy
+from nemo_rl.algorithms.startup import Algorithm, Limits, prepared
+from nemo_rl.config.data_rules import environments_in_use
+from nemo_rl.config.multi_lora import AdapterConfig
+from nemo_rl.data.loader import Loader
+from nemo_rl.distributed.accelerators import Accelerator
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.environments.registry import (
+    Actors,
+    await_environments,
+    end_environments,
+    environment_class,
+    section_of,
+    start_environments,
+)
+from nemo_rl.experience.store import InProcessStore
+from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
+from nemo_rl.models.multi_lora.policy import MultiLoraPolicy
+from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.utils.adapters import AdapterInfo
+from nemo_rl.utils.progress import RunProgress, StartPhases
+from nemo_rl.utils.record import RecordWriter
+from nemo_rl.utils.timer import TimeoutChecker, Timer
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_ARCHIVE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the adapters of a job share."""
+
+    policy: MultiLoraPolicy
+    engines: AdapterEngines
+    passes: SharedPasses
+    accelerator: Accelerator
+    clusters: list[RayVirtualCluster]
+    device_count: DeviceCount
+
+
+class _Guest(OwnPlacement):
+    """The placement of an adapter: the job's cluster is there, and stays."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__()
+        self._accelerator = accelerator
+
+    def connect(self, config: object) -> Accelerator:  # type: ignore[override]
+        return self._accelerator
+
+    def disconnect(self) -> None:
+        """Does nothing: the job leaves the cluster."""
+
+
+@dataclass(frozen=True)
+class _Environments:
+    """An adapter's environments while it is prepared."""
+
+    actors: Actors
+
+    def shutdown(self) -> None:
+        """Ends them. Safe to call twice."""
+        end_environments(self.actors)
+
+
+class _Prefixed:
+    """Standard error, each line with the adapter's name before it."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._rest = name, ""
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            sys.stderr.write(f"{self._name}: {line}\n")
+        return len(text)
+
+    def flush(self) -> None:
+        """Lines are written whole."""
+        sys.stderr.flush()
+
+
+def build_run(
+    adapter: AdapterConfig,
+    slot: int,
+    shared: Shared,
+    removed: threading.Event,
+    progress: Callable[[int, int], None],
+) -> GRPORun:
+    """An adapter's run, its slot filled. For errors see `algorithms.startup.prepared`.
+
+    Args:
+        removed: Set when the adapter was removed.
+        progress: Called with the prompt groups that are there and those that are waited for.
+    """
+    config, name = adapter.config, adapter.name
+    console = Console(file=cast(Any, _Prefixed(name)), width=140)
+    start, placement = StartPhases(console), _Guest(shared.accelerator)
+    with prepared(config, _algorithm(adapter), placement, start) as ready, ExitStack() as undo:
+        record = RecordWriter(
+            Path(config.logger.log_dir) / "record.jsonl", source=f"{name}/driver", archive_bytes=_ARCHIVE_BYTES
+        )
+        undo.callback(record.close)
+        actors = ready.begun.actors
+        await_environments(actors, config.env)
+        paths = ready.checkpointer.get_resume_paths(ready.resume.checkpoint) if ready.resume is not None else None
+        fresh = ready.resume is not None and ready.resume.fresh_optimizer
+        taken = shared.policy.fill_slot(
+            slot,
+            config.policy,
+            None if paths is None else str(paths.weights.resolve()),
+            None if paths is None or paths.optimizer is None or fresh else str(paths.optimizer.resolve()),
+        )
+        undo.callback(shared.policy.clear_slot, slot)
+        start.say(f"slot {slot}: {taken / (1 << 20):.1f} MiB on each training rank, with its optimizer")
+        lora = config.policy.dtensor_cfg.lora_cfg
+        layers = sorted({n.rpartition(".")[0].rpartition(".")[2] for n in shared.policy.slot_factors(slot)})
+        info = AdapterInfo(config.policy.model_name, lora.dim, lora.alpha, layers)
+        policy = AdapterPolicy(shared.passes, shared.policy, config.policy, name, slot, removed, ready.tokenizer)
+        generation = AdapterGeneration(shared.engines, name, removed, policy)
+        store = InProcessStore(ready.tokenizer.pad_token_id, config.policy.make_sequence_length_divisible_by)
+        timer = Timer()
+        # Both views have what a run calls.
+        policy_view, generation_view = cast(Policy, policy), cast(VllmGeneration, generation)
+        train_source, val_source = make_rollout_sources(
+            store, config, ready.tokenizer, generation_view, ready.datasets, actors, record, f"{name}/"
+        )
+        run = GRPORun(
+            config=config,
+            tokenizer=ready.tokenizer,
+            policy=policy_view,
+            generation=generation_view,
+            control=AdapterControl(shared.engines, name, slot, info, timer, record.bind("refit"), progress),
+            rollouts=train_source,
+            validation_rollouts=val_source,
+            store=store,
+            loss_fn=make_loss(config.loss_fn),
+            train_loader=ready.loaders.train,
+            val_loader=ready.loaders.validation,
+            logger=ready.logger,
+            checkpointer=ready.checkpointer,
+            state=ready.state,
+            record=record,
+            timer=timer,
+            timeout=TimeoutChecker(config.checkpointing.checkpoint_must_save_by),
+            progress=RunProgress(ready.total_steps, title=name, first_step=ready.state.step, console=console),
+            total_steps=ready.total_steps,
+            environments=actors,
+            placement=placement,
+            clusters=[],
+            device_count=shared.device_count,
+            env_of_validation_task=ready.datasets.env_of_validation_task,
+        )
+        undo.pop_all()
+    return run
+
+
+def _algorithm(adapter: AdapterConfig) -> Algorithm[GRPOState, Loader, _Environments]:
+    config = adapter.config
+    grpo = config.grpo
+    epochs = None if config.data.use_multiple_dataloader or grpo.use_dynamic_sampling else grpo.max_num_epochs
+
+    def check() -> PretrainedConfig:
+        for name in environments_in_use(config):
+            environment_class(name, section_of(name, config.env))
+        make_loss(config.loss_fn)
+        return check_policy(config)
+
+    return Algorithm(
+        state=GRPOState(),
+        resumed=lambda resume: GRPOState.from_training_info(resume.info),
+        seed=grpo.seed,
+        limits=Limits("grpo.max_num_steps", grpo.max_num_steps, epochs, prompts_per_step(config)),
+        check_directories=lambda checkpointer, resume: None,
+        check=check,
+        loaders=lambda datasets, tokenizer: make_loaders(config, datasets),
+        begin=lambda accelerator, checkpointer, resume: _Environments(
+            start_environments(environments_in_use(config), config.env)
+        ),
+    )
+
+
+def close_run(run: GRPORun) -> None:
+    """Closes what an adapter's run has of its own; safe after a failure."""
+    with ExitStack() as stack:
+        if isinstance(run.record, RecordWriter):
+            stack.callback(run.record.close)
+        stack.callback(end_environments, run.environments)
+        stack.callback(run.store.close)
+        stack.callback(run.logger.close)
+        stack.callback(run.record.flush)
+        stack.callback(run.checkpointer.shutdown)
+        stack.callback(run.reports.close)

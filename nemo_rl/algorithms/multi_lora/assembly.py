@@ -1,0 +1,151 @@
+"""Builds what the adapters of a job share: slots of accelerators, the frozen base model, and engines.
+
+Training and engines keep their memory side by side on shared accelerators: adapters train while others generate.
+Invariant: if a step fails, everything built before is shut down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nemo_rl.algorithms.grpo.assembly import check_model
+from nemo_rl.algorithms.grpo.placement import OwnPlacement
+from nemo_rl.algorithms.grpo.run import DeviceCount
+from nemo_rl.algorithms.multi_lora.adapter_run import Shared
+from nemo_rl.algorithms.multi_lora.engines import AdapterEngines
+from nemo_rl.algorithms.multi_lora.passes import SharedPasses
+from nemo_rl.algorithms.placement import check_device
+from nemo_rl.algorithms.profiling import profile_of_run
+from nemo_rl.algorithms.startup import check_tokens, import_transformers
+from nemo_rl.config.multi_lora_section import MultiLoraMasterConfig
+from nemo_rl.data.tokenizer import get_tokenizer
+from nemo_rl.distributed.actor_logs import collect_actor_logs
+from nemo_rl.models.generation.interfaces import request_timeout_s
+from nemo_rl.models.generation.vllm.engine_actors import start_engine_actors
+from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
+from nemo_rl.models.multi_lora.engine import WORKER as ENGINE_WORKER
+from nemo_rl.models.multi_lora.policy import WORKER as POLICY_WORKER
+from nemo_rl.models.multi_lora.policy import MultiLoraPolicy
+from nemo_rl.models.policy.lm_policy import start_policy_actors
+from nemo_rl.models.policy.model_config import UnsupportedModelError, number_of_experts
+from nemo_rl.utils.progress import StartPhases
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# The ranks that vLLM's kernels are made for.
+_ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+
+def check_base(config: MultiLoraMasterConfig) -> PretrainedConfig:
+    """Checks the base without loading weights; returns the model's configuration. Raises UnsupportedModelError: a layer
+    that is named does not exist, the rank is larger than engines take, or the model is a mixture of experts; for others
+    see `grpo.assembly.check_model`.
+    """
+    model = check_model(config)
+    rank = config.policy.dtensor_cfg.lora_cfg.dim
+    if rank > _ENGINE_RANKS[-1]:
+        raise UnsupportedModelError(
+            f"policy.dtensor_cfg.lora_cfg.dim is {rank}, and vLLM takes adapters up to rank {_ENGINE_RANKS[-1]}"
+        )
+    if number_of_experts(model):
+        raise UnsupportedModelError(
+            f"{config.policy.model_name} is a mixture of experts: which tokens reach an expert is not known from the "
+            "row, so that its layers cannot tell adapters apart; train each adapter as a run of its own"
+        )
+    return model
+
+
+def with_adapters(config: MultiLoraMasterConfig) -> MultiLoraMasterConfig:
+    """The base's configuration with engines that take adapters; what the user put into `vllm_kwargs` wins."""
+    config = config.model_copy(deep=True)
+    generation, slots = config.policy.generation, config.multi_lora.slots
+    rank = config.policy.dtensor_cfg.lora_cfg.dim
+    generation.vllm_kwargs = {
+        "enable_lora": True,
+        "max_loras": slots,
+        # Requests of the version before may still run when a new one comes.
+        "max_cpu_loras": 2 * slots,
+        "max_lora_rank": next(size for size in _ENGINE_RANKS if size >= rank),
+        **generation.vllm_kwargs,
+    }
+    # The base's weights are the files'; nothing would send them again after a deeper sleep.
+    generation.vllm_cfg.sleep_level = 1
+    return config
+
+
+@contextmanager
+def shared_parts(
+    config: MultiLoraMasterConfig, start: StartPhases, placement: OwnPlacement | None = None
+) -> Iterator[Shared]:
+    """Context manager with the parts that adapters share, up and running. For errors see `check_base`; WorkerError: the
+    policy or an engine did not start.
+    """
+    config, placement = with_adapters(config), placement or OwnPlacement()
+    policy_cfg = config.policy
+    with ExitStack() as stack:
+        with start.phase("base model and tokenizer"):
+            import_transformers()
+            model = check_base(config)
+            tokenizer = get_tokenizer(policy_cfg.tokenizer, policy_cfg.trust_remote_code)
+            ends = check_tokens(policy_cfg, model, tokenizer, start.say)
+        with start.phase("Ray"):
+            accelerator = placement.connect(config)
+            stack.callback(placement.disconnect)
+            check_device(config, accelerator)
+            clusters = placement.reserve(config, accelerator)
+            for cluster in clusters.distinct():
+                stack.callback(cluster.shutdown)
+        stack.callback(collect_actor_logs, Path(config.logger.log_dir) / "actors")
+        if clusters.generation is None:
+            raise RuntimeError("adapters need engines")
+        profile = profile_of_run()
+        with start.phase("engines"):
+            actors = start_engine_actors(
+                clusters.generation,
+                policy_cfg,
+                config.cluster,
+                seed=config.grpo.seed,
+                colocated=False,
+                refits=False,
+                profile=profile,
+                worker=ENGINE_WORKER,
+            )
+            generation = VllmGeneration(
+                actors,
+                pad_token_id=tokenizer.pad_token_id,
+                stop_token_ids=list(ends.ids),
+                request_timeout_s=request_timeout_s(),
+            )
+            stack.callback(generation.shutdown)
+            if accelerator.is_cuda:
+                # An engine takes its share of the memory that is free; training takes its own afterwards.
+                generation.wait_until_started()
+        with start.phase("policy"):
+            workers = start_policy_actors(
+                clusters.training,
+                policy_cfg,
+                init_reference_model=False,
+                worker_extension_cls_fqn=POLICY_WORKER,
+                profile=profile,
+            )
+            policy = MultiLoraPolicy(clusters.training, policy_cfg, tokenizer, actors=workers)
+            stack.callback(policy.shutdown)
+            policy.wait_until_started()
+            generation.wait_until_started()
+        engines = AdapterEngines(generation, policy)
+        stack.callback(engines.close)
+        passes = SharedPasses(policy, config.multi_lora)
+        stack.callback(passes.close)
+        slots = [cluster.world_size() for cluster in clusters.distinct()]
+        yield Shared(
+            policy,
+            engines,
+            passes,
+            accelerator,
+            clusters.distinct(),
+            DeviceCount(sum(slots), clusters.training.world_size(), clusters.generation.world_size()),
+        )

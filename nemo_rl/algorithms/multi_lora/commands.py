@@ -1,0 +1,164 @@
+"""The command line of many adapters: runs a job, and adds, removes and lists adapters of one that runs.
+
+Invariant: a mistake in the base's or an adapter's file is reported before Ray or torch is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nemo_rl.algorithms.launch import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, Interrupts
+from nemo_rl.config.errors import ConfigError, UserError, in_one_line
+from nemo_rl.config.multi_lora import AdapterConfig, check_adapter, load_adapter, load_base
+from nemo_rl.config.multi_lora_section import MultiLoraMasterConfig
+from nemo_rl.distributed.processes import collect_rarely, importing
+
+if TYPE_CHECKING:
+    from nemo_rl.algorithms.multi_lora.job import AdapterState
+
+logger = logging.getLogger("nemo_rl")
+
+_COMMANDS = ("add", "remove", "list")
+_WAIT_S = 0.5
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs a job of adapters, or one of `add FILE ...`, `remove NAME ...` and `list` on the job of `--log-dir`. Returns
+    the exit code: 0 all adapters are done, 1 one failed, 2 a configuration is wrong, 130 interrupted.
+    """
+    logging.basicConfig(
+        level=os.environ.get("NRL_LOG_LEVEL", "WARNING").upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    if arguments and arguments[0] in _COMMANDS:
+        return _command(arguments[0], arguments[1:])
+    collect_rarely()
+    parser = argparse.ArgumentParser(
+        description="Trains many adapters on one base model; further arguments are overrides of the base's file."
+    )
+    parser.add_argument("--config", type=Path, required=True, help="the base's YAML file")
+    parser.add_argument("--adapters", type=Path, nargs="*", default=[], help="a YAML file per adapter")
+    parser.add_argument("--stay", action="store_true", help="wait for more adapters when all are done, until Ctrl-C")
+    options, overrides = parser.parse_known_args(list(arguments))
+    try:
+        base, raw = load_base(options.config, overrides)
+        adapters = _load_all(base, raw, options.adapters)
+        if not adapters and not options.stay:
+            raise ConfigError(["--adapters: names no file; name some, or pass --stay and add them later"])
+    except (UserError, OSError) as error:
+        sys.stderr.write(f"{error if isinstance(error, UserError) else in_one_line(error) or error}\n")
+        return EXIT_USAGE
+    return run(base, raw, adapters, stay=options.stay)
+
+
+def _load_all(base: MultiLoraMasterConfig, raw: Mapping[str, object], files: Sequence[Path]) -> list[AdapterConfig]:
+    adapters: list[AdapterConfig] = []
+    for file in files:
+        adapter = load_adapter(raw, file)
+        check_adapter(base, adapter, adapters)
+        adapters.append(adapter)
+    if len(adapters) > base.multi_lora.slots:
+        raise ConfigError(
+            [f"--adapters names {len(adapters)} files, and multi_lora.slots is {base.multi_lora.slots}; raise it"]
+        )
+    return adapters
+
+
+def run(
+    base: MultiLoraMasterConfig, raw: Mapping[str, object], adapters: Sequence[AdapterConfig], *, stay: bool = False
+) -> int:
+    """Runs checked adapters to their end; returns the exit code. `raw`: the base's mapping, for adapters that are added
+    later. `stay`: wait for more when all are done.
+    """
+    from nemo_rl.algorithms.commands import _ray_ahead
+
+    with _ray_ahead(base.cluster):
+        with importing():
+            from nemo_rl.algorithms.multi_lora.assembly import shared_parts
+            from nemo_rl.algorithms.multi_lora.http import serve
+            from nemo_rl.algorithms.multi_lora.job import MultiLoraJob, write_reports
+            from nemo_rl.utils.progress import StartPhases
+
+        start = StartPhases()
+        states: list[AdapterState] = []
+        code = EXIT_FAILED
+        with Interrupts() as interrupts:
+            try:
+                with shared_parts(base, start) as shared:
+                    interrupts.listen()
+                    job = MultiLoraJob(base, shared)
+                    interrupts.save_first(job.end_after_steps)
+                    with serve(job, raw, Path(base.logger.log_dir), base.multi_lora.http_port) as address:
+                        start.say(f"add, remove and list adapters at {address}")
+                        start.done()
+                        try:
+                            for adapter in adapters:
+                                job.add(adapter)
+                            while (not job.wait(_WAIT_S)) or (stay and not interrupts.save_asked):
+                                pass
+                        finally:
+                            job.close()
+                            states = job.states()
+                failed = any(state.phase.value == "failed" for state in states)
+                code = EXIT_INTERRUPTED if interrupts.save_asked else EXIT_FAILED if failed else EXIT_OK
+            except KeyboardInterrupt:
+                sys.stderr.write("interrupted: adapters are removed and workers ended\n")
+                code = EXIT_INTERRUPTED
+            except (UserError, OSError) as error:
+                message = in_one_line(error)
+                if message is None:
+                    raise
+                sys.stderr.write(f"{message}\n")
+            finally:
+                interrupts.ending()
+        _show(states)
+        for path in write_reports(states):
+            sys.stderr.write(f"report: {path}\n")
+    return code
+
+
+def _show(states: Sequence[AdapterState]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="adapters", title_justify="left")
+    for column in ("adapter", "state", "steps", "joined in", "logs", "reason"):
+        table.add_column(column)
+    for state in states:
+        joined = "-" if state.joined_in_s is None else f"{state.joined_in_s:.1f} s"
+        steps = f"{state.step} of {state.total_steps}"
+        table.add_row(state.name, state.phase.value, steps, joined, state.log_dir, state.reason)
+    Console(stderr=True).print(table)
+
+
+def _command(command: str, arguments: Sequence[str]) -> int:
+    from nemo_rl.algorithms.multi_lora.http import JobUnreachable, call
+
+    parser = argparse.ArgumentParser(prog=command)
+    parser.add_argument("--log-dir", type=Path, required=True, help="logger.log_dir of the job's base")
+    if command == "add":
+        parser.add_argument("files", nargs="+", type=Path, help="a YAML file per adapter")
+    elif command == "remove":
+        parser.add_argument("names", nargs="+", help="adapters")
+    options = parser.parse_args(list(arguments))
+    try:
+        if command == "add":
+            answers = [call(options.log_dir, "POST", "/adapters", {"file": str(f.resolve())}) for f in options.files]
+        elif command == "remove":
+            answers = [call(options.log_dir, "DELETE", f"/adapters/{name}") for name in options.names]
+        else:
+            answers = [call(options.log_dir, "GET", "/adapters")]
+    except JobUnreachable as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_FAILED
+    for answer in answers:
+        sys.stdout.write(json.dumps(answer, indent=2) + "\n")
+    return EXIT_OK

@@ -1,0 +1,268 @@
+"""A job of many adapters on one base model: adapters join, train beside each other, and leave.
+
+Each adapter is a thread that runs GRPO's own loop on the shared policy and engines. Invariants: an adapter that ends,
+fails or is removed changes nothing of the others; a slot is free again once nothing of its adapter is left; a step
+whose training pass has begun is finished, anything before it is discarded.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from ray.exceptions import RayError
+
+from nemo_rl.algorithms.grpo.loop import GRPOSteps
+from nemo_rl.algorithms.grpo.run import GRPORun
+from nemo_rl.algorithms.grpo.synchronous_source import SynchronousSource
+from nemo_rl.algorithms.launch import directories_of_its_own
+from nemo_rl.algorithms.multi_lora.adapter_run import Shared, build_run, close_run
+from nemo_rl.algorithms.multi_lora.passes import AdapterRemoved
+from nemo_rl.algorithms.resume import NothingToDo
+from nemo_rl.algorithms.training_loop import train_to_end
+from nemo_rl.config.errors import UserError, first_line
+from nemo_rl.config.multi_lora import AdapterConfig, check_adapter
+from nemo_rl.config.multi_lora_section import MultiLoraMasterConfig
+
+logger = logging.getLogger(__name__)
+
+
+class SlotsFull(UserError, RuntimeError):
+    """No slot is free for another adapter."""
+
+
+class UnknownAdapter(UserError, KeyError):
+    """The job has no such adapter."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Phase(str, Enum):
+    """Where an adapter is."""
+
+    JOINING = "joining"
+    RUNNING = "running"
+    LEAVING = "leaving"
+    DONE = "done"
+    FAILED = "failed"
+    REMOVED = "removed"
+
+    @property
+    def over(self) -> bool:
+        """Whether it trains no more and holds no slot."""
+        return self in (Phase.DONE, Phase.FAILED, Phase.REMOVED)
+
+
+@dataclass(frozen=True)
+class AdapterState:
+    """An adapter as people and other programs see it."""
+
+    name: str
+    phase: Phase
+    slot: int
+    step: int
+    total_steps: int
+    waits_for: int  # prompt groups that it waits for
+    joined_in_s: float | None  # from add to its first step; None before
+    log_dir: str
+    reason: str = ""  # why it failed
+
+    def plain(self) -> dict[str, object]:
+        """For JSON."""
+        return asdict(self) | {"phase": self.phase.value}
+
+
+@dataclass
+class _Member:
+    adapter: AdapterConfig
+    slot: int
+    removed: threading.Event = field(default_factory=threading.Event)
+    phase: Phase = Phase.JOINING
+    run: GRPORun | None = None
+    added: float = field(default_factory=time.monotonic)
+    joined_in_s: float | None = None
+    waits_for: int = 0
+    reason: str = ""
+    thread: threading.Thread | None = None
+
+    def state(self) -> AdapterState:
+        run = self.run
+        return AdapterState(
+            self.adapter.name,
+            self.phase,
+            self.slot,
+            0 if run is None else run.state.step,
+            self.adapter.config.grpo.max_num_steps if run is None else run.total_steps,
+            self.waits_for,
+            self.joined_in_s,
+            self.adapter.config.logger.log_dir,
+            self.reason,
+        )
+
+
+class MultiLoraJob:
+    """Adapters on one base.
+
+    Args:
+        base: The base's configuration.
+        shared: What the adapters share.
+    """
+
+    def __init__(self, base: MultiLoraMasterConfig, shared: Shared) -> None:
+        self.base, self._shared = base, shared
+        self._members: dict[str, _Member] = {}
+        self._changed = threading.Condition()
+        self._closing = False
+
+    def add(self, adapter: AdapterConfig) -> AdapterState:
+        """Lets an adapter join; it is built on a thread of its own.
+
+        Raises ConfigError: its rank is above the base's, or another that runs has its name or one of its directories;
+        SlotsFull: there is no free slot, with who could leave.
+        """
+        with self._changed:
+            running = [member for member in self._members.values() if not member.phase.over]
+            check_adapter(self.base, adapter, [member.adapter for member in running])
+            free = sorted(set(range(self.base.multi_lora.slots)) - {member.slot for member in running})
+            if not free:
+                raise SlotsFull(self._full(adapter.name, running))
+            if self._closing:
+                raise AdapterRemoved(f"adapter {adapter.name}: the job ends")
+            member = self._members[adapter.name] = _Member(adapter, free[0])
+            member.thread = threading.Thread(target=self._train, args=(member,), name=f"adapter-{adapter.name}")
+            member.thread.start()
+            return member.state()
+
+    def _full(self, name: str, running: list[_Member]) -> str:
+        states = [member.state() for member in running]
+        left = {state.name: state.total_steps - state.step for state in states}
+        soonest = min(left, key=lambda other: left[other])
+        said = ", ".join(f"{of.name} ({of.phase.value}, step {of.step} of {of.total_steps})" for of in states)
+        return (
+            f"adapter {name}: all multi_lora.slots={self.base.multi_lora.slots} are taken, by {said}; {soonest} ends "
+            f"soonest, after {left[soonest]} more steps: wait for it, remove one, or start the job with more slots"
+        )
+
+    def remove(self, name: str) -> AdapterState:
+        """Lets an adapter leave: its requests are ended and what its open step has is discarded, unless its training
+        pass has begun. Returns at once. Raises UnknownAdapter: there is none that runs.
+        """
+        with self._changed:
+            member = self._members.get(name)
+            if member is None or member.phase.over:
+                running = [other for other, of in self._members.items() if not of.phase.over]
+                raise UnknownAdapter(f"no adapter {name} runs here; there are {', '.join(running) or 'none'}")
+            member.phase = Phase.LEAVING
+            member.removed.set()
+            return member.state()
+
+    def states(self) -> list[AdapterState]:
+        """All adapters of this job, those that are over too."""
+        with self._changed:
+            return [member.state() for member in self._members.values()]
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits until no adapter runs. Returns whether none does."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: all(member.phase.over for member in self._members.values()), timeout_s
+            )
+
+    def end_after_steps(self) -> None:
+        """Has every adapter save and end when its running step is over."""
+        for member in list(self._members.values()):
+            if member.run is not None:
+                member.run.timeout.end_after_step()
+            else:
+                member.removed.set()
+
+    def close(self) -> None:
+        """Removes every adapter and waits until they have left."""
+        with self._changed:
+            self._closing = True
+            for member in self._members.values():
+                member.removed.set()
+        for member in list(self._members.values()):
+            if member.thread is not None:
+                member.thread.join()
+
+    def _train(self, member: _Member) -> None:
+        name, shared = member.adapter.name, self._shared
+        phase, reason = Phase.DONE, ""
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(directories_of_its_own(member.adapter.config))
+                self._run(member, stack)
+        except NothingToDo as nothing:
+            reason = str(nothing)
+        except AdapterRemoved as removed:
+            phase, reason = Phase.REMOVED, str(removed)
+        except (UserError, OSError, RayError) as error:
+            phase, reason = Phase.FAILED, first_line(error)
+            logger.debug("adapter=%s failed", name, exc_info=True)
+        except Exception as error:
+            # Whatever it was, the others go on.
+            phase, reason = Phase.FAILED, f"{type(error).__name__}: {error}"
+            logger.exception("adapter=%s failed", name)
+        finally:
+            shared.passes.leave(name)
+            shared.engines.remove(name)
+            try:
+                shared.policy.clear_slot(member.slot)
+            except (UserError, RayError, RuntimeError) as error:
+                logger.warning("adapter=%s slot=%d clearing=failed reason=%s", name, member.slot, first_line(error))
+            with self._changed:
+                # A step that ended while the adapter was being removed was its last.
+                member.phase = Phase.REMOVED if member.removed.is_set() and phase is Phase.DONE else phase
+                member.reason = reason
+                self._changed.notify_all()
+
+    def _run(self, member: _Member, stack: ExitStack) -> None:
+        shared, name = self._shared, member.adapter.name
+
+        def progress(ready: int, of: int) -> None:
+            member.waits_for = max(0, of - ready)
+
+        run = build_run(member.adapter, member.slot, shared, member.removed, progress)
+        stack.callback(close_run, run)
+        if member.removed.is_set():
+            raise AdapterRemoved(f"adapter {name} was removed")
+        shared.passes.join(name, member.adapter.config.multi_lora.weight)
+        with self._changed:
+            member.run = run
+            member.phase = Phase.RUNNING
+            member.joined_in_s = time.monotonic() - member.added
+        run.progress.say(f"joined after {member.joined_in_s:.1f} s")
+        train_to_end(_AdapterSteps(run, SynchronousSource(run), member.removed))
+
+
+class _AdapterSteps(GRPOSteps):
+    """GRPO's steps, which end when the adapter was removed."""
+
+    def __init__(self, run: GRPORun, source: SynchronousSource, removed: threading.Event) -> None:
+        super().__init__(run, source)
+        self._removed = removed
+
+    def finished(self) -> bool:
+        return self._removed.is_set() or super().finished()
+
+
+def write_reports(states: list[AdapterState]) -> list[Path]:
+    """Writes the report of every adapter that has one; their paths."""
+    from nemo_rl.utils.metrics_file import NoMetrics
+    from nemo_rl.utils.plots import NothingToShow
+    from nemo_rl.utils.report import write_report
+
+    paths: list[Path] = []
+    for state in states:
+        try:
+            paths += write_report(Path(state.log_dir))
+        except (NoMetrics, NothingToShow, OSError) as error:
+            logger.info("adapter=%s report=none reason=%s", state.name, error)
+    return paths

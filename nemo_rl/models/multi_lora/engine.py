@@ -1,0 +1,193 @@
+"""Several adapters in one vLLM engine: its actor's class, and which version of which adapter a request is drawn with.
+
+A version of an adapter is one of vLLM's adapters, under a number of its own, so that vLLM's prefix cache keeps versions
+apart. A request keeps the version that it began with; the one before is removed once no request uses it. Invariant:
+every token of a request with an adapter is of the version that its span names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, ShardStateError, StaleVersionError
+from nemo_rl.models.generation.vllm.worker import VllmGenerationWorker
+from nemo_rl.utils.adapters import AdapterInfo, write_adapter
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.lora.request import LoRARequest
+
+WORKER = "nemo_rl.models.multi_lora.engine.MultiLoraGenerationWorker"
+
+
+@dataclass(frozen=True)
+class Held:
+    """One version of an adapter in the engine."""
+
+    name: str
+    version: int
+    number: int  # vLLM's
+    folder: str  # PEFT directory on this host
+
+    def request(self) -> LoRARequest:
+        """The adapter as vLLM names it."""
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(f"{self.name}@{self.version}", self.number, self.folder)
+
+
+@dataclass
+class AdapterTable:
+    """The newest version of each adapter, and what requests use."""
+
+    newest: dict[str, Held] = field(default_factory=dict)
+    used: dict[str, Held] = field(default_factory=dict)  # by request
+    _numbers: int = 0
+
+    def number(self) -> int:
+        """A number that no version had before."""
+        self._numbers += 1
+        return self._numbers
+
+    def bind(self, request_id: str, name: str) -> Held:
+        """A request begins. Raises ShardStateError: the engine has no such adapter."""
+        if name not in self.newest:
+            raise ShardStateError(
+                f"the engine has no adapter {name}; it has {', '.join(sorted(self.newest)) or 'none'}: the adapter was "
+                "removed, or the shard was rebuilt and not restored"
+            )
+        self.used[request_id] = self.newest[name]
+        return self.newest[name]
+
+    def release(self, request_id: str) -> Held | None:
+        """A request ends; the version that nothing needs any more, if any."""
+        held = self.used.pop(request_id)
+        return held if self.idle(held) else None
+
+    def put(self, held: Held) -> Held | None:
+        """A new version; the one before if nothing needs it any more."""
+        before = self.newest.get(held.name)
+        self.newest[held.name] = held
+        return before if before is not None and self.idle(before) else None
+
+    def remove(self, name: str) -> Held | None:
+        """Forgets an adapter; its newest version if nothing needs it any more."""
+        held = self.newest.pop(name, None)
+        return held if held is not None and self.idle(held) else None
+
+    def idle(self, held: Held) -> bool:
+        """Whether a version is neither the newest of its adapter nor used by a request."""
+        return self.newest.get(held.name) != held and held not in self.used.values()
+
+
+class _EngineWithAdapters:
+    """vLLM's engine, with the adapter that each request is bound to."""
+
+    def __init__(self, engine: Any, table: AdapterTable) -> None:
+        self._engine, self._table = engine, table
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def generate(self, prompt: object, sampling: object, request_id: str) -> AsyncIterator[Any]:
+        held = self._table.used.get(request_id)
+        lora = None if held is None else held.request()
+        return self._engine.generate(prompt, sampling, request_id, lora_request=lora)
+
+
+class MultiLoraGenerationWorker(VllmGenerationWorker):
+    """One engine with adapters. See `VllmGenerationWorker`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._adapters = AdapterTable()
+        self._folder = Path(tempfile.mkdtemp(prefix="nemo-rl-adapters-"))
+        self._loading = asyncio.Lock()
+
+    @override
+    def _new_engine(self) -> Any:
+        return _EngineWithAdapters(super()._new_engine(), self._adapters)
+
+    async def load_adapter(
+        self, name: str, version: int, info: AdapterInfo, factors: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Takes a version of an adapter; requests that begin from here on are drawn with it. Other adapters' requests
+        run on. Loading the version that is there changes nothing.
+
+        Args:
+            factors: By `<layer>.lora_A` and `<layer>.lora_B`.
+
+        Raises StaleVersionError: a newer version is there.
+        """
+        async with self._loading:
+            there = self._adapters.newest.get(name)
+            if there is not None and there.version >= version:
+                if there.version > version:
+                    raise StaleVersionError(f"adapter {name}: version {version} came after version {there.version}")
+                return
+            number = self._adapters.number()
+            held = Held(name, version, number, str(self._folder / str(number)))
+            await asyncio.to_thread(write_adapter, held.folder, info, factors)
+            await self._alive(self._engine.add_lora(held.request()))
+            await self._drop(self._adapters.put(held))
+
+    async def remove_adapter(self, name: str) -> None:
+        """Forgets an adapter; nothing to do when it is not there."""
+        async with self._loading:
+            await self._drop(self._adapters.remove(name))
+
+    async def adapter_versions(self) -> dict[str, int]:
+        """The newest version of each adapter here."""
+        return {name: held.version for name, held in self._adapters.newest.items()}
+
+    async def abort_adapter(self, name: str) -> int:
+        """Ends the requests of an adapter, each with what it has; how many there were."""
+        running = [request_id for request_id, held in self._adapters.used.items() if held.name == name]
+        if running:
+            await self._engine.abort(running)
+        return len(running)
+
+    async def _drop(self, held: Held | None) -> None:
+        if held is not None:
+            await self._alive(self._engine.remove_lora(held.number))
+            await asyncio.to_thread(shutil.rmtree, held.folder, ignore_errors=True)
+
+    @override
+    async def _generate(self, request: GenerationRequest) -> GenerationResult:
+        if not request.adapter:
+            # vLLM on CPU would draw it with an adapter of another request of its batch.
+            raise ShardStateError(f"request {request.request_id} names no adapter, and these engines serve no other")
+        held = self._adapters.bind(request.request_id, request.adapter)
+        try:
+            result = await super()._generate(request)
+        finally:
+            unused = self._adapters.release(request.request_id)
+            if unused is not None:
+                await self._drop(unused)
+        spans = tuple(replace(span, version=held.version, adapter=held.name) for span in result.spans)
+        return replace(result, spans=spans)
+
+    @override
+    async def wake_up(self, tags: list[str]) -> None:
+        """See `VllmGenerationWorker.wake_up`; loads the adapters again with the weights."""
+        asleep = "weights" in self._memory.asleep
+        await super().wake_up(tags)
+        if asleep and "weights" not in self._memory.asleep:
+            async with self._loading:
+                for held in {held.number: held for held in self._adapters.newest.values()}.values():
+                    await self._alive(self._engine.remove_lora(held.number))
+                    await self._alive(self._engine.add_lora(held.request()))
+
+    @override
+    async def shutdown(self) -> None:
+        """See `VllmGenerationWorker.shutdown`."""
+        await super().shutdown()
+        shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,107 @@
+"""A policy with adapter slots, over a group of workers: one frozen base model, trained and scored for several adapters
+in one call.
+
+Safe to call from several threads; calls run one after the other, so that all ranks see them in one order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl.config import PolicyConfig
+from nemo_rl.data_plane.schema import replayed_fields
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.loss.interfaces import LossFunction
+from nemo_rl.models.multi_lora.backend import SLOT
+from nemo_rl.models.multi_lora.worker import StepRefused
+from nemo_rl.models.policy.batches import refuse_model_inputs, shard_chunk, shard_scored, tags_of
+from nemo_rl.models.policy.interfaces import TrainResult
+from nemo_rl.models.policy.lm_policy import Policy
+
+if TYPE_CHECKING:
+    import torch
+
+WORKER = "nemo_rl.models.multi_lora.worker.MultiLoraWorker"
+
+
+class MultiLoraPolicy(Policy):
+    """See `Policy`; the arguments are its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._turn = threading.RLock()
+
+    # -- slots --------------------------------------------------------------------------------------------------------
+
+    def fill_slot(
+        self, slot: int, cfg: PolicyConfig, weights_path: str | None = None, optimizer_path: str | None = None
+    ) -> int:
+        """Puts an adapter into an empty slot, at its start or from a checkpoint. Returns bytes that it takes on each
+        rank. Raises WorkerError: the checkpoint is of another base, rank or optimizer.
+        """
+        with self._turn:
+            found: list[Any] = self.worker_group.run(
+                "fill_slot", slot=slot, policy=cfg, weights_path=weights_path, optimizer_path=optimizer_path
+            )
+        return found[0]
+
+    def clear_slot(self, slot: int) -> None:
+        """Empties a slot."""
+        with self._turn:
+            self.worker_group.run("clear_slot", slot=slot)
+
+    def slot_factors(self, slot: int) -> dict[str, torch.Tensor]:
+        """A slot's factors in float32, by `<layer>.lora_A` and `<layer>.lora_B`."""
+        with self._turn:
+            found: list[Any] = self.worker_group.run("slot_factors", slot=slot)
+        return found[0]
+
+    def save_slot(self, slot: int, weights_path: str, optimizer_path: str | None) -> None:
+        """Snapshots an adapter; its files are complete once `slot_written`."""
+        with self._turn:
+            self.worker_group.run("save_slot", slot=slot, weights_path=weights_path, optimizer_path=optimizer_path)
+
+    def slot_written(self, slot: int) -> bool:
+        """Whether a slot's last snapshot is on disk. Raises WorkerError: it cannot be written."""
+        with self._turn:
+            return all(self.worker_group.run("slot_written", slot=slot))
+
+    # -- passes -------------------------------------------------------------------------------------------------------
+
+    def train_adapters(
+        self, data: BatchedDataDict, losses: Mapping[int, LossFunction]
+    ) -> dict[int, TrainResult | StepRefused]:
+        """One optimizer step of each adapter on its rows.
+
+        Args:
+            data: Rows of all, with a column `SLOT` [B].
+            losses: By slot; their adapters draw tokens by the same temperature and filters.
+
+        Returns per slot the result of its step, or why it was refused. Raises WorkerError: a worker failed.
+        """
+        refuse_model_inputs(data)
+        data = BatchedDataDict({name: column for name, column in data.items() if name not in tags_of(data)})
+        with self._turn:
+            shards = shard_chunk(data, self.cfg, self.data_parallel_size)
+            ranks = self._run_sharded("train_adapters", shards, losses=losses, mbs=self.cfg.train_micro_batch_size)
+        results: dict[int, TrainResult | StepRefused] = {}
+        for slot in losses:
+            reports = [rank[slot] for rank in ranks]
+            refused = next((report for report in reports if isinstance(report, StepRefused)), None)
+            results[slot] = refused or self._aggregate(reports, training=True)
+        return results
+
+    def score_adapters(self, data: BatchedDataDict, *, policy: bool, reference: bool) -> BatchedDataDict:
+        """`logprobs` [B, S] of rows under their adapters, and `reference_logprobs` under the base model. `data`: rows
+        with a column `SLOT` [B]. Raises WorkerError: a worker failed.
+        """
+        refuse_model_inputs(data)
+        names = ("input_ids", "input_lengths", SLOT, *replayed_fields(data, reference=not policy))
+        columns = BatchedDataDict({name: data[name] for name in names})
+        with self._turn:
+            shards, order = shard_scored(columns, self.cfg, self.data_parallel_size)
+            parts = self._run_sharded("score_adapters", shards, policy=policy, reference=reference)
+        merged = BatchedDataDict.from_batches(parts)
+        return merged if order is None else merged.reorder_data(order)
