@@ -172,6 +172,11 @@ class OnPolicyDistillationConfig(Section):
     deduplicate_shared_teacher_checkpoints: bool = Field(
         True, description="Load a model that several entries name once."
     )
+    backend: Literal["policy", "vllm"] = Field(
+        "policy",
+        description="What computes the teachers: policy, the policy's training backend; or vllm, engines with the "
+        "options of policy.generation.vllm_cfg and vllm_kwargs.",
+    )
     strict_agent_name_match: bool = Field(
         False, description="Refuse data sets without a teacher of their own, though there is a default."
     )

@@ -88,7 +88,10 @@ def teachers_see_whole_samples(config: MasterConfig) -> Iterator[str]:
             f"policy.max_total_sequence_length {longest}; a teacher scores whole samples"
         )
     for one in teachers_of(config) if _sizes_are_valid(config) else ():
-        problems = _engine_problems(config, one) if one.backend == "vllm" else _view_problems(config, one)
+        if one.backend == "policy":
+            problems = _view_problems(config, one)
+        else:
+            problems = _engine_problems(config, one) if one.name == "teacher" else _scoring_problems(config, one)
         yield from map(str, problems)
 
 
@@ -112,13 +115,33 @@ def _engine_problems(config: MasterConfig, teacher: Teacher) -> Iterator[Problem
             f"teacher.generation.vllm_cfg.max_model_len is {vllm.max_model_len}, less than "
             f"policy.max_total_sequence_length {longest}; a teacher scores whole samples"
         )
+    yield from _engines_do_not_divide(config, teacher, "teacher.generation.vllm_cfg")
+
+
+def _engines_do_not_divide(config: MasterConfig, teacher: Teacher, where: str) -> Iterator[Problem]:
+    vllm = teacher.policy.generation.vllm_cfg
     width = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
     world = teacher.slots(config) or training_world_size(config)
-    if teacher.job is None and world % width:
+    if teacher.job is None and world > 0 and world % width:
         yield (
-            f"teacher.generation.vllm_cfg: tensor_parallel_size * pipeline_parallel_size is {width}, which does not "
-            f"divide the {world} accelerators of the teacher"
+            f"{where}: tensor_parallel_size * pipeline_parallel_size is {width}, which does not divide the {world} "
+            "accelerators of the teacher"
         )
+
+
+def _scoring_problems(config: MasterConfig, teacher: Teacher) -> Iterator[Problem]:
+    """What keeps engines from giving the log-probabilities of sampled tokens."""
+    temperature, several = config.policy.generation.temperature, config.on_policy_distillation.non_colocated_teachers
+    if temperature != 1:
+        yield (
+            f"{_OPD}.backend is vllm, which scores at temperature 1, and policy.generation.temperature is "
+            f"{temperature:g}; set {_OPD}.backend to policy"
+        )
+    sizes = sizes_of(config, teacher.names[0])
+    for key in ("context_parallel_size", "expert_model_parallel_size"):
+        if several.enabled and getattr(sizes, key) > 1:
+            yield f"{teacher.key}: {key} is {getattr(sizes, key)}, and engines have no such ranks; leave it out"
+    yield from _engines_do_not_divide(config, teacher, f"{teacher.key}: generation.vllm_cfg")
 
 
 def _view_problems(config: MasterConfig, teacher: Teacher) -> Iterator[Problem]:
@@ -209,7 +232,8 @@ def advantages_come_from_teachers(config: MasterConfig) -> Iterator[Problem]:
             where = ".".join(map(str, first["loc"]))
             yield f"{_OPD}.non_colocated_teachers.teacher_overrides.{task}.{where}: {first['msg']}"
             continue
-        if sizes.pipeline_model_parallel_size > 1 and several.enabled and not config.policy.megatron_cfg.enabled:
+        trains_alike = opd.backend == "policy" and not config.policy.megatron_cfg.enabled
+        if sizes.pipeline_model_parallel_size > 1 and several.enabled and trains_alike:
             yield not_built(
                 f"{_OPD}.non_colocated_teachers.default_teacher_cfg.pipeline_model_parallel_size",
                 sizes.pipeline_model_parallel_size,

@@ -86,15 +86,26 @@ def _by_task(config: MasterConfig) -> Iterator[Teacher]:
     for number, named in enumerate(tasks.values()):
         sizes = sizes_of(config, named[0])
         own = opd.non_colocated_teachers.enabled
+        policy = _as_policy(config, opd.teacher_model_by_agent_name[named[0]], sizes if own else TeacherSizesConfig())
+        if opd.backend == "vllm":
+            _serving(policy, 1)
+            vllm = policy.generation.vllm_cfg
+            # An engine draws one token after those that it scores.
+            vllm.max_model_len = max(vllm.max_model_len, policy.max_total_sequence_length + 1)
+            if own:
+                vllm.tensor_parallel_size = sizes.tensor_model_parallel_size
+                vllm.pipeline_parallel_size = sizes.pipeline_model_parallel_size
+                vllm.precision = policy.precision
         yield Teacher(
             f"teacher-{number}",
             f"{_OPD}.teacher_model_by_agent_name.{named[0]}",
-            _as_policy(config, opd.teacher_model_by_agent_name[named[0]], sizes if own else TeacherSizesConfig()),
+            policy,
             ColocatedResourcesConfig(gpus_per_node=sizes.gpus_per_node, num_nodes=sizes.num_nodes or None)
             if own
             else None,
             tuple(named),
             None if opd.default_teacher_alias in named else tuple(named),
+            opd.backend,
         )
 
 

@@ -94,6 +94,25 @@ def test_engines_give_the_columns_of_a_policy_and_give_them_again_after_sleep(
     assert torch.equal(again[0], ids) and torch.equal(again[1], logprobs)
 
 
+def test_engines_give_the_log_probability_of_every_token_that_a_policy_gives(
+    engine: Teachers, policy: Teachers
+) -> None:
+    ids = torch.randint(0, 256, (len(LENGTHS), WIDTH), generator=torch.Generator().manual_seed(5))
+    # These engines have no room for one token more.
+    lengths = LENGTHS.clamp(max=WIDTH - 1)
+    batch = BatchedDataDict(input_ids=ids, input_lengths=lengths)
+    of_policy = _model(policy)
+    of_policy.prepare_for_lp_inference()
+    want = of_policy.get_logprobs(batch)["logprobs"]
+    _model(engine).prepare_for_lp_inference()
+    found = _model(engine).get_token_logprobs(batch)
+    _model(engine).offload_to_cpu()
+    for row, length in enumerate(lengths.tolist()):
+        assert torch.allclose(found[row, 1:length], want[row, 1:length], atol=1e-5)
+        assert not found[row, length:].any() and found[row, 0] == 0
+    assert (found[0, 1 : WIDTH - 1] < 0).all()
+
+
 def test_samples_wait_for_the_rebuild_of_a_dead_engine(engine: Teachers) -> None:
     teacher = _model(engine)
     assert isinstance(teacher, EngineTeacher)

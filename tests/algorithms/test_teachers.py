@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from nemo_rl.algorithms.distillation.teachers import check_teachers, teacher_of
+from nemo_rl.algorithms.distillation.engine_teacher import EngineTeacher
+from nemo_rl.algorithms.distillation.teachers import LOGPROBS, Seat, Teachers, check_teachers, teacher_of
 from nemo_rl.algorithms.grpo.placement import OwnPlacement
 from nemo_rl.config import ConfigError, DistillationMasterConfig, MasterConfig, load_master_config
 from nemo_rl.config.teachers import teachers_of
+from nemo_rl.distributed.accelerators import CPU
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.store import InProcessStore
 from nemo_rl.models.policy.model_config import model_config
 from nemo_rl.time_sharing.pipelines.pooled_teacher import Served
+from nemo_rl.utils.timer import Timer
 from tests.conftest import example
 
 
@@ -38,6 +46,50 @@ def test_the_default_teacher_scores_the_rest_unless_names_must_match() -> None:
     assert [teacher_of(teachers, task, strict=False) for task in ("a", "c", "d")] == [0, 1, 1]
     with pytest.raises(ConfigError, match="the data set 'd' has no teacher and strict_agent_name_match is true"):
         teacher_of(teachers, "d", strict=True)
+
+
+def test_engines_of_several_teachers_score_their_own_rows() -> None:
+    """Each scores with a number of its own, and both were awake for their samples only."""
+    seen: list[tuple[str, list[int]]] = []
+
+    class Engines(EngineTeacher):
+        def __init__(self, name: str, logprob: float) -> None:
+            self._name, self._logprob = name, logprob
+
+        def prepare_for_lp_inference(self) -> None:
+            seen.append((f"{self._name} wakes", []))
+
+        def offload_to_cpu(self) -> None:
+            seen.append((f"{self._name} sleeps", []))
+
+        def get_token_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
+            seen.append((self._name, batch["input_ids"][:, 0].tolist()))
+            return torch.full(batch["input_ids"].shape, self._logprob)
+
+    config = _by_task("on_policy_distillation.backend=vllm")
+    one, other = teachers_of(config)
+    assert (one.backend, one.policy.generation.vllm_cfg.max_model_len) == ("vllm", 513)
+    slots: Any = SimpleNamespace(accelerator=CPU)
+    teachers = object.__new__(Teachers)
+    teachers.__dict__.update(
+        _topk=0,
+        _by_task=True,
+        _in_engines=True,
+        _strict=False,
+        _cuda=False,
+        _lends=False,
+        _seats=[Seat(teacher, slots, shares=True) for teacher in (one, other)],
+        _models=[Engines("first", -1.0), Engines("second", -2.0)],
+    )
+    store = InProcessStore(0)
+    ids = torch.arange(4)[:, None].expand(4, 3).contiguous()
+    handle = store.write(BatchedDataDict(input_ids=ids, input_lengths=torch.tensor([3, 2, 3, 1])))
+    scored = store.read(teachers.score(handle, ["b", "c", "a", "c"], store, Timer()), (LOGPROBS,))[LOGPROBS]
+    assert scored[:, 0].tolist() == [-1.0, -2.0, -1.0, -2.0]
+    assert seen == [
+        *(("first wakes", []), ("first", [0, 2]), ("first sleeps", [])),
+        *(("second wakes", []), ("second", [1, 3]), ("second sleeps", [])),
+    ]
 
 
 def test_a_run_of_its_own_has_no_job_for_a_teacher() -> None:
@@ -87,3 +139,15 @@ def test_teachers_that_speak_other_tokens_or_do_not_exist_are_refused(tiny_model
     assert "teacher.model_name" in _refusal(tiny_model, tmp_path / "nowhere")
     said = _refusal(tiny_model, tiny_model, "distillation.topk_logits_k=321")
     assert "distillation.topk_logits_k is 321, and the vocabulary has 320 tokens" in said
+
+
+def test_engines_that_lack_the_room_for_one_more_token_are_refused(tiny_model: Path) -> None:
+    positions = int(model_config(_by_task(f"policy.model_name={tiny_model}").policy).max_position_embeddings)
+    config = _by_task(
+        f"policy.model_name={tiny_model}",
+        "on_policy_distillation.backend=vllm",
+        f"on_policy_distillation.teacher_model_by_agent_name={{a: {tiny_model}, b: {tiny_model}, c: {tiny_model}}}",
+        f"policy.max_total_sequence_length={positions}",
+    )
+    with pytest.raises(ConfigError, match=f"policy.max_total_sequence_length to {positions - 1}"):
+        check_teachers(config, model_config(config.policy))

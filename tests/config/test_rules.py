@@ -900,6 +900,35 @@ def test_what_a_distillation_cannot_be_is_refused(overrides: list[str], said: st
             ],
             "opd reads log-probabilities before the step, which loss_fn.force_on_policy_ratio skips",
         ),
+        (
+            [
+                "on_policy_distillation={enabled: true, teacher_model_by_agent_name: {a: x}, backend: vllm}",
+                "grpo.adv_estimator.name=opd",
+                "policy.generation.temperature=0.7",
+            ],
+            "on_policy_distillation.backend is vllm, which scores at temperature 1, and policy.generation.temperature "
+            "is 0.7",
+        ),
+        (
+            [
+                "on_policy_distillation={enabled: true, teacher_model_by_agent_name: {a: x}, backend: vllm, "
+                "non_colocated_teachers: {enabled: true, default_teacher_cfg: {gpus_per_node: 3, "
+                "context_parallel_size: 2, tensor_model_parallel_size: 2}}}",
+                "grpo.adv_estimator.name=opd",
+                "cluster.gpus_per_node=8",
+            ],
+            "context_parallel_size is 2, and engines have no such ranks",
+        ),
+        (
+            [
+                "on_policy_distillation={enabled: true, teacher_model_by_agent_name: {a: x}, backend: vllm, "
+                "non_colocated_teachers: {enabled: true, default_teacher_cfg: {gpus_per_node: 3, "
+                "tensor_model_parallel_size: 2}}}",
+                "grpo.adv_estimator.name=opd",
+                "cluster.gpus_per_node=8",
+            ],
+            "is 2, which does not divide the 3 accelerators of the teacher",
+        ),
     ],
 )
 def test_teachers_of_grpo_that_nothing_reads_or_that_are_missing_are_refused(overrides: list[str], said: str) -> None:

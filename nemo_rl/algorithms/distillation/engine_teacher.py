@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,6 +25,7 @@ from nemo_rl.models.generation.interfaces import (
     GenerationRequest,
     GenerationResult,
     GenerationSamplingParams,
+    LikelyNext,
     WakeError,
     request_timeout_s,
 )
@@ -134,6 +135,10 @@ class EngineTeacher:
         """See `topk_of_prompts`; lost shards are rebuilt meanwhile."""
         return topk_of_prompts(self._generation, batch, k, look_after=self._rebuild)
 
+    def get_token_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
+        """See `logprobs_of_prompts`; lost shards are rebuilt meanwhile."""
+        return logprobs_of_prompts(self._generation, batch, look_after=self._rebuild)
+
     def _rebuild(self) -> None:
         back = self._repair.take_back()
         if back:
@@ -175,15 +180,45 @@ def topk_of_prompts(
     answered in time.
     """
     ids_BS, lengths = batch["input_ids"], batch["input_lengths"].tolist()
-    name = uuid.uuid4().hex[:12]
     # The last token is only a target: without it a sample as long as the context leaves room for the token that an
     # engine has to draw.
+    prompts = {row: ids_BS[row, : length - 1].tolist() for row, length in enumerate(lengths) if length > 1}
+    indices_BSk = torch.zeros((*ids_BS.shape, k), dtype=torch.int32)
+    logprobs_BSk = torch.zeros((*ids_BS.shape, k), dtype=torch.float32)
+    for row, likely in _scored(generation, prompts, k, look_after, finished).items():
+        # What Ray hands over cannot be written to, which torch warns about.
+        indices_BSk.numpy()[row, : len(likely.ids)] = likely.ids
+        logprobs_BSk.numpy()[row, : len(likely.ids)] = likely.logprobs
+    return BatchedDataDict({"topk_logits": logprobs_BSk, "topk_indices": indices_BSk})
+
+
+def logprobs_of_prompts(
+    generation: VllmGeneration, batch: BatchedDataDict, *, look_after: Callable[[], object]
+) -> torch.Tensor:
+    """The log-probability [B, S] of each token after those before it, at temperature 1; zero for the first of a row and
+    in its padding. Arguments and errors as of `topk_of_prompts`, but that engines need room for one token more than the
+    longest sample has.
+    """
+    ids_BS, lengths = batch["input_ids"], batch["input_lengths"].tolist()
+    prompts = {row: ids_BS[row, :length].tolist() for row, length in enumerate(lengths) if length > 1}
+    logprobs_BS = torch.zeros(ids_BS.shape)
+    for row, likely in _scored(generation, prompts, 0, look_after).items():
+        logprobs_BS.numpy()[row, 1 : lengths[row]] = likely.given[:-1]
+    return logprobs_BS
+
+
+def _scored(
+    generation: VllmGeneration,
+    prompts: Mapping[int, list[int]],
+    k: int,
+    look_after: Callable[[], object],
+    finished: Callable[[], object] = lambda: None,
+) -> dict[int, LikelyNext]:
+    """The scores of prompts by row."""
+    name = uuid.uuid4().hex[:12]
     requests = {
-        row: GenerationRequest(
-            f"{name}-{row}", ids_BS[row, : length - 1].tolist(), 1, GenerationSamplingParams(), top_tokens=k
-        )
-        for row, length in enumerate(lengths)
-        if length > 1
+        row: GenerationRequest(f"{name}-{row}", ids, 1, GenerationSamplingParams(), top_tokens=k)
+        for row, ids in prompts.items()
     }
 
     async def one(request: GenerationRequest) -> GenerationResult:
@@ -194,18 +229,13 @@ def topk_of_prompts(
     async def all_of_them() -> list[GenerationResult]:
         return list(await asyncio.gather(*map(one, requests.values())))
 
-    results = _watched(generation, all_of_them(), look_after)
-    indices_BSk = torch.zeros((*ids_BS.shape, k), dtype=torch.int32)
-    logprobs_BSk = torch.zeros((*ids_BS.shape, k), dtype=torch.float32)
-    for row, result in zip(requests, results, strict=True):
-        likely = result.likely
-        if likely is None or len(likely.ids) != lengths[row] - 1:
-            found = 0 if likely is None else len(likely.ids)
-            raise RuntimeError(f"sample {row} has {lengths[row]} tokens, and the engine scored {found} positions of it")
-        # What Ray hands over cannot be written to, which torch warns about.
-        indices_BSk.numpy()[row, : len(likely.ids)] = likely.ids
-        logprobs_BSk.numpy()[row, : len(likely.ids)] = likely.logprobs
-    return BatchedDataDict({"topk_logits": logprobs_BSk, "topk_indices": indices_BSk})
+    found: dict[int, LikelyNext] = {}
+    for row, result in zip(requests, _watched(generation, all_of_them(), look_after), strict=True):
+        scored = 0 if result.likely is None else len(result.likely.ids)
+        if result.likely is None or scored != len(prompts[row]):
+            raise RuntimeError(f"sample {row} was sent {len(prompts[row])} tokens long, and the engine scored {scored}")
+        found[row] = result.likely
+    return found
 
 
 def _watched(

@@ -60,6 +60,7 @@ def check_teachers(config: MasterConfig, student: PretrainedConfig) -> None:
             if teacher.backend == "vllm":
                 tp = teacher.policy.generation.vllm_cfg.tensor_parallel_size
                 check_divisible(model, tp, "generation.vllm_cfg.tensor_parallel_size", ("num_attention_heads",))
+                problems += _too_short(teacher, model)
             else:
                 backend_spec(teacher.policy).check(teacher.policy, model)
             tokenizer = get_tokenizer(teacher.policy.tokenizer, teacher.policy.trust_remote_code)
@@ -77,6 +78,15 @@ def check_teachers(config: MasterConfig, student: PretrainedConfig) -> None:
             problems.append(f"{config.section()}.topk_logits_k is {k}, and the vocabulary has {size} tokens")
     if problems:
         raise ConfigError(problems)
+
+
+def _too_short(teacher: Teacher, model: PretrainedConfig) -> Iterator[str]:
+    longest = getattr(model, "max_position_embeddings", None)
+    if longest is not None and teacher.policy.generation.vllm_cfg.max_model_len == longest + 1:
+        yield (
+            f"{teacher.key}: {teacher.policy.model_name} has {longest} positions, and engines need one more than "
+            f"the longest sample has tokens; lower policy.max_total_sequence_length to {longest - 1}"
+        )
 
 
 def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, int]:
@@ -178,6 +188,7 @@ class Teachers:
         self._student, self._lends = student, lends
         self._topk = config.grpo.topk_logits_k if config.loss_fn.compares_with_teacher else 0
         self._by_task = config.on_policy_distillation.enabled
+        self._in_engines = config.on_policy_distillation.backend == "vllm"
         self._strict = config.on_policy_distillation.strict_agent_name_match
         self._cuda = any(one.seat.cluster.accelerator.is_cuda for one in actors)
         self._seats = [one.seat for one in actors]
@@ -208,7 +219,9 @@ class Teachers:
                     handle = store.commit(handle, result, **names)
                 else:
                     handle = self._score_by_engines(model, handle, store)
-        if self._by_task:
+        if self._by_task and self._in_engines:
+            handle = self._logprobs_by_engines(handle, tasks, store)
+        elif self._by_task:
             handle = store.commit(handle, self._logprobs(handle, tasks, store, timer), **{LOGPROBS: "logprobs"})
         return handle
 
@@ -220,16 +233,30 @@ class Teachers:
         logprobs_BSk = found["topk_logits"] / (self._temperature or 1.0)
         return store.update(handle, {TOPK_IDS: found["topk_indices"], TOPK_LOGPROBS: logprobs_BSk})
 
-    def _logprobs(self, handle: BatchHandle, tasks: Sequence[str], store: ExperienceStore, timer: Timer) -> Scores:
+    def _rows_of(self, tasks: Sequence[str]) -> dict[int, list[int]]:
         rows_of: dict[int, list[int]] = {}
         for row, task in enumerate(tasks):
             rows_of.setdefault(self.teacher_of(task), []).append(row)
+        return rows_of
+
+    def _logprobs_by_engines(self, handle: BatchHandle, tasks: Sequence[str], store: ExperienceStore) -> BatchHandle:
+        batch = store.read(handle, ("input_ids", "input_lengths"))
+        whole_BS = torch.zeros(batch["input_ids"].shape)
+        for index, rows in self._rows_of(tasks).items():
+            part = BatchedDataDict({name: batch[name][rows] for name in ("input_ids", "input_lengths")})
+            with self._seated(index) as model:
+                if not isinstance(model, EngineTeacher):
+                    raise TypeError(f"{self._seats[index].teacher.name} has no engines of this run")
+                whole_BS[rows] = model.get_token_logprobs(part)
+        return store.update(handle, {LOGPROBS: whole_BS})
+
+    def _logprobs(self, handle: BatchHandle, tasks: Sequence[str], store: ExperienceStore, timer: Timer) -> Scores:
         results: list[tuple[list[int], Scores]] = []
-        for index, rows in rows_of.items():
+        for index, rows in self._rows_of(tasks).items():
             part = handle if len(rows) == len(tasks) else store.select(handle, rows)
             with self._seated(index) as model:
                 if not isinstance(model, Policy):
-                    raise TypeError(f"{self._seats[index].teacher.name} has no log-probabilities of sampled tokens")
+                    raise TypeError(f"{self._seats[index].teacher.name} is no policy")
                 results.append((rows, model.get_logprobs(part, timer=timer)))
         first = results[0][1]
         if len(results) == 1 or not isinstance(first, BatchedDataDict) or not isinstance(handle, BatchedDataDict):

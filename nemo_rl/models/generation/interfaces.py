@@ -66,7 +66,7 @@ class GenerationRequest:
     sample_id: str = ""  # whose turn this is, for the run record; the request itself by default
     record_from: int | None = None  # first position whose routes are wanted; None if no decision is to be recorded
     streams: bool = False  # whether its tokens are wanted as they are drawn
-    top_tokens: int | None = None  # scores the prompt: how many likely tokens are wanted after each of its positions
+    top_tokens: int | None = None  # scores the prompt: how many likely tokens are wanted after each position, from 0
     adapter: str = ""  # name of the adapter that it is drawn with; empty for the model alone
 
 
@@ -76,6 +76,7 @@ class LikelyNext:
 
     ids: NDArray[np.int32]  # [P, k]
     logprobs: NDArray[np.float32]  # [P, k], over the whole vocabulary
+    given: NDArray[np.float32]  # [P], of the token that follows; of the drawn one after the last position
 
 
 @dataclass(frozen=True)

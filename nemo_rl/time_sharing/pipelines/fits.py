@@ -33,9 +33,14 @@ def teachers_fit(name: str, config: MasterConfig, world: int) -> Iterator[str]:
                 yield f"{name}: teacher.job names this job; give the job that serves the teacher another exp_name"
             continue
         if teacher.backend == "vllm":
+            section = "teacher" if teacher.name == "teacher" else "on_policy_distillation"
             yield (
-                f"{name}: teacher.backend is vllm, and engines beside training would need GPUs that the pool lends; "
-                "serve it by a job of its own (pipeline_cls: TeacherPipeline) and name that in teacher.job"
+                f"{name}: {section}.backend is vllm, and engines beside training would need GPUs that the pool lends; "
+                + (
+                    "serve it by a job of its own (pipeline_cls: TeacherPipeline) and name that in teacher.job"
+                    if section == "teacher"
+                    else "set it to policy: these teachers compute in turn with training"
+                )
             )
             continue
         if teacher.resources is not None:

@@ -119,5 +119,5 @@ def scored(result: GenerationResult, output: RequestOutput, k: int) -> Generatio
     parts = [part for part in (output.prompt_logprobs, output.outputs[0].logprobs) if part is not None]
     ids = np.concatenate([np.asarray(part.token_ids, np.int32) for part in parts])
     logprobs = np.concatenate([np.asarray(part.logprobs, np.float32) for part in parts])
-    found = LikelyNext(ids.reshape(-1, k + 1)[:, 1:], logprobs.reshape(-1, k + 1)[:, 1:])
-    return replace(result, likely=found)
+    ids, logprobs = ids.reshape(-1, k + 1), logprobs.reshape(-1, k + 1)
+    return replace(result, likely=LikelyNext(ids[:, 1:], logprobs[:, 1:], logprobs[:, 0]))
