@@ -41,6 +41,7 @@ from nemo_rl.environments.registry import (
     start_lines,
 )
 from nemo_rl.experience.environment_batcher import environment_lines
+from nemo_rl.experience.hooks import time_sharing_enabled
 from nemo_rl.loss import ClippedPGLossFn, DistillationLossFn
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.generation.endpoint.server import Endpoint, start_endpoint
@@ -139,6 +140,8 @@ def _begin(
                 config.cluster,
                 seed=config.grpo.seed,
                 colocated=config.policy.generation.colocated.enabled and not lent,
+                # A foreign control plane puts engines to sleep, whatever accelerators they are on.
+                sleeps=True if time_sharing_enabled() else None,
                 lent=lent,
                 profile=profile_of_run(),
             )
