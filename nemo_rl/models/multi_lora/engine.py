@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, ShardStateError, StaleVersionError
+from nemo_rl.models.generation.vllm.request_state import ResultBuffer
 from nemo_rl.models.generation.vllm.worker import VllmGenerationWorker
 from nemo_rl.utils.adapters import AdapterInfo, write_adapter
 
@@ -161,13 +162,13 @@ class MultiLoraGenerationWorker(VllmGenerationWorker):
             await asyncio.to_thread(shutil.rmtree, held.folder, ignore_errors=True)
 
     @override
-    async def _generate(self, request: GenerationRequest) -> GenerationResult:
+    async def _generate(self, request: GenerationRequest, result_buffer: ResultBuffer) -> GenerationResult:
         if not request.adapter:
             # vLLM on CPU would draw it with an adapter of another request of its batch.
             raise ShardStateError(f"request {request.request_id} names no adapter, and these engines serve no other")
         held = self._adapters.bind(request.request_id, request.adapter)
         try:
-            result = await super()._generate(request)
+            result = await super()._generate(request, result_buffer)
         finally:
             unused = self._adapters.release(request.request_id)
             if unused is not None:
