@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nemo_rl.models.generation.interfaces import GenerationError, ShardStateError
 from nemo_rl.models.multi_lora.engine import AdapterTable, Held
@@ -30,6 +32,45 @@ def test_a_version_stays_while_a_request_uses_it_and_no_longer() -> None:
     table.bind("r4", "one")
     assert table.remove("one") is None and table.release("r4") == third
     assert len({first.number, second.number, third.number}) == 3
+
+
+_MOVES = st.lists(
+    st.tuples(st.sampled_from(["put", "bind", "release", "remove"]), st.sampled_from("abc"), st.integers(0, 9)),
+    max_size=60,
+)
+
+
+@given(moves=_MOVES)
+@settings(max_examples=200)
+def test_no_schedule_mixes_versions_or_drops_one_in_use(moves: list[tuple[str, str, int]]) -> None:
+    table, newest, running, gone = AdapterTable(), {}, {}, set()
+    for number, (move, name, choice) in enumerate(moves):
+        dropped: list[Held | None] = []
+        if move == "put":
+            newest[name] = _held(table, name, number)
+            dropped.append(table.put(newest[name]))
+        elif move == "bind" and name in newest:
+            running[f"r{number}"] = table.bind(f"r{number}", name)
+            assert running[f"r{number}"] == newest[name]
+        elif move == "release" and running:
+            request_id = sorted(running)[choice % len(running)]
+            assert table.used[request_id] == running.pop(request_id)
+            dropped.append(table.release(request_id))
+        elif move == "remove":
+            newest.pop(name, None)
+            dropped.append(table.remove(name))
+        for held in dropped:
+            if held is not None:
+                assert held not in running.values() and held not in newest.values() and held not in gone
+                gone.add(held)
+    for request_id in list(running):
+        running.pop(request_id)
+        held = table.release(request_id)
+        gone |= {held} if held is not None else set()
+    for name in list(newest):
+        gone.add(table.remove(name))
+    # Every version that ever came was dropped once.
+    assert len(gone - {None}) == sum(move == "put" for move, _, _ in moves)
 
 
 @pytest.mark.slow

@@ -1,0 +1,158 @@
+"""A job of many adapters in real parts: joining, failing alone, leaving, full slots, checkpoints and resume."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl.algorithms.multi_lora.adapter_run import Shared
+from nemo_rl.algorithms.multi_lora.assembly import shared_parts
+from nemo_rl.algorithms.multi_lora.http import ADDRESS_FILE, JobUnreachable, call, serve
+from nemo_rl.algorithms.multi_lora.job import MultiLoraJob, Phase, UnknownAdapter
+from nemo_rl.config.multi_lora import load_adapter, load_base
+from nemo_rl.utils.adapters import read_adapter
+from nemo_rl.utils.progress import StartPhases
+
+_BASE = """
+defaults: {examples}/grpo_arithmetic_cpu.yaml
+multi_lora: {{slots: 3, wait_s: 0.2}}
+grpo: {{num_prompts_per_step: 2, num_generations_per_prompt: 2, max_num_steps: 2, val_at_start: false, val_period: 0,
+       val_at_end: false}}
+loss_fn: {{reference_policy_kl_penalty: 0.01}}
+policy:
+  model_name: {model}
+  train_global_batch_size: 4
+  train_micro_batch_size: 2
+  logprob_batch_size: 4
+  optimizer: {{kwargs: {{lr: 0.01}}}}
+  dtensor_cfg: {{lora_cfg: {{enabled: true, dim: 8}}}}
+logger: {{log_dir: {folder}/logs, tensorboard_enabled: false}}
+checkpointing: {{checkpoint_dir: {folder}/results, save_period: 1}}
+"""
+_FUNCTION = """
+data:
+  default: {{prompt_file: null, env_name: mine}}
+  train: {{dataset_name: arithmetic, split: train, max_operand: 20, num_problems: 64, held_out: 16, env_name: mine}}
+env: {{mine: {{function: adapter_rewards.{name}}}}}
+grpo: {{seed: {seed}, max_num_steps: {steps}}}
+"""
+_REWARDS = """
+import zlib
+
+def by_text(response, expected):
+    return float(zlib.crc32(response.encode()) % 2)
+
+def failing(response, expected):
+    raise ArithmeticError("planted")
+"""
+_TIMEOUT_S = 120.0
+
+
+def _until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _TIMEOUT_S
+    while not what():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+class Workplace:
+    """Files of a base and adapters."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder = folder
+        examples = Path(__file__).parents[2] / "examples" / "configs"
+        path = self._write("base", _BASE.format(examples=examples, model=model, folder=folder))
+        self.base, self.raw = load_base(path)
+
+    def _write(self, name: str, text: str) -> Path:
+        path = self.folder / f"{name}.yaml"
+        path.write_text(text)
+        return path
+
+    def adapter(self, name: str, *, reward: str = "by_text", seed: int = 1, steps: int = 2) -> Path:
+        """The file of an adapter."""
+        return self._write(name, _FUNCTION.format(name=reward, seed=seed, steps=steps))
+
+    def add(self, job: MultiLoraJob, name: str, **keys: Any) -> None:
+        """Lets it join."""
+        job.add(load_adapter(self.raw, self.adapter(name, **keys)))
+
+    def samples(self, name: str, step: int) -> list[dict[str, Any]]:
+        """The samples that an adapter's newest run trained on."""
+        newest = sorted((self.folder / "logs" / name).glob("exp_*"))[-1]
+        path = next(newest.rglob(f"train_data_step{step}.jsonl"))
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def parts(
+    tiny_model: Path, ray_session: None, user_modules: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Workplace, Shared]]:
+    (user_modules / "adapter_rewards.py").write_text(_REWARDS)
+    workplace = Workplace(tmp_path_factory.mktemp("multi_lora"), tiny_model)
+    with shared_parts(workplace.base, StartPhases()) as shared:
+        yield workplace, shared
+
+
+def _phase(job: MultiLoraJob, name: str) -> Phase:
+    return next(state.phase for state in job.states() if state.name == name)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.vllm
+def test_adapters_join_fail_and_leave_alone_and_go_on_where_they_were(parts: tuple[Workplace, Shared]) -> None:
+    workplace, shared = parts
+    logs = workplace.folder / "logs"
+    job = MultiLoraJob(workplace.base, shared)
+    with serve(job, workplace.raw, logs, 0):
+        workplace.add(job, "one", seed=1)
+        workplace.add(job, "long", seed=2, steps=1000)
+        answer: Any = call(logs, "POST", "/adapters", {"file": str(workplace.adapter("bad", reward="failing"))})
+        assert answer["phase"] == "joining" and answer["slot"] == 2
+        with pytest.raises(JobUnreachable, match=r"all multi_lora.slots=3 are taken, by one .*; (one|bad) ends soon"):
+            call(logs, "POST", "/adapters", {"file": str(workplace.adapter("late"))})
+        with pytest.raises(JobUnreachable, match="names an adapter so already"):
+            call(logs, "POST", "/adapters", {"file": str(workplace.folder / "one.yaml")})
+        with pytest.raises(JobUnreachable, match="expected"):
+            call(logs, "POST", "/adapters", {"path": "x"})
+        _until(lambda: _phase(job, "one") is Phase.DONE and _phase(job, "bad") is Phase.FAILED)
+        listed: Any = call(logs, "GET", "/adapters")
+        assert "planted" in next(state["reason"] for state in listed if state["name"] == "bad")
+        # What others do does not touch an adapter that runs, and it leaves in the middle of a step.
+        _until(lambda: next(state.step for state in job.states() if state.name == "long") >= 3)
+        assert call(logs, "DELETE", "/adapters/long")["phase"] == "leaving"  # type: ignore[index]
+        _until(lambda: _phase(job, "long") is Phase.REMOVED)
+        with pytest.raises(JobUnreachable, match="no adapter long runs here; there are none"):
+            call(logs, "DELETE", "/adapters/long")
+        with pytest.raises(UnknownAdapter):
+            job.remove("long")
+        assert (logs / ADDRESS_FILE).stat().st_mode & 0o077 == 0
+    assert job.wait(1.0) and shared.engines.version("one") is None
+    versions: Any = shared.engines.generation.shards.call([0], "adapter_versions")
+    assert versions == [{}]
+    with pytest.raises(JobUnreachable, match="no job of adapters runs"):
+        call(logs, "GET", "/adapters")
+    info, factors = read_adapter(workplace.folder / "results/one/step_2/policy/weights")
+    assert info.r == 8 and any(tensor.abs().sum() > 0 for name, tensor in factors.items() if name.endswith("lora_B"))
+    # A further job goes on with it; an adapter draws beside others what it draws alone.
+    beside = [[row["token_ids"] for row in workplace.samples("one", step)] for step in (1, 2)]
+    again = MultiLoraJob(workplace.base, shared)
+    workplace.add(again, "one", seed=1, steps=3)
+    workplace.add(again, "twin", seed=1)
+    assert again.wait(_TIMEOUT_S)
+    done = {state.name: (state.phase, state.step) for state in again.states()}
+    assert done == {"one": (Phase.DONE, 3), "twin": (Phase.DONE, 2)}
+    twin = [[row["token_ids"] for row in workplace.samples("twin", step)] for step in (1, 2)]
+    assert twin[0] == beside[0]
+    # Later answers follow weights that differ by rounding; prompts do not.
+    assert [ids[:3] for ids in twin[1]] == [ids[:3] for ids in beside[1]]
+    last = MultiLoraJob(workplace.base, shared)
+    workplace.add(last, "ended", steps=1000)
+    last.close()
+    assert _phase(last, "ended") is Phase.REMOVED
