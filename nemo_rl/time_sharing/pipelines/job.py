@@ -32,6 +32,7 @@ from nemo_rl.config.overrides import parse_override
 from nemo_rl.config.placement import training_world_size
 from nemo_rl.config.schema import is_known
 from nemo_rl.config.teachers import pooled_teacher
+from nemo_rl.time_sharing.pipelines.adapters import ADAPTERS, adapters_command
 from nemo_rl.time_sharing.pipelines.command_config import EXTERNAL, CommandConfig, read_command
 from nemo_rl.time_sharing.pipelines.fits import as_teacher, divides, teachers_fit
 from nemo_rl.time_sharing.planning import placement
@@ -58,6 +59,7 @@ _WRAPPER_KEYS = {
     "rank_batch",
     "slice_s",
     "whole_gpus",
+    ADAPTERS,
 }
 _MAPPINGS = {"train_device_mapping": ACTOR_TRAIN, "infer_device_mapping": ACTOR_INFER}
 _MEGATRON = "megatron_train"
@@ -89,6 +91,7 @@ _CLASSES = {
     "SFTPipeline": Kind.SFT,
     "EvaluationPipeline": Kind.EVALUATION,
     "CommandPipeline": Kind.EXTERNAL,
+    "RollMultiLoraPipeline": Kind.EXTERNAL,
 }
 _TEACHER = "TeacherPipeline"
 
@@ -219,7 +222,7 @@ class _Source:
 def _source(file: Path) -> _Source:
     wrapper = _wrapper(file)
     inner = (file.parent / wrapper[_WRAPPER_KEY]) if wrapper else file
-    config = CommandConfig if EXTERNAL in merge(read_layers(inner)) else kind_of_file(inner)
+    config = CommandConfig if {EXTERNAL, "multi_lora"} & set(merge(read_layers(inner))) else kind_of_file(inner)
     named = str(wrapper.get("pipeline_cls") or "").rpartition(".")[2]
     if named == _TEACHER and issubclass(config, MasterConfig):
         return _Source(file, wrapper, inner, config, teaches=True)
@@ -269,9 +272,11 @@ def _config(source: _Source, overrides: Sequence[str]) -> Config:
     if source.config is not CommandConfig:
         config: Config = load_master_config(str(source.inner), overrides, source.config)
         return config
+    if EXTERNAL not in (found := merge(read_layers(source.inner))):
+        return adapters_command(source.wrapper, source.inner, overrides)
     if overrides:
         raise ConfigError([f"{overrides[0]}: {source.inner} names a command, which takes no overrides"])
-    return read_command(merge(read_layers(source.inner)), source.inner)
+    return read_command(found, source.inner)
 
 
 def _all_of(pool: Pool, config: Config) -> range:

@@ -1,0 +1,72 @@
+"""Jobs of many adapters on a pool: what a wrapper of a base and its adapters becomes, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nemo_rl.config import ConfigError
+from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
+from nemo_rl.time_sharing.pipelines.job import Kind, read_jobs
+from nemo_rl.time_sharing.protocol.topology import Pool
+
+_CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
+_SCENARIOS = _CONFIGS.parent / "time_sharing" / "pipelines"
+_BASE = {
+    "defaults": str(_CONFIGS / "grpo_arithmetic_cpu.yaml"),
+    "multi_lora": {"slots": 2},
+    "policy": {"dtensor_cfg": {"lora_cfg": {"enabled": True, "dim": 8}}},
+}
+
+
+def _submitted(folder: Path, adapters: object, **files: dict[str, Any]) -> CommandConfig:
+    for name, content in ({"base": _BASE} | files).items():
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(content))
+    wrapper = {"nemo_config_path": "base.yaml", "pipeline_cls": "RollMultiLoraPipeline"}
+    wrapper |= {} if adapters is None else {"adapters": adapters}
+    (folder / "job.yaml").write_text(yaml.safe_dump(wrapper | {"nemo_config_overrides": ["grpo.max_num_steps=3"]}))
+    (job,) = read_jobs([folder / "job.yaml"], Pool(1, 2))
+    assert job.kind is Kind.EXTERNAL and isinstance(job.config, CommandConfig)
+    return job.config
+
+
+def test_adapters_become_a_command_on_the_gpus_of_their_base(tmp_path: Path) -> None:
+    command = _submitted(tmp_path, ["one.yaml"], one={"grpo": {"seed": 1}})
+    assert command.command[:3] == [sys.executable, "-m", "nemo_rl.algorithms.multi_lora"]
+    rest = ["--config", str(tmp_path / "base.yaml"), "--adapters", str(tmp_path / "one.yaml"), "grpo.max_num_steps=3"]
+    assert command.command[3:] == rest
+    # Its Ray cluster is its own: the pool's has lent the GPUs away.
+    assert command.gpus == 1 and command.env == {"RAY_ADDRESS": "local"}
+
+
+@pytest.mark.parametrize(
+    ("adapters", "own", "said"),
+    [
+        (None, {}, "adapters: list the adapters' files"),
+        (["one.yaml", "one.yaml"], {}, "names an adapter so already"),
+        (["one.yaml"], {"cluster": {"gpus_per_node": 2}}, "cluster: belongs to the base"),
+        (["one.yaml"], {"checkpointing": {"enabled": False}}, "goes on from its checkpoint"),
+    ],
+)
+def test_what_could_not_run_is_refused_when_it_is_submitted(
+    tmp_path: Path, adapters: object, own: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        _submitted(tmp_path, adapters, one=own)
+
+
+def test_scenarios_c_and_d_can_be_submitted() -> None:
+    names = [["scenario_c"], ["scenario_d_0", "scenario_d_1"]]
+    for files in names:
+        jobs = read_jobs([_SCENARIOS / f"{name}.yaml" for name in files], Pool(1, 4))
+        assert [job.name for job in jobs] == files
+        adapters = jobs[-1].config
+        assert isinstance(adapters, CommandConfig) and adapters.gpus == 2
+        assert [Path(word).name for word in adapters.command if "adapter_" in word] == [
+            "adapter_0.yaml",
+            "adapter_1.yaml",
+        ]
