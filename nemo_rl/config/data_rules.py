@@ -97,6 +97,8 @@ def functions_stand_alone(config: MasterConfig | EvalMasterConfig) -> Iterator[s
 def agents_reach_the_model(config: MasterConfig) -> Iterator[str]:
     for name in environments_in_use(config):
         section = config.env.of(name)
+        if section is not None and section.python is not None and section.agent is None:
+            yield f"env.{name}.python is the interpreter of an agent; name one in env.{name}.agent, or leave it out"
         if section is None or section.agent is None:
             continue
         if section.env_class is not None or section.function is not None:

@@ -29,6 +29,11 @@ class EnvironmentConfig(Section):
         description="Dotted path of an agent that plays whole episodes against the run's endpoint "
         "(policy.generation.vllm_cfg.expose_http_server), instead of a class; further keys are its arguments.",
     )
+    python: str | None = Field(
+        None,
+        description="Interpreter of another virtual environment that plays the agent, for packages that do not go "
+        "with those of a run; null: the run's own.",
+    )
     step_timeout_s: float = Field(
         600.0,
         gt=0,

@@ -24,6 +24,7 @@ from nemo_rl.config.dotted import import_dotted
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.data.interfaces import LLMMessageLogType
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, expected_of
+from nemo_rl.environments.other_interpreter import OtherInterpreter
 
 _PARAMETERS = ("task", "base_url", "session")
 _FORM = "write it as def agent(task, base_url, session) -> float, or as a class with such a method run"
@@ -86,14 +87,19 @@ def agent_of(path: str, key: str, arguments: Mapping[str, Any]) -> Agent:
 
 class AgentEnvironment(EnvironmentInterface[Any]):
     """Whole episodes. `cfg`: `agent`, its dotted path; `key`, the environment's dotted key; `arguments`, of the agent;
-    `calls`, agents at once.
+    `python`, the interpreter that plays it, or None; `calls`, agents at once.
     """
 
     def __init__(self, cfg: Mapping[str, Any]) -> None:
         self._path = str(cfg["agent"])
-        self._agent = agent_of(self._path, str(cfg["key"]), cfg["arguments"])
+        key, arguments, calls = str(cfg["key"]), cfg["arguments"], int(cfg["calls"])
+        self._agent: Agent
+        if cfg.get("python") is not None:
+            self._agent = OtherInterpreter(str(cfg["python"]), self._path, arguments, calls=calls, key=key).run
+        else:
+            self._agent = agent_of(self._path, key, arguments)
         self._awaits = inspect.iscoroutinefunction(self._agent)
-        self._threads = ThreadPoolExecutor(int(cfg["calls"]), thread_name_prefix="agent")
+        self._threads = ThreadPoolExecutor(calls, thread_name_prefix="agent")
 
     @override
     async def step(  # pyrefly: ignore[bad-override]

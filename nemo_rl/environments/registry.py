@@ -24,6 +24,7 @@ from nemo_rl.data.setup import TaskDatasets, load_datasets
 from nemo_rl.environments.agent_environment import AGENTS_AT_ONCE, AgentEnvironment, check_agent
 from nemo_rl.environments.function_environment import FunctionEnvironment, reward_function
 from nemo_rl.environments.interfaces import EnvironmentFailure, UnknownEnvironment, ray_actor
+from nemo_rl.environments.other_interpreter import check_interpreter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,7 +42,7 @@ CLASSES: dict[str, str] = {
 }
 # How often a dead environment is started again, and how often a call is made again for it.
 _RESTARTS, _CALLED_AGAIN = 5, 1
-_READ_HERE = ("class", "function", "agent", "step_timeout_s", "replicas", "max_batch", "max_concurrency")
+_READ_HERE = ("class", "function", "agent", "python", "step_timeout_s", "replicas", "max_batch", "max_concurrency")
 # Coroutines mostly wait, for a sandbox or another service.
 _COROUTINES = 64
 Actors = Mapping[str, tuple[ActorHandle[object], ...]]
@@ -71,6 +72,9 @@ def environment_class(name: str, config: EnvironmentConfig | None) -> Any:
     if config is not None and config.function is not None:
         reward_function(config.function, f"env.{name}", config.model_extra or {})
         return FunctionEnvironment
+    if config is not None and config.agent is not None and config.python is not None:
+        check_interpreter(config.python, f"env.{name}")
+        return AgentEnvironment
     if config is not None and config.agent is not None:
         check_agent(config.agent, f"env.{name}", config.model_extra or {})
         return AgentEnvironment
@@ -111,7 +115,7 @@ def environment_settings(config: EnvironmentConfig | None, name: str = "<name>")
         return {"function": config.function, "key": f"env.{name}", "arguments": dict(config.model_extra or {})}
     if config is not None and config.agent is not None:
         own = {"agent": config.agent, "key": f"env.{name}", "arguments": dict(config.model_extra or {})}
-        return {**own, "calls": calls_at_once(name, config)}
+        return {**own, "python": config.python, "calls": calls_at_once(name, config)}
     return {} if config is None else {key: value for key, value in config.to_dict().items() if key not in _READ_HERE}
 
 

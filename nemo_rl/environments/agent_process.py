@@ -1,0 +1,101 @@
+"""Plays agents in another interpreter: a script of the standard library alone, which `other_interpreter` starts.
+
+Reads JSON lines {id, task, base_url, session} or {cancel: id}, and writes {id, result} or {id, error} as episodes end;
+{ready} before the first. Runs from Python 3.9 on and imports nothing of this package.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, TextIO
+
+_LONGEST_LINE = 1 << 28
+
+
+class Player:
+    """Plays episodes, and writes how they ended."""
+
+    def __init__(self, agent: Callable[..., Any], calls: int, replies: TextIO) -> None:
+        self._agent = agent
+        self._threads = ThreadPoolExecutor(calls, thread_name_prefix="agent")
+        self._replies = replies
+        self._playing: dict[int, asyncio.Task[None]] = {}
+
+    async def serve(self) -> None:
+        """Plays until standard input ends."""
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(limit=_LONGEST_LINE)
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        async for line in reader:
+            request = json.loads(line)
+            if "cancel" in request:
+                playing = self._playing.get(request["cancel"])
+                if playing is not None:
+                    playing.cancel()
+                continue
+            number = request.pop("id")
+            self._playing[number] = loop.create_task(self._play(number, **request))
+
+    async def _play(self, number: int, task: Any, base_url: str, session: Any) -> None:
+        try:
+            reply = {"id": number, "result": await self._run(task, base_url, SimpleNamespace(**session))}
+        except Exception as error:  # noqa: BLE001 - the run decides what it means
+            reply = {"id": number, "error": repr(error)}
+        finally:
+            self._playing.pop(number, None)
+        write(self._replies, reply)
+
+    async def _run(self, task: Any, base_url: str, session: Any) -> object:
+        if inspect.iscoroutinefunction(self._agent):
+            return await self._agent(task, base_url, session)
+        loop = asyncio.get_running_loop()
+        result = await loop.run_in_executor(self._threads, self._agent, task, base_url, session)
+        return await result if inspect.isawaitable(result) else result
+
+
+def write(replies: TextIO, message: dict[str, Any]) -> None:
+    """Writes one line. Numbers of libraries become plain ones, and what has no form in JSON a text."""
+    try:
+        text = json.dumps(message, default=float)
+    except (TypeError, ValueError) as error:
+        text = json.dumps({"id": message.get("id"), "error": f"its result cannot be passed on: {error}"})
+    replies.write(text + "\n")
+    replies.flush()
+
+
+def agent_of(path: str, arguments: dict[str, Any]) -> Callable[..., Any]:
+    """The agent behind a dotted path, built where it is a class."""
+    module, _, name = path.rpartition(".")
+    found: Any = getattr(importlib.import_module(module), name)
+    if isinstance(found, type):
+        agent: Any = found(**arguments)
+        return agent.run
+    return functools.partial(found, **arguments)
+
+
+def main() -> None:
+    """Builds the agent and serves. The argument is a JSON object: `agent`, `arguments`, `calls` and `path`."""
+    # Agents may print; the answers have a descriptor of their own.
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    settings = json.loads(sys.argv[1])
+    # The folder of this script has this package's modules in it.
+    sys.path[0:1] = settings["path"]
+    agent = agent_of(settings["agent"], settings["arguments"])
+    write(replies, {"ready": True})
+    asyncio.run(Player(agent, settings["calls"], replies).serve())
+    # Threads of agents that still play would keep this process.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

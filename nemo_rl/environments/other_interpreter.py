@@ -1,0 +1,188 @@
+"""Agents of another virtual environment, `env.<name>.python`: a process of its own interpreter plays them.
+
+For agents whose packages do not go with those of a run, or which need another Python. Invariant: every episode gets
+exactly one answer, or an error that says how the process ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl.config.errors import ConfigError
+from nemo_rl.distributed.processes import OutputTail
+
+if TYPE_CHECKING:
+    from nemo_rl.environments.agent_environment import AgentSession
+
+_SCRIPT = Path(__file__).with_name("agent_process.py")
+_START_S = 300.0
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    loop: asyncio.AbstractEventLoop
+    answer: asyncio.Future[object]
+
+
+class AgentError(RuntimeError):
+    """What an agent raised in its own process, or how that process ended."""
+
+
+def check_interpreter(python: str, key: str) -> None:
+    """Whether a file can be run. Raises ConfigError: it cannot."""
+    path = os.path.expanduser(python)
+    if not os.access(path, os.X_OK) or os.path.isdir(path):
+        raise ConfigError(
+            [f"{key}.python: {python} cannot be run; name the interpreter of a virtual environment, as venv/bin/python"]
+        )
+
+
+@dataclass
+class _Running:
+    """A process, and who waits for its answers."""
+
+    process: subprocess.Popen[bytes]
+    tail: OutputTail
+    waiting: dict[int, _Waiting] = field(default_factory=dict)
+
+
+class OtherInterpreter:
+    """An agent in a process of another interpreter, which is started again once it has ended.
+
+    Args:
+        python: The interpreter.
+        agent: Dotted path of the agent, for that interpreter.
+        arguments: Keyword arguments of the agent, as JSON has them.
+        calls: Episodes at once, where the agent is no `async def`.
+        key: Dotted key of the environment, for messages.
+
+    Raises ConfigError: the agent cannot be imported or built there, or is not ready within five minutes.
+    """
+
+    def __init__(self, python: str, agent: str, arguments: Mapping[str, Any], *, calls: int, key: str) -> None:
+        check_interpreter(python, key)
+        self._python, self._agent, self._key = os.path.expanduser(python), agent, key
+        self._settings = json.dumps(
+            {"agent": agent, "arguments": dict(arguments), "calls": calls, "path": _paths_of_users()}
+        )
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._running = self._started()
+
+    async def run(self, task: Mapping[str, Any], base_url: str, session: AgentSession) -> object:
+        """Plays one episode; what the agent returned. Raises AgentError: it raised, or its process ended."""
+        number, loop = next(self._numbers), asyncio.get_running_loop()
+        answer: asyncio.Future[object] = loop.create_future()
+        request = {"id": number, "task": task, "base_url": base_url, "session": asdict(session)}
+        running = await asyncio.to_thread(self._send, number, _Waiting(loop, answer), request)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            with suppress(AgentError):
+                self._write(running, {"cancel": number})
+            raise
+        finally:
+            running.waiting.pop(number, None)
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._running.process.kill()
+        self._running.process.wait()
+
+    def _send(self, number: int, waiting: _Waiting, request: Mapping[str, Any]) -> _Running:
+        with self._lock:
+            if self._running.process.poll() is not None:
+                self._running = self._started()
+            running = self._running
+            running.waiting[number] = waiting
+        self._write(running, request)
+        return running
+
+    def _write(self, running: _Running, request: Mapping[str, Any]) -> None:
+        line = json.dumps(request, default=str).encode() + b"\n"
+        pipe = running.process.stdin
+        try:
+            with self._lock:
+                if pipe is not None:
+                    pipe.write(line)
+                    pipe.flush()
+        except OSError as error:
+            raise AgentError(self._ended(running)) from error
+
+    def _ended(self, running: _Running) -> str:
+        return f"the process of {self._key}.python ended {running.tail.of_ended()}"
+
+    def _started(self) -> _Running:
+        environment = {
+            name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+        }
+        process = subprocess.Popen(
+            [self._python, str(_SCRIPT), self._settings],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+        )
+        running = _Running(process, OutputTail(process))
+        late = threading.Timer(_START_S, process.kill)
+        late.start()
+        first = process.stdout.readline() if process.stdout is not None else b""
+        late.cancel()
+        if b'"ready"' not in first:
+            raise ConfigError(
+                [
+                    f"{self._key}.agent: {self._agent} cannot be built by {self._key}.python={self._python}: it ended "
+                    f"{running.tail.of_ended()}"
+                ]
+            )
+        threading.Thread(target=self._read, args=(running,), name="agent-answers", daemon=True).start()
+        return running
+
+    def _read(self, running: _Running) -> None:
+        """Hands answers over until the process ends; what still waits for it then fails."""
+        for line in running.process.stdout or ():
+            reply = json.loads(line)
+            if (waiting := running.waiting.pop(reply["id"], None)) is not None:
+                _answer(waiting, reply)
+        error = {"error": self._ended(running)}
+        with self._lock:
+            for waiting in list(running.waiting.values()):
+                _answer(waiting, error)
+            running.waiting.clear()
+
+
+def _answer(waiting: _Waiting, reply: Mapping[str, Any]) -> None:
+    def settle() -> None:
+        if waiting.answer.done():
+            return
+        if "error" in reply:
+            waiting.answer.set_exception(AgentError(reply["error"]))
+        else:
+            waiting.answer.set_result(reply["result"])
+
+    with suppress(RuntimeError):  # the loop is closed: nothing waits there any more
+        waiting.loop.call_soon_threadsafe(settle)
+
+
+def _paths_of_users() -> list[str]:
+    """Where this process finds modules that are of no installed package, such as the agent's own."""
+    installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    paths = [os.path.abspath(path) for path in sys.path]
+    return [
+        path
+        for path in dict.fromkeys(paths)
+        if os.path.isdir(path)
+        and not any(path == other or path.startswith(other + os.sep) for other in installed if other)
+    ]
