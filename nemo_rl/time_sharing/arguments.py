@@ -1,13 +1,26 @@
-"""Command-line arguments that several commands of time-sharing take."""
+"""Command-line arguments that several commands of time-sharing take, and variables that none of them reads."""
 
 from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 DEFAULT_PORT = 8270
+_CONTROL_PLANE = "RLIX_CONTROL_PLANE"
+_PREFIXES = ("RLIX_", "ROLL_")
+_INSTEAD = {
+    "RLIX_BUCKET_SIZE_BYTES": "set weight_sync.bucket_bytes",
+    "RLIX_MODEL_UPDATE_TRANSPORT": "set weight_sync.transport",
+    "ROLL_SELECTIVE_MODEL_UPDATE_TIMEOUT_S": "set weight_sync.timeout_s",
+    "ROLL_SELECTIVE_MODEL_UPDATE_PG_TIMEOUT_S": "set weight_sync.timeout_s",
+    "RLIX_ENABLE_GPU_TRACING": "python -m nemo_rl.time_sharing trace writes the trace of any run's record",
+    "RLIX_TRACE_OUTPUT_DIR": "python -m nemo_rl.time_sharing trace -o says where the trace goes",
+    "RLIX_REQUIRED_GPUS_PER_NODE": "give --gpus",
+    "ROLL_RAY_NAMESPACE": "pipelines get namespaces of their own",
+}
 
 
 def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,3 +100,12 @@ def add_page_arguments(parser: argparse.ArgumentParser) -> None:
         help="address to serve on; from any but this machine's own a token is asked for, which NRL_POOL_TOKEN may "
         "choose (default: %(default)s)",
     )
+
+
+def refused_variables(environment: Mapping[str, str]) -> Iterator[str]:
+    """What is wrong with the variables that are set, a line each, with what to do."""
+    for name, value in sorted(environment.items()):
+        if value and name.startswith(_PREFIXES) and name != _CONTROL_PLANE:
+            instead = _INSTEAD.get(name)
+            why = f"is not read here: {instead}" if instead is not None else "is no variable of this package"
+            yield f"{name}={value} {why}; unset it"

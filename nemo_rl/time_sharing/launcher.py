@@ -18,7 +18,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl.time_sharing.arguments import DEFAULT_PORT, add_page_arguments, add_pool_arguments, seconds_or_none
+from nemo_rl.time_sharing.arguments import (
+    DEFAULT_PORT,
+    add_page_arguments,
+    add_pool_arguments,
+    refused_variables,
+    seconds_or_none,
+)
 from nemo_rl.time_sharing.commands import (
     EXIT_FAILED,
     EXIT_OK,
@@ -110,7 +116,12 @@ def _run_together(chosen: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _pool_of(chosen: argparse.Namespace) -> Pool:
-    """The pool that the command line describes. Raises PoolError: there is no such pool."""
+    """The pool that the command line describes. Raises PoolError: there is no such pool, or a variable asks for
+    something else.
+    """
+    refused = list(refused_variables(os.environ))
+    if refused:
+        raise PoolError("\n".join(refused))
     try:
         return Pool(chosen.nodes, chosen.gpus, chosen.slots_per_gpu)
     except ValueError as error:

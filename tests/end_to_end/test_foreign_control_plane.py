@@ -60,9 +60,9 @@ class Plane:
         self.said: list[str] = []
         self.progress: list[tuple[int, int]] = []
 
-    def on_trajectory_collector_created(self, collector: object) -> None:
-        assert collector is not None
+    def on_trajectory_collector_created(self, collector: Any) -> None:
         self.said.append("collector")
+        self._collector = collector
         self._build(0)
         self._policy.offload_to_cpu()
         self._generation.mark_dp_ranks_inactive([OVERLAPPING, OTHER])
@@ -100,6 +100,7 @@ class Plane:
         self._load([OTHER], step + 1)
         self._generation.wake_up_partial([OVERLAPPING], skip_activate=True)
         self._load([OVERLAPPING], step + 1)
+        self._collector.set_weight_version(step + 1)
         self._generation.activate_dp_ranks([OVERLAPPING])
         return step + 1
 

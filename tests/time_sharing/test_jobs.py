@@ -15,7 +15,8 @@ from nemo_rl.config import ConfigError, MasterConfig, SFTMasterConfig
 from nemo_rl.distributed.accelerators import CUDA
 from nemo_rl.distributed.processes import WORKING_DIRECTORY
 from nemo_rl.time_sharing import commands
-from nemo_rl.time_sharing.launcher import launcher_parser, limits_of
+from nemo_rl.time_sharing.arguments import refused_variables
+from nemo_rl.time_sharing.launcher import launcher_parser, limits_of, run_together
 from nemo_rl.time_sharing.log.pool_state import Outcome, Progress, Standing
 from nemo_rl.time_sharing.opening import LIVE_LIMITS
 from nemo_rl.time_sharing.pipelines.job import Job, Kind, read_jobs
@@ -281,6 +282,18 @@ def test_jobs_that_may_start_at_the_same_time_are_counted(capsys: pytest.Capture
     with pytest.raises(SystemExit):
         launcher_parser().parse_args([*line, "--max-initialising", "-1"])
     assert "expected a whole number from 0" in capsys.readouterr().err
+
+
+def test_variables_of_other_control_planes_are_refused_with_what_to_set_instead(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not list(refused_variables({"RLIX_CONTROL_PLANE": "rlix", "PATH": "/bin", "RLIX_TRACE_OUTPUT_DIR": ""}))
+    monkeypatch.setenv("RLIX_BUCKET_SIZE_BYTES", "4096")
+    monkeypatch.setenv("RLIX_NOTIFY_READY_TIMEOUT_S", "5")
+    assert run_together(["--gpus", "2", "--pipelines", str(GRPO)]) == 2
+    said = capsys.readouterr().err
+    assert "RLIX_BUCKET_SIZE_BYTES=4096 is not read here: set weight_sync.bucket_bytes; unset it" in said
+    assert "RLIX_NOTIFY_READY_TIMEOUT_S=5 is no variable of this package; unset it" in said
 
 
 def test_threads_of_a_jobs_processes_are_capped_unless_its_user_says_otherwise(

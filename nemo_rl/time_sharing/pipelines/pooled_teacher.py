@@ -75,9 +75,12 @@ class PooledTeacher:
     def _found(self) -> Any:
         deadline, reason = time.monotonic() + self._find_s, ""
         while time.monotonic() < deadline:
-            actor, reason = ask_pool("teacher", self._job)
+            actor, why = ask_pool("teacher", self._job)
             if actor is not None:
                 return actor
+            if why != reason:
+                logger.warning("teacher=%s missing=%r awaited_s=%.0f", self._job, why, self._find_s)
+            reason = why
             time.sleep(_LOOK_S)
         raise ConfigError(
             [
