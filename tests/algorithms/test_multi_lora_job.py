@@ -15,8 +15,11 @@ from nemo_rl.algorithms.multi_lora.assembly import shared_parts
 from nemo_rl.algorithms.multi_lora.http import ADDRESS_FILE, JobUnreachable, call, serve
 from nemo_rl.algorithms.multi_lora.job import MultiLoraJob, Phase, UnknownAdapter
 from nemo_rl.config.multi_lora import load_adapter, load_base
+from nemo_rl.time_sharing.history.check import check
 from nemo_rl.utils.adapters import read_adapter
 from nemo_rl.utils.progress import StartPhases
+from nemo_rl.utils.record import read_record
+from nemo_rl.utils.record_events import TokensGenerated
 
 _BASE = """
 defaults: {examples}/grpo_arithmetic_cpu.yaml
@@ -140,6 +143,11 @@ def test_adapters_join_fail_and_leave_alone_and_go_on_where_they_were(parts: tup
         call(logs, "GET", "/adapters")
     info, factors = read_adapter(workplace.folder / "results/one/step_2/policy/weights")
     assert info.r == 8 and any(tensor.abs().sum() > 0 for name, tensor in factors.items() if name.endswith("lora_B"))
+    # No prompt is lost and no token under another version, also where an adapter left in the middle of a step.
+    for name, ended in (("one", True), ("long", False), ("bad", False)):
+        entries = list(read_record(next((logs / name).glob("exp_*/record.jsonl"))))
+        assert check(entries, ended=ended) == []
+        assert name == "bad" or any(isinstance(entry.event, TokensGenerated) for entry in entries)
     # A further job goes on with it; an adapter draws beside others what it draws alone.
     beside = [[row["token_ids"] for row in workplace.samples("one", step)] for step in (1, 2)]
     again = MultiLoraJob(workplace.base, shared)

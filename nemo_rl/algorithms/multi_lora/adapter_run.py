@@ -143,7 +143,7 @@ def build_run(
         layers = sorted({n.rpartition(".")[0].rpartition(".")[2] for n in shared.policy.slot_factors(slot)})
         info = AdapterInfo(config.policy.model_name, lora.dim, lora.alpha, layers)
         policy = AdapterPolicy(shared.passes, shared.policy, config.policy, name, slot, removed, ready.tokenizer)
-        generation = AdapterGeneration(shared.engines, name, removed, policy)
+        generation = AdapterGeneration(shared.engines, name, removed, policy, record)
         store = InProcessStore(ready.tokenizer.pad_token_id, config.policy.make_sequence_length_divisible_by)
         timer = Timer()
         # Both views have what a run calls.
@@ -156,7 +156,7 @@ def build_run(
             tokenizer=ready.tokenizer,
             policy=policy_view,
             generation=generation_view,
-            control=AdapterControl(shared.engines, name, slot, info, timer, record.bind("refit"), progress),
+            control=AdapterControl(shared.engines, name, slot, info, timer, record, progress),
             rollouts=train_source,
             validation_rollouts=val_source,
             store=store,

@@ -29,7 +29,7 @@ from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.models.multi_lora.policy import MultiLoraPolicy
 from nemo_rl.utils.adapters import AdapterInfo
 from nemo_rl.utils.record import Record
-from nemo_rl.utils.record_events import VersionPublished
+from nemo_rl.utils.record_events import RequestFinished, RequestSubmitted, SyncFinished, SyncStarted, VersionPublished
 from nemo_rl.utils.timer import Timer
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ T = TypeVar("T")
 
 _POLL_S = 0.2
 _WATCH_S = 1.0
+_CLOSE_S = 60.0
 _ROLLOUT_TIMEOUT_S = 6 * 3600.0
 
 
@@ -138,16 +139,19 @@ class AdapterEngines:
         """Stops rebuilding shards."""
         self._over.set()
         self._repair.close()
-        self._watch.join(timeout=_ROLLOUT_TIMEOUT_S)
+        self._watch.join(timeout=_CLOSE_S)
 
 
 class AdapterGeneration:
-    """Generation as the run of one adapter sees it: every request is drawn with the adapter."""
+    """Generation as the run of one adapter sees it: every request is drawn with the adapter, and recorded with it."""
 
     lent = False
 
-    def __init__(self, engines: AdapterEngines, name: str, removed: threading.Event, policy: AdapterPolicy) -> None:
+    def __init__(
+        self, engines: AdapterEngines, name: str, removed: threading.Event, policy: AdapterPolicy, record: Record
+    ) -> None:
         self._generation, self._name, self._removed, self._policy = engines.generation, name, removed, policy
+        self._record = record
         self.cfg, self.colocated = self._generation.cfg, False
 
     async def generate_one(self, request: GenerationRequest) -> GenerationResult:
@@ -159,6 +163,9 @@ class AdapterGeneration:
         strangers = {span.adapter for span in result.spans} - {self._name}
         if strangers:
             raise GenerationError(f"adapter {self._name}: request {request.request_id} was drawn with {strangers}")
+        # The shard that answered is known only now; versions change between the rollouts of an adapter alone.
+        self._record.emit(RequestSubmitted(request.request_id, result.shard, request.sample_id or request.request_id))
+        self._record.emit(RequestFinished(request.request_id, result.shard, "done", len(result.token_ids)))
         return replace(result, request_id=request.request_id)
 
     def start_on_dispatch_loop(self, work: Coroutine[object, object, T]) -> Future[T]:
@@ -219,10 +226,18 @@ class AdapterControl:
 
     def serve(self, version: int) -> None:
         """Sends the adapter unless the engines have that version."""
-        with self._timer.time("prepare_for_generation/transfer_and_update_weights"):
-            sent = self._engines.bring_to(self._name, self._slot, self._info, version)
-        if sent:
-            self._record.emit(VersionPublished(version, tuple(self._engines.generation.shards.healthy())))
+        if self._engines.version(self._name) == version:
+            return
+        shards, sync = tuple(self._engines.generation.shards.healthy()), f"{self._name}@{version}"
+        self._record.emit(SyncStarted(sync, version, shards, "adapter", recompute_kv=True))
+        outcome = "failed"
+        try:
+            with self._timer.time("prepare_for_generation/transfer_and_update_weights"):
+                self._engines.bring_to(self._name, self._slot, self._info, version)
+            outcome = "done"
+        finally:
+            self._record.emit(SyncFinished(sync, version, outcome, self._engines.nbytes(self._name)))
+        self._record.emit(VersionPublished(version, shards))
 
     def demand(
         self, step: int, groups: int, ready: int, kind: DemandKind = "training"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -58,18 +57,11 @@ class _Work:
 class SharedPasses:
     """Joins what adapters ask for into passes, on a thread of its own.
 
-    Args:
-        policy: Runs the passes.
-        on_pass: Called with the adapters of every training pass and its seconds.
+    `policy`: runs the passes.
     """
 
-    def __init__(
-        self,
-        policy: MultiLoraPolicy,
-        cfg: MultiLoraConfig,
-        on_pass: Callable[[list[str], float], None] = lambda adapters, seconds: None,
-    ) -> None:
-        self._policy, self._on_pass = policy, on_pass
+    def __init__(self, policy: MultiLoraPolicy, cfg: MultiLoraConfig) -> None:
+        self._policy = policy
         self._turns = Turns(cfg.pass_tokens, cfg.wait_s)
         self._work: dict[str, _Work] = {}
         self._changed = threading.Condition()
@@ -108,15 +100,12 @@ class SharedPasses:
                 if self._closed:
                     return
                 taken = {request.adapter: self._work.pop(request.adapter) for request in self._turns.take()}
-            began = time.monotonic()
             try:
                 self._run(list(taken.values()))
             except BaseException as error:  # noqa: BLE001 - every adapter that waits has to hear of it
                 for work in taken.values():
                     if not work.answer.done():
                         work.answer.set_exception(error)
-            if next(iter(taken.values())).loss_fn is not None:
-                self._on_pass(list(taken), time.monotonic() - began)
 
     def _run(self, works: list[_Work]) -> None:
         rows = BatchedDataDict.from_batches([_with_slot(work) for work in works])
