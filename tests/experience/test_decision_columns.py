@@ -14,13 +14,22 @@ import torch
 
 from nemo_rl.data_plane.schema import ROUTE_FIELDS, SAMPLING_MASK_FIELDS, replayed_fields
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.agent_rollouts import trajectory_of
+from nemo_rl.experience.columns import rollout_columns, sample_starts
 from nemo_rl.experience.data_plane_store import DataPlaneStore
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollout_source import LiveRollouts, RecordedRollouts, ReplayedRollouts, Rollout
 from nemo_rl.experience.rollouts import RolloutRunner, number_samples
 from nemo_rl.experience.store import InProcessStore
 from nemo_rl.models.generation.decisions import SamplingMasks, TokenRoutes
-from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult
+from nemo_rl.models.generation.endpoint.router_engine import _recorded_until
+from nemo_rl.models.generation.endpoint.session import Session, SessionPlan
+from nemo_rl.models.generation.interfaces import (
+    GenerationRequest,
+    GenerationResult,
+    GenerationSamplingParams,
+    VersionSpan,
+)
 from nemo_rl.models.generation.recording import VALIDATE, RecordedDecisionsError, Recording
 from tests.experience.plane_in_process import plane_in_process
 from tests.experience.test_rollout_flow import Counts, Generator, Letters, plan, prompts
@@ -211,3 +220,40 @@ def test_only_the_first_batch_is_looked_at_unless_all_are_asked_for(monkeypatch:
                 source.roll_out(batch, chosen, 1)
         else:
             source.roll_out(batch, chosen, 1)
+
+
+def test_branches_of_an_agent_bring_the_routes_of_all_tokens_and_the_masks_of_those_they_train() -> None:
+    session = Session(SessionPlan("0-0-0", GenerationSamplingParams(), 9, 99, records=True))
+
+    def ask(call: int, prompt: list[int], response: list[int]) -> list[int]:
+        """A turn, recorded from where the session does not know the routes."""
+        ids, start = [*prompt, *response], _recorded_until(session, prompt)
+        asked = range(start, len(ids))
+        routes = TokenRoutes(
+            start,
+            np.array([routes_after(ids[: n + 1], call) for n in asked[:-1]] + [[[0, 0], [0, 0]]], np.int16),
+            np.array([True] * (len(asked) - 1) + [False]),
+        )
+        masks = SamplingMasks.of([np.array([token, 127]) for token in response])
+        spans = (VersionSpan(0, 0, len(response)),)
+        session.add(prompt, GenerationResult("r", response, [-1.0] * len(response), "stop", spans, 0, routes, masks))
+        return ids
+
+    first = ask(0, [1, 2], [3, 4])
+    longest = ask(1, [*first, 5], [6, 7, 8])
+    other = ask(2, [*first, 9], [10])
+    done = trajectory_of(session, Letters())  # type: ignore[arg-type]
+    columns = rollout_columns(number_samples(prompts("a"), 1), [done], pad_token_id=0, recording=RECORDING)
+    tokens = columns.tokens
+    assert isinstance(tokens, BatchedDataDict) and sample_starts(columns.rows).tolist() == [True, False]
+    for row, (ids, calls) in enumerate([(longest, [0, 0, 0, 1, 1, 1, 1, 1]), (other, [0, 0, 0, 2, 2, 2])]):
+        assert tokens["input_ids"][row][: len(ids)].tolist() == ids
+        valid = tokens["routed_experts_valid"][row].tolist()
+        assert valid[: len(ids)] == [True] * (len(ids) - 1) + [False] and not any(valid[len(ids) :])
+        expected = [routes_after(ids[: n + 1], call) for n, call in enumerate(calls[: len(ids) - 1])]
+        assert tokens["routed_experts"][row][: len(ids) - 1].tolist() == expected
+        trained = tokens["token_mask"][row] != 0
+        assert tokens["sampling_mask_counts"][row].tolist() == (2 * trained).int().tolist()
+        of_trained = tokens["input_ids"][row][trained].tolist()
+        assert tokens["sampling_mask_ids"][row].tolist() == [one for token in of_trained for one in (token, 127)]
+    assert [int(mask.sum()) for mask in tokens["token_mask"]] == [5, 1]

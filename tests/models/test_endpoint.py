@@ -321,6 +321,15 @@ def test_past_the_deadline_the_answer_is_503(session: tuple[Endpoint, Model, str
     endpoint._config = configured(tiny_model).generation.vllm_cfg.http_server
 
 
+def test_each_engine_has_an_address_and_none_records(session: tuple[Endpoint, Model, str]) -> None:
+    endpoint, says, _ = session
+    urls = endpoint.base_urls(2)
+    assert len(set(urls)) == 2
+    for url in urls:
+        assert chat(url, [user("a")])["choices"][0]["message"]["content"] == says.text
+    assert not endpoint.finish("s").turns and says.requests[0].sample_id == ""
+
+
 def test_two_runs_do_not_share_a_port(session: tuple[Endpoint, Model, str]) -> None:
     endpoint, _, url = session
     port = int(url.removeprefix("http://").partition("/")[0].rpartition(":")[2])

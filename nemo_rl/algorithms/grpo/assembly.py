@@ -342,6 +342,7 @@ def _start_endpoint(
             stop_token_ids=ready.stop_tokens.ids,
             cuda=ready.accelerator.is_cuda,
         )
+    generation.dp_openai_server_base_urls = endpoint.base_urls(len(generation.group.workers))
     start.say(f"endpoint: {endpoint.base_url}, model {endpoint.model}")
     return endpoint
 

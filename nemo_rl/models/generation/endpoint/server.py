@@ -134,6 +134,12 @@ class Endpoint:
         self._thread.join(_END_S)
         self._socket.close()
 
+    def base_urls(self, engines: int) -> list[str]:
+        """As many addresses as there are engines, for clients that spread their requests over a list of them. The
+        router chooses the engine at each: one of its own would not outlive its sleep.
+        """
+        return [f"{self._root}/engine/{number}/v1" for number in range(engines)]
+
     # -- sessions -----------------------------------------------------------------------------------------------------
 
     def open(self, session_id: str, plan: SessionPlan) -> str:
@@ -158,7 +164,7 @@ class Endpoint:
             return JSONResponse({"status": "ok"})
 
         routes = [Route("/health", health)]
-        for prefix in ("", "/session/{session}"):
+        for prefix in ("", "/session/{session}", "/engine/{engine:int}"):
             routes += [
                 Route(f"{prefix}/v1/chat/completions", self._answered(self._chat), methods=["POST"]),
                 Route(f"{prefix}/v1/completions", self._answered(self._completion), methods=["POST"]),

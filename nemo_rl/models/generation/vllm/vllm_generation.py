@@ -103,6 +103,7 @@ class VllmGeneration(GenerationInterface):
             built=not lent,
         )
         self.weights_resident = True
+        self.dp_openai_server_base_urls: list[str] = []  # of the run's endpoint, one per engine; empty without one
 
     def wait_until_started(self) -> None:
         """Waits for every engine; engines start while the caller builds other things. Raises WorkerError: an engine
