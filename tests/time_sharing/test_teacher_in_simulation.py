@@ -4,6 +4,7 @@ for GPUs that another holds, on one GPU too, and a job that dies costs the other
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from nemo_rl.time_sharing.cli import main
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.log.events import MemoryFreed, MemoryTaken
 from nemo_rl.time_sharing.simulation.baselines import OURS, QUEUE, SERIAL, STATIC, worth_comparing
+from nemo_rl.time_sharing.simulation.random_scenarios import random_scenario
 from nemo_rl.time_sharing.simulation.results import AloneTimes, compose, run_way
 from nemo_rl.time_sharing.simulation.scenario import Scenario, ScenarioError, parse_scenario
 from nemo_rl.time_sharing.simulation.teachers import SimulatedTeacher, Student
@@ -71,6 +73,32 @@ def test_students_and_their_teacher_take_turns_and_all_of_them_end(gpus: int, cr
         assert teacher.batches == STEPS * len(STUDENTS)
     else:
         assert sum(job.incarnations for job in world.jobs.values())
+
+
+def _with_teacher(seed: int) -> Scenario:
+    """The random scenario of a seed, some of whose jobs share a teacher."""
+    scenario, rng = random_scenario(seed), random.Random(f"teacher/{seed}")
+    size, tp = scenario.gpu_pool.slots, rng.choice((1, 1, 2))
+    ranks = sorted(rng.sample(range(size // tp), rng.randint(1, min(4, size // tp))))
+    teacher = {
+        "name": "teacher",
+        "infer": [rank * tp + gpu for rank in ranks for gpu in range(tp)],
+        "tp": tp,
+        "engine": {"tokens_per_s": rng.choice((100.0, 2000.0)), "half_batch": rng.choice((1, 16))},
+        "arrive_s": rng.choice((0.0, rng.uniform(0, 100))),
+    }
+    named = rng.sample(scenario.jobs, rng.randint(1, len(scenario.jobs)))
+    jobs = [job.model_copy(update={"teacher": "teacher"}) if job in named else job for job in scenario.jobs]
+    return parse_scenario(scenario.model_copy(update={"jobs": tuple(jobs)}).model_dump() | {"teachers": [teacher]})
+
+
+# In 134 a training that was registered before the log lost its end takes a GPU of a rank, and the teacher the other.
+@pytest.mark.parametrize("seed", [*range(6), 134])
+def test_random_jobs_that_share_a_teacher_end_and_their_record_keeps_every_invariant(seed: int) -> None:
+    world, records = _world(_with_teacher(seed), seed)
+    world.run()
+    assert [name for name, job in world.jobs.items() if job.finished_at is None] == []
+    assert [str(violation) for violation in check(records[0].entries)] == []
 
 
 def test_students_of_a_teacher_that_is_given_up_end_and_say_why() -> None:

@@ -99,9 +99,9 @@ def keeping_arrays(engine: AsyncLLM) -> AsyncLLM:
 
     def add(request: EngineCoreRequest, *arguments: object, **options: object) -> None:
         add_request(request, *arguments, **options)
-        asked, state = request.sampling_params, processor.request_states[request.request_id]
+        asked = request.sampling_params
         if asked is not None and asked.prompt_logprobs is not None:
-            scores = PromptScores()
+            scores, state = PromptScores(), processor.request_states[request.request_id]
             state.logprobs_processor.prompt_logprobs = scores
             state.logprobs_processor._update_prompt_logprobs = scores.add
 
