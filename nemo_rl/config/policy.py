@@ -246,6 +246,11 @@ class RouterReplayConfig(Section):
         description="Record which experts generation chose for every token, and choose the same ones when the policy "
         "scores and trains it; the reference chooses for itself.",
     )
+    compare_period: NonNegativeInt = Field(
+        0,
+        description="Every how many steps a further forward pass measures what `gen_kl_error` would be without replay; "
+        "0: never.",
+    )
 
 
 class PolicyConfig(Section):

@@ -97,6 +97,11 @@ def load_balancing_has_a_weight_and_a_router(config: RootConfig) -> Iterator[str
 def replayed_routers_are_not_fused_or_compiled(config: RootConfig) -> Iterator[Problem]:
     policy, replay = config.policy, "with policy.router_replay.enabled"
     if not policy.router_replay.enabled:
+        if policy.router_replay.compare_period:
+            yield (
+                f"policy.router_replay.compare_period is {policy.router_replay.compare_period}, but "
+                "policy.router_replay.enabled is false, so that nothing is replayed; enable it or leave the period 0"
+            )
         return
     if policy.megatron_cfg.enabled and policy.megatron_cfg.model_overrides.get("moe_router_fusion"):
         key = "policy.megatron_cfg.model_overrides.moe_router_fusion"

@@ -70,6 +70,7 @@ SCHEMA: dict[str, FieldSchema] = {
         FieldSchema("sample_mask", Axis.ROW, consumers=_ALL),
         FieldSchema("unwhitened_advantages", Axis.TOKEN, "float32", producer="advantages"),
         FieldSchema("teacher_logprobs", Axis.TOKEN, "float32", producer="teacher"),
+        FieldSchema("naturally_routed_logprobs", Axis.TOKEN, "float32", producer="prev_lp"),
         FieldSchema("routed_experts", Axis.TOKEN),
         FieldSchema("routed_experts_valid", Axis.TOKEN, "bool"),
         FieldSchema("sampling_mask_counts", Axis.TOKEN, "int32"),
@@ -126,11 +127,11 @@ def columns_of_others(names: Iterable[str]) -> list[str]:
     return [name for name in names if name not in SCHEMA or Consumer.MODEL in SCHEMA[name].consumers]
 
 
-def replayed_fields(names: Iterable[str], *, reference: bool = False) -> list[str]:
+def replayed_fields(names: Iterable[str], *, routes: bool = True) -> list[str]:
     """Those of the columns that say what generation decided, for a forward pass that is to decide the same.
-    `reference`: whether it is the reference's alone, which chooses experts for itself.
+    `routes`: False for a pass that chooses experts for itself, as the reference's does.
     """
-    fields = SAMPLING_MASK_FIELDS if reference else ROUTE_FIELDS + SAMPLING_MASK_FIELDS
+    fields = ROUTE_FIELDS + SAMPLING_MASK_FIELDS if routes else SAMPLING_MASK_FIELDS
     present = set(names)
     return [name for name in fields if name in present]
 

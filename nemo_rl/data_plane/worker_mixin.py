@@ -64,6 +64,10 @@ class TQWorkerMixin:
         """The backend's own log-probabilities of both."""
 
     @abstractmethod
+    def get_naturally_routed_logprobs(self, data: Any, micro_batch_size: int | None = None) -> BatchedDataDict:
+        """The backend's own log-probabilities without router replay."""
+
+    @abstractmethod
     def get_topk_logits(self, data: Any, k: int, micro_batch_size: int | None = None) -> BatchedDataDict:
         """The backend's own most likely tokens."""
 
@@ -175,6 +179,14 @@ class TQWorkerMixin:
         """`get_policy_and_reference_logprobs` of this rank's rows, fetched and written once, into columns."""
         result = self.get_policy_and_reference_logprobs(self._fetch_if_any(meta), micro_batch_size)
         self._write_back_result(meta, result, columns)
+
+    def get_naturally_routed_logprobs_presharded(
+        self, meta: KVBatchMeta, columns: Mapping[str, str], micro_batch_size: int | None = None
+    ) -> None:
+        """`get_naturally_routed_logprobs` of this rank's rows, into columns."""
+        self._write_back_result(
+            meta, self.get_naturally_routed_logprobs(self._fetch_if_any(meta), micro_batch_size), columns
+        )
 
     def get_topk_logits_presharded(
         self, meta: KVBatchMeta, columns: Mapping[str, str], k: int, micro_batch_size: int | None = None

@@ -4,6 +4,7 @@ plane.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ WHITENED = (
     "grpo.overlong_filtering=true",
 )
 ROUTES = "policy.router_replay.enabled=true"
+COMPARED = "policy.router_replay.compare_period=2"
 MASKS = ("policy.sampling_mask_replay=true", "policy.generation.top_p=0.9")
 CASES = {
     "plain_dp2_dynamic_sampling": (
@@ -72,6 +74,7 @@ CASES = {
         "policy.dynamic_batching.enabled=true",
         *WHITENED,
         ROUTES,
+        COMPARED,
         *MASKS,
     ),
     "megatron_pp2_packed": (
@@ -238,6 +241,11 @@ def test_training_is_the_same_bit_for_bit_and_leaves_no_row(case: str, train: Ca
     stored = train(backend, *CASES[case], *plane, then=leaves_no_row)
     assert stored["metrics"] == plain["metrics"]
     assert ("train/router_replay_share" in plain["metrics"]) is (ROUTES in CASES[case])
+    natural = plain["metrics"].get("train/gen_kl_error_natural_routing", {})
+    assert list(natural) == ([2, 4] if COMPARED in CASES[case] else [])
+    # Random experts were recorded, so that natural routing is another computation.
+    replayed = plain["metrics"]["train/gen_kl_error"]
+    assert all(math.isfinite(value) and value != replayed[step] for step, value in natural.items())
     assert ("train/sampling_mask_share" in plain["metrics"]) is (MASKS[0] in CASES[case])
     assert stored["weights"] == plain["weights"]
     assert stored["samples"] == plain["samples"]

@@ -111,7 +111,7 @@ def test_nothing_is_recorded_where_nothing_is_replayed() -> None:
     tokens = rollout(generator, None).columns.tokens
     assert set(generator.asked) == {None} and replayed_fields(tokens) == []
     assert replayed_fields(FIELDS) == FIELDS
-    assert replayed_fields(FIELDS, reference=True) == list(SAMPLING_MASK_FIELDS)
+    assert replayed_fields(FIELDS, routes=False) == list(SAMPLING_MASK_FIELDS)
 
 
 def test_the_columns_are_the_same_bits_in_process_and_on_the_data_plane(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,13 +124,16 @@ def replayed_steps(
 
 
 def scores_of_both(model: str, overrides: list[str], data: BatchedDataDict[Any]) -> dict[str, Any]:
-    """Log-probabilities of the policy and of its reference, which has the same weights, in one pass and in two."""
+    """Log-probabilities of the policy, with its own routes too, and of its reference of the same weights, in one pass
+    and in two.
+    """
     worker = make_worker(run_config(model, 1, *overrides), init_reference_model=True)
     mine = shard_of(worker, data)
     alone = worker.get_reference_policy_logprobs(mine)
     return {
         **{name: column.numpy() for name, column in worker.get_policy_and_reference_logprobs(mine).items()},
         "reference alone": alone["reference_logprobs"].numpy(),
+        "natural": worker.get_naturally_routed_logprobs(mine)["naturally_routed_logprobs"].numpy(),
     }
 
 

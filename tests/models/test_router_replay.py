@@ -116,12 +116,12 @@ def test_the_gradient_is_natural_routings_where_routes_agree(one: dict[str, dict
 
 
 @pytest.mark.parametrize("backend", ["dtensor", "megatron"])
-def test_the_reference_routes_naturally(
+def test_the_reference_and_the_pass_that_compares_route_naturally(
     alone: tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]], backend: str
 ) -> None:
     steps, references = alone
     scores, trained = references[backend], steps[backend]["logprobs"] != 0
-    for name in ("reference_logprobs", "reference alone"):
+    for name in ("reference_logprobs", "reference alone", "natural"):
         natural = steps[f"{backend}, routes ignored"]["logprobs"][trained]
         np.testing.assert_allclose(scores[name][trained], natural, atol=1e-5)
     np.testing.assert_allclose(scores["logprobs"][trained], steps[backend]["logprobs"][trained], atol=1e-5)

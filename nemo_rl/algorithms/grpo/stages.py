@@ -25,13 +25,14 @@ from nemo_rl.algorithms.grpo.advantages import (
     row_advantages,
 )
 from nemo_rl.algorithms.grpo.rewards import COMPONENT_PREFIX, process_rewards
-from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
+from nemo_rl.config import ClippedPGLossConfig, GRPOConfig, RouterReplayConfig
 from nemo_rl.data_plane.schema import TOPK_IDS, TOPK_LOGPROBS, columns_of_others, replayed_fields
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import sample_of_row, sample_starts
 from nemo_rl.experience.store import ExperienceStore, StageOutput, TokenStage
 from nemo_rl.loss.clipped_pg import positive_nll_scale
 from nemo_rl.loss.normalization import masked_mean
+from nemo_rl.loss.policy_ratios import KLType, calculate_kl
 from nemo_rl.models.policy.interfaces import BatchHandle, PolicyInterface
 from nemo_rl.utils.timer import Timer
 
@@ -256,6 +257,39 @@ def compute_logprobs(
     columns = {"prev_logprobs": "logprobs"} if previous else {}
     columns |= {"reference_policy_logprobs": "reference_logprobs"} if reference else {}
     experience.handle = store.commit(handle, result, **columns)
+
+
+def compares_routing(cfg: RouterReplayConfig, step: int) -> bool:
+    """Whether the step after `step` measures the agreement of the engines without router replay."""
+    return cfg.compare_period > 0 and (step + 1) % cfg.compare_period == 0
+
+
+def compare_routing(
+    experience: Experience, store: ExperienceStore, policy: PolicyInterface, loss_cfg: ClippedPGLossConfig, timer: Timer
+) -> None:
+    """Adds the metric `gen_kl_error_natural_routing`: `gen_kl_error` of log-probabilities with natural routing,
+    over the tokens of samples that are not masked so far.
+    """
+    result = policy.get_naturally_routed_logprobs(experience.handle, timer=timer)
+    name = "naturally_routed_logprobs"
+    experience.handle = store.commit(experience.handle, result, **{name: name})
+    measured = TokenStage(
+        natural_kl_error,
+        reads=(name, "generation_logprobs", "token_mask"),
+        params={"kl_type": loss_cfg.reference_policy_kl_type},
+    )
+    rows = run_stage(experience, store, measured)
+    kept_B = (experience.rows["sample_mask"] != 0).double()
+    tokens = float((rows["tokens"] * kept_B).sum())
+    experience.metrics["gen_kl_error_natural_routing"] = float((rows["kl"] * kept_B).sum()) / max(tokens, 1.0)
+
+
+def natural_kl_error(columns: BatchedDataDict, kl_type: KLType) -> StageOutput:
+    """Sums of each row: estimates of KL(generation || naturally routed policy), and tokens that have one."""
+    mask = columns["token_mask"][:, 1:] != 0
+    generation, natural = columns["generation_logprobs"][:, 1:], columns["naturally_routed_logprobs"][:, 1:]
+    kl = calculate_kl(generation, natural, kl_type, None, None)
+    return StageOutput(columns={}, rows={"kl": torch.where(mask, kl, 0).double().sum(-1), "tokens": mask.sum(-1)})
 
 
 def mask_and_weigh(

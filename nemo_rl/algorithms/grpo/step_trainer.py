@@ -17,6 +17,8 @@ import torch
 from nemo_rl.algorithms.grpo.stages import (
     Experience,
     columns_to_train,
+    compare_routing,
+    compares_routing,
     compute_logprobs,
     mask_and_weigh,
     needs_previous_logprobs,
@@ -46,12 +48,15 @@ def score(run: GRPORun, part: Experience, *, step_open: bool) -> None:
     of it. `step_open`: whether gradients of earlier parts are accumulated.
     """
     cfg, loss_cfg, timer = run.config.grpo, run.config.loss_fn, run.timer
+    compares = compares_routing(run.config.policy.router_replay, run.state.step)
     run.progress.phase("log-probabilities")
     with timer.time("logprob_inference_prep"):
-        if needs_previous_logprobs(cfg, loss_cfg) or needs_reference_logprobs(cfg, loss_cfg):
+        if needs_previous_logprobs(cfg, loss_cfg) or needs_reference_logprobs(cfg, loss_cfg) or compares:
             run.policy.prepare_for_lp_inference(keep_train_buffers=step_open)
     with timer.time("policy_and_reference_logprobs"), _recorded_span(run, LOGPROBS):
         compute_logprobs(part, run.store, run.policy, cfg, loss_cfg, timer)
+        if compares:
+            compare_routing(part, run.store, run.policy, loss_cfg, timer)
     if run.teachers is not None and not run.teachers.served:
         _ask_teachers(run, run.teachers, part)
 

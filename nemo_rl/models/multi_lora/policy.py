@@ -98,7 +98,7 @@ class MultiLoraPolicy(Policy):
         with a column `SLOT` [B]. Raises WorkerError: a worker failed.
         """
         refuse_model_inputs(data)
-        names = ("input_ids", "input_lengths", SLOT, *replayed_fields(data, reference=not policy))
+        names = ("input_ids", "input_lengths", SLOT, *replayed_fields(data, routes=policy))
         columns = BatchedDataDict({name: data[name] for name in names})
         with self._turn:
             shards, order = shard_scored(columns, self.cfg, self.data_parallel_size)

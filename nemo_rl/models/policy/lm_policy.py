@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 WORKER = "nemo_rl.models.policy.worker.PolicyWorker"
 _AXES = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
 _REPLICAS = ("pipeline_parallel", "context_parallel", "tensor_parallel")
+_ROUTED_NATURALLY = ("get_reference_policy_logprobs", "get_naturally_routed_logprobs")
 _SAVE_TIMEOUT_S = 1800.0
 _SAVE_POLL_S = 0.1
 _PROFILE_S = 60.0
@@ -186,7 +187,7 @@ class Policy(PolicyWeights, PolicyInterface):
     def _score(self, method: str, data: BatchHandle, timer: Timer | None, **common: Any) -> BatchedDataDict:
         batch = _in_process(data)
         refuse_model_inputs(batch)
-        replayed = replayed_fields(batch, reference=method == "get_reference_policy_logprobs")
+        replayed = replayed_fields(batch, routes=method not in _ROUTED_NATURALLY)
         scored = ("input_ids", "input_lengths", *replayed, *tags_of(batch))
         columns = BatchedDataDict({key: batch[key] for key in scored})
         with timed(timer, f"{method}/shard_data"):
@@ -209,6 +210,10 @@ class Policy(PolicyWeights, PolicyInterface):
     def get_policy_and_reference_logprobs(self, data: BatchHandle, timer: Timer | None = None) -> Scores:
         """`logprobs` and `reference_logprobs`, [B, S] each; see `PolicyInterface`."""
         return self._score("get_policy_and_reference_logprobs", data, timer)
+
+    def get_naturally_routed_logprobs(self, data: BatchHandle, timer: Timer | None = None) -> Scores:
+        """`naturally_routed_logprobs [B, S]`; see `PolicyInterface`."""
+        return self._score("get_naturally_routed_logprobs", data, timer)
 
     def get_topk_logits(
         self, data: BatchHandle, k: int, micro_batch_size: int | None = None, timer: Timer | None = None

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 _PREVIOUS = {"logprobs": "prev_logprobs"}
 _TOPK = {"topk_logits": TOPK_LOGPROBS, "topk_indices": TOPK_IDS}
 _REFERENCE = {"reference_logprobs": "reference_policy_logprobs"}
+_NATURAL = {"naturally_routed_logprobs": "naturally_routed_logprobs"}
 
 
 class TQPolicy(Policy):
@@ -147,7 +148,7 @@ class TQPolicy(Policy):
     ) -> StoredColumns:
         refuse_model_inputs(meta.fields or ())
         present = set(meta.fields or LP_SEED_FIELDS)
-        replayed = replayed_fields(present, reference="logprobs" not in columns)
+        replayed = replayed_fields(present, routes="logprobs" in columns)
         seed = meta.only_fields([*(name for name in LP_SEED_FIELDS if name in present), *replayed])
         with timed(timer, f"{method}/shard_meta"):
             shards = self._shard_chunk_meta(seed, training=False)
@@ -183,6 +184,12 @@ class TQPolicy(Policy):
         if not isinstance(data, KVBatchMeta):
             return super().get_policy_and_reference_logprobs(data, timer)
         return self._score_meta("get_policy_and_reference_logprobs", data, _PREVIOUS | _REFERENCE, timer)
+
+    def get_naturally_routed_logprobs(self, data: BatchHandle, timer: Timer | None = None) -> Scores:
+        """See `Policy`; for a meta the result stays with the rows."""
+        if not isinstance(data, KVBatchMeta):
+            return super().get_naturally_routed_logprobs(data, timer)
+        return self._score_meta("get_naturally_routed_logprobs", data, _NATURAL, timer)
 
     def get_topk_logits(
         self, data: BatchHandle, k: int, micro_batch_size: int | None = None, timer: Timer | None = None

@@ -128,9 +128,17 @@ class PolicyWorker(TQWorkerMixin):
         return parts, self.backend.max_over_data(len(parts)) - len(parts)
 
     def _score(
-        self, data: BatchedDataDict, micro_batch_size: int | None, *, policy: bool = False, reference: bool = False
+        self,
+        data: BatchedDataDict,
+        micro_batch_size: int | None,
+        *,
+        policy: bool = False,
+        reference: bool = False,
+        natural: bool = False,
     ) -> BatchedDataDict:
-        """Log-probabilities under the current weights, the initial ones, or both, of the same microbatches."""
+        """Log-probabilities under the current weights, the initial ones, or the current ones with natural routing, of
+        the same microbatches.
+        """
         if policy and (trace := route_trace()) is not None:
             trace.fetched("prev_lp", data)
         parts, idle = self._cut(
@@ -144,16 +152,24 @@ class PolicyWorker(TQWorkerMixin):
             return torch.cat([torch.zeros((0, width)), *padded])
 
         scores: dict[str, torch.Tensor] = {"logprobs": rows(parts, filtered=True)} if policy else {}
+        unrouted = [without_routes(part) for part in parts] if natural or reference else []
+        if natural:
+            scores["naturally_routed_logprobs"] = rows(unrouted, filtered=True)
         if reference:
             # The reference's own routes: recorded ones are those of another model.
-            natural = [without_routes(part) for part in parts]
             with self.backend.reference_weights():
-                scores["reference_logprobs"] = rows(natural, filtered=False)
+                scores["reference_logprobs"] = rows(unrouted, filtered=False)
         return BatchedDataDict(scores)
 
     def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
         """`logprobs [B, S]` under the current weights."""
         return self._score(data, micro_batch_size, policy=True)
+
+    def get_naturally_routed_logprobs(
+        self, data: BatchedDataDict, micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
+        """`naturally_routed_logprobs [B, S]` under the current weights, whose routers choose for themselves."""
+        return self._score(data, micro_batch_size, natural=True)
 
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict, micro_batch_size: int | None = None
