@@ -170,7 +170,7 @@ class FairnessChecks:
     def _see(self, entry: Entry, event: object) -> None:
         if entry.time != self._time or not isinstance(event, ev.Claimed | ev.Granted | ev.RankMoved):
             self._end_plan()
-        if isinstance(event, ev.Claimed) and event.rank < 0 and event.pipeline not in self._pipelines:
+        if isinstance(event, ev.Claimed) and event.pipeline not in self._pipelines:
             # Registered before the log lost its end, so that it is not judged; ranks make way for it all the same.
             self._claims.append(event)
         self._table[type(event)](entry, event)
