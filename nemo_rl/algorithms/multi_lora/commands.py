@@ -48,6 +48,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--adapters", type=Path, nargs="*", default=[], help="a YAML file per adapter")
     parser.add_argument("--stay", action="store_true", help="wait for more adapters when all are done, until Ctrl-C")
     options, overrides = parser.parse_known_args(list(arguments))
+    # Overrides may follow the files, whose number is free.
+    overrides += [str(path) for path in options.adapters if "=" in str(path)]
+    options.adapters = [path for path in options.adapters if "=" not in str(path)]
     try:
         base, raw = load_base(options.config, overrides)
         adapters = _load_all(base, raw, options.adapters)

@@ -71,7 +71,7 @@ class AdapterState:
     waits_for: int  # prompt groups that it waits for
     joined_in_s: float | None  # from add to its first step; None before
     log_dir: str
-    reason: str = ""  # why it failed
+    reason: str = ""  # why it failed, or ended early
 
     def plain(self) -> dict[str, object]:
         """For JSON."""
@@ -198,7 +198,7 @@ class MultiLoraJob:
         try:
             with ExitStack() as stack:
                 stack.enter_context(directories_of_its_own(member.adapter.config))
-                self._run(member, stack)
+                reason = self._run(member, stack)
         except NothingToDo as nothing:
             reason = str(nothing)
         except AdapterRemoved as removed:
@@ -223,7 +223,8 @@ class MultiLoraJob:
                 member.reason = reason
                 self._changed.notify_all()
 
-    def _run(self, member: _Member, stack: ExitStack) -> None:
+    def _run(self, member: _Member, stack: ExitStack) -> str:
+        """Trains an adapter to its end; why it ended before its last step, if it did."""
         shared, name = self._shared, member.adapter.name
 
         def progress(ready: int, of: int) -> None:
@@ -240,6 +241,7 @@ class MultiLoraJob:
             member.joined_in_s = time.monotonic() - member.added
         run.progress.say(f"joined after {member.joined_in_s:.1f} s")
         train_to_end(_AdapterSteps(run, SynchronousSource(run), member.removed))
+        return run.timeout.reason if run.state.step < run.total_steps else ""
 
 
 class _AdapterSteps(GRPOSteps):

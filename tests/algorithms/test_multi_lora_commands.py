@@ -1,0 +1,56 @@
+"""The command line of many adapters: what is said before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl.algorithms.multi_lora import commands
+from nemo_rl.config.multi_lora import AdapterConfig
+
+_BASE = Path(__file__).parents[2] / "examples" / "configs" / "multi_lora"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[str]]]:
+    """The seed of the base and the names of the adapters of every job that would run."""
+    jobs: list[tuple[int, list[str]]] = []
+
+    def run(base: Any, raw: object, adapters: Sequence[AdapterConfig], *, stay: bool = False) -> int:
+        jobs.append((base.grpo.seed, [adapter.name for adapter in adapters]))
+        return 0
+
+    monkeypatch.setattr(commands, "run", run)
+    return jobs
+
+
+def test_overrides_may_stand_before_and_behind_the_files(asked: list[tuple[int, list[str]]]) -> None:
+    files = [str(_BASE / "add.yaml"), str(_BASE / "sort.yaml")]
+    base = ["--config", str(_BASE / "base.yaml")]
+    assert commands.main([*base, "grpo.seed=5", "--adapters", *files]) == 0
+    assert commands.main([*base, "--adapters", *files, "grpo.seed=6"]) == 0
+    assert asked == [(5, ["add", "sort"]), (6, ["add", "sort"])]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ([], "--adapters: names no file"),
+        (["--adapters", "missing.yaml"], "there is no file missing.yaml"),
+        (["--adapters", str(_BASE / "add.yaml"), "multi_lora.slot=1"], "multi_lora.slot"),
+        (["--adapters", *map(str, sorted(_BASE.glob("s*.yaml"))), "multi_lora.slots=1"], "slots is 1; raise it"),
+    ],
+)
+def test_a_mistake_ends_with_exit_code_2_and_its_line(
+    asked: list[tuple[int, list[str]]], capsys: pytest.CaptureFixture[str], more: list[str], said: str
+) -> None:
+    assert commands.main(["--config", str(_BASE / "base.yaml"), *more]) == 2
+    assert said in capsys.readouterr().err and not asked
+
+
+def test_a_command_on_no_job_says_where_it_looked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.main(["list", "--log-dir", str(tmp_path)]) == 1
+    assert f"{tmp_path}/adapters.json: no job of adapters runs" in capsys.readouterr().err
