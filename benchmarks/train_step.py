@@ -3,11 +3,13 @@
     python benchmarks/train_step.py --shape 1.5b [--gpus 2] [--sequence 1024 4096] [--backends dtensor megatron]
     python benchmarks/train_step.py --shape moe --expert-parallel 2 --gpus 2
     python benchmarks/train_step.py --shape 1.5b --backends dtensor --sequence 1024 --prompt 512 --samples 8
+    python benchmarks/train_step.py --shape moe --gpus 2 --expert-parallel 2 --sequence 4096 --replay --steps 6
     python benchmarks/train_step.py --shape tiny --device cpu
 
 Random weights, packed rows of equal sequences, the token-level policy loss, one optimizer step of several microbatches
 after one that warms up. With `--samples` so many sequences have a prompt in common, and DTensor runs twice: with
 prompts shared and with every sequence by itself; tokens a second count whole sequences, utilisation what was computed.
+With `--replay` every backend runs twice: routing naturally, and with random experts of every token replayed.
 Every contender runs in processes of its own, one after the other. The peak is that of a large
 matrix product in the same precision, measured on the same devices before and after each contender: utilisation against
 the data sheet and against what was measured are both in the table.
@@ -30,7 +32,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from shapes import make_model  # noqa: E402
+from shapes import SHAPES, make_model  # noqa: E402
 
 from nemo_rl.distributed.ports import free_ports  # noqa: E402
 
@@ -38,13 +40,15 @@ BACKENDS = ("dtensor", "megatron")
 
 
 class Contender(NamedTuple):
-    """What is measured: a backend, and whether the samples of a prompt share it."""
+    """What is measured: a backend, whether the samples of a prompt share it, and whether routes are replayed."""
 
     backend: str
-    shares: bool
+    shares: bool = False
+    replays: bool = False
 
     def __str__(self) -> str:
-        return self.backend + (", prompts shared" if self.shares else "")
+        shares, replays = ", prompts shared" * self.shares, ", routes replayed" * self.replays
+        return f"{self.backend}{shares}{replays}"
 
 
 def policy_section(args: argparse.Namespace, model: Path, contender: Contender, sequence: int) -> dict[str, Any]:
@@ -76,6 +80,7 @@ def policy_section(args: argparse.Namespace, model: Path, contender: Contender, 
         if megatron
         else {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-6, "fused": args.device == "cuda"}},
         "scheduler": None,
+        "router_replay": {"enabled": contender.replays},
     }
     if megatron:
         section["megatron_cfg"] = {
@@ -114,6 +119,18 @@ def batch_of(args: argparse.Namespace, rows_here: int, sequence: int, vocabulary
         generation_logprobs=torch.full(shape, -12.0),
         **tags,
     )
+
+
+def random_routes(ids_BS: Any, shape: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Experts of every token in every layer, as generation would have recorded them."""
+    import torch
+
+    draw = torch.Generator().manual_seed(seed)
+    scores = torch.rand((*ids_BS.shape, shape["num_hidden_layers"], shape["num_experts"]), generator=draw)
+    valid = torch.ones_like(ids_BS, dtype=torch.bool)
+    valid[:, -1] = False
+    routes = scores.topk(shape["num_experts_per_tok"]).indices.to(torch.uint8)
+    return {"routed_experts": torch.where(valid[..., None, None], routes, 0), "routed_experts_valid": valid}
 
 
 def matmul_tflops(device: Any, precision: str) -> float:
@@ -155,6 +172,8 @@ def run_rank(args: argparse.Namespace, contender: Contender, sequence: int, mode
     here = rows(args, sequence) // args.gpus
     data = batch_of(args, here, sequence, worker.backend.model_config.vocab_size, worker.backend.rank)
     data["token_mask"][:, : args.prompt] = 0
+    if contender.replays:
+        data.update(random_routes(data["input_ids"], SHAPES[args.shape], worker.backend.rank))
     loss = ClippedPGLossFn(config.loss_fn)
     seconds = []
 
@@ -274,7 +293,7 @@ def measure(args: argparse.Namespace, contender: Contender, sequence: int, model
         if args.device == "cuda":
             environment["CUDA_VISIBLE_DEVICES"] = str(rank)
         line = [sys.executable, __file__, *sys.argv[1:], "--rank-of", contender.backend]
-        line += [str(contender.shares), str(sequence), str(model)]
+        line += [str(int(contender.shares)), str(int(contender.replays)), str(sequence), str(model)]
         processes.append(subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, text=True))
     deadline = time.monotonic() + args.timeout
     try:
@@ -331,23 +350,27 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="kernels of one more step by their time")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one contender may take")
     parser.add_argument("--work", default="/tmp/nemo_rl_train_step", help="where models are made")
-    parser.add_argument("--rank-of", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--replay", action="store_true", help="also with recorded routes; a shape with experts")
+    parser.add_argument("--rank-of", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
     tiny = args.shape.startswith("tiny")
     args.precision = "bfloat16" if args.device == "cuda" else "float32"
     args.tokens = args.tokens or (256 if tiny else 16384)
     if args.rank_of:
-        backend, shares, sequence, model = args.rank_of
-        run_rank(args, Contender(backend, shares == "True"), int(sequence), Path(model))
+        backend, shares, replays, sequence, model = args.rank_of
+        run_rank(args, Contender(backend, shares == "1", replays == "1"), int(sequence), Path(model))
         return
+    if args.replay and "num_experts" not in SHAPES[args.shape]:
+        parser.error(f"--replay: the shape {args.shape} has no experts; moe and tiny-moe have")
     model = make_model(args.shape, Path(args.work))
     print(f"shape={args.shape} devices={args.gpus} ({args.device}) tokens_per_microbatch={args.tokens}\n")
     header = ("backend", "kernels", "sequence", "tokens/s", "s a step", "TFLOP/s a device", "MFU, data sheet")
     header = (*header, "matmul TFLOP/s", "of matmul", "GiB")
     print(f"| {' | '.join(header)} |\n|{'---|' * len(header)}")
-    contenders = [Contender(backend, False) for backend in args.backends]
+    replays = (False, True) if args.replay else (False,)
+    contenders = [Contender(backend, replays=each) for backend in args.backends for each in replays]
     if args.samples > 1 and "dtensor" in args.backends:
-        contenders.insert(args.backends.index("dtensor") + 1, Contender("dtensor", True))
+        contenders.insert(args.backends.index("dtensor") + 1, Contender("dtensor", shares=True))
     for sequence in args.sequence or ([32] if tiny else [1024, 4096]):
         seconds = {}
         for contender in contenders:
@@ -356,8 +379,11 @@ def main() -> None:
             print(row_of(contender, sequence, answer), flush=True)
         for contender in contenders:
             if contender.shares:
-                ratio = seconds[Contender(contender.backend, False)] / seconds[contender]
+                ratio = seconds[contender._replace(shares=False)] / seconds[contender]
                 print(f"every sequence by itself / prompts shared, seconds a step: {ratio:.2f}", flush=True)
+            if contender.replays:
+                ratio = seconds[contender] / seconds[contender._replace(replays=False)]
+                print(f"{contender.backend}: replayed / natural routing, seconds a step: {ratio:.3f}", flush=True)
 
 
 if __name__ == "__main__":
