@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl.config.errors import ConfigError
+from nemo_rl.config.errors import ConfigError, UserError
 from nemo_rl.distributed.processes import OutputTail
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class _Waiting:
     answer: asyncio.Future[object]
 
 
-class AgentError(RuntimeError):
+class AgentError(UserError, RuntimeError):
     """What an agent raised in its own process, or how that process ended."""
 
 
