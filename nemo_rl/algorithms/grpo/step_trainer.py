@@ -101,12 +101,13 @@ class StepTrainer:
     def __init__(self, run: GRPORun, *, in_parts: bool) -> None:
         self._run, self._in_parts = run, in_parts
         self._parts: list[Experience] = []
+        self._open = False  # whether workers accumulate gradients
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and self._in_parts and self._parts:
+        if kind is not None and self._open:
             self._run.policy.abort_train_step()
 
     @property
@@ -123,7 +124,7 @@ class StepTrainer:
         with run.timer.time("training_prep"):
             run.policy.prepare_for_training()
         if self._in_parts and not self._parts:
-            run.policy.begin_train_step(run.loss_fn, gbs=run.config.policy.train_global_batch_size)
+            self._begin()
         self._parts.append(part)
         if not self._in_parts:
             return
@@ -163,9 +164,13 @@ class StepTrainer:
             if step:
                 results.append(run.policy.finish_train_step())
             rows = (step_B == step).nonzero().flatten().tolist()
-            run.policy.begin_train_step(run.loss_fn, gbs=size)
+            self._begin()
             run.policy.train_microbatches(run.store.select(handle, rows), timer=run.timer)
         return results, run.policy.submit_finish_train_step()
+
+    def _begin(self) -> None:
+        self._run.policy.begin_train_step(self._run.loss_fn, gbs=self._run.config.policy.train_global_batch_size)
+        self._open = True
 
     def _columns(self, part: Experience) -> BatchHandle:
         return columns_to_train(part, self._run.store, self._run.config.grpo, self._run.config.loss_fn)
