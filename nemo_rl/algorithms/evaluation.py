@@ -143,7 +143,7 @@ def evaluate(config: EvalMasterConfig, placement: Placement | None = None) -> Sc
     save_path = _writable(config.eval.save_path)
     set_seed(config.eval.seed)
     tokenizer = get_tokenizer(config.tokenizer, config.generation.trust_remote_code)
-    policy = _as_policy(config)
+    policy = evaluated_policy(config)
     model = model_config(policy)
     ends = check_tokens(policy, model, tokenizer, say, key="generation.stop_token_ids")
     problems = load_problems(config, tokenizer, say)
@@ -220,7 +220,7 @@ def _writable(save_path: str | None) -> Path | None:
     return Path(save_path)
 
 
-def _as_policy(config: EvalMasterConfig) -> PolicyConfig:
+def evaluated_policy(config: EvalMasterConfig) -> PolicyConfig:
     """The model as a policy section, as generation expects it."""
     generation = config.generation
     return PolicyConfig(

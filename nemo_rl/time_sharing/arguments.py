@@ -23,22 +23,25 @@ _INSTEAD = {
 }
 
 
-def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
-    """The shape of a pool."""
+def add_pool_arguments(parser: argparse.ArgumentParser, *, knows_jobs: bool = False) -> None:
+    """The shape of a pool. `knows_jobs`: whether all of its jobs are known before it opens."""
     parser.add_argument("--gpus", type=int, required=True, help="GPUs (or CPU slots) of each node of the pool")
     parser.add_argument(
         "--slots-per-gpu",
-        type=int,
+        type=slots,
         default=1,
         metavar="N",
         help="jobs that may use a GPU at the same time, each within an equal part of its memory, with one of them "
-        "training at a time (default: %(default)s, the whole GPU to one job at a time)",
+        "training at a time (default: %(default)s, the whole GPU to one job at a time); auto: as many as there are "
+        "jobs for a GPU, up to 4, as long as their memory suffices"
+        + ("" if knows_jobs else " (not here: a pool that stays does not know its jobs)"),
     )
     parser.add_argument(
         "--mps",
-        choices=("off", "on"),
-        default="off",
-        help="whether the jobs of a GPU use it through NVIDIA's Multi-Process Service (default: %(default)s)",
+        choices=("auto", "off", "on"),
+        default="auto",
+        help="whether the jobs of a GPU use it through NVIDIA's Multi-Process Service (default: %(default)s, where "
+        "GPUs have several slots and it is installed)",
     )
     parser.add_argument("--name", default="", help="of the pool, for people (default: that of its log's folder)")
     parser.add_argument("--nodes", type=int, default=1, help="nodes of the pool (default: %(default)s)")
@@ -61,6 +64,18 @@ def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="jobs that load their models at the same time, at most (default: %(default)s, any number)",
     )
+
+
+AUTO = "auto"
+
+
+def slots(text: str) -> int | str:
+    """A whole number from 1, or `auto`."""
+    if text == AUTO:
+        return text
+    if text.isascii() and text.isdigit() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text}: expected a whole number from 1, or auto")
 
 
 def whole(text: str) -> int:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.time_sharing.arguments import (
+    AUTO,
     DEFAULT_PORT,
     add_page_arguments,
     add_pool_arguments,
@@ -41,6 +42,7 @@ from nemo_rl.time_sharing.mps import multi_process_service
 from nemo_rl.time_sharing.open_pools import OpenPool, announced
 from nemo_rl.time_sharing.opening import LIVE_LIMITS, close_pool, open_pool
 from nemo_rl.time_sharing.pipelines.job import read_jobs
+from nemo_rl.time_sharing.pipelines.slot_choice import choose_slots
 from nemo_rl.time_sharing.pool import PoolError
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import Limits
@@ -88,7 +90,7 @@ def launcher_parser() -> argparse.ArgumentParser:
         help="each pipeline is submitted when the one before it has made its first step, or after so many seconds "
         "(default: all at once)",
     )
-    add_pool_arguments(parser)
+    add_pool_arguments(parser, knows_jobs=True)
     add_page_arguments(parser)
     return parser
 
@@ -108,6 +110,11 @@ def _run_together(chosen: argparse.Namespace, overrides: Sequence[str]) -> int:
     files, own = files_and_overrides(chosen.pipelines)
     jobs = read_jobs(files, pool, [*own, *overrides])
     check_code(jobs)
+    if chosen.slots_per_gpu == AUTO:
+        choice = choose_slots(jobs, pool, _device_bytes(chosen.device))
+        sys.stderr.write(f"slots of each GPU: {choice.slots} ({choice.why})\n")
+        pool = replace(pool, slots_per_gpu=choice.slots)
+        jobs = read_jobs(files, pool, [*own, *overrides])
     log_dir = _new_log_dir(chosen.log_dir)
     with _pool(pool, chosen, log_dir) as actor:
         standings = watch(actor, submit_all(actor, jobs, submitters_env(), admit_delay_s=chosen.admit_delay_s))
@@ -123,9 +130,18 @@ def _pool_of(chosen: argparse.Namespace) -> Pool:
     if refused:
         raise PoolError("\n".join(refused))
     try:
-        return Pool(chosen.nodes, chosen.gpus, chosen.slots_per_gpu)
+        return Pool(chosen.nodes, chosen.gpus, 1 if chosen.slots_per_gpu == AUTO else chosen.slots_per_gpu)
     except ValueError as error:
         raise PoolError(str(error)) from error
+
+
+def _device_bytes(device: str) -> int | None:
+    """Memory of the smallest GPU; None where slots are of the CPU. Raises PoolError: the pool's GPUs are not here."""
+    from nemo_rl.distributed.accelerators import least_device_bytes, resolve_accelerator
+
+    if os.environ.get("RAY_ADDRESS", "local") != "local" and device != "cpu":
+        raise PoolError("--slots-per-gpu auto: the GPUs of RAY_ADDRESS's Ray cluster are not here; give a number")
+    return least_device_bytes() if resolve_accelerator(device).is_cuda else None
 
 
 def limits_of(chosen: argparse.Namespace) -> Limits:
@@ -140,7 +156,8 @@ def _pool(pool: Pool, chosen: argparse.Namespace, log_dir: Path) -> Iterator[Act
     from nemo_rl.algorithms.launch import Interrupts
     from nemo_rl.distributed.ray_runtime import shutdown_ray
 
-    with multi_process_service(chosen.mps == "on"), Interrupts() as interrupts:
+    several = pool.slots_per_gpu > 1 and chosen.device != "cpu"
+    with multi_process_service(chosen.mps, several=several), Interrupts() as interrupts:
         try:
             actor = _open(pool, chosen, log_dir)
             try:
@@ -229,6 +246,8 @@ def _checked(log_dir: Path) -> bool:
 
 def serve(chosen: argparse.Namespace) -> int:
     """Opens a pool and keeps it until it is interrupted."""
+    if chosen.slots_per_gpu == AUTO:
+        raise PoolError("--slots-per-gpu auto: a pool that stays does not know its jobs; give a number")
     pool = _pool_of(chosen)
     log_dir = _new_log_dir(chosen.log_dir)
     with _pool(pool, chosen, log_dir):

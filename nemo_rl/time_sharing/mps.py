@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import psutil
@@ -33,33 +33,57 @@ class MpsError(UserError, RuntimeError):
 
 
 @contextmanager
-def multi_process_service(on: bool) -> Iterator[None]:
-    """Runs the service for every process that is started inside the block. Raises MpsError: it is not installed, or
-    does not start.
+def multi_process_service(choice: str, *, several: bool) -> Iterator[bool]:
+    """Runs the service for every process that is started inside the block; whether it runs.
+
+    Args:
+        choice: `on`, `off`, or `auto`: where several jobs use a GPU and the service can be started.
+        several: Whether several jobs use a GPU.
+
+    Raises MpsError: it is to be on, and is not installed or does not start.
     """
-    if not on:
-        yield
+    if choice == "off" or (choice == "auto" and not several):
+        yield False
         return
-    if shutil.which(_COMMAND) is None:
-        raise MpsError(f"--mps on: {_COMMAND} is not on PATH; it comes with the NVIDIA driver, or leave --mps off")
-    if os.environ.get("RAY_ADDRESS", "local") != "local":
-        raise MpsError("--mps on: the processes of the Ray cluster RAY_ADDRESS names were started without it")
     with tempfile.TemporaryDirectory(prefix="nrl_mps_") as folder:
         given = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        if not _starts(choice, given):
+            yield False
+            return
         os.environ.update(given)
-        _control("-d", timeout_s=_START_S)
         try:
-            yield
+            yield True
         finally:
             try:
                 # Processes of the pool that are still ending, this one among them, count as its clients.
-                _control(commands=f"quit -t {_CLIENTS_S}\n", timeout_s=_QUIT_S)
+                _control(commands=f"quit -t {_CLIENTS_S}\n", timeout_s=_QUIT_S, given=given)
             except MpsError as error:
                 # What ended the block says more.
                 logger.warning("mps=killed reason=%s", error)
             _kill_left(folder)
             for name in given:
                 os.environ.pop(name, None)
+
+
+def _starts(choice: str, given: Mapping[str, str]) -> bool:
+    try:
+        _start(given)
+    except MpsError as error:
+        _kill_left(given["CUDA_MPS_PIPE_DIRECTORY"])
+        if choice == "on":
+            raise
+        logger.warning("mps=off reason=%s", error)
+        return False
+    logger.info("mps=on")
+    return True
+
+
+def _start(given: Mapping[str, str]) -> None:
+    if shutil.which(_COMMAND) is None:
+        raise MpsError(f"--mps on: {_COMMAND} is not on PATH; it comes with the NVIDIA driver, or set --mps off")
+    if os.environ.get("RAY_ADDRESS", "local") != "local":
+        raise MpsError("--mps on: the processes of the Ray cluster RAY_ADDRESS names were started without it")
+    _control("-d", timeout_s=_START_S, given=given)
 
 
 def _kill_left(folder: str) -> None:
@@ -75,7 +99,7 @@ def _kill_left(folder: str) -> None:
     psutil.wait_procs(left, timeout=_KILL_S)
 
 
-def _control(*arguments: str, commands: str = "", timeout_s: float) -> None:
+def _control(*arguments: str, commands: str = "", timeout_s: float, given: Mapping[str, str]) -> None:
     # The service keeps what it is given for its output: at the other end of a pipe one would wait for its end.
     with tempfile.TemporaryFile("w+") as output:
         try:
@@ -87,6 +111,7 @@ def _control(*arguments: str, commands: str = "", timeout_s: float) -> None:
                 text=True,
                 timeout=timeout_s,
                 check=False,
+                env=os.environ | dict(given),
             )
         except subprocess.TimeoutExpired as error:
             raise MpsError(f"{_COMMAND} did not answer within {timeout_s:.0f} s") from error

@@ -30,7 +30,7 @@ def _install(folder: Path, monkeypatch: pytest.MonkeyPatch, start: int = 0, quit
 
 def test_it_runs_inside_the_block_and_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _install(tmp_path, monkeypatch)
-    with multi_process_service(True):
+    with multi_process_service("on", several=True):
         assert Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"]).is_dir()
     assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
     assert (tmp_path / "commands").read_text() == "quit -t 5\n"
@@ -40,7 +40,7 @@ def test_what_ends_the_block_is_said_and_not_that_the_service_does_not_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     _install(tmp_path, monkeypatch, quit=1)
-    with caplog.at_level(logging.WARNING), pytest.raises(ZeroDivisionError), multi_process_service(True):
+    with caplog.at_level(logging.WARNING), pytest.raises(ZeroDivisionError), multi_process_service("on", several=True):
         raise ZeroDivisionError
     assert "mps=killed" in caplog.text
 
@@ -55,18 +55,34 @@ def test_a_service_that_does_not_answer_is_killed_with_its_server(
         f'#!/bin/sh\nif [ "$1" = -d ]; then {server} 600 & echo $! > {tmp_path}/server; else exec sleep 600; fi\n'
     )
     monkeypatch.setattr("nemo_rl.time_sharing.mps._QUIT_S", 0.5)
-    with multi_process_service(True):
+    with multi_process_service("on", several=True):
         pid = int((tmp_path / "server").read_text())
         assert psutil.pid_exists(pid)
     assert "did not answer" in caplog.text
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.parametrize(("choice", "several", "start"), [("off", True, 0), ("auto", False, 0), ("auto", True, 3)])
+def test_nothing_runs_where_it_is_not_wanted_or_auto_cannot_start_it(
+    choice: str, several: bool, start: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install(tmp_path, monkeypatch, start=start)
+    with multi_process_service(choice, several=several) as runs:
+        assert not runs and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+    assert not (tmp_path / "commands").exists()
+
+
+def test_auto_runs_it_for_several_jobs_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(tmp_path, monkeypatch)
+    with multi_process_service("auto", several=True) as runs:
+        assert runs and Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"]).is_dir()
+
+
 def test_it_is_refused_where_it_is_missing_or_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MpsError, match="not on PATH"), multi_process_service(True):
+    with pytest.raises(MpsError, match="not on PATH"), multi_process_service("on", several=True):
         pass
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     _install(tmp_path, monkeypatch, start=3)
-    with pytest.raises(MpsError, match="ended with 3"), multi_process_service(True):
+    with pytest.raises(MpsError, match="ended with 3"), multi_process_service("on", several=True):
         pass

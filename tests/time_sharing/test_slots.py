@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_rl.time_sharing.arguments import slots
 from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.launcher import serve
 from nemo_rl.time_sharing.log import events as ev
+from nemo_rl.time_sharing.pipelines.job import Job, read_jobs
 from nemo_rl.time_sharing.pipelines.residents import SlotTooSmall, slot_bytes
+from nemo_rl.time_sharing.pipelines.slot_choice import choose_slots, needs_of
 from nemo_rl.time_sharing.planning.placement import Mapped, column_for
+from nemo_rl.time_sharing.pool import PoolError
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.simulation.scenario import parse_scenario
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.utils.record import MemoryRecord
 
 _GIB = 1 << 30
+CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 
 
 @given(nodes=st.integers(1, 3), per_node=st.integers(1, 8), slots=st.integers(1, 4))
@@ -63,6 +75,63 @@ def test_engines_of_all_jobs_fit_beside_the_one_that_trains(device_gib: int, slo
     assert sizes is not None and sizes.trainer > sizes.engines
     assert (slots - 1) * sizes.engines + sizes.trainer <= device_bytes * 0.88
     assert slots * sizes.engines <= device_bytes * 0.88
+
+
+_SHAPES = {
+    "small": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+    "large": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28},
+}
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
+    """A job of each shape of model on one GPU; there are no weights, only the models' configurations."""
+    folder = tmp_path_factory.mktemp("shapes")
+    found = {}
+    for name, shape in _SHAPES.items():
+        config = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 151936} | shape
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 2}))
+        file = folder / f"{name}.yaml"
+        example = CONFIGS / "grpo_arithmetic_cpu.yaml"
+        file.write_text(f"defaults: {example}\npolicy: {{model_name: {folder / name}, precision: bfloat16}}\n")
+        (found[name],) = read_jobs([file], Pool(1, 1))
+    return found
+
+
+def test_as_many_slots_as_jobs_that_fit(jobs: dict[str, Job]) -> None:
+    pool, small, large = Pool(1, 1), jobs["small"], jobs["large"]
+    assert choose_slots([small], pool, 80 * _GIB).slots == 1
+    assert [choose_slots([small] * count, pool, 141 * _GIB).slots for count in (2, 3, 4, 9)] == [2, 3, 4, 4]
+    assert choose_slots([large] * 3, pool, None).slots == 3, "memory of CPU slots is not divided"
+    alone = choose_slots([large, small], pool, 80 * _GIB)
+    assert alone.slots == 1 and re.search(r"with 2, the trainer of large needs about \d+", alone.why)
+    assert choose_slots([replace(large, column=None), small, small], pool, 80 * _GIB).slots == 2, "it takes whole GPUs"
+
+
+@given(device_gib=st.integers(16, 512), count=st.integers(2, 6))
+@settings(max_examples=30, deadline=None)
+def test_what_is_chosen_fits_and_one_more_would_not(device_gib: int, count: int, jobs: dict[str, Job]) -> None:
+    needs, several = needs_of(jobs["small"]), [jobs["small"]] * count
+    chosen = choose_slots(several, Pool(1, 1), device_gib * _GIB).slots
+    fits = []
+    for number in range(2, min(count, 4) + 1):
+        try:
+            sizes = slot_bytes(device_gib * _GIB, number)
+        except SlotTooSmall:
+            continue
+        if sizes is not None and needs.lacks(sizes) is None:
+            fits.append(number)
+    assert chosen == max(fits, default=1)
+
+
+def test_auto_needs_the_jobs() -> None:
+    assert [slots(text) for text in ("1", "4", "auto")] == [1, 4, "auto"]
+    for text in ("0", "-1", "two", ""):
+        with pytest.raises(argparse.ArgumentTypeError, match="a whole number from 1, or auto"):
+            slots(text)
+    with pytest.raises(PoolError, match="does not know its jobs; give a number"):
+        serve(argparse.Namespace(slots_per_gpu="auto"))
 
 
 @settings(max_examples=12)

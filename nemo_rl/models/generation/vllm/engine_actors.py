@@ -9,8 +9,10 @@ derived here.
 
 from __future__ import annotations
 
+import json
 import uuid
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from nemo_rl.config import ClusterConfig, ConfigError, GenerationConfig, PolicyConfig
 from nemo_rl.config.generation import VllmConfig
@@ -24,6 +26,7 @@ from nemo_rl.models.generation.vllm.decision_reader import engine_arguments
 EXTENSION = "nemo_rl.models.generation.vllm.extension.VllmInternalWorkerExtension"
 _GIB = 1 << 30
 _ACTIVATION_BYTES = 3 * _GIB
+_LEAST_REQUESTS = 16
 _WEIGHTS_OVERHEAD = 1.1
 _LEAST_FREE = 0.02
 _WORKER = "nemo_rl.models.generation.vllm.worker.VllmGenerationWorker"
@@ -185,17 +188,50 @@ def _kv_cache_bytes(policy: PolicyConfig, slot_bytes: int) -> int:
     return left
 
 
+def least_slot_bytes(policy: PolicyConfig) -> int:
+    """Device memory that one rank of an engine takes at least: weights, activations, and the KV cache of some requests
+    of full length.
+    """
+    from nemo_rl.models.policy.model_config import model_config
+    from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture
+
+    vllm, width = policy.generation.vllm_cfg, _element_size(policy)
+    try:
+        shape = TransformerShape.from_hf_config(model_config(policy))
+        cache = 2 * shape.layers * shape.key_value_width * width * vllm.max_model_len * _LEAST_REQUESTS
+    except UnknownArchitecture:
+        cache = 0
+    ranks = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
+    return int((weight_bytes(policy) * _WEIGHTS_OVERHEAD + cache) / ranks) + _ACTIVATION_BYTES
+
+
 def weight_bytes(policy: PolicyConfig) -> int:
     """Bytes of the model's weights as the engine holds them, from its configuration alone."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    return parameters_of(policy) * _element_size(policy)
 
-    config = AutoConfig.from_pretrained(policy.model_name, trust_remote_code=policy.trust_remote_code)
-    config.update(dict(policy.hf_config_overrides))
+
+def parameters_of(policy: PolicyConfig) -> int:
+    """Number of the model's parameters, from its configuration alone."""
+    return _parameters(policy.model_name, policy.trust_remote_code, json.dumps(dict(policy.hf_config_overrides)))
+
+
+@lru_cache
+def _parameters(name: str, trusted: bool, overrides: str) -> int:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from nemo_rl.models.policy.model_config import model_config
+
+    named = PolicyConfig(model_name=name, trust_remote_code=trusted, hf_config_overrides=json.loads(overrides))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=policy.trust_remote_code)
-    width = torch.tensor([], dtype=getattr(torch, policy.generation.vllm_cfg.precision, torch.bfloat16)).element_size()
-    return sum(parameter.numel() for parameter in model.parameters()) * width
+        model = AutoModelForCausalLM.from_config(model_config(named), trust_remote_code=trusted)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _element_size(policy: PolicyConfig) -> int:
+    import torch
+
+    return torch.tensor([], dtype=getattr(torch, policy.generation.vllm_cfg.precision, torch.bfloat16)).element_size()
 
 
 def _executor(vllm: VllmConfig, *, cuda: bool) -> str | None:

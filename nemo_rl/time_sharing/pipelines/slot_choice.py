@@ -1,0 +1,136 @@
+"""How many slots the GPUs of a pool are divided into, where its jobs are known: one for each job that has work for a
+GPU, as long as all fit.
+
+Computed from configurations; measures nothing. A need is what the job takes at least, so a job may still meet its limit
+(`keep_to_slot`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from nemo_rl.config import EvalMasterConfig, MasterConfig, RootConfig
+from nemo_rl.config.placement import replica_sizes, training_backend
+from nemo_rl.config.teachers import pooled_teacher, teachers_of
+from nemo_rl.time_sharing.pipelines.job import Job
+from nemo_rl.time_sharing.pipelines.residents import SlotBytes, SlotTooSmall, slot_bytes
+from nemo_rl.time_sharing.protocol.topology import Pool
+
+if TYPE_CHECKING:
+    from nemo_rl.config import PolicyConfig
+
+MOST_SLOTS = 4
+"""Trainers take turns on a GPU; with more jobs they wait for each other longer than generation takes."""
+_GIB = 1 << 30
+_STATE_BYTES = 16  # of a trained parameter: float32 weight, gradient and Adam's two moments
+_FROZEN_BYTES = 4
+_LAYER_BYTES = 34  # of a token in a layer, times the hidden size: what its backward pass reads
+_LOGITS_BYTES = 6 * _GIB  # of a chunk of logits, in several precisions
+
+
+class Choice(NamedTuple):
+    """How many slots, and why not more."""
+
+    slots: int
+    why: str
+
+
+class Needs(NamedTuple):
+    """Device memory that a job takes at least on each of its GPUs, bytes; 0 for what it does not do."""
+
+    job: str
+    engines: int
+    trainer: int
+
+    def lacks(self, sizes: SlotBytes) -> str | None:
+        """What does not fit; None where all does."""
+        for part, need, has in (("engine", self.engines, sizes.engines), ("trainer", self.trainer, sizes.trainer)):
+            if need > has:
+                return f"the {part} of {self.job} needs about {need / _GIB:.1f} GiB and would have {has / _GIB:.1f} GiB"
+        return None
+
+
+def choose_slots(jobs: Sequence[Job], pool: Pool, device_bytes: int | None) -> Choice:
+    """The slots of each GPU.
+
+    Args:
+        jobs: All jobs of the pool.
+        device_bytes: Memory of the smallest GPU; None on CPU slots, whose memory is not divided.
+    """
+    sharing = [job for job in jobs if job.column is not None]
+    most = max(sum(gpu in _may_use(job, pool) for job in sharing) for gpu in range(pool.gpus))
+    wanted = min(most, MOST_SLOTS)
+    if wanted <= 1:
+        return Choice(1, "no GPU has work for several jobs")
+    why = f"{most} jobs have work for the same GPU" + (f", and {MOST_SLOTS} slots are the most" * (most > MOST_SLOTS))
+    if device_bytes is None:
+        return Choice(wanted, why)
+    needs = [needs_of(job) for job in sharing]
+    for slots in range(wanted, 1, -1):
+        try:
+            sizes = slot_bytes(device_bytes, slots)
+        except SlotTooSmall as error:
+            why = str(error)
+            continue
+        lacking = next((lack for need in needs if sizes is not None and (lack := need.lacks(sizes))), None)
+        if lacking is None:
+            return Choice(slots, why)
+        why = f"with {slots}, {lacking}"
+    return Choice(1, why)
+
+
+def _may_use(job: Job, pool: Pool) -> Sequence[int]:
+    return range(pool.gpus) if job.anywhere else (*job.infer, *job.train)
+
+
+def needs_of(job: Job) -> Needs:
+    """Computed from the job's configuration and that of its model."""
+    config = job.config
+    if isinstance(config, EvalMasterConfig):
+        from nemo_rl.algorithms.evaluation import evaluated_policy
+
+        return Needs(job.name, _engine_bytes(evaluated_policy(config)), 0)
+    if isinstance(config, MasterConfig) and job.teaches:
+        return Needs(job.name, _engine_bytes(pooled_teacher(config).policy), 0)
+    if not isinstance(config, RootConfig):
+        return Needs(job.name, 0, 0)
+    trainer = _trainer_bytes(config.policy, len(job.train))
+    if not isinstance(config, MasterConfig):
+        return Needs(job.name, 0, trainer)
+    for teacher in teachers_of(config):
+        if teacher.job is None:
+            trainer += _parameters(teacher.policy) * 2 // len(job.train)
+    return Needs(job.name, _engine_bytes(config.policy), trainer)
+
+
+def _engine_bytes(policy: PolicyConfig) -> int:
+    from nemo_rl.models.generation.vllm.engine_actors import least_slot_bytes
+
+    return least_slot_bytes(policy)
+
+
+def _trainer_bytes(policy: PolicyConfig, gpus: int) -> int:
+    from nemo_rl.models.policy.model_config import model_config
+    from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture
+
+    parameters, lora = _parameters(policy), policy.dtensor_cfg.lora_cfg.enabled
+    state = (_FROZEN_BYTES if lora else _STATE_BYTES) * parameters // gpus
+    try:
+        shape = TransformerShape.from_hf_config(model_config(policy))
+    except UnknownArchitecture:
+        return state
+    packing = policy.sequence_packing
+    tokens = (
+        packing.train_mb_tokens if packing.enabled else policy.train_micro_batch_size * policy.max_total_sequence_length
+    )
+    layers = 1 if training_backend(policy).activation_checkpointing else shape.layers
+    sizes = replica_sizes(policy)
+    activations = _LAYER_BYTES * tokens * shape.hidden * layers // (sizes.cp * sizes.tp)
+    return state + activations + _LOGITS_BYTES
+
+
+def _parameters(policy: PolicyConfig) -> int:
+    from nemo_rl.models.generation.vllm.engine_actors import parameters_of
+
+    return parameters_of(policy)
