@@ -128,14 +128,22 @@ def sharers(args: argparse.Namespace, way: str) -> int:
     return -(-args.jobs // args.gpus) if way == "split" else args.jobs
 
 
+def microbatch_tokens(args: argparse.Namespace) -> int:
+    """What fits beside 0.5B's training state into the memory of a pool's trainer: 16,384 tokens took 27 GiB."""
+    from nemo_rl.distributed.accelerators import least_device_bytes
+    from nemo_rl.time_sharing.pipelines.residents import slot_bytes
+
+    sizes = slot_bytes(least_device_bytes(), args.slots or args.jobs) if args.device == "cuda" else None
+    return 16384 if sizes is not None and sizes.trainer >= 35 * (1 << 30) else 8192
+
+
 def config_of(args: argparse.Namespace, way: str, job: str, gpus: int) -> Path:
     """A job's configuration for one way; its log directory is beside it."""
     shaped = argparse.Namespace(**(vars(args) | {"gpus": gpus}))
     ahead = way.endswith("-ahead")
     config = copy.deepcopy(throughput_config(shaped, args.model, args.prompts_file, Contender(way, int(ahead))))
     if sharers(args, way) > 2:
-        # A trainer of the pool has the memory of two parts of the GPU, since only one trains at a time.
-        tokens = 8192 if way in _POOLS else 4096
+        tokens = microbatch_tokens(args) if way in _POOLS else 4096
         config["policy"]["sequence_packing"] |= {"train_mb_tokens": tokens, "logprob_mb_tokens": 2 * tokens}
     config["grpo"]["seed"] = ord(job)
     vllm: dict[str, Any] = {"enforce_eager": args.eager}

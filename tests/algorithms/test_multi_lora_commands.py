@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms.multi_lora import commands
+from nemo_rl.algorithms.multi_lora import commands, http
+from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.multi_lora import AdapterConfig
 
 _BASE = Path(__file__).parents[2] / "examples" / "configs" / "multi_lora"
@@ -49,6 +52,35 @@ def test_a_mistake_ends_with_exit_code_2_and_its_line(
 ) -> None:
     assert commands.main(["--config", str(_BASE / "base.yaml"), *more]) == 2
     assert said in capsys.readouterr().err and not asked
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "body", "status", "said"),
+    [
+        ("GET", "/adapters", {"Authorization": "Bearer wrong"}, "", 401, "token"),
+        ("GET", "/adapters", {"Authorization": "Bearer \xe9"}, "", 401, "token"),
+        ("GET", "/other", {}, "", 404, "there is no /other"),
+        ("POST", "/adapters", {"Content-Length": "-1"}, "", 400, "Content-Length is -1"),
+        ("POST", "/adapters", {"Content-Length": "many"}, "", 400, "many"),
+        ("POST", "/adapters", {}, "{", 400, "Expecting"),
+        ("POST", "/adapters", {}, '{"name": "a"}', 400, "the path of an adapter's YAML file"),
+        ("DELETE", "/adapters/none", {}, "", 400, "no adapter none"),
+    ],
+)
+def test_a_wrong_request_is_refused(
+    method: str, path: str, headers: dict[str, str], body: str, status: int, said: str, tmp_path: Path
+) -> None:
+    class Job:
+        def remove(self, name: str) -> Any:
+            raise ConfigError([f"there is no adapter {name}"])
+
+    job: Any = Job()
+    with http.serve(job, {}, tmp_path, 0) as address:
+        token = json.loads((tmp_path / http.ADDRESS_FILE).read_text())["token"]
+        connection = HTTPConnection(address.removeprefix("http://"), timeout=20)
+        connection.request(method, path, body or None, {"Authorization": f"Bearer {token}"} | headers)
+        answer = connection.getresponse()
+        assert answer.status == status and said in json.loads(answer.read())["error"]
 
 
 def test_a_command_on_no_job_says_where_it_looked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

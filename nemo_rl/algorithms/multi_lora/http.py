@@ -68,8 +68,8 @@ def _handler(job: MultiLoraJob, base: Mapping[str, object], token: str) -> type[
         def do_POST(self) -> None:
             def add() -> object:
                 size = int(self.headers.get("Content-Length", "0"))
-                if size > _MOST_BYTES:
-                    raise ConfigError([f"the request has {size} bytes, at most {_MOST_BYTES} are read"])
+                if not 0 <= size <= _MOST_BYTES:
+                    raise ConfigError([f"Content-Length is {size}; 0 to {_MOST_BYTES} bytes are read"])
                 asked: Any = json.loads(self.rfile.read(size) or b"null")
                 if not isinstance(asked, dict) or not isinstance(asked.get("file"), str):
                     raise ConfigError(['expected {"file": PATH}, the path of an adapter\'s YAML file'])
@@ -82,7 +82,7 @@ def _handler(job: MultiLoraJob, base: Mapping[str, object], token: str) -> type[
             self._answer(lambda: job.remove(name).plain(), f"/adapters/{name}")
 
         def _answer(self, work: Any, path: str) -> None:
-            if not secrets.compare_digest(self.headers.get("Authorization", ""), f"Bearer {token}"):
+            if not secrets.compare_digest(self.headers.get("Authorization", "").encode(), f"Bearer {token}".encode()):
                 self._send(401, {"error": f"the token in {ADDRESS_FILE} of the job's log directory is missing"})
             elif self.path != path:
                 self._send(404, {"error": f"there is no {self.path}; see GET /adapters"})
