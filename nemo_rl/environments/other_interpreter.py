@@ -86,15 +86,17 @@ class OtherInterpreter:
         number, loop = next(self._numbers), asyncio.get_running_loop()
         answer: asyncio.Future[object] = loop.create_future()
         request = {"id": number, "task": task, "base_url": base_url, "session": asdict(session)}
-        running = await asyncio.to_thread(self._send, number, _Waiting(loop, answer), request)
+        sent = asyncio.ensure_future(asyncio.to_thread(self._send, number, _Waiting(loop, answer), request))
         try:
-            return await answer
+            running = await asyncio.shield(sent)
+            try:
+                return await answer
+            finally:
+                running.waiting.pop(number, None)
         except asyncio.CancelledError:
-            with suppress(AgentError):
-                self._write(running, {"cancel": number})
+            # A request that is on its way arrives all the same; it is taken back behind it.
+            sent.add_done_callback(lambda done: self._take_back(done, number))
             raise
-        finally:
-            running.waiting.pop(number, None)
 
     def close(self) -> None:
         """Ends the process."""
@@ -107,8 +109,20 @@ class OtherInterpreter:
                 self._running = self._started()
             running = self._running
             running.waiting[number] = waiting
-        self._write(running, request)
+        try:
+            self._write(running, request)
+        except AgentError:
+            running.waiting.pop(number, None)
+            raise
         return running
+
+    def _take_back(self, sent: asyncio.Future[_Running], number: int) -> None:
+        if sent.cancelled() or sent.exception() is not None:
+            return
+        running = sent.result()
+        running.waiting.pop(number, None)
+        with suppress(AgentError):
+            self._write(running, {"cancel": number})
 
     def _write(self, running: _Running, request: Mapping[str, Any]) -> None:
         line = json.dumps(request, default=str).encode() + b"\n"

@@ -37,7 +37,11 @@ class Parts:
         return {"x": fractions.Fraction(1, 2) * self.factor, "seed": session.seed, "url": len(base_url)}
 
 async def waits(task, base_url, session):
+    if "s" not in task:
+        return len(asyncio.all_tasks())
     try:
+        if "began" in task:
+            open(task["began"], "w").close()
         await asyncio.sleep(task["s"])
     except asyncio.CancelledError:
         open(task["told"], "w").close()
@@ -76,19 +80,40 @@ def test_an_agent_plays_fails_and_ends_with_its_process_by_name(folder: Path) ->
 
 def test_an_episode_that_is_given_up_is_cancelled_there(folder: Path) -> None:
     far = OtherInterpreter(sys.executable, "far_agents.waits", {}, calls=1, key="env.mine")
-    told = folder / "told"
+    began, told = folder / "began", folder / "told"
 
     async def story() -> None:
-        playing = asyncio.ensure_future(far.run({"s": 600, "told": str(told)}, "u", SESSION))
-        assert await far.run({"s": 0}, "u", SESSION) == 1
-        playing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await playing
-        while not told.exists():
-            await asyncio.sleep(0.01)
+        playing = asyncio.ensure_future(far.run({"s": 600, "began": str(began), "told": str(told)}, "u", SESSION))
+        async with asyncio.timeout(60):
+            while not began.exists():
+                await asyncio.sleep(0.01)
+            playing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await playing
+            while not told.exists():
+                await asyncio.sleep(0.01)
 
     asyncio.run(story())
     os.kill(far._running.process.pid, signal.SIGTERM)
+    far.close()
+
+
+def test_an_episode_that_is_given_up_before_it_is_sent_is_not_played_on(folder: Path) -> None:
+    far = OtherInterpreter(sys.executable, "far_agents.waits", {}, calls=1, key="env.mine")
+
+    async def story() -> None:
+        with far._lock:
+            playing = asyncio.ensure_future(far.run({"s": 600, "told": str(folder / "told")}, "u", SESSION))
+            await asyncio.sleep(0.2)
+            playing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await playing
+        async with asyncio.timeout(60):
+            # What is left there: the one that serves, and this episode.
+            while await far.run({}, "u", SESSION) != 2:
+                await asyncio.sleep(0.05)
+
+    asyncio.run(story())
     far.close()
 
 
