@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from nemo_rl.utils.markdown import table
 
 _GIB = 1 << 30
-_STATE_BYTES = 16  # float32 weight, gradient and two moments
-_LOGITS_BYTES = 6 << 30
+STATE_BYTES = 16  # of a trained parameter: float32 weight, gradient and two moments
+FROZEN_BYTES = 4  # of a parameter that is not trained
+LAYER_BYTES = 34  # of a token in a layer, times the hidden size: what its backward pass reads
+LOGITS_BYTES = 6 << 30  # of a chunk of logits, in several precisions
 _CONTEXTS_BYTES = 4 << 30
 _MB_TOKENS = 16384
 _USED = 0.9
@@ -53,11 +55,11 @@ GPUS = (80, 141)
 
 def training_bytes(shape: Shape, gpus: int, *, lora: bool = False) -> float:
     """The most that a GPU holds in a training step with packed rows and activation checkpointing."""
-    state = (4 if lora else _STATE_BYTES) * 1e9 * shape.parameters / gpus
+    state = (FROZEN_BYTES if lora else STATE_BYTES) * 1e9 * shape.parameters / gpus
     layer = shape.weights / shape.layers * (0 if gpus == 1 else 2) + 4 * shape.weights / shape.layers / 2
     kept = 2 * _MB_TOKENS * shape.hidden * shape.layers
-    passing = 34 * _MB_TOKENS * shape.hidden
-    return state + layer + kept + passing + _LOGITS_BYTES + _CONTEXTS_BYTES
+    passing = LAYER_BYTES * _MB_TOKENS * shape.hidden
+    return state + layer + kept + passing + LOGITS_BYTES + _CONTEXTS_BYTES
 
 
 def gpus_to_train(shape: Shape, gib: int, *, lora: bool = False) -> int | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from nemo_rl.config import EvalMasterConfig, MasterConfig, RootConfig
 from nemo_rl.config.placement import replica_sizes, training_backend
 from nemo_rl.config.teachers import pooled_teacher, teachers_of
+from nemo_rl.reference.sizing import FROZEN_BYTES, LAYER_BYTES, LOGITS_BYTES, STATE_BYTES
 from nemo_rl.time_sharing.pipelines.job import Job
 from nemo_rl.time_sharing.pipelines.residents import SlotBytes, SlotTooSmall, slot_bytes
 from nemo_rl.time_sharing.protocol.topology import Pool
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
 MOST_SLOTS = 4
 """Trainers take turns on a GPU; with more jobs they wait for each other longer than generation takes."""
 _GIB = 1 << 30
-_STATE_BYTES = 16  # of a trained parameter: float32 weight, gradient and Adam's two moments
-_FROZEN_BYTES = 4
-_LAYER_BYTES = 34  # of a token in a layer, times the hidden size: what its backward pass reads
-_LOGITS_BYTES = 6 * _GIB  # of a chunk of logits, in several precisions
 
 
 class Choice(NamedTuple):
@@ -115,7 +112,7 @@ def _trainer_bytes(policy: PolicyConfig, gpus: int) -> int:
     from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture
 
     parameters, lora = _parameters(policy), policy.dtensor_cfg.lora_cfg.enabled
-    state = (_FROZEN_BYTES if lora else _STATE_BYTES) * parameters // gpus
+    state = (FROZEN_BYTES if lora else STATE_BYTES) * parameters // gpus
     try:
         shape = TransformerShape.from_hf_config(model_config(policy))
     except UnknownArchitecture:
@@ -126,8 +123,8 @@ def _trainer_bytes(policy: PolicyConfig, gpus: int) -> int:
     )
     layers = 1 if training_backend(policy).activation_checkpointing else shape.layers
     sizes = replica_sizes(policy)
-    activations = _LAYER_BYTES * tokens * shape.hidden * layers // (sizes.cp * sizes.tp)
-    return state + activations + _LOGITS_BYTES
+    activations = LAYER_BYTES * tokens * shape.hidden * layers // (sizes.cp * sizes.tp)
+    return state + activations + LOGITS_BYTES
 
 
 def _parameters(policy: PolicyConfig) -> int:
