@@ -32,6 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from shapes import make_config  # noqa: E402
 
+from nemo_rl.models.policy.empty_model import empty_model  # noqa: E402
 from nemo_rl.weight_sync.cache import BucketCache, CacheBuilder, CacheManifest  # noqa: E402
 from nemo_rl.weight_sync.layout import TensorMeta  # noqa: E402
 
@@ -40,10 +41,9 @@ _BLOCK = 16 << 20
 
 def metas_of(model: Path, dtype: str) -> list[TensorMeta]:
     """Names and shapes of a model's weights, without weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    skeleton = empty_model(AutoConfig.from_pretrained(model))
     return [TensorMeta(name, tuple(parameter.shape), dtype) for name, parameter in skeleton.named_parameters()]
 
 

@@ -31,14 +31,10 @@ def check_policy(cfg: PolicyConfig, model: PretrainedConfig) -> None:
 
 
 def _check_adapters(cfg: PolicyConfig, model: PretrainedConfig) -> None:
-    from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
-
     from nemo_rl.models.dtensor.lora import chosen_layers
+    from nemo_rl.models.policy.empty_model import empty_model
 
-    with init_empty_weights():
-        empty = AutoModelForCausalLM.from_config(model, trust_remote_code=cfg.trust_remote_code)
-    chosen_layers(empty, cfg.dtensor_cfg.lora_cfg)
+    chosen_layers(empty_model(model, trust_remote_code=cfg.trust_remote_code), cfg.dtensor_cfg.lora_cfg)
 
 
 def check_packages(cfg: DTensorConfig) -> None:

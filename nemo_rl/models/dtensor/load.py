@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from accelerate import init_empty_weights
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from nemo_rl.config import DTensorConfig, LoraConfig, PolicyConfig
@@ -30,6 +29,7 @@ from nemo_rl.models.dtensor.parallelize import (
 from nemo_rl.models.dtensor.router_replay import attach_router_replay
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 from nemo_rl.models.policy import attention
+from nemo_rl.models.policy.empty_model import empty_model
 from nemo_rl.models.policy.model_config import (
     CheckpointMismatchError,
     ModelNotFoundError,
@@ -54,7 +54,6 @@ def load_scorer(cfg: PolicyConfig, mesh: ParallelMesh, *, weights_path: str | No
     Raises ModelNotFoundError: the model cannot be loaded; CheckpointMismatchError: the checkpoint is of another model;
     KernelUnavailableError: a kernel that is asked for does not run here.
     """
-    from transformers import AutoModelForCausalLM
 
     check_device(cfg, cuda=mesh.device.type == "cuda")
     config = model_config(cfg)
@@ -73,14 +72,11 @@ def load_scorer(cfg: PolicyConfig, mesh: ParallelMesh, *, weights_path: str | No
     }
     if cfg.dtensor_cfg.automodel_kwargs.backend.experts != "torch" and number_of_experts(config):
         kernels["experts_implementation"] = cfg.dtensor_cfg.automodel_kwargs.backend.experts
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, trust_remote_code=cfg.trust_remote_code, **kernels
-        )
+    model = empty_model(config, dtype=torch.float32, trust_remote_code=cfg.trust_remote_code, **kernels)
     model.generation_config = generation_config(cfg, config)
     model.tie_weights()
     # Padding never reaches the loss here; where its id was drawn as a token, the token has a gradient like any other.
-    model.get_input_embeddings().padding_idx = None
+    setattr(model.get_input_embeddings(), "padding_idx", None)  # noqa: B010
     if cfg.dtensor_cfg.automodel_kwargs.use_liger_kernel:
         apply_liger(model, keep_experts=mesh.ep_mesh is not None)
     remember_disk_names(model)

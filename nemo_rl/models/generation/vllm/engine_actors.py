@@ -217,14 +217,11 @@ def parameters_of(policy: PolicyConfig) -> int:
 
 @lru_cache
 def _parameters(name: str, trusted: bool, overrides: str) -> int:
-    import torch
-    from transformers import AutoModelForCausalLM
-
+    from nemo_rl.models.policy.empty_model import empty_model
     from nemo_rl.models.policy.model_config import model_config
 
     named = PolicyConfig(model_name=name, trust_remote_code=trusted, hf_config_overrides=json.loads(overrides))
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config(named), trust_remote_code=trusted)
+    model = empty_model(model_config(named), trust_remote_code=trusted)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
