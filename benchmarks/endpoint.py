@@ -2,20 +2,26 @@
 
     python benchmarks/endpoint.py MODEL [--requests 1024] [--at-once 256] [--tokens 64] [--repeats 3] [--device cpu]
 
-Clients are in processes of their own. Every request is drawn from a seed of its own, and both ways must draw the same
-number of tokens. Prints tokens per second of each repetition with the processor time that the driver took per request,
-and the share that the endpoint takes. On a machine with few cores clients and driver take processors from the engine:
-there the driver's time per request says more than the share.
+Every request is drawn from a seed of its own, and both ways must draw the same number of tokens. One process holds all
+connections and does no more than send bytes that were made before and count tokens, so that its work is not charged to
+the endpoint. Prints tokens per second of each repetition, processor time per request of the driver and of the client,
+and the share of throughput that the endpoint takes (median). Where engine, driver and client share few cores, that
+share includes processor time which the engine lacks; `driver` says what the endpoint adds on any machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import re
+import selectors
+import socket
 import statistics
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from itertools import islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -30,28 +36,44 @@ from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.models.generation.vllm.engine_actors import start_engine_actors
 
 _CONFIG = Path(__file__).resolve().parents[1] / "examples" / "configs" / "grpo_arithmetic_cpu.yaml"
-_CLIENTS = 4
 
 
-def over_http(base_url: str, prompts: list[tuple[int, list[int]]], tokens: int, at_once: int) -> int:
-    """Sends prompts with their seeds; the tokens that came back."""
-    import httpx
-
-    async def run() -> int:
-        slots = asyncio.Semaphore(at_once)
-        limits = httpx.Limits(max_connections=at_once)
-        async with httpx.AsyncClient(timeout=600, limits=limits) as client:
-
-            async def one(seed: int, ids: list[int]) -> int:
-                body = {"model": "policy", "prompt": ids, "max_tokens": tokens, "seed": seed}
-                async with slots:
-                    response = await client.post(f"{base_url}/completions", json=body)
-                response.raise_for_status()
-                return response.json()["usage"]["completion_tokens"]
-
-            return sum(await asyncio.gather(*(one(seed, ids) for seed, ids in prompts)))
-
-    return asyncio.run(run())
+def over_http(base_url: str, prompts: list[tuple[int, list[int]]], tokens: int, at_once: int) -> tuple[int, float]:
+    """Sends prompts with their seeds; the tokens that came back, and the processor seconds that it took."""
+    host, _, rest = base_url.removeprefix("http://").partition(":")
+    port, _, path = rest.partition("/")
+    messages: list[bytes] = []
+    for seed, ids in prompts:
+        body = json.dumps({"model": "policy", "prompt": ids, "max_tokens": tokens, "seed": seed}).encode()
+        head = f"POST /{path}/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
+        messages.append(head.encode() + body)
+    began, came = time.process_time(), 0
+    waiting = iter(messages)
+    with selectors.DefaultSelector() as connections:
+        for message in islice(waiting, at_once):
+            connection = socket.create_connection((host, int(port)))
+            connection.sendall(message)
+            connections.register(connection, selectors.EVENT_READ, bytearray())
+        while connections.get_map():
+            for key, _ in connections.select():
+                connection, received = key.fileobj, key.data
+                if not isinstance(connection, socket.socket):
+                    continue
+                received += connection.recv(1 << 20)
+                head, _, body = received.partition(b"\r\n\r\n")
+                length = re.search(rb"content-length: (\d+)", head)
+                if length is None or len(body) < int(length[1]):
+                    continue
+                if not head.startswith(b"HTTP/1.1 200"):
+                    raise SystemExit(bytes(received).decode())
+                came += json.loads(body)["usage"]["completion_tokens"]
+                received.clear()
+                if (message := next(waiting, None)) is not None:
+                    connection.sendall(message)
+                else:
+                    connections.unregister(connection)
+                    connection.close()
+    return came, time.process_time() - began
 
 
 async def over_router(generation: VllmGeneration, requests: list[GenerationRequest], at_once: int) -> int:
@@ -76,8 +98,8 @@ def main() -> None:
     given = parser.parse_args()
     overrides = [
         f"policy.model_name={given.model}",
-        "policy.max_total_sequence_length=256",
-        "policy.generation.vllm_cfg.max_model_len=256",
+        "policy.max_total_sequence_length=512",
+        "policy.generation.vllm_cfg.max_model_len=512",
         f"policy.generation.max_new_tokens={given.tokens}",
         "policy.generation.vllm_cfg.expose_http_server=true",
         "policy.generation.vllm_cfg.request_seeds=true",
@@ -101,7 +123,7 @@ def main() -> None:
     prompts = [(n, tokenizer(f"{n % 97}+{n % 13}=")["input_ids"]) for n in range(given.requests)]
     shares: list[float] = []
     try:
-        with ProcessPoolExecutor(_CLIENTS) as clients:
+        with ProcessPoolExecutor(1) as clients:
             for repeat in range(given.repeats + 1):
                 requests = [
                     GenerationRequest(f"b{repeat}-{seed}", ids, given.tokens, generation.default_sampling(), seed)
@@ -111,22 +133,20 @@ def main() -> None:
                 routed = asyncio.run(over_router(generation, requests, given.at_once))
                 router_s, began = time.monotonic() - began, time.monotonic()
                 routing_s, driver_s = time.process_time() - driver_s, time.process_time()
-                each = given.at_once // _CLIENTS
-                parts = [
-                    clients.submit(over_http, endpoint.base_url, prompts[n::_CLIENTS], given.tokens, each)
-                    for n in range(_CLIENTS)
-                ]
-                served = sum(part.result() for part in parts)
+                client = clients.submit(over_http, endpoint.base_url, prompts, given.tokens, given.at_once)
+                served, client_s = client.result()
                 http_s, serving_s = time.monotonic() - began, time.process_time() - driver_s
                 if served != routed:
                     raise SystemExit(f"the endpoint drew {served} tokens, the router {routed}")
-                # The first repetition warms engine and clients up.
+                # The first repetition warms engine and client up.
                 if repeat:
                     shares.append(1 - router_s / http_s)
-                    each_ms = [1000 * spent / given.requests for spent in (routing_s, serving_s)]
+                    routing, serving, asking = (
+                        1000 * spent / given.requests for spent in (routing_s, serving_s, client_s)
+                    )
                     print(
-                        f"router {routed / router_s:8.0f} tokens/s, driver {each_ms[0]:.2f} ms per request   "
-                        f"endpoint {served / http_s:8.0f} tokens/s, driver {each_ms[1]:.2f} ms per request"
+                        f"router {routed / router_s:8.0f} tokens/s, driver {routing:.2f} ms per request   "
+                        f"endpoint {served / http_s:8.0f} tokens/s, driver {serving:.2f}, client {asking:.2f} ms"
                     )
         print(f"the endpoint takes {statistics.median(shares):.1%} of the throughput (median of {len(shares)})")
     finally:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.models.generation.vllm.request_state import VersionTracker
+from nemo_rl.models.generation.interfaces import VersionSpan
+from nemo_rl.models.generation.vllm.request_state import VersionTracker, new_tokens
 
 
 class Engine:
@@ -44,3 +45,15 @@ def test_the_version_is_that_of_the_loaded_weights_while_the_engine_is_told() ->
         assert tracker.version == 4
 
     asyncio.run(story())
+
+
+def test_new_tokens_are_those_not_passed_on_with_their_logprobs_and_versions() -> None:
+    # Two entries a position: the sampled token is the first of each.
+    flat = SimpleNamespace(logprobs=[-0.1, -9.0, -0.2, -9.0, -0.3, -9.0], start_indices=[0, 2, 4])
+    completion: Any = SimpleNamespace(token_ids=[7, 8, 9], logprobs=flat)
+    spans = (VersionSpan(1, 0, 2), VersionSpan(2, 2, 3))
+    new = new_tokens("r", completion, spans, 1, 3)
+    assert new is not None and (new.token_ids, new.logprobs, new.spans) == ([8, 9], [-0.2, -0.3], spans)
+    held_back = new_tokens("r", completion, spans, 1, 2)
+    assert held_back is not None and (held_back.token_ids, held_back.spans) == ([8], spans[:1])
+    assert new_tokens("r", completion, spans, 2, 2) is None

@@ -65,12 +65,9 @@ class ResumableRequest:
         if nothing comes back from their shard.
         """
         before = self._drawn or GenerationResult(new.request_id, [], [], "abort")
-        self._drawn = replace(
-            before,
-            token_ids=[*before.token_ids, *new.token_ids],
-            logprobs=[*before.logprobs, *new.logprobs],
-            spans=new.spans,
-        )
+        before.token_ids.extend(new.token_ids)
+        before.logprobs.extend(new.logprobs)
+        self._drawn = replace(before, spans=new.spans)
 
     def cut(self, piece: GenerationResult | None) -> None:
         """A piece ended because its shard left; None when nothing came back from it."""

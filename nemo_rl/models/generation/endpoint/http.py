@@ -11,6 +11,8 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
+import orjson
+
 from nemo_rl.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -98,9 +100,9 @@ async def _closed(request: Request) -> None:
 
 
 def json_response(content: Mapping[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    from starlette.responses import JSONResponse
+    from starlette.responses import Response
 
-    return JSONResponse(content, status, headers)
+    return Response(orjson.dumps(content), status, headers, media_type="application/json")
 
 
 def error_response(

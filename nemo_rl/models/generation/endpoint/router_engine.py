@@ -169,24 +169,33 @@ class RouterEngine:
         """What is new of any of the responses, as it is drawn."""
         from vllm.outputs import CompletionOutput
 
-        drawn: asyncio.Queue[tuple[int, list[int], list[float]]] = asyncio.Queue()
+        # Which responses have something new; what came meanwhile goes out in one chunk.
+        ready: asyncio.Queue[int] = asyncio.Queue()
+        drawn: list[list[tuple[int, float]]] = [[] for _ in requests]
 
         def sink(index: int) -> OnTokens:
-            return lambda ids, logprobs: drawn.put_nowait((index, ids, logprobs))
+            def add(ids: list[int], logprobs: list[float]) -> None:
+                if not drawn[index]:
+                    ready.put_nowait(index)
+                drawn[index] += zip(ids, logprobs, strict=True)
+
+            return add
 
         tasks = [
             asyncio.ensure_future(self._generate_one(request, sink(index))) for index, request in enumerate(requests)
         ]
         for index, task in enumerate(tasks):
             # Tokens are passed on before the result that has them.
-            task.add_done_callback(lambda _, index=index: drawn.put_nowait((index, [], [])))
+            task.add_done_callback(lambda _, index=index: ready.put_nowait(index))
         stops = (*_strings(params.stop), *self._stop_strings)
         decode = partial(self._tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
         texts, counts = [TextStream(decode, stops) for _ in requests], [0] * len(requests)
         try:
             while None in answered.results:
-                index, ids, logprobs = await drawn.get()
-                if ids:
+                index = await ready.get()
+                if drawn[index]:
+                    ids, logprobs = (list(column) for column in zip(*drawn[index], strict=True))
+                    drawn[index] = []
                     counts[index] += len(ids)
                     shown = self._logprobs(ids, logprobs, params)
                     yield CompletionOutput(index, texts[index].add(ids), ids, None, shown)

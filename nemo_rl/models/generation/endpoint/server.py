@@ -9,12 +9,15 @@ and not at all if the client is gone before.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import orjson
 
 from nemo_rl.config import ConfigError, PolicyConfig
 from nemo_rl.config.errors import UserError
@@ -42,7 +45,7 @@ from nemo_rl.models.generation.endpoint.router_engine import (
 )
 from nemo_rl.models.generation.endpoint.serving import MODEL, Serving, make_serving
 from nemo_rl.models.generation.endpoint.session import Session, SessionPlan
-from nemo_rl.models.generation.endpoint.streaming import StreamedAnswers, chunk_of, event_of
+from nemo_rl.models.generation.endpoint.streaming import StreamedAnswers, chunk_of, event_of, may_end
 from nemo_rl.models.generation.interfaces import GenerationError
 
 if TYPE_CHECKING:
@@ -102,6 +105,10 @@ class Endpoint:
         if not self._started.wait(_START_S) or self._failure is not None:
             self.close()
             raise EndpointError(f"{_KEY}: the server did not start within {_START_S:.0f} s: {self._failure}")
+        # Requests make many short-lived objects. A full collection would go through all that the driver has imported
+        # each time, while no request is answered.
+        gc.collect()
+        gc.freeze()
 
     def _run(self) -> None:
         import uvicorn
@@ -121,7 +128,8 @@ class Endpoint:
             await serving
 
         try:
-            asyncio.run(serve())
+            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                runner.run(serve())
         except BaseException as error:  # noqa: BLE001 - the thread that waits for the start raises it
             self._failure = error
         finally:
@@ -133,6 +141,7 @@ class Endpoint:
             self._server.should_exit = True
         self._thread.join(_END_S)
         self._socket.close()
+        gc.unfreeze()
 
     def base_urls(self, engines: int) -> list[str]:
         """As many addresses as there are engines, for clients that spread their requests over a list of them. The
@@ -320,14 +329,16 @@ class Endpoint:
         answers = StreamedAnswers(len(call.results()))
         try:
             while event:
-                chunk = chunk_of(event)
-                ended = answers.add(chunk) if chunk is not None else []
-                if chunk is not None and ended:
-                    for choice in ended:
-                        _add_versions(choice, call)
-                    if answers.complete:
-                        record(answers.messages)
-                    event = event_of(chunk)
+                # Outside a session only the ends matter, whose weight versions are added.
+                if call.session is not None or may_end(event):
+                    chunk = chunk_of(event)
+                    ended = answers.add(chunk) if chunk is not None else []
+                    if chunk is not None and ended:
+                        for choice in ended:
+                            _add_versions(choice, call)
+                        if answers.complete:
+                            record(answers.messages)
+                        event = event_of(chunk)
                 yield event
                 async with asyncio.timeout_at(deadline):
                     event = await anext(more, "")
@@ -384,6 +395,15 @@ def start_endpoint(
     return Endpoint(serving, vllm.http_server, ports)
 
 
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where it is installed, as vLLM's own server has it; asyncio's own otherwise."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
 def _token(variable: str | None) -> str | None:
     if variable is None:
         return None
@@ -406,7 +426,7 @@ def _session_id(request: Request) -> str | None:
 
 
 async def _body(request: Request) -> dict[str, Any]:
-    body = json.loads(await request.body())
+    body = orjson.loads(await request.body())
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
     # Older names of structured outputs, which vLLM's classes would pass over.

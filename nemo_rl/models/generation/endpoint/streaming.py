@@ -6,9 +6,10 @@ stop string that may still be cut off.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import orjson
 
 _UNFINISHED = "\ufffd"
 
@@ -98,9 +99,14 @@ def _merge(message: dict[str, Any], delta: Mapping[str, Any]) -> None:
 def chunk_of(event: str) -> dict[str, Any] | None:
     """The JSON of an event of a stream; None for its end."""
     data = event.removeprefix("data:").strip()
-    return None if data == "[DONE]" else json.loads(data)
+    return None if data == "[DONE]" else orjson.loads(data)
+
+
+def may_end(event: str) -> bool:
+    """Whether a choice may end with an event of a stream; cheaper than to read it."""
+    return '"finish_reason":"' in event.replace(" ", "")
 
 
 def event_of(chunk: Mapping[str, Any]) -> str:
     """A chunk as an event of a stream."""
-    return f"data: {json.dumps(chunk)}\n\n"
+    return f"data: {orjson.dumps(chunk).decode()}\n\n"

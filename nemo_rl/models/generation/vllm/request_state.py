@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nemo_rl.models.generation.interfaces import GenerationResult, NewTokens, VersionSpan
@@ -125,11 +125,18 @@ def result_of(
     return GenerationResult(request_id, token_ids, logprobs, reason, spans, shard)
 
 
-def new_tokens(so_far: GenerationResult, start: int) -> NewTokens | None:
-    """The tokens after the first `start` of a response that is being drawn; None where there are none."""
-    if len(so_far.token_ids) <= start:
+def new_tokens(
+    request_id: str, completion: Any, spans: tuple[VersionSpan, ...], start: int, count: int
+) -> NewTokens | None:
+    """Tokens from `start` to `count` of a response that is being drawn; None where there are none. Takes no longer for
+    a long response than for a short one. `spans`: over all tokens so far.
+    """
+    if count <= start:
         return None
-    return NewTokens(so_far.request_id, so_far.token_ids[start:], so_far.logprobs[start:], so_far.spans)
+    flat = completion.logprobs
+    logprobs = [flat.logprobs[first] for first in flat.start_indices[start:count]]
+    until = tuple(replace(span, end=min(span.end, count)) for span in spans if span.start < count)
+    return NewTokens(request_id, list(completion.token_ids[start:count]), logprobs, until)
 
 
 @dataclass(frozen=True)

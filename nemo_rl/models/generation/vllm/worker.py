@@ -49,6 +49,7 @@ T = TypeVar("T")
 
 _LOOK_S = 0.5
 _ABORT_AGAIN_S = 0.02
+_CONTEXT = 8  # tokens before a text that may belong to its first character
 _RECEIVES = ("update_parameter_in_bucket", "broadcast_parameter")
 
 
@@ -235,9 +236,11 @@ class VllmGenerationWorker:
         """Tokens after the first `start` of a running request that will be part of its response whatever happens."""
         if completion.finish_reason is not None or request.request_id in self._restarted:
             return None
+        # No stop string begins in what was passed on, so that only later tokens are searched for one.
+        context = max(0, start - _CONTEXT)
+        count = context + self._safe(request, list(completion.token_ids[context:]))
         spans = self._versions.spans(request.request_id, completion)
-        so_far = result_of(request.request_id, completion, spans, self._shard)
-        return new_tokens(so_far.first(self._safe(request, so_far.token_ids)), start)
+        return new_tokens(request.request_id, completion, spans, start, count)
 
     async def cancel(self, request_ids: list[str]) -> None:
         """Ends abandoned requests, without a result."""
