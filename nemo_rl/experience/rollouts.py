@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -113,7 +113,7 @@ class Trajectory:
         spans: list[VersionSpan] = []
         start = 0
         for branch in self.branches:
-            spans += [VersionSpan(s.version, start + s.start, start + s.end, s.mixed_kv) for s in branch.spans]
+            spans += [replace(span, start=start + span.start, end=start + span.end) for span in branch.spans]
             start += sum(branch.generated)
         return spans
 
@@ -194,7 +194,9 @@ class RolloutRunner:
             trajectory = await self._alternate(row, batch, plan, batchers[task])
         spans = tuple(RecordedSpan(span.version, span.start, span.end) for span in trajectory.all_spans)
         mixed_kv = any(span.mixed_kv for span in trajectory.all_spans)
-        self._record.emit(TokensGenerated(f"{plan.step}-{prompt}-{sample}", f"{plan.step}-{prompt}", spans, mixed_kv))
+        adapter = ",".join(sorted({span.adapter for span in trajectory.all_spans}))
+        group = f"{plan.step}-{prompt}"
+        self._record.emit(TokensGenerated(f"{group}-{sample}", group, spans, mixed_kv, adapter))
         return trajectory
 
     async def _alternate(
@@ -257,9 +259,7 @@ class RolloutRunner:
                 "generation_logprobs": torch.tensor(result.logprobs, dtype=torch.float32),
             }
         )
-        trajectory.spans += [
-            VersionSpan(span.version, start + span.start, start + span.end, span.mixed_kv) for span in result.spans
-        ]
+        trajectory.spans += [replace(span, start=start + span.start, end=start + span.end) for span in result.spans]
         trajectory.generated.append(len(result.token_ids))
         if result.routes is not None:
             trajectory.routes.add(result.routes)

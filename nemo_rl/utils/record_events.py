@@ -202,6 +202,7 @@ class GroupAdmitted:
     prompt_id: str
     samples: int
     target_step: int | None = None
+    adapter: str = ""  # for which it is drawn, where several share a base
 
 
 @event_kind("group_committed")
@@ -220,10 +221,13 @@ class GroupCommitted:
 @event_kind("group_trained")
 @dataclass(frozen=True, slots=True)
 class GroupTrained:
-    """A group was part of the optimizer step `step` (the step that makes version `step + 1`)."""
+    """A group was part of the optimizer step `step` (the step that makes version `step + 1`), of `adapter` where
+    several share a base.
+    """
 
     group_id: str
     step: int
+    adapter: str = ""
 
 
 @event_kind("group_dropped")
@@ -249,13 +253,14 @@ class VersionSpan(typing.NamedTuple):
 @dataclass(frozen=True, slots=True)
 class TokensGenerated:
     """Which weights produced each generated token of a sample; `mixed_kv` when later tokens attended to KV entries of
-    older weights.
+    older weights. `adapter`: whose versions they are, as the engines say; several names are joined by commas.
     """
 
     sample_id: str
     group_id: str
     spans: tuple[VersionSpan, ...]
     mixed_kv: bool = False
+    adapter: str = ""
 
 
 @event_kind("version_published")
@@ -321,11 +326,12 @@ class ShardUnrouted:
 @event_kind("request_submitted")
 @dataclass(frozen=True, slots=True)
 class RequestSubmitted:
-    """A generation request was handed to a shard."""
+    """A generation request was handed to a shard, to be drawn with `adapter` where several share a base."""
 
     request_id: str
     shard: int
     sample_id: str = ""
+    adapter: str = ""
 
 
 @event_kind("request_finished")
@@ -361,9 +367,12 @@ class WaitEnded:
 @event_kind("step_begun")
 @dataclass(frozen=True, slots=True)
 class StepBegun:
-    """Optimizer step `step` (from 0) begins; it starts from weight version `step`."""
+    """Optimizer step `step` (from 0) begins; it starts from weight version `step`, of `adapter` where several share a
+    base.
+    """
 
     step: int
+    adapter: str = ""
 
 
 @event_kind("step_span")
@@ -380,11 +389,12 @@ class StepSpan:
 @event_kind("step_finished")
 @dataclass(frozen=True, slots=True)
 class StepFinished:
-    """Optimizer step `step` is done and made weight version `version`."""
+    """Optimizer step `step` is done and made weight version `version`, of `adapter` where several share a base."""
 
     step: int
     version: int
     groups: int = 0
+    adapter: str = ""
 
 
 @event_kind("validated")
@@ -401,7 +411,7 @@ class Validated:
 @dataclass(frozen=True, slots=True)
 class SyncStarted:
     """A weight sync of `version` to the shards `targets` begins; with `recompute_kv` their running requests recompute
-    keys and values.
+    keys and values. `adapter`: which of several is sent; running requests keep the version of it that they began with.
     """
 
     sync_id: str
@@ -409,6 +419,7 @@ class SyncStarted:
     targets: tuple[int, ...]
     transport: str = ""
     recompute_kv: bool = False
+    adapter: str = ""
 
 
 @event_kind("sync_finished")

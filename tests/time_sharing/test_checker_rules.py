@@ -257,3 +257,35 @@ def test_an_agent_that_breaks_its_contract_is_seen() -> None:
     process.agent.holds.clear()
     with pytest.raises(Misbehaviour, match="is a grant that was not asked for"):
         watch.obeys(foreign, lambda command: process.agent._answer(command, Outcome.DONE))
+
+
+def adapter_said(*changes: tuple[int, object]) -> str:
+    """What is found in one step of an adapter, with some of its entries replaced."""
+    events: list[object] = [
+        rec.RecordOpened("one/driver"),
+        rec.SyncStarted("one@0", 0, (0,), "adapter", adapter="one"),
+        rec.SyncFinished("one@0", 0),
+        rec.StepBegun(0, "one"),
+        rec.GroupAdmitted("g", "p", 1, 0, "one"),
+        rec.RequestSubmitted("r", 0, "s", "one"),
+        rec.RequestFinished("r", 0, "done", 3),
+        rec.TokensGenerated("s", "g", (rec.VersionSpan(0, 0, 3),), adapter="one"),
+        rec.GroupCommitted("g", 0, 3),
+        rec.GroupTrained("g", 0, "one"),
+        rec.StepFinished(0, 1, 1, "one"),
+        rec.StepBegun(1, "one"),
+    ]
+    for position, event in changes:
+        events[position] = event
+    entries = [Entry(n, float(n), "one/driver", event) for n, event in enumerate(events)]
+    return " | ".join(violation.message for violation in check(entries))
+
+
+def test_tokens_steps_and_syncs_of_another_adapter_are_seen() -> None:
+    assert adapter_said() == ""
+    other = rec.TokensGenerated("s", "g", (rec.VersionSpan(0, 0, 3),), adapter="two")
+    assert adapter_said((7, other)) == "sample s of adapter one was drawn with adapter two"
+    assert "its shards held []" in adapter_said((1, rec.SyncStarted("one@0", 0, (0,), "adapter", adapter="two")))
+    assert "its shards held []" in adapter_said((5, rec.RequestSubmitted("r", 0, "s", "two")))
+    assert "trained in a step of adapter two" in adapter_said((9, rec.GroupTrained("g", 0, "two")))
+    assert "step 2 of adapter one begins, which is at version 1" in adapter_said((11, rec.StepBegun(2, "one")))

@@ -70,7 +70,7 @@ def test_check_shows_the_first_violation(log: Path, tmp_path: Path, capsys: pyte
         )
     )
     assert main(["check", str(broken)]) == 1
-    assert "invariant 3 (no token under a wrong version) broken at entry" in capsys.readouterr().out
+    assert "invariant 3 (no token under a wrong version or adapter) broken at entry" in capsys.readouterr().out
 
 
 def test_a_torn_log_is_reported_with_its_line_and_can_be_read_up_to_there(

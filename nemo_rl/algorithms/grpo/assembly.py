@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl.algorithms.distillation import teachers as teaching
-from nemo_rl.algorithms.grpo.control_plane import check_control_plane
+from nemo_rl.algorithms.grpo.control_plane import ControlPlane, check_control_plane
 from nemo_rl.algorithms.grpo.placement import Built, Clusters, OwnPlacement, Placement
 from nemo_rl.algorithms.grpo.run import DeviceCount, GRPORun, GRPOState
 from nemo_rl.algorithms.grpo.sources import make_loaders, make_rollout_sources, make_store, prompts_per_step
@@ -30,6 +30,7 @@ from nemo_rl.data.loader import Loader
 from nemo_rl.data_plane.factory import check_data_plane
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.distributed.actor_logs import collect_actor_logs
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerGroup
 from nemo_rl.environments.registry import (
     Actors,
@@ -42,12 +43,15 @@ from nemo_rl.environments.registry import (
 )
 from nemo_rl.experience.environment_batcher import environment_lines
 from nemo_rl.experience.hooks import time_sharing_enabled
+from nemo_rl.experience.rollout_source import RolloutSource
+from nemo_rl.experience.store import ExperienceStore
 from nemo_rl.loss import ClippedPGLossFn, DistillationLossFn
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.generation.endpoint.server import Endpoint, start_endpoint
 from nemo_rl.models.generation.interfaces import request_timeout_s
 from nemo_rl.models.generation.vllm.engine_actors import EngineActors, start_engine_actors
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
+from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.model_config import check_divisible
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.progress import RunProgress, StartPhases
@@ -243,7 +247,7 @@ def _build(
         endpoint = _start_endpoint(config, ready, generation, start)
         if endpoint is not None:
             undo.callback(endpoint.close)
-        train_source, val_source = make_rollout_sources(
+        rollouts = make_rollout_sources(
             store, config, tokenizer, generation, ready.datasets, actors, record, placement.record_prefix, endpoint
         )
         if policy.started is not None:
@@ -257,14 +261,61 @@ def _build(
         built = Built(config, policy, generation, ready.state.step, record, timer, progress, slept)
         control = placement.control_plane(built)
     slots = [cluster.world_size() for cluster in clusters.distinct()]
-    return GRPORun(
-        config=config,
-        tokenizer=tokenizer,
+    return assembled(
+        config,
+        ready,
         policy=policy,
         generation=generation,
         control=control,
-        rollouts=train_source,
-        validation_rollouts=val_source,
+        sources=rollouts,
+        store=store,
+        record=record,
+        timer=timer,
+        progress=progress,
+        environments=actors,
+        placement=placement,
+        teachers=teachers,
+        endpoint=endpoint,
+        clusters=clusters.distinct(),
+        device_count=DeviceCount(
+            max(slots) if placement.lends_shards else sum(slots),
+            clusters.training.world_size(),
+            clusters.generation.world_size() if clusters.generation is not None else 0,
+        ),
+    )
+
+
+def assembled(
+    config: MasterConfig,
+    ready: Prepared[GRPOState, Loader, Any],
+    *,
+    policy: Policy,
+    generation: VllmGeneration | None,
+    control: ControlPlane,
+    sources: tuple[RolloutSource, RolloutSource | None],
+    store: ExperienceStore,
+    record: Record,
+    timer: Timer,
+    progress: RunProgress,
+    environments: Actors,
+    placement: Placement,
+    clusters: list[RayVirtualCluster],
+    device_count: DeviceCount,
+    teachers: teaching.Teachers | None = None,
+    endpoint: Endpoint | None = None,
+    adapter: str = "",
+) -> GRPORun:
+    """A run of prepared parts and parts on accelerators; see `GRPORun`. `sources`: of rollouts for training and for
+    validation.
+    """
+    return GRPORun(
+        config=config,
+        tokenizer=ready.tokenizer,
+        policy=policy,
+        generation=generation,
+        control=control,
+        rollouts=sources[0],
+        validation_rollouts=sources[1],
         store=store,
         loss_fn=make_loss(config.loss_fn),
         train_loader=ready.loaders.train,
@@ -277,16 +328,13 @@ def _build(
         timeout=TimeoutChecker(config.checkpointing.checkpoint_must_save_by),
         progress=progress,
         total_steps=ready.total_steps,
-        environments=actors,
+        environments=environments,
         placement=placement,
         teachers=teachers,
         endpoint=endpoint,
-        clusters=clusters.distinct(),
-        device_count=DeviceCount(
-            max(slots) if placement.lends_shards else sum(slots),
-            clusters.training.world_size(),
-            clusters.generation.world_size() if clusters.generation is not None else 0,
-        ),
+        adapter=adapter,
+        clusters=clusters,
+        device_count=device_count,
         env_of_validation_task=ready.datasets.env_of_validation_task,
         # Groups that wait in a checkpoint are of its data.
         resumed_from=ready.resume.checkpoint if ready.resume is not None and ready.resume.same_data else None,

@@ -257,7 +257,9 @@ def _record_admission(run: GRPORun, batch: BatchedDataDict, first_prompt: int, p
     for offset, index in enumerate(prompts["idx"]):
         identity = group_id(run.state.step, first_prompt + offset)
         run.record.emit(
-            GroupAdmitted(identity, f"{run.state.epoch}-{index}", batch.size // prompts.size, run.state.step)
+            GroupAdmitted(
+                identity, f"{run.state.epoch}-{index}", batch.size // prompts.size, run.state.step, run.adapter
+            )
         )
 
 

@@ -91,7 +91,7 @@ class GRPOSteps(Steps[GRPORun]):
     def train(self) -> dict[str, Any] | None:
         """Scores, weighs and trains on each part of the step's experience."""
         run, source, step = self.run, self._source, self.run.state.step
-        run.record.emit(StepBegun(step))
+        run.record.emit(StepBegun(step, run.adapter))
         with StepTrainer(run, in_parts=source.in_parts) as trainer, closing(source.parts()) as parts:
             for part in parts:
                 consult(run, part, step)
@@ -187,8 +187,8 @@ def complete_step(run: GRPORun, experience: Experience) -> None:
     trained = sorted(set(rows["prompt_number"].tolist()))
     for prompt in trained:
         name = experience.group_names.get(prompt, group_id(state.step, prompt))
-        run.record.emit(GroupTrained(name, state.step))
-    run.record.emit(StepFinished(state.step, state.step + 1, len(trained)))
+        run.record.emit(GroupTrained(name, state.step, run.adapter))
+    run.record.emit(StepFinished(state.step, state.step + 1, len(trained), run.adapter))
     state.step += 1
     state.step_in_epoch += 1
     state.consumed_samples += run.config.grpo.num_prompts_per_step if not experience.group_names else len(trained)

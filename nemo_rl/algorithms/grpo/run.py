@@ -72,6 +72,7 @@ class GRPORun(TrainingRun[MasterConfig]):
     device_count: DeviceCount  # number of slots of the run, of training and of generation
     teachers: Teachers | None = None  # score the run's samples, or None
     endpoint: Endpoint | None = None  # serves the engines over HTTP, or None
+    adapter: str = ""  # the adapter that it trains, of several on one base; empty for a run of its own
     resumed_from: Path | None = None  # checkpoint that the run resumes from
     reward_watch: RewardWatch = field(default_factory=RewardWatch)  # warns about steps that teach nothing
     validation_watch: RolloutWatch = field(default_factory=RolloutWatch)  # warns about cut validation samples

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 
-from nemo_rl.algorithms.grpo.assembly import make_loss
+from nemo_rl.algorithms.grpo.assembly import assembled, make_loss
 from nemo_rl.algorithms.grpo.placement import OwnPlacement
 from nemo_rl.algorithms.grpo.run import DeviceCount, GRPORun, GRPOState
 from nemo_rl.algorithms.grpo.sources import make_loaders, make_rollout_sources, prompts_per_step
@@ -44,7 +44,7 @@ from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.adapters import AdapterInfo
 from nemo_rl.utils.progress import RunProgress, StartPhases
 from nemo_rl.utils.record import RecordWriter
-from nemo_rl.utils.timer import TimeoutChecker, Timer
+from nemo_rl.utils.timer import Timer
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -148,34 +148,25 @@ def build_run(
         timer = Timer()
         # Both views have what a run calls.
         policy_view, generation_view = cast(Policy, policy), cast(VllmGeneration, generation)
-        train_source, val_source = make_rollout_sources(
+        sources = make_rollout_sources(
             store, config, ready.tokenizer, generation_view, ready.datasets, actors, record, f"{name}/"
         )
-        run = GRPORun(
-            config=config,
-            tokenizer=ready.tokenizer,
+        run = assembled(
+            config,
+            ready,
             policy=policy_view,
             generation=generation_view,
             control=AdapterControl(shared.engines, name, slot, info, timer, record, progress),
-            rollouts=train_source,
-            validation_rollouts=val_source,
+            sources=sources,
             store=store,
-            loss_fn=make_loss(config.loss_fn),
-            train_loader=ready.loaders.train,
-            val_loader=ready.loaders.validation,
-            logger=ready.logger,
-            checkpointer=ready.checkpointer,
-            state=ready.state,
             record=record,
             timer=timer,
-            timeout=TimeoutChecker(config.checkpointing.checkpoint_must_save_by),
             progress=RunProgress(ready.total_steps, title=name, first_step=ready.state.step, console=console),
-            total_steps=ready.total_steps,
             environments=actors,
             placement=placement,
             clusters=[],
             device_count=shared.device_count,
-            env_of_validation_task=ready.datasets.env_of_validation_task,
+            adapter=name,
         )
         undo.pop_all()
     return run

@@ -164,7 +164,8 @@ class AdapterGeneration:
         if strangers:
             raise GenerationError(f"adapter {self._name}: request {request.request_id} was drawn with {strangers}")
         # The shard that answered is known only now; versions change between the rollouts of an adapter alone.
-        self._record.emit(RequestSubmitted(request.request_id, result.shard, request.sample_id or request.request_id))
+        sample = request.sample_id or request.request_id
+        self._record.emit(RequestSubmitted(request.request_id, result.shard, sample, self._name))
         self._record.emit(RequestFinished(request.request_id, result.shard, "done", len(result.token_ids)))
         return replace(result, request_id=request.request_id)
 
@@ -229,7 +230,7 @@ class AdapterControl:
         if self._engines.version(self._name) == version:
             return
         shards, sync = tuple(self._engines.generation.shards.healthy()), f"{self._name}@{version}"
-        self._record.emit(SyncStarted(sync, version, shards, "adapter", recompute_kv=True))
+        self._record.emit(SyncStarted(sync, version, shards, "adapter", recompute_kv=True, adapter=self._name))
         outcome = "failed"
         try:
             with self._timer.time("prepare_for_generation/transfer_and_update_weights"):

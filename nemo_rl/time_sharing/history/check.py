@@ -28,7 +28,7 @@ from nemo_rl.utils.record_events import RecordOpened, UnknownEvent
 INVARIANTS = {
     1: "no GPU is granted twice",
     2: "every prompt is trained exactly once or accounted for",
-    3: "no token under a wrong version",
+    3: "no token under a wrong version or adapter",
     4: "staleness bound",
     5: "training GPUs are given back only after publish",
     6: "no training grant while an expand is in flight",
@@ -97,8 +97,8 @@ def check(entries: Iterable[Entry], *, first_only: bool = False, ended: bool = T
         FairnessChecks(),
     ]
     if not any(isinstance(entry.event, ev.PoolOpened) for entry in record):
-        # One run by itself: its parts are one pipeline that owns its accelerators.
-        record = [replace(entry, source=f"run/{entry.source.partition('/')[2] or entry.source}") for entry in record]
+        # A run by itself: its parts are one pipeline that owns its accelerators. Adapters on one base are one each.
+        record = [entry if "/" in entry.source else replace(entry, source=f"run/{entry.source}") for entry in record]
         groups = [PromptChecks(), WaitChecks()]
     table: dict[type, list[tuple[Checks, Handler]]] = {}
     for group in groups:

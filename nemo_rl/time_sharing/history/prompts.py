@@ -1,9 +1,10 @@
-"""Invariants 2, 3 and 4: prompts are trained once or accounted for, tokens carry the version that made them, and none
-is too old.
+"""Invariants 2, 3 and 4: prompts are trained once or accounted for, tokens carry the version and the adapter that made
+them, and none is too old.
 
 The truth about versions is what the syncs loaded into a shard while a request ran there; the stamps of the tokens are
 held against it. A shard serves on as soon as it has the weights, before the sync is over for all its targets: a request
-that ends in between may have tokens of the new version, if the sync comes to its end.
+that ends in between may have tokens of the new version, if the sync comes to its end. Where several adapters share a
+base, each is a pipeline, a sync loads one of them, and a request keeps the version of it that it began with.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from nemo_rl.utils.record_events import VersionSpan
 class _Group:
     prompt: str
     samples: int
+    adapter: str = ""
     done: int = 0
     oldest: int | None = None
     newest: int = -1
@@ -36,6 +38,7 @@ class _Request:
     sample: str
     shard: int
     versions: list[int]
+    adapter: str = ""
     keeps_kv: bool = False
 
 
@@ -52,7 +55,10 @@ class _Pipeline:
     earlier: set[str] = field(default_factory=set)
     """Groups that were open when the run before ended: lost with it, or dropped by the next one."""
     trained_in_step: Counter[int] = field(default_factory=Counter)
-    loaded: dict[int, int] = field(default_factory=dict)
+    made: int | None = None
+    """The newest version of its weights; None until a step has ended."""
+    loaded: dict[tuple[int, str], int] = field(default_factory=dict)
+    """By shard and adapter."""
     syncs: dict[str, rec.SyncStarted] = field(default_factory=dict)
     running: dict[str, _Request] = field(default_factory=dict)
     on_shard: dict[int, set[str]] = field(default_factory=dict)
@@ -142,6 +148,8 @@ class PromptChecks:
             # What was trained after the checkpoint was lost with the run before, and is trained again.
             pipeline.begins_again = False
             pipeline.prompts = {prompt: step for prompt, step in pipeline.prompts.items() if step < event.step}
+        elif event.adapter and pipeline.made not in (None, event.step):
+            self._bad(3, f"step {event.step} of adapter {event.adapter} begins, which is at version {pipeline.made}")
 
     def _admitted(self, entry: Entry, event: rec.GroupAdmitted) -> None:
         pipeline = self._of(entry)
@@ -149,7 +157,7 @@ class PromptChecks:
         pipeline.earlier.discard(event.group_id)
         if is_open or event.group_id in pipeline.ended:
             self._bad(2, f"prompt group {event.group_id} is admitted twice")
-        pipeline.groups[event.group_id] = _Group(event.prompt_id, event.samples)
+        pipeline.groups[event.group_id] = _Group(event.prompt_id, event.samples, event.adapter)
 
     def _committed(self, entry: Entry, event: rec.GroupCommitted) -> None:
         pipeline = self._of(entry)
@@ -185,6 +193,12 @@ class PromptChecks:
             return
         pipeline.ended.add(event.group_id)
         pipeline.trained_in_step[event.step] += 1
+        if group.adapter != event.adapter:
+            self._bad(
+                3,
+                f"prompt group {event.group_id} of adapter {group.adapter} is trained in a step of adapter "
+                f"{event.adapter}",
+            )
         if not group.committed:
             self._bad(2, f"prompt group {event.group_id} is trained in step {event.step} before it is complete")
         if group.prompt in pipeline.prompts:
@@ -218,6 +232,7 @@ class PromptChecks:
     def _step(self, entry: Entry, event: rec.StepFinished) -> None:
         pipeline = self._of(entry)
         trained = pipeline.trained_in_step.pop(event.step, 0)
+        pipeline.made = event.version
         if event.groups and trained != event.groups:
             self._bad(2, f"step {event.step} says {event.groups} groups, {trained} were trained in it")
         if event.version != event.step + 1:
@@ -229,9 +244,9 @@ class PromptChecks:
 
     def _submitted(self, entry: Entry, event: rec.RequestSubmitted) -> None:
         pipeline = self._of(entry)
-        version = pipeline.loaded.get(event.shard)
+        version = pipeline.loaded.get((event.shard, event.adapter))
         pipeline.running[event.request_id] = _Request(
-            event.sample_id, event.shard, [] if version is None else [version]
+            event.sample_id, event.shard, [] if version is None else [version], event.adapter
         )
         pipeline.on_shard.setdefault(event.shard, set()).add(event.request_id)
 
@@ -244,7 +259,7 @@ class PromptChecks:
         pipeline.on_shard[request.shard].discard(event.request_id)
         if event.tokens:
             for started in pipeline.syncs.values():
-                if request.shard in started.targets:
+                if request.shard in started.targets and started.adapter == request.adapter:
                     pipeline.during.setdefault(started.sync_id, {})[request.sample] = False
                     request.versions.append(started.version)
             pipeline.seen_versions.setdefault(request.sample, []).extend(request.versions)
@@ -274,8 +289,8 @@ class PromptChecks:
             if len(known) > 1:
                 self._bad(3, f"version {event.version} has different checksums on different shards: {sorted(known)}")
         for shard in started.targets:
-            pipeline.loaded[shard] = event.version
-            for name in pipeline.on_shard.get(shard, ()):
+            pipeline.loaded[shard, started.adapter] = event.version
+            for name in () if started.adapter else pipeline.on_shard.get(shard, ()):
                 request = pipeline.running[name]
                 request.keeps_kv |= bool(request.versions) and not started.recompute_kv
                 request.versions.append(event.version)
@@ -297,6 +312,8 @@ class PromptChecks:
         if group is None:
             self._bad(2, f"sample {event.sample_id} belongs to group {event.group_id}, which is not open")
             return
+        if event.spans and event.adapter != group.adapter:
+            self._bad(3, f"sample {event.sample_id} of adapter {group.adapter} was drawn with adapter {event.adapter}")
         group.done += 1
         if stamped:
             group.oldest = min(stamped) if group.oldest is None else min(group.oldest, *stamped)
