@@ -124,6 +124,18 @@ def _end_each(chosen: argparse.Namespace, method: str, deadline_s: float) -> int
     return EXIT_FAILED if left else EXIT_OK
 
 
+def adapters(chosen: argparse.Namespace) -> int:
+    """Adds, removes or lists the adapters of a pipeline of the open pool."""
+    if (chosen.what == "list") == bool(chosen.values):
+        wanted = {"add": "files of adapters", "remove": "names of adapters", "list": "nothing more"}[chosen.what]
+        raise PoolError(f"adapters {chosen.what} {chosen.name}: give {wanted}")
+    actor, _ = _join(chosen.pool)
+    values = [str(Path(value).resolve()) if chosen.what == "add" else value for value in chosen.values]
+    for answer in ask(actor.adapters.remote(chosen.name, chosen.what, values)):
+        sys.stdout.write((answer if isinstance(answer, str) else json.dumps(answer, indent=2)) + "\n")
+    return EXIT_OK
+
+
 def explain(chosen: argparse.Namespace) -> int:
     """Says for every GPU who has it and why, in the words of the plans that gave them."""
     log_dir: Path | None = chosen.log_dir

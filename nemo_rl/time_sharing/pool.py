@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -300,6 +300,27 @@ class PoolActor(Orchestrator):
             raise PoolError(f"{name}: does not answer ({type(error).__name__}); cancel it") from error
         self._note_asked(submission, "drain")
         return f"draining: {does}"
+
+    def adapters(self, name: str, command: str, values: Sequence[str]) -> object:
+        """Adds, removes or lists adapters of a pipeline; see `CommandPipeline.adapters`. Raises PoolError: there is no
+        such pipeline, it has no adapters, or it refused.
+        """
+        import ray
+
+        submission = self._known(name)
+        if submission.outcome is not None:
+            raise PoolError(f"{name}: has ended already: {submission.outcome.kind}")
+        method = getattr(self._actors[name], "adapters", None)
+        if method is None:
+            raise PoolError(f"{name}: is no job of adapters")
+        try:
+            return ray.get(method.remote(command, values), timeout=_ANSWER_S)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, UserError):
+                raise PoolError(f"{name}: {error.cause}") from error
+            raise
+        except ray.exceptions.RayError as error:
+            raise PoolError(f"{name}: does not answer ({type(error).__name__})") from error
 
     def _note_asked(self, submission: Submission, what: str) -> None:
         with self._lock:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from nemo_rl.config import ConfigError
-from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
+from nemo_rl.time_sharing.pipelines.adapters import AdaptersConfig
 from nemo_rl.time_sharing.pipelines.job import Kind, read_jobs
 from nemo_rl.time_sharing.protocol.topology import Pool
 
@@ -23,22 +23,23 @@ _BASE = {
 }
 
 
-def _submitted(folder: Path, adapters: object, **files: dict[str, Any]) -> CommandConfig:
+def _submitted(folder: Path, adapters: object, **files: dict[str, Any]) -> AdaptersConfig:
     for name, content in ({"base": _BASE} | files).items():
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(content))
     wrapper = {"nemo_config_path": "base.yaml", "pipeline_cls": "RollMultiLoraPipeline"}
     wrapper |= {} if adapters is None else {"adapters": adapters}
     (folder / "job.yaml").write_text(yaml.safe_dump(wrapper | {"nemo_config_overrides": ["grpo.max_num_steps=3"]}))
     (job,) = read_jobs([folder / "job.yaml"], Pool(1, 2))
-    assert job.kind is Kind.EXTERNAL and isinstance(job.config, CommandConfig)
+    assert job.kind is Kind.EXTERNAL and isinstance(job.config, AdaptersConfig)
     return job.config
 
 
 def test_adapters_become_a_command_on_the_gpus_of_their_base(tmp_path: Path) -> None:
     command = _submitted(tmp_path, ["one.yaml"], one={"grpo": {"seed": 1}})
-    assert command.command[:3] == [sys.executable, "-m", "nemo_rl.algorithms.multi_lora"]
+    words = command.arguments
+    assert words[:3] == [sys.executable, "-m", "nemo_rl.algorithms.multi_lora"]
     rest = ["--config", str(tmp_path / "base.yaml"), "--adapters", str(tmp_path / "one.yaml"), "grpo.max_num_steps=3"]
-    assert command.command[3:] == rest
+    assert words[3:] == rest
     # Its Ray cluster is its own: the pool's has lent the GPUs away.
     assert command.gpus == 1 and command.env == {"RAY_ADDRESS": "local"}
 
@@ -65,8 +66,22 @@ def test_scenarios_c_and_d_can_be_submitted() -> None:
         jobs = read_jobs([_SCENARIOS / f"{name}.yaml" for name in files], Pool(1, 4))
         assert [job.name for job in jobs] == files
         adapters = jobs[-1].config
-        assert isinstance(adapters, CommandConfig) and adapters.gpus == 2
-        assert [Path(word).name for word in adapters.command if "adapter_" in word] == [
-            "adapter_0.yaml",
-            "adapter_1.yaml",
-        ]
+        assert isinstance(adapters, AdaptersConfig) and adapters.gpus == 2
+        assert [Path(file).name for file in adapters.files] == ["adapter_0.yaml", "adapter_1.yaml"]
+
+
+def test_adapters_that_come_and_go_are_those_of_the_next_start(tmp_path: Path) -> None:
+    job = _submitted(tmp_path, ["one.yaml", "two.yaml"], one={"grpo": {"seed": 1}}, two={"grpo": {"seed": 2}})
+    late = tmp_path / "late.yaml"
+    late.write_text("grpo: {seed: 3}")
+    with pytest.raises(ConfigError, match=r"these are 3 \(one, two, late\), and multi_lora.slots is 2; remove one"):
+        job.checked([*job.files, late])
+    # Adapters that have ended hold no slot.
+    going = job.those_on([{"name": "one", "phase": "done"}, {"name": "two", "phase": "running"}])
+    assert [Path(file).stem for file in going.checked([*going.files, late]).files] == ["two", "late"]
+    left = job.without_adapter("one")
+    assert left.arguments[-2:] == [str(tmp_path / "two.yaml"), "grpo.max_num_steps=3"]
+    with pytest.raises(ConfigError, match="there is no adapter one here; there are two"):
+        left.without_adapter("one")
+    with pytest.raises(ConfigError, match="two is the job's only adapter; drain the job instead"):
+        left.without_adapter("two")

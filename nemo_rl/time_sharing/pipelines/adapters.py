@@ -1,7 +1,7 @@
 """A job of many adapters on a pool: a command that trains them on whole GPUs.
 
 When its GPUs are wanted back it finishes the running step of each adapter, saves it and leaves; with its next GPUs it
-goes on from there.
+goes on from there. Invariant: adapters that were added or removed meanwhile are those of its next start.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from nemo_rl.config import ConfigError
 from nemo_rl.config.multi_lora import AdapterConfig, check_adapter, load_adapter, load_base
@@ -20,7 +21,60 @@ ADAPTERS = "adapters"
 _STOP_S = 600.0
 
 
-def adapters_command(wrapper: Mapping[str, object], base_file: Path, overrides: Sequence[str]) -> CommandConfig:
+class AdaptersConfig(CommandConfig):
+    """The command behind a wrapper of a base and its adapters."""
+
+    base: str  # the base's file
+    overrides: list[str]
+    files: list[str]  # of the adapters
+    log_dir: str  # of the base
+
+    @property
+    def arguments(self) -> list[str]:
+        """Program and arguments with the adapters of now."""
+        return [*self.command, "--adapters", *self.files, *self.overrides]
+
+    def checked(self, files: Sequence[str | Path]) -> AdaptersConfig:
+        """The same job with these adapters. Raises ConfigError: a file is wrong, an adapter cannot be resumed or does
+        not fit beside the others, or there are more than slots.
+        """
+        base, raw = load_base(self.base, self.overrides)
+        adapters: list[AdapterConfig] = []
+        for file in files:
+            adapter = load_adapter(raw, file)
+            check_adapter(base, adapter, adapters)
+            if not adapter.config.checkpointing.enabled:
+                raise ConfigError(
+                    ["checkpointing.enabled is false: an adapter of a pool goes on from its checkpoint"], str(file)
+                )
+            adapters.append(adapter)
+        if len(adapters) > base.multi_lora.slots:
+            raise ConfigError(
+                [
+                    f"{ADAPTERS}: these are {len(adapters)} ({', '.join(one.name for one in adapters)}), and "
+                    f"multi_lora.slots is {base.multi_lora.slots}; remove one, or raise it"
+                ]
+            )
+        return self.model_copy(update={"files": [str(file) for file in files]})
+
+    def without_adapter(self, name: str) -> AdaptersConfig:
+        """The same job without an adapter. Raises ConfigError: it has none of this name, or no other."""
+        left = [file for file in self.files if Path(file).stem != name]
+        if len(left) == len(self.files):
+            have = ", ".join(Path(file).stem for file in self.files)
+            raise ConfigError([f"there is no adapter {name} here; there are {have}"])
+        if not left:
+            raise ConfigError([f"{name} is the job's only adapter; drain the job instead"])
+        return self.model_copy(update={"files": left})
+
+    def those_on(self, states: Sequence[Mapping[str, Any]]) -> AdaptersConfig:
+        """The same job without adapters that have ended, by the states that it lists."""
+        over = {str(state["name"]) for state in states if state["phase"] in ("done", "failed", "removed")}
+        left = [file for file in self.files if Path(file).stem not in over]
+        return self.model_copy(update={"files": left or self.files[-1:]})
+
+
+def adapters_command(wrapper: Mapping[str, object], base_file: Path, overrides: Sequence[str]) -> AdaptersConfig:
     """The command behind a wrapper of a base and its adapters.
 
     Args:
@@ -28,31 +82,21 @@ def adapters_command(wrapper: Mapping[str, object], base_file: Path, overrides: 
         base_file: The base's configuration.
         overrides: `key=value` for the base.
 
-    Raises ConfigError: a file is wrong, an adapter cannot be resumed, or does not fit beside the others.
+    Raises ConfigError: see `AdaptersConfig.checked`.
     """
     names = wrapper.get(ADAPTERS)
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise ConfigError([f"{ADAPTERS}: list the adapters' files, relative to {base_file}"], str(base_file))
-    base, raw = load_base(base_file, overrides)
-    files = [(base_file.parent / name).resolve() for name in names]
-    adapters: list[AdapterConfig] = []
-    for file in files:
-        adapter = load_adapter(raw, file)
-        check_adapter(base, adapter, adapters)
-        if not adapter.config.checkpointing.enabled:
-            raise ConfigError(
-                ["checkpointing.enabled is false: an adapter of a pool goes on from its checkpoint"], str(file)
-            )
-        adapters.append(adapter)
-    if len(adapters) > base.multi_lora.slots:
-        raise ConfigError(
-            [f"{ADAPTERS} lists {len(adapters)} files, and multi_lora.slots is {base.multi_lora.slots}; raise it"]
-        )
-    command = [sys.executable, "-m", "nemo_rl.algorithms.multi_lora", "--config", str(base_file.resolve())]
-    # A Ray cluster of its own: the pool's has lent these GPUs away.
-    return CommandConfig(
-        command=[*command, "--adapters", *map(str, files), *overrides],
+    base, _ = load_base(base_file, overrides)
+    job = AdaptersConfig(
+        command=[sys.executable, "-m", "nemo_rl.algorithms.multi_lora", "--config", str(base_file.resolve())],
         gpus=cluster_world_size(base),
+        # A Ray cluster of its own: the pool's has lent these GPUs away.
         env={"RAY_ADDRESS": "local"},
         stop_s=_STOP_S,
+        base=str(base_file.resolve()),
+        overrides=list(overrides),
+        files=[],
+        log_dir=base.logger.log_dir,
     )
+    return job.checked([(base_file.parent / name).resolve() for name in names])

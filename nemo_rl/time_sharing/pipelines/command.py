@@ -12,17 +12,20 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 
+from nemo_rl.algorithms.multi_lora.http import ADDRESS_FILE, call
 from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.processes import kill_and_wait
 from nemo_rl.time_sharing.agents.actors import RayLink
 from nemo_rl.time_sharing.agents.external import ExternalJob
 from nemo_rl.time_sharing.log.pool_state import Outcome, Progress
+from nemo_rl.time_sharing.pipelines.adapters import AdaptersConfig
 from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
 from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job
@@ -48,9 +51,10 @@ class CommandPipeline(LentPipeline):
         self._client: ExternalJob | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()
-        self._turn = threading.Lock()
+        self._turn, self._adapters_turn = threading.Lock(), threading.Lock()
         self._ended_by_drain = False
         self._starts = 0
+        self._config = job.config
 
     # -- from the scheduler -------------------------------------------------------------------------------------------
 
@@ -164,7 +168,7 @@ class CommandPipeline(LentPipeline):
             visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, local))}
             try:
                 self._process = subprocess.Popen(
-                    config.command,
+                    self._arguments(config),
                     env=os.environ | visible | config.env,
                     cwd=self._job.folder,
                     stdout=log,
@@ -173,6 +177,45 @@ class CommandPipeline(LentPipeline):
             except OSError as error:
                 raise CommandFailed(f"{self._job.name}: {config.command[0]}: {error.strerror}") from error
             return self._process
+
+    def _arguments(self, config: CommandConfig) -> list[str]:
+        now = self._config
+        return now.arguments if isinstance(now, AdaptersConfig) else config.command
+
+    def adapters(self, command: str, values: Sequence[str]) -> list[object]:
+        """Adds files of adapters, removes adapters by name, or lists them: in the running job, and for its next start.
+        Raises CommandFailed: the job has none; ConfigError: one does not fit; JobUnreachable: the job refused one.
+        """
+        answers: list[object] = []
+        with self._adapters_turn:
+            for value in values if command != "list" else ("",):
+                answers += self._change_adapters(command, value)
+        return answers
+
+    def _change_adapters(self, command: str, value: str) -> list[object]:
+        config = self._config
+        if not isinstance(config, AdaptersConfig):
+            raise CommandFailed(f"{self._job.name}: is no job of adapters")
+        log_dir = Path(self._job.folder) / config.log_dir
+        runs = self._process is not None and self._process.poll() is None and (log_dir / ADDRESS_FILE).is_file()
+        waits = "as soon as the job has GPUs"
+        if command == "list":
+            if not runs:
+                return [{"name": Path(file).stem, "phase": "waiting", "file": file} for file in config.files]
+            listed: Any = call(log_dir, "GET", "/adapters")
+            return list(listed)
+        if command == "remove":
+            changed = config.without_adapter(value)
+            answer = call(log_dir, "DELETE", f"/adapters/{value}") if runs else f"{value}: removed"
+        else:
+            if runs:
+                states: Any = call(log_dir, "GET", "/adapters")
+                config = config.those_on(states)
+            changed = config.checked([*config.files, value])
+            asked = {"file": value}
+            answer = call(log_dir, "POST", "/adapters", asked) if runs else f"{Path(value).stem}: joins {waits}"
+        self._config = changed
+        return [answer]
 
     def _make_room(self, rank: int, stop_s: float) -> None:
         with self._turn:

@@ -32,7 +32,7 @@ from nemo_rl.config.overrides import parse_override
 from nemo_rl.config.placement import training_world_size
 from nemo_rl.config.schema import is_known
 from nemo_rl.config.teachers import pooled_teacher
-from nemo_rl.time_sharing.pipelines.adapters import ADAPTERS, adapters_command
+from nemo_rl.time_sharing.pipelines.adapters import ADAPTERS, AdaptersConfig, adapters_command
 from nemo_rl.time_sharing.pipelines.command_config import EXTERNAL, CommandConfig, read_command
 from nemo_rl.time_sharing.pipelines.fits import as_teacher, divides, teachers_fit
 from nemo_rl.time_sharing.planning import placement
@@ -85,6 +85,7 @@ _KINDS: dict[type[Any], Kind] = {
     SFTMasterConfig: Kind.SFT,
     EvalMasterConfig: Kind.EVALUATION,
     CommandConfig: Kind.EXTERNAL,
+    AdaptersConfig: Kind.EXTERNAL,
 }
 _CLASSES = {
     "NemoRLFullFinetunePipeline": Kind.GRPO,
