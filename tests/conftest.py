@@ -77,6 +77,8 @@ def _no_process_is_left_behind() -> Iterator[None]:
     """Everything that the session starts inherits a mark; at the end nobody may carry it any more."""
     mark = os.environ[_SESSION_MARK] = uuid.uuid4().hex
     yield
+    if (ranks := sys.modules.get("tests.ranks")) is not None:
+        ranks.end_launcher()
     deadline = time.monotonic() + _GRACE_S
     while (left := _marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.2)

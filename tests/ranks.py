@@ -1,20 +1,67 @@
 """Runs a function on every rank of a small gloo world, one process per rank, without Ray.
 
-A spawned launcher imports the function's module once and forks the ranks, since importing torch costs more than most
-tests.
+One spawned launcher per session imports what ranks need and forks them, since these imports cost more than most tests.
+A rank gets the environment, working directory and search path that its caller has.
 """
 
 from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import pickle
+import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
 from queue import Empty
 from typing import Any
 
+import psutil
+
 from nemo_rl.distributed.ports import free_ports
+from nemo_rl.distributed.processes import importing
+
+_WORKER = "nemo_rl.models.policy.worker"
+# What a worker imports once it knows its backend and model. Megatron-Core is not here: it may only be imported by ranks
+# that train with it.
+_OF_WORKERS = ("nemo_rl.models.dtensor.backend", "transformers.models.qwen3.modeling_qwen3")
+
+
+@dataclass
+class _Call:
+    """A function to run. `pickled`: function and arguments."""
+
+    pickled: bytes
+    world: int
+    timeout_s: float
+    environment: dict[str, str]
+    folder: str
+    search_path: list[str]
+
+
+class _Launcher:
+    def __init__(self) -> None:
+        context = mp.get_context("spawn")
+        self.connection, there = context.Pipe()
+        self.process = context.Process(target=_serve, args=(there,), daemon=False)
+        self.process.start()
+        there.close()
+
+    def end(self) -> None:
+        """Ends it with every rank that is left."""
+        with suppress(psutil.NoSuchProcess):
+            for left in psutil.Process(self.process.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    left.kill()
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+_launchers: list[_Launcher] = []
 
 
 def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: float = 240.0) -> list[Any]:
@@ -23,43 +70,72 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: f
     Raises:
         RuntimeError: A rank raised, ended without an answer or passed the deadline; all are ended then.
     """
-    context = mp.get_context("spawn")
-    here, there = context.Pipe(duplex=False)
-    launcher = context.Process(target=_launch, args=(there, function, world, args, timeout_s))
-    launcher.start()
-    there.close()
+    if not _launchers:
+        _launchers.append(_Launcher())
+    (launcher,) = _launchers
+    call = _Call(pickle.dumps((function, args)), world, timeout_s, dict(os.environ), os.getcwd(), list(sys.path))
+    results, failure = None, "interrupted"
     try:
-        results, failure = here.recv() if here.poll(timeout_s + 60.0) else (None, f"no answer within {timeout_s:.0f} s")
-    except EOFError:
-        results, failure = None, f"the launcher ended with exit code {launcher.exitcode}"
+        launcher.connection.send(call)
+        if launcher.connection.poll(timeout_s + 60.0):
+            results, failure = launcher.connection.recv()
+        else:
+            failure = f"no answer within {timeout_s:.0f} s"
+    except (EOFError, OSError):
+        launcher.process.join(timeout=10.0)
+        failure = f"the launcher ended with exit code {launcher.process.exitcode}"
     finally:
-        launcher.join(timeout=10.0)
-        launcher.kill()
+        if failure is not None:
+            end_launcher()
     if failure is not None:
         raise RuntimeError(failure)
     return results
 
 
-def _launch(answer: Any, function: Callable[..., Any], world: int, args: tuple[Any, ...], timeout_s: float) -> None:
+def end_launcher() -> None:
+    """Ends what `run_ranks` keeps between calls."""
+    while _launchers:
+        _launchers.pop().end()
+
+
+def _serve(connection: Any) -> None:
+    while True:
+        try:
+            call: _Call = connection.recv()
+        except EOFError:
+            return
+        connection.send(_launch(call))
+
+
+def _launch(call: _Call) -> tuple[list[Any] | None, str | None]:
+    sys.path[:] = call.search_path
+    try:
+        with importing():
+            # Stays imported for later calls; each rank unpickles for itself what it may change.
+            pickle.loads(call.pickled)
+            for name in _OF_WORKERS if _WORKER in sys.modules else ():
+                import_module(name)
+    except Exception:  # noqa: BLE001 - whatever happened is the parent's to report
+        return None, f"the launcher failed:\n{traceback.format_exc()}"
     context = mp.get_context("fork")
     answers: Any = context.Queue()
     (port,) = free_ports(1)
     processes = [
-        context.Process(target=_rank, args=(function, rank, world, port, answers, args), daemon=True)
-        for rank in range(world)
+        context.Process(target=_rank, args=(call, rank, port, answers), daemon=True) for rank in range(call.world)
     ]
     for process in processes:
         process.start()
     try:
-        answer.send((_gather(answers, processes, time.monotonic() + timeout_s), None))
+        return _gather(answers, processes, time.monotonic() + call.timeout_s), None
     except RuntimeError as error:
-        answer.send((None, str(error)))
+        return None, str(error)
     finally:
         for process in processes:
             process.join(timeout=2.0)
             if process.is_alive():
                 process.kill()
                 process.join()
+        answers.close()
 
 
 def _gather(answers: Any, processes: list[Any], deadline: float) -> list[Any]:
@@ -82,15 +158,18 @@ def _gather(answers: Any, processes: list[Any], deadline: float) -> list[Any]:
     return [results[rank] for rank in range(len(processes))]
 
 
-def _rank(function: Callable[..., Any], rank: int, world: int, port: int, answers: Any, args: tuple[Any, ...]) -> None:
-    os.environ |= {
+def _rank(call: _Call, rank: int, port: int, answers: Any) -> None:
+    os.environ.clear()
+    os.environ |= call.environment | {
         "RANK": str(rank),
-        "WORLD_SIZE": str(world),
+        "WORLD_SIZE": str(call.world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
     }
+    os.chdir(call.folder)
     try:
+        function, args = pickle.loads(call.pickled)
         answers.put((rank, function(*args), None))
     except BaseException:  # noqa: BLE001 - whatever happened is the parent's to report
         answers.put((rank, None, traceback.format_exc()))

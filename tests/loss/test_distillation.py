@@ -146,6 +146,7 @@ def split_vocabulary() -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.slow
 def test_ranks_that_share_the_vocabulary_compute_the_same(tmp_path: Any) -> None:
     for seen in run_ranks(split_vocabulary, 2):
         for case, numbers in seen.items():

@@ -15,7 +15,7 @@ from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationRe
 from nemo_rl.models.generation.resumable_request import ResumableRequest
 from tests.models.engine_simulation import EXPERTS, PER_TOKEN, VOCABULARY, Drawn, Engine, Routes
 
-SCHEDULES = 1000
+SCHEDULES = 250
 
 
 def rows(routes: TokenRoutes) -> list[Routes]:

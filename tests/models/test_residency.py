@@ -56,6 +56,7 @@ def test_on_a_cpu_slot_nothing_moves() -> None:
     assert torch.equal(tensor, torch.ones(10))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["dtensor", "megatron"])
 def test_steps_between_which_everything_leaves_the_device_train_the_same_bits(backend: str, tiny_model: Path) -> None:
     settings = [f"policy.{backend}_cfg.enabled=true"] + ["policy.dtensor_cfg.enabled=false"] * (backend == "megatron")
