@@ -17,7 +17,7 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: soak chaos mooncake-libs help install demo distillation multi-lora test test-fast lint format docs clean
+.PHONY: soak chaos endpoint-stress mooncake-libs help install demo distillation multi-lora test test-fast lint format docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -89,6 +89,9 @@ soak: $(READY) ## random time-sharing scenarios with every fault, 50 million sim
 chaos: $(RESULTS)/base/config.json ## the asynchronous arithmetic run on the data plane, with each part killed or stopped, checkpoints damaged and disks filled for MINUTES (60)
 	$(BIN)/python examples/run_sft.py --config examples/configs/sft_arithmetic_cpu.yaml
 	$(BIN)/python tools/chaos.py --kinds all --minutes $(MINUTES) --folder results/chaos
+
+endpoint-stress: $(READY_DEV) ## 1,056 requests of 32 agents at once, while shards sleep, wake, are refitted and killed; twice, the first time in peace
+	NRL_STRESS_CLIENTS=32 NRL_STRESS_SESSIONS=11 $(BIN)/python -m pytest tests/stress/test_endpoint.py
 
 lint: $(READY_DEV) ## ruff, formatting, types, and the order of packages
 	$(BIN)/ruff check --quiet .

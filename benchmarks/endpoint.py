@@ -1,12 +1,14 @@
 """What the OpenAI-compatible endpoint costs: the same requests through it and through the run's router.
 
     python benchmarks/endpoint.py MODEL [--requests 1024] [--at-once 256] [--tokens 64] [--repeats 3] [--device cpu]
+        [--apart]
 
 Every request is drawn from a seed of its own, and both ways must draw the same number of tokens. One process holds all
 connections and does no more than send bytes that were made before and count tokens, so that its work is not charged to
 the endpoint. Prints tokens per second of each repetition, processor time per request of the driver and of the client,
-and the share of throughput that the endpoint takes (median). Where engine, driver and client share few cores, that
-share includes processor time which the engine lacks; `driver` says what the endpoint adds on any machine.
+and the share of throughput that the endpoint takes (median). Engines on CPU slots take every core, so that the share
+is that of processor time which they lack; with `--apart` they leave one core to the driver and the client, as engines
+on GPUs do.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
+import os
 import re
 import selectors
 import socket
@@ -23,6 +27,8 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from itertools import islice
 from pathlib import Path
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -87,6 +93,16 @@ async def over_router(generation: VllmGeneration, requests: list[GenerationReque
     return sum(await asyncio.gather(*(one(request) for request in requests)))
 
 
+def keep_apart(clients: ProcessPoolExecutor) -> None:
+    """Gives the last core to this process and the client, and the others to all that this process started."""
+    *others, last = sorted(os.sched_getaffinity(0))
+    clients.submit(os.getpid).result()
+    mine = {os.getpid(), *(process.pid for process in multiprocessing.active_children())}
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        for thread in process.threads():
+            os.sched_setaffinity(thread.id, {last} if process.pid in mine else set(others))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="The cost of the OpenAI-compatible endpoint.")
     parser.add_argument("model")
@@ -95,6 +111,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--apart", action="store_true", help="engines leave the last core to driver and client")
     given = parser.parse_args()
     overrides = [
         f"policy.model_name={given.model}",
@@ -124,6 +141,8 @@ def main() -> None:
     shares: list[float] = []
     try:
         with ProcessPoolExecutor(1) as clients:
+            if given.apart:
+                keep_apart(clients)
             for repeat in range(given.repeats + 1):
                 requests = [
                     GenerationRequest(f"b{repeat}-{seed}", ids, given.tokens, generation.default_sampling(), seed)

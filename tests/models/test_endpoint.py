@@ -150,6 +150,38 @@ def test_a_later_turn_is_prompted_with_the_sampled_tokens(session: tuple[Endpoin
     assert post(f"{url}/chat/completions", model="policy", messages=[user("c")]).status_code == 404
 
 
+def test_a_session_may_be_named_in_the_body(session: tuple[Endpoint, Model, str]) -> None:
+    endpoint, _, _ = session
+    chat(endpoint.base_url, [user("a")], session="s")
+    assert len(endpoint.finish("s").turns) == 1
+    ended = post(f"{endpoint.base_url}/chat/completions", model="policy", messages=[user("a")], session="s")
+    assert ended.status_code == 404 and "not open" in ended.text
+
+
+def test_the_messages_of_nemo_gym_are_one_branch_of_the_session_that_they_name(
+    session: tuple[Endpoint, Model, str],
+) -> None:
+    """As nemo-gym 0.4 sent them (its agent `simple_agent` and model server `vllm_model`), with shorter texts."""
+    endpoint, says, _ = session
+    says.text = _CALL
+    told = [{"content": "Help.", "role": "developer"}, user("1+2?")]
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
+    further = {
+        "session": "s",
+        "metadata": {"extra_body": json.dumps({"session": "s"})},
+        "tools": [{"function": {"name": "add", "description": "", "parameters": parameters}, "type": "function"}],
+    }
+    answer = chat(endpoint.base_url, told, **further)["choices"][0]["message"]
+    (call,) = answer["tool_calls"]
+    says.text = "3"
+    function = {"arguments": call["function"]["arguments"], "name": "add"}
+    again = {"id": call["id"], "function": function, "type": "function"}
+    said = {"role": "assistant", "content": None, "tool_calls": [again]}
+    chat(endpoint.base_url, [*told, said, {"content": "3", "role": "tool", "tool_call_id": call["id"]}], **further)
+    (branch,) = endpoint.finish("s").branches()
+    assert [part.trained for part in branch.parts] == [True, True]
+
+
 def test_a_call_of_a_tool_is_read_and_continued(session: tuple[Endpoint, Model, str]) -> None:
     endpoint, says, url = session
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]

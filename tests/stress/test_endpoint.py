@@ -1,6 +1,6 @@
 """The endpoint stays up: clients of an agent's kind talk on while shards sleep, wake, are refitted and die.
 
-More of them: `NRL_STRESS_CLIENTS=32 NRL_STRESS_SESSIONS=11 python -m pytest tests/stress/test_endpoint.py`.
+More of them: `make endpoint-stress`.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 Record = Callable[[Sequence[Mapping[str, object]]], None]
 
-SESSION_HEADER = "X-Session-ID"
+SESSION_HEADER, SESSION_FIELD = "X-Session-ID", "session"
 _KEY = "policy.generation.vllm_cfg.http_server"
 _KEEP_ALIVE_S = 3600
 _START_S = 60.0
@@ -253,8 +253,9 @@ class Endpoint:
             session.overflowed = True
 
     async def _chat(self, request: Request) -> Response:
+        body = _without_strict(await _body(request))
         session = self._session(request)
-        asked = self._serving.chat_request.model_validate(_without_strict(await _body(request)))
+        asked = self._serving.chat_request.model_validate(body)
         call = Call(session)
         messages, setup = [_plain(message) for message in asked.messages], _setup(asked)
         if session is not None:
@@ -282,8 +283,9 @@ class Endpoint:
         return await self._made(self._serving.chat.create_chat_completion, asked, call, request, record)
 
     async def _completion(self, request: Request) -> Response:
+        body = await _body(request)
         session = self._session(request)
-        asked = self._serving.completion_request.model_validate(await _body(request))
+        asked = self._serving.completion_request.model_validate(body)
         if session is not None:
             check_sampling(session, asked)
         call = Call(session)
@@ -422,13 +424,16 @@ def _add_versions(choice: dict[str, Any], call: Call) -> None:
 
 
 def _session_id(request: Request) -> str | None:
-    return request.path_params.get("session") or request.headers.get(SESSION_HEADER)
+    named = request.path_params.get("session") or request.headers.get(SESSION_HEADER)
+    return named or getattr(request.state, "session", None)
 
 
 async def _body(request: Request) -> dict[str, Any]:
     body = orjson.loads(await request.body())
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
+    # Of clients that cannot choose their address, but pass on what a row adds to its requests.
+    request.state.session = body.pop(SESSION_FIELD, None)
     # Older names of structured outputs, which vLLM's classes would pass over.
     if guided := sorted(name for name in body if name.startswith("guided_") and body[name] is not None):
         raise BadRequest(f"not supported here: {', '.join(guided)} (structured outputs); leave it out")
