@@ -101,6 +101,7 @@ class World:
         config = load_master_config(config, [*SMALL, f"checkpointing.checkpoint_dir={tmp_path}/ck", *overrides])
         loader = loader or Loader()
         self.run: Any = SimpleNamespace(
+            adapter="",
             config=config,
             tokenizer=SimpleNamespace(pad_token_id=0),
             policy=self,
