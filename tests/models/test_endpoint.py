@@ -269,6 +269,9 @@ def test_each_of_several_answers_is_a_turn_with_a_seed_of_its_own(session: tuple
         ({"messages": [{"role": "user", "content": "x" * 600}]}, 400, "512"),
         ({"tools": [{"type": "fn"}]}, 400, "tools.0.type"),
         ({"tools": 3}, 400, "tools"),
+        ({"tools": [{"type": "function", "function": {"parameters": {}}}]}, 400, "name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, 400, "parameters"),
+        ({"session": ["s"]}, 400, "session"),
         ({"messages": "hello"}, 400, "messages"),
         ({"temperature": 0.25}, 400, "policy.generation.temperature=1"),
         ({"frequency_penalty": 0.5}, 400, "frequency_penalty"),
@@ -327,6 +330,31 @@ def test_a_client_that_vanishes_ends_its_request(session: tuple[Endpoint, Model,
         assert begun.wait(60)
     assert cancelled.wait(60)
     assert not endpoint.finish("s").turns
+
+
+def test_a_client_that_vanishes_in_the_middle_of_a_stream_frees_its_slot(session: tuple[Endpoint, Model, str]) -> None:
+    endpoint, says, url = session
+    cancelled = threading.Event()
+
+    async def forever() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    says.midway = forever
+    body = {"model": "policy", "messages": [user("a")], "stream": True}
+    headers = {"Authorization": f"Bearer {_TOKEN}"}
+    with requests.post(f"{url}/chat/completions", json=body, headers=headers, stream=True, timeout=60) as response:
+        assert next(response.iter_lines())
+    assert cancelled.wait(60)
+    assert not endpoint.finish("s").turns
+    for _ in range(600):
+        if endpoint._slots._value == endpoint._config.max_requests:
+            return
+        time.sleep(0.05)
+    raise AssertionError("the slot of a client that is gone is still taken")
 
 
 def test_without_shards_the_answer_is_503_and_when_to_try_again(session: tuple[Endpoint, Model, str]) -> None:
@@ -403,6 +431,12 @@ async def endless(task: dict[str, Any], base_url: str, session: Any) -> float:
         messages += [await asyncio.to_thread(ask, base_url, messages), user("x" * 150)]
 
 
+async def never(task: dict[str, Any], base_url: str, session: Any) -> float:
+    """An agent whose episode does not end."""
+    await asyncio.Event().wait()
+    return 1.0
+
+
 class Broken:
     """An agent with a mistake of its own."""
 
@@ -411,12 +445,12 @@ class Broken:
         raise KeyError("oops")
 
 
-def rolled_out(endpoint: Endpoint, says: Model, agent: str, **arguments: object) -> Any:
+def rolled_out(endpoint: Endpoint, says: Model, agent: str, timeout_s: float = 60.0, **arguments: object) -> Any:
     says.text, says.ended, says.wait = "hi", True, None
     says.requests.clear()
     section = {"mine": {"agent": f"{__name__}.{agent}", **arguments}}
     environment = AgentEnvironment(environment_settings(EnvConfig.read(section).of("mine"), "mine"))
-    handle = EnvironmentHandle("mine", (environment,), 60.0, 4, 1, is_agent=True)
+    handle = EnvironmentHandle("mine", (environment,), timeout_s, 4, 1, is_agent=True)
     generator = SimpleNamespace(run_on_dispatch_loop=asyncio.run)
     runner = RolloutRunner(generator, says.tokenizer, {"t": handle}, agents=AgentRollouts(endpoint, says.tokenizer))  # type: ignore[arg-type]
     ids = torch.tensor(says.tokenizer("2+2=")["input_ids"])
@@ -469,6 +503,12 @@ def test_an_agent_that_ran_out_of_room_is_a_truncated_sample(served: tuple[Endpo
 def test_the_mistake_of_an_agent_ends_the_run_and_names_it(served: tuple[Endpoint, Model]) -> None:
     with pytest.raises(EnvironmentFailure, match="Broken raised KeyError"):
         rolled_out(*served, "Broken")
+    assert not served[0]._sessions
+
+
+def test_an_episode_that_does_not_end_ends_the_run_at_its_deadline(served: tuple[Endpoint, Model]) -> None:
+    with pytest.raises(EnvironmentFailure, match="step_timeout_s"):
+        rolled_out(*served, "never", timeout_s=0.2)
     assert not served[0]._sessions
 
 

@@ -433,7 +433,10 @@ async def _body(request: Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
     # Of clients that cannot choose their address, but pass on what a row adds to its requests.
-    request.state.session = body.pop(SESSION_FIELD, None)
+    named = body.pop(SESSION_FIELD, None)
+    if named is not None and not isinstance(named, str):
+        raise BadRequest(f"{SESSION_FIELD}: expected the id of a session, got {named!r:.100}")
+    request.state.session = named
     # Older names of structured outputs, which vLLM's classes would pass over.
     if guided := sorted(name for name in body if name.startswith("guided_") and body[name] is not None):
         raise BadRequest(f"not supported here: {', '.join(guided)} (structured outputs); leave it out")
