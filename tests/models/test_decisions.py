@@ -15,7 +15,7 @@ from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationRe
 from nemo_rl.models.generation.resumable_request import ResumableRequest
 from tests.models.engine_simulation import EXPERTS, PER_TOKEN, VOCABULARY, Drawn, Engine, Routes
 
-SCHEDULES = 250
+SCHEDULES = 1000
 
 
 def rows(routes: TokenRoutes) -> list[Routes]:
@@ -27,6 +27,7 @@ def mask_rows(masks: SamplingMasks) -> list[list[int]]:
     return [masks.ids[end - count : end].tolist() for end, count in zip(ends, masks.counts, strict=True)]
 
 
+@pytest.mark.slow
 def test_every_token_has_the_routes_and_mask_of_the_step_that_drew_it_in_random_schedules() -> None:
     cut, unknown = 0, 0
     for seed in range(SCHEDULES):
