@@ -38,6 +38,7 @@ def test_the_ranks_of_an_engine_are_processes_of_its_node(
     # vLLM makes mp of uni on CPUs, unless it is told that there is no other process.
     one_process = spec.env.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
     assert one_process == (not cuda and started in (None, "uni"))
+    assert (spec.env.get("TORCHDYNAMO_DISABLE") == "1") == (not cuda)  # engines on CPUs are eager
 
 
 def test_options_within_an_argument_are_added_to_what_is_set_for_it() -> None:

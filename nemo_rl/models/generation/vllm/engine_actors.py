@@ -246,6 +246,9 @@ def _environment(policy: PolicyConfig, *, cuda: bool, threads: int) -> dict[str,
     if not cuda:
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         env["OMP_NUM_THREADS"] = str(threads)
+        # Engines are eager here. What vLLM compiles all the same, the rank of a sampled token, costs the first batch
+        # seconds and saves none.
+        env["TORCHDYNAMO_DISABLE"] = "1"
         if _executor(vllm, cuda=cuda) in (None, "uni"):
             # One engine process without a separate worker process: half the start time and memory.
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
