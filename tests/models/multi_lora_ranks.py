@@ -168,7 +168,7 @@ def one_fails(model: str, world: int, overrides: list[str]) -> dict[str, Any]:
     for kind, failing in {"none": None, **FailingLosses.kinds}.items():
         worker = joint_worker(model, world, overrides)
         losses: dict[int, Any] = {0: good} if failing is None else {0: good, 2: failing(config.loss_fn)}
-        before = worker.slot_factors(2)
+        before = worker.slot_factors([2])[2]
         reports = [
             worker.train_adapters(_chunk(worker, mixed({slot: batch_of(slot, step) for slot in losses})), losses, 2)
             for step in range(2)
@@ -176,9 +176,9 @@ def one_fails(model: str, world: int, overrides: list[str]) -> dict[str, Any]:
         refused = [report.get(2) for report in reports]
         seen[kind] = {
             "loss": [report[0]["loss"] for report in reports],  # type: ignore[index]
-            "factors": {name: tensor.numpy() for name, tensor in worker.slot_factors(0).items()},
+            "factors": {name: tensor.numpy() for name, tensor in worker.slot_factors([0])[0].items()},
             "refused": [report.reason if isinstance(report, StepRefused) else None for report in refused],
-            "unchanged": all(torch.equal(before[n], tensor) for n, tensor in worker.slot_factors(2).items()),
+            "unchanged": all(torch.equal(before[n], tensor) for n, tensor in worker.slot_factors([2])[2].items()),
         }
     return seen
 
@@ -214,9 +214,9 @@ def saved_and_resumed(model: str, folder: str) -> dict[str, Any]:
         "went on": went_on,
         "resumed": resumed,
         "same factors": all(
-            torch.equal(tensor, other.slot_factors(moved[slot])[name])
+            torch.equal(tensor, other.slot_factors([moved[slot]])[moved[slot]][name])
             for slot in ADAPTERS
-            for name, tensor in worker.slot_factors(slot).items()
+            for name, tensor in worker.slot_factors([slot])[slot].items()
         ),
         "another rank": _error(lambda: other.fill_slot(7, smaller, f"{folder}/0/weights")),
         "taken": _error(lambda: other.fill_slot(5, smaller)),

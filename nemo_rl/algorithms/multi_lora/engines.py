@@ -89,7 +89,9 @@ class AdapterEngines:
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in factors.values())
         with self._lock:
             self._held[name] = _Held(version, info, ray.put(factors), nbytes)
-            self._load(self.generation.shards.healthy(), [name])
+            shards = self.generation.shards.healthy()
+        # Adapters are sent beside each other. A shard that comes back meanwhile gets the new version by `restore`.
+        self._load(shards, [name])
         return True
 
     def _load(self, shards: Iterable[int], names: Iterable[str]) -> None:

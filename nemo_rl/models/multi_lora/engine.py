@@ -8,23 +8,28 @@ every token of a request with an adapter is of the version that its span names.
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import tempfile
+from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from typing_extensions import override
 
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, ShardStateError, StaleVersionError
 from nemo_rl.models.generation.vllm.request_state import ResultBuffer
 from nemo_rl.models.generation.vllm.worker import VllmGenerationWorker
+from nemo_rl.models.multi_lora.cpu_kernels import use_grouped_products
 from nemo_rl.utils.adapters import AdapterInfo, write_adapter
 
 if TYPE_CHECKING:
-    import torch
     from vllm.lora.request import LoRARequest
+
+logger = logging.getLogger(__name__)
 
 WORKER = "nemo_rl.models.multi_lora.engine.MultiLoraGenerationWorker"
 
@@ -111,10 +116,13 @@ class MultiLoraGenerationWorker(VllmGenerationWorker):
         super().__init__(*args, **kwargs)
         self._adapters = AdapterTable()
         self._folder = Path(tempfile.mkdtemp(prefix="nemo-rl-adapters-"))
-        self._loading = asyncio.Lock()
+        self._loading: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._dropping: set[asyncio.Task[None]] = set()
 
     @override
     def _new_engine(self) -> Any:
+        if not torch.cuda.is_available():
+            use_grouped_products()
         return _EngineWithAdapters(super()._new_engine(), self._adapters)
 
     async def load_adapter(
@@ -128,7 +136,7 @@ class MultiLoraGenerationWorker(VllmGenerationWorker):
 
         Raises StaleVersionError: a newer version is there.
         """
-        async with self._loading:
+        async with self._loading[name]:
             there = self._adapters.newest.get(name)
             if there is not None and there.version >= version:
                 if there.version > version:
@@ -138,11 +146,12 @@ class MultiLoraGenerationWorker(VllmGenerationWorker):
             held = Held(name, version, number, str(self._folder / str(number)))
             await asyncio.to_thread(write_adapter, held.folder, info, factors)
             await self._alive(self._engine.add_lora(held.request()))
-            await self._drop(self._adapters.put(held))
+            # Nothing needs the version before, and its removal waits for a step of the engine.
+            self._drop_soon(self._adapters.put(held))
 
     async def remove_adapter(self, name: str) -> None:
         """Forgets an adapter; nothing to do when it is not there."""
-        async with self._loading:
+        async with self._loading[name]:
             await self._drop(self._adapters.remove(name))
 
     async def adapter_versions(self) -> dict[str, int]:
@@ -155,6 +164,18 @@ class MultiLoraGenerationWorker(VllmGenerationWorker):
         if running:
             await self._engine.abort(running)
         return len(running)
+
+    def _drop_soon(self, held: Held | None) -> None:
+        if held is not None:
+            task = asyncio.get_running_loop().create_task(self._drop(held))
+            self._dropping.add(task)
+            task.add_done_callback(self._dropped)
+
+    def _dropped(self, task: asyncio.Task[None]) -> None:
+        self._dropping.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # An engine that has died is found by its next request.
+            logger.warning("adapter removal=failed reason=%s", error)
 
     async def _drop(self, held: Held | None) -> None:
         if held is not None:
@@ -182,10 +203,12 @@ class MultiLoraGenerationWorker(VllmGenerationWorker):
         asleep = "weights" in self._memory.asleep
         await super().wake_up(tags)
         if asleep and "weights" not in self._memory.asleep:
-            async with self._loading:
-                for held in {held.number: held for held in self._adapters.newest.values()}.values():
-                    await self._alive(self._engine.remove_lora(held.number))
-                    await self._alive(self._engine.add_lora(held.request()))
+            for name in list(self._adapters.newest):
+                async with self._loading[name]:
+                    held = self._adapters.newest.get(name)
+                    if held is not None:
+                        await self._alive(self._engine.remove_lora(held.number))
+                        await self._alive(self._engine.add_lora(held.request()))
 
     @override
     async def shutdown(self) -> None:

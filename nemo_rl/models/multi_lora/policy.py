@@ -32,6 +32,7 @@ class MultiLoraPolicy(Policy):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._turn = threading.RLock()
+        self._stepped: dict[int, dict[str, torch.Tensor]] = {}  # factors since the last step, until they are asked for
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
@@ -50,13 +51,17 @@ class MultiLoraPolicy(Policy):
     def clear_slot(self, slot: int) -> None:
         """Empties a slot."""
         with self._turn:
+            self._stepped.pop(slot, None)
             self.worker_group.run("clear_slot", slot=slot)
 
     def slot_factors(self, slot: int) -> dict[str, torch.Tensor]:
         """A slot's factors in float32, by `<layer>.lora_A` and `<layer>.lora_B`."""
+        stepped = self._stepped.pop(slot, None)
+        if stepped is not None:
+            return stepped
         with self._turn:
-            found: list[Any] = self.worker_group.run("slot_factors", slot=slot)
-        return found[0]
+            found: list[Any] = self.worker_group.run("slot_factors", slots=[slot])
+        return found[0][slot]
 
     def save_slot(self, slot: int, weights_path: str, optimizer_path: str | None) -> None:
         """Snapshots an adapter; its files are complete once `slot_written`."""
@@ -85,7 +90,12 @@ class MultiLoraPolicy(Policy):
         data = BatchedDataDict({name: column for name, column in data.items() if name not in tags_of(data)})
         with self._turn:
             shards = shard_chunk(data, self.cfg, self.data_parallel_size)
+            for slot in losses:
+                self._stepped.pop(slot, None)
             ranks = self._run_sharded("train_adapters", shards, losses=losses, mbs=self.cfg.train_micro_batch_size)
+            # One call for all: each adapter's own would wait for passes of others.
+            found: list[Any] = self.worker_group.run("slot_factors", slots=list(losses))
+            self._stepped |= found[0]
         results: dict[int, TrainResult | StepRefused] = {}
         for slot in losses:
             reports = [rank[slot] for rank in ranks]

@@ -7,7 +7,7 @@ order; what goes wrong with one adapter is reported for it and changes nothing o
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,9 +61,9 @@ class MultiLoraWorker(PolicyWorker):
         """Empties a slot."""
         self.multi.clear(slot)
 
-    def slot_factors(self, slot: int) -> dict[str, torch.Tensor]:
-        """A slot's factors on the host, from the first rank; the others give none."""
-        return self.multi.factors(slot) if self.backend.rank == 0 else {}
+    def slot_factors(self, slots: Sequence[int]) -> dict[int, dict[str, torch.Tensor]]:
+        """Factors of each slot on the host, from the first rank; the others give none."""
+        return {slot: self.multi.factors(slot) if self.backend.rank == 0 else {} for slot in slots}
 
     def save_slot(self, slot: int, weights_path: str, optimizer_path: str | None) -> None:
         """Snapshots an adapter; files follow in the background."""
