@@ -90,7 +90,7 @@ RUNS = {
 
 
 # Commands on a pool that is open, or that keep one open; tests/time_sharing carries them out.
-LIVE = ("serve", "submit", "status", "explain", "drain", "cancel", "page")
+LIVE = ("serve", "submit", "status", "explain", "drain", "cancel", "adapters", "page")
 
 
 def commands() -> list[str]:
