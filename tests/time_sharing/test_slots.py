@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,10 @@ from nemo_rl.time_sharing.arguments import slots
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.launcher import serve
 from nemo_rl.time_sharing.log import events as ev
+from nemo_rl.time_sharing.opening import LIVE_LIMITS
+from nemo_rl.time_sharing.pipelines.command import CommandPipeline
+from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
+from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job, read_jobs
 from nemo_rl.time_sharing.pipelines.residents import SlotTooSmall, slot_bytes
 from nemo_rl.time_sharing.pipelines.slot_choice import choose_slots, needs_of
@@ -36,6 +41,9 @@ def test_every_slot_lies_on_one_gpu_and_has_a_name_of_its_own(nodes: int, per_no
     assert len({pool.name_of(unit) for unit in range(pool.size)}) == pool.size
     everywhere = pool.slots_on(range(pool.gpus), None)
     assert everywhere == list(range(pool.slots))
+    for gpu in range(pool.gpus):
+        assert pool.local_gpus(pool.slots_on([gpu], None)) == pool.local_gpus(pool.turns_of([gpu * slots]) or [gpu])
+        assert pool.local_gpus(pool.slots_on([gpu], None)) == [gpu % per_node]
     columns = [pool.slots_on(range(pool.gpus), column) for column in range(slots)]
     assert sorted(slot for column in columns for slot in column) == everywhere
     for column in columns:
@@ -132,6 +140,22 @@ def test_auto_needs_the_jobs() -> None:
             slots(text)
     with pytest.raises(PoolError, match="does not know its jobs; give a number"):
         serve(argparse.Namespace(slots_per_gpu="auto"))
+
+
+@pytest.mark.parametrize(("slots", "gpus"), [(1, (5, 6)), (2, (5, 6)), (3, (7,))])
+def test_a_command_sees_the_gpus_that_its_slots_lie_on(
+    slots: int, gpus: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pool = Pool(2, 4, slots)
+    config = CommandConfig(command=["sh", "-c", "echo $CUDA_VISIBLE_DEVICES"], gpus=len(gpus))
+    job = Job("sweep", config, (), gpus, folder=str(tmp_path), column=None)
+    pipeline = CommandPipeline(job, PoolHandles(None, pool, "cuda", (), LIVE_LIMITS, str(tmp_path)), 0)
+    holding = SimpleNamespace(held=lambda: [tuple(pool.slots_on(gpus, None))])
+    with (tmp_path / "log").open("wb") as log:
+        process = pipeline._start(holding, config, log)  # pyrefly: ignore[bad-argument-type]
+        assert process is not None and process.wait(timeout=60) == 0
+    assert (tmp_path / "log").read_text().split() == [",".join(str(gpu % 4) for gpu in gpus)]
 
 
 @settings(max_examples=12)

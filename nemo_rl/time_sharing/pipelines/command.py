@@ -164,8 +164,7 @@ class CommandPipeline(LentPipeline):
                 return None
             self._stopping.clear()
             self._starts += 1
-            local = [gpu % self._handles.pool.gpus_per_node for gpu in held[0]]
-            visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, local))}
+            visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self._handles.pool.local_gpus(held[0])))}
             try:
                 self._process = subprocess.Popen(
                     self._arguments(config),

@@ -140,6 +140,10 @@ class Pool:
         """The node of a slot."""
         return self.gpu_of(slot) // self.gpus_per_node
 
+    def local_gpus(self, slots: Iterable[int]) -> list[int]:
+        """The GPUs that some slots lie on, by their numbers on their node, ascending."""
+        return sorted({self.gpu_of(slot) % self.gpus_per_node for slot in slots})
+
     def slots_on(self, gpus: Iterable[int], column: int | None = 0) -> list[int]:
         """The slots number `column` of some GPUs, or all of their slots for None; ascending where the GPUs are."""
         columns = range(self.slots_per_gpu) if column is None else (column,)

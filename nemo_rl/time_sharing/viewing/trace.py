@@ -65,9 +65,10 @@ def _names(timeline: Timeline, of: str, unit: str) -> Iterator[dict[str, object]
     for tid, name in enumerate(("enqueue", "execution", "release", "faults"), start=1):
         yield from _track(_SCHEDULER, tid, name)
     yield from _name(_GPUS, f"{of}{unit}s", 1)
-    per_node = timeline.pool.gpus_per_node
-    for gpu in range(timeline.pool.size):
-        yield from _track(_GPUS, gpu + 1, f"{unit} {gpu} (node {gpu // per_node}, local {gpu % per_node})")
+    pool = timeline.pool
+    for slot in range(pool.size):
+        place = f"node {pool.node_of(slot)}, local {pool.local_gpus([slot])[0]}"
+        yield from _track(_GPUS, slot + 1, f"{unit} {pool.name_of(slot)} ({place})")
     yield from _name(_QUEUE, f"{of}queue", 2)
 
 
