@@ -156,8 +156,9 @@ def explain(chosen: argparse.Namespace) -> int:
 
 def explained(timeline: Timeline, names: Sequence[str], unit: str) -> Iterator[str]:
     """Who has each GPU at the end of a timeline and the newest decisions about it, for these pipelines or for all."""
-    for gpu in range(timeline.pool.slots):
-        now = [o for o in timeline.occupations if gpu in o.gpus and o.end >= timeline.end]
+    for slot in range(timeline.pool.slots):
+        gpu = timeline.pool.name_of(slot)
+        now = [o for o in timeline.occupations if slot in o.gpus and o.end >= timeline.end]
         now = [o for o in now if not names or o.pipeline in names]
         if not now:
             if not names:

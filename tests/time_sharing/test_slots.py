@@ -25,10 +25,16 @@ from nemo_rl.time_sharing.pipelines.job import Job, read_jobs
 from nemo_rl.time_sharing.pipelines.residents import SlotTooSmall, slot_bytes
 from nemo_rl.time_sharing.pipelines.slot_choice import choose_slots, needs_of
 from nemo_rl.time_sharing.planning.placement import Mapped, column_for
+from nemo_rl.time_sharing.planning.plan import Expand, Grant, Plan, Shrink, Wait, explain
 from nemo_rl.time_sharing.pool import PoolError
 from nemo_rl.time_sharing.protocol.topology import Pool
+from nemo_rl.time_sharing.protocol.types import Priority
 from nemo_rl.time_sharing.simulation.scenario import parse_scenario
 from nemo_rl.time_sharing.simulation.world import World
+from nemo_rl.time_sharing.viewing.pool_metrics import prometheus_text
+from nemo_rl.time_sharing.viewing.report import report_data
+from nemo_rl.time_sharing.viewing.timeline import build_timeline
+from nemo_rl.time_sharing.viewing.trace import trace_events
 from nemo_rl.utils.record import MemoryRecord
 
 _GIB = 1 << 30
@@ -140,6 +146,56 @@ def test_auto_needs_the_jobs() -> None:
             slots(text)
     with pytest.raises(PoolError, match="does not know its jobs; give a number"):
         serve(argparse.Namespace(slots_per_gpu="auto"))
+
+
+def test_decisions_name_slots_and_turns() -> None:
+    pool = Pool(1, 2, 2)
+    plan = Plan(
+        grants=[Grant("a", "actor_train", 0, Priority.ACTOR_TRAINING, (1, 4), (), ("evicts", (0,)))],
+        shrinks=[Shrink("b", 2, ("for_grant", (1, 4), "actor_train", "a"))],
+        expands=[Expand("b", 1, (3,), False, ("spare",))],
+        waits=[Wait("c", "actor_train", 0, ("held", 4, "actor_train of a"))],
+    )
+    assert list(explain(plan, name_of=pool.name_of)) == [
+        "a gets actor_train (GPUs 0.1, 0's training turn) for ACTOR_TRAINING: "
+        "generation ranks 0 on its GPUs can make way.",
+        "rank 2 of b goes to sleep: GPUs 0.1, 0's training turn go to actor_train of a.",
+        "rank 1 of b wakes on GPUs 1.1: the GPUs would be idle otherwise.",
+        "c waits for actor_train: GPU 0's training turn is held by actor_train of a until it releases.",
+    ]
+
+
+def test_figures_are_of_gpus_where_these_have_slots() -> None:
+    pool = Pool(1, 2, 2)
+    scenario = parse_scenario(
+        {
+            "pool": {"gpus_per_node": 2, "slots_per_gpu": 2},
+            "jobs": [
+                {
+                    "name": f"job{number}",
+                    "train": pool.slots_on((0,), number),
+                    "infer": pool.slots_on(range(2), number),
+                    "steps": 3,
+                    "train_s": 5.0,
+                }
+                for number in range(2)
+            ],
+        }
+    )
+    records: list[MemoryRecord] = []
+    World(scenario, 0, lambda clock: records.append(MemoryRecord(clock=clock)) or records[0]).run()
+    timeline = build_timeline(records[0].entries)
+    page = report_data(timeline, (), "two jobs on slots")
+    assert page["gpus"] == 2
+    assert page["rows"] == ["0.0", "0.1", "1.0", "1.1", "0's training turn", "1's training turn"]
+    held, seconds = page["held"], page["gpuSeconds"]
+    assert isinstance(held, float) and 0.3 < held <= 1.0
+    assert isinstance(seconds, list) and sum(seconds) <= 2 * timeline.end + 1
+    assert max(level.value for level in timeline.gpus) == 1.0 and max(active for _, active in timeline.active_gpus) == 2
+    figures = prometheus_text(timeline, ()).decode()
+    assert "nrl_pool_gpus 2.0" in figures
+    named = {event["args"]["name"] for event in trace_events(timeline) if event["name"] == "thread_name"}  # type: ignore[index]
+    assert "GPU 1.0 (node 0, local 1)" in named
 
 
 @pytest.mark.parametrize(("slots", "gpus"), [(1, (5, 6)), (2, (5, 6)), (3, (7,))])

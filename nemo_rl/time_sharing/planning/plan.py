@@ -6,8 +6,9 @@ Every operation carries the reason for it, so that `explain` never has to guess.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from nemo_rl.time_sharing.log.ledger import Claim, Lease, PipelineState
@@ -138,35 +139,45 @@ _REASONS = {
     "initialising": "{0} initialise now, as many as may at the same time",
     "expanding": "an expand of its own pipeline is under way, and the next training may not begin before it has ended",
 }
+_OF_A_GPU = ("held", "claimed", "reserved", "quarantined", "guaranteed", "building")  # whose first value is one
 _ABOUT_TIME = ("backfill", "unscheduled", "time_slice")
 
 
-def reason_text(because: Reason, now: float = 0.0) -> str:
-    """A reason as an English clause; points in time are given as seconds from `now`."""
+def reason_text(because: Reason, now: float = 0.0, name_of: Callable[[int], str] = str) -> str:
+    """A reason as an English clause; points in time are given as seconds from `now`. `name_of`: what people call a
+    slot.
+    """
     name, *values = because
     if name in _ABOUT_TIME:
         values[-1] = abs(now - float(str(values[-1])))
-    return _REASONS[str(name)].format(*(_gpus(value) if isinstance(value, tuple) else value for value in values))
+    if name in _OF_A_GPU:
+        values[0] = name_of(int(str(values[0])))
+    ranks = name == "evicts"
+    shown = (_listed(value, str if ranks else name_of) if isinstance(value, tuple) else value for value in values)
+    return _REASONS[str(name)].format(*shown)
 
 
-def explain(plan: Plan, now: float = 0.0) -> Iterator[str]:
-    """Why each GPU goes where it goes, one sentence per decision; `now` is when the plan was made."""
+def explain(plan: Plan, now: float = 0.0, name_of: Callable[[int], str] = str) -> Iterator[str]:
+    """Why each GPU goes where it goes, one sentence per decision; `now` is when the plan was made. `name_of`: what
+    people call a slot.
+    """
+    reason = partial(reason_text, now=now, name_of=name_of)
     for g in plan.grants:
-        what = f"{g.cluster} (GPUs {_gpus(g.gpus)}) for {g.priority.name}"
-        yield f"{g.pipeline} gets {what}: {reason_text(g.because, now)}."
+        what = f"{g.cluster} (GPUs {_listed(g.gpus, name_of)}) for {g.priority.name}"
+        yield f"{g.pipeline} gets {what}: {reason(g.because)}."
     for r in plan.priority_changes:
-        yield f"{r.pipeline} goes on with {r.cluster} for {r.priority.name}: {reason_text(r.because, now)}."
+        yield f"{r.pipeline} goes on with {r.cluster} for {r.priority.name}: {reason(r.because)}."
     for s in plan.shrinks:
-        yield f"rank {s.rank} of {s.pipeline} goes to sleep: {reason_text(s.because, now)}."
+        yield f"rank {s.rank} of {s.pipeline} goes to sleep: {reason(s.because)}."
     for e in plan.expands:
         rank = f"rank {e.rank} of {e.pipeline}"
         what = f"the engine of {rank} is built" if e.ahead else f"{rank} wakes"
-        yield f"{what} on GPUs {_gpus(e.gpus)}: {reason_text(e.because, now)}."
+        yield f"{what} on GPUs {_listed(e.gpus, name_of)}: {reason(e.because)}."
     for w in plan.waits:
-        yield f"{w.pipeline} waits for {w.cluster}: {reason_text(w.because, now)}."
+        yield f"{w.pipeline} waits for {w.cluster}: {reason(w.because)}."
 
 
-def _gpus(gpus: tuple[int, ...]) -> str:
-    if len(gpus) > 4 and gpus[-1] - gpus[0] == len(gpus) - 1:
-        return f"{gpus[0]}-{gpus[-1]}"
-    return ", ".join(str(g) for g in gpus)
+def _listed(numbers: tuple[int, ...], name_of: Callable[[int], str]) -> str:
+    if len(numbers) > 4 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"{name_of(numbers[0])}-{name_of(numbers[-1])}"
+    return ", ".join(map(name_of, numbers))

@@ -153,12 +153,16 @@ class Pool:
         """The training turns of the GPUs that some slots lie on, ascending; none where a slot is a whole GPU."""
         return sorted({self.slots + self.gpu_of(slot) for slot in slots}) if self.slots_per_gpu > 1 else []
 
+    def gpus_in(self, slots: Iterable[int]) -> float:
+        """How many GPUs some slots make up: each is its part of one, and a training turn is none."""
+        return sum(slot < self.slots for slot in slots) / self.slots_per_gpu
+
     def name_of(self, slot: int) -> str:
-        """How people read it: `3` for a whole GPU, `3.0` for its first slot, `3 trains` for its training turn."""
+        """How people read it: `3` for a whole GPU, `3.0` for its first slot, `3's training turn` for that."""
         if self.slots_per_gpu == 1:
             return str(slot)
         if slot >= self.slots:
-            return f"{self.gpu_of(slot)} trains"
+            return f"{self.gpu_of(slot)}'s training turn"
         return f"{self.gpu_of(slot)}.{slot % self.slots_per_gpu}"
 
 

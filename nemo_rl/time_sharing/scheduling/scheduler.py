@@ -432,5 +432,6 @@ class Scheduler:
         if plan.empty:
             return
         if self._explains:
-            self._emit(ev.PlanExplained(self.state.plan + 1, tuple(explain(plan, now)), dict(plan.entitled)))
+            sentences = tuple(explain(plan, now, self.state.pool.name_of))
+            self._emit(ev.PlanExplained(self.state.plan + 1, sentences, dict(plan.entitled)))
         self._executor.start(plan)

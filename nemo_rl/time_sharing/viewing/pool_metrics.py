@@ -5,7 +5,7 @@ A projection of the timeline and of the pool's standings; computed when it is sc
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -36,12 +36,13 @@ def prometheus_text(timeline: Timeline, standings: Sequence[Standing]) -> bytes:
 def _metrics(timeline: Timeline, standings: Sequence[Standing]) -> Iterator[Metric]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-    yield GaugeMetricFamily("nrl_pool_gpus", "GPUs of the pool.", timeline.pool.size)
+    yield GaugeMetricFamily("nrl_pool_gpus", "GPUs of the pool.", timeline.pool.gpus)
     gpus = GaugeMetricFamily("nrl_pool_gpus_in_use", "GPUs by pipeline and use.", labels=("pipeline", "use"))
     for (pipeline, use), count in sorted(_in_use(timeline).items()):
         gpus.add_metric((pipeline, use), count)
     yield gpus
-    out = sum(len(o.gpus) for o in timeline.outages if o.kind == "quarantined" and o.end >= timeline.end)
+    closed = [o for o in timeline.outages if o.kind == "quarantined" and o.end >= timeline.end]
+    out = sum(timeline.pool.gpus_in(outage.gpus) for outage in closed)
     yield GaugeMetricFamily("nrl_pool_gpus_quarantined", "GPUs out of use.", out)
     demand = GaugeMetricFamily("nrl_pool_demand_samples", "Samples still to be generated.", labels=("pipeline",))
     for pipeline, samples in {level.pipeline: level.value for level in timeline.demand}.items():
@@ -75,13 +76,13 @@ def _metrics(timeline: Timeline, standings: Sequence[Standing]) -> Iterator[Metr
     yield from (steps, waited, share, slowdown)
 
 
-def _in_use(timeline: Timeline) -> Counter[tuple[str, str]]:
+def _in_use(timeline: Timeline) -> dict[tuple[str, str], float]:
     """GPUs by pipeline and use, of what is open at the end."""
     uses = {"TRN": "training", "INIT": "initialising"}
-    found: Counter[tuple[str, str]] = Counter()
+    found: defaultdict[tuple[str, str], float] = defaultdict(float)
     for o in timeline.occupations:
         if o.end >= timeline.end:
             generating = "generating" if o.phase == "active" else "handover"
             use = "ended" if o.phase == "fenced" else generating if o.tag == "GEN" else uses.get(o.tag, "log_probs")
-            found[o.pipeline, use] += len(o.gpus)
+            found[o.pipeline, use] += timeline.pool.gpus_in(o.gpus)
     return found

@@ -42,13 +42,13 @@ const X=(t,w)=>pad.l+(t-view[0])/(view[1]-view[0])*(w-pad.l-pad.r);
 function nice(x){const p=10**Math.floor(Math.log10(x||1));for(const m of [1,2,5,10])if(m*p>=x)return m*p;return 10*p}
 function axis(g,w,h){g.fillStyle="#57606a";g.strokeStyle="#eaeef2";g.textAlign="center";const s=nice((view[1]-view[0])/9);
  for(let t=Math.ceil(view[0]/s)*s;t<=view[1];t+=s){const x=X(t,w);g.beginPath();g.moveTo(x,pad.t);g.lineTo(x,h-pad.b);g.stroke();g.fillText((s<1?t.toFixed(1):t.toFixed(0))+" s",x,h-8)}}
-function drawGpus(){const row=D.gpus<=4?46:D.gpus<=16?26:D.gpus<=64?12:D.gpus<=256?4:Math.max(1,900/D.gpus),H=pad.t+pad.b+row*D.gpus,[g,w,h]=setup("gpus",H);axis(g,w,h);
+function drawGpus(){const n=D.rows.length,row=n<=4?46:n<=16?26:n<=64?12:n<=256?4:Math.max(1,900/n),H=pad.t+pad.b+row*n,[g,w,h]=setup("gpus",H);axis(g,w,h);
  for(const [a,b,s,e,p,k] of D.bars){if(e<view[0]||s>view[1])continue;const x=Math.max(X(s,w),pad.l),y=pad.t+a*row,ww=Math.max(Math.min(X(e,w),w-pad.r)-x,0.6),hh=(b-a+1)*row-(row>3?1:0);
   g.fillStyle=color(p,k);g.fillRect(x,y,ww,hh);
   if(k==="train"&&row>6){g.save();g.beginPath();g.rect(x,y,ww,hh);g.clip();g.strokeStyle="rgba(255,255,255,.22)";for(let q=x-hh;q<x+ww;q+=7){g.beginPath();g.moveTo(q,y+hh);g.lineTo(q+hh,y);g.stroke()}g.restore()}
   if((k==="fenced"||k==="quarantined"||k==="cooling")&&row>3){g.save();g.beginPath();g.rect(x,y,ww,hh);g.clip();g.strokeStyle=k==="cooling"?"#d9cd97":"#d1242f";for(let q=x-hh;q<x+ww;q+=9){g.beginPath();g.moveTo(q,y);g.lineTo(q+hh,y+hh);g.stroke()}g.restore();continue}
   if(row>10&&ww>46){g.fillStyle=k==="handover"?"#444":"#fff";g.textAlign="left";g.save();g.beginPath();g.rect(x,y,ww-2,hh);g.clip();g.fillText(k==="train"?(ww>g.measureText(D.pipelines[p]+" trains").width+8?D.pipelines[p]+" trains":""):k==="init"?"init":D.pipelines[p],x+4,y+Math.min(row,hh)/2+4);g.restore()}}
- g.fillStyle="#57606a";g.textAlign="right";const every=Math.ceil(14/row);for(let i=0;i<D.gpus;i+=every)g.fillText(D.unit+" "+i,pad.l-6,pad.t+i*row+Math.min(row/2+4,12));
+ g.fillStyle="#57606a";g.textAlign="right";const every=Math.ceil(14/row);for(let i=0;i<n;i+=every)g.fillText(D.unit+" "+D.rows[i].replace("'s training turn"," trains"),pad.l-6,pad.t+i*row+Math.min(row/2+4,12));
  g.fillStyle="#d1242f";for(const [t] of D.faults){const x=X(t,w);if(x>=pad.l&&x<=w-pad.r){g.beginPath();g.moveTo(x-5,0);g.lineTo(x+5,0);g.lineTo(x,pad.t);g.fill()}}
  $("gpus").row=row}
 function drawCurves(id,curves){const [g,w,h]=setup(id,190);axis(g,w,h);let top=0;for(const c of curves)for(const p of c)top=Math.max(top,p[1]);top=nice(top||1);const Y=v=>h-pad.b-v/top*(h-pad.t-pad.b);
@@ -102,7 +102,7 @@ const tell=(e,text)=>{const tip=$("tip");if(!text){tip.style.display="none";retu
 G.onmousemove=e=>{const r=G.getBoundingClientRect(),t=T(e),y=e.clientY-r.top;if(y<pad.t){const near=(view[1]-view[0])/(r.width-pad.l-pad.r)*5;
   return tell(e,D.faults.filter(f=>Math.abs(f[0]-t)<=near).slice(0,5).map(f=>`${f[0].toFixed(2)} s: ${f[1]}`).join("; "))}
  const gpu=Math.floor((y-pad.t)/G.row);let hit=null;for(const b of D.bars)if(b[0]<=gpu&&gpu<=b[1]&&b[2]<=t&&t<=b[3])hit=b;
- tell(e,hit&&`${D.unit} ${gpu}: ${hit[6]}, ${hit[2].toFixed(2)} to ${hit[3].toFixed(2)} s (${(hit[3]-hit[2]).toFixed(2)} s)`)};
+ tell(e,hit&&`${D.unit} ${D.rows[gpu]}: ${hit[6]}, ${hit[2].toFixed(2)} to ${hit[3].toFixed(2)} s (${(hit[3]-hit[2]).toFixed(2)} s)`)};
 G.onmouseleave=()=>{$("tip").style.display="none"};
 onresize=all;texts();all();
 async function again(){try{const said=await fetch("data.json"+location.search);if(said.ok){const whole=view[0]===0&&view[1]>=D.end;D=await said.json();N=D.pipelines.length;

@@ -102,7 +102,7 @@ class Timeline:
     handovers: list[Handover] = field(default_factory=list)
     demand: list[Level] = field(default_factory=list)
     gpus: list[Level] = field(default_factory=list)
-    active_gpus: list[tuple[float, int]] = field(default_factory=list)
+    active_gpus: list[tuple[float, float]] = field(default_factory=list)
     marks: list[tuple[float, str]] = field(default_factory=list)
     faults: list[tuple[float, str]] = field(default_factory=list)
     outages: list[Outage] = field(default_factory=list)
@@ -137,7 +137,7 @@ class TimelineBuilder:
         self.open: dict[tuple[str, str, int], _Open] = {}
         self.queue: dict[tuple[str, str], tuple[float, Priority]] = {}
         self.watch = HandoverWatch()
-        self.counts: dict[str, int] = {}
+        self.counts: dict[str, float] = {}
         self.holds = 0
         self.plans: dict[tuple[str, str, int], int] = {}
         self.started: set[tuple[str, int]] = set()
@@ -199,7 +199,7 @@ class TimelineBuilder:
         number = before.number if before is not None else self.holds
         if before is None:
             self.holds += 1
-            self.count(key, time, len(self.gpus_of(key)))
+            self.count(key, time, self.timeline.pool.gpus_in(self.gpus_of(key)))
         else:
             self.close(key, time, last=False)
         self.open[key] = _Open(time, phase, number, label, tag, step, kind)
@@ -227,7 +227,7 @@ class TimelineBuilder:
             )
             self.timeline.occupations.append(stretch)
         if last:
-            self.count(key, time, -len(self.gpus_of(key)))
+            self.count(key, time, -self.timeline.pool.gpus_in(self.gpus_of(key)))
 
     def begin_outage(self, key: _OutageKey, outage: Outage) -> None:
         self.end_outage(key, outage.start)
@@ -238,8 +238,8 @@ class TimelineBuilder:
         if outage is not None and min(time, outage.end) > outage.start:
             self.timeline.outages.append(outage._replace(end=min(time, outage.end)))
 
-    def count(self, key: tuple[str, str, int], time: float, change: int) -> None:
-        self.counts[key[0]] = self.counts.get(key[0], 0) + change
+    def count(self, key: tuple[str, str, int], time: float, change: float) -> None:
+        self.counts[key[0]] = round(self.counts.get(key[0], 0.0) + change, 6)
         self.timeline.gpus.append(Level(key[0], time, self.counts[key[0]]))
         self.timeline.active_gpus.append((time, sum(self.counts.values())))
 
@@ -273,9 +273,9 @@ def _take(builder: TimelineBuilder, source: str, event: object, time: float) -> 
             builder.end_wait(event.pipeline, event.cluster, time)
         case ev.Claimed():
             builder.plans[event.pipeline, event.cluster, event.rank] = event.plan
-            who, count = event.cluster if event.rank < 0 else f"rank {event.rank}", len(event.gpus)
+            who, count = event.cluster if event.rank < 0 else f"rank {event.rank}", timeline.pool.gpus_in(event.gpus)
             timeline.marks.append(
-                (time, f"plan {event.plan}: {event.pipeline}/{who} gets {count} {'GPU' if count == 1 else 'GPUs'}")
+                (time, f"plan {event.plan}: {event.pipeline}/{who} gets {count:g} {'GPU' if count == 1 else 'GPUs'}")
             )
         case ev.Granted() | ev.PriorityChanged():
             builder.end_wait(event.pipeline, event.cluster, time)
@@ -304,7 +304,8 @@ def _take(builder: TimelineBuilder, source: str, event: object, time: float) -> 
             timeline.demand.append(Level(event.pipeline, time, max(event.target - event.done, 0) * event.unit))
         case ev.PlanExplained():
             timeline.decisions += [(time, event.plan, sentence) for sentence in event.sentences]
-            timeline.entitled = dict(event.entitled)
+            per_gpu = timeline.pool.slots_per_gpu
+            timeline.entitled = {name: slots / per_gpu for name, slots in event.entitled.items()}
         case Simulated():
             timeline.simulated = event
         case rec.StepFinished():
@@ -334,7 +335,7 @@ def _take_fault(builder: TimelineBuilder, event: object, time: float) -> None:
             timeline.faults.append((time, f"the scheduler restarts (term {event.term})"))
         case ev.GpusQuarantined():
             label = f"quarantined: {event.reason} ({event.pipeline})"
-            timeline.faults.append((time, f"GPUs {', '.join(map(str, event.gpus))} {label}"))
+            timeline.faults.append((time, f"GPUs {', '.join(map(timeline.pool.name_of, event.gpus))} {label}"))
             whose = (event.pipeline, event.incarnation, event.rank)
             builder.begin_outage(
                 (event.gpus, *whose), Outage(event.gpus, time, float("inf"), event.pipeline, "quarantined", label)
