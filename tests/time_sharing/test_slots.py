@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.time_sharing.arguments import slots
+from nemo_rl.time_sharing.cli import main
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.launcher import serve
 from nemo_rl.time_sharing.log import events as ev
@@ -29,7 +30,8 @@ from nemo_rl.time_sharing.planning.plan import Expand, Grant, Plan, Shrink, Wait
 from nemo_rl.time_sharing.pool import PoolError
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import Priority
-from nemo_rl.time_sharing.simulation.scenario import parse_scenario
+from nemo_rl.time_sharing.simulation.baselines import GAP_RATIO, OURS, QUEUE, SERIAL, STATIC, WAYS
+from nemo_rl.time_sharing.simulation.scenario import load_scenario, parse_scenario
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.time_sharing.viewing.pool_metrics import prometheus_text
 from nemo_rl.time_sharing.viewing.report import report_data
@@ -146,6 +148,34 @@ def test_auto_needs_the_jobs() -> None:
             slots(text)
     with pytest.raises(PoolError, match="does not know its jobs; give a number"):
         serve(argparse.Namespace(slots_per_gpu="auto"))
+
+
+def test_other_ways_of_running_jobs_have_no_slots_and_a_record_of_slots_can_be_fitted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = """
+pool: {{gpus_per_node: 2, slots_per_gpu: {slots}}}
+jobs:
+  - {{name: a, train: [0], infer: [{a}], steps: 2, train_s: 4.0}}
+  - {{name: b, train: [{b0}], infer: [{b}], steps: 2, train_s: 4.0}}
+"""
+    shared, whole = tmp_path / "slots.yaml", tmp_path / "whole.yaml"
+    shared.write_text(text.format(slots=2, a="0, 2", b0=1, b="1, 3"))
+    whole.write_text(text.format(slots=1, a="0, 1", b0=0, b="0, 1"))
+    record, fitted = tmp_path / "run.jsonl", tmp_path / "fitted.yaml"
+    said = []
+    for file in (shared, whole):
+        assert main(["simulate", str(file), "--log", str(record)] if file is shared else ["simulate", str(file)]) == 0
+        said.append(capsys.readouterr().out)
+    ways = [{line.split()[0]: line.split()[1:] for line in out.splitlines() if line.startswith(WAYS)} for out in said]
+    assert "2 jobs, 2 GPUs of 2 slots" in said[0] and "2 jobs, 2 GPUs," in said[1]
+    for way in (SERIAL, STATIC, QUEUE, GAP_RATIO):
+        assert ways[0][way] == ways[1][way], way
+    assert float(ways[0][OURS][0]) < float(ways[0][SERIAL][0])
+    assert main(["fit", str(record), "-o", str(fitted)]) == 0
+    again = load_scenario(fitted)
+    assert again.pool.slots_per_gpu == 2
+    assert {job.name: (job.train, job.infer) for job in again.jobs} == {"a": ((0,), (0, 2)), "b": ((1,), (1, 3))}
 
 
 def test_decisions_name_slots_and_turns() -> None:

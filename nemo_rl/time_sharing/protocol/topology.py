@@ -418,10 +418,12 @@ def _check_overlap(pool: Pool, topology: Topology, full_overlap: bool) -> None:
             gpu=outside[0],
         )
     if not full_overlap and all(set(rank) & set(train.gpus) for rank in topology.ranks):
+        lent = "GPUs" if pool.slots_per_gpu == 1 else "slots"
+        trained = tuple(slot for slot in train.gpus if slot < pool.slots)
         raise NoSurvivingRank(
-            f"training on GPUs {train.gpus} touches each of the {len(topology.ranks)} inference ranks of "
+            f"training on {lent} {trained} touches each of the {len(topology.ranks)} inference ranks of "
             f"tp={topology.tp}; "
-            f"at least one whole rank must stay awake: add inference GPUs, or train on fewer",
+            f"at least one whole rank must stay awake: add inference {lent}, or train on fewer",
             pipeline=topology.pipeline,
             cluster=ACTOR_TRAIN,
             gpu=train.gpus[0],

@@ -47,6 +47,24 @@ def one_after_the_other(snapshot: Snapshot, now: float) -> Plan:
     return planner.plan(dataclasses.replace(snapshot, pipelines=visible), now)
 
 
+def on_whole_gpus(scenario: Scenario) -> Scenario:
+    """The same jobs where no GPU has slots: on the GPUs that their slots lie on."""
+    pool = scenario.gpu_pool
+    if pool.slots_per_gpu == 1:
+        return scenario
+
+    def moved(job: Job) -> Job:
+        gpus = {slot: pool.gpu_of(slot) for slot in (*job.train, *job.infer)}
+        infer = tuple(sorted({gpus[slot] for slot in job.infer}))
+        # A job that takes whole GPUs has all of their slots.
+        width = max(job.tp * len(infer) // len(job.infer), 1)
+        train = tuple(sorted({gpus[slot] for slot in job.train}))
+        return job.model_copy(update={"train": train, "infer": infer, "tp": width})
+
+    pool_section = scenario.pool.model_copy(update={"slots_per_gpu": 1})
+    return scenario.model_copy(update={"pool": pool_section, "jobs": tuple(map(moved, scenario.jobs))})
+
+
 def static_split(scenario: Scenario) -> Scenario:
     """The same jobs on lanes of their own: a lane is as wide as an even part of the pool, and at least as the training
     of its first job.

@@ -109,8 +109,10 @@ def simulate(chosen: argparse.Namespace) -> int:
     finally:
         if recording is not None:
             recording.close()
+    pool = scenario.gpu_pool
+    slots = f" of {pool.slots_per_gpu} slots" if pool.slots_per_gpu > 1 else ""
     print(
-        f"{scenario.name}: {len(scenario.jobs)} jobs, {scenario.gpu_pool.slots} GPUs, {chosen.runs} run(s) "
+        f"{scenario.name}: {len(scenario.jobs)} jobs, {pool.gpus} GPUs{slots}, {chosen.runs} run(s) "
         f"from seed {chosen.seed}\n"
     )
     _print_said(said)

@@ -213,9 +213,11 @@ def _section(name: str, job: _Job, arrive_s: float) -> dict[str, object]:
     rate, half_batch = _engine(job.requests)
     # The driver's own time between its last group and its request delays a step as training does.
     train_s = statistics.median(job.holds) + (statistics.median(job.gaps) if job.gaps else 0.0)
+    # Without the training turns of GPUs that have slots, which come with these.
+    train = sorted(set(clusters[ACTOR_TRAIN].gpus) & set(clusters[ACTOR_INFER].gpus))
     return {
         "name": name,
-        "train": list(clusters[ACTOR_TRAIN].gpus),
+        "train": train,
         "infer": list(clusters[ACTOR_INFER].gpus),
         "tp": clusters[ACTOR_INFER].tp_size,
         "weight": job.registered.weight,
@@ -241,7 +243,7 @@ def _section(name: str, job: _Job, arrive_s: float) -> dict[str, object]:
             "max_running": max(shard.most for shard in job.shards.values()),
         },
         "arrive_s": arrive_s,
-        "full_overlap": not set(clusters[ACTOR_INFER].gpus) - set(clusters[ACTOR_TRAIN].gpus),
+        "full_overlap": not set(clusters[ACTOR_INFER].gpus) - set(train),
     }
 
 

@@ -11,6 +11,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.planning.validator import validate
@@ -18,12 +19,15 @@ from nemo_rl.time_sharing.protocol.types import Phase
 from nemo_rl.time_sharing.simulation.baselines import (
     GAP_RATIO,
     GAP_RATIO_DECISIONS,
+    OURS,
+    PLACED,
     QUEUE,
     QUEUES,
     SERIAL,
     STATIC,
     accept_all,
     alone,
+    on_whole_gpus,
     way,
 )
 from nemo_rl.time_sharing.simulation.batch_queue import BatchQueue, user_limit
@@ -71,6 +75,11 @@ class AloneTimes:
             update={"faults": type(scenario.faults)(), "network": type(scenario.network)()}
         )
         self.known = {} if known is None else known
+
+    @cached_property
+    def on_whole_gpus(self) -> AloneTimes:
+        """The same jobs where GPUs have no slots."""
+        return AloneTimes(on_whole_gpus(self._scenario))
 
     def of(self, job: Job, seed: int) -> float:
         """Seconds from its start to its end."""
@@ -120,6 +129,7 @@ def compose(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes) -
             f"{name}: only {SERIAL}, {STATIC} and {QUEUE}, without faults, teachers and jobs that leave, can be put "
             "together from jobs alone"
         )
+    scenario, alone_times = _as_run(scenario, name, alone_times)
     changed, _ = way(scenario, name)
     times = AloneTimes(changed) if name == STATIC else alone_times
     ends = (
@@ -188,6 +198,13 @@ def batch_queue(scenario: Scenario, name: str, seed: int, alone_times: AloneTime
     return BatchQueue(scenario.gpu_pool, limits)
 
 
+def _as_run(scenario: Scenario, name: str, alone_times: AloneTimes) -> tuple[Scenario, AloneTimes]:
+    """Only sharing knows slots; in other ways a job has its GPUs to itself."""
+    if name in (OURS, PLACED) or scenario.gpu_pool.slots_per_gpu == 1:
+        return scenario, alone_times
+    return on_whole_gpus(scenario), alone_times.on_whole_gpus
+
+
 def run_way(
     scenario: Scenario,
     name: str,
@@ -196,6 +213,7 @@ def run_way(
     make_record: Callable[[Callable[[], float]], Record] | None = None,
 ) -> Outcome:
     """Simulates a scenario in one of the ways of `baselines.WAYS` and sums it up."""
+    scenario, alone_times = _as_run(scenario, name, alone_times)
     changed, rule = way(scenario, name)
     validator = accept_all if name in (GAP_RATIO, GAP_RATIO_DECISIONS) else validate
     queue = batch_queue(scenario, name, seed, alone_times)

@@ -46,7 +46,8 @@ class PoolSection(_Section):
     slots_per_gpu: Int = _key(
         1,
         "Jobs that may use a GPU at once, one of them training. Mappings name slots where it is above 1: slot s lies "
-        "on GPU s // slots_per_gpu. That neighbours slow each other is not simulated.",
+        "on GPU s // slots_per_gpu. That neighbours slow each other is not simulated. The other "
+        "ways of running the jobs use whole GPUs.",
         ge=1,
         le=64,
     )
