@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.models.generation.endpoint.session import Message, Session, SessionPlan, exact_prompt
@@ -59,6 +59,7 @@ def test_every_sampled_token_is_trained_exactly_once(steps: list[tuple[int, list
 
 
 @settings(max_examples=50)
+@example([(0, [2], []), (1, [2], []), (0, [2], [])])
 @given(_steps)
 def test_a_continued_prompt_makes_no_new_branch(steps: list[tuple[int, list[int], list[int]]]) -> None:
     one = session()

@@ -142,15 +142,19 @@ class Session:
         return turn
 
     def parent_of(self, prompt_ids: list[int]) -> Turn | None:
-        """The turn whose prompt and response are the longest beginning of a prompt."""
-        parent, longest = None, 0
-        for turn in self.turns:
-            length = len(turn.prompt_ids) + len(turn.result.token_ids)
-            # A turn without a response leaves nothing to continue.
-            fits = bool(turn.result.token_ids) and longest <= length < len(prompt_ids)
-            if fits and prompt_ids[:length] == turn.token_ids:
-                parent, longest = turn, length
-        return parent
+        """The turn whose prompt and response are the longest beginning of a prompt. Of equal ones the newest that
+        nothing continues yet, so that agents that drew the same go on side by side.
+        """
+        # A turn without a response leaves nothing to continue.
+        fit = [
+            turn
+            for turn in self.turns
+            if turn.result.token_ids
+            and len(turn.prompt_ids) + len(turn.result.token_ids) < len(prompt_ids)
+            and prompt_ids[: len(turn.prompt_ids) + len(turn.result.token_ids)] == turn.token_ids
+        ]
+        continued = {turn.parent for turn in self.turns}
+        return max(fit, key=lambda t: (len(t.token_ids), t.number not in continued, t.number), default=None)
 
     def ancestors(self, turn: Turn | None) -> list[Turn]:
         """The turns that a turn continues and itself, the oldest first."""
