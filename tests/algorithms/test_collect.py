@@ -81,6 +81,7 @@ def run_of(rollouts: Rollouts, *overrides: str) -> Any:
         store=InProcessStore(0),
         record=MemoryRecord(),
         timer=Timer(),
+        adapter="",
     )
 
 
