@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -301,11 +301,10 @@ def test_a_wrong_token_and_what_is_no_json_are_refused(session: tuple[Endpoint, 
     assert models["data"][0]["id"] == "policy"
 
 
-def test_a_client_that_vanishes_ends_its_request(session: tuple[Endpoint, Model, str]) -> None:
-    endpoint, says, url = session
-    begun, cancelled = threading.Event(), threading.Event()
+def waiting_until_cancelled(begun: threading.Event, cancelled: threading.Event) -> Callable[[], Awaitable[None]]:
+    """A model that says that it has begun, never ends, and says when it is cancelled."""
 
-    async def forever() -> None:
+    async def wait() -> None:
         begun.set()
         try:
             await asyncio.Event().wait()
@@ -313,7 +312,14 @@ def test_a_client_that_vanishes_ends_its_request(session: tuple[Endpoint, Model,
             cancelled.set()
             raise
 
-    says.wait = forever
+    return wait
+
+
+def test_a_client_that_vanishes_ends_its_request(session: tuple[Endpoint, Model, str]) -> None:
+    endpoint, says, url = session
+    begun, cancelled = threading.Event(), threading.Event()
+
+    says.wait = waiting_until_cancelled(begun, cancelled)
     body = json.dumps({"model": "policy", "messages": [user("a")]}).encode()
     address = url.removeprefix("http://").partition("/")[0]
     host, _, port = address.partition(":")
@@ -336,14 +342,7 @@ def test_a_client_that_vanishes_in_the_middle_of_a_stream_frees_its_slot(session
     endpoint, says, url = session
     cancelled = threading.Event()
 
-    async def forever() -> None:
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            cancelled.set()
-            raise
-
-    says.midway = forever
+    says.midway = waiting_until_cancelled(threading.Event(), cancelled)
     body = {"model": "policy", "messages": [user("a")], "stream": True}
     headers = {"Authorization": f"Bearer {_TOKEN}"}
     with requests.post(f"{url}/chat/completions", json=body, headers=headers, stream=True, timeout=60) as response:

@@ -54,7 +54,6 @@ def load_scorer(cfg: PolicyConfig, mesh: ParallelMesh, *, weights_path: str | No
     Raises ModelNotFoundError: the model cannot be loaded; CheckpointMismatchError: the checkpoint is of another model;
     KernelUnavailableError: a kernel that is asked for does not run here.
     """
-
     check_device(cfg, cuda=mesh.device.type == "cuda")
     config = model_config(cfg)
     source = weights_path or cfg.model_name
