@@ -17,7 +17,7 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: soak chaos endpoint-stress mooncake-libs help install demo distillation multi-lora test test-fast lint format docs clean
+.PHONY: soak chaos endpoint-stress adapter-stress mooncake-libs help install demo distillation multi-lora test test-fast lint format docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -90,8 +90,13 @@ chaos: $(RESULTS)/base/config.json ## the asynchronous arithmetic run on the dat
 	$(BIN)/python examples/run_sft.py --config examples/configs/sft_arithmetic_cpu.yaml
 	$(BIN)/python tools/chaos.py --kinds all --minutes $(MINUTES) --folder results/chaos
 
-endpoint-stress: $(READY_DEV) ## 1,056 requests of 32 agents at once, while shards sleep, wake, are refitted and killed; twice, the first time in peace
-	NRL_STRESS_CLIENTS=32 NRL_STRESS_SESSIONS=11 $(BIN)/python -m pytest tests/stress/test_endpoint.py
+endpoint-stress: $(READY_DEV) ## 1,056 requests of 32 agents at once, while shards sleep, wake, are refitted and killed in an order drawn from SEED; twice, the first time in peace
+	NRL_STRESS_CLIENTS=32 NRL_STRESS_SESSIONS=11 NRL_STRESS_SHARDS=3 NRL_STRESS_DISTURBANCES=24 \
+	    NRL_STRESS_SEED=$(or $(SEED),$(shell date +%s)) $(BIN)/python -m pytest -s tests/stress/test_endpoint.py
+
+adapter-stress: SEED ?= $(shell date +%s)
+adapter-stress: $(READY_DEV) ## 20 random schedules of adapters that join, leave and come back on real engines, some killed (SEED=N)
+	NRL_ADAPTER_SCHEDULES=20 NRL_ADAPTER_SEED=$(SEED) $(BIN)/python -m pytest -s tests/algorithms/test_multi_lora_job.py -k random
 
 lint: $(READY_DEV) ## ruff, formatting, types, and the order of packages
 	$(BIN)/ruff check --quiet .

@@ -32,7 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from shapes import SHAPES, host_speed_s, make_model, make_prompts, prompts_section  # noqa: E402
 
 _TIMEOUT_S = 3600.0
-_ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
+_ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 
 
 def base_config(args: argparse.Namespace) -> dict[str, Any]:

@@ -8,10 +8,12 @@ Every job trains the same model on the same number of samples, whose lengths are
   once, whatever the numbers of jobs.
 - `serial-2`: the same with two engines on each GPU. The faster one counts as one after the other.
 - `split`: all jobs at the same time, each on its part of the GPUs. With more jobs than GPUs several start on each.
+- `split-2`: the same with two engines on each GPU. The faster one counts as the split.
 - `unmanaged`: all jobs started at once on all GPUs, with `--kv-gib` of KV cache each, and nobody who manages them.
 - `exclusive`: the pool, whole GPUs to one job at a time.
 - `slots`: the pool with as many slots on each GPU as there are jobs, each job on all GPUs.
 - `slots-mps`: the same through NVIDIA's Multi-Process Service.
+- `slots-mps-even`: the same with trainers of the same priority as engines.
 - `slots-mps-ahead`: the same with jobs that generate one step ahead of training (`async_grpo`); each trains on one GPU
   and generates on all.
 - `serial-ahead`: one such job at a time, with half of the GPUs for each of training and generation.
@@ -53,14 +55,16 @@ WAYS = (
     "serial-2",
     "serial-ahead",
     "split",
+    "split-2",
     "unmanaged",
     "exclusive",
     "slots",
     "slots-ahead",
     "slots-mps",
+    "slots-mps-even",
     "slots-mps-ahead",
 )
-_POOLS = ("exclusive", "slots", "slots-ahead", "slots-mps", "slots-mps-ahead")
+_POOLS = ("exclusive", *(way for way in WAYS if way.startswith("slots")))
 _WARM_STEPS = 2
 _SAMPLE_S = 0.25
 
@@ -116,6 +120,12 @@ def span_of(log_dir: Path) -> Span | None:
     return Span(begun[0], finished) if begun else None
 
 
+def visible_gpus(count: int) -> list[str]:
+    """The GPUs of this benchmark: those of `CUDA_VISIBLE_DEVICES`, or the machine's first."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return (named.split(",") if named else [str(gpu) for gpu in range(count)])[:count]
+
+
 def jobs_of(args: argparse.Namespace) -> list[str]:
     """Their names."""
     return [chr(ord("a") + number) for number in range(args.jobs)]
@@ -125,7 +135,7 @@ def sharers(args: argparse.Namespace, way: str) -> int:
     """How many jobs may be on a GPU at the same time."""
     if way.startswith("serial") or way == "exclusive":
         return 1
-    return -(-args.jobs // args.gpus) if way == "split" else args.jobs
+    return -(-args.jobs // args.gpus) if way.startswith("split") else args.jobs
 
 
 def microbatch_tokens(args: argparse.Namespace) -> int:
@@ -149,7 +159,7 @@ def config_of(args: argparse.Namespace, way: str, job: str, gpus: int) -> Path:
     vllm: dict[str, Any] = {"enforce_eager": args.eager}
     if not ahead:
         vllm["gpu_memory_utilization"] = args.memory
-    if way == "serial-2":
+    if way.endswith("-2"):
         vllm["engines_per_gpu"] = 2
     generation = config["policy"]["generation"]
     generation["vllm_cfg"] |= vllm
@@ -205,9 +215,10 @@ def finish(args: argparse.Namespace, processes: dict[str, subprocess.Popen[bytes
 
 
 class BusyGpus:
-    """Samples how busy the GPUs are."""
+    """Samples how busy some GPUs are, named as the driver names them."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpus: Sequence[str]) -> None:
+        self._gpus = tuple(gpus)
         self._samples: list[tuple[float, float]] = []
 
     @contextmanager
@@ -228,7 +239,10 @@ class BusyGpus:
         import pynvml
 
         pynvml.nvmlInit()
-        gpus = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        gpus = [
+            pynvml.nvmlDeviceGetHandleByIndex(int(gpu)) if gpu.isdecimal() else pynvml.nvmlDeviceGetHandleByUUID(gpu)
+            for gpu in self._gpus
+        ]
         while not over.wait(_SAMPLE_S):
             busy = [pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100 for gpu in gpus]
             self._samples.append((time.time(), statistics.mean(busy)))
@@ -242,7 +256,7 @@ class BusyGpus:
 def run_way(args: argparse.Namespace, way: str) -> Result:
     """Runs one way to its end."""
     jobs = jobs_of(args)
-    busy = BusyGpus()
+    busy = BusyGpus(visible_gpus(args.gpus))
     with busy.sampled(args.device == "cuda"):
         failed = finish(args, _started(args, way, jobs))
     found = {job: span_of(args.work / way / job) for job in (jobs[:1] if way.startswith("serial") else jobs)}
@@ -262,15 +276,17 @@ def _started(args: argparse.Namespace, way: str, jobs: Sequence[str]) -> dict[st
         pool += ["--port", "0", "--slots-per-gpu", "1" if way == "exclusive" else str(args.slots or args.jobs)]
         pool += ["--mps", "on" if way.startswith("slots-mps") else "off"]
         line = [str(ROOT / "examples" / "run_time_sharing.py"), *pool, "--pipelines", *configs]
-        return {way: start(args, way, *line)}
+        even = {"CUDA_MPS_CLIENT_PRIORITY": "0"} if way.endswith("-even") else {}
+        return {way: start(args, way, *line, **even)}
     if way.startswith("serial"):
         config = config_of(args, way, jobs[0], args.gpus)
         return {way: start(args, way, run, "--config", str(config))}
     started = {}
     for number, job in enumerate(jobs):
-        width = max(args.gpus // args.jobs, 1) if way == "split" else args.gpus
+        width = max(args.gpus // args.jobs, 1) if way.startswith("split") else args.gpus
         gpus = [(number * width + offset) % args.gpus for offset in range(width)]
-        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if way == "split" else {}
+        seen = ",".join(visible_gpus(args.gpus)[gpu] for gpu in gpus)
+        visible = {"CUDA_VISIBLE_DEVICES": seen} if way.startswith("split") else {}
         config = config_of(args, way, job, width)
         started[f"{way}_{job}"] = start(args, f"{way}_{job}", run, "--config", str(config), **visible)
     return started

@@ -9,7 +9,8 @@
 Random weights, packed rows of equal sequences, the token-level policy loss, one optimizer step of several microbatches
 after one that warms up. With `--samples` so many sequences have a prompt in common, and DTensor runs twice: with
 prompts shared and with every sequence by itself; tokens a second count whole sequences, utilisation what was computed.
-With `--replay` every backend runs twice: routing naturally, and with random experts of every token replayed.
+With `--replay` every backend runs twice: routing naturally, and with the experts of its own first step replayed, so
+that both give every expert the same tokens.
 Every contender runs in processes of its own, one after the other. The peak is that of a large
 matrix product in the same precision, measured on the same devices before and after each contender: utilisation against
 the data sheet and against what was measured are both in the table.
@@ -121,16 +122,37 @@ def batch_of(args: argparse.Namespace, rows_here: int, sequence: int, vocabulary
     )
 
 
-def random_routes(ids_BS: Any, shape: dict[str, Any], seed: int) -> dict[str, Any]:
-    """Experts of every token in every layer, as generation would have recorded them."""
+def own_routes(data: Any, shape: dict[str, Any], step: Callable[[], object]) -> None:
+    """Puts the routes that a step takes by itself into its batch, so that what replays them does the same work."""
     import torch
 
-    draw = torch.Generator().manual_seed(seed)
-    scores = torch.rand((*ids_BS.shape, shape["num_hidden_layers"], shape["num_experts"]), generator=draw)
-    valid = torch.ones_like(ids_BS, dtype=torch.bool)
-    valid[:, -1] = False
-    routes = scores.topk(shape["num_experts_per_tok"]).indices.to(torch.uint8)
-    return {"routed_experts": torch.where(valid[..., None, None], routes, 0), "routed_experts_valid": valid}
+    from nemo_rl.models.policy.router_replay import EXPERTS, VALID, RouterTarget
+
+    layers, experts_per_token = shape["num_hidden_layers"], shape["num_experts_per_tok"]
+    ids_BS, choose = data["input_ids"], RouterTarget.choose
+    place_T = torch.arange(ids_BS.numel())
+    # Routes that are not valid: the digits of a token's place, which tell where in the batch a router's tokens belong.
+    digits_TK = torch.stack([place_T >> (8 * digit) & 255 for digit in range(experts_per_token)], dim=1)
+    routes = digits_TK.to(torch.uint8)[:, None].expand(-1, layers, -1).reshape(*ids_BS.shape, layers, -1).contiguous()
+    data[EXPERTS], data[VALID] = routes, torch.zeros_like(ids_BS, dtype=torch.bool)
+    found_TLK = torch.zeros(ids_BS.numel(), layers, experts_per_token, dtype=torch.uint8)
+
+    def noting(target: RouterTarget, natural_TK: Any) -> Any:
+        told = target.now.routes
+        if told is not None:
+            real_T = told.read_T.cpu()
+            digits = told.experts_TLK[:, target.layer].cpu().long()[real_T]
+            places = sum(digits[:, digit] << (8 * digit) for digit in range(experts_per_token))
+            found_TLK[places, target.layer] = natural_TK.detach().cpu()[real_T].to(torch.uint8)
+        return choose(target, natural_TK)
+
+    RouterTarget.choose = noting
+    step()
+    RouterTarget.choose = choose
+    valid_BS = data[VALID].clone()
+    valid_BS[:, :-1] = True
+    data[EXPERTS] = torch.where(valid_BS[..., None, None], found_TLK.reshape(routes.shape), 0)
+    data[VALID] = valid_BS
 
 
 def matmul_tflops(device: Any, precision: str) -> float:
@@ -172,8 +194,6 @@ def run_rank(args: argparse.Namespace, contender: Contender, sequence: int, mode
     here = rows(args, sequence) // args.gpus
     data = batch_of(args, here, sequence, worker.backend.model_config.vocab_size, worker.backend.rank)
     data["token_mask"][:, : args.prompt] = 0
-    if contender.replays:
-        data.update(random_routes(data["input_ids"], SHAPES[args.shape], worker.backend.rank))
     loss = ClippedPGLossFn(config.loss_fn)
     seconds = []
 
@@ -182,6 +202,8 @@ def run_rank(args: argparse.Namespace, contender: Contender, sequence: int, mode
         worker.train_microbatches(shard_chunk(data, worker.cfg, 1, share=contender.shares)[0])
         return worker.finish_train_step()
 
+    if contender.replays:
+        own_routes(data, SHAPES[args.shape], step)
     for _ in range(args.steps + 1):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -254,12 +276,11 @@ def print_moves(worker: Any, rounds: int = 3) -> None:
 
     resident = worker.memory_in_use()
     for number in range(rounds):
-        away = timed(worker.offload_optimizer) + timed(worker.offload_model)
+        away = timed(worker.offload_all)
         moved = resident - worker.memory_in_use()
         back = timed(worker.prepare_for_training)
         print(f"moved {moved / 1e9:.1f} GB, round {number}: away {away:.2f} s, back {back:.2f} s", file=sys.stderr)
-    worker.offload_optimizer()
-    worker.offload_model()
+    worker.offload_all()
     block = 256 << 20
     tensors = [torch.ones(block, dtype=torch.uint8, device="cuda") for _ in range(max(1, moved // block))]
 

@@ -4,14 +4,15 @@ The package has a virtual environment of its own, which plays the agent: `env.<n
 are the tasks' numbers, which this file writes when it is run:
 
     python -m venv verifiers-env && verifiers-env/bin/pip install verifiers uv
-    verifiers-env/bin/python examples/verifiers_agent.py TASKSET > tasks.jsonl
+    verifiers-env/bin/python examples/verifiers_agent.py TASKSET [KEY=VALUE ...] > tasks.jsonl
 
     data:
       train: { dataset_name: ResponseDataset, data_path: tasks.jsonl, env_name: taskset }
     env:
       taskset: { agent: verifiers_agent.Verifiers, python: verifiers-env/bin/python, taskset: TASKSET }
 
-with this folder on PYTHONPATH, and `verifiers-env/bin` on PATH, for the `uv` that starts its chat program.
+with this folder on PYTHONPATH, the taskset's keys (`KEY: VALUE`) in `env.taskset` as well, and `verifiers-env/bin` on
+PATH, for the `uv` that starts its chat program.
 """
 
 from __future__ import annotations
@@ -64,8 +65,10 @@ class Verifiers:
 
 
 def main() -> None:
-    """Writes the prompts of a taskset with their numbers."""
-    for number, task in enumerate(Verifiers(sys.argv[1]).tasks):
+    """Writes the prompts of a taskset with their numbers. Arguments: its id, and its keys as KEY=VALUE."""
+    taskset, *given = sys.argv[1:]
+    keys: dict[str, Any] = dict(each.split("=", 1) for each in given)
+    for number, task in enumerate(Verifiers(taskset, **keys).tasks):
         sys.stdout.write(json.dumps({"input": str(task.data.prompt), "output": str(number)}) + "\n")
 
 

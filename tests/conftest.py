@@ -9,12 +9,14 @@ import functools
 import importlib.util
 import logging
 import os
+import runpy
 import sys
 import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import patch
 
 import hypothesis
 import psutil
@@ -25,10 +27,10 @@ from xdist.workermanage import WorkerController
 
 ROOT = Path(__file__).parents[1]
 _SESSION_MARK = "NRL_TEST_SESSION"
-_GRACE_S = 20.0
+_GRACE_S = 60.0
 _OBJECT_STORE_BYTES = 512 << 20
 
-hypothesis.settings.register_profile("nemo_rl", deadline=None, print_blob=True)
+hypothesis.settings.register_profile("nemo_rl", deadline=None, print_blob=True, max_examples=40)
 hypothesis.settings.load_profile("nemo_rl")
 
 # The session has a cluster of its own, whatever else runs on this machine.
@@ -79,6 +81,8 @@ def _no_process_is_left_behind() -> Iterator[None]:
     yield
     if (ranks := sys.modules.get("tests.ranks")) is not None:
         ranks.end_launcher()
+    if (forks := sys.modules.get("tests.forks")) is not None:
+        forks.end_template()
     deadline = time.monotonic() + _GRACE_S
     while (left := _marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -114,9 +118,11 @@ def user_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def ray_session(_no_process_is_left_behind: None, user_modules: Path) -> Iterator[None]:
     """The session's one Ray cluster: local, four CPU slots."""
     from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
+    from tests.forks import forked_workers
 
     os.environ.setdefault("NRL_OBJECT_STORE_BYTES", str(_OBJECT_STORE_BYTES))
-    init_ray(device="cpu", cpu_slots=4)
+    with forked_workers():
+        init_ray(device="cpu", cpu_slots=4)
     yield
     shutdown_ray()
 
@@ -146,3 +152,13 @@ def example(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def run_script(file: Path, *arguments: str) -> int:
+    """Runs a Python file in this process, which has imported much of what it needs; its exit code."""
+    with patch.object(sys, "argv", [str(file), *arguments]):
+        try:
+            runpy.run_path(str(file), run_name="__main__")
+        except SystemExit as ended:
+            return int(ended.code or 0)
+    return 0

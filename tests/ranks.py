@@ -25,9 +25,11 @@ from nemo_rl.distributed.ports import free_ports
 from nemo_rl.distributed.processes import importing
 
 _WORKER = "nemo_rl.models.policy.worker"
-# What a worker imports once it knows its backend and model. Megatron-Core is not here: it may only be imported by ranks
-# that train with it.
+# What a worker imports once it knows its backend and model.
 _OF_WORKERS = ("nemo_rl.models.dtensor.backend", "transformers.models.qwen3.modeling_qwen3")
+# Megatron-Core may only be imported by ranks that train with it: they are forks of a fork that has imported it.
+_OF_MEGATRON = ("nemo_rl.models.megatron.backend", "megatron.core.models.gpt", "megatron.core.optimizer")
+_TRAINS_WITH_MEGATRON = b"policy.megatron_cfg.enabled=true"
 
 
 @dataclass
@@ -98,25 +100,55 @@ def end_launcher() -> None:
         _launchers.pop().end()
 
 
-def _serve(connection: Any) -> None:
+def _serve(connection: Any, imported: tuple[str, ...] = ()) -> None:
+    """Starts ranks until the other end is closed. `imported`: what they have beside what each call needs."""
+    with_megatron: Any = None
     while True:
         try:
             call: _Call = connection.recv()
         except EOFError:
-            return
-        connection.send(_launch(call))
+            break
+        if (failure := _import_for(call, imported)) is not None:
+            connection.send((None, failure))
+        elif imported or _TRAINS_WITH_MEGATRON not in call.pickled:
+            connection.send(_launch(call))
+        else:
+            with_megatron = with_megatron or _fork_with_megatron()
+            with_megatron.send(call)
+            connection.send(with_megatron.recv())
+    if with_megatron is not None:
+        with_megatron.close()
 
 
-def _launch(call: _Call) -> tuple[list[Any] | None, str | None]:
+def _fork_with_megatron() -> Any:
+    """The connection to a fork that serves as this process does, and has imported Megatron-Core."""
+    context = mp.get_context("fork")
+    here, there = context.Pipe()
+
+    def serve() -> None:
+        here.close()
+        _serve(there, _OF_MEGATRON)
+
+    context.Process(target=serve, daemon=False).start()
+    there.close()
+    return here
+
+
+def _import_for(call: _Call, imported: tuple[str, ...]) -> str | None:
+    """Imports what ranks need; what failed."""
     sys.path[:] = call.search_path
     try:
         with importing():
             # Stays imported for later calls; each rank unpickles for itself what it may change.
             pickle.loads(call.pickled)
-            for name in _OF_WORKERS if _WORKER in sys.modules else ():
+            for name in (*_OF_WORKERS, *imported) if _WORKER in sys.modules else ():
                 import_module(name)
     except Exception:  # noqa: BLE001 - whatever happened is the parent's to report
-        return None, f"the launcher failed:\n{traceback.format_exc()}"
+        return f"the launcher failed:\n{traceback.format_exc()}"
+    return None
+
+
+def _launch(call: _Call) -> tuple[list[Any] | None, str | None]:
     context = mp.get_context("fork")
     answers: Any = context.Queue()
     (port,) = free_ports(1)

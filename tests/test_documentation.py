@@ -14,6 +14,7 @@ import torch
 from nemo_rl.config import load_master_config
 from nemo_rl.data.datasets.registry import load_response_dataset
 from nemo_rl.environments.registry import environment_class, environment_settings
+from tests import forks
 
 ROOT = Path(__file__).parents[1]
 _BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -150,22 +151,14 @@ def attempt(line: str, workplace: Path) -> str:
     script = next((Path(word).name for word in words if Path(word).name in RUNS), None)
     if script is not None:
         return configured(words, RUNS[script], workplace)
-    words = (
-        ["make", "--dry-run", *words[1:]]
-        if words[0] == "make"
-        else [sys.executable, *words[1:]]
-        if words[0].endswith("python")
-        else words
-    )
-    done = subprocess.run(
-        words,
-        cwd=workplace,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    if words[0].endswith("python"):
+        done = forks.run(words[1:], environment, timeout_s=300.0, folder=workplace)
+    else:
+        words = ["make", "--dry-run", *words[1:]] if words[0] == "make" else words
+        done = subprocess.run(
+            words, cwd=workplace, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
     return "" if done.returncode == 0 else f"exit code {done.returncode}: {done.stderr[-1500:]}"
 
 

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 IMPORT_EVERYTHING = """
 import importlib, pkgutil, sys, threading
 
@@ -33,6 +35,7 @@ assert not others, f"threads were started: {others}"
 """
 
 
+@pytest.mark.slow
 def test_importing_every_module_starts_nothing_and_needs_no_optional_package(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", IMPORT_EVERYTHING],

@@ -188,14 +188,15 @@ class Run:
             line = [sys.executable, "examples/run_time_sharing.py", "--gpus", str(SHARDS), "--device", "cpu"]
             # A rank that failed is built anew at once: the next kill comes in a minute.
             line += ["--port", "0", "--quarantine", "1", "--log-dir", f"{self.folder}/pool", "--pipelines", CONFIG]
+        path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(os.pathsep)
+        environment = {MARK: self._mark, "PYTHONPATH": path, "RAY_ADDRESS": "local", "TMPDIR": str(self.temporary)}
         # A shell that starts this in the background makes its children ignore Ctrl-C.
         listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         with (self.folder / "output.txt").open("ab") as log:
             self.process = subprocess.Popen(
                 [*line, *self._settings, *more, f"grpo.max_num_steps={steps}"],
                 cwd=ROOT,
-                env=os.environ
-                | {MARK: self._mark, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local", "TMPDIR": str(self.temporary)},
+                env=os.environ | environment,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,

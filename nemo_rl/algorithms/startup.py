@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -21,7 +21,9 @@ from nemo_rl.algorithms.profiling import check_profile
 from nemo_rl.algorithms.resume import Resume, check_same_shape, find_resume, same_contents
 from nemo_rl.algorithms.run_checkpoint import RunState, check_writable, new_log_dir
 from nemo_rl.config import ConfigError, PolicyConfig
-from nemo_rl.config.master import RootConfig
+from nemo_rl.config.generation_rules import fp8_needs_gpus
+from nemo_rl.config.master import MasterConfig, RootConfig
+from nemo_rl.data.datasets.raw import evenly_spread
 from nemo_rl.data.interfaces import DataError
 from nemo_rl.data.loader import Batch, Loader
 from nemo_rl.data.model_tokens import StopTokens, check_vocabulary, stop_tokens, vocabulary_size
@@ -41,12 +43,11 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 State = TypeVar("State", bound=RunState)
-Begun = TypeVar("Begun", bound="Ends")
+RayParts = TypeVar("RayParts", bound="HasShutdown")
 TrainLoader = TypeVar("TrainLoader", bound=Loader)
 Config_contra = TypeVar("Config_contra", bound=RootConfig, contravariant=True)
 Config = TypeVar("Config", bound=RootConfig)
 Say = Callable[[str], None]
-_LOOKED_AT = 512
 _TOO_LARGE_FOR_CPUS = 200e6
 
 
@@ -80,7 +81,7 @@ class Loaders(Generic[TrainLoader]):
     validation: StatefulDataLoader[Batch] | None
 
 
-class Ends(Protocol):
+class HasShutdown(Protocol):
     """Something on Ray that can be shut down."""
 
     def shutdown(self) -> None:
@@ -89,7 +90,7 @@ class Ends(Protocol):
 
 
 @dataclass(frozen=True)
-class Algorithm(Generic[State, TrainLoader, Begun]):
+class Algorithm(Generic[State, TrainLoader, RayParts]):
     """What an algorithm supplies to `prepared`.
 
     Attributes:
@@ -107,18 +108,18 @@ class Algorithm(Generic[State, TrainLoader, Begun]):
     check_directories: Callable[[CheckpointManager, Resume | None], None]
     check: Callable[[], PretrainedConfig]
     loaders: Callable[[TaskDatasets, PreTrainedTokenizerBase], Loaders[TrainLoader]]
-    begin: Callable[[Accelerator, CheckpointManager, Resume | None], Begun]
+    begin: Callable[[Accelerator, CheckpointManager, Resume | None], RayParts]
     mask: Mask | None = None  # marks the trained tokens of a row; None if rows are prompts
 
 
 @dataclass(frozen=True)
-class Prepared(Generic[State, TrainLoader, Begun]):
+class Prepared(Generic[State, TrainLoader, RayParts]):
     """A run without its parts on accelerators. `seconds`: durations of parts of the set-up, by metric; logged when the
     run is ready.
     """
 
     accelerator: Accelerator
-    begun: Begun  # result of the algorithm's `begin`
+    ray_parts: RayParts  # result of the algorithm's `begin`
     tokenizer: PreTrainedTokenizerBase
     stop_tokens: StopTokens  # tokens that end a response
     datasets: TaskDatasets
@@ -134,8 +135,11 @@ class Prepared(Generic[State, TrainLoader, Begun]):
 
 @contextmanager
 def prepared(
-    config: Config, algorithm: Algorithm[State, TrainLoader, Begun], placement: ConnectsRay[Config], start: StartPhases
-) -> Iterator[Prepared[State, TrainLoader, Begun]]:
+    config: Config,
+    algorithm: Algorithm[State, TrainLoader, RayParts],
+    placement: ConnectsRay[Config],
+    start: StartPhases,
+) -> Iterator[Prepared[State, TrainLoader, RayParts]]:
     """Context manager in which a run is built; on an error everything is shut down.
 
     Args:
@@ -157,7 +161,7 @@ def prepared(
         here = accelerator_here(config.cluster.device)
         check_profile(here)
 
-    def start_ray() -> tuple[Accelerator, Begun]:
+    def start_ray() -> tuple[Accelerator, RayParts]:
         accelerator = placement.connect(config)
         check_device(config, accelerator)
         import_transformers()
@@ -189,12 +193,12 @@ def prepared(
         logger = Logger(config.logger)
         undo.callback(logger.close)
         with start.phase("Ray"):
-            accelerator, begun = ray_start.result()
+            accelerator, ray_parts = ray_start.result()
         if here is None:
             check_cpu_is_meant(config, accelerator, model, start.say)
         ready = Prepared(
             accelerator,
-            begun,
+            ray_parts,
             tokenizer,
             ends,
             datasets,
@@ -241,7 +245,7 @@ def import_transformers() -> None:
 
 
 def _position(
-    algorithm: Algorithm[State, TrainLoader, Begun], resume: Resume | None, loader: TrainLoader
+    algorithm: Algorithm[State, TrainLoader, RayParts], resume: Resume | None, loader: TrainLoader
 ) -> tuple[State, int]:
     """Restores the loader's position; returns the counters and the last step. Raises NothingToDo: that step is done."""
     limits = algorithm.limits
@@ -316,11 +320,11 @@ def check_prompt_lengths(
     effect = "train nothing" if trained else "are cut, so that no answer to them counts as right"
     for task, dataset in by_task.items():
         rows = len(dataset)
-        looked_at = _spread(rows) if limit is not None else ()
-        too_long = sum(dataset[row]["loss_multiplier"] == 0 for row in looked_at)
-        part = "" if len(looked_at) == rows else f" looked at, of {rows},"
-        count = f"{too_long} of {len(looked_at)} prompts{part}"
-        if looked_at and too_long == len(looked_at):
+        checked_rows = evenly_spread(rows) if limit is not None else ()
+        too_long = sum(dataset[row]["loss_multiplier"] == 0 for row in checked_rows)
+        part = "" if len(checked_rows) == rows else f" looked at, of {rows},"
+        count = f"{too_long} of {len(checked_rows)} prompts{part}"
+        if checked_rows and too_long == len(checked_rows):
             raise DataError(
                 f"{key} ({task}): {count} are longer than data.max_input_seq_length={limit} tokens, so nothing "
                 f"would be {'trained' if trained else 'measured'}; raise it (and policy.max_total_sequence_length, or "
@@ -338,11 +342,14 @@ def check_cpu_is_meant(config: RootConfig, accelerator: Accelerator, model: Pret
         accelerator: The accelerator that was found.
         model: The model's Hugging Face configuration.
 
-    Raises ConfigError: there is no GPU, CPUs were not requested, and the model is too large for them.
+    Raises ConfigError: there is no GPU, CPUs were not requested, and the model is too large for them, or its engines
+    need GPUs.
     """
     cluster = config.cluster
     if accelerator.is_cuda or cluster.device != "auto":
         return
+    if isinstance(config, MasterConfig) and config.policy.generation.vllm_cfg.precision == "fp8":
+        raise ConfigError([fp8_needs_gpus("policy.generation.vllm_cfg", "there is no GPU here")])
     meant = "cluster.device=cpu says that CPUs are meant"
     if cluster.gpus_per_node > cluster.cpu_slots:
         raise ConfigError(
@@ -361,10 +368,6 @@ def check_cpu_is_meant(config: RootConfig, accelerator: Accelerator, model: Pret
             ]
         )
     say(f"no GPU here: everything runs on CPUs ({meant})")
-
-
-def _spread(rows: int) -> Sequence[int]:
-    return range(rows) if rows <= _LOOKED_AT else [number * rows // _LOOKED_AT for number in range(_LOOKED_AT)]
 
 
 def _parameters(model: PretrainedConfig) -> float | None:

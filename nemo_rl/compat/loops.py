@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nemo_rl.compat.errors import ShapeChanged
-from nemo_rl.compat.parts import GRPOParts, check_datasets, parts_of, plain, run_of
+from nemo_rl.compat.parts import GRPOParts, SFTParts, check_datasets, parts_of, plain, run_of, sft_parts_of
 from nemo_rl.config import EvalMasterConfig, MasterConfig, SFTMasterConfig, check_config
-from nemo_rl.config.master import CompleteConfig
+from nemo_rl.config.master import CompleteConfig, RootConfig
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.evaluation import Score
@@ -47,9 +47,7 @@ def grpo_setup(
         return setup(config)
     if processor is not None or policy_factory is not None:
         raise ShapeChanged(f"setup: processor and policy_factory are not taken; {_PAGE}")
-    check_datasets(config, (dataset, val_dataset))
-    if not hasattr(tokenizer, "apply_chat_template"):
-        raise ShapeChanged(f"setup: {type(tokenizer).__name__} is no tokenizer; {_PAGE}")
+    _check_handed(config, tokenizer, dataset, val_dataset)
     return parts_of(setup(config), tokenizer)
 
 
@@ -111,20 +109,35 @@ def refit_policy_generation(run: Any = None, *others: object, **named: object) -
     whole.control.serve(whole.state.step)
 
 
-def sft_setup(master_config: SFTMasterConfig | Mapping[str, object], *others: object, **named: object) -> SFTRun:
-    """An SFT run that is ready to be driven."""
-    _refuse(others, named, "setup(master_config): tokenizer and data come from the configuration")
+def sft_setup(
+    master_config: SFTMasterConfig | Mapping[str, object],
+    tokenizer: Any = None,
+    dataset: Any = None,
+    val_dataset: Any = None,
+) -> SFTRun | SFTParts:
+    """An SFT run that is ready to be driven. Called with what `get_tokenizer` and `setup_response_data` returned, it
+    gives the parts of the run, which `sft_train` takes. Raises ShapeChanged: something else is handed over.
+    """
     from nemo_rl.algorithms.sft.assembly import setup
 
-    return setup(_checked(master_config, SFTMasterConfig))
+    config = _checked(master_config, SFTMasterConfig)
+    if tokenizer is None and dataset is None:
+        _refuse((), {} if val_dataset is None else {"val_dataset": val_dataset}, "setup(master_config)")
+        return setup(config)
+    _check_handed(config, tokenizer, dataset, val_dataset)
+    return sft_parts_of(setup(config), tokenizer)
 
 
-def sft_train(run: SFTRun, *others: object, **named: object) -> None:
-    """Drives an SFT run to its end and ends it."""
-    _refuse(others, named, "sft_train(run), with the run that setup gave", run)
+def sft_train(run: Any = None, *others: object, **named: object) -> None:
+    """Drives an SFT run to its end and ends it; given as a run, or as the parts that `setup` returned, in any order."""
+    found = run_of("sft_train", [run, *others, *named.values()], SFTParts)
+    if found is None:
+        form = "sft_train(run), with the run, or all parts, that setup gave"
+        _refuse(others, named, form, object() if run is None else run)
     from nemo_rl.algorithms.sft import driver
     from nemo_rl.algorithms.sft.assembly import close
 
+    run = found or run
     try:
         driver.sft_train(run)
     finally:
@@ -153,6 +166,12 @@ def run_env_eval(master_config: EvalMasterConfig | Mapping[str, object], *others
     from nemo_rl.algorithms.evaluation import evaluate
 
     return evaluate(_checked(master_config, EvalMasterConfig))
+
+
+def _check_handed(config: RootConfig, tokenizer: Any, *datasets: Any) -> None:
+    check_datasets(config, datasets)
+    if not hasattr(tokenizer, "apply_chat_template"):
+        raise ShapeChanged(f"setup: {type(tokenizer).__name__} is no tokenizer; {_PAGE}")
 
 
 def _checked(given: Config | Mapping[str, object], kind: type[Config]) -> Config:

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
+from nemo_rl.config.layers import read_yaml
 
-_FILE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("names.yaml").read_text(encoding="utf-8"))
+_FILE: dict[str, Any] = read_yaml(Path(__file__).with_name("names.yaml").read_text(encoding="utf-8"))
 
 
 def _homes(module: Mapping[str, list[str | dict[str, str]]]) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""A GRPO run in the thirteen parts that NeMo-RL's `setup` returns, and the run that such parts are of.
+"""A run in the parts that NeMo-RL's `setup` returns, thirteen of a GRPO run, and the run that such parts are of.
 
 The run is made of its configuration; what a script hands over must be what it got from here. Invariant: nothing that a
 script hands over is ignored: it is the run's own, or used, or refused.
@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from nemo_rl.compat.errors import ShapeChanged
-from nemo_rl.config import DataConfig, EnvConfig, MasterConfig
+from nemo_rl.config import DataConfig, EnvConfig, MasterConfig, SFTMasterConfig
+from nemo_rl.config.master import RootConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from nemo_rl.algorithms.grpo.run import GRPORun
+    from nemo_rl.algorithms.sft.driver import SFTRun
     from nemo_rl.environments.registry import ResponseData
 
 
@@ -39,12 +41,28 @@ class GRPOParts(NamedTuple):
     alias_to_group_alias: dict[str, str]
 
 
+class SFTParts(NamedTuple):
+    """What SFT's `setup(master_config, tokenizer, dataset, val_dataset)` returns: what GRPO's does, in that order,
+    without what only generation, environments and teachers need.
+    """
+
+    policy: Any
+    cluster: Any
+    dataloader: Any
+    val_dataloader: Any
+    loss_fn: Any
+    logger: Any
+    checkpointer: Any
+    sft_save_state: Any
+    master_config: SFTMasterConfig
+
+
 @dataclass(frozen=True)
 class _Known:
     """A run with its parts and the script's tokenizer."""
 
-    run: GRPORun
-    parts: GRPOParts
+    run: GRPORun | SFTRun
+    parts: GRPOParts | SFTParts
     tokenizer: Any
 
 
@@ -57,19 +75,30 @@ _ENVIRONMENTS: set[Any] = set()
 def setup_response_data(
     tokenizer: PreTrainedTokenizerBase,
     data_config: DataConfig | Mapping[str, object],
-    env_configs: EnvConfig | Mapping[str, object],
+    env_configs: EnvConfig | Mapping[str, object] | None = None,
     is_vlm: bool = False,
-) -> ResponseData:
-    """See `nemo_rl.environments.registry.setup_response_data`; what it returns may be handed to `setup`."""
+) -> ResponseData | tuple[Any, Any]:
+    """See `nemo_rl.environments.registry.setup_response_data`; what it returns may be handed to `setup`. Without
+    environments it is the two datasets of supervised fine-tuning.
+    """
+    from nemo_rl.data.setup import load_datasets
     from nemo_rl.environments import registry
 
     data = DataConfig.read(data_config)
-    found = registry.setup_response_data(tokenizer, data, env_configs, is_vlm)
-    for dataset, entries in ((found[0], data.train), (found[1], [*data.train, *(data.validation or [])])):
-        if dataset is not None:
-            _ENTRIES[dataset] = [entry.to_dict() for entry in entries]
+    if env_configs is None and not is_vlm:
+        datasets = load_datasets(tokenizer, data)
+        _keep_entries(datasets.train, datasets.validation, data)
+        return datasets.train, datasets.validation
+    found = registry.setup_response_data(tokenizer, data, {} if env_configs is None else env_configs, is_vlm)
+    _keep_entries(found[0], found[1], data)
     _ENVIRONMENTS.update(actor for actors in found[2:] for actor in actors.values())
     return found
+
+
+def _keep_entries(train: Any, validation: Any, data: DataConfig) -> None:
+    for dataset, entries in ((train, data.train), (validation, [*data.train, *(data.validation or [])])):
+        if dataset is not None:
+            _ENTRIES[dataset] = [entry.to_dict() for entry in entries]
 
 
 def plain(master_config: MasterConfig | Mapping[str, Any]) -> MasterConfig | dict[str, Any]:
@@ -85,7 +114,7 @@ def plain(master_config: MasterConfig | Mapping[str, Any]) -> MasterConfig | dic
     return config
 
 
-def check_datasets(config: MasterConfig, datasets: Sequence[Any]) -> None:
+def check_datasets(config: RootConfig, datasets: Sequence[Any]) -> None:
     """Raises ShapeChanged: a dataset is not what `setup_response_data` made of this configuration."""
     whole = [entry.to_dict() for entry in [*config.data.train, *(config.data.validation or [])]]
     for dataset in datasets:
@@ -122,17 +151,37 @@ def parts_of(run: GRPORun, tokenizer: Any) -> GRPOParts:
     return parts
 
 
-def run_of(what: str, given: Sequence[Any]) -> GRPORun | None:
+def sft_parts_of(run: SFTRun, tokenizer: Any) -> SFTParts:
+    """The parts of a run, by any of which `run_of` finds it."""
+    parts = SFTParts(
+        run.policy,
+        run.cluster,
+        run.train_loader,
+        run.val_loader,
+        run.loss_fn,
+        run.logger,
+        run.checkpointer,
+        run.state,
+        run.config,
+    )
+    _KNOWN.append(_Known(run, parts, tokenizer))
+    return parts
+
+
+def run_of(what: str, given: Sequence[Any], kind: type[GRPOParts | SFTParts] = GRPOParts) -> Any:
     """The run whose parts are given; None where there is no policy of a run among them. A loss of the script's own
-    becomes the run's. Raises ShapeChanged: something else is given that is not the run's.
+    becomes the run's. Raises ShapeChanged: the run is of another kind, or something is given that is not the run's.
     """
     from nemo_rl.loss import LossFunction
 
     known = next((known for known in _KNOWN if any(part is known.parts.policy for part in given)), None)
     if known is None:
         return None
+    if not isinstance(known.parts, kind):
+        raise ShapeChanged(f"{what}: the given run is {type(known.run).__name__}, which setup of another script gave")
     run = known.run
-    own = [*known.parts, *known.parts.clusters, run, run.tokenizer, known.tokenizer]
+    clusters = known.parts.clusters if isinstance(known.parts, GRPOParts) else ()
+    own = [*known.parts, *clusters, run, getattr(run, "tokenizer", None), known.tokenizer]
     for part in given:
         if part is None or isinstance(part, bool) or any(part is one for one in own):
             continue

@@ -79,7 +79,7 @@ class StallWatchdogConfig(Section):
     stall_timeout_s: float = Field(600, gt=0, description="Seconds without progress that count as a stall.")
     stall_action: Literal["warn", "abort"] = Field("warn", description="What a stall does.")
     gym_subprocess_check: bool = Field(
-        True, description="Accepted with any value; it is about NeMo-Gym's processes, of which there are none."
+        True, description="Accepted with any value; an episode fails by name when a server of NeMo-Gym has ended."
     )
 
 

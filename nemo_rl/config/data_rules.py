@@ -111,6 +111,26 @@ def agents_reach_the_model(config: MasterConfig) -> Iterator[str]:
 
 
 @rule
+def nemo_gym_plays_its_own_rows(config: MasterConfig | EvalMasterConfig) -> Iterator[str]:
+    plays = config.env.should_use_nemo_gym
+    if plays and (config.env.nemo_gym is None or not config.env.nemo_gym.config_paths):
+        yield "env.should_use_nemo_gym: true needs env.nemo_gym.config_paths, the configurations of its servers"
+    for key, entry in _entries(config):
+        if plays and entry.env_name != "nemo_gym":
+            yield (
+                f"{key}.env_name: {entry.env_name!r}, but env.should_use_nemo_gym: true plays every row with NeMo-Gym; "
+                "name nemo_gym, or set it to false"
+            )
+        elif entry.env_name == "nemo_gym" and not plays:
+            yield f"{key}.env_name: 'nemo_gym' plays with env.should_use_nemo_gym: true; set it"
+        elif plays and entry.dataset_name != "NemoGymDataset" and "." not in entry.dataset_name:
+            yield (
+                f"{key}.dataset_name: {entry.dataset_name!r} has no rows of NeMo-Gym; name NemoGymDataset, with the "
+                "JSONL file in data_path"
+            )
+
+
+@rule
 def evaluations_run_no_agents(config: EvalMasterConfig) -> Iterator[str]:
     for _, entry in _entries(config):
         section = config.env.of(entry.env_name)
@@ -276,10 +296,6 @@ def _highest(config: MasterConfig, metric: str) -> float | None:
 
 
 def _unknown_of_validation(config: RootConfig, what: str, short: str, prefix: str) -> Iterator[Problem]:
-    if short.startswith("total_reward/"):
-        key = what.partition(":")[0]
-        yield not_built(key, short, "metrics of NeMo-Gym's rollouts", f"{prefix}accuracy is the mean reward")
-        return
     known = SFT_VALIDATION
     if isinstance(config, MasterConfig):
         grpo = config.grpo

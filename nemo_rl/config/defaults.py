@@ -7,7 +7,11 @@ value that was given, null included where null is allowed, is never changed; com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+import pickle
+import re
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -27,6 +31,9 @@ from nemo_rl.config.section import (
 )
 
 Number = int | float
+# `${a.b}`, and the beginning of `${mul:...`.
+_NAMED = re.compile(r"\$\{([A-Za-z_][\w-]*(?:\.[\w-]+)*)\}")
+_ARITHMETIC = re.compile(r"\$\{(?:add|mul|div|max):")
 
 
 def _add(*values: Number) -> Number:
@@ -84,11 +91,70 @@ def resolve(raw: Mapping[str, object]) -> dict[str, object]:
     """
     register_omegaconf_resolvers()
     try:
-        resolved = OmegaConf.to_container(OmegaConf.create(dict(raw)), resolve=True)
+        return _resolved(raw)
     except (OmegaConfBaseException, RecursionError) as error:
         where = getattr(error, "full_key", None) or "the configuration"
         raise ConfigError([f"{where}: {str(error).splitlines()[0]}"]) from error
+
+
+def _resolved(raw: Mapping[str, object]) -> dict[str, object]:
+    """What OmegaConf makes of it. Few values follow others, and OmegaConf takes a tenth of a second for all of them, so
+    it is given only those that hold an interpolation or are named by one.
+    """
+    texts = [text for text in _texts(raw) if "${" in text]
+    # A relative or composed name, and resolvers that look up keys themselves, may mean any key.
+    if any("${" in _NAMED.sub("", _ARITHMETIC.sub("", text)) for text in texts):
+        return _by_omegaconf(raw)
+    part = _part(raw, [name.split(".") for text in texts for name in _NAMED.findall(text)])
+    return _joined(raw, _remembered(pickle.dumps(part)))
+
+
+@functools.lru_cache(maxsize=64)
+def _remembered(part: bytes) -> dict[str, object]:
+    """Resolves once for all jobs of a pool and adapters of a job that differ in other keys: it takes most of the time
+    of reading a configuration. `_joined` copies what it takes from here.
+    """
+    return _by_omegaconf(pickle.loads(part))
+
+
+def _by_omegaconf(raw: Mapping[str, object]) -> dict[str, object]:
+    resolved = OmegaConf.to_container(OmegaConf.create(dict(raw)), resolve=True)
     return {str(key): value for key, value in resolved.items()} if isinstance(resolved, dict) else {}
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _texts(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _texts(item)
+
+
+def _part(raw: Mapping[str, object], named: list[list[str]]) -> dict[str, object]:
+    """What holds an interpolation or is named, under its keys; lists whole."""
+    kept: dict[str, object] = {}
+    for key, value in raw.items():
+        below = [name[1:] for name in named if name[0] == str(key)]
+        if isinstance(value, Mapping) and [] not in below:
+            if (part := _part(value, below)) or below:
+                kept[key] = part
+        elif below or any("${" in text for text in _texts(value)):
+            kept[key] = value
+    return kept
+
+
+def _joined(raw: Mapping[str, object], resolved: Mapping[str, object]) -> dict[str, object]:
+    joined: dict[str, object] = {}
+    for key, value in raw.items():
+        found = resolved.get(key, value)
+        if isinstance(value, Mapping):
+            joined[key] = _joined(value, found) if isinstance(found, Mapping) else found
+        else:
+            joined[key] = [*value] if isinstance(value, tuple) and found is value else deepcopy(found)
+    return joined
 
 
 def _fill(

@@ -177,6 +177,11 @@ class OnPolicyDistillationConfig(Section):
         description="What computes the teachers: policy, the policy's training backend; or vllm, engines with the "
         "options of policy.generation.vllm_cfg and vllm_kwargs.",
     )
+    job_by_agent_name: dict[str, str] = Field(
+        default_factory=dict,
+        description="The job of the pool that serves the teacher, by agent or data set; needs backend vllm. Empty: the "
+        "run has its own.",
+    )
     strict_agent_name_match: bool = Field(
         False, description="Refuse data sets without a teacher of their own, though there is a default."
     )

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from nemo_rl.config.errors import NotBuilt, Problem
 from nemo_rl.config.master import DistillationMasterConfig, MasterConfig, RootConfig
 from nemo_rl.config.pass_through import engine_arguments_are_safe
-from nemo_rl.config.placement import cluster_world_size, generation_world_size, training_world_size
+from nemo_rl.config.placement import cluster_world_size, engine_fits, generation_world_size, training_world_size
 from nemo_rl.config.rules import broken_rules, rule
 from nemo_rl.config.section import DefaultFrom, Section, annotation_of, not_built
 from nemo_rl.config.teachers import MAX_LOGPROBS, Teacher, sizes_of, teachers_of
@@ -122,10 +122,12 @@ def _engines_do_not_divide(config: MasterConfig, teacher: Teacher, where: str) -
     vllm = teacher.policy.generation.vllm_cfg
     width = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
     world = teacher.slots(config) or training_world_size(config)
-    if teacher.job is None and world > 0 and world % width:
+    nodes = 1 if config.cluster.num_nodes == 1 else max(world // config.cluster.gpus_per_node, 1)
+    if teacher.job is None and world > 0 and not engine_fits(width, world // nodes, nodes):
+        on = f" on {nodes} nodes" if nodes > 1 else ""
         yield (
             f"{where}: tensor_parallel_size * pipeline_parallel_size is {width}, which does not divide the {world} "
-            "accelerators of the teacher"
+            f"accelerators of the teacher{on} into equal engines"
         )
 
 
@@ -212,6 +214,7 @@ def advantages_come_from_teachers(config: MasterConfig) -> Iterator[Problem]:
             f"{_OPD}.default_teacher_alias is {opd.default_teacher_alias}, which teacher_model_by_agent_name does not "
             f"have; it has {', '.join(models) or 'nothing'}"
         )
+    yield from _jobs_of_teachers(config)
     if loss.force_on_policy_ratio and config.grpo.seq_logprob_error_threshold is None:
         yield (
             "grpo.adv_estimator.name opd reads log-probabilities before the step, which loss_fn.force_on_policy_ratio "
@@ -240,3 +243,25 @@ def advantages_come_from_teachers(config: MasterConfig) -> Iterator[Problem]:
                 "pipeline stages with DTensor",
                 "set it to 1, or train with policy.megatron_cfg",
             )
+
+
+def _jobs_of_teachers(config: MasterConfig) -> Iterator[str]:
+    """What keeps jobs of a pool from serving several teachers."""
+    opd, key = config.on_policy_distillation, f"{_OPD}.job_by_agent_name"
+    jobs, models = opd.job_by_agent_name, opd.teacher_model_by_agent_name
+    if not jobs:
+        return
+    if opd.backend != "vllm" or opd.non_colocated_teachers.enabled:
+        yield (
+            f"{key}: a job of the pool serves engines on GPUs that it is lent; set {_OPD}.backend to vllm and "
+            "non_colocated_teachers.enabled to false"
+        )
+    for task in jobs:
+        if task not in models:
+            yield f"{key}.{task}: teacher_model_by_agent_name has no such entry"
+    if missing := [task for task in models if task not in jobs]:
+        yield f"{key}: names no job for {', '.join(missing)}; name one for every teacher, or for none"
+    for job in sorted(set(jobs.values())):
+        served = sorted({models[task] for task, name in jobs.items() if name == job and task in models})
+        if len(served) > 1:
+            yield f"{key}: {job} would serve {' and '.join(served)}; a job serves one model, name a job for each"

@@ -37,6 +37,7 @@ class EnvironmentConfig(Section):
     step_timeout_s: float = Field(
         600.0,
         gt=0,
+        allow_inf_nan=False,
         description="Seconds that one call of the environment may take before the step fails; of an agent, a whole "
         "episode.",
     )
@@ -153,6 +154,45 @@ class SlidingPuzzleEnvConfig(EnvironmentConfig):
     max_moves: PositiveInt = Field(20, description="Actions after which an unsolved puzzle ends.")
 
 
+class NemoGymEnvConfig(UserEnvironmentConfig):
+    """`env.nemo_gym`: keys other than these are NeMo-Gym's own configuration and reach it as they are."""
+
+    agent: str | None = Field(
+        "nemo_gym_agent.NemoGym", description="Dotted path of what plays the rows, for the interpreter of python."
+    )
+    python: str | None = Field(
+        None,
+        description="Interpreter (Python 3.12) of a virtual environment that has the package nemo-gym; null: the run's "
+        "own.",
+    )
+    config_paths: list[str] = Field(
+        default_factory=list,
+        description="NeMo-Gym's configurations: of a model server named policy_model, of agents and of resources.",
+    )
+    start_timeout_s: float = Field(
+        540.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds that NeMo-Gym's servers may take to start, as a part of the first episodes; the first "
+        "start installs their packages.",
+    )
+    num_gpu_nodes: Annotated[int, NotYet("nodes of GPUs for NeMo-Gym's own models")] = Field(
+        0, description="Nodes for models that NeMo-Gym serves."
+    )
+    is_trajectory_collection: Annotated[bool, NotYet("collecting trajectories without training")] = Field(
+        False, description="Collect trajectories alone."
+    )
+    pad_dynamic_image_shapes: Annotated[bool, NotYet("vision-language and audio models")] = Field(
+        False, description="Pad images to one shape."
+    )
+    invalid_tool_call_patterns: list[str] | None = Field(
+        None, description="Accepted with any value; it is for penalties, which are refused by their own keys."
+    )
+    thinking_tags: list[str] | None = Field(
+        None, description="Accepted with any value; it is for penalties, which are refused by their own keys."
+    )
+
+
 class EnvConfig(Section):
     """`env.*`; names besides these are users' environments."""
 
@@ -183,12 +223,14 @@ class EnvConfig(Section):
     vlm: dict[str, Any] | None = Field(
         None, description="Answers about images; not built, and refused where an entry of data names it."
     )
-    nemo_gym: dict[str, Any] | None = Field(
-        None, description="NeMo-Gym; not built, and refused where an entry of data names it."
+    nemo_gym: NemoGymEnvConfig | None = Field(
+        None, description="Rows of NeMo-Gym, played by its own agents, tools and verifiers against the run's endpoint."
     )
-    should_use_nemo_gym: Annotated[bool, NotYet("NeMo-Gym")] = Field(False, description="Roll out through NeMo-Gym.")
-    should_log_nemo_gym_responses: Annotated[bool, NotYet("NeMo-Gym")] = Field(
-        False, description="Log NeMo-Gym's responses."
+    should_use_nemo_gym: bool = Field(
+        False, description="NeMo-Gym plays every row. Entries of data say so too (env_name), which it must equal."
+    )
+    should_log_nemo_gym_responses: bool = Field(
+        False, description="Accepted with any value; samples show every message of an episode."
     )
 
     def of(self, name: str) -> EnvironmentConfig | None:

@@ -52,6 +52,7 @@ class HttpServerConfig(Section):
     deadline_s: float = Field(
         600.0,
         gt=0,
+        allow_inf_nan=False,
         description="Seconds that a request may wait and run, while engines sleep, are refitted, fail or are lent; "
         "then the client gets 503 with Retry-After.",
     )
@@ -70,8 +71,12 @@ class VllmConfig(Section):
     precision: Annotated[
         Literal["float32", "float16", "bfloat16", "fp8"],
         DefaultFrom("${policy.precision}"),
-        NotYet("fp8 generation", ("fp8",)),
-    ] = Field("bfloat16", description="Precision of the engine's weights.")
+    ] = Field(
+        "bfloat16",
+        description="Precision of the engine's weights. fp8 (GPUs alone): weights of linear layers and experts are "
+        "quantised to float8_e4m3 as they arrive, at the start and at every refit, with a scale for each block of 128 "
+        "x 128; activations with a scale for each token and 128 channels; everything else is in bfloat16.",
+    )
     kv_cache_dtype: Annotated[Literal["auto", "fp8", "fp8_e4m3"], NotYet("fp8 KV cache")] = Field(
         "auto", description="Precision of the KV cache."
     )
@@ -92,8 +97,8 @@ class VllmConfig(Section):
     ] = Field(
         None,
         description="How vLLM starts the ranks of one engine: mp, each in a process beside the one that schedules, or "
-        "uni, its only one in that process. null is mp on GPUs, and on CPU slots where there are several ranks. An "
-        "engine's ranks are on one node, where ray would start what mp starts: it is taken as mp.",
+        "uni, its only one in that process. null is mp on GPUs, and on CPU slots where there are several ranks. ray is "
+        "taken as mp, whose ranks may lie on several nodes too.",
     )
     engines_per_gpu: PositiveInt = Field(
         1,
@@ -112,12 +117,20 @@ class VllmConfig(Section):
     use_tqdm: bool = Field(
         True, description="Accepted from older recipes; no effect: a run has one progress display of its own."
     )
-    use_deep_gemm: Annotated[bool, NotYet("fp8 generation")] = Field(False, description="Use DeepGEMM kernels for fp8.")
-    num_first_layers_in_bf16: Annotated[NonNegativeInt, NotYet("fp8 generation")] = Field(
-        0, description="First layers left in bfloat16 with fp8."
+    use_deep_gemm: bool = Field(
+        False,
+        description="Multiply fp8 weights with DeepGEMM's kernels, which an engine refuses where they do not run; "
+        "otherwise with the best of the others.",
     )
-    num_last_layers_in_bf16: Annotated[NonNegativeInt, NotYet("fp8 generation")] = Field(
-        0, description="Last layers left in bfloat16 with fp8."
+    num_first_layers_in_bf16: NonNegativeInt = Field(0, description="First layers left in bfloat16 with fp8.")
+    num_last_layers_in_bf16: NonNegativeInt = Field(0, description="Last layers left in bfloat16 with fp8.")
+    quantization_ignored_layer_kws: NonEmptyStrings = Field(
+        default_factory=list, description="Parts of names of layers that are left in bfloat16 with fp8, such as o_proj."
+    )
+    is_mx: bool = Field(
+        False,
+        description="With fp8: one scale for every 32 weights of a row (MXFP8), for GPUs that multiply such blocks "
+        "(Blackwell), instead of blocks of 128 x 128.",
     )
     request_seeds: bool | None = Field(
         None,
@@ -171,6 +184,11 @@ class VllmConfig(Section):
     sleep_level: Literal[1, 2] = Field(
         2, description="Level at which a shard sleeps: 1 keeps the weights on the host, 2 drops them."
     )
+
+    @property
+    def dtype(self) -> str:
+        """Precision that the engine computes in; products of fp8 weights are bfloat16."""
+        return "bfloat16" if self.precision == "fp8" else self.precision
 
 
 class RefitConfig(Section):

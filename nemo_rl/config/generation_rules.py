@@ -10,9 +10,19 @@ from collections.abc import Iterator
 from nemo_rl.config.errors import Problem
 from nemo_rl.config.evaluation import EvalMasterConfig
 from nemo_rl.config.master import MasterConfig, RootConfig, SFTMasterConfig
-from nemo_rl.config.placement import generation_slots_per_node
+from nemo_rl.config.placement import engine_fits, generation_slots_per_node, generation_world_size
 from nemo_rl.config.rules import caution, rule
 from nemo_rl.config.section import not_built
+
+_OF_FP8 = (
+    "use_deep_gemm",
+    "num_first_layers_in_bf16",
+    "num_last_layers_in_bf16",
+    "quantization_ignored_layer_kws",
+    "is_mx",
+)
+# Weights that engines keep as one.
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @rule
@@ -49,18 +59,12 @@ def engines_fit_into_nodes(config: MasterConfig) -> Iterator[Problem]:
     engine = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
     if config.policy.generation.backend != "vllm":
         return
-    if slots > 1 and engine > slots and engine % slots == 0 and config.cluster.num_nodes >= engine // slots:
-        yield not_built(
-            "policy.generation.vllm_cfg.tensor_parallel_size",
-            vllm.tensor_parallel_size,
-            "engines over several nodes",
-            f"an engine takes at most the {slots} accelerators of a node",
-        )
-    elif slots > 0 and slots % engine:
+    nodes = generation_world_size(config) // slots if slots > 0 else 0
+    if slots > 0 and not engine_fits(engine, slots, nodes):
         yield (
-            f"policy.generation.vllm_cfg: tensor_parallel_size * pipeline_parallel_size is {engine}, which does not "
-            f"divide the {slots} generating accelerators of a node; an engine lies inside one node, whose memory its "
-            "ranks share; lower one of the two, or give generation more accelerators per node"
+            f"policy.generation.vllm_cfg: tensor_parallel_size * pipeline_parallel_size is {engine}, which neither "
+            f"divides the {slots} generating accelerators of a node nor is all accelerators of some of the {nodes} "
+            "nodes that generate, in equal groups; change one of the two sizes, or how many accelerators generate"
         )
     if vllm.expert_parallel_size > 1 and vllm.expert_parallel_size % vllm.tensor_parallel_size:
         yield (
@@ -74,6 +78,34 @@ def engines_fit_into_nodes(config: MasterConfig) -> Iterator[Problem]:
             "experts shared among several engines",
             f"the ranks of one engine share them: tensor_parallel_size {vllm.tensor_parallel_size}, or 1",
         )
+
+
+@rule
+def fp8_engines_run_on_gpus(config: MasterConfig | EvalMasterConfig) -> Iterator[str]:
+    is_run = isinstance(config, MasterConfig)
+    vllm = (config.policy.generation if is_run else config.generation).vllm_cfg
+    key = f"{'policy.' if is_run else ''}generation.vllm_cfg"
+    if vllm.precision != "fp8":
+        for name in _OF_FP8:
+            if getattr(vllm, name):
+                yield f"{key}.{name} is for {key}.precision fp8, which is {vllm.precision}; leave it out"
+        return
+    for group in _FUSED:
+        named = [any(part in name for part in vllm.quantization_ignored_layer_kws) for name in group]
+        if any(named) and not all(named):
+            yield (
+                f"{key}.quantization_ignored_layer_kws: engines keep {', '.join(group)} in one layer, which is "
+                "quantised as a whole; name all of them, or none"
+            )
+    if config.cluster.device == "cpu":
+        yield fp8_needs_gpus(key, "cluster.device is cpu")
+    if vllm.is_mx and vllm.use_deep_gemm:
+        yield f"{key}.use_deep_gemm: DeepGEMM's kernels multiply blocks of 128 x 128, and is_mx is true; leave one out"
+
+
+def fp8_needs_gpus(key: str, why: str) -> str:
+    """The message for fp8 engines on CPU slots. `key`: of the engines' section."""
+    return f"{key}.precision: fp8: engines quantise to fp8 on GPUs alone, and {why}; set it to bfloat16"
 
 
 @rule
@@ -276,11 +308,12 @@ def several_answers_may_differ(config: EvalMasterConfig) -> Iterator[str]:
 @rule
 def engines_divide_the_slots(config: EvalMasterConfig) -> Iterator[str]:
     vllm, cluster = config.generation.vllm_cfg, config.cluster
-    width = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
-    if cluster.gpus_per_node % width:
+    width, slots = vllm.tensor_parallel_size * vllm.pipeline_parallel_size, cluster.gpus_per_node
+    if slots % width and (width % slots or cluster.num_nodes % (width // slots)):
         yield (
-            f"generation.vllm_cfg: tensor_parallel_size * pipeline_parallel_size is {width}, "
-            f"which does not divide cluster.gpus_per_node {cluster.gpus_per_node}"
+            f"generation.vllm_cfg: tensor_parallel_size * pipeline_parallel_size is {width}, which neither divides "
+            f"cluster.gpus_per_node {slots} nor is all accelerators of some of the cluster.num_nodes "
+            f"{cluster.num_nodes} nodes, in equal groups"
         )
 
 

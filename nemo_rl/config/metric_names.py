@@ -19,14 +19,17 @@ class MetricName:
     @classmethod
     def read(cls, text: str) -> MetricName:
         """Reads `val:<name>` or `train:<name>`, and as logs have them `validation/<name>` or `train/<name>`; a name
-        alone is one of validation.
+        alone is one of validation. `total_reward/mean` of a validation, which is what NeMo-RL measures of NeMo-Gym's
+        rollouts, is `accuracy`.
         """
         for prefix, kind in _PREFIXES.items():
             if text.startswith(prefix):
-                return cls(kind, text.removeprefix(prefix))
-        return cls("val", text)
+                name = text.removeprefix(prefix)
+                return cls(kind, "accuracy" if kind == "val" and name == _OF_NEMO_GYM else name)
+        return cls("val", "accuracy" if text == _OF_NEMO_GYM else text)
 
 
+_OF_NEMO_GYM = "total_reward/mean"
 _PREFIXES: dict[str, Literal["train", "val"]] = {
     "val:": "val",
     "validation:": "val",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from nemo_rl.config.errors import Problem
 from nemo_rl.config.multi_lora_section import MultiLoraMasterConfig
+from nemo_rl.config.placement import generation_slots_per_node
 from nemo_rl.config.rules import rule
 
 _LORA = "policy.dtensor_cfg.lora_cfg"
@@ -87,5 +88,13 @@ def many_adapters_roll_out_in_turns(config: MultiLoraMasterConfig) -> Iterator[P
 
 @rule
 def engines_and_training_have_slots(config: MultiLoraMasterConfig) -> Iterator[Problem]:
-    if config.policy.generation.vllm_cfg.engines_per_gpu > 1:
+    vllm = config.policy.generation.vllm_cfg
+    if vllm.engines_per_gpu > 1:
         yield "policy.generation.vllm_cfg.engines_per_gpu: not built for many adapters; set it to 1"
+    width, slots = vllm.tensor_parallel_size * vllm.pipeline_parallel_size, generation_slots_per_node(config)
+    if width > slots > 0:
+        yield (
+            f"policy.generation.vllm_cfg: an engine has {width} ranks, a node {slots} generating accelerators, and "
+            "engines over several nodes are not built for many adapters, whose files are on one node; lower "
+            "tensor_parallel_size or pipeline_parallel_size"
+        )

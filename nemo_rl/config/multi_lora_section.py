@@ -20,6 +20,13 @@ class MultiLoraConfig(Section):
         description="Tokens of a training pass, at most: adapters whose steps do not fit wait for a later pass; one "
         "step alone may be larger. null has no limit.",
     )
+    pass_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="Share of the adapters in a training pass, at most, rounded up; the others generate meanwhile. 1 "
+        "has all share one pass.",
+    )
     wait_s: float = Field(
         0.5, ge=0, description="Seconds that a ready adapter waits for others to share its training pass."
     )

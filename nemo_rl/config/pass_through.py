@@ -113,7 +113,7 @@ def engine_arguments_are_safe(config: MasterConfig | EvalMasterConfig) -> Iterat
         "model": model.model_name,
         "tokenizer": tokenizer.name,
         "trust_remote_code": model.trust_remote_code,
-        "dtype": generation.vllm_cfg.precision,
+        "dtype": generation.vllm_cfg.dtype,
         "hf_overrides": overrides,
         "disable_log_stats": not generation.vllm_cfg.enable_vllm_metrics_logger,
         "generation_config": "vllm",

@@ -43,6 +43,13 @@ def generation_slots_per_node(config: RootConfig) -> int:
     return colocated.resources.gpus_per_node or 0
 
 
+def engine_fits(width: int, slots: int, nodes: int) -> bool:
+    """Whether engines of `width` ranks fill nodes of `slots` accelerators each: several inside a node, or each on whole
+    nodes.
+    """
+    return slots % width == 0 or (width % slots == 0 and nodes % (width // slots) == 0)
+
+
 def training_world_size(config: RootConfig) -> int:
     """Accelerator slots that train."""
     if not isinstance(config, MasterConfig):

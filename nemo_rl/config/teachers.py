@@ -43,6 +43,19 @@ class Teacher:
     backend: Literal["policy", "vllm"] = "policy"
     job: str | None = None
 
+    @property
+    def job_key(self) -> str:
+        """Dotted key that names its job."""
+        return f"{_OPD}.job_by_agent_name.{self.names[0]}" if self.names else "teacher.job"
+
+    def asked(self, config: MasterConfig) -> tuple[int, int]:
+        """What a student asks of it: the most likely tokens of each position, 0 where only those that were sampled are
+        scored; and the room that the longest sample takes, tokens.
+        """
+        longest = config.policy.max_total_sequence_length
+        # An engine draws one token after those that it scores.
+        return (0, longest + 1) if self.names else (config.grpo.topk_logits_k, longest)
+
     def slots(self, config: MasterConfig) -> int:
         """Its own accelerators; 0 if it has none or the keys do not say."""
         if self.resources is None:
@@ -67,12 +80,14 @@ def teachers_of(config: MasterConfig) -> list[Teacher]:
     return found
 
 
-def pooled_teacher(config: MasterConfig) -> Teacher:
-    """The teacher of a configuration as a job of a pool serves it. Raises ValueError: it has none in engines."""
+def pooled_teacher(config: MasterConfig, job: str) -> Teacher:
+    """The teacher of a configuration that a job of a pool serves: its section `teacher`, or of several the one that
+    names the job. Raises ValueError: it has none in engines.
+    """
     for teacher in teachers_of(config):
-        if teacher.backend == "vllm" and teacher.resources is None:
+        if teacher.backend == "vllm" and teacher.resources is None and (not teacher.names or teacher.job == job):
             return teacher
-    raise ValueError("the configuration has no teacher in engines that are lent")
+    raise ValueError(f"the configuration has no teacher in engines that are lent to the job {job!r}")
 
 
 def _by_task(config: MasterConfig) -> Iterator[Teacher]:
@@ -82,7 +97,8 @@ def _by_task(config: MasterConfig) -> Iterator[Teacher]:
         # Entries with other sizes are other teachers, whatever their model.
         own = opd.non_colocated_teachers.teacher_overrides.get(task)
         alone = own is not None or not opd.deduplicate_shared_teacher_checkpoints
-        tasks.setdefault(f"{model}\0{task if alone else ''}", []).append(task)
+        served = opd.job_by_agent_name.get(task, "")
+        tasks.setdefault(f"{model}\0{served}\0{task if alone else ''}", []).append(task)
     for number, named in enumerate(tasks.values()):
         sizes = sizes_of(config, named[0])
         own = opd.non_colocated_teachers.enabled
@@ -106,6 +122,7 @@ def _by_task(config: MasterConfig) -> Iterator[Teacher]:
             tuple(named),
             None if opd.default_teacher_alias in named else tuple(named),
             opd.backend,
+            opd.job_by_agent_name.get(named[0]),
         )
 
 

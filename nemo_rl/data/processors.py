@@ -206,6 +206,7 @@ PROCESSORS: dict[str, TaskDataProcessFnCallable] = {
     "multichoice_qa_processor": multichoice_qa_processor,
     "helpsteer3_data_processor": helpsteer3_data_processor,
     "state_processor": state_processor,
+    "nemo_gym_data_processor": state_processor,
     "sft_processor": sft_processor,
     "kd_data_processor": sft_processor,
 }

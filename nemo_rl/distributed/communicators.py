@@ -6,13 +6,10 @@ group has the old name. Invariants: all ranks create groups in the same order; n
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from types import CellType, ModuleType
 from typing import Any, Self
 
 import torch
@@ -21,6 +18,7 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_proc
 from torch.distributed import distributed_c10d
 
 from nemo_rl.distributed.accelerators import Accelerator
+from nemo_rl.distributed.holders import Holders, Swap
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +28,6 @@ class _Dropped:
     group: Any
     name: Any
     ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Swap:
-    old: object
-    new: object
 
 
 class Communicators:
@@ -51,6 +43,7 @@ class Communicators:
         self._timeout = timedelta(seconds=timeout_s)
         self._host_group = host_group
         self._dropped: list[_Dropped] = []
+        self._holders = Holders()
 
     @classmethod
     def of_ranks(cls, accelerator: Accelerator, timeout_s: float) -> Self:
@@ -66,6 +59,11 @@ class Communicators:
     def dropped(self) -> bool:
         """Whether groups wait to be made again."""
         return bool(self._dropped)
+
+    @property
+    def searches(self) -> int:
+        """How often all objects of the process were searched for holders of groups."""
+        return self._holders.searches
 
     def drop(self) -> None:
         """Destroys the groups. Collective; nothing to do when they are gone."""
@@ -95,10 +93,11 @@ class Communicators:
             if ranks in waiting:
                 entry = waiting[ranks].pop(0)
                 _rename(group, entry.name)
-                swaps.append(_Swap(entry.group, group))
-        _replace_everywhere(swaps)
-        logger.info("communicators=rebuilt groups=%d", len(self._dropped))
+                swaps.append(Swap(str(entry.name), entry.group, group))
+        count = len(self._dropped)
         self._dropped = []
+        self._holders.replace(swaps)
+        logger.info("communicators=rebuilt groups=%d searches=%d", count, self._holders.searches)
 
     def _agreed(self, own: Counter[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Every group of any rank, as often as its members have it, in an order that is the same on all."""
@@ -116,36 +115,3 @@ def _rename(group: Any, name: Any) -> None:
     group._set_group_name(name)
     distributed_c10d._world.pg_names[group] = name
     _register_process_group(name, group)
-
-
-def _replace_everywhere(swaps: Sequence[_Swap]) -> None:
-    """Scans all objects of the process once for all swaps, and once more per nesting depth of tuples around them."""
-    while swaps:
-        new_of = {id(swap.old): swap for swap in swaps}
-        in_tuples: list[_Swap] = []
-        for holder in gc.get_referrers(*(swap.old for swap in swaps)):
-            if isinstance(holder, (_Swap, _Dropped)):
-                continue
-            if isinstance(holder, dict):
-                _replace_in_dict(holder, new_of)
-            elif isinstance(holder, list):
-                holder[:] = _replaced(holder, new_of)
-            elif isinstance(holder, CellType):
-                holder.cell_contents = _replaced([holder.cell_contents], new_of)[0]
-            elif isinstance(holder, tuple):
-                make = getattr(type(holder), "_make", type(holder))
-                in_tuples.append(_Swap(holder, make(_replaced(holder, new_of))))
-            elif not isinstance(holder, ModuleType) and hasattr(holder, "__dict__"):
-                _replace_in_dict(vars(holder), new_of)
-        swaps = in_tuples
-
-
-def _replaced(items: Iterable[object], new_of: Mapping[int, _Swap]) -> list[object]:
-    return [new_of[id(item)].new if id(item) in new_of else item for item in items]
-
-
-def _replace_in_dict(holder: dict[object, object], new_of: Mapping[int, _Swap]) -> None:
-    for key in [key for key, value in holder.items() if id(value) in new_of]:
-        holder[key] = new_of[id(holder[key])].new
-    for key in [key for key in holder if id(key) in new_of]:
-        holder[new_of[id(key)].new] = holder.pop(key)

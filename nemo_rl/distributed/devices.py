@@ -77,6 +77,14 @@ def keep_to_slot(device: torch.device) -> None:
         torch.cuda.set_per_process_memory_fraction(min(int(given) / total_memory(device), 1.0), device)
 
 
+def allowed_memory(device: torch.device) -> int:
+    """Bytes that this process may still allocate: what is free, or less where it keeps to a slot."""
+    free, given = free_memory(device), os.environ.get(SLOT_BYTES_VARIABLE)
+    if given is None or device.type != "cuda":
+        return free
+    return min(free, int(given) - torch.cuda.memory_reserved(device))
+
+
 def total_memory(device: torch.device) -> int:
     """Bytes of the whole GPU, or of the host."""
     if device.type == "cuda":

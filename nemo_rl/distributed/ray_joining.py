@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -30,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 LOCAL = "local"
 _ANSWER_S = 5.0
+_LINE_OF_RAY = re.compile(rb"\[\d{4}-\d\d-\d\d |[IWEF]\d{4} \d\d:|WARNING: All log messages before absl")
+"""How a line begins that Ray's compiled code, or gRPC below it, writes."""
 
 
 class RayStartError(UserError, RuntimeError):
@@ -112,7 +116,7 @@ def _authenticate(address: str) -> None:
 
 def _is_let_in(address: str) -> bool:
     try:
-        with _no_lines_of_libraries():
+        with _no_lines_of_ray():
             GcsClient(address=address).get_all_node_info()
     except AuthenticationError:
         return False
@@ -128,17 +132,23 @@ def _read_credentials_again() -> None:
 
 
 @contextmanager
-def _no_lines_of_libraries() -> Iterator[None]:
-    """Inside the block what compiled code writes to standard error is dropped: the error itself is raised."""
+def _no_lines_of_ray() -> Iterator[None]:
+    """Inside the block Ray's compiled code shows nothing on standard error: the error itself is raised. What other
+    threads write there meanwhile is shown at the end of the block.
+    """
     sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            held.seek(0)
+            for line in held:
+                if not _LINE_OF_RAY.match(line):
+                    os.write(2, line)
 
 
 def do_nothing(*arguments: object, **options: object) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -23,6 +25,7 @@ from ray._private.node import Node
 from ray._raylet import GcsClient  # pyrefly: ignore[missing-module-attribute]  # it is compiled
 from ray.exceptions import RayError
 
+from nemo_rl.distributed import idle_agent
 from nemo_rl.distributed.accelerators import CPU_SLOT_RESOURCE, Accelerator, resolve_accelerator
 from nemo_rl.distributed.processes import HOOK, WORKING_DIRECTORY, kill_and_wait
 from nemo_rl.distributed.ray_joining import (
@@ -56,9 +59,11 @@ _LOCAL_CLUSTER_ENV = {
 # cloud for more nodes, and what echoes the workers' output. Together they take two seconds of a start on two cores.
 _UNUSED = ("start_api_server", "start_monitor")
 _ECHOES = "start_log_monitor"
+# The raylet starts this one and ends without it.
+_AGENT = "--dashboard_agent_command="
 
 _START_ATTEMPTS = 3
-_NODE_UP_S, _LOOK_S = 30.0, 0.02
+_NODE_UP_S, _POLL_S = 30.0, 0.02
 # The processes of a local cluster end with the thread that started them, so it lasts as long as this process.
 Started = TypeVar("Started")
 
@@ -171,6 +176,7 @@ def _start_local(**options: Any) -> None:
         try:
             with ExitStack() as stack:
                 stack.enter_context(_without(*_UNUSED))
+                stack.enter_context(_with_idle_agent())
                 stack.enter_context(_seen_at_once())
                 if not options["log_to_driver"]:
                     stack.enter_context(_without(_ECHOES))
@@ -199,6 +205,23 @@ def _without(*starters: str) -> Iterator[None]:
 
 
 @contextmanager
+def _with_idle_agent() -> Iterator[None]:
+    """Inside the block a raylet starts `idle_agent` as its dashboard agent: without a dashboard nothing asks it."""
+    start = services.start_ray_process
+
+    def start_with_idle_agent(command: list[str], *args: Any, **kwargs: Any) -> Any:
+        options = dict(part.removeprefix("--").split("=", 1) for part in command if "=" in part)
+        if {"session_dir", "node_id"} <= options.keys():
+            idle = [sys.executable, "-I", "-S", idle_agent.__file__, options["session_dir"], options["node_id"]]
+            agent = _AGENT + subprocess.list2cmdline(idle)
+            command = [agent if part.startswith(_AGENT) else part for part in command]
+        return start(command, *args, **kwargs)
+
+    with patch.object(services, "start_ray_process", start_with_idle_agent):
+        yield
+
+
+@contextmanager
 def _seen_at_once() -> Iterator[None]:
     """Makes Ray poll for its node every few milliseconds instead of once a second."""
     get_node = services.get_node
@@ -207,7 +230,7 @@ def _seen_at_once() -> Iterator[None]:
         client = GcsClient(address=gcs_address)
         deadline = time.monotonic() + _NODE_UP_S
         while time.monotonic() < deadline and not client.get_all_node_info():
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         return get_node(gcs_address, node_id)
 
     with patch.object(services, "get_node", once_there):

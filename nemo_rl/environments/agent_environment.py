@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -94,8 +95,10 @@ class AgentEnvironment(EnvironmentInterface[Any]):
         self._path = str(cfg["agent"])
         key, arguments, calls = str(cfg["key"]), cfg["arguments"], int(cfg["calls"])
         self._agent: Agent
+        self._elsewhere: OtherInterpreter | None = None
         if cfg.get("python") is not None:
-            self._agent = OtherInterpreter(str(cfg["python"]), self._path, arguments, calls=calls, key=key).run
+            self._elsewhere = OtherInterpreter(str(cfg["python"]), self._path, arguments, calls=calls, key=key)
+            self._agent = self._elsewhere.run
         else:
             self._agent = agent_of(self._path, key, arguments)
         self._awaits = inspect.iscoroutinefunction(self._agent)
@@ -121,6 +124,11 @@ class AgentEnvironment(EnvironmentInterface[Any]):
             terminateds=torch.ones(len(played), dtype=torch.bool),
         )
 
+    def close(self) -> None:
+        """Ends the process of another interpreter."""
+        if self._elsewhere is not None:
+            self._elsewhere.close()
+
     async def _play(self, log: LLMMessageLogType, known: Mapping[str, Any]) -> tuple[dict[str, float], object]:
         session: AgentSession = known["session"]
         row = known["row"] if isinstance(known["row"], Mapping) else {}
@@ -130,7 +138,8 @@ class AgentEnvironment(EnvironmentInterface[Any]):
         await asyncio.to_thread(_restart, session)
         try:
             return _numbers(await self._run(task, session), self._path), None
-        except Exception as error:  # noqa: BLE001 - who opened the session knows whether it ran out of room
+        # SystemExit: a script's exit() would otherwise end this actor, and leave no reason.
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - who opened the session knows whether it ran out of room
             return {}, {FAILED: f"{self._path} raised {error!r:.2000}"}
 
     async def _run(self, task: dict[str, Any], session: AgentSession) -> object:
@@ -153,8 +162,10 @@ def _numbers(result: object, path: str) -> dict[str, float]:
     """A reward as its parts; a plain number has no name."""
     parts = result if isinstance(result, Mapping) else {"": result}
     numbers: dict[str, float] = {}
-    for name, value in parts.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+    for name, given in parts.items():
+        # Numbers of numpy and torch have no dimensions.
+        value = given.item() if getattr(given, "ndim", None) == 0 else given
+        if not isinstance(value, Real):
             raise TypeError(f"{path} returned {result!r:.200}; expected a number, or a dict of numbers")
         numbers[f"reward/{name}" if name and not str(name).startswith("reward/") else str(name)] = float(value)
     if not numbers:

@@ -26,7 +26,7 @@ from nemo_rl.distributed.processes import OutputTail
 if TYPE_CHECKING:
     from nemo_rl.environments.agent_environment import AgentSession
 
-_SCRIPT = Path(__file__).with_name("agent_process.py")
+_SCRIPT = Path(__file__).parent / "other_python" / "agent_process.py"
 _START_S = 300.0
 
 
@@ -40,12 +40,20 @@ class AgentError(UserError, RuntimeError):
     """What an agent raised in its own process, or how that process ended."""
 
 
-def check_interpreter(python: str, key: str) -> None:
-    """Whether a file can be run. Raises ConfigError: it cannot."""
+def check_interpreter(python: str, key: str, package: str | None = None) -> None:
+    """Whether a file can be run, and has a package. Raises ConfigError: it cannot, or has not."""
     path = os.path.expanduser(python)
     if not os.access(path, os.X_OK) or os.path.isdir(path):
         raise ConfigError(
             [f"{key}.python: {python} cannot be run; name the interpreter of a virtual environment, as venv/bin/python"]
+        )
+    if package is None:
+        return
+    looks = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+    # Without the modules that this process finds, as the agent is played.
+    if subprocess.run([path, "-c", looks], check=False, env=_environment(), timeout=_START_S).returncode != 0:
+        raise ConfigError(
+            [f"{key}.python: {python} has no package {package}; name the interpreter of a virtual environment that has"]
         )
 
 
@@ -139,15 +147,12 @@ class OtherInterpreter:
         return f"the process of {self._key}.python ended {running.tail.of_ended()}"
 
     def _started(self) -> _Running:
-        environment = {
-            name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-        }
         process = subprocess.Popen(
             [self._python, str(_SCRIPT), self._settings],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=environment,
+            env=_environment(),
         )
         running = _Running(process, OutputTail(process))
         late = threading.Timer(_START_S, process.kill)
@@ -178,7 +183,7 @@ class OtherInterpreter:
 
 
 def _answer(waiting: _Waiting, reply: Mapping[str, Any]) -> None:
-    def settle() -> None:
+    def resolve() -> None:
         if waiting.answer.done():
             return
         if "error" in reply:
@@ -187,7 +192,13 @@ def _answer(waiting: _Waiting, reply: Mapping[str, Any]) -> None:
             waiting.answer.set_result(reply["result"])
 
     with suppress(RuntimeError):  # the loop is closed: nothing waits there any more
-        waiting.loop.call_soon_threadsafe(settle)
+        waiting.loop.call_soon_threadsafe(resolve)
+
+
+def _environment() -> dict[str, str]:
+    """This process's variables, without those that lead another interpreter to the packages of this one."""
+    without = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    return {name: value for name, value in os.environ.items() if name not in without}
 
 
 def _paths_of_users() -> list[str]:

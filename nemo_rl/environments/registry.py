@@ -8,6 +8,7 @@ environment, and tasks share its actors.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from ray.actor import ActorHandle
 
 from nemo_rl.config import ConfigError, DataConfig, EnvConfig, EnvironmentConfig
 from nemo_rl.config.dotted import import_dotted
+from nemo_rl.config.env import NemoGymEnvConfig
 from nemo_rl.config.errors import did_you_mean
 from nemo_rl.config.foreign import UNBUILT
 from nemo_rl.data.interfaces import DataError
@@ -39,6 +41,7 @@ CLASSES: dict[str, str] = {
     "reasoning_gym": "nemo_rl.environments.math_environment.ReasoningGymEnvironment",
     "sliding_puzzle": "nemo_rl.environments.sliding_puzzle_environment.SlidingPuzzleEnvironment",
     "code_jaccard": "nemo_rl.environments.code_environment.CodeJaccardEnvironment",
+    "nemo_gym": "nemo_rl.environments.agent_environment.AgentEnvironment",
 }
 # How often a dead environment is started again, and how often a call is made again for it.
 _RESTARTS, _CALLED_AGAIN = 5, 1
@@ -72,6 +75,9 @@ def environment_class(name: str, config: EnvironmentConfig | None) -> Any:
     if config is not None and config.function is not None:
         reward_function(config.function, f"env.{name}", config.model_extra or {})
         return FunctionEnvironment
+    if isinstance(config, NemoGymEnvConfig):
+        check_interpreter(config.python or sys.executable, f"env.{name}", package="nemo_gym")
+        return AgentEnvironment
     if config is not None and config.agent is not None and config.python is not None:
         check_interpreter(config.python, f"env.{name}")
         return AgentEnvironment
@@ -113,6 +119,10 @@ def environment_settings(config: EnvironmentConfig | None, name: str = "<name>")
     """What an environment is built with: the keys of its mapping but for those read here."""
     if config is not None and config.function is not None:
         return {"function": config.function, "key": f"env.{name}", "arguments": dict(config.model_extra or {})}
+    if isinstance(config, NemoGymEnvConfig):
+        starts = {"config_paths": config.config_paths, "start_timeout_s": config.start_timeout_s}
+        own = {"agent": config.agent, "key": f"env.{name}", "arguments": starts | (config.model_extra or {})}
+        return {**own, "python": config.python or sys.executable, "calls": calls_at_once(name, config)}
     if config is not None and config.agent is not None:
         own = {"agent": config.agent, "key": f"env.{name}", "arguments": dict(config.model_extra or {})}
         return {**own, "python": config.python, "calls": calls_at_once(name, config)}

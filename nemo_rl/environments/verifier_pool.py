@@ -128,9 +128,9 @@ class VerifierPool:
 
     def _answered_or_late(self) -> list[_Worker]:
         busy = [worker for worker in self._workers if worker.task is not None or not worker.ready]
-        wait_bound = max(0.0, min(worker.give_up_at for worker in busy) - time.monotonic())
+        timeout_s = max(0.0, min(worker.give_up_at for worker in busy) - time.monotonic())
         answered = []
-        for key, events in self._selector.select(wait_bound):
+        for key, events in self._selector.select(timeout_s):
             if events & selectors.EVENT_WRITE:
                 self._send(key.data)
             else:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CAUSES = 8
-_LOOK_S = 5.0
+_POLL_S = 5.0
 _LAUNCH_S = 60.0
 _STORE_WRITES = 8
 
@@ -158,7 +158,7 @@ class Collector:
                 raise CollectorStalled(said)
             logger.warning("stall: %s", said)
             self._last_progress, left = time.monotonic(), self._stall.timeout_s
-        self._changed.wait(min(left, _LOOK_S))
+        self._changed.wait(min(left, _POLL_S))
 
     def check_health(self) -> None:
         """Raises what ended the collector, if something did. Raises CollectorError: rollouts failed or the collector

@@ -331,8 +331,10 @@ def rollout_metrics(trajectories: Sequence[Trajectory], max_turns: int) -> dict[
     stopped_by_limit = np.array([not t.terminated and not t.truncated and t.turns >= max_turns for t in trajectories])
     branches = [len(t.branches) for t in trajectories if t.by_agent]
     of_agents = {"agent_branches_per_sample": float(np.mean(branches))} if branches else {}
+    parts = sorted({name for t in trajectories for name in t.components})
     return {
         **of_agents,
+        **{name: float(np.mean([t.components.get(name, 0.0) for t in trajectories])) for name in parts},
         "total_turns": float(turns.sum()),
         "avg_turns_per_sample": float(turns.mean()),
         "max_turns_per_sample": float(turns.max()),
@@ -362,8 +364,9 @@ def merged_rollout_metrics(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     histograms join, the rest is averaged. `parts`: what `rollout_metrics` gave for each group.
     """
     merged: dict[str, object] = {}
-    for name in parts[0] if parts else ():
-        values = [part[name] for part in parts if name in part]
+    # Groups have metrics of their own environments; a part of a reward that is not given is 0.
+    for name in dict.fromkeys(name for part in parts for name in part):
+        values = [part.get(name, 0.0) for part in parts if name in part or name.startswith("reward/")]
         if name.startswith("histogram/"):
             merged[name] = [value for part in values for value in part]
         elif name.startswith("total_"):

@@ -61,12 +61,11 @@ def _published() -> Iterator[tuple[str, ...]]:
         hub = "`data_path` says where" if source.hub is None else f"`{source.hub}`"
         subsets = [subset for subset in source.subset if subset is not None]
         where = ", ".join(f"`{part}`" for part in (source.split, *subsets)) if source.hub else ""
-        processor = "multichoice_qa_processor" if source.choices is not None else "math_hf_data_processor"
-        yield _named(names), hub, where, _rows_of(source), f"`{processor}`"
+        yield _named(names), hub, where, _rows_of(source), f"`{source.processor}`"
 
 
 def _rows_of(source: Source) -> str:
-    read = source.gather or source.choices or source.convert
+    read = source.gather or source.rows or source.convert
     if read is None:
         return f"`{source.question}` and `{source.answer}`"
     return _first_paragraph(read) + (" SFT trains the whole solution." if source.solved else "")

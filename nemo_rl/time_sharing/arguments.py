@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from nemo_rl.time_sharing.protocol.types import Limits
+
 DEFAULT_PORT = 8270
 _CONTROL_PLANE = "RLIX_CONTROL_PLANE"
 _PREFIXES = ("RLIX_", "ROLL_")
@@ -56,6 +58,14 @@ def add_pool_arguments(parser: argparse.ArgumentParser, *, knows_jobs: bool = Fa
         type=seconds,
         metavar="SECONDS",
         help="how long a rank or GPU that failed is left alone (default: 300)",
+    )
+    parser.add_argument(
+        "--measure-every",
+        type=seconds_or_none,
+        default=Limits().measure_s,
+        metavar="SECONDS",
+        help="how often is measured, where GPUs have several slots, whether their jobs gain by running at the same "
+        "time; those that do not then run in turn (default: %(default)g; 0: all always run at the same time)",
     )
     parser.add_argument(
         "--max-initialising",

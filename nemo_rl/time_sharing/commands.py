@@ -175,7 +175,8 @@ def explained(timeline: Timeline, names: Sequence[str], unit: str) -> Iterator[s
     newest = [d for d in timeline.decisions if not names or any(name in d[2] for name in names)][-_NEWEST:]
     yield "newest decisions:" if newest else "no decisions yet"
     for when, plan, text in newest:
-        yield f"    {when:.1f} s, plan {plan}: {in_unit(text, unit)}"
+        by = f", plan {plan}" if plan >= 0 else ""
+        yield f"    {when:.1f} s{by}: {in_unit(text, unit)}"
 
 
 def run_under_control_plane(arguments: Sequence[str], *, default_config: Path) -> int:

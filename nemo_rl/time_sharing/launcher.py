@@ -146,7 +146,7 @@ def _device_bytes(device: str) -> int | None:
 
 def limits_of(chosen: argparse.Namespace) -> Limits:
     """The scheduler's limits that the command line describes."""
-    limits = replace(LIVE_LIMITS, max_initialising=chosen.max_initialising)
+    limits = replace(LIVE_LIMITS, max_initialising=chosen.max_initialising, measure_s=chosen.measure_every)
     return limits if chosen.quarantine is None else replace(limits, quarantine_s=chosen.quarantine)
 
 

@@ -25,6 +25,7 @@ _START_S = 30.0
 _QUIT_S = 15.0
 _CLIENTS_S = 5
 _KILL_S = 5.0
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NAMES = "nvidia-cuda-mps"  # of the daemon and its servers
 
 
@@ -111,7 +112,8 @@ def _control(*arguments: str, commands: str = "", timeout_s: float, given: Mappi
                 text=True,
                 timeout=timeout_s,
                 check=False,
-                env=os.environ | dict(given),
+                # Where a service has a list of GPUs, it numbers them from 0, so that lists of its clients name others.
+                env={name: value for name, value in os.environ.items() if name != _VISIBLE} | dict(given),
             )
         except subprocess.TimeoutExpired as error:
             raise MpsError(f"{_COMMAND} did not answer within {timeout_s:.0f} s") from error

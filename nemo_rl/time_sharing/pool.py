@@ -151,7 +151,7 @@ class PoolActor(Orchestrator):
             # Larger than any before, also those of an earlier pool over the same log.
             incarnation = max(int(time.time()), known.incarnation + 1 if known else 0)
             submission = Submission(
-                job.name, incarnation, job.train, job.infer, time.time(), column=job.column, teacher=job.teacher
+                job.name, incarnation, job.train, job.infer, time.time(), column=job.column, teachers=job.teachers
             )
             self._submissions[job.name] = submission
             self._keep()  # first, so that a restarted pool knows of every pipeline that may be there
@@ -328,9 +328,9 @@ class PoolActor(Orchestrator):
             self._keep()
 
     def students(self, name: str) -> list[str]:
-        """The jobs that name this one as their teacher and have not ended."""
+        """The jobs that name this one as a teacher of theirs and have not ended."""
         going = [one for one in list(self._submissions.values()) if one.outcome is None]
-        return [one.name for one in going if one.teacher == name != one.name]
+        return [one.name for one in going if name in one.teachers and one.name != name]
 
     def teacher(self, name: str) -> tuple[Any, str]:
         """The process of a job that is a teacher; None, and why, where there is none."""
@@ -339,7 +339,7 @@ class PoolActor(Orchestrator):
             return None, f"the pool has no job {name!r}"
         if submission.outcome is not None:
             return None, f"the job {name!r} has ended ({submission.outcome.kind})"
-        if submission.teacher != name:
+        if submission.teachers != (name,):
             return None, f"the job {name!r} is no teacher"
         return actor, ""
 

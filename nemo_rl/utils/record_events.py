@@ -174,6 +174,19 @@ class UnknownEvent:
     fields: Mapping[str, object]
 
 
+def adapter_pipeline(job: str, adapter: str) -> str:
+    """How an adapter's entries name their pipeline: `<job>:<adapter>` in a pool, where jobs may have adapters of equal
+    names; without a job the adapter's own name.
+    """
+    return f"{job}:{adapter}" if job else adapter
+
+
+def job_of_adapter(pipeline: str) -> str | None:
+    """The job of the pool that a pipeline is an adapter of; None for any other pipeline."""
+    job, _, adapter = pipeline.partition(":")
+    return job if adapter else None
+
+
 @event_kind("record_opened")
 @dataclass(frozen=True, slots=True)
 class RecordOpened:

@@ -125,7 +125,7 @@ def _app(page: RunPage, token: str) -> Any:
         return file_of(page.log_dir, request.path_params["path"])
 
     routes = [Route("/", root), Route("/data.json", data), Route("/files/{path:path}", files)]
-    return guarded_app(routes, token, to_look=True, cookie=_COOKIE)
+    return guarded_app(routes, token, token_to_read=True, cookie=_COOKIE)
 
 
 # What a model wrote is set as text, never as markup.

@@ -39,13 +39,14 @@ class PageError(UserError, RuntimeError):
     """The page cannot be served as asked."""
 
 
-def guarded_app(routes: Sequence[Route], token: str, *, to_look: bool, cookie: str) -> Starlette:
+def guarded_app(routes: Sequence[Route], token: str, *, token_to_read: bool, cookie: str) -> Starlette:
     """An ASGI application that asks for a token.
 
     Args:
         routes: Its routes; a 404 names them.
         token: As `?token=`, bearer token or cookie; `/?token=` sets the cookie.
-        to_look: Whether a token is needed; otherwise any client that addresses this machine by its own name may read.
+        token_to_read: Whether reading needs a token; without, any client that addresses this machine by its own name
+            may read.
     """
 
     def elsewhere(request: Request) -> Response:
@@ -60,7 +61,7 @@ def guarded_app(routes: Sequence[Route], token: str, *, to_look: bool, cookie: s
         asked = request.query_params.get("token", "")
         # A foreign page that has its name resolved to this machine is not this machine's user.
         shown = shows_token(token, [asked, bearer(request), request.cookies.get(cookie, "")])
-        if not (shown if to_look else of_this_machine(host)):
+        if not (shown if token_to_read else of_this_machine(host)):
             return PlainTextResponse(NEEDS_TOKEN, 403, _HEADERS)
         try:
             answered = await answer(request)
@@ -71,7 +72,7 @@ def guarded_app(routes: Sequence[Route], token: str, *, to_look: bool, cookie: s
             return Response(status_code=499)
         for name, value in _HEADERS.items():
             answered.headers.setdefault(name, value)
-        if to_look and request.url.path == "/" and shows_token(token, [asked]):
+        if token_to_read and request.url.path == "/" and shows_token(token, [asked]):
             answered.set_cookie(cookie, token, httponly=True, samesite="strict")
         return answered
 

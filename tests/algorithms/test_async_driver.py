@@ -424,6 +424,7 @@ def test_rollout_metrics_of_groups_are_joined_as_one_batch() -> None:
             "max_total_reward": 3.0,
             "min_total_reward": -1.0,
             "histogram/a": [3],
+            "reward/only_here": 0.5,
         },
     ]
     assert merged_rollout_metrics(parts) == {
@@ -432,6 +433,7 @@ def test_rollout_metrics_of_groups_are_joined_as_one_batch() -> None:
         "max_total_reward": 3.0,
         "min_total_reward": -1.0,
         "histogram/a": [1, 2, 3],
+        "reward/only_here": 0.25,
     }
 
 

@@ -13,16 +13,18 @@ import pytest
 from nemo_rl.algorithms.multi_lora import commands, http
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.multi_lora import AdapterConfig
+from nemo_rl.utils.directory_lock import locked
 
 _BASE = Path(__file__).parents[2] / "examples" / "configs" / "multi_lora"
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[str]]]:
-    """The seed of the base and the names of the adapters of every job that would run."""
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[int, list[str]]]:
+    """The seed of the base and the names of the adapters of every job that would run, in a directory of its own."""
+    monkeypatch.chdir(tmp_path)
     jobs: list[tuple[int, list[str]]] = []
 
-    def run(base: Any, raw: object, adapters: Sequence[AdapterConfig], *, stay: bool = False) -> int:
+    def run(base: Any, raw: object, adapters: Sequence[AdapterConfig], **further: object) -> int:
         jobs.append((base.grpo.seed, [adapter.name for adapter in adapters]))
         return 0
 
@@ -36,6 +38,16 @@ def test_overrides_may_stand_before_and_behind_the_files(asked: list[tuple[int, 
     assert commands.main([*base, "grpo.seed=5", "--adapters", *files]) == 0
     assert commands.main([*base, "--adapters", *files, "grpo.seed=6"]) == 0
     assert asked == [(5, ["add", "sort"]), (6, ["add", "sort"])]
+
+
+def test_two_jobs_do_not_write_into_one_directory(
+    asked: list[tuple[int, list[str]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["--config", str(_BASE / "base.yaml"), "--adapters", str(_BASE / "add.yaml")]
+    with locked(tmp_path / "logs" / "multi_lora", "logger.log_dir"):
+        assert commands.main(line) == 1
+    assert "logger.log_dir" in capsys.readouterr().err and not asked
+    assert commands.main(line) == 0
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,33 @@
-"""A job of many adapters in real parts: joining, failing alone, leaving, full slots, checkpoints and resume."""
+"""A job of many adapters in real parts: joining, failing alone, leaving, full slots, checkpoints and resume; and random
+schedules of all that. More of them: `make adapter-stress`.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import random
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from nemo_rl.algorithms.multi_lora.adapter_run import Shared
 from nemo_rl.algorithms.multi_lora.assembly import shared_parts
 from nemo_rl.algorithms.multi_lora.http import ADDRESS_FILE, JobUnreachable, call, serve
-from nemo_rl.algorithms.multi_lora.job import MultiLoraJob, Phase, UnknownAdapter
+from nemo_rl.algorithms.multi_lora.job import MultiLoraJob, Phase, SlotsFull, UnknownAdapter
+from nemo_rl.algorithms.multi_lora.passes import AdapterRemoved
 from nemo_rl.config.multi_lora import load_adapter, load_base
 from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.log.merged import merge_by_machine_time
 from nemo_rl.utils.adapters import read_adapter
 from nemo_rl.utils.progress import StartPhases
-from nemo_rl.utils.record import read_record
+from nemo_rl.utils.record import Entry, read_record
 from nemo_rl.utils.record_events import TokensGenerated
 
 _BASE = """
@@ -54,6 +63,8 @@ def failing(response, expected):
     raise ArithmeticError("planted")
 """
 _TIMEOUT_S = 120.0
+_SCHEDULES = int(os.environ.get("NRL_ADAPTER_SCHEDULES", "2"))
+_SEED = int(os.environ.get("NRL_ADAPTER_SEED", "0"))
 
 
 def _until(what: Callable[[], bool]) -> None:
@@ -124,9 +135,14 @@ def test_adapters_join_fail_and_leave_alone_and_go_on_where_they_were(parts: tup
             call(logs, "POST", "/adapters", {"file": str(workplace.folder / "one.yaml")})
         with pytest.raises(JobUnreachable, match="expected"):
             call(logs, "POST", "/adapters", {"path": "x"})
+        odd = workplace.adapter("odd")
+        odd.write_text(odd.read_text() + "policy: {dtensor_cfg: {lora_cfg: {target_modules: [q_prj]}}}\n")
+        with pytest.raises(JobUnreachable, match="q_prj matches no linear layer"):
+            call(logs, "POST", "/adapters", {"file": str(odd)})
         _until(lambda: _phase(job, "one") is Phase.DONE and _phase(job, "bad") is Phase.FAILED)
         listed: Any = call(logs, "GET", "/adapters")
-        assert "planted" in next(state["reason"] for state in listed if state["name"] == "bad")
+        reason = next(state["reason"] for state in listed if state["name"] == "bad")
+        assert "planted" in reason and "ray::" not in reason
         # What others do does not touch an adapter that runs, and it leaves in the middle of a step.
         _until(lambda: next(state.step for state in job.states() if state.name == "long") >= 3)
         assert call(logs, "DELETE", "/adapters/long")["phase"] == "leaving"  # type: ignore[index]
@@ -144,9 +160,9 @@ def test_adapters_join_fail_and_leave_alone_and_go_on_where_they_were(parts: tup
     info, factors = read_adapter(workplace.folder / "results/one/step_2/policy/weights")
     assert info.r == 8 and any(tensor.abs().sum() > 0 for name, tensor in factors.items() if name.endswith("lora_B"))
     # No prompt is lost and no token under another version, also where an adapter left in the middle of a step.
-    for name, ended in (("one", True), ("long", False), ("bad", False)):
+    for name in ("one", "long", "bad"):
         entries = list(read_record(next((logs / name).glob("exp_*/record.jsonl"))))
-        assert check(entries, ended=ended) == []
+        assert check(entries) == []
         assert name == "bad" or any(isinstance(entry.event, TokensGenerated) for entry in entries)
     # A further job goes on with it; an adapter draws beside others what it draws alone.
     beside = [[row["token_ids"] for row in workplace.samples("one", step)] for step in (1, 2)]
@@ -164,3 +180,84 @@ def test_adapters_join_fail_and_leave_alone_and_go_on_where_they_were(parts: tup
     workplace.add(last, "ended", steps=1000)
     last.close()
     assert _phase(last, "ended") is Phase.REMOVED
+    ending = MultiLoraJob(workplace.base, shared)
+    ending.end_after_steps()
+    with pytest.raises(AdapterRemoved, match="the job ends"):
+        workplace.add(ending, "late")
+
+
+class Schedule:
+    """Adapters that come and go at random times on one job, and in every third schedule an engine that is killed."""
+
+    def __init__(self, number: int, workplace: Workplace, shared: Shared) -> None:
+        self._rng = random.Random(f"{_SEED}/{number}")
+        self._number, self._workplace, self._shared = number, workplace, shared
+        self._names = [f"r{number}{letter}" for letter in "abcde"[: self._rng.randint(3, 5)]]
+        self.removed = self.full = self.killed = 0
+
+    def play(self) -> dict[str, Phase]:
+        """How each adapter ended."""
+        rng, job = self._rng, MultiLoraJob(self._workplace.base, self._shared)
+        steps = {name: rng.choice((1, 2, 3, 1000)) for name in self._names}
+        seeds = {name: rng.randint(0, 99) for name in self._names}
+        kill_after = rng.randint(1, 2) if self._number % 3 == 2 else None
+        waiting = list(self._names)
+        while waiting:
+            try:
+                self._workplace.add(job, waiting[0], seed=seeds[waiting[0]], steps=steps[waiting[0]])
+                waiting.pop(0)
+            except SlotsFull:
+                self.full += 1
+                self._remove_one(job)
+            time.sleep(rng.uniform(0.0, 1.5))
+            if kill_after is not None and len(self._names) - len(waiting) > kill_after:
+                kill_after = None
+                ray.kill(self._shared.engines.generation.group.workers[0])
+                self.killed += 1
+        while any(steps[state.name] == 1000 and not state.phase.over for state in job.states()):
+            self._remove_one(job)
+            time.sleep(rng.uniform(0.0, 1.0))
+        assert job.wait(_TIMEOUT_S)
+        # Those that were removed come back, and go on from what they had saved.
+        again = MultiLoraJob(self._workplace.base, self._shared)
+        ended = {state.name: state.phase for state in job.states()}
+        for name in [name for name, phase in ended.items() if phase is Phase.REMOVED][:2]:
+            self._workplace.add(again, name, seed=seeds[name], steps=2)
+        assert again.wait(_TIMEOUT_S)
+        states = [*job.states(), *again.states()]
+        assert [(state.name, state.reason) for state in states if state.phase is Phase.FAILED] == []
+        return {state.name: state.phase for state in states}
+
+    def _remove_one(self, job: MultiLoraJob) -> None:
+        running = [state.name for state in job.states() if not state.phase.over]
+        if running:
+            job.remove(self._rng.choice(running))
+            self.removed += 1
+
+    def entries(self) -> list[Entry]:
+        """What the records of all its adapters say, in the order in which it happened."""
+        logs = self._workplace.folder / "logs"
+        records = [path for name in self._names for path in sorted((logs / name).glob("exp_*/record.jsonl"))]
+        return list(merge_by_machine_time(records))
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.vllm
+@pytest.mark.timeout(300 + 120 * _SCHEDULES)
+def test_random_schedules_lose_no_prompt_and_mix_no_adapter(parts: tuple[Workplace, Shared]) -> None:
+    workplace, shared = parts
+    seen: Counter[str] = Counter()
+    for number in range(_SCHEDULES):
+        schedule = Schedule(number, workplace, shared)
+        phases = schedule.play()
+        entries = schedule.entries()
+        assert check(entries) == [], (_SEED, number)
+        seen.update(type(entry.event).__name__ for entry in entries)
+        seen.update(phase.value for phase in phases.values())
+        seen.update({"removals": schedule.removed, "full": schedule.full, "kills": schedule.killed})
+        assert shared.engines.generation.shards.healthy() == [0]
+        versions: Any = shared.engines.generation.shards.call([0], "adapter_versions")
+        assert versions == [{}], (_SEED, number)
+    assert seen["TokensGenerated"] and seen["StepFinished"] and seen["removals"]
+    sys.stderr.write(f"{_SCHEDULES} schedules of seed {_SEED}: {dict(seen)}\n")

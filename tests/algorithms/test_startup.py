@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 # Does what the real package does: it takes a while, and puts another module in its own place at the end.
 PACKAGE = """
 import sys, time, types
@@ -47,6 +49,7 @@ def _failures(tmp_path: Path, first: bool) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_two_threads_find_the_names_of_transformers(tmp_path: Path) -> None:
     assert _failures(tmp_path, first=False) == "1", "Python no longer hands out the module before its replacement"
     assert _failures(tmp_path, first=True) == "0"

@@ -49,7 +49,7 @@ class Reported(World):
         if step == self.fails_at:
             raise OSError(28, "No space left on device")
         if step < 3:
-            assert self.generating[step].wait(30.0), "the next step waited for this one's report"
+            assert self.generating[step].wait(60.0), "the next step waited for this one's report"
         self.steps.append(step)
 
 

@@ -180,7 +180,7 @@ def test_a_group_that_becomes_too_old_while_it_is_stored_is_generated_anew(
 
     def write_pending(columns: Any) -> Any:
         if int(columns.tokens["input_ids"][0, 0]) == PROMPTS and not published.is_set():
-            assert published.wait(30.0)
+            assert published.wait(60.0)
         return store(columns)
 
     monkeypatch.setattr(StreamCollector, "set_weight_version", publish)
@@ -290,7 +290,7 @@ def test_a_stall_is_said_with_what_waits_for_what(
     begun = time.monotonic()
     with pytest.raises(CollectorError, match=r"no group was finished for 2 s; step 0 waits for \d of 3 groups"):
         world.drive()
-    assert time.monotonic() - begun < 20 and world.happened[-1] == "abort"
+    assert time.monotonic() - begun < 29 and world.happened[-1] == "abort"
     world.every_prompt_is_accounted_for()
 
     # Where nothing runs at all, there is nothing to wait for either.

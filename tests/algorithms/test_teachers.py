@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from nemo_rl.algorithms.distillation.engine_teacher import EngineTeacher
 from nemo_rl.algorithms.distillation.teachers import LOGPROBS, Seat, Teachers, check_teachers, teacher_of
 from nemo_rl.algorithms.grpo.placement import OwnPlacement
 from nemo_rl.config import ConfigError, DistillationMasterConfig, MasterConfig, load_master_config
-from nemo_rl.config.teachers import teachers_of
+from nemo_rl.config.teachers import pooled_teacher, teachers_of
 from nemo_rl.distributed.accelerators import CPU
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.store import InProcessStore
@@ -92,6 +93,52 @@ def test_engines_of_several_teachers_score_their_own_rows() -> None:
     ]
 
 
+def test_several_teachers_are_jobs_each_of_which_serves_the_one_that_names_it() -> None:
+    served = "on_policy_distillation.job_by_agent_name={a: one, b: one, c: other}"
+    config = _by_task("on_policy_distillation.backend=vllm", served, "policy.max_total_sequence_length=512")
+    assert [(teacher.job, teacher.names) for teacher in teachers_of(config)] == [("one", ("a", "b")), ("other", ("c",))]
+    other = pooled_teacher(config, "other")
+    assert (other.policy.model_name, other.asked(config)) == ("y", (0, 513))
+    assert other.policy.generation.vllm_cfg.max_model_len == 513
+    with pytest.raises(ConfigError, match=r"job_by_agent_name\.c is other, and this run is no job of a pool"):
+        OwnPlacement().served_teacher(other, config)
+    with pytest.raises(ValueError, match="lent to the job 'third'"):
+        pooled_teacher(config, "third")
+
+
+def test_jobs_of_several_teachers_score_side_by_side() -> None:
+    """Each waits until the other one has its samples."""
+    both = Barrier(2, timeout=30.0)
+
+    class Served:
+        def __init__(self, logprob: float) -> None:
+            self._logprob = logprob
+
+        def get_token_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
+            both.wait()
+            return batch["input_ids"] * self._logprob
+
+    served = "on_policy_distillation.job_by_agent_name={a: one, b: one, c: other}"
+    config = _by_task("on_policy_distillation.backend=vllm", served)
+    slots: Any = SimpleNamespace(accelerator=CPU)
+    teachers = object.__new__(Teachers)
+    teachers.__dict__.update(
+        _topk=0,
+        _by_task=True,
+        _in_engines=True,
+        _strict=False,
+        _cuda=False,
+        _lends=True,
+        _seats=[Seat(teacher, slots, shares=False) for teacher in teachers_of(config)],
+        _models=[Served(-1.0), Served(-2.0)],
+    )
+    store = InProcessStore(0)
+    ids = torch.arange(1, 5)[:, None].expand(4, 3).contiguous()
+    handle = store.write(BatchedDataDict(input_ids=ids, input_lengths=torch.tensor([3, 2, 3, 1])))
+    scored = store.read(teachers.score(handle, ["b", "c", "a", "c"], store, Timer()), (LOGPROBS,))[LOGPROBS]
+    assert scored[:, 0].tolist() == [-1.0, -4.0, -3.0, -8.0]
+
+
 def test_a_run_of_its_own_has_no_job_for_a_teacher() -> None:
     overrides = ["teacher.model_name=x", "teacher.backend=vllm", "teacher.job=served"]
     batch = "policy.train_global_batch_size=128"
@@ -106,7 +153,7 @@ def test_a_student_that_needs_more_than_a_job_serves_is_refused_by_every_differe
     assert list(served.differences(Served("y", 65, 513), "served")) == [
         "teacher.model_name is y, and the job served serves x",
         "topk_logits_k is 65, and the job served gives 64 tokens of a position at most",
-        "policy.max_total_sequence_length is 513, and the job served scores 512 tokens at most",
+        "policy.max_total_sequence_length takes 513 tokens of a teacher, and the job served has 512",
     ]
 
 

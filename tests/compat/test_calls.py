@@ -16,7 +16,7 @@ from nemo_rl.algorithms.grpo.rewards import shape_rewards
 from nemo_rl.algorithms.loss import ClippedPGLossFn, NLLLossFn
 from nemo_rl.algorithms.reward_functions import apply_reward_shaping
 from nemo_rl.algorithms.utils import calculate_kl
-from nemo_rl.config import CheckpointingConfig, MasterConfig, RewardScalingConfig, RewardShapingConfig
+from nemo_rl.config import CheckpointingConfig, MasterConfig, RewardScalingConfig, RewardShapingConfig, SFTMasterConfig
 from nemo_rl.config.errors import UserError
 from nemo_rl.data.datasets import AllTaskProcessedDataset
 from nemo_rl.data.interfaces import TaskDataSpec
@@ -237,6 +237,44 @@ def test_what_is_no_part_of_the_run_is_refused_before_anything_starts(script: Si
         with pytest.raises(UserError, match=said):
             call()
     assert script.driven == []
+
+
+def test_a_run_of_supervised_fine_tuning_in_parts_is_driven_by_them_in_any_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from nemo_rl.algorithms.sft import assembly, driver, setup, sft_train
+    from nemo_rl.data import setup as data_setup
+    from nemo_rl.data.utils import setup_response_data
+
+    names = ("policy", "cluster", "train_loader", "val_loader", "logger", "checkpointer", "state")
+    driven: list[Any] = []
+
+    def made(config: SFTMasterConfig) -> SimpleNamespace:
+        return SimpleNamespace(config=config, loss_fn=NLLLossFn(), **{name: Part() for name in names})
+
+    monkeypatch.setattr(assembly, "setup", made)
+    monkeypatch.setattr(assembly, "close", lambda run: driven.append("closed"))
+    monkeypatch.setattr(driver, "sft_train", driven.append)
+    monkeypatch.setattr(data_setup, "load_datasets", lambda *_: SimpleNamespace(train=Part(), validation=Part()))
+    config = {"data": {"train": {"dataset_name": "gsm8k"}, "validation": {"dataset_name": "gsm8k", "split": "test"}}}
+    tokenizer = Tokenizer()
+    train, validation = setup_response_data(tokenizer, SFTMasterConfig.read(config).data)
+    parts = setup(config, tokenizer, train, validation)
+    assert len(parts) == 9 and parts.policy is parts[0] and parts.master_config is parts[8]
+    policy, _, loader, val_loader, loss_fn, logger, checkpointer, state, master = parts
+    given = (policy, loader, val_loader, tokenizer, loss_fn, master, logger, checkpointer, state)
+    sft_train(*given)
+    sft_train(*reversed(given))
+    assert driven == [driven[0], "closed"] * 2 and driven[0].policy is policy
+    for call, said in (
+        (lambda: setup(config, tokenizer, Part()), "not from setup_response_data"),
+        (lambda: setup(config, Part(), train), "no tokenizer"),
+        (lambda: sft_train(*given, Part()), "Part is no part"),
+        (lambda: sft_train(Part()), "with the run, or all parts"),
+    ):
+        with pytest.raises(UserError, match=said):
+            call()
+    assert len(driven) == 4
 
 
 @pytest.mark.ray

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import yaml
 from nemo_rl.config import ConfigError, MasterConfig, load_master_config
 from nemo_rl.config.__main__ import main
 from nemo_rl.config.schema import reference_page
+from tests.conftest import run_script
 
 ROOT = Path(__file__).parents[2]
 
@@ -281,22 +280,24 @@ def test_every_example_runs_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--quiet", str(ROOT / "examples" / "configs")]) == 0, capsys.readouterr().out
 
 
-def test_the_file_tool_expands_minimizes_and_compares(tmp_path: Path) -> None:
+def test_the_file_tool_expands_minimizes_and_compares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "base.yaml").write_text("a: 1\nb: {x: 1, y: [1, 2]}\n")
     (tmp_path / "child.yaml").write_text("defaults: base.yaml\na: 1\nb: {x: 2, y: [1, 2]}\nc: new\n")
+    monkeypatch.chdir(tmp_path)
 
-    def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(ROOT / "tools/config_cli.py"), *arguments]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    def tool(*arguments: str) -> tuple[int, str, str]:
+        return (run_script(ROOT / "tools/config_cli.py", *arguments), *capsys.readouterr())
 
-    assert yaml.safe_load(tool("expand", "child.yaml").stdout) == {"a": 1, "b": {"x": 2, "y": [1, 2]}, "c": "new"}
-    assert tool("compare", "base.yaml", "child.yaml").stdout.splitlines() == ["b.x: 1 -> 2", "c: (absent) -> new"]
-    checked = tool("minimize-check", "base.yaml", "child.yaml")
-    assert checked.returncode == 1 and "child.yaml: repeats keys of base.yaml" in checked.stderr
-    assert tool("minimize", "--in-place", "base.yaml", "child.yaml").returncode == 0
+    assert yaml.safe_load(tool("expand", "child.yaml")[1]) == {"a": 1, "b": {"x": 2, "y": [1, 2]}, "c": "new"}
+    assert tool("compare", "base.yaml", "child.yaml")[1].splitlines() == ["b.x: 1 -> 2", "c: (absent) -> new"]
+    code, _, said = tool("minimize-check", "base.yaml", "child.yaml")
+    assert code == 1 and "child.yaml: repeats keys of base.yaml" in said
+    assert tool("minimize", "--in-place", "base.yaml", "child.yaml")[0] == 0
     assert yaml.safe_load((tmp_path / "child.yaml").read_text()) == {"defaults": "base.yaml", "b": {"x": 2}, "c": "new"}
-    assert tool("minimize-check", "base.yaml", "child.yaml").returncode == 0
-    assert tool("expand", "gone.yaml").returncode == 2
+    assert tool("minimize-check", "base.yaml", "child.yaml")[0] == 0
+    assert tool("expand", "gone.yaml")[0] == 2
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,25 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from nemo_rl.config import ConfigError, load_config, load_master_config
-from nemo_rl.config.layers import Layer, merge, read_layers, source_of
+from nemo_rl.config.defaults import register_omegaconf_resolvers, resolve
+from nemo_rl.config.layers import Layer, _FastLoader, _Loader, merge, read_layers, read_yaml, source_of
 
 leaves = st.none() | st.booleans() | st.integers() | st.text("xyz", max_size=3) | st.lists(st.integers(), max_size=2)
 trees = st.recursive(leaves, lambda inner: st.dictionaries(st.sampled_from("abc"), inner, max_size=3), max_leaves=8)
 mappings = st.dictionaries(st.sampled_from("abc"), trees, max_size=3)
+
+
+names = st.lists(st.sampled_from("abc"), min_size=1, max_size=3).map(".".join)
+followers = names.map("${{{}}}".format) | names.map("x${{{}}}".format) | names.map("${{mul:${{{}}},2}}".format)
+followers |= st.sampled_from(["${.a}", "${..b}", "${a.${b}}", "${oc.select:a}", "\\\\${a}", "${a[0]}", "${", "???"])
+following = st.recursive(
+    leaves | followers,
+    lambda inner: st.dictionaries(st.sampled_from("abc"), inner, max_size=3) | st.lists(inner, max_size=2),
+    max_leaves=8,
+)
 
 
 def write(folder: Path, name: str, content: dict[str, Any] | str) -> Path:
@@ -24,6 +36,27 @@ def write(folder: Path, name: str, content: dict[str, Any] | str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
     return path
+
+
+_WORDS = ["a", "1", "0x1", "1e-6", "no", "017", "1:30", "é", "null", "- ", ": ", ":", "{", "}", "[", "]", ",", "'", '"']
+_WORDS += ["#", " #", "\n", "\n  ", "? ", "&a ", "*a", "> ", "%", "!!str ", "<<: *a"]
+
+
+@pytest.mark.skipif(not yaml.__with_libyaml__, reason="there is one parser")
+@given(st.lists(st.sampled_from(_WORDS), max_size=10).map("".join))
+def test_both_parsers_read_the_same_values(text: str) -> None:
+    try:
+        fast = yaml.load(text, Loader=_FastLoader)
+    except yaml.YAMLError:
+        return
+    assert repr(fast) == repr(yaml.load(text, Loader=_Loader)) == repr(read_yaml(text))
+
+
+def test_what_one_parser_reads_otherwise_is_read_as_omegaconf_reads_it() -> None:
+    assert read_yaml("{a:{b:1}}") == {"a": {"b:1": None}}
+    for text in ("a: 1\t", "a:\n\tb: 1"):
+        with pytest.raises(yaml.YAMLError, match="cannot start any token"):
+            read_yaml(text)
 
 
 def test_a_child_beats_its_parents_and_later_parents_beat_earlier_ones(tmp_path: Path) -> None:
@@ -68,6 +101,18 @@ def test_interpolations_are_resolved_after_the_merge(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, "child.yaml", {"defaults": "base.yaml", "n": 8}), ["+extra=${add:${n},1}"])
     resolved = OmegaConf.to_container(config, resolve=True)
     assert resolved == {"n": 8, "twice": 16, "group": {"half": 4, "same": 4, "top": 8}, "extra": 9}
+
+
+@given(st.dictionaries(st.sampled_from("abc"), following, max_size=3))
+def test_interpolations_are_resolved_as_omegaconf_resolves_the_whole(raw: dict[str, Any]) -> None:
+    register_omegaconf_resolvers()
+    try:
+        whole = OmegaConf.to_container(OmegaConf.create(raw), resolve=True)
+    except (OmegaConfBaseException, RecursionError, TypeError) as error:
+        with pytest.raises((ConfigError, type(error))):
+            resolve(raw)
+    else:
+        assert resolve(raw) == whole
 
 
 def test_files_that_inherit_each_other_are_refused(tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ def test_an_adapter_that_does_not_fit_beside_the_others_is_refused(base: Path, t
         ("data_plane.enabled=true", "data_plane.enabled: not built for many adapters"),
         ("grpo.rollout_replay=somewhere", "grpo.rollout_replay: not built for many adapters"),
         ("policy.train_global_batch_size=256", "which make one step of its optimizer"),
+        ("policy.generation.vllm_cfg.tensor_parallel_size=16", "engines over several nodes are not built for many"),
     ],
 )
 def test_what_adapters_cannot_share_is_refused_by_its_name(base: Path, override: str, said: str) -> None:

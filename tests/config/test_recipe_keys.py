@@ -104,6 +104,7 @@ def mistakes(recipe: dict[str, Any]) -> list[str]:
     return [str(problem) for problem in examined.problems if not isinstance(problem, NotBuilt)]
 
 
+@pytest.mark.slow
 def test_every_key_of_the_table_is_known_with_every_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", "/tmp")
     monkeypatch.setattr("nemo_rl.config.validate.broken_rules", lambda config: [])

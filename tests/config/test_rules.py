@@ -38,7 +38,6 @@ def test_the_defaults_and_the_exemplar_are_accepted_and_equal() -> None:
 NOT_BUILT = [
     "policy.generation.backend=sglang",
     "policy.draft.enabled=true",
-    "policy.generation.vllm_cfg.precision=fp8",
     "policy.generation.vllm_cfg.kv_cache_dtype=fp8",
     "policy.quant_cfg=FP8",
     "policy.is_vlm=true",
@@ -50,7 +49,6 @@ NOT_BUILT = [
     "policy.dtensor_cfg.automodel_kwargs.backend.experts=te",
     "policy.dtensor_cfg.automodel_kwargs.backend.fake_balanced_gate=true",
     "policy.dtensor_cfg.moe_parallelizer.wrap_outer_model=false",
-    "env.should_use_nemo_gym=true",
     "policy.generation.refit_transport=nixl",
     "data_plane.controller_address=10.0.0.1:5000",
     "async_rl.diagnostics=true",
@@ -74,7 +72,21 @@ def test_a_start_that_is_not_built_is_refused_whether_or_not_checkpoints_are_wri
         assert "'checkpointing.pretrained_checkpoint" in f"'{line}" and "Megatron checkpoints as a start" in line
 
 
+NEMO_GYM = [
+    "policy.generation.vllm_cfg.expose_http_server=true",
+    "env.should_use_nemo_gym=true",
+    "env.should_log_nemo_gym_responses=true",
+    "env.nemo_gym={config_paths: [a.yaml], num_gpu_nodes: 0, thinking_tags: [<think>], use_absolute_ip: true, "
+    "code_gen: {resources_servers: {code_gen: {num_processes: 8}}}}",
+    *(
+        f"data.{split}={{dataset_name: NemoGymDataset, processor: nemo_gym_data_processor, env_name: nemo_gym, "
+        "prompt_file: null, data_path: rows.jsonl}"
+        for split in ("train", "validation")
+    ),
+    "checkpointing.metric_name=val:total_reward/mean",
+]
 ACCEPTED = [
+    NEMO_GYM,
     ["policy.router_replay.enabled=true", "policy.sampling_mask_replay=true", "policy.generation.top_p=0.8"],
     [
         "grpo.num_generations_per_prompt=1",
@@ -100,6 +112,13 @@ ACCEPTED = [
     ["policy.generation.vllm_cfg.enable_expert_parallel=true"],
     ["policy.generation.vllm_cfg.distributed_executor_backend=mp"],
     ["policy.generation.vllm_cfg.distributed_executor_backend=ray"],
+    ["policy.generation.vllm_cfg.tensor_parallel_size=16", "cluster.gpus_per_node=8", "cluster.num_nodes=4"],
+    ["policy.generation.vllm_cfg.pipeline_parallel_size=2", "cluster.num_nodes=2"],
+    [
+        "policy.generation.vllm_cfg={precision: fp8, num_first_layers_in_bf16: 1, use_deep_gemm: true}",
+        "policy.generation.vllm_cfg.quantization_ignored_layer_kws=[q_proj, k_proj, v_proj]",
+        "loss_fn.use_importance_sampling_correction=true",
+    ],
     ["policy.generation.vllm_cfg.engines_per_gpu=4", "cluster.gpus_per_node=2", "cluster.num_nodes=2"],
     ["policy.generation.vllm_cfg.engines_per_gpu=2", "weight_sync.transport=nccl"],
     [
@@ -301,7 +320,7 @@ BROKEN = [
     ),
     (
         ["policy.generation.vllm_cfg.tensor_parallel_size=3", "cluster.gpus_per_node=8"],
-        "is 3, which does not divide the 8 generating accelerators of a node",
+        "is 3, which neither divides the 8 generating accelerators of a node nor is all accelerators of some of the 1 ",
     ),
     (
         [
@@ -358,6 +377,32 @@ BROKEN = [
         ],
         "previous log-probabilities",
     ),
+    (
+        [
+            "policy.generation.vllm_cfg.precision=fp8",
+            "loss_fn.use_importance_sampling_correction=true",
+            "cluster.device=cpu",
+        ],
+        "policy.generation.vllm_cfg.precision: fp8: engines quantise to fp8 on GPUs alone, and cluster.device is cpu",
+    ),
+    (
+        [
+            "policy.generation.vllm_cfg={precision: fp8, is_mx: true, use_deep_gemm: true}",
+            "loss_fn.use_importance_sampling_correction=true",
+        ],
+        "use_deep_gemm: DeepGEMM's kernels multiply blocks of 128 x 128, and is_mx is true",
+    ),
+    (
+        ["policy.generation.vllm_cfg.num_first_layers_in_bf16=2"],
+        "num_first_layers_in_bf16 is for policy.generation.vllm_cfg.precision fp8",
+    ),
+    (
+        [
+            "policy.generation.vllm_cfg={precision: fp8, quantization_ignored_layer_kws: [q_proj]}",
+            "loss_fn.use_importance_sampling_correction=true",
+        ],
+        "engines keep q_proj, k_proj, v_proj in one layer",
+    ),
     (["policy.generation.vllm_cfg.precision=fp8"], "precision: fp8 needs loss_fn.use_importance_sampling_correction"),
     (["grpo.adv_estimator.name=opd"], "the estimator opd and its teachers need each other"),
     (["grpo.advantage_clip_low=1", "grpo.advantage_clip_high=-1"], "grpo.advantage_clip_low 1.0 is above"),
@@ -402,12 +447,8 @@ BROKEN = [
     (["grpo.rollout_record=x", "grpo.rollout_replay=x"], "same directory"),
     (["policy.draft.enabled=true"], "policy.draft.enabled needs policy.megatron_cfg.enabled"),
     (
-        ["policy.generation.vllm_cfg.tensor_parallel_size=16", "cluster.gpus_per_node=8", "cluster.num_nodes=2"],
-        "tensor_parallel_size: 16 is not built yet: engines over several nodes; an engine takes at most the 8",
-    ),
-    (
-        ["policy.generation.vllm_cfg.tensor_parallel_size=3", "cluster.gpus_per_node=8"],
-        "is 3, which does not divide the 8 generating accelerators of a node; an engine lies inside one node",
+        ["policy.generation.vllm_cfg.tensor_parallel_size=16", "cluster.gpus_per_node=8", "cluster.num_nodes=3"],
+        "is 16, which neither divides the 8 generating accelerators of a node nor is all accelerators of some of the 3",
     ),
     (
         [
@@ -479,9 +520,18 @@ BROKEN = [
     (["+grpo.zero_variance_prompt_filtering=true"], "set grpo.use_dynamic_sampling: true"),
     (["+policy.generation.vllm_cfg.http_refit_server_port=5000"], "refit over HTTP; weight_sync.transport chooses"),
     (["policy.dtensor_cfg.automodel_kwargs.freeze_config.freeze_language_model=true"], "is not built yet: vision-lang"),
-    (
-        ["checkpointing.metric_name=val:total_reward/mean"],
-        "not built yet: metrics of NeMo-Gym's rollouts; val:accuracy is the mean reward",
+    *(
+        ([*NEMO_GYM, *overrides], message)
+        for overrides, message in (
+            (["data.validation.env_name=math"], "data.validation.env_name: 'math', but env.should_use_nemo_gym: true"),
+            (["data.validation.dataset_name=gsm8k"], "data.validation.dataset_name: 'gsm8k' has no rows of NeMo-Gym"),
+            (["env.should_use_nemo_gym=false"], "data.train.env_name: 'nemo_gym' plays with env.should_use_nemo_gym"),
+            (["env.nemo_gym.config_paths=[]"], "env.should_use_nemo_gym: true needs env.nemo_gym.config_paths"),
+            (["policy.generation.vllm_cfg.expose_http_server=false"], "set policy.generation.vllm_cfg.expose_http_"),
+            (["env.nemo_gym.num_gpu_nodes=1"], "env.nemo_gym.num_gpu_nodes: 1 is not built yet: nodes of GPUs"),
+            (["env.nemo_gym.is_trajectory_collection=true"], "env.nemo_gym.is_trajectory_collection: true is not"),
+            (["env.nemo_gym.pad_dynamic_image_shapes=true"], "env.nemo_gym.pad_dynamic_image_shapes: true is not"),
+        )
     ),
     (
         ["checkpointing.metric_name=train:rewards"],
@@ -538,6 +588,16 @@ PASSED_THROUGH = [
             ("mtp_num_layers=1", "not built yet: multi-token prediction"),
             ("moe_router_bias_update_rate=1e-3", "not built yet: updates of the router's biases"),
             ("moe_token_dropping=true", "not built yet: experts that drop tokens"),
+            ("moe_expert_capacity_factor=1.5", "not built yet: experts that drop tokens"),
+            ("moe_input_jitter_eps=0.01", "not built yet: noise in the router"),
+            ("moe_router_enable_expert_bias=true", "not built yet: expert biases of Megatron's router"),
+            ("moe_router_force_load_balancing=true", "not built yet: routing at random"),
+            ("moe_router_load_balancing_type=[aux_loss,seq_aux_loss]", "moe_router_load_balancing_type; set it there"),
+            ("moe_aux_loss_coeff=[0.1,0.1]", "policy.megatron_cfg.moe_aux_loss_coeff; set it there"),
+            ("calculate_per_token_loss=false", "losses are summed, and the step divides once"),
+            ("mtp_loss_scaling_factor=0.1", "policy.megatron_cfg.mtp_loss_scaling_factor; set it there"),
+            ("moe_apply_probs_on_input=true", "not known to leave the model and its gradients as they are"),
+            ("qk_clip=true", "not known to leave the model and its gradients as they are"),
             ("attention_dropout=0.1", "not built yet: dropout"),
             ("moe_enable_deepep=true", "policy.megatron_cfg.moe_enable_deepep; set it there"),
             ("context_parallel_size=2", "this is policy.megatron_cfg.context_parallel_size"),
@@ -559,7 +619,7 @@ PASSED_THROUGH = [
             ("hf_overrides={num_hidden_layers: 1}", "this is policy.hf_config_overrides"),
             ("rope_theta=1e6", "engines would load another model"),
             ("logits_processors=[a.B]", "another distribution"),
-            ("quantization=fp8", "quantised engines"),
+            ("quantization=fp8", "engines so quantised"),
             ("data_parallel_size=2", "every accelerator has an engine of its own"),
             ("data_parallel_size_local=2", "every accelerator has an engine of its own"),
             ("max-model-len=8", "this is policy.generation.vllm_cfg.max_model_len"),
@@ -572,6 +632,7 @@ PASSED_THROUGH = [
             ("model_weights=other", "this is policy.model_name"),
             ("watermark_config={a: 1}", "another distribution"),
             ("override_generation_config={top_k: 3}", "set for refits and sampling"),
+            ("enable_sleep_mode=false", "set for refits and sampling"),
             ("kv_transfer_config={kv_role: kv_both}", "would outlive the weights"),
             ("enable_eplb=true", "refits write each expert"),
             ("max_num_seq=8", "vLLM's engine has no such argument. Did you mean 'max_num_seqs'?"),
@@ -900,6 +961,21 @@ def test_what_a_distillation_cannot_be_is_refused(overrides: list[str], said: st
             ],
             "opd reads log-probabilities before the step, which loss_fn.force_on_policy_ratio skips",
         ),
+        *(
+            (
+                [
+                    f"on_policy_distillation={{enabled: true, teacher_model_by_agent_name: {{a: x, b: y}}, {jobs}}}",
+                    "grpo.adv_estimator.name=opd",
+                ],
+                said,
+            )
+            for jobs, said in (
+                ("job_by_agent_name: {a: one, b: two}", "set on_policy_distillation.backend to vllm and"),
+                ("backend: vllm, job_by_agent_name: {a: one}", "names no job for b; name one for every teacher"),
+                ("backend: vllm, job_by_agent_name: {a: one, b: one}", "one would serve x and y; a job serves one"),
+                ("backend: vllm, job_by_agent_name: {a: one, b: two, c: two}", "job_by_agent_name.c: teacher_model_"),
+            )
+        ),
         (
             [
                 "on_policy_distillation={enabled: true, teacher_model_by_agent_name: {a: x}, backend: vllm}",
@@ -928,6 +1004,16 @@ def test_what_a_distillation_cannot_be_is_refused(overrides: list[str], said: st
                 "cluster.gpus_per_node=8",
             ],
             "is 2, which does not divide the 3 accelerators of the teacher",
+        ),
+        (
+            [
+                "on_policy_distillation={enabled: true, teacher_model_by_agent_name: {a: x}, backend: vllm, "
+                "non_colocated_teachers: {enabled: true, default_teacher_cfg: {num_nodes: 3, gpus_per_node: 8, "
+                "tensor_model_parallel_size: 12}}}",
+                "grpo.adv_estimator.name=opd",
+                "cluster={num_nodes: 5, gpus_per_node: 8}",
+            ],
+            "is 12, which does not divide the 24 accelerators of the teacher on 3 nodes",
         ),
     ],
 )

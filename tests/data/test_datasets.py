@@ -340,6 +340,7 @@ def test_the_arithmetic_dataset_has_ten_thousand_problems_and_a_disjoint_hold_ou
     assert [len(part) for part in questions] == [10_000, 512] and not questions[0] & questions[1]
 
 
+@pytest.mark.slow
 def test_slips_add_a_digit_to_as_many_training_answers_as_asked_and_to_the_same_every_time() -> None:
     exact, careless, again = (load(dataset_name="arithmetic", slips=slips).dataset for slips in (0.0, 0.6, 0.6))
     pairs = [
@@ -355,6 +356,7 @@ def test_slips_add_a_digit_to_as_many_training_answers_as_asked_and_to_the_same_
     )
 
 
+@pytest.mark.slow
 def test_a_validation_split_is_taken_out_of_training() -> None:
     for size, expected in ((0.05, 500), (128, 128)):
         dataset = load(dataset_name="arithmetic", split_validation_size=size, seed=3)

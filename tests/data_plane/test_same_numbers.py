@@ -24,7 +24,7 @@ from tests.models.policy_ranks import MEGATRON, RaisingLoss
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "grpo_arithmetic_cpu.yaml"
-STEPS, PROMPTS, SAMPLES, LONGEST = 5, 4, 4, 24
+STEPS, PROMPTS, SAMPLES, LONGEST = 3, 4, 4, 24
 BASE = (
     f"grpo.num_prompts_per_step={PROMPTS}",
     f"grpo.num_generations_per_prompt={SAMPLES}",
@@ -242,7 +242,7 @@ def test_training_is_the_same_bit_for_bit_and_leaves_no_row(case: str, train: Ca
     assert stored["metrics"] == plain["metrics"]
     assert ("train/router_replay_share" in plain["metrics"]) is (ROUTES in CASES[case])
     natural = plain["metrics"].get("train/gen_kl_error_natural_routing", {})
-    assert list(natural) == ([2, 4] if COMPARED in CASES[case] else [])
+    assert list(natural) == ([2] if COMPARED in CASES[case] else [])
     # Random experts were recorded, so that natural routing is another computation.
     replayed = plain["metrics"]["train/gen_kl_error"]
     assert all(math.isfinite(value) and value != replayed[step] for step, value in natural.items())

@@ -23,7 +23,7 @@ def test_each_actor_that_printed_has_a_file_of_its_own(ray_session: None, tmp_pa
     loud, quiet = ray.remote(Talker).remote(), ray.remote(Talker).remote()
     ray.get(loud.say.remote("seven green bottles"))
     ray.get(quiet.__ray_ready__.remote())
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not (said := [path for path in collect_actor_logs(tmp_path / "actors") if "seven green" in path.read_text()]):
         assert time.monotonic() < deadline
         time.sleep(0.2)

@@ -1,7 +1,9 @@
 """Starting Ray where its own wait bound is too short."""
 
+import os
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import psutil
 import pytest
 import ray
 
-from nemo_rl.distributed import ray_runtime
+from nemo_rl.distributed import ray_joining, ray_runtime
 from nemo_rl.distributed.accelerators import CPU
 from nemo_rl.distributed.ray_runtime import RayConnection, RayStart, RayStartError, init_ray, starting_ahead
 
@@ -176,3 +178,12 @@ def test_what_began_on_a_cluster_is_ended_before_it_and_a_failed_start_has_begun
     RayStart(lambda: "actors").end(ended.append, lambda: ended.append("cluster"))
     RayStart(lambda: 1 // 0).end(lambda begun: ended.append(f"{begun}"), lambda: ended.append("cluster"))
     assert ended == ["actors", "cluster", "cluster"]
+
+
+def test_asking_a_cluster_hides_the_lines_of_ray_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    """It is asked on a thread, beside which a run says what it does."""
+    with ray_joining._no_lines_of_ray():
+        os.write(2, b"[2026-11-26 21:00:00,123 E 1 2] rpc_client.cc:80: refused\nI0000 00:00:17.1 2 chttp2.cc:1\n")
+        sys.stderr.write("start: directories 0.0 s\n")
+    sys.stderr.write("start: Ray\n")
+    assert capfd.readouterr().err == "start: directories 0.0 s\nstart: Ray\n"

@@ -6,17 +6,19 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import ray
 from ray._private import worker
 
+from nemo_rl.distributed import idle_agent
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, ResourceInsufficientError, this_run
 from nemo_rl.distributed.worker_calls import WorkerDiedError, WorkerError, WorkerTimeoutError
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, resolve_fqn, slot_share
+from tests.models.engines import wait_until_gone
 
 pytestmark = pytest.mark.ray
 
@@ -44,6 +46,9 @@ def test_a_cluster_of_our_own_runs_only_what_it_needs_of_ray(ray_session: None) 
     node = worker._global_node
     assert node is not None
     assert set(node.all_processes) == {"gcs_server", "raylet"}
+    started = [each.cmdline() for each in psutil.Process(node.all_processes["raylet"][0].process.pid).children()]
+    assert sum(idle_agent.__file__ in command for command in started) == 1
+    assert not any("DashboardAgent" in " ".join(command) for command in started)
 
 
 def test_more_slots_than_there_are_is_an_error_that_names_the_keys(ray_session: None) -> None:
@@ -231,7 +236,7 @@ def test_a_failing_worker_is_named_while_the_others_hang_in_a_collective(
         assert "ArithmeticError: planted" in str(error.value)
         assert 'raise ArithmeticError("planted")' in str(error.value), "the remote traceback is missing"
     group.shutdown()
-    _wait_until_gone(pids)
+    wait_until_gone(pids)
 
 
 def test_unfinished_cleanup_is_reported_and_ended(cluster: RayVirtualCluster) -> None:
@@ -239,18 +244,7 @@ def test_unfinished_cleanup_is_reported_and_ended(cluster: RayVirtualCluster) ->
     pids = group.run("pid")
     ray.wait([group.run_single_worker_single_data("sleep", 0, seconds=60.0)], timeout=0.1)
     assert not group.shutdown(cleanup_method="pid", timeout=0.5)
-    _wait_until_gone(pids)
-
-
-def _wait_until_gone(pids: list[int]) -> None:
-    import psutil
-
-    deadline = time.monotonic() + 20.0
-    left: list[Any] = pids
-    while left and time.monotonic() < deadline:
-        left = [pid for pid in left if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
-        time.sleep(0.1)
-    assert not left
+    wait_until_gone(pids)
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def test_a_ray_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatc
     began = time.monotonic()
     with pytest.raises(RayStartError, match=r"RAY_ADDRESS=127\.0\.0\.1:9 does not answer"):
         ray_runtime._joined(False, {})
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import os
 import string
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import yaml
 
 from nemo_rl.reference.metrics import undocumented
 from nemo_rl.utils.metrics_file import read_metrics
+from tests import forks
 from tests.conftest import ROOT
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -91,8 +90,8 @@ def test_a_distillation_trains_with_every_kind_of_teacher(
     file = tmp_path / "distillation.yaml"
     file.write_text(yaml.safe_dump(_merged(small, kind)))
     environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    command = [sys.executable, "examples/run_distillation.py", "--config", str(file)]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    command = ["examples/run_distillation.py", "--config", str(file)]
+    done = forks.run(command, environment, timeout_s=500)
     assert done.returncode == 0, done.stderr[-5000:]
     metrics = read_metrics(tmp_path / "logs")
     steps, losses = metrics.scalars("train/loss")

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import ray
 from nemo_rl.algorithms.commands import evaluate as main
 from nemo_rl.algorithms.evaluation import consensus_at_k
 from nemo_rl.utils.convert import from_hugging_face
+from tests import forks
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "examples" / "configs" / "eval_arithmetic_cpu.yaml"
@@ -39,8 +38,8 @@ def test_a_checkpoint_is_evaluated_and_every_answer_written(
         "env.parity.class=tests.end_to_end.parity.Parity",
     ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    command = [sys.executable, "examples/run_eval.py", "--config", str(CONFIG), *overrides]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=380, check=False)
+    command = ["examples/run_eval.py", "--config", str(CONFIG), *overrides]
+    done = forks.run(command, environment, timeout_s=380)
     assert done.returncode == 0, done.stderr[-5000:]
     assert "cons@2" in done.stdout
     summary = json.loads((out / "summary.json").read_text())

@@ -7,7 +7,6 @@ docs/index.md; otherwise the lines there are compared with what is printed, numb
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import shlex
@@ -19,6 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -27,6 +27,7 @@ from nemo_rl.algorithms.commands import grpo as run_grpo
 from nemo_rl.algorithms.commands import sft as run_sft
 from nemo_rl.reference.metrics import undocumented
 from nemo_rl.utils.metrics_file import read_metrics
+from tests import forks
 from tests.test_documentation import ROOT, blocks
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -70,40 +71,39 @@ class Hour:
     address: str
     said: list[tuple[str, str]] = field(default_factory=list)
 
-    def starts(self, command: str, *shortened: str) -> subprocess.Popen[str]:
-        """The process of a command."""
+    def starts(self, command: str, *shortened: str, real: bool = False) -> Any:
+        """The process of a command: a real one, or a fork that has imported everything."""
         words = [word for word in shlex.split(command) if not re.fullmatch(r"[A-Z_]+=.*", word)]
-        words[0] = sys.executable
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(self.folder)]),
             "RAY_ADDRESS": self.address,
             "NRL_OBJECT_STORE_BYTES": str(256 << 20),
         }
-        # A shell that starts pytest in the background makes its children ignore Ctrl-C; a user's terminal does not.
-        listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        line = [*words[1:], *shortened]
+        if not real:
+            return forks.start(line, environment, subprocess.PIPE, folder=self.folder)
         return subprocess.Popen(
-            [*words, *shortened],
+            [sys.executable, *line],
             cwd=self.folder,
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            preexec_fn=listen,  # noqa: PLW1509 - one thread
         )
 
-    def ended(self, command: str, process: subprocess.Popen[str], code: int, read: str = "") -> str:
+    def ended(self, command: str, process: Any, code: int, read: str = "") -> str:
         """Waits for the end of a process and keeps what it said; `read` is what has been read of it."""
         said = read + process.communicate(timeout=600)[0]
         assert process.returncode == code, said
         self.said.append((command, said))
         return said
 
-    def types(self, command: str, *shortened: str) -> str:
+    def types(self, command: str, *shortened: str, real: bool = False) -> str:
         """Carries a command out to its good end; what it said."""
-        return self.ended(command, self.starts(command, *shortened), 0)
+        return self.ended(command, self.starts(command, *shortened, real=real), 0)
 
 
-def reads_until(process: subprocess.Popen[str], sign: str) -> str:
+def reads_until(process: Any, sign: str) -> str:
     """What a process says up to the line that begins with a sign."""
     assert process.stdout is not None
     said = ""
@@ -134,7 +134,7 @@ def hour(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, ray_session
             (folder / title).write_text(text)
     walked = Hour(folder, ray.get_runtime_context().gcs_address)
     for line in demo():
-        walked.types(line, *(() if WHOLE else SHORT[Path(line.split()[1]).name]))
+        walked.types(line, *(() if WHOLE else SHORT[Path(line.split()[1]).name]), real=True)
     walked.said.clear()
     yield walked
 

@@ -3,8 +3,6 @@
 import json
 import os
 import string
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import yaml
 
 from nemo_rl.reference.metrics import undocumented
 from nemo_rl.utils.metrics_file import read_metrics
+from tests import forks
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(500)]
 
@@ -44,8 +43,8 @@ def test_two_datasets_with_an_environment_each_train_in_one_run(
     file = tmp_path / "games.yaml"
     file.write_text(yaml.safe_dump(config))
     environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    command = [sys.executable, "examples/run_grpo_sliding_puzzle.py", "--config", str(file)]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=450, check=False)
+    command = ["examples/run_grpo_sliding_puzzle.py", "--config", str(file)]
+    done = forks.run(command, environment, timeout_s=450)
     assert done.returncode == 0, done.stderr[-5000:]
     metrics = read_metrics(tmp_path / "logs")
     assert metrics.scalars("train/loss")[0] == [1, 2] and undocumented(metrics.series) == []

@@ -4,8 +4,6 @@ recorded.
 
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import yaml
 
 from nemo_rl.reference.metrics import undocumented
 from nemo_rl.utils.metrics_file import RunMetrics, read_metrics
+from tests import forks
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -76,8 +75,9 @@ def tiny(recipe: str, folder: Path, model: Path, **grpo: object) -> Path:
 def run(files: list[Path]) -> None:
     """One process runs all of them, one after the other, on the cluster that is there."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    command = [sys.executable, "-c", RUN_ALL, *map(str, files)]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    run_all = files[0].with_name("run_all.py")
+    run_all.write_text(RUN_ALL)
+    done = forks.run([str(run_all), *map(str, files)], environment, timeout_s=600)
     assert done.returncode == 0, done.stderr[-6000:]
 
 

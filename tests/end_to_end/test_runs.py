@@ -4,12 +4,9 @@ nothing is left behind.
 
 from __future__ import annotations
 
-import functools
 import glob
 import os
 import signal
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -25,6 +22,7 @@ from nemo_rl.time_sharing.history.check import check
 from nemo_rl.utils.metrics_file import read_metrics
 from nemo_rl.utils.record import read_record
 from nemo_rl.utils.record_events import PolicyStarted, RequestFinished, RequestSubmitted
+from tests import forks
 from tests.data_plane.conftest import require_mooncake
 from tests.models.engines import wait_until_gone
 
@@ -72,32 +70,14 @@ class Command:
             f"logger.log_dir={self.folder}/logs",
             f"checkpointing.checkpoint_dir={self.folder}/checkpoints",
         ]
-        line = [
-            sys.executable,
-            "examples/run_grpo.py",
-            "--config",
-            f"examples/configs/{self.config}",
-            *BASE,
-            *places,
-            *overrides,
-        ]
+        line = ["examples/run_grpo.py", "--config", f"examples/configs/{self.config}", *BASE, *places, *overrides]
         environment = os.environ | {
             "PYTHONPATH": str(ROOT),
             "NRL_TEST_RUN": self.mark,
             "NRL_OBJECT_STORE_BYTES": str(256 << 20),
         }
-        log = open(self.folder / "output.txt", "a")  # noqa: SIM115 - the process writes on
-        # A shell that starts pytest in the background makes its children ignore Ctrl-C; a user's terminal does not.
-        listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-        return subprocess.Popen(
-            line,
-            cwd=ROOT,
-            env=environment,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            preexec_fn=listen,  # noqa: PLW1509 - one thread
-        )
+        with open(self.folder / "output.txt", "a") as log:
+            return forks.start(line, environment, log.fileno())
 
     def finish(self, *overrides: str) -> None:
         """Runs to the end, which must be a good one."""
@@ -228,7 +208,7 @@ def test_a_run_that_is_killed_and_interrupted_ends_as_if_it_had_not_been(whole: 
     command.wait_for_checkpoint(process, 2)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    wait_until_gone(command.left(), timeout_s=60.0)
+    wait_until_gone(command.left())
 
     process = command.start()
     command.wait_for_checkpoint(process, 4)

@@ -11,7 +11,7 @@ import pytest
 
 from nemo_rl.algorithms.grpo import assembly
 from nemo_rl.algorithms.grpo.run import GRPOState
-from nemo_rl.config import EnvConfig, MasterConfig
+from nemo_rl.config import ConfigError, EnvConfig, MasterConfig
 from nemo_rl.environments.call import step_environment
 from nemo_rl.environments.code_environment import CodeEnvironment
 from nemo_rl.environments.interfaces import EnvironmentFailure, UnknownEnvironment
@@ -152,7 +152,7 @@ def test_environments_are_built_before_engines_start(monkeypatch: pytest.MonkeyP
         undo=ExitStack(),
         total_steps=1,
         state=GRPOState(),
-        begun=SimpleNamespace(clusters=None, environments={}, engines=None),
+        ray_parts=SimpleNamespace(clusters=None, environments={}, engines=None),
     )
 
     def failing(actors: object, env_configs: object) -> None:
@@ -162,6 +162,38 @@ def test_environments_are_built_before_engines_start(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(assembly, "_start_generation", lambda *_: pytest.fail("engines were started"))
     with pytest.raises(EnvironmentFailure):
         assembly._build(config, ready, SimpleNamespace(record_prefix=""), StartPhases())  # type: ignore[arg-type]
+
+
+def test_a_mistake_in_the_endpoint_ends_the_run_before_the_policy_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    expose = {"generation": {"vllm_cfg": {"expose_http_server": True}}}
+    config = MasterConfig(logger={"log_dir": str(tmp_path)}, policy=expose)
+    ready = SimpleNamespace(
+        accelerator=SimpleNamespace(is_cuda=False),
+        tokenizer=None,
+        undo=ExitStack(),
+        total_steps=1,
+        state=GRPOState(),
+        stop_tokens=SimpleNamespace(ids=[1]),
+        ray_parts=SimpleNamespace(clusters=None, environments={}, engines=None),
+    )
+    ended: list[bool] = []
+    generation = SimpleNamespace(generate_one=None, shutdown=lambda: ended.append(True))
+    placement = SimpleNamespace(
+        record_prefix="", shard_record=lambda record: record, generation_prepared=lambda engines: None
+    )
+
+    def failing(*_: object, **__: object) -> None:
+        raise ConfigError(["tool_parser: there is no hermez"])
+
+    monkeypatch.setattr(assembly, "_start_generation", lambda *_: generation)
+    monkeypatch.setattr(assembly, "start_endpoint", failing)
+    monkeypatch.setattr(assembly, "start_policy", lambda *_: pytest.fail("the policy was started"))
+    with pytest.raises(ConfigError, match="hermez"):
+        assembly._build(config, ready, placement, StartPhases())  # type: ignore[arg-type]
+    ready.undo.close()
+    assert ended == [True]
 
 
 def test_mathematics_runs_as_an_actor() -> None:

@@ -79,6 +79,7 @@ def test_conversations_go_on_until_there_is_no_code() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_code_that_does_not_end_is_ended_with_what_it_started() -> None:
     before = time.monotonic()
     run = run_python("import subprocess\nprint('began', flush=True)\nsubprocess.run(['sleep', '60'])", 8.0)
@@ -88,6 +89,7 @@ def test_code_that_does_not_end_is_ended_with_what_it_started() -> None:
     assert time.monotonic() - before < 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sandbox", ["auto", "limits"])
 def test_nothing_that_a_response_started_stays_behind(sandbox: str) -> None:
     mark = f"{secrets.randbelow(10**9) + 10**9}"
@@ -113,6 +115,7 @@ def test_nothing_that_a_response_started_stays_behind(sandbox: str) -> None:
     assert [process for process in psutil.process_iter(["cmdline"]) if mark in (process.info["cmdline"] or [])] == []
 
 
+@pytest.mark.slow
 def test_a_response_reads_no_secret_of_the_run() -> None:
     reads = (
         "import os\nfound = [dict(os.environ)]\nfor pid in filter(str.isdigit, os.listdir('/proc')):\n"
@@ -196,6 +199,7 @@ def test_memory_and_output_are_limited() -> None:
     assert len(run_python("print('x' * 100_000)", 20).output) < 4100
 
 
+@pytest.mark.slow
 def test_a_response_that_prints_for_ever_takes_no_memory_of_the_host() -> None:
     tracemalloc.start()
     try:

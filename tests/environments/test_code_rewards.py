@@ -293,24 +293,25 @@ HONEST = {
 }
 
 
-@pytest.fixture(scope="module", params=["auto", "limits"])
-def environment(request: pytest.FixtureRequest) -> CodeTestsEnvironment:
-    return CodeTestsEnvironment({"num_workers": 4, "sandbox": request.param, "run_timeout_s": 30.0})
-
-
-def rewards(environment: CodeTestsEnvironment, table: dict[str, tuple[str, str]]) -> dict[str, tuple[float, str]]:
+def rewards(sandbox: str, table: dict[str, tuple[str, str]]) -> dict[str, tuple[float, str]]:
+    environment = CodeTestsEnvironment({"num_workers": 4, "sandbox": sandbox, "run_timeout_s": 30.0})
     result = environment.step(
         [[{"role": "assistant", "content": f"<code>{code}</code>"}] for code, _ in table.values()],
         [{"tests": tests} for _, tests in table.values()],
     )
+    environment.shutdown()
     shown = [observation["content"] for observation in result.observations]
     return dict(zip(table, zip(result.rewards.tolist(), shown, strict=True), strict=True))
 
 
-def test_no_trick_earns_what_its_answer_does_not(environment: CodeTestsEnvironment) -> None:
+@pytest.mark.slow
+def test_no_trick_earns_what_its_answer_does_not() -> None:
+    """In the weakest sandbox: what does not help there helps nowhere."""
     assert len(CHEATS) >= 20
-    assert {name: shown for name, (reward, shown) in rewards(environment, CHEATS).items() if reward != 0.0} == {}
+    assert {name: shown for name, (reward, shown) in rewards("limits", CHEATS).items() if reward != 0.0} == {}
 
 
-def test_honest_code_earns_its_reward(environment: CodeTestsEnvironment) -> None:
-    assert {name: shown for name, (reward, shown) in rewards(environment, HONEST).items() if reward != 1.0} == {}
+@pytest.mark.slow
+def test_honest_code_earns_its_reward() -> None:
+    """In the strictest sandbox that there is: what runs there runs everywhere."""
+    assert {name: shown for name, (reward, shown) in rewards("auto", HONEST).items() if reward != 1.0} == {}

@@ -19,7 +19,7 @@ from nemo_rl.environments.registry import environment_class
 CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "grpo_arithmetic_agent_cpu.yaml"
 SESSION = AgentSession("s", "http://x/v1", "policy", "key", 7)
 AGENTS = """
-import asyncio, fractions, os, sys, threading, time
+import asyncio, fractions, os, subprocess, sys, threading, time
 
 class Parts:
     def __init__(self, factor):
@@ -34,6 +34,8 @@ class Parts:
             raise KeyError("oops")
         if task["what"] == "odd":
             return {"x": object()}
+        if task["what"] == "program":
+            return subprocess.run([sys.executable, "-c", "import far_agents"]).returncode
         return {"x": fractions.Fraction(1, 2) * self.factor, "seed": session.seed, "url": len(base_url)}
 
 async def waits(task, base_url, session):
@@ -65,6 +67,8 @@ def test_an_agent_plays_fails_and_ends_with_its_process_by_name(folder: Path) ->
             return await far.run({"what": what}, "http://x/v1", SESSION)
 
         assert await asyncio.gather(play("a"), play("b")) == [{"x": 1.5, "seed": 7, "url": 11}] * 2
+        # A program that it starts finds its modules.
+        assert await play("program") == 0
         with pytest.raises(AgentError, match="KeyError\\('oops'\\)"):
             await play("fail")
         with pytest.raises(AgentError, match="cannot be passed on"):

@@ -20,7 +20,7 @@ from nemo_rl.experience.samplers import (
 )
 from tests.experience.stream_simulation import StreamSimulation, prompts_of
 
-SCHEDULES = 10_000
+SCHEDULES = 4_000
 
 
 @pytest.mark.slow

@@ -45,9 +45,9 @@ class Loop:
 
     def close(self) -> None:
         # What was cancelled ends first.
-        self.start(asyncio.sleep(0.01)).result(timeout=10.0)
+        self.start(asyncio.sleep(0.01)).result(timeout=60.0)
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(timeout=10.0)
+        self.thread.join(timeout=60.0)
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ def test_a_killed_rollout_and_a_stopped_collector_are_errors_of_whoever_waits(lo
     rollouts.hold = asyncio.Event()
     collector, _ = collector_of(loop, rollouts)
     collector.set_weight_version(0)
-    loop.start(asyncio.sleep(0.01)).result(timeout=10.0)
+    loop.start(asyncio.sleep(0.01)).result(timeout=60.0)
     loop.loop.call_soon_threadsafe(next(iter(collector._tasks.values())).cancel)
     with pytest.raises(CollectorError, match="the rollout of group 0-0 was cancelled"):
         collector.take(0, 0)
@@ -244,7 +244,7 @@ def test_a_refit_waits_for_running_rollouts_and_holds_new_ones_back(loop: Loop) 
     rollouts.hold = asyncio.Event()
     collector, _ = collector_of(loop, rollouts)
     collector.set_weight_version(0)
-    loop.start(asyncio.sleep(0.01)).result(timeout=10.0)
+    loop.start(asyncio.sleep(0.01)).result(timeout=60.0)
     with pytest.raises(CollectorError, match=r"\d rollouts did not end within 0 s.*in_flight_weight_updates"):
         collector.prepare_for_refit(0.2)
     loop.loop.call_soon_threadsafe(rollouts.hold.set)

@@ -92,12 +92,13 @@ class Colocated:
 
 
 @contextmanager
-def colocated(model: Path, slots: int, *overrides: str) -> Iterator[Colocated]:
-    """Starts policy and engine on the same slots and ends both."""
+def colocated(model: Path, slots: int, *overrides: str, nodes: int = 1, cuda: bool = False) -> Iterator[Colocated]:
+    """Starts policy and engine on the same slots of each node, CPU slots or GPUs, and ends both."""
     base = [
         f"policy.model_name={model}",
         "loss_fn.reference_policy_kl_penalty=0.0",
         f"cluster.gpus_per_node={slots}",
+        f"cluster.num_nodes={nodes}",
         "cluster.cpu_slots=4",
         "policy.train_global_batch_size=8",
         "policy.train_micro_batch_size=4",
@@ -110,7 +111,7 @@ def colocated(model: Path, slots: int, *overrides: str) -> Iterator[Colocated]:
     config = load_master_config(_CONFIG, [*base, *overrides])
     tokenizer = get_tokenizer(config.policy.tokenizer, False)
     cluster = RayVirtualCluster(
-        [slots], use_gpus=False, max_colocated_worker_groups=2, num_gpus_per_node=slots, name="engines"
+        [slots] * nodes, use_gpus=cuda, max_colocated_worker_groups=2, num_gpus_per_node=slots, name="engines"
     )
     generation = VllmGeneration(
         start_engine_actors(cluster, config.policy, config.cluster, seed=1, colocated=True),
@@ -122,7 +123,7 @@ def colocated(model: Path, slots: int, *overrides: str) -> Iterator[Colocated]:
         policy.wait_until_started()
         generation.wait_until_started()
         record = MemoryRecord()
-        refitter = Refitter(policy, generation, config.weight_sync, colocated=True, cuda=False, record=record)
+        refitter = Refitter(policy, generation, config.weight_sync, colocated=True, cuda=cuda, record=record)
         refitter.bring_to(0)
         yield Colocated(config, tokenizer, policy, generation, refitter, record)
     finally:
@@ -153,11 +154,23 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def wait_until_gone(pids: Sequence[int], timeout_s: float = 20.0) -> None:
-    """Fails when a process still lives after the time."""
+# Ray's own processes stay a minute longer where a cluster was killed: they try to tell it so.
+_AGENTS = (["ray::DashboardAgent"], ["ray::RuntimeEnvAgent"])
+
+
+def wait_until_gone(pids: Sequence[int], timeout_s: float = 60.0) -> None:
+    """Fails when a process still lives after the time. Agents of Ray do not count."""
     deadline = time.monotonic() + timeout_s
     left = list(pids)
     while left and time.monotonic() < deadline:
-        left = [pid for pid in left if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+        left = [pid for pid in left if _lives(pid)]
         time.sleep(0.1)
     assert not left, f"still running: {[psutil.Process(pid).cmdline() for pid in left]}"
+
+
+def _lives(pid: int) -> bool:
+    try:
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and process.cmdline()[:1] not in _AGENTS
+    except psutil.NoSuchProcess:
+        return False

@@ -28,6 +28,7 @@ from nemo_rl.models.multi_lora.backend import SLOT
 from nemo_rl.models.multi_lora.policy import MultiLoraPolicy
 from nemo_rl.utils.adapters import AdapterInfo
 from nemo_rl.utils.progress import StartPhases
+from nemo_rl.utils.record import NullRecord
 from tests.models.multi_lora_ranks import batch_of
 
 _CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "grpo_arithmetic_cpu.yaml"
@@ -74,7 +75,7 @@ class EnginesAndPolicy:
 
     def bring(self, name: str, version: int) -> None:
         """Sends an adapter to the engines."""
-        assert self.engines.bring_to(name, self.slots[name], self.infos[name], version)
+        assert self.engines.bring_to(name, self.slots[name], self.infos[name], version, NullRecord())
 
     def requests(self, names: Sequence[str], each: int = 3) -> list[GenerationRequest]:
         """Seeded requests of each adapter, the same prompts for all."""

@@ -1,5 +1,6 @@
 """Makes copy plans of vLLM's own model classes, as their constructors leave them, and compares replays with their
-loaders; ends with an error where one differs. A process of its own: vLLM's parallel state is one per process.
+loaders, and loads weights where layers quantise them; ends with an error where something differs. A process of its own:
+vLLM's parallel state is one per process.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 
 from nemo_rl.models.generation.vllm.extension import _VllmModel
 from nemo_rl.weight_sync.layout import Window
+from tests.models.quantized_loaders import check_quantized
 from tests.weight_sync.test_copy_plan import equal, state, windows
 
 SMALL: dict[str, Any] = {
@@ -71,6 +73,8 @@ def main() -> None:
                     initialize_model_parallel(1)
                 model = initialize_model(vllm_config)
                 check(config, vllm_config, model)
+            if isinstance(config, Qwen2Config):
+                check_quantized(folder, [dict(sent(config, seed)) for seed in (1, 2, 3)])
 
 
 def check(config: PretrainedConfig, vllm_config: VllmConfig, model: torch.nn.Module) -> None:

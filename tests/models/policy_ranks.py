@@ -206,13 +206,12 @@ def moved_steps(
         worker.train_microbatches(shard_of(worker, training_batch()))
         if moves:
             # The gradients of an open step go along.
-            worker.offload_model()
+            worker.offload_all()
             worker.prepare_for_training()
         worker.finish_train_step()
         resident = worker.memory_in_use()
         if moves:
-            worker.offload_optimizer()
-            worker.offload_model()
+            worker.offload_all()
         used.append((resident, worker.memory_in_use()))
     return worker.weight_checksums(), used
 
@@ -337,7 +336,7 @@ def split_steps(model: str, world: int, cases: dict[str, list[str]]) -> dict[str
     """Per case, the same global batch as `train` takes it and in chunks of several uneven sizes: what the step gave,
     its gradient, and how often gradients were reduced over ranks.
     """
-    chunkings = {"one": [8], "two": [3, 5], "many": [1, 3, 2, 1, 1]}
+    chunkings = {"one": [8], "many": [1, 5, 2]}
     seen: dict[str, dict[str, Any]] = {}
     for case, overrides in cases.items():
         config = run_config(model, world, *overrides)
@@ -367,8 +366,7 @@ def split_steps(model: str, world: int, cases: dict[str, list[str]]) -> dict[str
                 # Scoring between chunks leaves the model in evaluation mode.
                 worker.get_logprobs(shard_of(worker, data, training=False))
                 # What the open step has gathered goes to the host and comes back.
-                worker.offload_optimizer()
-                worker.offload_model()
+                worker.offload_all()
                 worker.prepare_for_training()
             seen[case][name] = worker.finish_train_step() | gradient | {"reductions": counted()}
     return seen
@@ -442,7 +440,8 @@ def dropped_communicators(model: str, world: int, cases: dict[str, list[str]]) -
         refused = _error(worker.drop_communicators)
         worker.abort_train_step()
         same = results == kept and worker.weight_checksums() == kept_weights
-        seen[case] = {"same": same, "groups": groups, "refused": refused}
+        searches = worker.backend.groups.communicators.searches
+        seen[case] = {"same": same, "groups": groups, "refused": refused, "searches": searches}
     return seen
 
 

@@ -201,7 +201,8 @@ def scored_alternatives(model: str, world: int, cases: dict[str, list[str]], dat
     """The policy's log-probability of each row's last token, case by case."""
     found = {}
     for name, overrides in cases.items():
-        worker = make_worker(run_config(model, world, "policy.sequence_packing.enabled=false", *overrides))
+        few_passes = ("policy.sequence_packing.enabled=false", "policy.logprob_batch_size=8")
+        worker = make_worker(run_config(model, world, *few_passes, *overrides))
         columns = ("input_ids", "input_lengths", "sampling_mask_counts", "sampling_mask_ids")
         scored = worker.get_logprobs(BatchedDataDict({column: data[column] for column in columns}))
         found[name] = scored["logprobs"][:, -1].double().numpy()

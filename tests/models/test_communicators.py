@@ -30,6 +30,7 @@ def test_training_goes_on_bit_for_bit_however_often_communicators_are_dropped(
     for rank in two:
         seen = rank[case]
         assert seen["same"]
+        assert seen["searches"] == 1, "whoever holds a group is remembered"
         without, with_them = set(seen["groups"][::2]), set(seen["groups"][1::2])
         assert len(without) == len(with_them) == 1 and without.pop() < with_them.pop()
         assert "a train step is open" in seen["refused"]

@@ -55,6 +55,7 @@ def test_turns_of_one_device_never_overlap_and_those_of_others_do() -> None:
     assert asyncio.run(all_at_once([None] * 3)) == 3
 
 
+@pytest.mark.slow
 def test_the_turn_of_a_process_that_was_killed_is_over() -> None:
     device = name()
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.exceptions import RayActorError
 
+from nemo_rl.distributed.worker_calls import WorkerIdentity
 from nemo_rl.models.generation.interfaces import (
     GenerationError,
     GenerationRequest,
@@ -29,8 +30,10 @@ from nemo_rl.models.generation.vllm.detached import DetachedGenerator, ServingSh
 from nemo_rl.models.generation.vllm.dispatch import Dispatcher
 from nemo_rl.models.generation.vllm.loops import wait_on_loop
 from nemo_rl.models.generation.vllm.request_state import RequestFailure
+from nemo_rl.models.generation.vllm.shards import ElasticShards
 from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.utils.record_events import RequestFinished, RequestSubmitted, ShardRouted, ShardUnrouted
+from tests.virtual_time import run_in_virtual_time
 
 
 class Remote:
@@ -167,10 +170,6 @@ def whole(result: Any, tokens: int = 20) -> bool:
     )
 
 
-def in_loop(work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(work)
-
-
 def test_a_leaving_shards_requests_go_on_elsewhere_from_where_they_were() -> None:
     async def story() -> None:
         fleet = Fleet(2)
@@ -185,7 +184,7 @@ def test_a_leaving_shards_requests_go_on_elsewhere_from_where_they_were() -> Non
         assert [fleet.router.outstanding(shard) for shard in (0, 1)] == [0, 0]
         await fleet.dispatcher.close()
 
-    in_loop(story())
+    run_in_virtual_time(story())
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.002, 0.01])
@@ -206,7 +205,7 @@ def test_shards_that_join_take_their_even_part_of_what_runs(after_s: float) -> N
         assert [fleet.router.outstanding(shard) for shard in range(3)] == [0, 0, 0]
         await fleet.dispatcher.close()
 
-    in_loop(story())
+    run_in_virtual_time(story())
 
 
 def test_requests_that_waited_for_lent_shards_begin_on_all_that_come_together() -> None:
@@ -223,7 +222,7 @@ def test_requests_that_waited_for_lent_shards_begin_on_all_that_come_together() 
         assert [len(shard.served) for shard in fleet.shards] == [5, 5]
         await fleet.dispatcher.close()
 
-    in_loop(story())
+    run_in_virtual_time(story())
 
 
 def test_the_youngest_requests_move_and_a_shard_that_dies_meanwhile_loses_none() -> None:
@@ -242,7 +241,7 @@ def test_the_youngest_requests_move_and_a_shard_that_dies_meanwhile_loses_none()
         assert list(fleet.dispatcher.failed) == [0]
         await fleet.dispatcher.close()
 
-    in_loop(story())
+    run_in_virtual_time(story())
 
 
 def test_no_request_reaches_a_shard_that_is_leaving() -> None:
@@ -257,7 +256,30 @@ def test_no_request_reaches_a_shard_that_is_leaving() -> None:
         assert fleet.shards[1].served == [] and fleet.shards[1].refused_while_leaving == 0
         await fleet.dispatcher.close()
 
-    in_loop(story())
+    run_in_virtual_time(story())
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=6))
+def test_a_shard_taken_away_stays_away_while_its_routing_is_still_on_its_way(calls: list[bool]) -> None:
+    """The scheduler's thread calls; the dispatcher's loop has work and hears of it later."""
+
+    async def story() -> None:
+        fleet = Fleet(2)
+        on_loop: list[Coroutine[Any, Any, Any]] = []
+        workers: Any = fleet.shards
+        identities = [WorkerIdentity("generation", number, "127.0.0.1") for number in (0, 1)]
+        shards = ElasticShards(workers, identities, fleet.dispatcher, run_in_virtual_time)
+        for active in calls:
+            shards.set_routable(1, active, on_loop.append)
+            if not active:
+                assert fleet.router.active == {0}
+        for change in on_loop:
+            await change
+            assert calls[-1] or fleet.router.active == {0}
+        assert fleet.router.active == ({0, 1} if calls[-1] else {0})
+        await fleet.dispatcher.close()
+
+    run_in_virtual_time(story())
 
 
 @pytest.mark.parametrize("on_preempt", ["continue", "redo_turn"])
@@ -286,7 +308,7 @@ def test_a_streamed_answer_has_each_token_once_although_its_shards_leave_and_die
         assert all(passed.values()) if on_preempt == "continue" else not any(passed.values())
         await fleet.dispatcher.close()
 
-    in_loop(story())
+    run_in_virtual_time(story())
 
 
 def test_without_a_shard_requests_wait_and_with_none_in_time_they_say_so() -> None:
@@ -300,7 +322,7 @@ def test_without_a_shard_requests_wait_and_with_none_in_time_they_say_so() -> No
         assert whole((await running)[0])
         await fleet.dispatcher.close()
 
-    in_loop(story())
+    run_in_virtual_time(story())
 
 
 def test_a_shard_that_dies_or_hangs_is_quarantined_and_its_requests_go_on() -> None:
@@ -318,7 +340,7 @@ def test_a_shard_that_dies_or_hangs_is_quarantined_and_its_requests_go_on() -> N
         fleet.shards[1].hung.set()
         await fleet.dispatcher.close()
 
-    in_loop(story())
+    run_in_virtual_time(story())
 
 
 def test_the_owner_of_shards_that_another_process_uses_hears_who_died_and_says_who_came_back() -> None:
@@ -333,15 +355,15 @@ def test_the_owner_of_shards_that_another_process_uses_hears_who_died_and_says_w
         return {result.shard for result in results}
 
     generator.follow(serving)
-    assert in_loop(run("a", "b")) == {0, 1}
+    assert asyncio.run(run("a", "b")) == {0, 1}
     shards[1].dead = True
-    assert in_loop(run("c", "d")) == {0}
+    assert asyncio.run(run("c", "d")) == {0}
     assert list(generator.lost()) == [1]
     # The owner leaves a shard out, and brings one back with a new engine: not before is it used.
     generator.follow({0: serving[0]})
-    assert in_loop(run("e", "f")) == {0}
+    assert asyncio.run(run("e", "f")) == {0}
     generator.follow({1: ServingShard(2, Shard(1))})
-    assert in_loop(run("g", "h")) == {1} and generator.lost() == {}
+    assert asyncio.run(run("g", "h")) == {1} and generator.lost() == {}
     submitted = [entry.event.request_id for entry in record.entries if isinstance(entry.event, RequestSubmitted)]
     finished = [entry.event for entry in record.entries if isinstance(entry.event, RequestFinished)]
     assert {name.partition("+")[0] for name in submitted} == set("abcdefgh") and len(finished) == len(submitted)
@@ -361,7 +383,7 @@ def test_when_no_shard_is_left_everybody_hears_of_it_at_once() -> None:
         assert isinstance(next_one, GenerationError)
         await fleet.dispatcher.close()
 
-    in_loop(story())
+    run_in_virtual_time(story())
 
 
 def test_requests_that_lost_every_shard_wait_while_one_is_built_anew_and_no_longer() -> None:
@@ -389,7 +411,7 @@ def test_requests_that_lost_every_shard_wait_while_one_is_built_anew_and_no_long
         assert isinstance(left, GenerationError) and "it died again" in str(left)
         await fleet.dispatcher.close()
 
-    in_loop(story())
+    run_in_virtual_time(story())
 
 
 def test_an_engine_that_died_under_a_living_actor_counts_as_dead() -> None:
@@ -402,7 +424,7 @@ def test_an_engine_that_died_under_a_living_actor_counts_as_dead() -> None:
         assert fleet.dispatcher.failed == {0: "EngineDeadError: gone"}
         await fleet.dispatcher.close()
 
-    in_loop(story())
+    run_in_virtual_time(story())
 
 
 def test_a_refused_request_fails_alone_and_an_unwanted_one_is_cancelled_at_its_shard() -> None:
@@ -422,7 +444,7 @@ def test_a_refused_request_fails_alone_and_an_unwanted_one_is_cancelled_at_its_s
         assert (fleet.router.requests(0), fleet.router.outstanding(0)) == (0, 0)
         await fleet.dispatcher.close()
 
-    in_loop(story())
+    run_in_virtual_time(story())
 
 
 def test_a_request_may_take_long_while_its_shard_finishes_others() -> None:
@@ -442,7 +464,7 @@ def test_a_request_may_take_long_while_its_shard_finishes_others() -> None:
         )
         await fleet.dispatcher.close()
 
-    in_loop(story())
+    run_in_virtual_time(story())
 
 
 @settings(max_examples=15)
@@ -481,7 +503,7 @@ def test_in_any_unrest_every_request_is_answered_once_and_whole(seed: int) -> No
         assert generations == sorted(generations)
         await fleet.dispatcher.close()
 
-    in_loop(story())
+    run_in_virtual_time(story())
 
 
 def test_work_that_hangs_on_the_dispatchers_loop_is_given_up_by_name() -> None:

@@ -22,7 +22,7 @@ from nemo_rl.weight_sync.session import SyncOptions
 from nemo_rl.weight_sync.transports.base import TransportError
 from tests.weight_sync.models import DictModel, Engines, weights
 
-OPTIONS = SyncOptions(bucket_bytes=4096, verify=True, timeout_s=20.0)
+OPTIONS = SyncOptions(bucket_bytes=4096, verify=True, timeout_s=120.0)
 
 
 class Targets(Engines):
@@ -261,12 +261,12 @@ def test_moves_and_refreshes_take_turns(world: World) -> None:
 
     def hold() -> None:
         refreshing.set()
-        go_on.wait(10.0)
+        go_on.wait(60.0)
 
     world.generation.before_load = hold
     threads = [threading.Thread(target=world.elastic.refresh)]
     threads[0].start()
-    refreshing.wait(10.0)
+    refreshing.wait(60.0)
     world.generation.before_load = lambda: None
     threads.append(threading.Thread(target=world.elastic.expand, args=([1],)))
     threads[1].start()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import socket
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -13,11 +15,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import requests
 import torch
 
 from nemo_rl.config import ConfigError, EnvConfig, load_master_config
+from nemo_rl.data.datasets import load_response_dataset
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.agent_environment import AgentEnvironment
@@ -40,6 +44,7 @@ from nemo_rl.models.generation.interfaces import (
 )
 
 _CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "grpo_arithmetic_cpu.yaml"
+_NEMO_GYM = Path(__file__).with_name("nemo_gym_stand_in")
 _VLLM = "policy.generation.vllm_cfg"
 _TOKEN = "secret-of-the-test"
 # A token without text: what is tokenised again never has it.
@@ -158,30 +163,6 @@ def test_a_session_may_be_named_in_the_body(session: tuple[Endpoint, Model, str]
     assert ended.status_code == 404 and "not open" in ended.text
 
 
-def test_the_messages_of_nemo_gym_are_one_branch_of_the_session_that_they_name(
-    session: tuple[Endpoint, Model, str],
-) -> None:
-    """As nemo-gym 0.4 sent them (its agent `simple_agent` and model server `vllm_model`), with shorter texts."""
-    endpoint, says, _ = session
-    says.text = _CALL
-    told = [{"content": "Help.", "role": "developer"}, user("1+2?")]
-    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
-    further = {
-        "session": "s",
-        "metadata": {"extra_body": json.dumps({"session": "s"})},
-        "tools": [{"function": {"name": "add", "description": "", "parameters": parameters}, "type": "function"}],
-    }
-    answer = chat(endpoint.base_url, told, **further)["choices"][0]["message"]
-    (call,) = answer["tool_calls"]
-    says.text = "3"
-    function = {"arguments": call["function"]["arguments"], "name": "add"}
-    again = {"id": call["id"], "function": function, "type": "function"}
-    said = {"role": "assistant", "content": None, "tool_calls": [again]}
-    chat(endpoint.base_url, [*told, said, {"content": "3", "role": "tool", "tool_call_id": call["id"]}], **further)
-    (branch,) = endpoint.finish("s").branches()
-    assert [part.trained for part in branch.parts] == [True, True]
-
-
 def test_a_call_of_a_tool_is_read_and_continued(session: tuple[Endpoint, Model, str]) -> None:
     endpoint, says, url = session
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -216,6 +197,19 @@ def test_a_stream_says_what_a_whole_answer_says(session: tuple[Endpoint, Model, 
     (call,) = turn.answer["tool_calls"]
     assert call["function"]["name"] == "add" and json.loads(call["function"]["arguments"]) == {"a": 1, "b": 2}
     assert json.loads(whole["arguments"]) == {"a": 1, "b": 2}
+
+
+def test_a_stream_does_not_show_the_token_that_ends_it(session: tuple[Endpoint, Model, str]) -> None:
+    """Not even where special tokens are shown, as parsers of tools and of reasoning ask for."""
+    _, says, url = session
+    for says.text in ("one", "four"):
+        seen = {}
+        for stream in (False, True):
+            response = post(f"{url}/completions", model="policy", prompt="a", stream=stream, skip_special_tokens=False)
+            lines = response.text.splitlines() if stream else [f"data: {response.text}"]
+            chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+            seen[stream] = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+        assert seen[True] == seen[False] == says.text
 
 
 def test_a_client_of_openai_reads_a_stream_and_goes_on_with_the_sampled_tokens(
@@ -279,6 +273,9 @@ def test_each_of_several_answers_is_a_turn_with_a_seed_of_its_own(session: tuple
         ({"guided_json": {"type": "object"}}, 400, "guided_json"),
         ({"structured_outputs": {"choice": ["a", "b"]}}, 400, "structured"),
         ({"logprobs": True, "top_logprobs": 3}, 400, "top_logprobs"),
+        ({"echo": True}, 400, "prompt_logprobs"),
+        ({"best_of": 4}, 400, "best_of"),
+        ({"use_beam_search": True}, 400, "use_beam_search"),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, 413, "max_body_bytes=4096"),
     ],
 )
@@ -289,6 +286,20 @@ def test_a_bad_request_is_refused_with_the_reason(
     response = post(f"{url}/chat/completions", **{"model": "policy", "messages": [user("a")], **body})
     assert response.status_code == status and says in response.json()["error"]["message"]
     assert not model.requests and not endpoint.finish("s").turns
+
+
+def test_a_prompt_of_unknown_tokens_or_of_none_is_refused_and_stops_of_any_length_are_not(
+    session: tuple[Endpoint, Model, str],
+) -> None:
+    _, model, url = session
+    for prompt, says in (([5, 999_999], "token 999999"), ([[]], "has no tokens")):
+        response = post(f"{url}/completions", model="policy", prompt=prompt)
+        assert response.status_code == 400 and says in response.json()["error"]["message"]
+    response = post(f"{url}/completions", model="policy", prompt="a", logprobs=1)
+    assert response.status_code == 400 and "logprobs of a completion" in response.json()["error"]["message"]
+    assert not model.requests
+    assert post(f"{url}/completions", model="policy", prompt="a", stop=["Observation:"]).status_code == 200
+    assert model.requests[0].stop_strings == ("Observation:",)
 
 
 def test_a_wrong_token_and_what_is_no_json_are_refused(session: tuple[Endpoint, Model, str]) -> None:
@@ -405,6 +416,13 @@ def test_options_of_the_server_are_checked_before_anything_starts(tiny_model: Pa
         )
 
 
+@pytest.mark.parametrize("key", [f"{_VLLM}.http_server.deadline_s", "env.mine.step_timeout_s"])
+@pytest.mark.parametrize("value", [".inf", ".nan", "0"])
+def test_a_deadline_is_a_number_of_seconds(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        load_master_config(_CONFIG, [f"++{key}={value}"])
+
+
 # -- agents -----------------------------------------------------------------------------------------------------------
 
 
@@ -436,6 +454,14 @@ async def never(task: dict[str, Any], base_url: str, session: Any) -> float:
     return 1.0
 
 
+def given(task: dict[str, Any], base_url: str, session: Any, value: object) -> object:
+    """An agent that earns what it is given, or raises it."""
+    ask(base_url, task["messages"])
+    if isinstance(value, BaseException):
+        raise value
+    return value
+
+
 class Broken:
     """An agent with a mistake of its own."""
 
@@ -446,9 +472,16 @@ class Broken:
 
 def rolled_out(endpoint: Endpoint, says: Model, agent: str, timeout_s: float = 60.0, **arguments: object) -> Any:
     says.text, says.ended, says.wait = "hi", True, None
+    section = EnvConfig.read({"mine": {"agent": f"{__name__}.{agent}", **arguments}}).of("mine")
+    environment = AgentEnvironment(environment_settings(section, "mine"))
+    return played(endpoint, says, environment, {"ground_truth": "4", "idx": 7}, timeout_s)
+
+
+def played(
+    endpoint: Endpoint, says: Model, environment: AgentEnvironment, known: dict[str, Any], timeout_s: float = 60.0
+) -> Any:
+    """Two samples of one prompt, whose row knows `known`."""
     says.requests.clear()
-    section = {"mine": {"agent": f"{__name__}.{agent}", **arguments}}
-    environment = AgentEnvironment(environment_settings(EnvConfig.read(section).of("mine"), "mine"))
     handle = EnvironmentHandle("mine", (environment,), timeout_s, 4, 1, is_agent=True)
     generator = SimpleNamespace(run_on_dispatch_loop=asyncio.run)
     runner = RolloutRunner(generator, says.tokenizer, {"t": handle}, agents=AgentRollouts(endpoint, says.tokenizer))  # type: ignore[arg-type]
@@ -456,7 +489,7 @@ def rolled_out(endpoint: Endpoint, says: Model, agent: str, timeout_s: float = 6
     batch = BatchedDataDict(
         message_log=[[{"role": "user", "content": "<2+2=>", "text": "2+2=", "token_ids": ids}]],
         task_name=["t"],
-        extra_env_info=[{"ground_truth": "4", "idx": 7}],
+        extra_env_info=[known],
         stop_strings=[None],
         loss_multiplier=torch.ones(1),
         length=torch.tensor([4]),
@@ -488,6 +521,7 @@ def test_the_episodes_of_an_agent_become_rows_with_what_was_sampled(served: tupl
         assert ids[: len(longest.prompt_ids)] == longest.prompt_ids
     metrics = rollout_metrics(trajectories, 1)
     assert (metrics["agent_branches_per_sample"], metrics["mean_gen_tokens_per_sample"]) == (2.0, 3.0 * len(sampled))
+    assert (metrics["reward/right"], metrics["reward/named"]) == (0.25, 1.0)
     assert rows["weight_version"].tolist() == [3] * 4 and rows["total_reward"].tolist() == [1.25] * 4
     roles = [message["role"] for message in trajectories[0].message_log]
     assert roles == ["user", "assistant", "user", "assistant"]
@@ -505,10 +539,83 @@ def test_the_mistake_of_an_agent_ends_the_run_and_names_it(served: tuple[Endpoin
     assert not served[0]._sessions
 
 
+@pytest.mark.parametrize("reward", [True, np.float32(1.0), np.bool_(True), torch.tensor(1)])
+def test_a_reward_may_be_any_number(served: tuple[Endpoint, Model], reward: object) -> None:
+    _, trajectories = rolled_out(*served, "given", value=reward)
+    assert [one.reward for one in trajectories] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        (None, "given returned None; expected a number"),
+        ("1", "given returned '1'; expected a number"),
+        ({}, "given returned an empty dict"),
+        ({"right": [1]}, "expected a number, or a dict of numbers"),
+        (torch.ones(2), "expected a number"),
+        (math.nan, "not finite"),
+        ({"right": math.inf}, "reward/right that are not finite"),
+        (SystemExit(3), r"given raised SystemExit\(3\)"),
+    ],
+)
+def test_what_is_no_reward_ends_the_run_and_names_the_agent(
+    served: tuple[Endpoint, Model], reward: object, says: str
+) -> None:
+    with pytest.raises(EnvironmentFailure, match=says):
+        rolled_out(*served, "given", value=reward)
+    assert not served[0]._sessions
+
+
 def test_an_episode_that_does_not_end_ends_the_run_at_its_deadline(served: tuple[Endpoint, Model]) -> None:
     with pytest.raises(EnvironmentFailure, match="step_timeout_s"):
         rolled_out(*served, "never", timeout_s=0.2)
     assert not served[0]._sessions
+
+
+def test_nemo_gym_plays_its_rows_with_the_keys_of_a_recipe(served: tuple[Endpoint, Model], tmp_path: Path) -> None:
+    """A package that stands in for nemo-gym 0.4 sends what its `simple_agent` and `vllm_model` sent."""
+    endpoint, says = served
+    says.ended, says.wait = True, None
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={_NEMO_GYM} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    own = {"python": str(python), "config_paths": ["model.yaml", "tools.yaml"], "use_absolute_ip": True}
+    section = EnvConfig.read({"should_use_nemo_gym": True, "nemo_gym": own}).of("nemo_gym")
+    assert environment_class("nemo_gym", section) is AgentEnvironment
+
+    async def answer() -> None:
+        asked = says.tokenizer.decode(says.requests[-1].prompt_ids)
+        says.text = "It is cold." if "<|im_start|>tool" in asked else _CALL
+
+    rows = tmp_path / "rows.jsonl"
+    row = {
+        "responses_create_params": {
+            "input": [{"role": "developer", "content": "Help."}, {"role": "user", "content": [{"text": "1+2?"}]}],
+            "temperature": 0.5,
+        },
+        "agent_ref": {"name": "adder"},
+    }
+    rows.write_text(json.dumps(row) + "\n")
+    entry = {"dataset_name": "NemoGymDataset", "data_path": str(rows), "prompt_file": None}
+    dataset = load_response_dataset(entry)
+    datum = dataset.processor(dataset.dataset[0], dataset.task_spec, says.tokenizer, 400, 0)
+    assert datum["message_log"][0]["text"] == "Help.\n1+2?"
+    environment = AgentEnvironment(environment_settings(section, "nemo_gym"))
+    says.wait = answer
+    try:
+        _, trajectories = played(endpoint, says, environment, datum["extra_env_info"])
+    finally:
+        says.wait = None
+        environment.close()
+    for trajectory in trajectories:
+        # The call and what follows the tool's result are one exact conversation.
+        assert (trajectory.reward, trajectory.turns, trajectory.further_branches) == (1.0, 2, [])
+
+
+def test_nemo_gym_needs_an_interpreter_that_has_it() -> None:
+    section = EnvConfig.read({"nemo_gym": {"config_paths": ["a.yaml"]}}).of("nemo_gym")
+    with pytest.raises(ConfigError, match=r"env\.nemo_gym\.python: .* has no package nemo_gym"):
+        environment_class("nemo_gym", section)
 
 
 @pytest.mark.parametrize(

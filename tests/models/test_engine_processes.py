@@ -84,6 +84,7 @@ def test_the_fork_of_an_engine_lets_go_of_connections_and_other_forks_keep_them(
             os.close(end)
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_its_folder_to_the_next_one_and_a_living_one_keeps_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

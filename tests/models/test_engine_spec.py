@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from nemo_rl.config import load_master_config
-from nemo_rl.models.generation.vllm.engine_actors import engine_spec
+from nemo_rl.config import ConfigError, load_master_config
+from nemo_rl.distributed.virtual_cluster import Slot
+from nemo_rl.models.generation.vllm.engine_actors import engine_slots, engine_spec, parameters_of, weight_bytes
+from nemo_rl.models.generation.vllm.engine_nodes import Rendezvous
 
 CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "grpo_arithmetic_cpu.yaml"
 
@@ -74,3 +77,62 @@ def test_requests_have_seeds_of_their_own_or_engines_have(wanted: str, on_cpu: b
         spec = engine_spec(policy, cuda=cuda, **rest)
         assert spec.seeds_requests == seeds
         assert [spec.kwargs_of(shard)["seed"] for shard in range(3)] == [7, 8, 9]
+
+
+def _slots(*per_node: int) -> list[Slot]:
+    places = [(node, index) for node, count in enumerate(per_node) for index in range(count)]
+    return [Slot(node, index, f"n{node}", f"10.0.0.{node}", index) for node, index in places]
+
+
+@pytest.mark.parametrize(
+    ("per_node", "width", "engines"),
+    [
+        ((2, 2), 1, [[(0, [0])], [(0, [1])], [(1, [0])], [(1, [1])]]),
+        ((2, 4), 2, [[(0, [0, 1])], [(1, [0, 1])], [(1, [2, 3])]]),
+        ((2, 2), 4, [[(0, [0, 1]), (1, [0, 1])]]),
+        ((1, 1, 1, 1), 2, [[(0, [0]), (1, [0])], [(2, [0]), (3, [0])]]),
+    ],
+)
+def test_an_engine_takes_neighbours_of_a_node_or_whole_nodes(
+    per_node: tuple[int, ...], width: int, engines: list[list[tuple[int, list[int]]]]
+) -> None:
+    assert engine_slots(_slots(*per_node), width) == engines
+
+
+@pytest.mark.parametrize(("per_node", "width"), [((2, 2), 3), ((2, 2, 2), 4), ((2, 4), 6), ((3,), 2)])
+def test_an_engine_that_would_take_part_of_a_node_is_refused(per_node: tuple[int, ...], width: int) -> None:
+    with pytest.raises(ConfigError, match=f"parallel size {width} neither divides the"):
+        engine_slots(_slots(*per_node), width)
+
+
+def test_the_nodes_of_an_engine_meet_at_the_first_one() -> None:
+    rendezvous = Rendezvous("10.0.0.1", 20000, further=(None, None))  # type: ignore[arg-type]
+    first, *further = (rendezvous.arguments(node) for node in range(3))
+    assert [first["node_rank"], *(node["node_rank"] for node in further)] == [0, 1, 2]
+    assert all(first | {"node_rank": None} == node | {"node_rank": None} for node in further)
+    assert (first["nnodes"], first["master_addr"], first["master_port"]) == (3, "10.0.0.1", 20000)
+
+
+def test_fp8_engines_quantise_what_arrives_except_what_is_named(tiny_model: Path) -> None:
+    vllm = {"precision": "fp8", "num_first_layers_in_bf16": 1, "quantization_ignored_layer_kws": ["a.b"]}
+    keys = [f"policy.model_name={tiny_model}", "cluster.device=cuda", "loss_fn.use_importance_sampling_correction=true"]
+    keys += [f"++policy.generation.vllm_cfg.{key}={value}" for key, value in vllm.items()]
+    rest = {"seed": 0, "sleeps": True, "refits": True, "cpu_slot_memory_gb": 1.0, "threads": 1}
+    policy = load_master_config(CONFIG, keys).policy
+    spec = engine_spec(policy, cuda=True, **rest)
+    assert (spec.engine_kwargs["dtype"], spec.engine_kwargs["quantization"]) == ("bfloat16", "online")
+    blocks = spec.engine_kwargs["quantization_config"]
+    assert blocks["linear"] == blocks["moe"] == "fp8_per_block"
+    name, first = (re.compile(pattern.removeprefix("re:")) for pattern in blocks["ignore"])
+    assert name.match("model.layers.1.a.b") and not name.match("model.layers.1.a_b")
+    assert first.match("model.layers.0.mlp.down_proj")
+    assert not first.match("model.layers.1.mlp.down_proj") and not first.match("model.layers.10.mlp.down_proj")
+    assert spec.env["VLLM_USE_DEEP_GEMM"] == "0"
+    # Everything but embeddings and the layers left out takes a byte.
+    plain = load_master_config(CONFIG, [*keys[:3], "policy.generation.vllm_cfg.precision=bfloat16"]).policy
+    parameters = parameters_of(plain)
+    assert parameters < weight_bytes(policy) < weight_bytes(plain) == parameters * 2
+    mx = load_master_config(CONFIG, [*keys, "++policy.generation.vllm_cfg.is_mx=true"]).policy
+    assert engine_spec(mx, cuda=True, **rest).engine_kwargs["quantization_config"]["linear"] == "mxfp8"
+    with pytest.raises(ConfigError, match="fp8: engines quantise to fp8 on GPUs alone, and there is no GPU here"):
+        engine_spec(policy, cuda=False, **rest)

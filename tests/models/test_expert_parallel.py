@@ -27,24 +27,20 @@ CHECKPOINTING = ["policy.dtensor_cfg.activation_checkpointing=true"]
 
 TWO = {
     "dp 2": [],
-    "ep 2": EP2,
     "ep 2 packed": [*EP2, *PACKED],
     "ep 2 gradients reduced once": [*EP2, *PACKED, "policy.dtensor_cfg.defer_fsdp_grad_sync=true"],
     "ep 2 dynamic": [*EP2, "policy.dynamic_batching.enabled=true"],
     "ep 2, all kept": [*EP2, *PACKED, "policy.dtensor_cfg.moe_parallelizer.reshard_after_forward=false"],
-    "ep 2 checkpointing": [*EP2, *CHECKPOINTING],
     "ep 2 checkpointing but for the router": [
         *EP2,
         *CHECKPOINTING,
         "policy.dtensor_cfg.moe_parallelizer.ignore_router_for_ac=true",
     ],
     "ep 2 over cp 2": [*EP2, *CP2, *PACKED],
-    "tp 2": TP2,
     "tp 2 sequence parallel": [*SP, *PACKED],
 }
 FOUR = {
     "ep 2 of 4": [*EP2, *PACKED],
-    "ep 4": [*PACKED, "policy.dtensor_cfg.expert_parallel_size=4"],
     "ep 2 x tp 2": [*EP2, *SP, *PACKED],
     "ep 2 x replicate 2": [*EP2, *PACKED, "policy.dtensor_cfg.dp_replicate_size=2"],
 }

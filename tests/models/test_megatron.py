@@ -40,7 +40,6 @@ ONE = {
 }
 TP2 = [f"{KEY}.tensor_model_parallel_size=2"]
 TWO = {
-    "dp 2": WHOLE,
     "dp 2, optimizer shared out": list(MEGATRON),
     "dp 2 packed": [*WHOLE, *PACKED],
     "tp 2": [*WHOLE, *TP2],
@@ -57,7 +56,6 @@ TWO = {
     "cp 2 packed": [*WHOLE, *PACKED, f"{KEY}.context_parallel_size=2"],
 }
 EXPERTS = {
-    "ep 2": [*WHOLE, f"{KEY}.expert_model_parallel_size=2"],
     "ep 2 packed": [*WHOLE, *PACKED, f"{KEY}.expert_model_parallel_size=2"],
     "tp 2": [*WHOLE, *TP2, f"{KEY}.sequence_parallel=true", f"{KEY}.expert_tensor_parallel_size=2"],
 }

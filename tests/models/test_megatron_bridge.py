@@ -15,6 +15,7 @@ import pytest
 from nemo_rl.models.megatron.bridge import Bridge
 from nemo_rl.models.megatron.checks import check_policy
 from nemo_rl.models.policy.model_config import KernelUnavailableError, UnsupportedModelError, model_config
+from tests.models import bridge_ranks
 from tests.models.bridge_ranks import AutoMapping, bridged_stories, modules
 from tests.models.policy_ranks import MEGATRON, run_config
 from tests.ranks import run_ranks
@@ -121,3 +122,53 @@ def test_the_packages_own_layers_attend_over_packed_rows(models: dict[str, str])
     assert AutoMapping.registered == {"RowNorm": "replicated"}
     layer = bridge.layers(None)
     assert layer.submodules.self_attention.submodules.core_attention is PackedAttention
+
+
+def _changed(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    """Makes the stand-in's configurations with other options."""
+    made = bridge_ranks._provider
+
+    def changed(config: Any) -> Any:
+        provider = made(config)
+        provider.__dict__.update(options)
+        return provider
+
+    monkeypatch.setattr(bridge_ranks, "_provider", changed)
+
+
+@pytest.mark.usefixtures("package")
+def test_what_a_package_sets_for_pretraining_is_off(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pretraining = {"moe_z_loss_coeff": 1e-3, "moe_input_jitter_eps": 0.1, "moe_router_bias_update_rate": 1e-3}
+    _changed(monkeypatch, **pretraining, moe_expert_capacity_factor=1.5)
+    cfg = run_config(models["mistral"], 1, *MEGATRON).policy
+    config = Bridge(cfg, model_config(cfg), engine=False).config({})
+    assert (config.moe_z_loss_coeff, config.moe_input_jitter_eps, config.moe_expert_capacity_factor) == (None,) * 3
+    assert config.moe_router_bias_update_rate == 0
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize(
+    ("option", "value"), [("mtp_num_layers", 1), ("experimental_attention_variant", "gated_delta_net")]
+)
+def test_a_package_whose_model_has_other_parts_is_refused(
+    models: dict[str, str], monkeypatch: pytest.MonkeyPatch, option: str, value: object
+) -> None:
+    _changed(monkeypatch, **{option: value})
+    with pytest.raises(UnsupportedModelError, match=f"has {option}={value!r} in Megatron's configuration"):
+        _checked(models)
+
+
+@pytest.mark.usefixtures("package")
+def test_a_package_that_builds_a_model_by_a_way_of_its_own_is_refused(
+    models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = bridge_ranks._provider
+
+    def scaled(config: Any) -> Any:
+        provider = made(config)
+        provider.__class__ = type("GemmaModelProvider", (type(provider),), {"provide": lambda self: None})
+        return provider
+
+    monkeypatch.setattr(bridge_ranks, "_provider", scaled)
+    with pytest.raises(UnsupportedModelError, match=r"by a way of its own \(GemmaModelProvider\.provide\)"):
+        _checked(models)

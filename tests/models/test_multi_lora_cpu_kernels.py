@@ -21,6 +21,18 @@ def test_bits_of_a_product_depend_on_no_other_token() -> None:
         assert all(torch.equal(product, found[0]) for product in found)
 
 
+def test_bits_of_a_product_are_those_of_its_adapter_alone() -> None:
+    generator = torch.Generator().manual_seed(1)
+    factors, inputs = torch.randn(4, 1, 24, 32, generator=generator), torch.randn(210, 32, generator=generator)
+    index = torch.randint(-1, 4, (210,), generator=generator)
+    mixed = products(inputs, factors, index)
+    for adapter in range(4):
+        own = index == adapter
+        assert torch.equal(mixed[own], products(inputs[own], factors, index[own]))
+        assert torch.equal(mixed[own], products(inputs, factors, index.to(torch.int32))[own])
+    assert not mixed[index < 0].any()
+
+
 def test_every_token_is_multiplied_by_the_factor_of_its_adapter() -> None:
     generator = torch.Generator().manual_seed(0)
     factors = torch.randn(3, 1, 4, 6, generator=generator)

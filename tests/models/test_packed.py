@@ -107,6 +107,7 @@ def test_attention_over_a_packed_row_is_attention_over_each_sequence_alone(
         start += length
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.sampled_from([2, 4]))
 def test_slices_of_a_row_attend_to_what_the_whole_row_does(lengths: list[int], slices: int) -> None:

@@ -84,6 +84,7 @@ def test_rows_share_a_prefix_as_far_as_nothing_was_drawn_from_a_set() -> None:
     assert len(pack(data, CPU, share=True).input_ids_T) == 600
 
 
+@pytest.mark.slow
 @given(
     counts=st.lists(st.integers(0, 4), min_size=1, max_size=8),
     width=st.sampled_from([3, 4, 12]),

@@ -18,15 +18,21 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_rl.config import EnvConfig
+from nemo_rl.environments.agent_environment import AgentEnvironment
+from nemo_rl.environments.registry import environment_settings
+from nemo_rl.experience.agent_rollouts import AgentRollouts
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollout_source import LiveRollouts
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunner, number_samples
+from nemo_rl.models.generation.endpoint.server import start_endpoint
 from nemo_rl.models.generation.recording import VALIDATE, Recording
 from nemo_rl.models.generation.vllm import engine_actors
 from nemo_rl.models.generation.vllm.shards import ShardState
 from tests.conftest import example
 from tests.experience.test_rollout_flow import Counts, prompts
 from tests.models.elastic_engines import Elastic, elastic_engines
+from tests.models.test_endpoint import _TOKEN, ask, configured
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -74,12 +80,12 @@ RECORDING = Recording(layers=(0, 1), experts=32, per_token=2, masks=True, vocabu
 
 
 class Moves:
-    """What happens to engines while they generate."""
+    """What happens to engines while they generate. `version`: of their weights, at least."""
 
-    def __init__(self, engines: Elastic, seed: int) -> None:
+    def __init__(self, engines: Elastic, seed: int, version: int = 0) -> None:
         self._engines = engines
         self._random = random.Random(seed)
-        self.version = 0
+        self.version = version
 
     def some(self) -> None:
         """One or two moves; all engines serve again afterwards."""
@@ -170,12 +176,64 @@ class Log:
         return trained, lost
 
 
+def asks(task: dict[str, Any], base_url: str, session: Any) -> float:
+    """An agent that goes on with its conversation, and has two others beside it that begin alike."""
+    one, other = [[*task["messages"], {"role": "user", "content": text}] for text in ("a", "b")]
+    for messages in (one, other):
+        messages += [ask(base_url, messages), {"role": "user", "content": "c"}]
+        ask(base_url, messages)
+    ask(base_url, [*one[:-1], {"role": "user", "content": "d"}])
+    return 1.0
+
+
+def played(engines: Elastic, model: Path, number: int, move: Callable[[], None]) -> Any:
+    """Columns of episodes that agents play at the endpoint while engines move. `number`: as in `rolled_out`."""
+    limits = ("max_total_sequence_length=128", "generation.vllm_cfg.max_model_len=128", "generation.max_new_tokens=8")
+    policy = configured(model, "policy.generation.top_p=0.8", *(f"policy.{limit}" for limit in limits))
+    stops = [engines.tokenizer.eos_token_id]
+    endpoint = start_endpoint(
+        policy, engines.tokenizer, engines.generation.generate_one, stop_token_ids=stops, cuda=False
+    )
+    batch = prompts("7+7=", "8+1=")
+    environment = AgentEnvironment(
+        environment_settings(EnvConfig.read({"e": {"agent": f"{__name__}.asks"}}).of("e"), "e")
+    )
+    handle = EnvironmentHandle("e", (environment,), 120.0, 6, 1, is_agent=True)
+    agents = AgentRollouts(endpoint, engines.tokenizer)
+    runner = RolloutRunner(engines.generation, engines.tokenizer, {"count": handle}, engines.record, agents)
+    source = LiveRollouts(runner, pad_token_id=engines.tokenizer.pad_token_id, multiple=1, recording=RECORDING)
+    plan = RolloutPlan(SEED, number, engines.generation.default_sampling(), RolloutLimits(128, 8, 1), records=True)
+    try:
+        with ThreadPoolExecutor(1) as mover:
+            moving = mover.submit(move)
+            try:
+                return source.roll_out(number_samples(batch, 3), plan, 0).columns
+            finally:
+                moving.result(timeout=60.0)
+    finally:
+        endpoint.close()
+
+
+def test_every_token_that_an_agent_samples_has_what_the_engines_wrote_down(
+    engines: Elastic, model: Path, log_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NRL_TEST_TOKEN", _TOKEN)
+    moves = Moves(engines, SEED)
+    first = SCHEDULES + 1
+    done = [(number, played(engines, model, number, moves.some)) for number in range(first, first + 3)]
+    log = Log(log_file)
+    # Three conversations of a sample, of which two begin with the same turn, are three rows.
+    assert min(columns.rows.size for _, columns in done) >= 18
+    checked = [log.check(columns, number) for number, columns in done]
+    assert min(trained for trained, _ in checked) > 60 and [lost for _, lost in checked] == [0] * 3
+
+
 def test_every_trained_token_has_what_the_engines_wrote_down_whatever_happened(
     engines: Elastic, log_file: Path
 ) -> None:
-    moves = Moves(engines, SEED)
+    moves = Moves(engines, SEED, version=100)
     done = [(number, rolled_out(engines, number, moves.some)) for number in range(SCHEDULES)]
-    assert engines.generation._dispatcher.preempted >= 5 and moves.version >= 5
+    assert engines.generation._dispatcher.preempted >= 5 and moves.version >= 105
     done.append((SCHEDULES, rolled_out(engines, SCHEDULES, moves.death)))
     assert engines.generation.shards.state(1) is ShardState.FAILED
     log = Log(log_file)

@@ -34,7 +34,6 @@ ONE = {
     "megatron, some routes": ([*CORE, REPLAY, PACKED], "partial"),
 }
 TWO = {
-    "dtensor dp 2": DTENSOR,
     "dtensor dp 2, layers recomputed, packed": [*DTENSOR, f"{D}.activation_checkpointing=true", PACKED],
     "dtensor ep 2": [*DTENSOR, f"{D}.expert_parallel_size=2"],
     "dtensor tp 2": [*DTENSOR, f"{D}.tensor_parallel_size=2", f"{D}.sequence_parallel=true"],
@@ -42,7 +41,6 @@ TWO = {
     "megatron ep 2": [*CORE, f"{KEY}.expert_model_parallel_size=2"],
     "megatron tp 2, packed": [*CORE, *TP2, PACKED],
     "megatron cp 2": [*CORE, f"{KEY}.context_parallel_size=2"],
-    "megatron pp 2, layers recomputed, packed": [*CORE, *PP2, RECOMPUTE, PACKED],
     "megatron pp 2, experts recomputed, packed": [*CORE, *PP2, *EXPERTS_ALONE, PACKED],
     "megatron pp 2 of two parts, layers recomputed, packed": [*CORE, *PP2, VIRTUAL, RECOMPUTE, PACKED],
 }

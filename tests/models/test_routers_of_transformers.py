@@ -58,8 +58,8 @@ def test_experts_get_the_recorded_routes(family: str) -> None:
     routes = torch.rand(TOKENS, LAYERS, EXPERTS, generator=draw).topk(2).indices
     valid = torch.tensor([True, True, False, True, True])
     for target in replay.targets:
-        told = RouterPass(Routes(routes.to(torch.uint8), valid, torch.ones(TOKENS, dtype=torch.bool)))
-        target.aim(told, recomputes=False, counts=True)
+        routed = RouterPass(Routes(routes.to(torch.uint8), valid, torch.ones(TOKENS, dtype=torch.bool)))
+        target.aim(routed, recomputes=False, counts=True)
     model(torch.randint(0, 32, (1, TOKENS), generator=draw)).logits.sum().backward()
     for layer, (experts, weights) in enumerate(seen):
         assert torch.equal(experts[valid], routes[valid, layer])

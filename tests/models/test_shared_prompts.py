@@ -99,6 +99,7 @@ def test_every_token_comes_back_where_it_was_and_predicts_the_next(
     assert bool((packed.unpack(marks[0]) >= apart.unpack(marks[1]))[:, :-1].all()), "a trained token has no score"
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(grouped(), st.sampled_from(["sdpa", "eager"]), st.integers(1, 4))
 def test_tokens_attend_as_in_their_own_sequence(data: dict[str, torch.Tensor], kernel: Kernel, multiple: int) -> None:

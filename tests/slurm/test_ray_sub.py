@@ -16,6 +16,7 @@ import pytest
 
 from nemo_rl.distributed.ports import free_ports
 from nemo_rl.utils.metrics_file import read_metrics
+from tests.forks import forking_environment
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(__file__).parent / "bin"
@@ -25,6 +26,11 @@ SANDBOX = {
     "SANDBOX_COMMAND": "env; exec python3 -m http.server --bind 127.0.0.1 $SANDBOX_PORT",
     "SANDBOX_PORT": str(*free_ports(1)),
     "SANDBOX_ENV_VARS": "KEY_OF_THE_SANDBOX",
+}
+ONE_NODE = {
+    "SLURM_JOB_NUM_NODES": "1",
+    "SLURM_JOB_NODELIST": "node0",
+    "RAY_START_EXTRA": "--object-store-memory=200000000 --include-dashboard=false",
 }
 # Asks the sandbox of the command's node.
 ASK = (
@@ -125,15 +131,13 @@ def test_a_run_goes_across_two_nodes_and_leaves_readable_logs(job: Job, tiny_mod
     arguments = " ".join(f"{key}={value}" for key, value in overrides.items())
     process = job.start(
         COMMAND=f"python examples/run_grpo.py --config examples/configs/grpo_arithmetic_cpu.yaml {arguments}",
-        COMPILE_CACHE_DIR=f"{job.folder}/compiled",
+        **forking_environment(),
     )
     assert job.ends(process, 500) == 0, job.logs()
     assert read_metrics(job.folder / "logs").scalars("train/loss")[0] == [1, 2]
     assert "all 2 nodes joined" in job.log("driver")
     scripts = [path.read_text() for path in (job.folder / "7-logs").glob("*.sh")]
     assert all("OMP_NUM_THREADS='3'" in script for script in scripts if "ray start" in script)
-    # The engines of CPU slots compile nothing, but what they know of models is kept there too.
-    assert (job.folder / "compiled" / "vllm").is_dir()
     assert {path.name for path in (job.folder / "7-logs" / "ray").iterdir()} == {"node_0", "node_1"}
     assert os.access(job.folder / "7-attach.sh", os.X_OK)
 
@@ -147,8 +151,10 @@ def test_the_end_of_the_jobs_time_ends_the_command_and_the_cluster(job: Job) -> 
     process = job.start(
         COMMAND=f"trap 'echo told to end; exit 0' TERM; echo running with $OF_SETUP; {ASK}; "
         f"touch {job.folder}/started; while true; do sleep 0.2; done",
+        **ONE_NODE,
         VENV=str(Path(sys.executable).parents[1]),
-        SETUP_COMMAND="export OF_SETUP=its-setup",
+        SETUP_COMMAND="export OF_SETUP=its-setup; echo vLLM compiles into $VLLM_CACHE_ROOT",
+        COMPILE_CACHE_DIR="/compiled",
         **SANDBOX,
     )
     deadline = time.monotonic() + 200
@@ -159,6 +165,7 @@ def test_the_end_of_the_jobs_time_ends_the_command_and_the_cluster(job: Job) -> 
     assert process.wait(timeout=90) == 143
     assert "running with its-setup" in job.log("driver") and "told to end" in job.log("driver")
     assert "the sandbox answers" in job.log("driver")
+    assert all("vLLM compiles into /compiled/vllm" in job.log(part) for part in ("head", "driver"))
     assert "KEY_OF_THE_SANDBOX=of-its-own" in job.log("sandbox-0") and "WANDB_API_KEY" not in job.log("sandbox-0")
     with socket.socket() as gone:
         assert gone.connect_ex(("127.0.0.1", int(SANDBOX["SANDBOX_PORT"]))) != 0
@@ -186,8 +193,7 @@ def test_a_job_fails_when_its_sandbox_ends_before_it(job: Job) -> None:
     ends = f"while [[ ! -e {job.folder}/started ]]; do sleep 0.1; done"
     process = job.start(
         COMMAND=f"trap 'exit 0' TERM; touch {job.folder}/started; while true; do sleep 0.2; done",
-        SLURM_JOB_NUM_NODES="1",
-        SLURM_JOB_NODELIST="node0",
+        **ONE_NODE,
         **SANDBOX | {"SANDBOX_COMMAND": ends, "SANDBOX_PORT": "0"},
     )
     _, said = process.communicate(timeout=200)

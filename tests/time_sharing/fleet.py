@@ -54,9 +54,9 @@ class Fleet:
     def release(self, name: str, cluster: str = ACTOR_TRAIN, *, at: float = 0.0) -> None:
         self.state.apply(Released(name, cluster, self.state.pipelines[name].held[cluster].epoch, 0), at)
 
-    def demand(self, name: str, target: int, done: int = 0, *, at: float = 0.0) -> None:
+    def demand(self, name: str, target: int, done: int = 0, *, at: float = 0.0, rank_batch: int = 0) -> None:
         seq = self.state.pipelines[name].demand.seq + 1
-        self.state.apply(DemandReported(name, target, done, 1, seq), at)
+        self.state.apply(DemandReported(name, target, done, 1, seq, rank_batch), at)
 
     def want(self, name: str, priority: Priority = Priority.ACTOR_TRAINING, *, at: float = 0.0, step: int = 0) -> None:
         self.requests += 1

@@ -89,7 +89,7 @@ MUTANTS = (
     Mutant(
         "leaving-pipelines-are-unscheduled",
         _STATE,
-        "pipeline.demand.remaining > 0 and not has_rank and not pipeline.leaving and not pipeline.fenced",
+        "pipeline.demand.remaining > 0 and not has_rank and not pipeline.withdraws and not pipeline.fenced",
         "pipeline.demand.remaining > 0 and not has_rank",
         "a pipeline that leaves or is fenced still waits for a rank",
     ),
@@ -252,7 +252,7 @@ MUTANTS = (
     Mutant(
         "leaving-pipelines-are-served",
         _PLANNER,
-        "        if pipeline.fenced or (pipeline.leaving and not pipeline.held):\n            continue",
+        "        if pipeline.fenced or (pipeline.withdraws and not pipeline.held):\n            continue",
         "        if pipeline.fenced:\n            continue",
         "requests of a pipeline that leaves stay in the queue",
     ),
@@ -301,8 +301,8 @@ MUTANTS = (
     Mutant(
         "leaving-ranks-stay",
         _PLANNER,
-        "        if pipeline.leaving and not pipeline.fenced:\n            for rank in pipeline.awake:",
-        "        if pipeline.leaving and pipeline.fenced:\n            for rank in pipeline.awake:",
+        "        if pipeline.withdraws and not pipeline.fenced:\n            for rank in pipeline.awake:",
+        "        if pipeline.withdraws and pipeline.fenced:\n            for rank in pipeline.awake:",
         "ranks of a pipeline that leaves are not put to sleep",
     ),
     Mutant(
@@ -315,15 +315,15 @@ MUTANTS = (
     Mutant(
         "useful-ranks-rounded-down",
         _PLAN_STATE,
-        "return min(math.ceil(remaining / pipeline.spec.rank_batch), most, ranks)",
-        "return min(remaining // pipeline.spec.rank_batch, most, ranks)",
+        "return min(math.ceil(remaining / pipeline.rank_batch), most, ranks)",
+        "return min(remaining // pipeline.rank_batch, most, ranks)",
         "the last samples of a batch get no rank",
     ),
     Mutant(
         "max-share-ignored",
         _PLAN_STATE,
-        "return min(math.ceil(remaining / pipeline.spec.rank_batch), most, ranks)",
-        "return min(math.ceil(remaining / pipeline.spec.rank_batch), ranks)",
+        "return min(math.ceil(remaining / pipeline.rank_batch), most, ranks)",
+        "return min(math.ceil(remaining / pipeline.rank_batch), ranks)",
         "the maximum share bounds nothing",
     ),
     Mutant(
@@ -450,8 +450,8 @@ MUTANTS = (
     Mutant(
         "fence-keeps-claims",
         _EXECUTOR,
-        '            self._emit(ev.ClaimDropped(name, claim.cluster, claim.rank, "fenced"))',
-        "            pass",
+        '        self.drop_claims(name, "fenced")',
+        "        pass",
         "claims of a fenced pipeline stay",
     ),
     Mutant(
@@ -634,8 +634,8 @@ MUTANTS = (
     Mutant(
         "demand-number-stands-still",
         _AGENT,
-        "self.demand = Demand(target, min(done, target), unit, self.demand.seq + 1)",
-        "self.demand = Demand(target, min(done, target), unit, self.demand.seq)",
+        "self.demand = Demand(target, min(done, target), unit, self.demand.seq + 1, self._rank_batch)",
+        "self.demand = Demand(target, min(done, target), unit, self.demand.seq, self._rank_batch)",
         "the demand of a new batch is taken for the old one",
     ),
     Mutant(

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+from nemo_rl.algorithms.multi_lora.http import ADDRESS_FILE
 from nemo_rl.config import ConfigError
+from nemo_rl.config.multi_lora import load_base
+from nemo_rl.models.policy.model_config import UnsupportedModelError
+from nemo_rl.time_sharing.opening import LIVE_LIMITS
 from nemo_rl.time_sharing.pipelines.adapters import AdaptersConfig
-from nemo_rl.time_sharing.pipelines.job import Kind, read_jobs
+from nemo_rl.time_sharing.pipelines.command import CommandFailed, CommandPipeline
+from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
+from nemo_rl.time_sharing.pipelines.job import Job, Kind, read_jobs
 from nemo_rl.time_sharing.protocol.topology import Pool
 
 _CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
@@ -36,10 +43,11 @@ def _submitted(folder: Path, adapters: object, **files: dict[str, Any]) -> Adapt
 
 def test_adapters_become_a_command_on_the_gpus_of_their_base(tmp_path: Path) -> None:
     command = _submitted(tmp_path, ["one.yaml"], one={"grpo": {"seed": 1}})
-    words = command.arguments
+    words = command.arguments("mine", "/pool")
     assert words[:3] == [sys.executable, "-m", "nemo_rl.algorithms.multi_lora"]
-    rest = ["--config", str(tmp_path / "base.yaml"), "--adapters", str(tmp_path / "one.yaml"), "grpo.max_num_steps=3"]
-    assert words[3:] == rest
+    pool = ["--job", "mine", "--records", "/pool"]
+    assert words[3:9] == ["--config", str(tmp_path / "base.yaml"), *pool]
+    assert words[9:] == ["--adapters", str(tmp_path / "one.yaml"), "grpo.max_num_steps=3"]
     # Its Ray cluster is its own: the pool's has lent the GPUs away.
     assert command.gpus == 1 and command.env == {"RAY_ADDRESS": "local"}
 
@@ -70,6 +78,20 @@ def test_scenarios_c_and_d_can_be_submitted() -> None:
         assert [Path(file).name for file in adapters.files] == ["adapter_0.yaml", "adapter_1.yaml"]
 
 
+def test_jobs_with_adapters_of_equal_names_have_directories_of_their_own() -> None:
+    file = _SCENARIOS / "scenario_c.yaml"
+    jobs = read_jobs([file, file, _SCENARIOS / "scenario_d_0.yaml"], Pool(1, 4))
+    assert [job.name for job in jobs] == ["scenario_c", "scenario_c_2", "scenario_d_0"]
+    folders: list[tuple[str, str]] = []
+    for job in jobs[:2]:
+        assert isinstance(job.config, AdaptersConfig)
+        base, _ = load_base(job.config.base, job.config.overrides)
+        folders.append((base.logger.log_dir, base.checkpointing.checkpoint_dir))
+        assert folders[-1] == (job.config.log_dir, job.config.checkpoint_dir)
+        assert all(Path(folder).name == job.name for folder in folders[-1])
+    assert len({*folders}) == 2
+
+
 def test_adapters_that_come_and_go_are_those_of_the_next_start(tmp_path: Path) -> None:
     job = _submitted(tmp_path, ["one.yaml", "two.yaml"], one={"grpo": {"seed": 1}}, two={"grpo": {"seed": 2}})
     late = tmp_path / "late.yaml"
@@ -80,8 +102,34 @@ def test_adapters_that_come_and_go_are_those_of_the_next_start(tmp_path: Path) -
     going = job.those_on([{"name": "one", "phase": "done"}, {"name": "two", "phase": "running"}])
     assert [Path(file).stem for file in going.checked([*going.files, late]).files] == ["two", "late"]
     left = job.without_adapter("one")
-    assert left.arguments[-2:] == [str(tmp_path / "two.yaml"), "grpo.max_num_steps=3"]
+    assert left.arguments("mine", "/pool")[-2:] == [str(tmp_path / "two.yaml"), "grpo.max_num_steps=3"]
     with pytest.raises(ConfigError, match="there is no adapter one here; there are two"):
         left.without_adapter("one")
     with pytest.raises(ConfigError, match="two is the job's only adapter; drain the job instead"):
         left.without_adapter("two")
+
+
+def test_adapters_that_come_and_go_while_a_command_yields_are_those_of_the_next_start(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    base = _BASE | {"policy": {"model_name": str(tiny_model), "dtensor_cfg": {"lora_cfg": {"enabled": True, "dim": 8}}}}
+    config = _submitted(tmp_path, ["one.yaml"], one={"grpo": {"seed": 1}}, base=base)
+    late, odd = tmp_path / "late.yaml", tmp_path / "odd.yaml"
+    odd.write_text("policy: {dtensor_cfg: {lora_cfg: {target_modules: [q_prj]}}}")
+    late.write_text("grpo: {seed: 3}")
+    (tmp_path / config.log_dir).mkdir(parents=True)
+    (tmp_path / config.log_dir / ADDRESS_FILE).write_text("an address at which nothing may be asked any more")
+    job = Job("adapters", config, (), (0,), folder=str(tmp_path))
+    pipeline = CommandPipeline(job, PoolHandles(None, Pool(1, 1), "cpu", (), LIVE_LIMITS, str(tmp_path)), 0)
+    monkeypatch.setattr(pipeline, "_process", SimpleNamespace(poll=lambda: None))
+    pipeline._stopping.set()
+    with pytest.raises(UnsupportedModelError, match="odd.yaml: .*q_prj matches no linear layer"):
+        pipeline.adapters("add", [str(odd)])
+    assert pipeline.adapters("add", [str(late)]) == ["late: joins as soon as the job has GPUs"]
+    assert pipeline.adapters("remove", ["one"]) == ["one: removed"]
+    assert pipeline.adapters("list", []) == [{"name": "late", "phase": "yielding", "file": str(late)}]
+    pipeline._stopping.clear()
+    (tmp_path / config.log_dir / ADDRESS_FILE).unlink()
+    with pytest.raises(CommandFailed, match="is starting; add two again"):
+        pipeline.adapters("add", ["two.yaml"])

@@ -461,10 +461,23 @@ def test_progress_that_is_no_count_is_refused(bench: Bench, value: Any) -> None:
         lambda: bench.agent.begin_progress(10, value),
         lambda: bench.agent.begin_progress(10, 0, value),
         lambda: bench.agent.report_progress(value),
+        lambda: bench.agent.batch_measured(value),
     ):
         with pytest.raises(ProtocolError, match="must be a whole number"):
             report()
     assert bench.agent.demand == demand and len(bench.host.statuses) == said
+
+
+def test_a_measured_batch_is_said_with_every_demand_from_the_next_one_on(bench: Bench) -> None:
+    bench.agent.begin_progress(100)
+    bench.agent.batch_measured(16)
+    assert bench.agent.demand.rank_batch == 0
+    bench.agent.report_progress(50)
+    bench.agent.end_progress()
+    bench.agent.begin_progress(100)
+    assert [status.demand.rank_batch for status in bench.host.statuses[-3:]] == [16, 16, 16]
+    with pytest.raises(ProtocolError, match="rank_batch=0 must be a whole number from 1"):
+        bench.agent.batch_measured(0)
 
 
 def test_counts_of_an_array_are_counts(bench: Bench) -> None:

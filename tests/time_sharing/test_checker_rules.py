@@ -259,9 +259,8 @@ def test_an_agent_that_breaks_its_contract_is_seen() -> None:
         watch.obeys(foreign, lambda command: process.agent._answer(command, Outcome.DONE))
 
 
-def adapter_said(*changes: tuple[int, object]) -> str:
-    """What is found in one step of an adapter, with some of its entries replaced."""
-    events: list[object] = [
+def step_of_an_adapter() -> list[object]:
+    return [
         rec.RecordOpened("one/driver"),
         rec.SyncStarted("one@0", 0, (0,), "adapter", adapter="one"),
         rec.SyncFinished("one@0", 0),
@@ -275,6 +274,11 @@ def adapter_said(*changes: tuple[int, object]) -> str:
         rec.StepFinished(0, 1, 1, "one"),
         rec.StepBegun(1, "one"),
     ]
+
+
+def adapter_said(*changes: tuple[int, object]) -> str:
+    """What is found in one step of an adapter, with some of its entries replaced."""
+    events = step_of_an_adapter()
     for position, event in changes:
         events[position] = event
     entries = [Entry(n, float(n), "one/driver", event) for n, event in enumerate(events)]
@@ -289,3 +293,29 @@ def test_tokens_steps_and_syncs_of_another_adapter_are_seen() -> None:
     assert "its shards held []" in adapter_said((5, rec.RequestSubmitted("r", 0, "s", "two")))
     assert "trained in a step of adapter two" in adapter_said((9, rec.GroupTrained("g", 0, "two")))
     assert "step 2 of adapter one begins, which is at version 1" in adapter_said((11, rec.StepBegun(2, "one")))
+
+
+def test_adapters_of_equal_names_are_told_apart_by_their_jobs() -> None:
+    events = step_of_an_adapter()
+    both = [(f"{job}:one/driver", event) for event in events for job in ("first", "second")]
+    assert check([Entry(n, float(n), source, event) for n, (source, event) in enumerate(both)]) == []
+    mixed = check([Entry(n, float(n), "one/driver", event) for n, (_, event) in enumerate(both)])
+    assert any("admitted twice" in violation.message for violation in mixed)
+
+
+def test_an_adapter_of_a_pool_draws_and_trains_only_while_its_job_holds_gpus() -> None:
+    def said(*around: object) -> list[str]:
+        inside = [("job:one/driver", event) for event in step_of_an_adapter()]
+        before = [("scheduler", ev.PoolOpened(1, 2, LIMITS)), *(("job/agent", event) for event in around)]
+        entries = [Entry(n, float(n), source, event) for n, (source, event) in enumerate([*before, *inside])]
+        return [v.message for v in check(entries) if v.invariant in (3, 5, 7)]
+
+    assert said(rec.ShardWoken(1)) == []
+    assert (
+        said()
+        == said(rec.ShardWoken(1), rec.ShardSlept(1))
+        == [
+            "job:one/driver sends request r, and its job holds no GPUs",
+            "job:one/driver finishes step 0, and its job holds no GPUs",
+        ]
+    )

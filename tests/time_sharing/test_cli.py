@@ -210,6 +210,7 @@ def _data(page: Path) -> dict[str, object]:
     return found
 
 
+@pytest.mark.slow
 def test_the_report_and_the_table_say_the_same_and_a_later_report_is_the_same_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -270,6 +271,7 @@ def faulty_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "faults.jsonl"
 
 
+@pytest.mark.slow
 def test_the_report_draws_what_is_out_of_service_and_tells_each_fault(faulty_log: Path, tmp_path: Path) -> None:
     assert main(["report", str(faulty_log), "-o", str(tmp_path / "f.html")]) == 0
     data = _data(tmp_path / "f.html")
@@ -280,6 +282,7 @@ def test_the_report_draws_what_is_out_of_service_and_tells_each_fault(faulty_log
         assert words in told
 
 
+@pytest.mark.slow
 def test_queue_depths_of_the_trace_are_never_negative_and_slices_say_what_they_are_for(
     faulty_log: Path, tmp_path: Path
 ) -> None:

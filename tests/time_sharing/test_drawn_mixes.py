@@ -16,6 +16,7 @@ def test_every_seed_draws_a_mix_that_can_be_registered_and_always_the_same(mix: 
     assert mixes[0] == drawn(mix, 0) and len({made.model_dump_json() for made in mixes}) == len(mixes)
 
 
+@pytest.mark.slow
 def test_jobs_that_train_on_all_gpus_share_them_in_less_time_than_any_other_way_though_hand_overs_are_slow() -> None:
     """With time slices of ten seconds, and GPUs that stood still while an engine was built on one of them, this took
     1 % longer than the gap-ratio rule.

@@ -6,7 +6,6 @@ import importlib.util
 import itertools
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +30,7 @@ from nemo_rl.time_sharing.pipelines.job import Job
 from nemo_rl.time_sharing.pool import Standing
 from nemo_rl.time_sharing.protocol.topology import Pool, RegistrationError
 from nemo_rl.time_sharing.protocol.types import Limits, Phase
+from tests import forks
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -234,12 +234,12 @@ def test_two_pools_on_one_machine_know_nothing_of_each_other(tmp_path: Path) -> 
         folder.mkdir()
         command = [sys.executable, str(tmp_path / "work.py"), str(folder / "worked")]
         (folder / "probe.yaml").write_text(yaml.safe_dump({"external": {"command": command, "stop_s": 20}}))
-        line = [sys.executable, "examples/run_time_sharing.py", "--gpus", "1", "--device", "cpu"]
+        line = ["examples/run_time_sharing.py", "--gpus", "1", "--device", "cpu"]
         line += ["--log-dir", str(folder / "pool"), "--pipelines", str(folder / "probe.yaml")]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "NRL_OBJECT_STORE_BYTES": str(100 << 20)}
         environment["RAY_ADDRESS"] = "local"
         with (folder / "said").open("w") as said:
-            pools.append((folder, subprocess.Popen(line, cwd=ROOT, env=environment, stdout=said, stderr=said)))
+            pools.append((folder, forks.start(line, environment, said.fileno())))
     for folder, process in pools:
         assert process.wait(timeout=180) == 0, (folder / "said").read_text()
         assert (folder / "worked").read_text() == "10"

@@ -28,16 +28,18 @@ def _remember(records: list[MemoryRecord], clock):  # type: ignore[no-untyped-de
     return records[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_fitted_scenario_takes_as_long_as_the_run_that_it_is_made_of(staleness: int) -> None:
     scenario = load_scenario(SCENARIOS / "two_jobs.yaml")
     validation = Validation(samples=400, at_start=True, period=5, at_end=True)
-    own = {"staleness": staleness, "begin_s": 9.0, "builds_ahead": True, "validation": validation}
+    own = {"staleness": staleness, "begin_s": 9.0, "builds_ahead": True, "validation": validation, "compile_s": 40.0}
     jobs = [job.model_copy(update={**own, "arrive_s": 7.0 * n}) for n, job in enumerate(scenario.jobs)]
     run, record = played(scenario.model_copy(update={"jobs": jobs}))
     fitted = fit(record.entries)
     again, _ = played(fitted.scenario)
     assert [job.validation for job in fitted.scenario.jobs] == [validation] * 2
+    assert [job.compile_s for job in fitted.scenario.jobs] == pytest.approx([40.0] * 2, rel=0.1)
     for job in jobs:
         ended, repeated = run.jobs[job.name].finished_at, again.jobs[job.name].finished_at
         assert ended is not None and repeated is not None
@@ -46,6 +48,7 @@ def test_a_fitted_scenario_takes_as_long_as_the_run_that_it_is_made_of(staleness
         assert fitted.measured[job.name] == pytest.approx(ended - job.arrive_s, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_scenario_that_can_be_simulated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

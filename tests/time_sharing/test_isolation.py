@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ SCENARIO = Path(__file__).parents[2] / "examples" / "time_sharing" / "twelve_job
 LIMITS = Limits(lease_s=10.0, isolation_s=60.0)
 
 
+@cache
 def cut_off(silent: int, seconds: float, **limits: float) -> tuple[World, MemoryRecord]:
     """Twelve jobs, some of which do not reach the scheduler for a while, nor it them."""
     scenario = load_scenario(SCENARIO)
@@ -45,6 +47,7 @@ def of_kind(record: MemoryRecord, kind: type) -> list[object]:
     return [entry.event for entry in record.entries if isinstance(entry.event, kind)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("silent", "seconds", "limits", "ended"),
     [
@@ -69,6 +72,7 @@ def test_most_at_once_are_waited_for_and_a_few_are_not(
     assert bool(changes) == (silent > 6 and limits.get("isolation_s") != 0.0)
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_waits_is_not_blamed_and_one_that_waits_too_long_is() -> None:
     _, record = cut_off(12, 120.0)
     end = next(number for number, entry in enumerate(record.entries) if isinstance(entry.event, Reconnected))

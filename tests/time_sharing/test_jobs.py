@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from nemo_rl.config import ConfigError, MasterConfig, SFTMasterConfig
+from nemo_rl.config.teachers import pooled_teacher
 from nemo_rl.distributed.accelerators import CUDA
 from nemo_rl.distributed.processes import WORKING_DIRECTORY
 from nemo_rl.time_sharing import commands
@@ -52,6 +53,13 @@ def test_the_kind_of_a_job_is_read_from_its_file(tmp_path: Path) -> None:
     assert [sorted(job.mappings(POOL)) for job in jobs[2:]] == [[ACTOR_INFER], [ACTOR_INFER]]
 
 
+def test_an_engine_of_a_job_lies_inside_one_node() -> None:
+    wide = ["policy.generation.vllm_cfg.tensor_parallel_size=2", "cluster.num_nodes=2", "cluster.gpus_per_node=1"]
+    assert len(read_jobs([GRPO], Pool(2, 2), wide)[0].topology(Pool(2, 2)).ranks) == 2
+    with pytest.raises(ConfigError, match="an engine has 2 ranks .* nodes have 1 GPUs; engines over several"):
+        read_jobs([GRPO], Pool(2, 1), wide)
+
+
 def test_a_distillation_is_a_job_whose_teacher_takes_turns_with_its_student() -> None:
     job = only(CONFIGS / "distillation_arithmetic_cpu.yaml")
     assert (job.kind, job.train, job.infer) == (Kind.GRPO, (0,), (0, 1))
@@ -68,7 +76,38 @@ def test_a_teacher_is_a_job_that_serves_the_teacher_of_a_file_to_the_jobs_that_n
     assert (first.kind, first.train, first.infer, first.rank_width) == (Kind.TEACHER, (), (0, 1), 2)
     assert sorted(first.mappings(POOL)) == [ACTOR_INFER]
     assert (second.kind, second.train, second.rank_width) == (Kind.GRPO, (0,), 1)
-    assert (first.teacher, second.teacher) == ("served", "served")
+    assert (first.teachers, second.teachers) == (("served",), ("served",))
+
+
+SEVERAL = {
+    "defaults": str(GRPO),
+    "grpo": {"adv_estimator": {"name": "opd"}},
+    "loss_fn": {"reference_policy_kl_penalty": 0.0},
+    "on_policy_distillation": {
+        "enabled": True,
+        "backend": "vllm",
+        "teacher_model_by_agent_name": {"sums": "x", "words": "y"},
+        "job_by_agent_name": {"sums": "adds", "words": "reads"},
+    },
+}
+
+
+def test_of_several_teachers_a_job_serves_the_one_that_names_it(tmp_path: Path) -> None:
+    student = file(tmp_path, "student", **SEVERAL)
+    lent = {"nemo_config_path": str(student), "pipeline_cls": "TeacherPipeline"}
+    adds, reads, learns = read_jobs(
+        [file(tmp_path, "adds", **lent), file(tmp_path, "w", **lent, exp_name="reads"), student], POOL
+    )
+    assert (adds.kind, reads.kind, learns.kind) == (Kind.TEACHER, Kind.TEACHER, Kind.GRPO)
+    assert (adds.teachers, learns.teachers) == (("adds",), ("adds", "reads"))
+    assert isinstance(reads.config, MasterConfig)
+    assert pooled_teacher(reads.config, reads.name).policy.model_name == "y"
+    with pytest.raises(ConfigError, match="job_by_agent_name names the jobs adds, reads; give this one the exp_name"):
+        only(file(tmp_path, "third", **lent))
+    with pytest.raises(ConfigError, match="enabled is false, so that the file has no teachers"):
+        only(file(tmp_path, "adds", **lent), "on_policy_distillation.enabled=false", "grpo.adv_estimator.name=grpo")
+    with pytest.raises(ConfigError, match="name those in on_policy_distillation.job_by_agent_name"):
+        only(student, "~on_policy_distillation.job_by_agent_name")
 
 
 @pytest.mark.parametrize(

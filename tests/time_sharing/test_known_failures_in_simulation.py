@@ -134,6 +134,7 @@ def test_newcomers_wait_until_the_incumbents_have_finished() -> None:
     assert not ours.broken
 
 
+@pytest.mark.slow
 def test_generation_is_evicted_again_and_again_for_a_training_that_cannot_begin() -> None:
     wide = {"name": "wide", "train": [0, 1], "infer": [0, 1, 2], "steps": 6, **JOB, "train_s": 2.0, "arrive_s": 10.0}
     generator = {"name": "generator", "train": [2], "infer": [0, 2], "steps": 8, **JOB, "train_s": 2.0, "groups": 32}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from nemo_rl.time_sharing.pipelines.grpo import POOL_NAME
 from nemo_rl.time_sharing.pipelines.job import read_jobs
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.utils.record_events import EngineBuilt, GroupTrained, ShardSlept, StepFinished, VersionPublished
+from tests import forks
 from tests.end_to_end.test_runs import BASE, ROOT, Command
 from tests.models.engines import wait_until_gone
 
@@ -101,10 +101,10 @@ def test_a_pipeline_trains_beside_others_of_every_kind_what_it_trains_alone(tiny
     for name, wrapper in wrappers.items():
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(wrapper))
     environment = os.environ | {"PYTHONPATH": str(ROOT), "NRL_OBJECT_STORE_BYTES": str(256 << 20)}
-    line = [sys.executable, "examples/run_time_sharing.py", "--gpus", "2", "--device", "cpu"]
+    line = ["examples/run_time_sharing.py", "--gpus", "2", "--device", "cpu"]
     line += ["--log-dir", str(tmp_path / "pool"), "--pipelines", *(str(tmp_path / f"{name}.yaml") for name in wrappers)]
     line += ["sft.max_num_steps=60", "sft.val_period=0"]
-    ended = subprocess.run(line, check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800)
+    ended = forks.run(line, environment, timeout_s=800)
     assert ended.returncode == 0, ended.stderr
     assert "record kept every invariant" in ended.stderr
 
@@ -139,8 +139,8 @@ def test_the_gate_without_a_pool_ends_in_one_line_before_anything_starts(
     file = write(tmp_path, "lonely", tiny_model, f"{driver}_arithmetic_cpu.yaml")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "RLIX_CONTROL_PLANE": "rlix", "RAY_ADDRESS": "local"}
     environment["TMPDIR"] = str(tmp_path)
-    line = [sys.executable, f"examples/run_{driver}.py", "--config", str(file)]
-    ended = subprocess.run(line, check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    line = [f"examples/run_{driver}.py", "--config", str(file)]
+    ended = forks.run(line, environment, timeout_s=120)
     assert ended.returncode == 2
     assert ended.stderr.count("\n") == 1 and "open a pool with python -m nemo_rl.time_sharing serve" in ended.stderr
     assert not (tmp_path / "lonely").exists()
@@ -187,7 +187,7 @@ def test_a_command_that_dies_is_quoted_and_leaves_no_process_when_its_pipeline_d
     kill_actor(agent, agent_namespace("orphan"))
     until(lambda: "orphan" in outcomes(), 120, "the end of the pipeline that was killed")
     assert outcomes()["orphan"].kind == "died"
-    wait_until_gone([command], timeout_s=60.0)
+    wait_until_gone([command])
 
 
 def test_whatever_is_killed_costs_nobody_else_anything(
@@ -204,7 +204,9 @@ def test_whatever_is_killed_costs_nobody_else_anything(
     # Long enough for a new engine, which takes longer to start than many of these steps.
     jobs["survivor"].config.grpo.max_num_steps = LONG
     # Samples of a step are few: at eight of them to a rank both ranks are of use.
-    jobs = {name: replace(job, options={**job.options, "rank_batch": 8}) for name, job in jobs.items()}
+    jobs = {
+        name: replace(job, options={**job.options, "rank_batch": 8}, measures_batch=False) for name, job in jobs.items()
+    }
     scheduler: Any = ray.get_actor(SCHEDULER_NAME, namespace=CONTROL_NAMESPACE)
 
     def phase(name: str, rank: int) -> str | None:
@@ -275,6 +277,5 @@ def test_whatever_is_killed_costs_nobody_else_anything(
     ahead = [move.phase.value for move in moves if move.rank == 1][:3]
     assert ahead == ["building", "sleeping", "asleep"]
     built = [e.event for e in entries if isinstance(e.event, EngineBuilt) and e.source == "survivor/agent"]
+    # Whether it cools off first depends on what the kill met: a rank that serves, or one that is just wanted back.
     assert [event.shard for event in built].count(1) == 2, "once ahead, and once more after it was killed"
-    cooled = [e.event for e in entries if isinstance(e.event, ev.RankCooling)]
-    assert ("survivor", 1) in {(event.pipeline, event.rank) for event in cooled}

@@ -14,7 +14,8 @@ from nemo_rl.time_sharing.mps import MpsError, multi_process_service
 
 # It leaves a daemon that holds what it was given for its output, as the real one may.
 CONTROL = """#!/bin/sh
-if [ "$1" = -d ]; then [ {start} = 0 ] || exit {start}; sleep 60 & echo $! > {folder}/daemon; exit 0; fi
+if [ "$1" = -d ]; then [ {start} = 0 ] || exit {start}; sleep 60 & echo $! > {folder}/daemon
+  echo "gpus=$CUDA_VISIBLE_DEVICES" > {folder}/seen; exit 0; fi
 read command; echo "$command" >> {folder}/commands
 kill $(cat {folder}/daemon); exit {quit}
 """
@@ -34,6 +35,16 @@ def test_it_runs_inside_the_block_and_ends_with_it(tmp_path: Path, monkeypatch: 
         assert Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"]).is_dir()
     assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
     assert (tmp_path / "commands").read_text() == "quit -t 5\n"
+
+
+def test_the_service_sees_all_gpus_so_that_its_clients_numbers_mean_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install(tmp_path, monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    with multi_process_service("on", several=True):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert (tmp_path / "seen").read_text() == "gpus=\n"
 
 
 def test_what_ends_the_block_is_said_and_not_that_the_service_does_not_end(

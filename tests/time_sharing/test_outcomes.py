@@ -70,6 +70,7 @@ def test_jobs_that_come_at_once_run_one_after_the_other_in_the_order_of_the_file
     assert found.seconds["z"] < found.seconds["a"]
 
 
+@pytest.mark.slow
 def test_the_shipped_scenario_with_faults_runs_with_every_invariant_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

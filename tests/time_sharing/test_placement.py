@@ -141,6 +141,7 @@ def test_a_simulated_job_that_names_no_gpus_comes_to_those_that_its_predecessors
     assert lie["late"] == lie["a"] == {ACTOR_TRAIN: (0, 1), ACTOR_INFER: (0, 1, 2, 3)}, "the others have ended by then"
 
 
+@pytest.mark.slow
 def test_ways_that_share_place_the_jobs_and_the_others_move_them_as_they_always_did() -> None:
     where = [parse_scenario({"jobs": [job(n, 0.0, placed=placed) for n in "abc"]}) for placed in (False, True)]
     seconds = [

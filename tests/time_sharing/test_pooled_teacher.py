@@ -71,11 +71,19 @@ def test_students_share_a_teacher_and_wait_for_the_next_one_when_it_is_killed(
     assert isinstance(config, MasterConfig)
     k = config.grpo.topk_logits_k
     # Its engine is built and asked while the first student still starts.
-    other = PooledTeacher("other", pooled_teacher(config), k, 32, wait_s=300.0)
+    other = PooledTeacher("other", pooled_teacher(config, "teacher"), k, 32, wait_s=300.0)
     ids = torch.randint(0, 256, (5, 32), generator=torch.Generator().manual_seed(1))
     batch = BatchedDataDict(input_ids=ids, input_lengths=torch.tensor([32, 2, 1, 17, 30]))
     first = other.get_topk_logits(batch, k)
     assert first["topk_logits"].shape == (5, 32, k) and (first["topk_logits"][0, :31] < 0).all()
+
+    # Of a token that is among the most likely ones, what students of several teachers ask is the same number.
+    short = BatchedDataDict(input_ids=ids[:, :31], input_lengths=batch["input_lengths"].clamp(max=31))
+    drawn = other.get_token_logprobs(short)[:, 1:]
+    listed = (first["topk_indices"][:, :30] == ids[:, 1:31, None]) & (first["topk_logits"][:, :30] < 0)
+    listed &= torch.arange(30)[:, None] < (short["input_lengths"] - 1)[:, None, None]
+    assert listed.any() and drawn.shape == (5, 30)
+    torch.testing.assert_close(drawn[listed.any(dim=-1)], first["topk_logits"][:, :30][listed], atol=1e-5, rtol=0)
 
     def standing() -> Any:
         return next(one for one in ray.get(pool.standings.remote(), timeout=60) if one.name == "teacher")

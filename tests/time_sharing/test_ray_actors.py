@@ -30,7 +30,13 @@ from nemo_rl.time_sharing.agents.actors import (
     start_scheduler,
     stop_scheduler,
 )
-from nemo_rl.time_sharing.agents.ray_reaper import agent_actor_name, agent_namespace
+from nemo_rl.time_sharing.agents.ray_reaper import (
+    Reaper,
+    actors_in,
+    agent_actor_name,
+    agent_namespace,
+    rank_actor_name,
+)
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.merged import merge_by_machine_time
@@ -90,6 +96,11 @@ def cluster(ray_session: None) -> Iterator[None]:
         lambda: not any(e["namespace"] == CONTROL_NAMESPACE for e in ray.util.list_named_actors(all_namespaces=True)),
         60,
     )
+
+
+class _Idle:
+    def pid(self) -> int:
+        return os.getpid()
 
 
 def _until(condition: Callable[[], bool], seconds: float) -> bool:
@@ -202,6 +213,20 @@ def _recoveries(segments: list[Path]) -> list[float]:
                 seconds.append(entry.time - since)
     assert not began, f"never recovered: {began}"
     return seconds
+
+
+def test_an_engine_that_was_its_pipelines_only_one_is_ended_alone(cluster: None) -> None:
+    """Killed before anyone asked for its end, it is still known to have been an actor of its own."""
+    namespace, reaper = agent_namespace("lonely"), Reaper()
+    agent, engine = [
+        ray.remote(_Idle).options(name=name, namespace=namespace, num_cpus=0).remote()
+        for name in (agent_actor_name(7), rank_actor_name(0, 7))
+    ]
+    os.kill(ray.get(engine.pid.remote(), timeout=60), signal.SIGKILL)
+    assert _until(lambda: actors_in(namespace) == {agent_actor_name(7)}, 60)
+    assert reaper.end("lonely", 7, 0, timeout_s=10.0)
+    assert ray.get(agent.pid.remote(), timeout=60)
+    assert not reaper.ends_single_ranks("other", 7)
 
 
 def test_the_orchestrator_registers_then_admits_drains_and_unregisters(cluster: None, tmp_path: Path) -> None:

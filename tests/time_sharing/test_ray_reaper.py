@@ -106,6 +106,7 @@ def test_what_was_not_gone_is_looked_for_again_although_ray_has_forgotten_it(
         ray_reaper, "_processes_of", lambda ids: {ray_reaper.SurvivingProcess(name, 7, 0.0) for name in ids}
     )
     monkeypatch.setattr(ray_reaper, "_end_on_their_nodes", end)
+    monkeypatch.setattr(ray_reaper, "dead_actors_in", lambda namespace: set())
     reaper = ray_reaper.Reaper(tmp_path / "left")
     assert reaper.end("a", 0, 2, timeout_s=1.0) and not (tmp_path / "left").exists()
     ended.clear()
@@ -133,6 +134,7 @@ def test_what_was_not_gone_is_looked_for_again_although_ray_has_forgotten_it(
 def test_a_memory_that_cannot_be_read_keeps_no_scheduler_from_starting(
     tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(ray_reaper, "dead_actors_in", lambda namespace: set())
     monkeypatch.setitem(sys.modules, "ray", _Ray())
     monkeypatch.setattr(ray_reaper, "_processes_of", lambda ids: set())
     (tmp_path / "left").write_text(text)

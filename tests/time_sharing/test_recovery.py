@@ -71,6 +71,7 @@ def occupied_twice(entries: list[Entry]) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @given(
     crash_s=st.floats(1.0, 60.0),
     lose=st.integers(0, 60),

@@ -35,7 +35,7 @@ def test_a_scheduler_whose_timer_fails_ends_and_says_why(
     caplog.set_level(logging.CRITICAL)
     actor = SchedulerActor(str(tmp_path), 1, 2)
     monkeypatch.setattr(actor._core, "tick", disk_full)
-    assert ended.wait(30.0)
+    assert ended.wait(60.0)
     actor.stop()
     assert codes == [1]
     assert "reason=timer_failed" in caplog.text and "No space left on device" in caplog.text
@@ -56,7 +56,7 @@ def test_an_unforeseen_error_of_one_tick_costs_that_tick_alone(
 
     monkeypatch.setattr(scheduler_actor.os, "_exit", lambda code: pytest.fail(f"ended with {code}"))
     monkeypatch.setattr(actor._core, "tick", sometimes)
-    assert gone_on.wait(30.0)
+    assert gone_on.wait(60.0)
     actor.stop()
     assert "in_a_row=2" in caplog.text
 
@@ -74,7 +74,7 @@ def test_a_message_that_ray_is_slow_to_deliver_holds_up_nobody(
     monkeypatch.setattr(scheduler_actor, "_tell_agent", tell)
     actor = SchedulerActor(str(tmp_path), 1, 2)
     actor._notify(Reply("p", 1, 1, True))
-    assert begun.wait(30.0)
+    assert begun.wait(60.0)
     assert actor.describe()["pipelines"] == {}
     slow.set()
     actor._messages.submit(int).result(timeout=30.0)

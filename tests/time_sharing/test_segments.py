@@ -57,6 +57,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_newest_segment_leads_to_the_state_of_the_whole_log(tmp_path: Path) -> None:
     state = write(tmp_path, history(3)[:1100], 250)
     first = tmp_path / "scheduler.jsonl"
@@ -225,7 +226,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def start() -> SchedulerActor:
         for other in made:
             other._stopped.set()
-            other._timer.join(timeout=10)
+            other._timer.join(timeout=60.0)
         made.append(SchedulerActor(str(tmp_path), 1, 4, Limits(lease_s=600.0), 40))
         return made[-1]
 
@@ -235,7 +236,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -270,7 +271,7 @@ def test_a_scheduler_whose_newest_segment_is_damaged_goes_on_from_the_one_before
         )
     wait_for(lambda: len(segments_of(first)) > 1)
     scheduler._stopped.set()
-    scheduler._timer.join(timeout=10)
+    scheduler._timer.join(timeout=60.0)
     segments_of(first)[-1].write_bytes(b"\0" * 4096 + b"\n")
     again = started()
     assert again.describe()["recovering"] and "p0" in again.describe()["pipelines"]

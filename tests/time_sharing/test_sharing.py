@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.log.events import RankMoved, Released
 from nemo_rl.time_sharing.log.sharing import SharingWatch
+from nemo_rl.time_sharing.protocol.types import Phase
 from nemo_rl.time_sharing.simulation.results import AloneTimes
 from nemo_rl.time_sharing.simulation.scenario import Scenario, load_scenario
 from nemo_rl.time_sharing.simulation.world import World
@@ -46,6 +49,31 @@ def test_the_slowdown_is_that_against_the_job_alone(changes: dict[str, object]) 
         assert finished is not None
         slowdown = (finished - job.arrive_s) / alone.of(job, 0)
         assert sharing[job.name].slowdown == pytest.approx(slowdown, rel=0.1), job.name
+
+
+def test_a_job_that_measures_its_batch_wakes_the_ranks_that_it_needs_from_the_second_step_on() -> None:
+    scenario = load_scenario(SCENARIOS / "two_jobs.yaml")
+    engine = {"tokens_per_s": 130, "half_batch": 256, "max_running": 512}
+    changes = {"groups": 8, "steps": 2, "engine": engine, "measures_batch": True}
+    job = scenario.jobs[0]
+    job = type(job).model_validate(job.model_dump(exclude_unset=True) | changes | {"infer": [0, 1, 2]})
+    pool = scenario.pool.model_copy(update={"gpus_per_node": 3})
+    changed = job.model_copy(update={"engine": job.engine.model_copy(update={"half_batch": 64})})
+    for simulated, used in ((job, 1), (changed, 3)):
+        world, _ = played(scenario.model_copy(update={"jobs": [simulated], "pool": pool}))
+        ranks: dict[bool, set[int]] = {False: set(), True: set()}
+        trained = False
+        for entry in world.entries:
+            match entry.event:
+                case RankMoved(phase=Phase.ACTIVE):
+                    ranks[trained].add(entry.event.rank)
+                case Released(version=1):
+                    trained = True
+                case _:
+                    pass
+        assert len(ranks[False]) == 1
+        assert len(ranks[False] | ranks[True]) == used
+        assert check(world.entries) == []
 
 
 def test_who_shares_with_nobody_loses_nothing() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_rl.config import MasterConfig
 from nemo_rl.time_sharing.arguments import slots
 from nemo_rl.time_sharing.cli import main
 from nemo_rl.time_sharing.history.check import check
@@ -24,6 +26,7 @@ from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
 from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job, read_jobs
 from nemo_rl.time_sharing.pipelines.residents import SlotTooSmall, slot_bytes
+from nemo_rl.time_sharing.pipelines.shared_cluster import SharedCluster
 from nemo_rl.time_sharing.pipelines.slot_choice import choose_slots, needs_of
 from nemo_rl.time_sharing.planning.placement import Mapped, column_for
 from nemo_rl.time_sharing.planning.plan import Expand, Grant, Plan, Shrink, Wait, explain
@@ -123,6 +126,54 @@ def test_as_many_slots_as_jobs_that_fit(jobs: dict[str, Job]) -> None:
     alone = choose_slots([large, small], pool, 80 * _GIB)
     assert alone.slots == 1 and re.search(r"with 2, the trainer of large needs about \d+", alone.why)
     assert choose_slots([replace(large, column=None), small, small], pool, 80 * _GIB).slots == 2, "it takes whole GPUs"
+
+
+@pytest.fixture(scope="module")
+def adapters(jobs: dict[str, Job], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Job]:
+    """A job of adapters on the small model, by its slots and rank and by further keys of its wrapper."""
+    folder, small = tmp_path_factory.mktemp("adapters"), jobs["small"].config
+    assert isinstance(small, MasterConfig)
+
+    def job(slots: int, rank: int, pool: Pool, **keys: object) -> Job:
+        lora = {"lora_cfg": {"enabled": True, "dim": rank}}
+        policy = {"model_name": small.policy.model_name, "precision": "bfloat16", "dtensor_cfg": lora}
+        base = {"defaults": str(CONFIGS / "grpo_arithmetic_cpu.yaml"), "policy": policy, "multi_lora": {"slots": slots}}
+        (folder / "base.yaml").write_text(json.dumps(base))
+        (folder / "one.yaml").write_text("grpo: {seed: 1}")
+        (folder / "job.yaml").write_text(json.dumps({"nemo_config_path": "base.yaml", "adapters": ["one.yaml"]} | keys))
+        return read_jobs([folder / "job.yaml"], pool)[0]
+
+    return job
+
+
+def test_a_job_of_adapters_takes_one_slot_unless_it_asks_for_whole_gpus(adapters: Callable[..., Job]) -> None:
+    pool = Pool(1, 2, 2)
+    assert adapters(2, 8, pool).widths(pool) == {"actor_infer": 1}
+    assert adapters(2, 8, pool).mappings(pool)["actor_infer"] == [0, 2]
+    assert adapters(2, 8, pool, whole_gpus=True).widths(pool) == {"actor_infer": 2}
+
+
+@pytest.mark.slow
+def test_engine_and_trainer_of_adapters_share_a_slot_with_room_for_all_of_them(adapters: Callable[..., Job]) -> None:
+    pool = Pool(1, 1)
+    few, many = (needs_of(adapters(slots, 16, pool)) for slots in (2, 10))
+    # Qwen2.5-0.5B has 8.8 million trained numbers at rank 16.
+    assert many.trainer - few.trainer == pytest.approx(8 * 8.8e6 * 16, rel=0.01)
+    assert many.engines - few.engines > 8 * 8.8e6 * 2
+    for device_gib in (48, 80, 141):
+        for number in (2, 3):
+            sizes = slot_bytes(device_gib * _GIB, number)
+            assert sizes is not None
+            lack = few.lacks(sizes)
+            assert (lack is None) is (few.engines + few.trainer <= sizes.engines)
+            if lack is None:
+                engines, trainer = few.divided(sizes.engines)
+                assert engines + trainer <= sizes.engines and engines >= few.engines and trainer >= few.trainer
+            else:
+                assert "engine and trainer of job need about" in lack
+    assert choose_slots([adapters(2, 16, pool)] * 3, pool, 80 * _GIB).slots == 3
+    crowded = choose_slots([adapters(100, 128, pool)] * 3, pool, 80 * _GIB)
+    assert crowded.slots == 1 and "engine and trainer of job need" in crowded.why
 
 
 @given(device_gib=st.integers(16, 512), count=st.integers(2, 6))
@@ -234,6 +285,12 @@ def test_a_command_sees_the_gpus_that_its_slots_lie_on(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     pool = Pool(2, 4, slots)
+    # The driver's names, which differ from the pool's numbers where CUDA_VISIBLE_DEVICES hides some GPUs.
+    monkeypatch.setattr(
+        SharedCluster,
+        "slots",
+        lambda self: [SimpleNamespace(device_index=f"GPU-{node}{bundle}") for node, bundle in self.places()],
+    )
     config = CommandConfig(command=["sh", "-c", "echo $CUDA_VISIBLE_DEVICES"], gpus=len(gpus))
     job = Job("sweep", config, (), gpus, folder=str(tmp_path), column=None)
     pipeline = CommandPipeline(job, PoolHandles(None, pool, "cuda", (), LIVE_LIMITS, str(tmp_path)), 0)
@@ -241,7 +298,7 @@ def test_a_command_sees_the_gpus_that_its_slots_lie_on(
     with (tmp_path / "log").open("wb") as log:
         process = pipeline._start(holding, config, log)  # pyrefly: ignore[bad-argument-type]
         assert process is not None and process.wait(timeout=60) == 0
-    assert (tmp_path / "log").read_text().split() == [",".join(str(gpu % 4) for gpu in gpus)]
+    assert (tmp_path / "log").read_text().split() == [",".join(f"GPU-{gpu // 4}{gpu % 4}" for gpu in gpus)]
 
 
 @settings(max_examples=12)

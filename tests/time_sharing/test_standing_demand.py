@@ -148,7 +148,9 @@ def test_engines_of_an_agents_job_are_lent_while_its_environment_answers() -> No
     other = {"name": "other", "train": [1], "steps": 12, **both}
     ended_s = []
     for jobs in ([other], [agent | {"turns": 1, "tokens": {"median": 8000, "sigma": 0.1}}, other], [agent, other]):
-        scenario = Scenario.model_validate({"name": "agents", "pool": {"gpus_per_node": 2}, "jobs": jobs})
+        scenario = Scenario.model_validate(
+            {"name": "agents", "pool": {"gpus_per_node": 2}, "costs": {"jitter": 0.0}, "jobs": jobs}
+        )
         world = World(scenario, 0, lambda clock: MemoryRecord(clock=clock))
         world.run()
         assert [job.fate for job in world.jobs.values()] == [""] * len(jobs)

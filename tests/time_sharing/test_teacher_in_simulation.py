@@ -93,6 +93,7 @@ def _with_teacher(seed: int) -> Scenario:
 
 
 # In 134 and 296 a job that was registered before the log lost its end takes a GPU of a rank, and another job the rest.
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [*range(5), 134, 296])
 def test_random_jobs_that_share_a_teacher_end_and_their_record_keeps_every_invariant(seed: int) -> None:
     world, records = _world(_with_teacher(seed), seed)
@@ -163,6 +164,7 @@ def test_a_mistake_about_teachers_is_named_with_its_place(change: dict[str, Any]
     assert any(line.startswith(f"scenario: {message}") for line in str(caught.value).splitlines()), caught.value
 
 
+@pytest.mark.slow
 def test_the_example_is_simulated_by_the_command_and_its_record_keeps_every_invariant(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

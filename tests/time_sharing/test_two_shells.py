@@ -26,6 +26,7 @@ import pytest
 import yaml
 
 from nemo_rl.time_sharing.open_pools import OpenPool
+from tests import forks
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "time_sharing.md").read_text()
@@ -49,10 +50,13 @@ class Shell:
     environment: dict[str, str]
     transcript: list[str] = field(default_factory=list)
 
-    def start(self, command: str) -> subprocess.Popen[str]:
+    def start(self, command: str, *, real: bool = False) -> Any:
+        """The process of a command: a real one, or a fork that has imported everything."""
         words = shlex.split(command, comments=True)
         words = [str(part) for word in words for part in (sorted(self.folder.glob(word)) or [word])]
         assert words[0] == "python"
+        if not real:
+            return forks.start(words[1:], self.environment, subprocess.PIPE, folder=self.folder)
         # A shell that starts pytest in the background makes its children ignore Ctrl-C; a user's terminal does not.
         listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         return subprocess.Popen(
@@ -65,14 +69,14 @@ class Shell:
             preexec_fn=listen,  # noqa: PLW1509 - one thread
         )
 
-    def ended(self, command: str, process: subprocess.Popen[str], timeout_s: float = 300) -> tuple[int, str]:
+    def ended(self, command: str, process: Any, timeout_s: float = 300) -> tuple[int, str]:
         said = process.communicate(timeout=timeout_s)[0]
         self.transcript.append(f"$ {command}\n{said}")
         return process.returncode, said
 
-    def run(self, command: str, code: int = 0) -> str:
+    def run(self, command: str, code: int = 0, *, real: bool = False) -> str:
         """What a command says; it must end with this exit code."""
-        ended, said = self.ended(command, self.start(command))
+        ended, said = self.ended(command, self.start(command, real=real))
         assert ended == code, f"{command}: {said}"
         return said
 
@@ -104,8 +108,10 @@ def shell(tiny_model: Path, tmp_path: Path) -> Iterator[Shell]:
     work = "touch begun; test -e finish || sleep 600"
     (tmp_path / "b.yaml").write_text(yaml.safe_dump({"external": {"command": ["bash", "-c", work]}}))
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "NRL_P", "XDG_"))}
-    environment |= {"TMPDIR": str(temporary), "HOME": str(temporary), "PYTHONPATH": str(ROOT)}
-    environment |= {"NRL_OBJECT_STORE_BYTES": str(256 << 20)}
+    environment |= {"TMPDIR": str(temporary), "HOME": str(temporary), "NRL_OBJECT_STORE_BYTES": str(256 << 20)}
+    environment |= forks.forking_environment()
+    # vLLM knows its model classes, as on a machine that has started an engine before.
+    environment |= {"VLLM_CACHE_ROOT": os.environ.get("VLLM_CACHE_ROOT", str(Path.home() / ".cache" / "vllm"))}
     yield Shell(tmp_path, environment)
     shutil.rmtree(temporary, ignore_errors=True)
 
@@ -118,9 +124,9 @@ def until(condition: Any, seconds: float, what: str) -> None:
 
 
 def test_every_command_of_the_page_works_in_two_shells_of_a_clean_machine(shell: Shell) -> None:
-    assert "no pool of yours is open" in shell.run("python -m nemo_rl.time_sharing status", code=2)
+    assert "no pool of yours is open" in shell.run("python -m nemo_rl.time_sharing status", code=2, real=True)
     serve = documented("python -m nemo_rl.time_sharing serve").replace("--gpus 8", "--gpus 2 --device cpu --port 0")
-    serving = shell.start(serve)
+    serving = shell.start(serve, real=True)
     try:
         _use_pool(shell)
     finally:
@@ -136,7 +142,9 @@ def test_every_command_of_the_page_works_in_two_shells_of_a_clean_machine(shell:
     (shell.folder / "finish").touch()
     together = documented("python examples/run_time_sharing.py --gpus 8").replace("--gpus 8", "--gpus 2 --device cpu")
     together = together.replace("max_num_steps=200", "max_num_steps=1 sft.max_num_steps=1 --port 0")
-    said = shell.run(together)
+    # The last pool starts every process as a user's machine does, without forks.
+    shell.environment["PYTHONPATH"] = str(ROOT)
+    said = shell.run(together, real=True)
     assert "record kept every invariant" in said
     if kept := os.environ.get("NRL_TRANSCRIPT"):
         what = "The commands as a test types them, on two CPU slots: a.yaml trains, b.yaml is a command."

@@ -12,7 +12,7 @@ from nemo_rl.utils.backlog import Backlog, BacklogStuck
 
 def test_work_runs_behind_its_caller_in_order_and_what_it_raised_is_raised_once() -> None:
     backlog, seen, go = Backlog("step-report", 30.0), [], threading.Event()
-    backlog.put(lambda: (go.wait(30.0), seen.append(1)))
+    backlog.put(lambda: (go.wait(60.0), seen.append(1)))
     assert not seen
     go.set()
     backlog.put(lambda: seen.append(2))
@@ -35,11 +35,11 @@ def test_work_runs_behind_its_caller_in_order_and_what_it_raised_is_raised_once(
 
 def test_a_wait_has_a_deadline_and_an_end_shows_what_failed(caplog: pytest.LogCaptureFixture) -> None:
     backlog, go = Backlog("step-report", 0.05), threading.Event()
-    backlog.put(lambda: go.wait(30.0))
+    backlog.put(lambda: go.wait(60.0))
     begun = time.monotonic()
     with pytest.raises(BacklogStuck, match="step-report: not done within 0 s"):
         backlog.wait()
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 29
     go.set()
     backlog.put(lambda: {}["samples"])
     backlog.close()

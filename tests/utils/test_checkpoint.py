@@ -36,7 +36,7 @@ def save(checkpoints: CheckpointManager, step: int, accuracy: float | None = Non
 
 
 def assert_set(event: threading.Event) -> None:
-    assert event.wait(10)
+    assert event.wait(60.0)
 
 
 def steps(root: Path) -> list[int]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import torch
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.utils import route_trace as traced
 from nemo_rl.utils.route_trace import RouteTrace, check_trace
+from tests.conftest import run_script
 
 TOOL = Path(__file__).parents[2] / "tools" / "check_r3_trace.py"
 
@@ -39,7 +38,9 @@ def columns(*lengths: int, width: int = 8) -> dict[str, Any]:
     }
 
 
-def test_routes_that_arrive_in_another_order_and_width_are_the_same(tmp_path: Path) -> None:
+def test_routes_that_arrive_in_another_order_and_width_are_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     driver, worker = RouteTrace(tmp_path, 1, 2), RouteTrace(tmp_path, 1, 2)
     driver.produced(0, columns(3, 5, 4))
     driver.produced(1, columns(6))
@@ -52,12 +53,14 @@ def test_routes_that_arrive_in_another_order_and_width_are_the_same(tmp_path: Pa
     before = [path.stat().st_size for path in sorted(tmp_path.iterdir())]
     worker.fetched("train", columns(7))
     assert [path.stat().st_size for path in sorted(tmp_path.iterdir())] == before
-    done = subprocess.run([sys.executable, str(TOOL), str(tmp_path)], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "2 samples arrived with the routes that rollouts recorded\n")
+    assert run_script(TOOL, str(tmp_path)) == 0
+    assert capsys.readouterr().out == "2 samples arrived with the routes that rollouts recorded\n"
 
 
 @pytest.mark.parametrize("column", ["routed_experts", "routed_experts_valid"])
-def test_routes_that_changed_on_the_way_are_told(tmp_path: Path, column: str) -> None:
+def test_routes_that_changed_on_the_way_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], column: str
+) -> None:
     trace, arrived = RouteTrace(tmp_path, 1, 2), columns(3, 5)
     trace.produced(0, columns(3, 5))
     trace.fetched("prev_lp", columns(3, 5))
@@ -66,8 +69,7 @@ def test_routes_that_changed_on_the_way_are_told(tmp_path: Path, column: str) ->
     trace.fetched("train", arrived | {column: changed})
     expected = "step 1, row 1, train: its routes did not arrive as they were made"
     assert check_trace(tmp_path) == (2, [expected])
-    done = subprocess.run([sys.executable, str(TOOL), str(tmp_path)], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout.strip()) == (1, expected)
+    assert (run_script(TOOL, str(tmp_path)), capsys.readouterr().out.strip()) == (1, expected)
 
 
 def test_a_trace_is_written_where_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from nemo_rl.weight_sync.transports.base import TransportError
 from tests.weight_sync.models import DictModel, Engines, weights
 
 CPU = torch.device("cpu")
-OPTIONS = SyncOptions(bucket_bytes=4096, verify=True, timeout_s=20.0)
+OPTIONS = SyncOptions(bucket_bytes=4096, verify=True, timeout_s=120.0)
 
 
 class Owner:
@@ -113,12 +113,12 @@ def test_one_build_at_a_time_and_never_backwards(owner: Owner) -> None:
 
     def slow_build() -> None:
         begun.set()
-        go_on.wait(10.0)
+        go_on.wait(60.0)
 
     owner.during_build = slow_build
     thread = threading.Thread(target=owner.cache.build, args=(4,))
     thread.start()
-    begun.wait(10.0)
+    begun.wait(60.0)
     with pytest.raises(CacheError, match="another build is under way, and there is room for one"):
         owner.cache.build(5)
     go_on.set()

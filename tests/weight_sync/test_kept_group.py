@@ -27,7 +27,7 @@ from nemo_rl.weight_sync.transports.kept_group import GroupMeeting, KeptGroup
 from nemo_rl.weight_sync.transports.nccl import BroadcastGroup
 from tests.weight_sync.models import DictModel, Engines, weights
 
-OPTIONS = SyncOptions("nccl", bucket_bytes=4096, verify=True, timeout_s=20.0)
+OPTIONS = SyncOptions("nccl", bucket_bytes=4096, verify=True, timeout_s=120.0)
 
 
 def gpu(number: int) -> torch.device:
@@ -166,7 +166,7 @@ def test_other_members_or_another_deadline_make_a_group_of_their_own(met: list[i
     assert sorted(met) == [0, 0, 1, 1, 2]
     sync(sender, receivers, 3)
     assert sorted(met) == [0, 0, 0, 1, 1, 1, 2, 2]
-    sync(sender, receivers, 4, timeout_s=10.0)
+    sync(sender, receivers, 4, timeout_s=60.0)
     assert met.count(0) == 4
     assert receivers.held == {sender.groups.group_id}
 
@@ -232,7 +232,7 @@ def test_members_that_lost_the_group_between_the_question_and_the_session_end_it
     began = time.monotonic()
     with pytest.raises(TransportError, match="does not hold group"):
         sync(sender, receivers, 2)
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 20.0
     assert receivers.held == {None} and sender.groups.group_id is None
     sync(sender, receivers, 3)
 
@@ -281,7 +281,7 @@ class Processes:
             pipe.send((method, tuple(values[number] for values in args)))
         answers = []
         for _, pipe in self.members:
-            assert pipe.poll(60.0), f"no answer to {method}"
+            assert pipe.poll(180.0), f"no answer to {method}"
             answers.append(pipe.recv())
         failures = [error for _, error in answers if error is not None]
         if failures:
@@ -316,8 +316,8 @@ def test_processes_share_a_group_until_one_dies_and_is_built_anew(met: list[int]
             if rebuilt:
                 receivers.rebuild(1)
             began = time.monotonic()
-            SyncSession(sender, receivers, version=version, options=replace(OPTIONS, timeout_s=60.0)).run()
-            assert time.monotonic() - began < 40.0
+            SyncSession(sender, receivers, version=version, options=replace(OPTIONS, timeout_s=180.0)).run()
+            assert time.monotonic() - began < 120.0
             assert receivers.kept_groups(1.0) == [sender.groups.group_id] * 2
         assert met == [0, 0]
     finally:

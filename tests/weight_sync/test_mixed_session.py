@@ -28,7 +28,7 @@ from nemo_rl.weight_sync.transports.base import Opener, Staging
 from tests.weight_sync.models import DictModel, Engines, weights
 
 NAMES = {0: "gpu0@a", 1: "gpu1@a", 2: "gpu2@a", 8: "gpu8@b", 9: "gpu9@b"}
-OPTIONS = SyncOptions(bucket_bytes=4096, verify=True, timeout_s=20.0, keep_group=False)
+OPTIONS = SyncOptions(bucket_bytes=4096, verify=True, timeout_s=120.0, keep_group=False)
 
 
 class Wires:
@@ -80,7 +80,7 @@ class Group:
             for other in self._others:
                 other.put(tensor.clone())
         else:
-            tensor.copy_(self._wires.queues[self._rank].get(timeout=10.0))
+            tensor.copy_(self._wires.queues[self._rank].get(timeout=60.0))
 
     def close(self) -> None:
         self._wires.groups_open -= 1

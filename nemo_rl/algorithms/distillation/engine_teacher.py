@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
 _KEEP_WEIGHTS = 1
 # vLLM computes the logits of all prompt tokens of a forward pass at once, beside a KV cache that leaves little room.
 _BATCHED_TOKENS = 2048
@@ -84,6 +84,10 @@ class ServedTeacher(Protocol):
 
     def get_topk_logits(self, batch: BatchedDataDict, k: int) -> BatchedDataDict:
         """See `topk_of_prompts`."""
+        ...
+
+    def get_token_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
+        """See `logprobs_of_prompts`."""
         ...
 
     def kernels(self) -> str:
@@ -133,11 +137,11 @@ class EngineTeacher:
 
     def get_topk_logits(self, batch: BatchedDataDict, k: int) -> BatchedDataDict:
         """See `topk_of_prompts`; lost shards are rebuilt meanwhile."""
-        return topk_of_prompts(self._generation, batch, k, look_after=self._rebuild)
+        return topk_of_prompts(self._generation, batch, k, while_waiting=self._rebuild)
 
     def get_token_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
         """See `logprobs_of_prompts`; lost shards are rebuilt meanwhile."""
-        return logprobs_of_prompts(self._generation, batch, look_after=self._rebuild)
+        return logprobs_of_prompts(self._generation, batch, while_waiting=self._rebuild)
 
     def _rebuild(self) -> None:
         back = self._repair.take_back()
@@ -165,14 +169,14 @@ def topk_of_prompts(
     batch: BatchedDataDict,
     k: int,
     *,
-    look_after: Callable[[], object],
+    while_waiting: Callable[[], object],
     finished: Callable[[], object] = lambda: None,
 ) -> BatchedDataDict:
     """The k most likely tokens after each position, of the model that engines serve.
 
     Args:
         batch: `input_ids` [B, S] and `input_lengths` [B].
-        look_after: Called about twice a second meanwhile.
+        while_waiting: Called about twice a second meanwhile.
         finished: Called for every sample that is scored, on a thread that must not wait.
 
     Returns `topk_indices` and `topk_logits` [B, S, k] as `Policy.get_topk_logits` gives them, at temperature 1; zeros
@@ -185,7 +189,7 @@ def topk_of_prompts(
     prompts = {row: ids_BS[row, : length - 1].tolist() for row, length in enumerate(lengths) if length > 1}
     indices_BSk = torch.zeros((*ids_BS.shape, k), dtype=torch.int32)
     logprobs_BSk = torch.zeros((*ids_BS.shape, k), dtype=torch.float32)
-    for row, likely in _scored(generation, prompts, k, look_after, finished).items():
+    for row, likely in _scored(generation, prompts, k, while_waiting, finished).items():
         # What Ray hands over cannot be written to, which torch warns about.
         indices_BSk.numpy()[row, : len(likely.ids)] = likely.ids
         logprobs_BSk.numpy()[row, : len(likely.ids)] = likely.logprobs
@@ -193,7 +197,11 @@ def topk_of_prompts(
 
 
 def logprobs_of_prompts(
-    generation: VllmGeneration, batch: BatchedDataDict, *, look_after: Callable[[], object]
+    generation: VllmGeneration,
+    batch: BatchedDataDict,
+    *,
+    while_waiting: Callable[[], object],
+    finished: Callable[[], object] = lambda: None,
 ) -> torch.Tensor:
     """The log-probability [B, S] of each token after those before it, at temperature 1; zero for the first of a row and
     in its padding. Arguments and errors as of `topk_of_prompts`, but that engines need room for one token more than the
@@ -202,7 +210,7 @@ def logprobs_of_prompts(
     ids_BS, lengths = batch["input_ids"], batch["input_lengths"].tolist()
     prompts = {row: ids_BS[row, :length].tolist() for row, length in enumerate(lengths) if length > 1}
     logprobs_BS = torch.zeros(ids_BS.shape)
-    for row, likely in _scored(generation, prompts, 0, look_after).items():
+    for row, likely in _scored(generation, prompts, 0, while_waiting, finished).items():
         logprobs_BS.numpy()[row, 1 : lengths[row]] = likely.given[:-1]
     return logprobs_BS
 
@@ -211,7 +219,7 @@ def _scored(
     generation: VllmGeneration,
     prompts: Mapping[int, list[int]],
     k: int,
-    look_after: Callable[[], object],
+    while_waiting: Callable[[], object],
     finished: Callable[[], object] = lambda: None,
 ) -> dict[int, LikelyNext]:
     """The scores of prompts by row."""
@@ -230,7 +238,7 @@ def _scored(
         return list(await asyncio.gather(*map(one, requests.values())))
 
     found: dict[int, LikelyNext] = {}
-    for row, result in zip(requests, _watched(generation, all_of_them(), look_after), strict=True):
+    for row, result in zip(requests, _watched(generation, all_of_them(), while_waiting), strict=True):
         scored = 0 if result.likely is None else len(result.likely.ids)
         if result.likely is None or scored != len(prompts[row]):
             raise RuntimeError(f"sample {row} was sent {len(prompts[row])} tokens long, and the engine scored {scored}")
@@ -241,13 +249,13 @@ def _scored(
 def _watched(
     generation: VllmGeneration,
     work: Coroutine[object, object, list[GenerationResult]],
-    look_after: Callable[[], object],
+    while_waiting: Callable[[], object],
 ) -> list[GenerationResult]:
     future: Future[list[GenerationResult]] = generation.start_on_dispatch_loop(work)
     try:
         while not future.done():
-            wait([future], timeout=_LOOK_S)
-            look_after()
+            wait([future], timeout=_POLL_S)
+            while_waiting()
         return future.result()
     finally:
         future.cancel()

@@ -8,6 +8,7 @@ was sampled. Invariant: each sample is scored by one teacher.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -129,7 +130,7 @@ class TeacherActors:
 
     def shutdown(self) -> None:
         """Ends them. Safe to call twice."""
-        (self.actors.group if isinstance(self.actors, EngineActors) else self.actors).shutdown()
+        self.actors.shutdown()
 
 
 def start_teacher_actors(
@@ -242,12 +243,19 @@ class Teachers:
     def _logprobs_by_engines(self, handle: BatchHandle, tasks: Sequence[str], store: ExperienceStore) -> BatchHandle:
         batch = store.read(handle, ("input_ids", "input_lengths"))
         whole_BS = torch.zeros(batch["input_ids"].shape)
-        for index, rows in self._rows_of(tasks).items():
+
+        def score(index: int, rows: list[int]) -> None:
             part = BatchedDataDict({name: batch[name][rows] for name in ("input_ids", "input_lengths")})
             with self._seated(index) as model:
-                if not isinstance(model, EngineTeacher):
-                    raise TypeError(f"{self._seats[index].teacher.name} has no engines of this run")
+                if isinstance(model, Policy):
+                    raise TypeError(f"{self._seats[index].teacher.name} has no engines")
                 whole_BS[rows] = model.get_token_logprobs(part)
+
+        rows_of = self._rows_of(tasks)
+        # Teachers of this run take turns on its accelerators; other jobs score side by side.
+        with ThreadPoolExecutor(len(rows_of) if self.served else 1) as threads:
+            for _ in threads.map(score, *zip(*rows_of.items(), strict=True)):
+                pass
         return store.update(handle, {LOGPROBS: whole_BS})
 
     def _logprobs(self, handle: BatchHandle, tasks: Sequence[str], store: ExperienceStore, timer: Timer) -> Scores:

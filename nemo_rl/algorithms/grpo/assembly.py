@@ -82,7 +82,7 @@ def setup(config: MasterConfig, start: StartPhases | None = None, placement: Pla
 
 
 @dataclass(frozen=True)
-class _Begun:
+class _RayParts:
     """Slots, the actors on them, and environments. Replayed rollouts without validation need no engines or
     environments.
     """
@@ -99,13 +99,13 @@ class _Begun:
         for teacher in self.teachers:
             teacher.shutdown()
         if self.engines is not None:
-            self.engines.group.shutdown()
+            self.engines.shutdown()
         end_environments(self.environments)
         for cluster in self.clusters.distinct():
             cluster.shutdown()
 
 
-def _algorithm(config: MasterConfig, placement: Placement) -> Algorithm[GRPOState, Loader, _Begun]:
+def _algorithm(config: MasterConfig, placement: Placement) -> Algorithm[GRPOState, Loader, _RayParts]:
     grpo = config.grpo
     # Neither loaders by task nor dynamic sampling know how many steps an epoch has.
     epochs = None if config.data.use_multiple_dataloader or grpo.use_dynamic_sampling else grpo.max_num_epochs
@@ -127,7 +127,7 @@ def _begin(
     accelerator: Accelerator,
     checkpointer: CheckpointManager,
     resume: Resume | None,
-) -> _Begun:
+) -> _RayParts:
     with ExitStack() as undo:
         clusters = placement.reserve(config, accelerator)
         for cluster in clusters.distinct():
@@ -149,7 +149,7 @@ def _begin(
                 lent=lent,
                 profile=profile_of_run(),
             )
-            undo.callback(engines.group.shutdown)
+            undo.callback(engines.shutdown)
         reference = config.loss_fn.reference_policy_kl_penalty != 0
         policy = begin_policy(
             config,
@@ -163,7 +163,7 @@ def _begin(
             config, clusters.training, clusters.teachers, lambda teacher: placement.served_teacher(teacher, config)
         )
         undo.pop_all()
-    return _Begun(clusters, policy, engines, environments, teachers)
+    return _RayParts(clusters, policy, engines, environments, teachers)
 
 
 def _check(config: MasterConfig) -> PretrainedConfig:
@@ -197,30 +197,21 @@ def check_model(config: MasterConfig) -> PretrainedConfig:
     return model
 
 
-def _first_engines(
-    ready: Prepared[GRPOState, Loader, _Begun], placement: Placement, record: Record, start: StartPhases
-) -> tuple[VllmGeneration | None, list[dict[str, int]]]:
-    """The run's generation, and the bytes in use before and after its engines slept, where training follows on their
-    GPUs.
-    """
-    generation = _start_generation(
-        ready.begun.engines, ready.tokenizer, ready.stop_tokens.ids, placement.shard_record(record)
-    )
-    if generation is None:
-        return None, []
-    ready.undo.callback(generation.shutdown)
-    placement.generation_prepared(generation)
-    if not (generation.colocated and ready.accelerator.is_cuda):
-        return generation, []
+def _slept_engines(
+    generation: VllmGeneration | None, ready: Prepared[GRPOState, Loader, _RayParts], start: StartPhases
+) -> list[dict[str, int]]:
+    """The bytes in use before and after the engines slept, where training follows on their GPUs."""
+    if generation is None or not (generation.colocated and ready.accelerator.is_cuda):
+        return []
     # An engine takes its share of the memory that is free, and measures it while it starts: training takes its own
     # afterwards.
     with start.phase("engines"):
         generation.wait_until_started()
-        return generation, generation.sleep()
+        return generation.sleep()
 
 
 def _build(
-    config: MasterConfig, ready: Prepared[GRPOState, Loader, _Begun], placement: Placement, start: StartPhases
+    config: MasterConfig, ready: Prepared[GRPOState, Loader, _RayParts], placement: Placement, start: StartPhases
 ) -> GRPORun:
     tokenizer, undo, began = ready.tokenizer, ready.undo, time.monotonic()
     path, source = Path(config.logger.log_dir) / "record.jsonl", f"{placement.record_prefix}driver"
@@ -228,25 +219,32 @@ def _build(
     timer = Timer()
     title = "Distillation" if config.distils else "GRPO"
     progress = RunProgress(ready.total_steps, title=title, first_step=ready.state.step, details=environment_lines)
-    clusters, actors = ready.begun.clusters, ready.begun.environments
+    clusters, actors = ready.ray_parts.clusters, ready.ray_parts.environments
     # Engines take long to start: a mistake in an environment is said before.
     undo.callback(end_environments, actors)
     with start.phase("environments"):
         await_environments(actors, config.env)
         for line in start_lines(environments_in_use(config), config.env):
             start.say(line)
-    generation, slept = _first_engines(ready, placement, record, start)
+    generation = _start_generation(
+        ready.ray_parts.engines, tokenizer, ready.stop_tokens.ids, placement.shard_record(record)
+    )
+    if generation is not None:
+        undo.callback(generation.shutdown)
+        placement.generation_prepared(generation)
+    # While engines start: a mistake in its keys is said before anything waits for them.
+    endpoint = _start_endpoint(config, ready, generation, start)
+    if endpoint is not None:
+        undo.callback(endpoint.close)
+    slept = _slept_engines(generation, ready, start)
     with placement.training_accelerators():
         with start.phase("policy, beside the data plane" if config.data_plane.enabled else "policy"):
-            policy = start_policy(config, clusters.training, tokenizer, ready.begun.policy)
+            policy = start_policy(config, clusters.training, tokenizer, ready.ray_parts.policy)
             undo.callback(policy.shutdown)
             store = make_store(config, tokenizer, policy, undo)
             policy.wait_until_started()
-        begun, lends = ready.begun.teachers, placement.lends_shards
+        begun, lends = ready.ray_parts.teachers, placement.lends_shards
         teachers = teaching.start_teachers(begun, config, policy, tokenizer, start, undo, lends=lends)
-        endpoint = _start_endpoint(config, ready, generation, start)
-        if endpoint is not None:
-            undo.callback(endpoint.close)
         rollouts = make_rollout_sources(
             store, config, tokenizer, generation, ready.datasets, actors, record, placement.record_prefix, endpoint
         )
@@ -376,7 +374,7 @@ def _start_generation(
 
 def _start_endpoint(
     config: MasterConfig,
-    ready: Prepared[GRPOState, Loader, _Begun],
+    ready: Prepared[GRPOState, Loader, _RayParts],
     generation: VllmGeneration | None,
     start: StartPhases,
 ) -> Endpoint | None:

@@ -139,8 +139,8 @@ class OwnPlacement(OwnSlots):
         """Refuses: there are no other jobs."""
         raise ConfigError(
             [
-                f"teacher.job is {teacher.job}, and this run is no job of a pool; submit it to the pool of that job, "
-                "or leave the key out"
+                f"{teacher.job_key} is {teacher.job}, and this run is no job of a pool; submit it to the pool of that "
+                "job, or leave the key out"
             ]
         )
 

@@ -22,6 +22,7 @@ from nemo_rl.algorithms.grpo.run import DeviceCount, GRPORun, GRPOState
 from nemo_rl.algorithms.grpo.sources import make_loaders, make_rollout_sources, prompts_per_step
 from nemo_rl.algorithms.multi_lora.engines import AdapterControl, AdapterEngines, AdapterGeneration
 from nemo_rl.algorithms.multi_lora.passes import AdapterPolicy, SharedPasses
+from nemo_rl.algorithms.multi_lora.records import AdapterRecords
 from nemo_rl.algorithms.placement import check_policy
 from nemo_rl.algorithms.startup import Algorithm, Limits, prepared
 from nemo_rl.config.data_rules import environments_in_use
@@ -48,8 +49,6 @@ from nemo_rl.utils.timer import Timer
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-_ARCHIVE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -110,6 +109,7 @@ def build_run(
     adapter: AdapterConfig,
     slot: int,
     shared: Shared,
+    records: AdapterRecords,
     removed: threading.Event,
     progress: Callable[[int, int], None],
 ) -> GRPORun:
@@ -123,11 +123,9 @@ def build_run(
     console = Console(file=cast(Any, _Prefixed(name)), width=140)
     start, placement = StartPhases(console), _Guest(shared.accelerator)
     with prepared(config, _algorithm(adapter), placement, start) as ready, ExitStack() as undo:
-        record = RecordWriter(
-            Path(config.logger.log_dir) / "record.jsonl", source=f"{name}/driver", archive_bytes=_ARCHIVE_BYTES
-        )
+        record = records.open(name, Path(config.logger.log_dir))
         undo.callback(record.close)
-        actors = ready.begun.actors
+        actors = ready.ray_parts.actors
         await_environments(actors, config.env)
         paths = ready.checkpointer.get_resume_paths(ready.resume.checkpoint) if ready.resume is not None else None
         fresh = ready.resume is not None and ready.resume.fresh_optimizer

@@ -6,10 +6,10 @@ Invariant: if a step fails, everything built before is shut down.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from nemo_rl.algorithms.grpo.assembly import check_model
 from nemo_rl.algorithms.grpo.placement import OwnPlacement
@@ -17,15 +17,19 @@ from nemo_rl.algorithms.grpo.run import DeviceCount
 from nemo_rl.algorithms.multi_lora.adapter_run import Shared
 from nemo_rl.algorithms.multi_lora.engines import AdapterEngines
 from nemo_rl.algorithms.multi_lora.passes import SharedPasses
-from nemo_rl.algorithms.placement import check_device
+from nemo_rl.algorithms.placement import check_device, check_policy
 from nemo_rl.algorithms.profiling import profile_of_run
 from nemo_rl.algorithms.startup import check_tokens, import_transformers
+from nemo_rl.config.errors import UserError
+from nemo_rl.config.multi_lora import AdapterConfig
 from nemo_rl.config.multi_lora_section import MultiLoraMasterConfig
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.actor_logs import collect_actor_logs
 from nemo_rl.models.generation.interfaces import request_timeout_s
 from nemo_rl.models.generation.vllm.engine_actors import start_engine_actors
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
+from nemo_rl.models.multi_lora import memory
+from nemo_rl.models.multi_lora.engine import LAYERS as ENGINE_LAYERS
 from nemo_rl.models.multi_lora.engine import WORKER as ENGINE_WORKER
 from nemo_rl.models.multi_lora.policy import WORKER as POLICY_WORKER
 from nemo_rl.models.multi_lora.policy import MultiLoraPolicy
@@ -36,8 +40,8 @@ from nemo_rl.utils.progress import StartPhases
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# The ranks that vLLM's kernels are made for.
-_ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+_GIB = 1 << 30
 
 
 def check_base(config: MultiLoraMasterConfig) -> PretrainedConfig:
@@ -47,9 +51,9 @@ def check_base(config: MultiLoraMasterConfig) -> PretrainedConfig:
     """
     model = check_model(config)
     rank = config.policy.dtensor_cfg.lora_cfg.dim
-    if rank > _ENGINE_RANKS[-1]:
+    if rank > memory.ENGINE_RANKS[-1]:
         raise UnsupportedModelError(
-            f"policy.dtensor_cfg.lora_cfg.dim is {rank}, and vLLM takes adapters up to rank {_ENGINE_RANKS[-1]}"
+            f"policy.dtensor_cfg.lora_cfg.dim is {rank}, and vLLM takes adapters up to rank {memory.ENGINE_RANKS[-1]}"
         )
     if number_of_experts(model):
         raise UnsupportedModelError(
@@ -57,6 +61,16 @@ def check_base(config: MultiLoraMasterConfig) -> PretrainedConfig:
             "row, so that its layers cannot tell adapters apart; train each adapter as a run of its own"
         )
     return model
+
+
+def check_layers(adapter: AdapterConfig) -> None:
+    """Checks an adapter against the model; loads no weights. Raises UnsupportedModelError: it names layers that do not
+    exist; for others see `placement.check_policy`.
+    """
+    try:
+        check_policy(adapter.config)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{adapter.source}: {error}") from error
 
 
 def with_adapters(config: MultiLoraMasterConfig) -> MultiLoraMasterConfig:
@@ -69,7 +83,7 @@ def with_adapters(config: MultiLoraMasterConfig) -> MultiLoraMasterConfig:
         "max_loras": slots,
         # Requests of the version before may still run when a new one comes.
         "max_cpu_loras": 2 * slots,
-        "max_lora_rank": next(size for size in _ENGINE_RANKS if size >= rank),
+        "max_lora_rank": memory.engine_rank(rank),
         **generation.vllm_kwargs,
     }
     # The base's weights are the files'; nothing would send them again after a deeper sleep.
@@ -77,12 +91,44 @@ def with_adapters(config: MultiLoraMasterConfig) -> MultiLoraMasterConfig:
     return config
 
 
+class DeviceBytes(NamedTuple):
+    """Device memory on each GPU, bytes."""
+
+    engines: int
+    trainer: int
+
+
+class NoRoomForAdapters(UserError, RuntimeError):
+    """Training has no room for as many adapters as there are slots."""
+
+
+def _check_room(config: MultiLoraMasterConfig, free: int) -> None:
+    """Whether every slot can be filled, so that one that joins later does not end the others."""
+    needed, slots = memory.trainer_bytes(config), config.multi_lora.slots
+    if needed > free:
+        raise NoRoomForAdapters(
+            f"multi_lora.slots={slots}: training of so many adapters takes {needed / _GIB:.1f} GiB, and beside engines "
+            f"and base {free / _GIB:.1f} GiB of a GPU are free; lower "
+            "policy.generation.vllm_cfg.gpu_memory_utilization, or slots"
+        )
+
+
 @contextmanager
 def shared_parts(
-    config: MultiLoraMasterConfig, start: StartPhases, placement: OwnPlacement | None = None
+    config: MultiLoraMasterConfig,
+    start: StartPhases,
+    placement: OwnPlacement | None = None,
+    adapters: Sequence[AdapterConfig] = (),
+    device_bytes: DeviceBytes | None = None,
 ) -> Iterator[Shared]:
-    """Context manager with the parts that adapters share, up and running. For errors see `check_base`; WorkerError: the
-    policy or an engine did not start.
+    """Context manager with the parts that adapters share, up and running.
+
+    Args:
+        adapters: Those that will join first; they are checked before anything starts.
+        device_bytes: Memory of each GPU that they may take, where other jobs use it too; None for all.
+
+    For errors see `check_base`; WorkerError: the policy or an engine did not start; NoRoomForAdapters: the GPUs cannot
+    hold as many adapters as there are slots.
     """
     config, placement = with_adapters(config), placement or OwnPlacement()
     policy_cfg = config.policy
@@ -90,6 +136,10 @@ def shared_parts(
         with start.phase("base model and tokenizer"):
             import_transformers()
             model = check_base(config)
+            for adapter in adapters:
+                check_layers(adapter)
+            # Engines compute nothing for layers that no adapter has, such as the output layer.
+            config.policy.generation.vllm_kwargs.setdefault(ENGINE_LAYERS, memory.layer_kinds(policy_cfg))
             tokenizer = get_tokenizer(policy_cfg.tokenizer, policy_cfg.trust_remote_code)
             ends = check_tokens(policy_cfg, model, tokenizer, start.say)
         with start.phase("Ray"):
@@ -102,6 +152,8 @@ def shared_parts(
         stack.callback(collect_actor_logs, Path(config.logger.log_dir) / "actors")
         if clusters.generation is None:
             raise RuntimeError("adapters need engines")
+        if device_bytes is not None:
+            clusters.generation.slot_bytes = device_bytes.engines - memory.engine_bytes(config)
         profile = profile_of_run()
         with start.phase("engines"):
             actors = start_engine_actors(
@@ -125,6 +177,8 @@ def shared_parts(
                 # An engine takes its share of the memory that is free; training takes its own afterwards.
                 generation.wait_until_started()
         with start.phase("policy"):
+            if device_bytes is not None:
+                clusters.training.slot_bytes = device_bytes.trainer
             workers = start_policy_actors(
                 clusters.training,
                 policy_cfg,
@@ -136,6 +190,8 @@ def shared_parts(
             stack.callback(policy.shutdown)
             policy.wait_until_started()
             generation.wait_until_started()
+            if accelerator.is_cuda:
+                _check_room(config, policy.free_bytes())
         engines = AdapterEngines(generation, policy)
         stack.callback(engines.close)
         passes = SharedPasses(policy, config.multi_lora)

@@ -11,14 +11,23 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_rl.algorithms.launch import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, Interrupts
+from nemo_rl.algorithms.launch import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_USAGE,
+    Interrupts,
+    directories_of_its_own,
+)
 from nemo_rl.config.errors import ConfigError, UserError, in_one_line
 from nemo_rl.config.multi_lora import AdapterConfig, check_adapter, load_adapter, load_base
 from nemo_rl.config.multi_lora_section import MultiLoraMasterConfig
 from nemo_rl.distributed.processes import collect_rarely, importing
+from nemo_rl.utils.directory_lock import DirectoryInUse
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.multi_lora.job import AdapterState
@@ -27,6 +36,21 @@ logger = logging.getLogger("nemo_rl")
 
 _COMMANDS = ("add", "remove", "list")
 _WAIT_S = 0.5
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The pool that runs a job.
+
+    Attributes:
+        job: The job's name there, which tells its adapters from those of other jobs.
+        records: Folder of the pool's log.
+        device_bytes: Memory of each GPU for engines and for training, where others use it too.
+    """
+
+    job: str
+    records: Path
+    device_bytes: Sequence[int] | None = None
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -47,7 +71,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--config", type=Path, required=True, help="the base's YAML file")
     parser.add_argument("--adapters", type=Path, nargs="*", default=[], help="a YAML file per adapter")
     parser.add_argument("--stay", action="store_true", help="wait for more adapters when all are done, until Ctrl-C")
+    parser.add_argument("--job", default="", help="the job's name in the pool that runs it")
+    parser.add_argument("--records", type=Path, help="folder of the pool's log, for what happens to the adapters")
+    parser.add_argument(
+        "--device-bytes", type=int, nargs=2, metavar=("ENGINES", "TRAINING"), help="memory of each GPU in a pool's slot"
+    )
     options, overrides = parser.parse_known_args(list(arguments))
+    if bool(options.job) != bool(options.records):
+        parser.error("--job and --records belong together: a pool passes both")
     # Overrides may follow the files, whose number is free.
     overrides += [str(path) for path in options.adapters if "=" in str(path)]
     options.adapters = [path for path in options.adapters if "=" not in str(path)]
@@ -59,7 +90,14 @@ def main(arguments: Sequence[str]) -> int:
     except (UserError, OSError) as error:
         sys.stderr.write(f"{error if isinstance(error, UserError) else in_one_line(error) or error}\n")
         return EXIT_USAGE
-    return run(base, raw, adapters, stay=options.stay)
+    try:
+        # Two jobs would take each other's requests, logs and checkpoints.
+        with directories_of_its_own(base):
+            pool = Membership(options.job, options.records, options.device_bytes) if options.job else None
+            return run(base, raw, adapters, stay=options.stay, pool=pool)
+    except DirectoryInUse as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_FAILED
 
 
 def _load_all(base: MultiLoraMasterConfig, raw: Mapping[str, object], files: Sequence[Path]) -> list[AdapterConfig]:
@@ -76,40 +114,52 @@ def _load_all(base: MultiLoraMasterConfig, raw: Mapping[str, object], files: Seq
 
 
 def run(
-    base: MultiLoraMasterConfig, raw: Mapping[str, object], adapters: Sequence[AdapterConfig], *, stay: bool = False
+    base: MultiLoraMasterConfig,
+    raw: Mapping[str, object],
+    adapters: Sequence[AdapterConfig],
+    *,
+    stay: bool = False,
+    pool: Membership | None = None,
 ) -> int:
-    """Runs checked adapters to their end; returns the exit code. `raw`: the base's mapping, for adapters that are added
-    later. `stay`: wait for more when all are done.
+    """Runs checked adapters to their end; returns the exit code.
+
+    Args:
+        raw: The base's mapping, for adapters that are added later.
+        stay: Wait for more adapters when all are done.
+        pool: The pool that runs it, if one does.
     """
     from nemo_rl.algorithms.commands import _ray_ahead
 
     with _ray_ahead(base.cluster):
         with importing():
-            from nemo_rl.algorithms.multi_lora.assembly import shared_parts
+            from nemo_rl.algorithms.multi_lora.assembly import DeviceBytes, shared_parts
             from nemo_rl.algorithms.multi_lora.http import serve
             from nemo_rl.algorithms.multi_lora.job import MultiLoraJob, write_reports
+            from nemo_rl.algorithms.multi_lora.records import AdapterRecords
             from nemo_rl.utils.progress import StartPhases
 
         start = StartPhases()
+        device_bytes = DeviceBytes(*pool.device_bytes) if pool is not None and pool.device_bytes is not None else None
+        records = AdapterRecords() if pool is None else AdapterRecords(pool.job, pool.records)
         states: list[AdapterState] = []
         code = EXIT_FAILED
         with Interrupts() as interrupts:
             try:
-                with shared_parts(base, start) as shared:
+                with shared_parts(base, start, adapters=adapters, device_bytes=device_bytes) as shared:
                     interrupts.listen()
-                    job = MultiLoraJob(base, shared)
-                    interrupts.save_first(job.end_after_steps)
-                    with serve(job, raw, Path(base.logger.log_dir), base.multi_lora.http_port) as address:
+                    members = MultiLoraJob(base, shared, records)
+                    interrupts.save_first(members.end_after_steps)
+                    with serve(members, raw, Path(base.logger.log_dir), base.multi_lora.http_port) as address:
                         start.say(f"add, remove and list adapters at {address}")
                         start.done()
                         try:
                             for adapter in adapters:
-                                job.add(adapter)
-                            while (not job.wait(_WAIT_S)) or (stay and not interrupts.save_asked):
+                                members.add(adapter)
+                            while (not members.wait(_WAIT_S)) or (stay and not interrupts.save_asked):
                                 pass
                         finally:
-                            job.close()
-                            states = job.states()
+                            members.close()
+                            states = members.states()
                 failed = any(state.phase.value == "failed" for state in states)
                 code = EXIT_INTERRUPTED if interrupts.save_asked else EXIT_FAILED if failed else EXIT_OK
             except KeyboardInterrupt:
@@ -122,7 +172,8 @@ def run(
                 sys.stderr.write(f"{message}\n")
             finally:
                 interrupts.ending()
-        _show(states)
+        if states:
+            _show(states)
         for path in write_reports(states):
             sys.stderr.write(f"report: {path}\n")
     return code
@@ -133,13 +184,16 @@ def _show(states: Sequence[AdapterState]) -> None:
     from rich.table import Table
 
     table = Table(title="adapters", title_justify="left")
-    for column in ("adapter", "state", "steps", "joined in", "logs", "reason"):
-        table.add_column(column)
+    for column in ("adapter", "state", "steps", "joined in", "logs"):
+        table.add_column(column, overflow="fold")
     for state in states:
         joined = "-" if state.joined_in_s is None else f"{state.joined_in_s:.1f} s"
         steps = f"{state.step} of {state.total_steps}"
-        table.add_row(state.name, state.phase.value, steps, joined, state.log_dir, state.reason)
+        table.add_row(state.name, state.phase.value, steps, joined, state.log_dir)
     Console(stderr=True).print(table)
+    for state in states:
+        if state.reason:
+            sys.stderr.write(f"{state.name}: {state.phase.value}: {state.reason}\n")
 
 
 def _command(command: str, arguments: Sequence[str]) -> int:

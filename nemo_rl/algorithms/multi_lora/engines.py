@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDone
 from contextlib import AbstractContextManager, contextmanager
@@ -25,6 +25,7 @@ from nemo_rl.config.errors import first_line
 from nemo_rl.distributed.worker_calls import WorkerError
 from nemo_rl.models.generation.interfaces import GenerationError, GenerationRequest, GenerationResult
 from nemo_rl.models.generation.vllm.repair import ShardRepair
+from nemo_rl.models.generation.vllm.shards import is_lost
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.models.multi_lora.policy import MultiLoraPolicy
 from nemo_rl.utils.adapters import AdapterInfo
@@ -54,6 +55,7 @@ class _Held:
     info: AdapterInfo
     factors: ObjectRef[Any]
     nbytes: int
+    record: Record
 
 
 class AdapterEngines:
@@ -63,6 +65,7 @@ class AdapterEngines:
         self.generation, self._policy = generation, policy
         self._held: dict[str, _Held] = {}
         self._lock = threading.RLock()
+        self._restored = 0
         self._repair = ShardRepair(generation)
         generation.shards.await_rebuild(True)
         self._over = threading.Event()
@@ -79,28 +82,32 @@ class AdapterEngines:
         held = self._held.get(name)
         return 0 if held is None else held.nbytes
 
-    def bring_to(self, name: str, slot: int, info: AdapterInfo, version: int) -> bool:
-        """Sends an adapter unless the engines have that version. Returns whether it was sent. Raises WorkerError: no
-        engine is left, or one refused it.
+    def bring_to(self, name: str, slot: int, info: AdapterInfo, version: int, record: Record) -> bool:
+        """Sends an adapter unless the engines have that version. Returns whether it was sent. Engines that are lost
+        meanwhile get it when they are rebuilt. Raises WorkerError: an engine refused it.
         """
         if self.version(name) == version:
             return False
         factors = self._policy.slot_factors(slot)
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in factors.values())
         with self._lock:
-            self._held[name] = _Held(version, info, ray.put(factors), nbytes)
+            self._held[name] = _Held(version, info, ray.put(factors), nbytes, record)
             shards = self.generation.shards.healthy()
         # Adapters are sent beside each other. A shard that comes back meanwhile gets the new version by `restore`.
-        self._load(shards, [name])
+        try:
+            self._load(shards, name)
+        except WorkerError as error:
+            if not is_lost(error):
+                raise
+            # Requests wait for a rebuilt shard, and fail by themselves where there will be none.
+            logger.warning("adapter=%s version=%d engines=lost reason=%s", name, version, first_line(error))
         return True
 
-    def _load(self, shards: Iterable[int], names: Iterable[str]) -> None:
-        chosen = list(shards)
-        for name in names:
-            held = self._held[name]
-            self.generation.shards.call_healthy(
-                "load_adapter", chosen, name=name, version=held.version, info=held.info, factors=held.factors
-            )
+    def _load(self, shards: Sequence[int], name: str) -> None:
+        held = self._held[name]
+        self.generation.shards.call_healthy(
+            "load_adapter", shards, name=name, version=held.version, info=held.info, factors=held.factors
+        )
 
     def remove(self, name: str) -> None:
         """Takes an adapter out of the engines; nothing to do when they do not have it."""
@@ -118,8 +125,13 @@ class AdapterEngines:
         refused.
         """
         with self._lock:
-            wanted = list(shards)
-            self._load(wanted, list(self._held))
+            wanted = tuple(shards)
+            self._restored += 1
+            for name, held in self._held.items():
+                sync = f"{name}@{held.version}.{self._restored}"
+                held.record.emit(SyncStarted(sync, held.version, wanted, "adapter", recompute_kv=True, adapter=name))
+                self._load(wanted, name)
+                held.record.emit(SyncFinished(sync, held.version, "done", held.nbytes))
             self.generation.activate_healthy(wanted)
 
     def _keep_repaired(self) -> None:
@@ -236,7 +248,7 @@ class AdapterControl:
         outcome = "failed"
         try:
             with self._timer.time("prepare_for_generation/transfer_and_update_weights"):
-                self._engines.bring_to(self._name, self._slot, self._info, version)
+                self._engines.bring_to(self._name, self._slot, self._info, version, self._record)
             outcome = "done"
         finally:
             self._record.emit(SyncFinished(sync, version, outcome, self._engines.nbytes(self._name)))

@@ -8,6 +8,7 @@ whose training pass has begun is finished, anything before it is discarded.
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from contextlib import ExitStack
@@ -22,14 +23,18 @@ from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.grpo.synchronous_source import SynchronousSource
 from nemo_rl.algorithms.launch import directories_of_its_own
 from nemo_rl.algorithms.multi_lora.adapter_run import Shared, build_run, close_run
+from nemo_rl.algorithms.multi_lora.assembly import check_layers
 from nemo_rl.algorithms.multi_lora.passes import AdapterRemoved
+from nemo_rl.algorithms.multi_lora.records import AdapterRecords
 from nemo_rl.algorithms.resume import NothingToDo
-from nemo_rl.algorithms.training_loop import train_to_end
+from nemo_rl.algorithms.training_loop import CompletedStep, train_to_end
 from nemo_rl.config.errors import UserError, first_line
 from nemo_rl.config.multi_lora import AdapterConfig, check_adapter
 from nemo_rl.config.multi_lora_section import MultiLoraMasterConfig
 
 logger = logging.getLogger(__name__)
+
+_TRACEBACK = re.compile(r"\n(?:\x1b\[\d+m)*(?:ray::|Traceback )")
 
 
 class SlotsFull(UserError, RuntimeError):
@@ -112,10 +117,11 @@ class MultiLoraJob:
     Args:
         base: The base's configuration.
         shared: What the adapters share.
+        records: Where adapters write what happens to them.
     """
 
-    def __init__(self, base: MultiLoraMasterConfig, shared: Shared) -> None:
-        self.base, self._shared = base, shared
+    def __init__(self, base: MultiLoraMasterConfig, shared: Shared, records: AdapterRecords | None = None) -> None:
+        self.base, self._shared, self._records = base, shared, records or AdapterRecords()
         self._members: dict[str, _Member] = {}
         self._changed = threading.Condition()
         self._closing = False
@@ -124,8 +130,10 @@ class MultiLoraJob:
         """Lets an adapter join; it is built on a thread of its own.
 
         Raises ConfigError: its rank is above the base's, or another that runs has its name or one of its directories;
-        SlotsFull: there is no free slot, with who could leave.
+        UnsupportedModelError: it names layers that the model does not have; SlotsFull: there is no free slot, with who
+        could leave; AdapterRemoved: the job ends.
         """
+        check_layers(adapter)
         with self._changed:
             running = [member for member in self._members.values() if not member.phase.over]
             check_adapter(self.base, adapter, [member.adapter for member in running])
@@ -175,8 +183,11 @@ class MultiLoraJob:
             )
 
     def end_after_steps(self) -> None:
-        """Has every adapter save and end when its running step is over."""
-        for member in list(self._members.values()):
+        """Has every adapter save and end when its running step is over; none is added any more."""
+        with self._changed:
+            self._closing = True
+            members = list(self._members.values())
+        for member in members:
             if member.run is not None:
                 member.run.timeout.end_after_step()
             else:
@@ -204,7 +215,8 @@ class MultiLoraJob:
         except AdapterRemoved as removed:
             phase, reason = Phase.REMOVED, str(removed)
         except (UserError, OSError, RayError) as error:
-            phase, reason = Phase.FAILED, first_line(error)
+            phase, reason = Phase.FAILED, _without_traceback(error)
+            logger.error("adapter=%s failed reason=%s", name, reason)
             logger.debug("adapter=%s failed", name, exc_info=True)
         except Exception as error:
             # Whatever it was, the others go on.
@@ -230,8 +242,10 @@ class MultiLoraJob:
         def progress(ready: int, of: int) -> None:
             member.waits_for = max(0, of - ready)
 
-        run = build_run(member.adapter, member.slot, shared, member.removed, progress)
+        run = build_run(member.adapter, member.slot, shared, self._records, member.removed, progress)
         stack.callback(close_run, run)
+        # First of all: engines that are rebuilt are recorded for the adapters that they get.
+        stack.callback(shared.engines.remove, name)
         if member.removed.is_set():
             raise AdapterRemoved(f"adapter {name} was removed")
         shared.passes.join(name, member.adapter.config.multi_lora.weight)
@@ -244,6 +258,12 @@ class MultiLoraJob:
         return run.timeout.reason if run.state.step < run.total_steps else ""
 
 
+def _without_traceback(error: BaseException) -> str:
+    """An error's message on one line, without the traceback of a worker that Ray appends."""
+    said = _TRACEBACK.split(str(error), maxsplit=1)[0]
+    return " ".join(said.split()) or type(error).__name__
+
+
 class _AdapterSteps(GRPOSteps):
     """GRPO's steps, which end when the adapter was removed."""
 
@@ -253,6 +273,9 @@ class _AdapterSteps(GRPOSteps):
 
     def finished(self) -> bool:
         return self._removed.is_set() or super().finished()
+
+    def why_ended(self, newest: CompletedStep | None) -> str | None:
+        return None if self._removed.is_set() else super().why_ended(newest)
 
 
 def write_reports(states: list[AdapterState]) -> list[Path]:

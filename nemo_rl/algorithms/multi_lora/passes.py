@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nemo_rl.algorithms.multi_lora.turns import Ready, Turns
 from nemo_rl.config.errors import UserError
 from nemo_rl.config.multi_lora_section import MultiLoraConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -24,6 +23,7 @@ from nemo_rl.models.multi_lora.backend import SLOT
 from nemo_rl.models.multi_lora.policy import MultiLoraPolicy
 from nemo_rl.models.multi_lora.worker import StepRefused
 from nemo_rl.models.policy.interfaces import BatchHandle, Scores, TrainResult
+from nemo_rl.utils.adapter_turns import Ready, Turns
 
 if TYPE_CHECKING:
     from nemo_rl.config import PolicyConfig
@@ -62,7 +62,7 @@ class SharedPasses:
 
     def __init__(self, policy: MultiLoraPolicy, cfg: MultiLoraConfig) -> None:
         self._policy = policy
-        self._turns = Turns(cfg.pass_tokens, cfg.wait_s)
+        self._turns = Turns(cfg.pass_tokens, cfg.wait_s, cfg.pass_share)
         self._work: dict[str, _Work] = {}
         self._changed = threading.Condition()
         self._closed = False

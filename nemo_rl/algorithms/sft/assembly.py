@@ -51,9 +51,9 @@ def setup(config: SFTMasterConfig, start: StartPhases | None = None, placement: 
     """
     start, placement = start or StartPhases(), placement or OwnPlacement()
     with prepared(config, _algorithm(config, placement), placement, start) as ready:
-        cluster = ready.begun.cluster
+        cluster = ready.ray_parts.cluster
         with placement.building(), start.phase("policy"):
-            policy = start_policy(config, cluster, ready.tokenizer, ready.begun.policy)
+            policy = start_policy(config, cluster, ready.tokenizer, ready.ray_parts.policy)
             ready.undo.callback(policy.shutdown)
             policy.wait_until_started()
         if policy.started is not None:
@@ -76,7 +76,7 @@ def setup(config: SFTMasterConfig, start: StartPhases | None = None, placement: 
 
 
 @dataclass(frozen=True)
-class _Begun:
+class _RayParts:
     """Slots, and the policy's actors on them."""
 
     cluster: RayVirtualCluster
@@ -88,7 +88,9 @@ class _Begun:
         self.cluster.shutdown()
 
 
-def _algorithm(config: SFTMasterConfig, placement: Placement) -> Algorithm[SFTState, StatefulDataLoader[Batch], _Begun]:
+def _algorithm(
+    config: SFTMasterConfig, placement: Placement
+) -> Algorithm[SFTState, StatefulDataLoader[Batch], _RayParts]:
     sft = config.sft
     return Algorithm(
         state=SFTState(),
@@ -111,13 +113,13 @@ def _begin(
     accelerator: Accelerator,
     checkpointer: CheckpointManager,
     resume: Resume | None,
-) -> _Begun:
+) -> _RayParts:
     with ExitStack() as undo:
         cluster = placement.reserve(config, accelerator)
         undo.callback(cluster.shutdown)
         policy = begin_policy(config, cluster, checkpointer, resume, init_reference_model=False)
         undo.pop_all()
-    return _Begun(cluster, policy)
+    return _RayParts(cluster, policy)
 
 
 def _name_latest(checkpointer: CheckpointManager, resume: Resume | None) -> None:

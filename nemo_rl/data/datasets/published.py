@@ -8,6 +8,7 @@ letters, in every process.
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 import string
 from collections import defaultdict
@@ -130,6 +131,27 @@ def mmlu_pro(row: Row) -> dict[str, Any]:
     if len(answer) != 1 or right < 0:
         raise refusal("column 'answer'", answer, "the letter of the right choice, such as B")
     return _choices(question, choices, right, row.get("category"))
+
+
+def nemo_gym(row: Row) -> dict[str, Any]:
+    """NeMo-Gym: `responses_create_params`, whose `input` is a text or OpenAI's items of a response, and what the row's
+    agent and verifier read beside it.
+    """
+    params = cell(row, "responses_create_params")
+    asked = params.get("input") if isinstance(params, dict) else None
+    if is_empty(asked) or not isinstance(asked, (str, list)):
+        raise refusal("column 'responses_create_params'", params, "a mapping with an input, a text or a list of items")
+    texts = [asked] if isinstance(asked, str) else [_text_of(item) for item in asked]
+    # The prompt is for the limit on lengths and for samples; the agent asks by itself.
+    text = filled_text("\n".join(text for text in texts if text), "the input of column 'responses_create_params'")
+    return {"messages": [{"role": "user", "content": text}], "state": json.dumps({"nemo_gym_row": dict(row)})}
+
+
+def _text_of(item: object) -> str:
+    content = item.get("content") if isinstance(item, dict) else item
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else ""
+    return " ".join(str(part["text"]) for part in content if isinstance(part, dict) and part.get("text"))
 
 
 def _question_with_choices(row: Row, column: str) -> tuple[str, list[str], str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ _ROWS_PER_CHUNK = 4096
 _SHOWN_ERRORS = 5
 # So many rows with a key are rendered at the start with and without it.
 _EXAMPLES = 4
-_LOOKED_AT = 512
+_CHECKED_ROWS = 512
 
 
 class RawDataset:
@@ -216,7 +216,12 @@ def packed(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, "messages": texts, **({"more": json.dumps(more)} if any(more) else {})}
 
 
-def look_at_rows(dataset: RawDataset, key: str) -> None:
+def evenly_spread(rows: int) -> Sequence[int]:
+    """Places, from 0, of some rows that lie evenly among `rows`; of all where these are few."""
+    return range(rows) if rows <= _CHECKED_ROWS else [number * rows // _CHECKED_ROWS for number in range(_CHECKED_ROWS)]
+
+
+def check_rows(dataset: RawDataset, key: str) -> None:
     """Sets `contents` and `handed_on` of a generated or a user's dataset, from all rows, or from some that lie evenly
     where each is made when it is asked for. Raises DataError: the processor cannot read one of them.
     """
@@ -224,11 +229,10 @@ def look_at_rows(dataset: RawDataset, key: str) -> None:
 
     rows, found = len(dataset.dataset), dataset.dataset
     read = used_messages(dataset.processor) if dataset.preprocessor is None else None
-    everything = isinstance(found, Dataset) or rows <= _LOOKED_AT
-    places = range(rows) if everything else [number * rows // _LOOKED_AT for number in range(_LOOKED_AT)]
+    places = range(rows) if isinstance(found, Dataset) else evenly_spread(rows)
     digest, handed_on = hashlib.blake2b(digest_size=12), dict[str, list[HandedOn]]()
-    looked_at: Iterable[Any] = found if isinstance(found, Dataset) else map(found.__getitem__, places)
-    for place, row in zip(places, looked_at, strict=True):
+    checked_rows: Iterable[Any] = found if isinstance(found, Dataset) else map(found.__getitem__, places)
+    for place, row in zip(places, checked_rows, strict=True):
         digest.update(json.dumps(row, default=lambda value: type(value).__name__).encode())
         where = f"{key}: row {place + 1} (from 1) of {dataset.task_name}"
         try:

@@ -24,7 +24,7 @@ from nemo_rl.data.datasets import published
 from nemo_rl.data.datasets.files import PlacedRow, read_rows
 from nemo_rl.data.datasets.formats import completed, dapo, helpsteer, question_and_answer, recognised
 from nemo_rl.data.datasets.generated import ArithmeticDataset, DigitsDataset, ReasoningGymDataset
-from nemo_rl.data.datasets.raw import RawDataset, ReadRows, look_at_rows
+from nemo_rl.data.datasets.raw import RawDataset, ReadRows, check_rows
 from nemo_rl.data.datasets.sliding_puzzle import SlidingPuzzleDataset
 from nemo_rl.data.interfaces import DataError
 from nemo_rl.data.processors import get_processor, trains_whole, used_messages
@@ -46,7 +46,7 @@ class Source:
         question, answer: columns, for tables of questions and answers.
         split, subset: what is read unless the entry says otherwise; several subsets are joined.
         convert: makes the conversation of a row that is of no such table; None leaves the row out.
-        choices: makes a question with choices of a row, for `multichoice_qa_processor`.
+        rows: makes what `processor` reads, of a row that is no conversation.
         gather: makes rows of conversations of rows of messages.
     """
 
@@ -56,7 +56,8 @@ class Source:
     split: str = "train"
     subset: tuple[str | None, ...] = (None,)
     convert: Callable[[Row], Conversation] | None = None
-    choices: Callable[[Row], dict[str, Any]] | None = None
+    rows: Callable[[Row], dict[str, Any]] | None = None
+    processor: str = "math_hf_data_processor"  # in place of the default one
     solved: bool = False  # whether the answer is a solution that ends with it, of which SFT trains all
     gather: Callable[[Iterable[PlacedRow]], Iterator[PlacedRow]] | None = None
     distinct: bool = False  # whether a problem is published many times and taken once
@@ -77,6 +78,7 @@ _MATH_SUBJECTS = (
     "precalculus",
 )
 
+_CHOICES = "multichoice_qa_processor"
 SOURCES: dict[str, Source] = {
     "OpenMathInstruct-2": Source("nvidia/OpenMathInstruct-2", answer="expected_answer", split="train_1M"),
     "DeepScaler": Source("agentica-org/DeepScaleR-Preview-Dataset"),
@@ -94,11 +96,11 @@ SOURCES: dict[str, Source] = {
         solved=True,
     ),
     "math500": Source("HuggingFaceH4/MATH-500", split="test"),
-    "gpqa": Source("Idavidrein/gpqa", subset=("gpqa_main",), choices=published.gpqa),
-    "gpqa_diamond": Source("Idavidrein/gpqa", subset=("gpqa_diamond",), choices=published.gpqa),
-    "gpqa_extended": Source("Idavidrein/gpqa", subset=("gpqa_extended",), choices=published.gpqa),
-    "mmlu": Source("cais/mmlu", split="test", subset=("all",), choices=published.mmlu),
-    "mmlu_pro": Source("TIGER-Lab/MMLU-Pro", split="test", choices=published.mmlu_pro),
+    "gpqa": Source("Idavidrein/gpqa", subset=("gpqa_main",), rows=published.gpqa, processor=_CHOICES),
+    "gpqa_diamond": Source("Idavidrein/gpqa", subset=("gpqa_diamond",), rows=published.gpqa, processor=_CHOICES),
+    "gpqa_extended": Source("Idavidrein/gpqa", subset=("gpqa_extended",), rows=published.gpqa, processor=_CHOICES),
+    "mmlu": Source("cais/mmlu", split="test", subset=("all",), rows=published.mmlu, processor=_CHOICES),
+    "mmlu_pro": Source("TIGER-Lab/MMLU-Pro", split="test", rows=published.mmlu_pro, processor=_CHOICES),
     "gsm8k": Source("openai/gsm8k", question="question", subset=("main",), convert=published.gsm8k, solved=True),
     "NuminaMath-1.5": Source("AI-MO/NuminaMath-1.5", convert=published.numina),
     "OpenR1-Math-220k": Source("open-r1/OpenR1-Math-220k"),
@@ -108,6 +110,7 @@ SOURCES: dict[str, Source] = {
     "tulu3_sft_mixture": Source("allenai/tulu-3-sft-mixture", convert=_conversations),
     "openai_format": Source(None, convert=_conversations),
     "arrow_text": Source(None, convert=published.arrow_text),
+    "NemoGymDataset": Source(None, rows=published.nemo_gym, processor="nemo_gym_data_processor"),
     "ResponseDataset": Source(None, question="input", answer="output"),
 }
 
@@ -134,12 +137,12 @@ class NamedDataset(RawDataset):
         if source.gather is not None:
             rows = source.gather(rows)
         reading = ReadRows(key, config.data_path or config.dataset_name, task_name, used_messages(self.processor))
-        if source.choices is not None:
+        if source.rows is not None:
             unread = ("input_key", "output_key", "system_key", "system_prompt", "tool_key")
             named = next((name for name in unread if config[name] is not None), None)
             if named is not None:
                 raise DataError(f"{key}.{named}: {self._name} is read by its published columns; leave it")
-            self.dataset, self.contents = reading.read(rows, source.choices)
+            self.dataset, self.contents = reading.read(rows, source.rows)
         else:
             first = next(rows, None)
             convert = self._conversation(config, first[1] if first is not None else {}, key)
@@ -156,10 +159,9 @@ class NamedDataset(RawDataset):
 
     @override
     def set_processor(self, config: DatasetConfig) -> None:
-        """The processor of the entry; of questions with choices, theirs in place of the default."""
+        """The processor of the entry; of rows that are no conversation, theirs in place of the default."""
         default = config.processor in ("math_hf_data_processor", "default")
-        own = self._source.choices is not None and default
-        self.processor = get_processor("multichoice_qa_processor" if own else config.processor)
+        self.processor = get_processor(self._source.processor if default else config.processor)
 
     def _conversation(self, config: DatasetConfig, first: Row, key: str) -> Callable[[Row], Conversation]:
         """How rows become conversations, from what the entry says and, for ResponseDataset, the columns of the first
@@ -232,7 +234,7 @@ def load_response_dataset(
     dataset.set_processor(config)
     dataset.set_task_spec(config)
     if not dataset.contents:
-        look_at_rows(dataset, key)
+        check_rows(dataset, key)
     if config.max_samples and config.max_samples < len(dataset.dataset):
         dataset.dataset = dataset.dataset.select(range(config.max_samples))
         dataset.contents += f", the first {config.max_samples}"

@@ -38,7 +38,7 @@ T = TypeVar("T")
 _PROBE_EVERY_S = 3.0
 _PROBE_TIMEOUT_S = 2.0
 _ATTACH_TIMEOUT_S = 60.0
-_SETTLE_TIMEOUT_S = 5.0
+_CANCEL_TIMEOUT_S = 5.0
 # -200 is Mooncake's "no space left in any segment".
 _FULL_MARKS = ("Storage capacity exceeded", "error codes [-200", "-200,", "NO_AVAILABLE_HANDLE")
 
@@ -194,7 +194,7 @@ class TransferQueueStorage:
             # While its master still answers.
             self._manager.storage_client.close()
         for loop in (self._loop, self._manager._notify_loop):
-            _settle(loop)
+            _cancel_calls(loop)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5.0)
         self._client.close()
@@ -237,13 +237,13 @@ class TransferQueueStorage:
                 raise
 
 
-def _settle(loop: asyncio.AbstractEventLoop) -> None:
+def _cancel_calls(loop: asyncio.AbstractEventLoop) -> None:
     """Lets abandoned calls finish on their loop; a coroutine that is dropped instead logs a warning."""
     if loop.is_running():
         try:
-            asyncio.run_coroutine_threadsafe(_cancel_others(), loop).result(timeout=_SETTLE_TIMEOUT_S)
+            asyncio.run_coroutine_threadsafe(_cancel_others(), loop).result(timeout=_CANCEL_TIMEOUT_S)
         except concurrent.futures.TimeoutError:
-            logger.warning("data_plane=closing calls_left=true after_s=%.0f", _SETTLE_TIMEOUT_S)
+            logger.warning("data_plane=closing calls_left=true after_s=%.0f", _CANCEL_TIMEOUT_S)
 
 
 async def _cancel_others() -> None:

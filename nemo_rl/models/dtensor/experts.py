@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
+from packaging.version import Version
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -54,9 +56,13 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         total = int(getattr(module, "num_experts", 0))
         if total % mesh.size():
             raise UnsupportedModelError(f"{key} does not divide the {total} experts of {type(module).__name__}")
-        if not hasattr(module, "_is_expert_parallel"):
+        # What transformers 5.18 and later set on experts that its kernels compute, and what 5.17 does.
+        if not hasattr(module, "_is_expert_parallel") and not (
+            hasattr(module, "has_gate") and Version(transformers.__version__) >= Version("5.17")
+        ):
             raise UnsupportedModelError(
-                f"{key}: {type(module).__name__} computes with all experts at once and cannot be cut; set it to 1"
+                f"{key}: {type(module).__name__} computes with all experts at once and cannot be cut by transformers "
+                f"{transformers.__version__}; set it to 1, or install transformers >= 5.17"
             )
         for name, parameter in list(module.named_parameters(recurse=False)):
             module.register_parameter(name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))

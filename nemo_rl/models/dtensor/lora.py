@@ -64,7 +64,7 @@ def chosen_layers(model: nn.Module, cfg: LoraConfig) -> list[str]:
     linear = [name for name, part in model.named_modules() if type(part) is nn.Linear and part is not head]
     for key, patterns in (("target_modules", cfg.target_modules), ("exclude_modules", cfg.exclude_modules)):
         idle = [pattern for pattern in patterns if not any(_matches(name, pattern) for name in linear)]
-        if idle and (key == "exclude_modules" or not cfg.match_all_linear):
+        if idle:
             kinds = sorted({name.rpartition(".")[2] for name in linear})
             raise UnsupportedModelError(
                 f"policy.dtensor_cfg.lora_cfg.{key}: {', '.join(idle)} matches no linear layer of "

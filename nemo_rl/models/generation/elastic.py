@@ -183,6 +183,10 @@ class ElasticGeneration:
         """Requests that run, or wait for a shard."""
         return self._generation.requests_under_way
 
+    def good_batch(self) -> int | None:
+        """How many requests a rank runs at once at good speed, as measured; None before that is known."""
+        return self._generation.good_batch()
+
     def pause_metrics(self) -> dict[str, float]:
         """p50 and p99 of the seconds for which a serving shard stood still per refresh."""
         return pause_quantiles(self.pauses_s)

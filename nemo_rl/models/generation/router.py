@@ -20,7 +20,7 @@ class NoActiveShardError(UserError, RuntimeError):
 
 
 class Router:
-    """Ledger requests on active shards. `shards`: number of data-parallel shards; all are active at first. `policy`:
+    """Books requests on active shards. `shards`: number of data-parallel shards; all are active at first. `policy`:
     `least_outstanding_tokens` or `round_robin`.
     """
 
@@ -31,6 +31,7 @@ class Router:
         self._outstanding = dict.fromkeys(range(shards), 0)
         self._requests = dict.fromkeys(range(shards), 0)
         self._active = set(range(shards))
+        self._closed: set[int] = set()
         self._next = 0
         self.generation = 0
 
@@ -48,15 +49,27 @@ class Router:
         return self._requests[shard]
 
     def set_active(self, shards: Iterable[int]) -> int:
-        """Replaces the active set; the new generation number. Raises ValueError: a shard does not exist."""
+        """Replaces the active set, without closed shards; the new generation number. Raises ValueError: a shard does
+        not exist.
+        """
         wanted = set(shards)
         unknown = wanted - set(self._outstanding)
         if unknown:
             raise ValueError(f"shards {sorted(unknown)} do not exist; there are {len(self._outstanding)}")
+        wanted -= self._closed
         if wanted != self._active:
             self._active = wanted
             self.generation += 1
         return self.generation
+
+    def close(self, shards: Iterable[int]) -> int:
+        """Shards leave the active set and stay out of it until `reopen`; the new generation number."""
+        self._closed |= set(shards)
+        return self.set_active(self._active)
+
+    def reopen(self, shards: Iterable[int]) -> None:
+        """`set_active` may name these shards again."""
+        self._closed -= set(shards)
 
     def reserve(self, tokens: int) -> int:
         """Chooses an active shard and reserves `tokens` of work on it. Raises NoActiveShardError: the active set is

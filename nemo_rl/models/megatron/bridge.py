@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _MODULE = "megatron.bridge"
 _MAPPINGS = "megatron.bridge.models.conversion.param_mapping"
 _KEY = "policy.megatron_cfg.enabled"
+_BUILDS = "GPTModelProvider"  # whose `provide` builds Megatron's GPT and no more
 _INSTEAD = "train it with policy.dtensor_cfg.enabled=true"
 # Of Megatron's configuration, what attention over packed rows and positions here take; absent is the same.
 _TAKEN: dict[str, tuple[object, ...]] = {
@@ -41,6 +42,17 @@ _TAKEN: dict[str, tuple[object, ...]] = {
     "rotary_interleaved": (False,),
     "mtp_num_layers": (None, 0),
     "cross_attention": (False,),
+    "experimental_attention_variant": (None,),
+    "heterogeneous_block_specs": (False,),
+}
+# What the package sets for pretraining, and what its own keys here refuse: losses, noise and updates of routers.
+_OFF: dict[str, object] = {
+    "moe_z_loss_coeff": None,
+    "moe_input_jitter_eps": None,
+    "moe_expert_capacity_factor": None,
+    "moe_token_dropping": False,
+    "moe_router_bias_update_rate": 0.0,
+    "moe_router_force_load_balancing": False,
 }
 _TAKEN_BY_LOCAL_LAYERS: dict[str, tuple[object, ...]] = {
     "normalization": ("RMSNorm",),
@@ -98,6 +110,12 @@ def _refuse(provider: object, model: PretrainedConfig, taken: Mapping[str, tuple
             f"{_KEY}: megatron-bridge makes a {type(provider).__name__} of the model type {model.model_type!r}, which "
             f"is no GPT; {_INSTEAD}"
         )
+    builds = next((base.__name__ for base in type(provider).__mro__ if "provide" in vars(base)), _BUILDS)
+    if builds != _BUILDS:
+        raise UnsupportedModelError(
+            f"{_KEY}: megatron-bridge builds the model type {model.model_type!r} by a way of its own "
+            f"({builds}.provide), which may differ from Megatron's GPT; {_INSTEAD}"
+        )
     for name, values in taken.items():
         value = getattr(provider, name, values[0])
         if value not in values:
@@ -153,7 +171,7 @@ class Bridge:
             # Megatron marks how a parameter is cut where it initialises it.
             "perform_initialization": True,
         }
-        for name, value in {**options, **ours}.items():
+        for name, value in {**options, **ours, **_OFF}.items():
             setattr(provider, name, value)
         provider.finalize()
         return provider

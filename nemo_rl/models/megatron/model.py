@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from nemo_rl.config import PolicyConfig
+from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.models.megatron import cpu
 from nemo_rl.models.megatron.bridge import Bridge, is_known
 from nemo_rl.models.megatron.families import Naming, Sizes
@@ -57,7 +58,7 @@ def build_model(cfg: PolicyConfig, model: PretrainedConfig, groups: MegatronGrou
     if bridge is None:
         config = transformer_config(cfg, sizes, engine=engine)
     else:
-        config = bridge.config(_running(cfg, sizes, engine=engine) | cfg.megatron_cfg.model_overrides)
+        config = bridge.config(_running(cfg, sizes, engine=engine) | _overrides(cfg))
     if torch.cuda.is_available():
         tensor_parallel.model_parallel_cuda_manual_seed(0)
     stages = config.virtual_pipeline_model_parallel_size or 1
@@ -127,7 +128,16 @@ def transformer_config(cfg: PolicyConfig, sizes: Sizes, *, engine: bool) -> Any:
             # The softmax over the chosen experts alone equals that over all, divided by the mass of the chosen.
             "moe_router_pre_softmax": False,
         }
-    return TransformerConfig(**(architecture | _running(cfg, sizes, engine=engine) | cfg.megatron_cfg.model_overrides))
+    return TransformerConfig(**(architecture | _running(cfg, sizes, engine=engine) | _overrides(cfg)))
+
+
+def _overrides(cfg: PolicyConfig) -> dict[str, Any]:
+    """Options that no key here has; those that one has say the same, and mean what that key means."""
+    return {
+        name: value
+        for name, value in cfg.megatron_cfg.model_overrides.items()
+        if name not in MegatronConfig.model_fields
+    }
 
 
 def _running(cfg: PolicyConfig, sizes: Sizes, *, engine: bool) -> dict[str, Any]:

@@ -66,18 +66,18 @@ class _LoadBalancing:
         """`probs` as they are, whose backward pass adds this rank's part of the loss."""
         from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-        told = self._target.now
-        if told.real_T is None:
+        routed = self._target.now
+        if routed.real_T is None:
             return probs
-        real_T1 = told.real_T[:, None]
-        counts = torch.cat([(chosen_TE & real_T1).sum(dim=0), told.real_T.sum()[None]])
+        real_T1 = routed.real_T[:, None]
+        counts = torch.cat([(chosen_TE & real_T1).sum(dim=0), routed.real_T.sum()[None]])
         dist.all_reduce(counts, group=self._ranks)
         chosen_E, tokens = counts[:-1], counts[-1].clamp(min=1)
         share_E = chosen_E / (tokens * self._experts_per_token)
         loss = len(chosen_E) * (share_E * (scores_TE * real_T1).sum(dim=0) / tokens).sum()
-        weight = torch.tensor([told.weight, told.weight / self._ranks.size()], device=loss.device).double()
+        weight = torch.tensor([routed.weight, routed.weight / self._ranks.size()], device=loss.device).double()
         self.sums += torch.stack([loss.detach().double(), loss.new_ones((), dtype=torch.float64)]) * weight
-        return MoEAuxLossAutoScaler.apply(probs, loss * (told.weight * self._coefficient))
+        return MoEAuxLossAutoScaler.apply(probs, loss * (routed.weight * self._coefficient))
 
 
 def _enter(target: RouterTarget, _: nn.Module, __: object) -> None:

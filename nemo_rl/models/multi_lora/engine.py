@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ import torch
 from typing_extensions import override
 
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, ShardStateError, StaleVersionError
+from nemo_rl.models.generation.vllm.engine_nodes import Rendezvous
 from nemo_rl.models.generation.vllm.request_state import ResultBuffer
 from nemo_rl.models.generation.vllm.worker import VllmGenerationWorker
 from nemo_rl.models.multi_lora.cpu_kernels import use_grouped_products
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WORKER = "nemo_rl.models.multi_lora.engine.MultiLoraGenerationWorker"
+LAYERS = "lora_target_modules"
+"""Engine argument: kinds of layers that adapters may have; the others compute nothing for them."""
 
 
 @dataclass(frozen=True)
@@ -120,10 +123,16 @@ class MultiLoraGenerationWorker(VllmGenerationWorker):
         self._dropping: set[asyncio.Task[None]] = set()
 
     @override
-    def _new_engine(self) -> Any:
+    def _new_engine(self, rendezvous: Rendezvous | None) -> Any:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+
+        # Older vLLM adapts all layers.
+        known = {field.name for field in fields(AsyncEngineArgs)}
+        kwargs = {key: value for key, value in self._spec.engine_kwargs.items() if key != LAYERS or key in known}
+        self._spec = replace(self._spec, engine_kwargs=kwargs)
         if not torch.cuda.is_available():
             use_grouped_products()
-        return _EngineWithAdapters(super()._new_engine(), self._adapters)
+        return _EngineWithAdapters(super()._new_engine(rendezvous), self._adapters)
 
     async def load_adapter(
         self, name: str, version: int, info: AdapterInfo, factors: Mapping[str, torch.Tensor]

@@ -54,6 +54,12 @@ class MultiLoraPolicy(Policy):
             self._stepped.pop(slot, None)
             self.worker_group.run("clear_slot", slot=slot)
 
+    def free_bytes(self) -> int:
+        """Device memory that is left for adapters, of the rank with least."""
+        with self._turn:
+            found: list[Any] = self.worker_group.run("free_bytes")
+        return min(found)
+
     def slot_factors(self, slot: int) -> dict[str, torch.Tensor]:
         """A slot's factors in float32, by `<layer>.lora_A` and `<layer>.lora_B`."""
         stepped = self._stepped.pop(slot, None)

@@ -44,8 +44,9 @@ class Factors(nn.Module):
 
     @override
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        inner = F.linear(input, self.lora_A.to(input.dtype))
-        return F.linear(inner, self.lora_B.to(input.dtype)) * self.scale
+        # Scaled where it is small.
+        inner = F.linear(input, self.lora_A.to(input.dtype)) * self.scale
+        return F.linear(inner, self.lora_B.to(input.dtype))
 
 
 class SlotLinear(nn.Linear):
@@ -57,19 +58,26 @@ class SlotLinear(nn.Linear):
     @override
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         base = F.linear(input, self.weight, self.bias)
-        parts: list[torch.Tensor] = []
+        pieces: list[tuple[nn.Module | None, int]] = []  # who adapts the next tokens, and how many
         done = 0
         for slot, start, end in self.plan.spans:
             if str(slot) not in self.slots:
                 continue
             if start > done:
-                parts.append(base[..., done:start, :])
-            parts.append(base[..., start:end, :] + self.slots[str(slot)](input[..., start:end, :]))
+                pieces.append((None, start - done))
+            pieces.append((self.slots[str(slot)], end - start))
             done = end
-        if not parts:
+        if not pieces:
             return base
         if done < base.shape[-2]:
-            parts.append(base[..., done:, :])
+            pieces.append((None, base.shape[-2] - done))
+        # One split and one concatenation: the gradient of a slice is as large as the whole row, for every span.
+        sizes = [size for _, size in pieces]
+        bases, inputs = base.split(sizes, dim=-2), input.split(sizes, dim=-2)
+        parts = [
+            part if factors is None else part + factors(tokens)
+            for (factors, _), part, tokens in zip(pieces, bases, inputs, strict=True)
+        ]
         return torch.cat(parts, dim=-2)
 
 

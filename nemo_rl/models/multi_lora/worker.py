@@ -17,7 +17,7 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.config.placement import parallel_sizes
 from nemo_rl.data_plane.schema import SAMPLING_MASK_FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.devices import device_of_process, keep_to_slot
+from nemo_rl.distributed.devices import allowed_memory, device_of_process, keep_to_slot
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.multi_lora.backend import SLOT, MultiLoraBackend, build_backend
 from nemo_rl.models.policy.backend import Backend
@@ -60,6 +60,10 @@ class MultiLoraWorker(PolicyWorker):
     def clear_slot(self, slot: int) -> None:
         """Empties a slot."""
         self.multi.clear(slot)
+
+    def free_bytes(self) -> int:
+        """Device memory that this rank may still take."""
+        return allowed_memory(self.multi.device)
 
     def slot_factors(self, slots: Sequence[int]) -> dict[int, dict[str, torch.Tensor]]:
         """Factors of each slot on the host, from the first rank; the others give none."""

@@ -124,11 +124,11 @@ class RouterTarget:
         self._recomputes = self._counts = self._again = False
         self._waiting: deque[RouterPass] = deque()
 
-    def aim(self, told: RouterPass, *, recomputes: bool, counts: bool) -> None:
+    def aim(self, routed: RouterPass, *, recomputes: bool, counts: bool) -> None:
         """Sets the next pass. `recomputes`: whether a layer that runs without gradients is run again in the backward
         pass. `counts`: whether the choices of the pass are counted.
         """
-        self._next, self._recomputes, self._counts = told, recomputes, counts
+        self._next, self._recomputes, self._counts = routed, recomputes, counts
 
     def enter(self) -> None:
         """Finds the pass that the router is about to run in: with gradients the earliest one that ran without."""

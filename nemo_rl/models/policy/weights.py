@@ -55,8 +55,7 @@ class PolicyWeights:
 
     def offload_after_refit(self) -> None:
         """Model and optimizer to the host."""
-        self.worker_group.run("offload_optimizer")
-        self.worker_group.run("offload_model")
+        self.worker_group.run("offload_all")
 
     def offload_to_cpu(self) -> None:
         """Same as `offload_after_refit`."""

@@ -30,6 +30,7 @@ from nemo_rl.distributed.devices import (
     synchronize,
 )
 from nemo_rl.distributed.nsight import capture
+from nemo_rl.distributed.processes import keep_living
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.loss.normalization import count_valid, normalize_metrics
 from nemo_rl.models.policy.backend import BackendOptions, backend_spec
@@ -72,6 +73,7 @@ class PolicyWorker(TQWorkerMixin):
         self._sender: WeightSender | None = None
         self._groups = KeptGroup()
         self._cache: CacheBuilder | None = None
+        self._has_stepped = False
         backend_spec(cfg).load()
 
     def build(self) -> None:
@@ -86,6 +88,7 @@ class PolicyWorker(TQWorkerMixin):
         spec, sizes = backend_spec(self.cfg), parallel_sizes(self.cfg, int(os.environ["WORLD_SIZE"]))
         self.backend = spec.build(self.cfg, sizes, self._options)
         self.step = TrainStep(self.backend)
+        keep_living()
         if self.backend.rank == 0:
             logger.info("backend=%s kernels=%s sizes=%s", spec.name, self.backend.kernels(), sizes)
 
@@ -243,6 +246,10 @@ class PolicyWorker(TQWorkerMixin):
             trace.step_done()
         if result.stepped:
             self.backend.step_schedule()
+        if not self._has_stepped:
+            # Compiled kernels and the optimizer's state are there now.
+            self._has_stepped = True
+            keep_living()
         if self.backend.rank == 0:
             logger.info("step=finished chunks=%d grad_norm=%.6g", result.chunks, result.grad_norm)
         return self._report([result], rates, self.backend.router_metrics())
@@ -307,9 +314,9 @@ class PolicyWorker(TQWorkerMixin):
         """Optimizer state to the host, freed memory given back."""
         self.backend.offload(model=False, optimizer=True, keep_gradients=self.step.is_open)
 
-    def offload_model(self) -> None:
-        """Model to the host, freed memory given back; the gradients of an open step survive."""
-        self.backend.offload(model=True, optimizer=False, keep_gradients=self.step.is_open)
+    def offload_all(self) -> None:
+        """Model and optimizer to the host, freed memory given back; the gradients of an open step survive."""
+        self.backend.offload(model=True, optimizer=True, keep_gradients=self.step.is_open)
 
     def _bring_weights(self) -> None:
         self.backend.rebuild_communicators()

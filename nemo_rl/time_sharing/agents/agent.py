@@ -66,6 +66,7 @@ class Agent(RankKeeper):
         self._given_back: dict[str, GivenBack] = {}
         self._term = self._requests = 0
         self._bucket = -1
+        self._rank_batch = 0
         self._dismissed = self._held_back = self._unsaid = False
         self._last_refused: tuple[str, ...] = ()
 
@@ -146,7 +147,7 @@ class Agent(RankKeeper):
             self._count("done", done),
             self._count("unit", unit, least=1),
         )
-        self.demand = Demand(target, min(done, target), unit, self.demand.seq + 1)
+        self._set_demand(target, done, unit)
         self._bucket = self._progress_bucket()
         self.send_status()
 
@@ -158,15 +159,24 @@ class Agent(RankKeeper):
                 f"{self.topology.pipeline}: progress went from {self.demand.done} back to {done}; begin a "
                 "new batch instead"
             )
-        self.demand = Demand(self.demand.target, min(done, self.demand.target), self.demand.unit, self.demand.seq + 1)
+        self._set_demand(self.demand.target, done, self.demand.unit)
         if self._progress_bucket() != self._bucket:
             self._bucket = self._progress_bucket()
             self.send_status()
 
     def end_progress(self) -> None:
         """Ends the demand for generation."""
-        self.demand = Demand(0, 0, 1, self.demand.seq + 1)
+        self._set_demand(0, 0, 1)
         self.send_status()
+
+    def _set_demand(self, target: int, done: int, unit: int) -> None:
+        self.demand = Demand(target, min(done, target), unit, self.demand.seq + 1, self._rank_batch)
+
+    def batch_measured(self, rank_batch: int) -> None:
+        """How many samples one engine runs at once at good speed; sent with the next demand. Raises ProtocolError for
+        what is no count from 1.
+        """
+        self._rank_batch = self._count("rank_batch", rank_batch, least=1)
 
     def builds_ahead(self) -> None:
         """The engines can be built from here on, without weights: the scheduler may have that done ahead of their first
@@ -178,7 +188,7 @@ class Agent(RankKeeper):
     def leave(self) -> None:
         """The pipeline is done: its ranks will be put to sleep, then it is dismissed."""
         self.leaving = True
-        self.demand = Demand(0, 0, 1, self.demand.seq + 1)
+        self._set_demand(0, 0, 1)
         for cluster in list(self.wants):
             self.withdraw(cluster)
         self.send_status()

@@ -85,11 +85,12 @@ class Reaper:
         """Whether the engines of a pipeline are, or were, actors of their own, so that one rank can be ended without
         the others.
         """
-        if any(
-            name.startswith("rank_") and name.endswith(f".{incarnation}")
-            for name in actors_in(agent_namespace(pipeline))
-        ):
-            self._led_by_ranks.add((pipeline, incarnation))
+        if (pipeline, incarnation) not in self._led_by_ranks:
+            namespace = agent_namespace(pipeline)
+            # An engine that died may have been the only one.
+            names = actors_in(namespace) | dead_actors_in(namespace)
+            if any(name.startswith("rank_") and name.endswith(f".{incarnation}") for name in names):
+                self._led_by_ranks.add((pipeline, incarnation))
         return (pipeline, incarnation) in self._led_by_ranks
 
     def end(self, pipeline: str, incarnation: int, rank: int, *, timeout_s: float) -> bool:
@@ -160,6 +161,17 @@ def actors_in(namespace: str) -> set[str]:
     return {
         entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if entry["namespace"] == namespace
     }
+
+
+def dead_actors_in(namespace: str) -> set[str]:
+    """Names of the actors of a namespace that have ended, as far as Ray remembers them."""
+    from ray._private.state import state
+    from ray.core.generated import gcs_pb2
+
+    table = state._connect_and_get_accessor().get_actor_table(None, "DEAD")
+    read = gcs_pb2.ActorTableData.FromString  # pyrefly: ignore[missing-attribute]  # it is generated
+    entries = [read(entry) for entry in table]
+    return {entry.name for entry in entries if entry.ray_namespace == namespace and entry.name}
 
 
 def _processes_of(actor_ids: Sequence[str]) -> set[SurvivingProcess]:

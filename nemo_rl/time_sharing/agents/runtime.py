@@ -177,6 +177,11 @@ class AgentRuntime:
         with self._lock:
             self._agent.end_progress()
 
+    def batch_measured(self, rank_batch: int) -> None:
+        """How many samples one engine runs at once at good speed; said with the next demand."""
+        with self._lock:
+            self._agent.batch_measured(rank_batch)
+
     def builds_ahead(self) -> None:
         """The engines can be built; the scheduler may have that done ahead of their first wakes."""
         with self._lock:

@@ -47,7 +47,7 @@ class EndChecks:
         """When each quarantine has to be looked after again."""
         self._lingering: set[tuple[tuple[int, ...], _Whose]] = set()
         """Quarantines that are not over, those included that may have been forgotten."""
-        self._looked_away: float = 0.0
+        self._blind_until: float = 0.0
         self._isolated = False
         self._live: set[str] = set()
         self._idle: dict[tuple[str, str], float | None] = {}
@@ -101,7 +101,7 @@ class EndChecks:
         if not event.complete and self._term > 0 and event.term <= self._term + 1:
             self._bad(f"a scheduler without the end of its log takes term {event.term}, which may be in what is lost")
         self._term = max(self._term, event.term)
-        self._recovering, self._looked_away, self._isolated = event.term > 1, entry.time, False
+        self._recovering, self._blind_until, self._isolated = event.term > 1, entry.time, False
         self._grace = None if event.complete else entry.time + self._lease_s
         self._over.clear()
 
@@ -115,13 +115,13 @@ class EndChecks:
         busy = {(command.pipeline, f"rank {command.rank}") for command in self._commands.values()}
         busy |= {(whose.pipeline, f"rank {whose.rank}") for _, whose in self._lingering}
         for (name, rank), since in self._idle.items():
-            left = since is not None and since < self._looked_away
+            left = since is not None and since < self._blind_until
             if left and name in self._live and (name, rank) not in busy:
                 self._bad(f"{rank} of {name} has taken no requests since {since} s, and nothing is done with it")
-        self._looked_away = entry.time
+        self._blind_until = entry.time
 
     def _isolates(self, entry: Entry, event: ev.Isolated | ev.Reconnected) -> None:
-        self._isolated, self._looked_away = isinstance(event, ev.Isolated), entry.time
+        self._isolated, self._blind_until = isinstance(event, ev.Isolated), entry.time
 
     # Pipelines, claims and ranks.
 
@@ -230,7 +230,7 @@ class EndChecks:
         if not self._quarantines or self._isolated or self._recovering:
             return
         for (gpus, whose), until in list(self._quarantines.items()):
-            if entry.time <= max(until, self._looked_away) + _RETRY_SLACK_S:
+            if entry.time <= max(until, self._blind_until) + _RETRY_SLACK_S:
                 continue
             if not any(
                 (c.verb, c.pipeline, c.incarnation, c.rank) == ("reap", *whose) for c in self._commands.values()

@@ -58,8 +58,8 @@ class _Pipeline:
         self.clusters = {cluster.name: frozenset(cluster.gpus) for cluster in event.clusters}
         self.mapped = frozenset[int]().union(*self.clusters.values())
         self.most = min(max(int(event.max_share * ranks + 1e-9), 1), ranks)
-        self.demand = 0
-        self.leaving = False
+        self.demand, self.rank_batch = 0, event.rank_batch
+        self.leaving = self.paused = False
         self.up: dict[int, float] = {}
         self.active: dict[int, float] = {}
         self.claims: set[int] = set()
@@ -78,7 +78,12 @@ class _Pipeline:
 
     @property
     def useful(self) -> int:
-        return 0 if self.leaving else min(math.ceil(self.demand / self.spec.rank_batch), self.most)
+        return 0 if self.withdraws else min(math.ceil(self.demand / self.rank_batch), self.most)
+
+    @property
+    def withdraws(self) -> bool:
+        """Whether nothing more is given to it."""
+        return self.leaving or self.paused
 
     @property
     def gpus(self) -> int:
@@ -105,6 +110,7 @@ class FairnessChecks:
         self._requests: dict[tuple[str, str], _Request] = {}
         self._waits: list[Wait] = []
         self._recovering = False
+        self._knows_all = True
         self._time = 0.0
         self._claims: list[ev.Claimed] = []
         self._evictions: list[_Eviction] = []
@@ -132,6 +138,8 @@ class FairnessChecks:
             ev.RankMoved: self._rank,
             ev.DemandReported: self._demand,
             ev.Leaving: self._leaving,
+            ev.Paused: self._paused,
+            ev.Resumed: self._resumed,
             ev.Fenced: self._fenced,
             ev.RankCooling: self._cooling,
         }
@@ -142,6 +150,7 @@ class FairnessChecks:
 
     def tail_lost(self, entry: Entry) -> None:
         """Forgets everybody: who is registered again is judged from then on."""
+        self._knows_all = False
         for pipeline in self._pipelines.values():
             pipeline.demand = 0
             self._update(pipeline, entry.time)
@@ -163,7 +172,7 @@ class FairnessChecks:
 
     def _add_wait(self, name: str, cluster: str, since: float, until: float, what: str) -> None:
         pipeline = self._pipelines[name]
-        if not pipeline.leaving or cluster == ACTOR_INFER:
+        if not pipeline.withdraws or cluster == ACTOR_INFER:
             wait = Wait(name, pipeline.clusters[cluster], since, until, f"{name} {what} {since:.1f} s")
             self._waits.append(wait)
 
@@ -213,16 +222,34 @@ class FairnessChecks:
 
     def _demand(self, entry: Entry, event: ev.DemandReported, pipeline: _Pipeline) -> None:
         pipeline.demand = max(event.target - event.done, 0) * event.unit
+        pipeline.rank_batch = event.rank_batch or pipeline.spec.rank_batch
         self._update(pipeline, entry.time)
 
     def _leaving(self, entry: Entry, event: ev.Leaving, pipeline: _Pipeline) -> None:
         pipeline.leaving = True
         self._update(pipeline, entry.time)
 
+    def _paused(self, entry: Entry, event: ev.Paused, pipeline: _Pipeline) -> None:
+        for (name, cluster), request in self._requests.items():
+            if name == event.pipeline:
+                self._add_wait(name, cluster, request.since, entry.time, f"waited for {cluster} from")
+        pipeline.paused = True
+        if self._knows_all and all(other.withdraws for other in self._pipelines.values()):
+            self.found.append((9, f"{event.pipeline} is paused and no pipeline is left that runs"))
+        self._update(pipeline, entry.time)
+
+    def _resumed(self, entry: Entry, event: ev.Resumed, pipeline: _Pipeline) -> None:
+        """Its waits are counted from now on; it keeps its places in the queue."""
+        pipeline.paused = False
+        for (name, _), request in self._requests.items():
+            if name == event.pipeline:
+                request.since = entry.time
+        self._update(pipeline, entry.time)
+
     def _update(self, pipeline: _Pipeline, time: float) -> None:
         """Begins or ends the wait for a first rank."""
         name, since = pipeline.spec.pipeline, pipeline.unscheduled_since
-        if pipeline.demand <= 0 or pipeline.leaving or pipeline.ranks_up:
+        if pipeline.demand <= 0 or pipeline.withdraws or pipeline.ranks_up:
             if since is not None:
                 self._add_wait(name, ACTOR_INFER, since, time, "had work and no rank from")
             pipeline.unscheduled_since = None
@@ -258,7 +285,7 @@ class FairnessChecks:
         mine.claimed = True
         for (name, cluster), other in self._requests.items():
             passed = self._pipelines[name]
-            ahead = other.key < mine.key and name != event.pipeline and not other.claimed and not passed.leaving
+            ahead = other.key < mine.key and name != event.pipeline and not other.claimed and not passed.withdraws
             if not ahead or passed.clusters[cluster].isdisjoint(event.gpus):
                 continue
             named = f"{name}#{other.asked[0]}" in event.passed
@@ -334,7 +361,7 @@ class FairnessChecks:
         if event.phase in (Phase.WAKING, Phase.BUILDING):
             pipeline.claims.discard(rank)
         if event.phase is Phase.DRAINING and rank in pipeline.active:
-            own = pipeline.leaving or pipeline.cools_until > time or self._recovering
+            own = pipeline.withdraws or pipeline.cools_until > time or self._recovering
             served, before = time - pipeline.active[rank], pipeline.ranks_up
             self._evictions.append(_Eviction(event.pipeline, pipeline.rank_gpus(rank), served, before, own))
         self._turns |= event.phase is Phase.DRAINING and rank not in pipeline.active

@@ -1,7 +1,8 @@
 """Invariants 3 (at the shard), 5, 6 and 7: what must come before what.
 
 A shard serves only published weights and takes requests only while routed; training GPUs come back after the new
-version is out; the next training waits for expands that are under way.
+version is out; the next training waits for expands that are under way. Adapters of a job draw and train inside their
+job, on ranks of the pool that are awake; their own versions are looked after by `prompts`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Phase, Priority
 from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import Entry
+from nemo_rl.utils.record_events import job_of_adapter
 
 _RISING = (Phase.WAKING, Phase.SYNCING, Phase.READY)
 
@@ -35,6 +37,10 @@ class _Pipeline:
     claimed: set[int] = field(default_factory=set)
     priority: Priority | None = None
     unsure: bool = False
+
+
+def _name(entry: Entry) -> str:
+    return entry.source.partition("/")[0]
 
 
 class OrderChecks:
@@ -95,7 +101,14 @@ class OrderChecks:
         self.found.append((invariant, message))
 
     def _of(self, entry: Entry) -> _Pipeline:
-        return self._named(entry.source.partition("/")[0])
+        return self._named(_name(entry))
+
+    def _inside_its_job(self, entry: Entry, does: str, invariant: int) -> bool:
+        """Whether an entry is of an adapter; its job must hold GPUs."""
+        job = job_of_adapter(_name(entry))
+        if job is not None and not self._named(job).awake:
+            self._bad(invariant, f"{entry.source} {does}, and its job holds no GPUs")
+        return job is not None
 
     def _named(self, name: str) -> _Pipeline:
         pipeline = self._pipelines.get(name)
@@ -146,6 +159,8 @@ class OrderChecks:
     # Invariant 5.
 
     def _step(self, entry: Entry, event: rec.StepFinished) -> None:
+        if self._inside_its_job(entry, f"finishes step {event.step}", 5):
+            return
         pipeline = self._of(entry)
         pipeline.trained_version = event.version
         if not pipeline.training_memory:
@@ -180,6 +195,8 @@ class OrderChecks:
     # Invariants 3 and 7.
 
     def _version_published(self, entry: Entry, event: rec.VersionPublished) -> None:
+        if job_of_adapter(_name(entry)) is not None:
+            return
         pipeline = self._of(entry)
         if pipeline.published is not None and event.version < pipeline.published:
             self._bad(3, f"{entry.source} publishes version {event.version} after {pipeline.published}")
@@ -242,6 +259,8 @@ class OrderChecks:
                 pipeline.loaded[shard] = event.version
 
     def _submitted(self, entry: Entry, event: rec.RequestSubmitted) -> None:
+        if self._inside_its_job(entry, f"sends request {event.request_id}", 7):
+            return
         pipeline = self._of(entry)
         if event.shard not in pipeline.routed:
             self._bad(

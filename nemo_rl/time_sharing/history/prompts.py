@@ -19,7 +19,7 @@ from nemo_rl.time_sharing.history.clocks import Clocks
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import Entry
-from nemo_rl.utils.record_events import VersionSpan
+from nemo_rl.utils.record_events import VersionSpan, job_of_adapter
 
 
 @dataclass(slots=True)
@@ -83,6 +83,7 @@ class PromptChecks:
         return {
             ev.Registered: self._registered,
             ev.Unregistered: self._unregistered,
+            ev.CommandSent: self._sent,
             rec.RecordOpened: self._opened,
             rec.StepBegun: self._step_begun,
             rec.GroupAdmitted: self._admitted,
@@ -133,17 +134,35 @@ class PromptChecks:
         # Groups of a pipeline that was ended by force are lost with it; one that left by itself had to account for
         # them.
         pipeline.gone = event.reason != "left"
+        for name, of in self._pipelines.items():
+            if job_of_adapter(name) == event.pipeline:
+                of.gone = pipeline.gone
+
+    def _sent(self, entry: Entry, event: ev.CommandSent) -> None:
+        """Adapters that were ended by force lose what they had open, also where their job lives on and leaves by
+        itself.
+        """
+        if event.verb == "reap":
+            for name, pipeline in self._pipelines.items():
+                if job_of_adapter(name) == event.pipeline:
+                    pipeline.earlier |= pipeline.groups.keys()
 
     def _opened(self, entry: Entry, event: rec.RecordOpened) -> None:
         """A pipeline that was submitted again numbers its groups as before: from its checkpoint on, or from 0."""
         if event.source.endswith("/driver") and not event.resumed:
             pipeline = self._of(entry)
+            pipeline.gone = False
+            for requests in (pipeline.running, pipeline.on_shard, pipeline.seen_versions, pipeline.tokens):
+                requests.clear()
             pipeline.earlier = set(pipeline.groups)
             pipeline.ended.clear()
             pipeline.begins_again = True
 
     def _step_begun(self, entry: Entry, event: rec.StepBegun) -> None:
         pipeline = self._of(entry)
+        if event.adapter:
+            # Adapters roll out in turn with their training.
+            pipeline.staleness = 0
         if pipeline.begins_again:
             # What was trained after the checkpoint was lost with the run before, and is trained again.
             pipeline.begins_again = False

@@ -37,7 +37,7 @@ class References:
 
     def judges(self) -> dict[type, Callable[[Any], str | None]]:
         """For each kind of event a function that says what is wrong with it, None when nothing is."""
-        named = (ev.DemandReported, ev.Leaving, ev.Fenced)
+        named = (ev.DemandReported, ev.Leaving, ev.Paused, ev.Resumed, ev.Fenced)
         clustered = (ev.Requested, ev.RequestDropped, ev.PriorityChanged, ev.Released)
         return {
             ev.PoolOpened: self._opened,
@@ -96,7 +96,7 @@ class References:
             return None
         return f"pipeline {pipeline!r} is not registered"
 
-    def _named(self, event: ev.DemandReported | ev.Leaving | ev.Fenced) -> str | None:
+    def _named(self, event: ev.DemandReported | ev.Leaving | ev.Paused | ev.Resumed | ev.Fenced) -> str | None:
         return self._of(event.pipeline)
 
     def _ranked(self, event: ev.RankMoved | ev.RankCooling) -> str | None:

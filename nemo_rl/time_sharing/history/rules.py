@@ -63,7 +63,9 @@ class _Pipeline:
     newest_request: int = -1
     newest_demand: int = -1
     demand: int = 0
+    measured_batch: int = 0
     leaving: bool = False
+    paused: bool = False
     fenced: bool = False
 
     def rank(self, number: int) -> _Rank:
@@ -73,9 +75,14 @@ class _Pipeline:
         return self.mapping[rank * self.tp : (rank + 1) * self.tp]
 
     @property
+    def withdraws(self) -> bool:
+        """Whether nothing more is given to it."""
+        return self.leaving or self.paused
+
+    @property
     def useful(self) -> int:
         """How many ranks it has a use for, within its maximum share."""
-        return min(math.ceil(self.demand / self.rank_batch), self.most)
+        return min(math.ceil(self.demand / (self.measured_batch or self.rank_batch)), self.most)
 
     @property
     def up(self) -> int:
@@ -116,6 +123,8 @@ class RuleChecks:
             ev.Registered: self._registered,
             ev.Unregistered: self._unregistered,
             ev.Leaving: self._leaving,
+            ev.Paused: self._paused,
+            ev.Resumed: self._paused,
             ev.Fenced: self._fenced,
             ev.DemandReported: self._demand,
             ev.Requested: self._requested,
@@ -190,6 +199,10 @@ class RuleChecks:
         if (pipeline := self._known(event.pipeline)) is not None:
             pipeline.leaving = True
 
+    def _paused(self, entry: Entry, event: ev.Paused | ev.Resumed) -> None:
+        if (pipeline := self._known(event.pipeline)) is not None:
+            pipeline.paused = isinstance(event, ev.Paused)
+
     def _fenced(self, entry: Entry, event: ev.Fenced) -> None:
         if (pipeline := self._known(event.pipeline)) is not None:
             pipeline.fenced = True
@@ -203,6 +216,7 @@ class RuleChecks:
             self._bad(f"{event.pipeline} reports demand {event.seq} after {pipeline.newest_demand}")
         pipeline.newest_demand = max(event.seq, pipeline.newest_demand)
         pipeline.demand = max(event.target - event.done, 0) * event.unit
+        pipeline.measured_batch = event.rank_batch
 
     # Requests and claims.
 
@@ -238,8 +252,8 @@ class RuleChecks:
                 self._bad(f"request {passed} is passed for the {self._passed[passed]}th time, by {who}")
         if pipeline is None:
             return
-        if pipeline.fenced or pipeline.leaving:
-            self._bad(f"GPUs {event.gpus} are promised to {who}, which is leaving or fenced")
+        if pipeline.fenced or pipeline.withdraws:
+            self._bad(f"GPUs {event.gpus} are promised to {who}, which is leaving, paused or fenced")
         if event.rank >= 0:
             self._claimed_rank(entry, event, pipeline)
         else:
@@ -296,7 +310,7 @@ class RuleChecks:
             self._left_claimed = None
             self._bad(f"the claim of {name}/{cluster} outlives its request")
 
-    def _settled(self, entry: Entry, pipeline: _Pipeline | None, key: tuple[str, int], epoch: int) -> None:
+    def _lease_begins(self, entry: Entry, pipeline: _Pipeline | None, key: tuple[str, int], epoch: int) -> None:
         """A lease that comes of a claim is a new one; others are what a scheduler finds when it takes stock."""
         claim = pipeline.claims.pop(key, None) if pipeline is not None else None
         if claim is not None and self._recovering and not self._gap:
@@ -308,7 +322,7 @@ class RuleChecks:
     def _granted(self, entry: Entry, event: ev.Granted) -> None:
         self._check_left_claim(entry)
         pipeline = self._known(event.pipeline)
-        self._settled(entry, pipeline, (event.cluster, -1), event.epoch)
+        self._lease_begins(entry, pipeline, (event.cluster, -1), event.epoch)
         if pipeline is not None:
             pipeline.requests.pop(event.cluster, None)
             pipeline.holds[event.cluster] = event.priority
@@ -330,7 +344,7 @@ class RuleChecks:
         pipeline, who = self._known(event.pipeline), f"rank {event.rank} of {event.pipeline}"
         begins = event.phase in (Phase.WAKING, Phase.BUILDING)
         if begins:
-            self._settled(entry, pipeline, (ACTOR_INFER, event.rank), event.epoch)
+            self._lease_begins(entry, pipeline, (ACTOR_INFER, event.rank), event.epoch)
         if pipeline is None:
             return
         rank = pipeline.rank(event.rank)
@@ -339,7 +353,7 @@ class RuleChecks:
         if self._judges and not begins and event.epoch != rank.epoch:
             self._bad(f"{who} is {event.phase.value} under epoch {event.epoch}, its lease has {rank.epoch}")
         # One that broke, whose pipeline leaves or has no use for it, goes to sleep for its own sake.
-        own = rank.cools_until > entry.time or pipeline.leaving or not self._judges or pipeline.up > pipeline.useful
+        own = rank.cools_until > entry.time or pipeline.withdraws or not self._judges or pipeline.up > pipeline.useful
         if event.phase is Phase.DRAINING and rank.guaranteed and not own and self._in_slice(entry, rank):
             if self._evicted[0] != entry.time:
                 self._evicted = (entry.time, {})

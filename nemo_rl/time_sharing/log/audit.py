@@ -73,6 +73,6 @@ def _trained_on(pipeline: PipelineState) -> set[int]:
 
 def _lacks_a_rank(pipeline: PipelineState) -> bool:
     """Whether it has work for generation and no rank that is up or claimed."""
-    if pipeline.demand.remaining <= 0 or pipeline.leaving or pipeline.fenced or pipeline.claimed_ranks:
+    if pipeline.demand.remaining <= 0 or pipeline.withdraws or pipeline.fenced or pipeline.claimed_ranks:
         return False
     return not any(rank.phase in _UP for rank in pipeline.awake.values())

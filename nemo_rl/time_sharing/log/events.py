@@ -86,13 +86,14 @@ class Registered:
 @event_kind("ts_demand")
 @dataclass(frozen=True, slots=True)
 class DemandReported:
-    """Standing demand changed."""
+    """Standing demand changed. `rank_batch`: as measured; 0 for that of the registration."""
 
     pipeline: str
     target: int
     done: int
     unit: int
     seq: int
+    rank_batch: int = 0
 
 
 @event_kind("ts_builds_ahead")
@@ -279,6 +280,39 @@ class Leaving:
     """A pipeline wants to end: all its ranks go to sleep, nothing more is given to it."""
 
     pipeline: str
+
+
+@event_kind("ts_paused")
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """A pipeline makes way for a while: its ranks go to sleep and nothing more is given to it until `Resumed`. What it
+    trains on it keeps until it gives it back.
+    """
+
+    pipeline: str
+    reason: str
+
+
+@event_kind("ts_resumed")
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A paused pipeline takes part again."""
+
+    pipeline: str
+
+
+@event_kind("ts_sharing_measured")
+@dataclass(frozen=True, slots=True)
+class SharingMeasured:
+    """What pipelines gain by running at the same time. `together_s`, `alone_s`: seconds of a step of each while all of
+    them run, and while the others pause. `gain`: how many times the work of one after the other they do; `keeps`:
+    whether they go on together.
+    """
+
+    together_s: Mapping[str, float]
+    alone_s: Mapping[str, float]
+    gain: float
+    keeps: bool
 
 
 @event_kind("ts_fenced")

@@ -111,6 +111,7 @@ class PipelineState:
     last_request: int = -1
     expired: dict[str, int] = field(default_factory=dict)
     leaving: bool = False
+    paused: bool = False
     fenced: bool = False
     wake_order: tuple[int, ...] = ()
     builds: bool = False
@@ -121,6 +122,16 @@ class PipelineState:
     @property
     def spec(self) -> PipelineSpec:
         return self.topology.spec
+
+    @property
+    def rank_batch(self) -> int:
+        """How many samples one rank runs at once at good speed."""
+        return self.demand.rank_batch or self.spec.rank_batch
+
+    @property
+    def withdraws(self) -> bool:
+        """Whether its ranks go to sleep and nothing more is given to it: for good, or until it is resumed."""
+        return self.leaving or self.paused
 
     def waking(self) -> bool:
         """Whether an expand is planned or under way."""

@@ -71,7 +71,7 @@ class Submission:
     asked: str = ""  # `drain` or `cancel`, where a user has asked for its end
     log_dir: str = ""  # where its own logs are, once it has said
     column: int | None = 0  # which slot of each GPU it is on; None for all of them
-    teacher: str = ""  # the job that scores its samples, or its own name where it is one that scores; empty for none
+    teachers: tuple[str, ...] = ()  # the jobs that score its samples, or its own name where it is one that scores
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,8 @@ class Standing:
             return self.outcome.reason
         if self.progress is None:
             return ""
-        doing = f"; {self.progress.phase}" if self.asked else ""
+        paused = self.sharing.paused if self.sharing is not None else ""
+        doing = f"; {self.progress.phase}" if self.asked else f"; {paused}" if paused else ""
         return f"step {self.progress.step}/{self.progress.of}{doing}"
 
 

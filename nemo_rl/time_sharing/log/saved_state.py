@@ -55,6 +55,7 @@ class SavedPipeline:
     batch_since: float = 0.0
     generation_s: float | None = None
     start_s: float | None = None
+    paused: bool = False
 
     @classmethod
     def of(cls, pipeline: PipelineState) -> SavedPipeline:

@@ -113,7 +113,7 @@ class SegmentedLog:
         self._boot, self._clock, self._segment_lines = boot, clock, segment_lines
         # Until it is signed nothing else says that terms and epochs of its beginning are taken.
         self._durable = not boot
-        self._owes = False
+        self._must_reach_disk = False
         aside = _newest_damaged(first_segment(path))
         self._path, self._number = path, max(segment_number(path), aside)
         self._due_lines = 0 if aside > segment_number(path) else segment_lines
@@ -125,7 +125,7 @@ class SegmentedLog:
 
     def emit(self, event: object) -> None:
         self._writer.emit(event)
-        self._owes = self._owes or isinstance(event, MUST_LAST)
+        self._must_reach_disk = self._must_reach_disk or isinstance(event, MUST_LAST)
 
     def bind(self, source: str, *, clock: Callable[[], float] | None = None) -> BoundRecord:
         """The present segment under another source name; not to be kept."""
@@ -135,8 +135,8 @@ class SegmentedLog:
         """Brings what was emitted to the operating system; to the disk what must last, and all of it while the log is
         unsigned.
         """
-        self._writer.flush(durable=self._durable or self._owes)
-        self._owes = False
+        self._writer.flush(durable=self._durable or self._must_reach_disk)
+        self._must_reach_disk = False
 
     def sign(self, boot: str) -> None:
         """Signs for another boot from here on; see `log_end.sign`."""

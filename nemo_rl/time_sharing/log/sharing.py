@@ -4,6 +4,9 @@ A pipeline loses time while another has what it needs: whole seconds while its t
 a part of them while some of its generation ranks are kept from GPUs, or come back from another's use of them. The
 slowdown is the time that has passed over the time that it did not lose, an estimate of how much sooner it would be
 where it is if it were alone. What a pipeline's own training and generation cost each other is not lost.
+
+Where several use a GPU at once they slow each other besides, which no estimate sees; the scheduler measures it (see
+`scheduling.trials`), and the newest figures are here.
 """
 
 from __future__ import annotations
@@ -15,12 +18,23 @@ from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, WAKE_PHASES, ClusterSpec, Phase
 
 
+class Gain(NamedTuple):
+    """What was measured last of one pipeline among those that share its GPUs."""
+
+    alone_s: float  # seconds of a step while the others paused
+    together_s: float  # seconds of a step while all ran
+    of_all: float  # how many times the work of one after the other all of them do together
+    keeps: bool  # whether they go on together
+
+
 class Sharing(NamedTuple):
     """One pipeline since its registration."""
 
     share: float  # part of the pool's GPU time that it held, 0 to 1
     slowdown: float  # seconds passed over seconds not lost to others, at least 1
     lost_s: float  # seconds lost
+    gain: Gain | None = None  # by running beside others on the same GPUs; None before it was measured
+    paused: str = ""  # why it makes way for others now
 
 
 @dataclass(slots=True)
@@ -35,6 +49,8 @@ class _Pipeline:
     left: int = 0
     gpu_s: float = 0.0
     lost_s: float = 0.0
+    gain: Gain | None = None
+    paused: str = ""
 
     @property
     def ranks(self) -> int:
@@ -81,7 +97,16 @@ class SharingWatch:
             case ev.RankMoved():
                 self._move(event.pipeline, event.rank, event.phase)
             case ev.DemandReported():
-                self._pipelines[event.pipeline].left = max(event.target - event.done, 0)
+                pipeline = self._pipelines[event.pipeline]
+                pipeline.left = max(event.target - event.done, 0) * event.unit
+                pipeline.rank_batch = event.rank_batch or pipeline.rank_batch
+            case ev.Paused():
+                self._pipelines[event.pipeline].paused = event.reason
+            case ev.Resumed():
+                self._pipelines[event.pipeline].paused = ""
+            case ev.SharingMeasured():
+                for name, alone_s in event.alone_s.items():
+                    self._pipelines[name].gain = Gain(alone_s, event.together_s[name], event.gain, event.keeps)
             case ev.Unregistered():
                 self._end(event.pipeline)
             case _:
@@ -98,7 +123,8 @@ class SharingWatch:
         if passed <= 0:
             return Sharing(0.0, 1.0, 0.0)
         kept = max(passed - pipeline.lost_s, 1e-9)
-        return Sharing(pipeline.gpu_s / (passed * self._slots), passed / kept, pipeline.lost_s)
+        share = pipeline.gpu_s / (passed * self._slots)
+        return Sharing(share, passed / kept, pipeline.lost_s, pipeline.gain, pipeline.paused)
 
     def _advance(self, time: float) -> None:
         passed = time - self._now
@@ -116,6 +142,8 @@ class SharingWatch:
 
     def _speed(self, name: str, pipeline: _Pipeline) -> float:
         """How fast it is now, 1 for as fast as it would be without the others."""
+        if pipeline.paused:
+            return 0.0
         if any(self._others_use(name, pipeline.clusters[cluster].gpus) for cluster in pipeline.queue):
             return 0.0
         if pipeline.left and ACTOR_INFER in pipeline.clusters:

@@ -124,10 +124,9 @@ class SchedulerState:
             pipeline.claimed_ranks.discard(claim.rank)
 
     def update_unscheduled_since(self, pipeline: PipelineState, at: float) -> None:
-        has_rank = bool(pipeline.claimed_ranks) or any(
-            rank.phase not in SLEEP_PHASES for rank in pipeline.awake.values()
-        )
-        unscheduled = pipeline.demand.remaining > 0 and not has_rank and not pipeline.leaving and not pipeline.fenced
+        up = (rank.phase not in SLEEP_PHASES for rank in pipeline.awake.values())
+        has_rank = bool(pipeline.claimed_ranks) or any(up)
+        unscheduled = pipeline.demand.remaining > 0 and not has_rank and not pipeline.withdraws and not pipeline.fenced
         if not unscheduled:
             pipeline.unscheduled_since = None
         elif pipeline.unscheduled_since is None:
@@ -141,9 +140,8 @@ def replay(entries: Iterable[Entry]) -> SchedulerState:
         try:
             state.apply(entry.event, entry.time)
         except InconsistentLog as error:
-            raise InconsistentLog(
-                f"entry {entry.seq} ({type(entry.event).__name__}) at {entry.time:.3f} s: {error}"
-            ) from error
+            what = type(entry.event).__name__
+            raise InconsistentLog(f"entry {entry.seq} ({what}) at {entry.time:.3f} s: {error}") from error
     return state
 
 
@@ -229,7 +227,7 @@ def _order_wakes(state: SchedulerState, pipeline: PipelineState) -> None:
 
 def _demand(state: SchedulerState, event: ev.DemandReported, at: float) -> None:
     pipeline = state.pipeline(event.pipeline)
-    demand = Demand(event.target, event.done, event.unit, event.seq)
+    demand = Demand(event.target, event.done, event.unit, event.seq, event.rank_batch)
     problem = demand_problem(demand)
     if problem:
         # Written by a scheduler that did not look: believed, no plan could be made by this scheduler nor by any that
@@ -376,9 +374,10 @@ def _command_ended(state: SchedulerState, event: ev.CommandEnded, at: float) -> 
     state.commands.pop(event.command, None)
 
 
-def _leaving(state: SchedulerState, event: ev.Leaving, at: float) -> None:
+def _withdraws(state: SchedulerState, event: ev.Leaving | ev.Paused | ev.Resumed, at: float) -> None:
     pipeline = state.pipeline(event.pipeline)
-    pipeline.leaving = True
+    pipeline.leaving = pipeline.leaving or isinstance(event, ev.Leaving)
+    pipeline.paused = isinstance(event, ev.Paused)
     state.update_unscheduled_since(pipeline, at)
 
 
@@ -440,7 +439,9 @@ _FOLDS: dict[type, Callable[..., None]] = {
     ev.RankCooling: _rank_cooling,
     ev.CommandSent: _command_sent,
     ev.CommandEnded: _command_ended,
-    ev.Leaving: _leaving,
+    ev.Leaving: _withdraws,
+    ev.Paused: _withdraws,
+    ev.Resumed: _withdraws,
     ev.Fenced: _fenced,
     ev.Unregistered: _unregistered,
     ev.GpusQuarantined: _quarantined,

@@ -1,4 +1,4 @@
-"""A job of many adapters on a pool: a command that trains them on whole GPUs.
+"""A job of many adapters on a pool: a command that trains them on whole GPUs, or in one slot of each.
 
 When its GPUs are wanted back it finishes the running step of each adapter, saves it and leaves; with its next GPUs it
 goes on from there. Invariant: adapters that were added or removed meanwhile are those of its next start.
@@ -28,11 +28,25 @@ class AdaptersConfig(CommandConfig):
     overrides: list[str]
     files: list[str]  # of the adapters
     log_dir: str  # of the base
+    checkpoint_dir: str  # of the base
 
-    @property
-    def arguments(self) -> list[str]:
-        """Program and arguments with the adapters of now."""
-        return [*self.command, "--adapters", *self.files, *self.overrides]
+    def arguments(self, job: str, records: str, device_bytes: tuple[int, int] | None = None) -> list[str]:
+        """Program and arguments with the adapters of now.
+
+        Args:
+            records: The folder of the pool's log.
+            device_bytes: Memory of each GPU for engines and for training; None for all.
+        """
+        words = [*self.command, "--job", job, "--records", records]
+        if device_bytes is not None:
+            words += ["--device-bytes", *map(str, device_bytes)]
+        return [*words, "--adapters", *self.files, *self.overrides]
+
+    def in_folders(self, log_dir: str, checkpoint_dir: str) -> AdaptersConfig:
+        """The same job that logs and saves elsewhere."""
+        overrides = [f"logger.log_dir={log_dir}", f"checkpointing.checkpoint_dir={checkpoint_dir}"]
+        changed = {"overrides": [*self.overrides, *overrides], "log_dir": log_dir, "checkpoint_dir": checkpoint_dir}
+        return self.model_copy(update=changed)
 
     def checked(self, files: Sequence[str | Path]) -> AdaptersConfig:
         """The same job with these adapters. Raises ConfigError: a file is wrong, an adapter cannot be resumed or does
@@ -56,6 +70,13 @@ class AdaptersConfig(CommandConfig):
                 ]
             )
         return self.model_copy(update={"files": [str(file) for file in files]})
+
+    def check_layers(self, file: str) -> None:
+        """Checks an adapter against the model. Raises UnsupportedModelError: it names layers that do not exist."""
+        from nemo_rl.algorithms.multi_lora.assembly import check_layers
+
+        _, raw = load_base(self.base, self.overrides)
+        check_layers(load_adapter(raw, file))
 
     def without_adapter(self, name: str) -> AdaptersConfig:
         """The same job without an adapter. Raises ConfigError: it has none of this name, or no other."""
@@ -98,5 +119,6 @@ def adapters_command(wrapper: Mapping[str, object], base_file: Path, overrides: 
         overrides=list(overrides),
         files=[],
         log_dir=base.logger.log_dir,
+        checkpoint_dir=base.checkpointing.checkpoint_dir,
     )
     return job.checked([(base_file.parent / name).resolve() for name in names])

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 _TAIL_BYTES = 4096
 _LEAVE_S = 300.0
 _KILLED_S = 30.0
-_LOOK_S = 1.0
+_POLL_S = 1.0
 
 
 class CommandFailed(UserError, RuntimeError):
@@ -53,6 +54,7 @@ class CommandPipeline(LentPipeline):
         self._stopping = threading.Event()
         self._turn, self._adapters_turn = threading.Lock(), threading.Lock()
         self._ended_by_drain = False
+        self._named: dict[int, int | str] = {}  # GPUs of the pool as the driver names them on their node
         self._starts = 0
         self._config = job.config
 
@@ -146,7 +148,7 @@ class CommandPipeline(LentPipeline):
         deadline = time.monotonic() + self._handles.limits.request_s
         while not self._draining.is_set():
             try:
-                client.acquire(1, _LOOK_S)
+                client.acquire(1, _POLL_S)
                 return True
             except TimeoutError:
                 if time.monotonic() > deadline:
@@ -156,15 +158,20 @@ class CommandPipeline(LentPipeline):
 
     def _start(self, client: ExternalJob, config: CommandConfig, log: IO[bytes]) -> subprocess.Popen[bytes] | None:
         """Starts the command; None where its GPUs were wanted back first."""
+        held = client.held()
+        if not held:
+            return None
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self._devices(held[0])))}
         with self._turn:
-            held = client.held()
-            if not held:
+            if client.held() != held:
                 return None
             if self._draining.is_set():
                 return None
             self._stopping.clear()
             self._starts += 1
-            visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self._handles.pool.local_gpus(held[0])))}
+            if isinstance(config, AdaptersConfig):
+                # One that was killed left it there.
+                (Path(self._job.folder) / config.log_dir / ADDRESS_FILE).unlink(missing_ok=True)
             try:
                 self._process = subprocess.Popen(
                     self._arguments(config),
@@ -177,9 +184,30 @@ class CommandPipeline(LentPipeline):
                 raise CommandFailed(f"{self._job.name}: {config.command[0]}: {error.strerror}") from error
             return self._process
 
+    def _devices(self, slots: Sequence[int]) -> list[int | str]:
+        """The GPUs that some slots lie on, as the driver names them on their node."""
+        pool = self._handles.pool
+        if self._handles.accelerator != "cuda":
+            return list(pool.local_gpus(slots))
+        gpus = sorted({pool.gpu_of(slot) for slot in slots})
+        if missing := [gpu for gpu in gpus if gpu not in self._named]:
+            found = self.cluster(missing, leads_ranks=False).slots()
+            self._named |= {gpu: slot.device_index for gpu, slot in zip(missing, found, strict=True)}
+        return [self._named[gpu] for gpu in gpus]
+
     def _arguments(self, config: CommandConfig) -> list[str]:
         now = self._config
-        return now.arguments if isinstance(now, AdaptersConfig) else config.command
+        if not isinstance(now, AdaptersConfig):
+            return config.command
+        records, slot = str(Path(self._handles.log_dir).absolute()), self._handles.slot_bytes
+        if slot is None or self._job.column is None:
+            return now.arguments(self._job.name, records)
+        from nemo_rl.time_sharing.pipelines.slot_choice import needs_of
+
+        needs = needs_of(replace(self._job, config=now))
+        if (lack := needs.lacks(slot)) is not None:
+            raise CommandFailed(f"{lack}; make the pool with fewer --slots-per-gpu, or give the job whole_gpus: true")
+        return now.arguments(self._job.name, records, needs.divided(slot.engines))
 
     def adapters(self, command: str, values: Sequence[str]) -> list[object]:
         """Adds files of adapters, removes adapters by name, or lists them: in the running job, and for its next start.
@@ -196,13 +224,23 @@ class CommandPipeline(LentPipeline):
         if not isinstance(config, AdaptersConfig):
             raise CommandFailed(f"{self._job.name}: is no job of adapters")
         log_dir = Path(self._job.folder) / config.log_dir
-        runs = self._process is not None and self._process.poll() is None and (log_dir / ADDRESS_FILE).is_file()
+        alive = self._process is not None and self._process.poll() is None
+        # A command that yields would forget a change; its next start reads the files of now.
+        leaves = alive and self._stopping.is_set()
+        runs = alive and not leaves and (log_dir / ADDRESS_FILE).is_file()
         waits = "as soon as the job has GPUs"
         if command == "list":
             if not runs:
-                return [{"name": Path(file).stem, "phase": "waiting", "file": file} for file in config.files]
+                phase = "yielding" if leaves else "starting" if alive else "waiting"
+                return [{"name": Path(file).stem, "phase": phase, "file": file} for file in config.files]
             listed: Any = call(log_dir, "GET", "/adapters")
             return list(listed)
+        if alive and not runs and not leaves:
+            # What its command began with is settled, and it does not take requests yet.
+            raise CommandFailed(
+                f"{self._job.name}: is starting; {command} {Path(value).stem} again when adapters list shows its "
+                "adapters running"
+            )
         if command == "remove":
             changed = config.without_adapter(value)
             answer = call(log_dir, "DELETE", f"/adapters/{value}") if runs else f"{value}: removed"
@@ -212,6 +250,9 @@ class CommandPipeline(LentPipeline):
                 config = config.those_on(states)
             changed = config.checked([*config.files, value])
             asked = {"file": value}
+            if not runs:
+                # The next start would refuse all adapters for this one.
+                changed.check_layers(value)
             answer = call(log_dir, "POST", "/adapters", asked) if runs else f"{Path(value).stem}: joins {waits}"
         self._config = changed
         return [answer]

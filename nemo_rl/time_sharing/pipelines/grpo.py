@@ -303,6 +303,7 @@ class NemoRLFullFinetunePipeline(LentPipeline):
                 runtime,
                 engines,
                 wait_s=wait_s,
+                measures_batch=job.measures_batch,
                 report_memory=self.report_memory,
                 on_first_sleep=self.engine_built,
             )

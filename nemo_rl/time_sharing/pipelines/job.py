@@ -28,16 +28,18 @@ from nemo_rl.config import (
 from nemo_rl.config.generation import VllmConfig
 from nemo_rl.config.layers import merge, read_layers
 from nemo_rl.config.load import kind_of_file
+from nemo_rl.config.multi_lora_section import MultiLoraMasterConfig
 from nemo_rl.config.overrides import parse_override
 from nemo_rl.config.placement import training_world_size
 from nemo_rl.config.schema import is_known
-from nemo_rl.config.teachers import pooled_teacher
+from nemo_rl.config.teachers import teachers_of
 from nemo_rl.time_sharing.pipelines.adapters import ADAPTERS, AdaptersConfig, adapters_command
 from nemo_rl.time_sharing.pipelines.command_config import EXTERNAL, CommandConfig, read_command
-from nemo_rl.time_sharing.pipelines.fits import as_teacher, divides, teachers_fit
+from nemo_rl.time_sharing.pipelines.fits import as_teacher, divides, engines_are_too_wide, engines_of, teachers_fit
+from nemo_rl.time_sharing.pipelines.folders import with_own_folders
 from nemo_rl.time_sharing.planning import placement
 from nemo_rl.time_sharing.protocol.topology import GpuOutsidePool, Pool, Topology, register
-from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, UNMEASURED_RANK_BATCH
 
 _WRAPPER_KEY = "nemo_config_path"
 _WRAPPER_KEYS = {
@@ -64,7 +66,6 @@ _WRAPPER_KEYS = {
 _MAPPINGS = {"train_device_mapping": ACTOR_TRAIN, "infer_device_mapping": ACTOR_INFER}
 _MEGATRON = "megatron_train"
 _STRATEGIES = {ACTOR_TRAIN: (_MEGATRON, "fsdp2_train"), ACTOR_INFER: ("vllm",)}
-_DEFAULT_RANK_BATCH = 64
 
 Config = MasterConfig | SFTMasterConfig | EvalMasterConfig | CommandConfig
 
@@ -120,6 +121,7 @@ class Job:
     anywhere: bool = False  # whether it may train elsewhere just as well, since no file names its training GPUs
     column: int | None = 0
     teaches: bool = False
+    measures_batch: bool = False  # whether its `rank_batch` is what its engines turn out to do
 
     @property
     def kind(self) -> Kind:
@@ -127,17 +129,24 @@ class Job:
         return Kind.TEACHER if self.teaches else _KINDS[type(self.config)]
 
     @property
-    def teacher(self) -> str:
-        """The job that scores its samples, its own name where it is one that scores; empty for none."""
-        asked = self.config.teacher if isinstance(self.config, MasterConfig) else None
-        return self.name if self.teaches else (asked.job if asked is not None else None) or ""
+    def teachers(self) -> tuple[str, ...]:
+        """The jobs that score its samples; its own name where it is one that scores."""
+        if self.teaches:
+            return (self.name,)
+        asked = teachers_of(self.config) if isinstance(self.config, MasterConfig) else []
+        return tuple(dict.fromkeys(teacher.job for teacher in asked if teacher.job))
+
+    @property
+    def engines(self) -> VllmConfig | None:
+        """The options of its engines; None where it has none."""
+        return engines_of(self.config, self.name if self.teaches else None)
 
     @property
     def rank_width(self) -> int:
         """GPUs of one rank of what is elastic."""
         if isinstance(self.config, CommandConfig):
             return self.config.gpus
-        engines = _engines(self.config, self.teaches)
+        engines = self.engines
         return 1 if engines is None else engines.tensor_parallel_size * engines.pipeline_parallel_size
 
     def placed(self, pool: Pool, others: Iterable[placement.Mapped]) -> Job:
@@ -203,7 +212,7 @@ def read_jobs(files: Sequence[str | Path], pool: Pool, overrides: Sequence[str] 
         meant = [text for text in overrides if _concerns(text, source, sources)]
         job = _read_job(source, pool, meant, taken=[other.name for other in jobs])
         jobs.append(job.placed(pool, [other.mapped for other in jobs]))
-    jobs = _with_own_folders(jobs)
+    jobs = with_own_folders(jobs)
     for job in jobs:
         job.topology(pool)
     return jobs
@@ -237,10 +246,11 @@ def _concerns(override: str, source: _Source, sources: Sequence[_Source]) -> boo
     """Whether an override is for this file: its kind has the key, or no kind of those that were given has it."""
     key = parse_override(override).key
 
-    def has(config: type[Any]) -> bool:
+    def has(of: _Source) -> bool:
+        config = MultiLoraMasterConfig if ADAPTERS in of.wrapper else of.config
         return config is not CommandConfig and is_known(config, key)
 
-    return has(source.config) or not any(has(other.config) for other in sources)
+    return has(source) or not any(has(other) for other in sources)
 
 
 def _read_job(source: _Source, pool: Pool, overrides: Sequence[str], *, taken: Sequence[str]) -> Job:
@@ -262,11 +272,16 @@ def _read_job(source: _Source, pool: Pool, overrides: Sequence[str], *, taken: S
     anywhere = bool(train) and wrapper.get("train_device_mapping") is None
     if anywhere and given:
         train = infer[: len(train)]
-    column = None if wrapper.get("whole_gpus") or isinstance(config, CommandConfig) else 0
+    # Only commands of ours keep to a slot's memory.
+    commands = isinstance(config, CommandConfig) and not isinstance(config, AdaptersConfig)
+    column = None if wrapper.get("whole_gpus") or commands else 0
     job = Job(name, config, train, infer, anywhere=anywhere, column=column, teaches=source.teaches)
     _check(job)
+    if problem := engines_are_too_wide(name, job.engines, pool.gpus_per_node):
+        raise ConfigError([problem])
     slice_s = float(wrapper["slice_s"]) if wrapper.get("slice_s") is not None else job.slice_s
-    return replace(job, options=_options(wrapper, job), slice_s=slice_s)
+    measures = wrapper.get("rank_batch") is None
+    return replace(job, options=_options(wrapper, job), slice_s=slice_s, measures_batch=measures)
 
 
 def _config(source: _Source, overrides: Sequence[str]) -> Config:
@@ -375,15 +390,6 @@ def _name(wanted: str, taken: Sequence[str]) -> str:
     return name
 
 
-def _engines(config: Config, teaches: bool) -> VllmConfig | None:
-    """The options of its engines; None where it has none."""
-    if teaches and isinstance(config, MasterConfig):
-        return pooled_teacher(config).policy.generation.vllm_cfg
-    if isinstance(config, EvalMasterConfig):
-        return config.generation.vllm_cfg
-    return config.policy.generation.vllm_cfg if isinstance(config, MasterConfig) else None
-
-
 def _train_mapping(given: Sequence[int] | None, config: RootConfig, pool: Pool, name: str) -> tuple[int, ...]:
     """The training GPUs: those that are named, else the first ones, until the job is placed."""
     if given is not None:
@@ -418,7 +424,7 @@ def _check(job: Job) -> None:
         problems.append(f"{job.name}: grpo.rollout_replay generates nothing; there is nothing to share")
     if isinstance(job.config, MasterConfig) and not job.teaches:
         problems += teachers_fit(job.name, job.config, len(job.train))
-    engines = _engines(job.config, job.teaches)
+    engines = job.engines
     if engines is not None and engines.engines_per_gpu > 1:
         problems.append(
             f"{job.name}: vllm_cfg.engines_per_gpu is {engines.engines_per_gpu}, but a scheduler lends GPUs to one "
@@ -431,21 +437,8 @@ def _check(job: Job) -> None:
 def _options(wrapper: Mapping[str, object], job: Job) -> dict[str, Any]:
     options: dict[str, Any] = {
         "staleness": job.config.max_staleness() if isinstance(job.config, MasterConfig) and not job.teaches else 0,
-        "rank_batch": 1 if job.kind is Kind.EXTERNAL else _DEFAULT_RANK_BATCH,
+        "rank_batch": 1 if job.kind is Kind.EXTERNAL else UNMEASURED_RANK_BATCH,
         "full_overlap": job.covers_every_rank(),
     }
     chosen = ("weight", "min_share", "max_share", "rank_batch")
     return options | {key: wrapper[key] for key in chosen if wrapper.get(key) is not None}
-
-
-def _with_own_folders(jobs: Sequence[Job]) -> list[Job]:
-    """Jobs that would write into the same folder get one each, named after the job."""
-    trained = [(job.name, job.config) for job in jobs if isinstance(job.config, RootConfig) and not job.teaches]
-    # The pipelines' processes have working directories of their own.
-    logs = [str(Path(config.logger.log_dir).absolute()) for _, config in trained]
-    checkpoints = [str(Path(config.checkpointing.checkpoint_dir).absolute()) for _, config in trained]
-    for (name, config), log_dir, checkpoint_dir in zip(trained, logs, checkpoints, strict=True):
-        config.logger.log_dir = f"{log_dir}/{name}" if logs.count(log_dir) > 1 else log_dir
-        several = checkpoints.count(checkpoint_dir) > 1
-        config.checkpointing.checkpoint_dir = f"{checkpoint_dir}/{name}" if several else checkpoint_dir
-    return list(jobs)

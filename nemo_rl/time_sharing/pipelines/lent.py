@@ -72,6 +72,7 @@ class LentPlacement:
         runtime: Its agent, registered and started.
         engines: Where the agent finds the engines, once they can be built.
         wait_s: How long a grant may take.
+        measures_batch: Whether the scheduler hears how many samples an engine runs at once at good speed.
         report_memory: Takes what stays on each training GPU, and what the pipeline needs there when it is awake; raises
             where that does not fit.
         on_first_sleep: See `build_engine`.
@@ -88,10 +89,12 @@ class LentPlacement:
         engines: EngineSlot,
         *,
         wait_s: float,
+        measures_batch: bool,
         report_memory: ReportMemory,
         on_first_sleep: FirstSlept,
     ) -> None:
         self._report_memory, self._on_first_sleep = report_memory, on_first_sleep
+        self._measures_batch = measures_batch
         self.record_prefix = f"{pipeline}/"
         self._clusters = Clusters(training, generation)
         self._runtime, self._engines, self._wait_s = runtime, engines, wait_s
@@ -109,9 +112,7 @@ class LentPlacement:
 
     def served_teacher(self, teacher: Teacher, config: MasterConfig) -> ServedTeacher:
         """A job of the same pool."""
-        longest = config.policy.max_total_sequence_length
-        name = self.record_prefix.rstrip("/")
-        return PooledTeacher(name, teacher, config.grpo.topk_logits_k, longest, wait_s=self._wait_s)
+        return PooledTeacher(self.record_prefix.rstrip("/"), teacher, *teacher.asked(config), wait_s=self._wait_s)
 
     def shard_record(self, record: Record) -> Record:
         """Requests only; the agent tells the rest."""
@@ -156,6 +157,7 @@ class LentPlacement:
             elastic,
             self._clusters.training.accelerator,
             samples=samples,
+            measures_batch=self._measures_batch,
             wait_s=self._wait_s,
         )
 
@@ -198,6 +200,7 @@ class LentAccelerators:
         built: Policy and what watches the run.
         cache: Weights of every version, on the host.
         samples: Samples of a prompt group.
+        measures_batch: Whether the scheduler hears how many samples an engine runs at once at good speed.
         wait_s: How long a grant may take.
 
     Attributes:
@@ -215,9 +218,10 @@ class LentAccelerators:
         accelerator: Accelerator,
         *,
         samples: int,
+        measures_batch: bool,
         wait_s: float,
     ) -> None:
-        self._accelerator = accelerator
+        self._accelerator, self._measures_batch = accelerator, measures_batch
         self._runtime, self._policy, self._cache, self._elastic = runtime, built.policy, cache, elastic
         self._timer, self._phase = built.timer, built.progress.phase
         self._samples, self._wait_s = samples, wait_s
@@ -240,6 +244,9 @@ class LentAccelerators:
     @contextmanager
     def demand(self, step: int, groups: int, ready: int, kind: DemandKind = "training") -> Iterator[ReportProgress]:
         """The scheduler hears what is waited for before the wait begins, and of whatever changes."""
+        batch = self._elastic.good_batch() if self._measures_batch else None
+        if batch is not None:
+            self._runtime.batch_measured(batch)
         # Validation answers a prompt once.
         with standing_demand(
             self._runtime, self._elastic.requests_under_way, self._samples if kind == "training" else 1
@@ -287,7 +294,8 @@ class LentAccelerators:
         """
         self._phase("hand-over")
         with self._timer.time("weight_sync"):
-            leave_accelerators(self._policy, self._accelerator)
+            with self._timer.time("weight_sync/offload"):
+                leave_accelerators(self._policy, self._accelerator)
             self._runtime.publish(step + 1, self._wait_s, recompute_kv=self._elastic.recompute_kv)
             groups, ready = source.waited_for()
             self._runtime.release(ACTOR_TRAIN, target=groups, done=ready, unit=self._samples)

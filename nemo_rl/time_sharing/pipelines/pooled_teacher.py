@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import ray
+import torch
 
 from nemo_rl.config import ConfigError
 from nemo_rl.config.errors import first_line
@@ -23,7 +24,7 @@ from nemo_rl.time_sharing.pipelines.grpo import POOL_NAME
 logger = logging.getLogger(__name__)
 
 _ANSWER_S = 60.0
-_LOOK_S = 1.0
+_POLL_S = 1.0
 _FIND_S = 600.0
 
 
@@ -35,19 +36,19 @@ class Served(NamedTuple):
     """What a job serves, or what a student needs."""
 
     model: str
-    topk: int  # tokens of each position, at most
+    topk: int  # tokens of each position, at most; 0 where only those that were sampled are scored
     longest: int  # tokens of a sample, at most
 
-    def differences(self, needed: Served, job: str) -> Iterator[str]:
-        """What a student needs and the job does not serve."""
+    def differences(self, needed: Served, job: str, key: str = "teacher.model_name") -> Iterator[str]:
+        """What a student needs and the job does not serve. `key`: which names the student's teacher."""
         if self.model != needed.model:
-            yield f"teacher.model_name is {needed.model}, and the job {job} serves {self.model}"
+            yield f"{key} is {needed.model}, and the job {job} serves {self.model}"
         if self.topk < needed.topk:
             yield f"topk_logits_k is {needed.topk}, and the job {job} gives {self.topk} tokens of a position at most"
         if self.longest < needed.longest:
             yield (
-                f"policy.max_total_sequence_length is {needed.longest}, and the job {job} scores {self.longest} tokens "
-                "at most"
+                f"policy.max_total_sequence_length takes {needed.longest} tokens of a teacher, and the job {job} has "
+                f"{self.longest}"
             )
 
 
@@ -68,7 +69,7 @@ class PooledTeacher:
         self._job = teacher.job or ""
         self._actor = self._found()
         served: Served = ray.get(self._actor.teaches.remote(), timeout=_ANSWER_S)
-        problems = list(served.differences(Served(teacher.policy.model_name, k, longest), self._job))
+        problems = list(served.differences(Served(teacher.policy.model_name, k, longest), self._job, teacher.key))
         if problems:
             raise ConfigError(problems, student)
 
@@ -81,18 +82,28 @@ class PooledTeacher:
             if why != reason:
                 logger.warning("teacher=%s missing=%r awaited_s=%.0f", self._job, why, self._find_s)
             reason = why
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         raise ConfigError(
             [
-                f"teacher.job: {reason}, and none came within {self._find_s:.0f} s; submit one whose wrapper file has "
-                f"pipeline_cls: TeacherPipeline and exp_name: {self._job}"
+                f"{self._teacher.job_key}: {reason}, and none came within {self._find_s:.0f} s; submit one whose "
+                f"wrapper file has pipeline_cls: TeacherPipeline and exp_name: {self._job}"
             ],
             self._student,
         )
 
     def get_topk_logits(self, batch: BatchedDataDict, k: int) -> BatchedDataDict:
-        """See `engine_teacher.topk_of_prompts`; of a teacher that dies meanwhile the next one is asked. Raises
-        GenerationError: it could not score them in time; ConfigError: it died, and no other came.
+        """See `engine_teacher.topk_of_prompts`. Errors as of `_scored`."""
+        found: BatchedDataDict = self._scored(batch, k)
+        return found
+
+    def get_token_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
+        """See `engine_teacher.logprobs_of_prompts`. Errors as of `_scored`."""
+        found: torch.Tensor = self._scored(batch, 0)["logprobs"]
+        return found
+
+    def _scored(self, batch: BatchedDataDict, k: int) -> BatchedDataDict:
+        """What the job says of a batch; of one that dies meanwhile the next is asked. Raises GenerationError: it could
+        not score them in time; ConfigError: it died, and no other came.
         """
         deadline = time.monotonic() + self._wait_s
         while True:
@@ -103,7 +114,7 @@ class PooledTeacher:
             except (ray.exceptions.RayActorError, TeacherLeft) as error:
                 logger.warning("teacher=%s gone=%s another=awaited", self._job, first_line(error))
                 # The pool may not have noticed yet.
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
                 self._actor = self._found()
             except ray.exceptions.GetTimeoutError as error:
                 raise GenerationError(

@@ -8,6 +8,7 @@ so that the reaper finds it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import ray
@@ -95,8 +96,8 @@ class SharedCluster(RayVirtualCluster):
             self.slot_bytes = slot_bytes.engines if leads_ranks else slot_bytes.trainer
             if not leads_ranks:
                 # A decode step is short and waits on its result; a training kernel that gives way loses next to
-                # nothing.
-                self.worker_env = {_MPS_PRIORITY: _BELOW_NORMAL}
+                # nothing. Who has set a priority for the whole pool wants that one.
+                self.worker_env = {_MPS_PRIORITY: os.environ.get(_MPS_PRIORITY, _BELOW_NORMAL)}
         self._pool, self._gpus = pool, tuple(gpus)
         self._pool_groups = list(groups)
         self._pipeline, self._incarnation, self._leads_ranks = pipeline, incarnation, leads_ranks

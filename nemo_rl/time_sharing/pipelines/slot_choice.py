@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from nemo_rl.config import EvalMasterConfig, MasterConfig, RootConfig
-from nemo_rl.config.placement import replica_sizes, training_backend
+from nemo_rl.config.multi_lora import load_base
+from nemo_rl.config.placement import replica_sizes, training_backend, training_world_size
 from nemo_rl.config.teachers import pooled_teacher, teachers_of
 from nemo_rl.reference.sizing import FROZEN_BYTES, LAYER_BYTES, LOGITS_BYTES, STATE_BYTES
+from nemo_rl.time_sharing.pipelines.adapters import AdaptersConfig
 from nemo_rl.time_sharing.pipelines.job import Job
 from nemo_rl.time_sharing.pipelines.residents import SlotBytes, SlotTooSmall, slot_bytes
 from nemo_rl.time_sharing.protocol.topology import Pool
@@ -34,18 +36,35 @@ class Choice(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Device memory that a job takes at least on each of its GPUs, bytes; 0 for what it does not do."""
+    """Device memory that a job takes at least on each of its GPUs, bytes; 0 for what it does not do. `beside`: whether
+    both are in its slot at once, without the training turn.
+    """
 
     job: str
     engines: int
     trainer: int
+    beside: bool = False
 
     def lacks(self, sizes: SlotBytes) -> str | None:
         """What does not fit; None where all does."""
+        if self.beside:
+            need, has = self.engines + self.trainer, sizes.engines
+            if need <= has:
+                return None
+            return f"engine and trainer of {self.job} need about {_in_gib(need)} and would have {_in_gib(has)}"
         for part, need, has in (("engine", self.engines, sizes.engines), ("trainer", self.trainer, sizes.trainer)):
             if need > has:
-                return f"the {part} of {self.job} needs about {need / _GIB:.1f} GiB and would have {has / _GIB:.1f} GiB"
+                return f"the {part} of {self.job} needs about {_in_gib(need)} and would have {_in_gib(has)}"
         return None
+
+    def divided(self, slot: int) -> tuple[int, int]:
+        """What of a slot's bytes engines and trainer get when both are in it: what they need and half of the rest."""
+        rest = (slot - self.engines - self.trainer) // 2
+        return self.engines + rest, self.trainer + rest
+
+
+def _in_gib(nbytes: int) -> str:
+    return f"{nbytes / _GIB:.1f} GiB"
 
 
 def choose_slots(jobs: Sequence[Job], pool: Pool, device_bytes: int | None) -> Choice:
@@ -89,7 +108,9 @@ def needs_of(job: Job) -> Needs:
 
         return Needs(job.name, _engine_bytes(evaluated_policy(config)), 0)
     if isinstance(config, MasterConfig) and job.teaches:
-        return Needs(job.name, _engine_bytes(pooled_teacher(config).policy), 0)
+        return Needs(job.name, _engine_bytes(pooled_teacher(config, job.name).policy), 0)
+    if isinstance(config, AdaptersConfig):
+        return _needs_of_adapters(job.name, config)
     if not isinstance(config, RootConfig):
         return Needs(job.name, 0, 0)
     trainer = _trainer_bytes(config.policy, len(job.train))
@@ -99,6 +120,15 @@ def needs_of(job: Job) -> Needs:
         if teacher.job is None:
             trainer += _parameters(teacher.policy) * 2 // len(job.train)
     return Needs(job.name, _engine_bytes(config.policy), trainer)
+
+
+def _needs_of_adapters(job: str, config: AdaptersConfig) -> Needs:
+    """With all slots of the base filled: adapters come while the job runs."""
+    from nemo_rl.models.multi_lora import memory
+
+    base, _ = load_base(config.base, config.overrides)
+    trainer = _trainer_bytes(base.policy, training_world_size(base)) + memory.trainer_bytes(base)
+    return Needs(job, _engine_bytes(base.policy) + memory.engine_bytes(base), trainer, beside=True)
 
 
 def _engine_bytes(policy: PolicyConfig) -> int:

@@ -1,8 +1,8 @@
 """A teacher that several jobs of a pool share: engines only, which come and go with their model.
 
-`TeacherPipeline` serves the teacher of a configuration: its engines are awake while samples wait for scores, and lent
-to others otherwise. `PooledTeacher` is a student's side. Invariants: demand stands exactly while samples
-are open; a teacher ends by itself once every job that named it has ended.
+`TeacherPipeline` serves the teacher of a configuration, or of several the one that names it: its engines are awake
+while samples wait for scores, and lent to others otherwise. `PooledTeacher` is a student's side. Invariants: demand
+stands exactly while samples are open; a teacher ends by itself once every job that named it has ended.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _LEAVE_S = 300.0
 _START_S = 300.0
-_LOOK_S = 1.0
+_POLL_S = 1.0
 _LINGER_S = 10.0
 
 
@@ -41,7 +41,7 @@ class TeacherPipeline(LentPipeline):
         config = job.config
         if not isinstance(config, MasterConfig):
             raise TypeError(f"{job.name}: {type(config).__name__} has no teacher")
-        self._config, self._teacher = config, pooled_teacher(config)
+        self._config, self._teacher = config, pooled_teacher(config, job.name)
         self._generation: VllmGeneration | None = None
         self._serving = threading.Event()
         self._demand: OpenSamples | None = None
@@ -88,7 +88,7 @@ class TeacherPipeline(LentPipeline):
     def _until_nobody_needs_it(self, runtime: AgentRuntime) -> None:
         needed_at, had_students = time.monotonic(), False
         while not (self._draining.is_set() and not self._demand):
-            if runtime.closed.wait(_LOOK_S):
+            if runtime.closed.wait(_POLL_S):
                 raise Dismissed(f"{self._job.name}: incarnation {self._incarnation} is no longer registered")
             if self._demand or ask_pool("students", self._job.name):
                 needed_at, had_students = time.monotonic(), True
@@ -100,20 +100,24 @@ class TeacherPipeline(LentPipeline):
 
     def teaches(self) -> Served:
         """What it serves."""
-        policy = self._teacher.policy
-        return Served(policy.model_name, self._config.grpo.topk_logits_k, policy.generation.vllm_cfg.max_model_len)
+        policy, (topk, _) = self._teacher.policy, self._teacher.asked(self._config)
+        return Served(policy.model_name, topk, policy.generation.vllm_cfg.max_model_len)
 
     def score(self, batch: BatchedDataDict, k: int) -> BatchedDataDict:
-        """See `engine_teacher.topk_of_prompts`. Raises TeacherLeft: it is leaving; GenerationError: no engine scores
-        them.
+        """See `engine_teacher.topk_of_prompts`; where k is 0, `logprobs` as `logprobs_of_prompts` gives them. Raises
+        TeacherLeft: it is leaving; GenerationError: no engine scores them.
         """
-        from nemo_rl.algorithms.distillation.engine_teacher import topk_of_prompts
+        from nemo_rl.algorithms.distillation.engine_teacher import logprobs_of_prompts, topk_of_prompts
 
         serves = self._serving.wait(_START_S) and not self._draining.is_set()
         demand = self._demand
         if not serves or self._generation is None or demand is None:
             raise TeacherLeft(f"{self._job.name} takes no samples: it is leaving")
         with demand.batch(batch.size) as finished:
-            found = topk_of_prompts(self._generation, batch, k, finished=finished, look_after=demand.report)
+            watched = {"finished": finished, "while_waiting": demand.report}
+            if k:
+                found = topk_of_prompts(self._generation, batch, k, **watched)
+            else:
+                found = BatchedDataDict(logprobs=logprobs_of_prompts(self._generation, batch, **watched))
         self._samples, self._batches = self._samples + batch.size, self._batches + 1
         return found

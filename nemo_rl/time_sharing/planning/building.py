@@ -14,7 +14,7 @@ def build_ahead(plan_state: PlanState, result: Plan) -> None:
     it will have ended when the next training is asked for. Call it last.
     """
     for name, pipeline in plan_state.pipelines.items():
-        if not pipeline.builds or pipeline.leaving or pipeline.fenced:
+        if not pipeline.builds or pipeline.withdraws or pipeline.fenced:
             continue
         if len(pipeline.warm) == len(pipeline.topology.ranks):
             continue

@@ -122,6 +122,7 @@ _REASONS = {
     "holds": "it already holds these GPUs",
     "for_grant": "GPUs {0} go to {1} of {2}",
     "leaving": "its pipeline is leaving",
+    "paused": "its pipeline is paused",
     "share": "its pipeline has {0} of {1:.1f} GPUs that its remaining work entitles it to",
     "ahead": "the GPUs are idle now, and it will wake at once when it is wanted",
     "spare": "the GPUs would be idle otherwise",

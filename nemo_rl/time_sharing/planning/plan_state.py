@@ -41,11 +41,11 @@ def useful_ranks(pipeline: PipelineState) -> int:
     it has demand.
     """
     remaining = pipeline.demand.remaining
-    if remaining <= 0 or pipeline.leaving or pipeline.fenced:
+    if remaining <= 0 or pipeline.withdraws or pipeline.fenced:
         return 0
     ranks = len(pipeline.topology.ranks)
     most = max(int(pipeline.spec.max_share * ranks + 1e-9), 1)
-    return min(math.ceil(remaining / pipeline.spec.rank_batch), most, ranks)
+    return min(math.ceil(remaining / pipeline.rank_batch), most, ranks)
 
 
 class PlanState:

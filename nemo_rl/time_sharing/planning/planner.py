@@ -88,9 +88,9 @@ def _plan(snapshot: Snapshot, now: float) -> Plan:
         }
     result = Plan()
     for name, pipeline in snapshot.pipelines.items():
-        if pipeline.leaving and not pipeline.fenced:
+        if pipeline.withdraws and not pipeline.fenced:
             for rank in pipeline.awake:
-                plan_state.shrink(result, name, rank, ("leaving",))
+                plan_state.shrink(result, name, rank, ("leaving",) if pipeline.leaving else ("paused",))
     for item in queue(snapshot):
         pipeline = snapshot.pipelines[item.name]
         if item.queued is None:
@@ -109,7 +109,7 @@ def queue(snapshot: Snapshot) -> list[QueueItem]:
     aging = snapshot.limits.aging_s
     items = []
     for name, pipeline in snapshot.pipelines.items():
-        if pipeline.fenced or (pipeline.leaving and not pipeline.held):
+        if pipeline.fenced or (pipeline.withdraws and not pipeline.held):
             continue
         for cluster, queued in pipeline.wants.items():
             if not _has_claim(snapshot, pipeline, cluster):

@@ -48,7 +48,7 @@ def validate(snapshot: Snapshot, plan: Plan) -> list[str]:
         - {
             g
             for s in plan.shrinks
-            if snapshot.pipelines[s.pipeline].leaving
+            if snapshot.pipelines[s.pipeline].withdraws
             for g in _bundle(snapshot, s.pipeline, s.rank)
         }
     )
@@ -165,8 +165,8 @@ def _grant(snapshot: Snapshot, grant: Grant, freed: set[int], taken: set[int]) -
     under way.
     """
     pipeline = snapshot.pipelines[grant.pipeline]
-    if pipeline.fenced or pipeline.leaving:
-        yield f"rule 11: {grant.pipeline} is leaving and gets nothing more"
+    if pipeline.fenced or pipeline.withdraws:
+        yield f"rule 11: {grant.pipeline} is leaving or paused and gets nothing more"
     if grant.priority is Priority.ACTOR_TRAINING and pipeline.waking():
         yield f"rule 14: {grant.pipeline} would train while an expand of its own is under way"
     if grant.cluster in pipeline.held:
@@ -192,8 +192,8 @@ def _expand(snapshot: Snapshot, expand: Expand, freed: set[int], taken: set[int]
         yield f"rule 6: {who} needs {pipeline.topology.tp} different GPUs, the plan gives {expand.gpus}"
     if expand.gpus != pipeline.topology.ranks[expand.rank]:
         yield f"rule 12: {who} is mapped to {pipeline.topology.ranks[expand.rank]}, the plan gives {expand.gpus}"
-    if pipeline.leaving or pipeline.fenced:
-        yield f"rule 11: {expand.pipeline} is leaving and gets nothing more"
+    if pipeline.withdraws or pipeline.fenced:
+        yield f"rule 11: {expand.pipeline} is leaving or paused and gets nothing more"
     yield from _take(expand.gpus, who, freed, taken)
 
 
@@ -215,7 +215,7 @@ def _pointless(snapshot: Snapshot, plan: Plan, unused: set[int], taken: set[int]
     """
     for shrink in plan.shrinks:
         pipeline = snapshot.pipelines[shrink.pipeline]
-        if pipeline.leaving or taken & set(_bundle(snapshot, shrink.pipeline, shrink.rank)):
+        if pipeline.withdraws or taken & set(_bundle(snapshot, shrink.pipeline, shrink.rank)):
             continue
         awake = pipeline.awake.get(shrink.rank)
         if awake is None or (awake.phase is not Phase.ACTIVE and (pipeline.wants or _wanted(snapshot, shrink))):

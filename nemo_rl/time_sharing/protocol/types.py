@@ -36,6 +36,8 @@ _TAGS = ("INIT", "TRN", "CRT", "OLD", "REF", "VAL", "GEN")
 
 ACTOR_TRAIN, ACTOR_INFER = "actor_train", "actor_infer"
 CLUSTER_NAMES = (ACTOR_TRAIN, ACTOR_INFER)
+UNMEASURED_RANK_BATCH = 64
+"""Samples that one rank runs at once at good speed, until its engines have shown how many."""
 
 
 class Phase(str, Enum):
@@ -116,13 +118,14 @@ class PipelineSpec:
 
 class Demand(NamedTuple):
     """Standing generation demand of the step being waited for: `target` and `done` in units of `unit` samples each; a
-    larger `seq` replaces.
+    larger `seq` replaces. `rank_batch`: as measured; 0 for that of the registration.
     """
 
     target: int = 0
     done: int = 0
     unit: int = 1
     seq: int = 0
+    rank_batch: int = 0
 
     @property
     def remaining(self) -> int:
@@ -255,7 +258,9 @@ class Limits:
 
     max_backfills: how often a waiting request is passed. max_initialising: how many pipelines may initialise at the
     same time, 0 for any number; set it where starting processes is what a machine runs out of (their number, host
-    memory), and not GPUs.
+    memory), and not GPUs. measure_s: how often is measured what pipelines gain by running at the same time on shared
+    GPUs, 0 for never; trial_steps: steps that they make together before; turn_s: how long those run that gain nothing,
+    in turn.
     """
 
     aging_s: float = 60.0
@@ -281,6 +286,9 @@ class Limits:
     plan_interval_s: float = 0.25
     replan_s: float = 5.0
     max_tick_s: float = 5.0
+    measure_s: float = 3600.0
+    trial_steps: int = 20
+    turn_s: float = 300.0
 
     def deadline_of(self, verb: Verb) -> float:
         """How long one command may take, retries included."""
@@ -296,7 +304,7 @@ class Limits:
         }[verb]
 
 
-COUNTS = frozenset({"max_backfills", "max_initialising"})
+COUNTS = frozenset({"max_backfills", "max_initialising", "trial_steps"})
 
 
 def limits_from(values: Mapping[str, float]) -> Limits:

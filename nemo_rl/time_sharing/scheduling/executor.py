@@ -119,6 +119,11 @@ class Executor:
             due = min(due, outgoing.resend_at if isolated else min(pending.deadline, outgoing.resend_at))
         return due
 
+    def drop_claims(self, name: str, reason: str) -> None:
+        """Takes back the GPUs that a pipeline was to get next."""
+        for claim in [c for c in self._state.claims.values() if c.pipeline == name]:
+            self._emit(ev.ClaimDropped(name, claim.cluster, claim.rank, reason))
+
     def fence(self, name: str, reason: str, *, contested: tuple[int, ...] = ()) -> None:
         """Cuts a pipeline off and has its processes ended; its GPUs come back when that is verified, and so do
         `contested` ones that it occupies though the ledger has given them to others.
@@ -128,8 +133,7 @@ class Executor:
             c for c in self._state.commands.values() if (c.pipeline, c.incarnation) == (name, pipeline.incarnation)
         ]:
             self._end(pending, "fenced")
-        for claim in [c for c in self._state.claims.values() if c.pipeline == name]:
-            self._emit(ev.ClaimDropped(name, claim.cluster, claim.rank, "fenced"))
+        self.drop_claims(name, "fenced")
         logger.warning("event=fenced pipeline=%s incarnation=%d reason=%s", name, pipeline.incarnation, reason)
         self._emit(ev.Fenced(name, pipeline.incarnation, reason))
         if contested:

@@ -38,7 +38,9 @@ class Requests:
             self._emit(ev.Requested(name, want.cluster, want.priority, want.request, want.step))
 
     def expire(self, name: str, pipeline: PipelineState, now: float) -> None:
-        """Drops the requests of a pipeline that have waited for `request_s`."""
+        """Drops the requests of a pipeline that have waited for `request_s`; not while it is paused."""
+        if pipeline.paused:
+            return
         for cluster, queued in list(pipeline.wants.items()):
             if now > queued.since + self._state.limits.request_s and (name, cluster, -1) not in self._state.claims:
                 self._emit(ev.RequestDropped(name, cluster, queued.want.request, EXPIRED))
@@ -56,7 +58,7 @@ class Requests:
         """Whether another pipeline waits for GPUs that this one holds: to train on them, or to generate at all."""
         held = {gpu for cluster in self._state.pipelines[name].held.values() for gpu in cluster.gpus}
         for other, pipeline in self._state.pipelines.items():
-            if other == name or pipeline.fenced:
+            if other == name or pipeline.fenced or pipeline.paused:
                 continue
             asked = {gpu for cluster in pipeline.wants for gpu in pipeline.topology.clusters[cluster].gpus}
             unscheduled = pipeline.unscheduled_since is not None and not pipeline.held

@@ -32,6 +32,7 @@ from nemo_rl.time_sharing.scheduling.inventory import reconcile, refuse_the_unpl
 from nemo_rl.time_sharing.scheduling.liveness import Liveness
 from nemo_rl.time_sharing.scheduling.requests import Requests
 from nemo_rl.time_sharing.scheduling.steady_clock import SteadyClock
+from nemo_rl.time_sharing.scheduling.trials import Trials
 from nemo_rl.utils.record import Entry, Record
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,8 @@ _REPLAN = frozenset(
         ev.Released,
         ev.ClaimDropped,
         ev.Leaving,
+        ev.Paused,
+        ev.Resumed,
         ev.Fenced,
         ev.Unregistered,
         ev.GpusCleared,
@@ -85,6 +88,7 @@ class Scheduler:
         self._inventoried: set[str] = set()
         self._liveness = Liveness(self.state, self._emit)
         self._requests = Requests(self.state, self._emit)
+        self._trials = Trials(self.state, self._emit, self._executor.drop_claims)
         self._grace_until = float("-inf")
         self._dirty = False
         self._urgent = False
@@ -298,6 +302,7 @@ class Scheduler:
             if not isolated:
                 self._check_leases()
                 self._executor.retry_quarantined()
+        self._trials.update(now)
         stale = now >= self._planned_at + self.state.limits.replan_s
         if (self._replan_by is not None and now >= self._replan_by) or stale:
             self._dirty = self._urgent = True
@@ -330,6 +335,7 @@ class Scheduler:
             if isinstance(event, ev.Unregistered):
                 # Its next incarnation is a larger one, so late messages of this one are recognised without these.
                 self._liveness.forget(event.pipeline)
+                self._trials.steps.forget(event.pipeline)
                 for notes in (self._seqs, self._answered):
                     notes.pop(event.pipeline, None)
                 self._inventoried.discard(event.pipeline)
@@ -372,12 +378,13 @@ class Scheduler:
             held = pipeline.held.get(back.cluster)
             if held is not None and held.epoch <= back.epoch:
                 self._emit(ev.Released(name, back.cluster, held.epoch, back.version))
+                self._trials.steps.released(name, back.version, self.clock.now)
                 self._executor.lease_claims_on(held.gpus)
         self._requests.take(pipeline, status)
         demand = status.demand
         if demand.seq > pipeline.demand.seq:
             began = pipeline.demand.remaining == 0
-            self._emit(ev.DemandReported(name, demand.target, demand.done, demand.unit, demand.seq))
+            self._emit(ev.DemandReported(name, *demand))
             self._dirty = True
             self._urgent = self._urgent or began
         if status.builds and not pipeline.builds:
@@ -392,8 +399,7 @@ class Scheduler:
 
     def _begin_leaving(self, name: str) -> None:
         self._emit(ev.Leaving(name))
-        for claim in [c for c in self.state.claims.values() if c.pipeline == name]:
-            self._emit(ev.ClaimDropped(name, claim.cluster, claim.rank, "leaving"))
+        self._executor.drop_claims(name, "leaving")
 
     def _unregister_if_left(self, name: str) -> None:
         pipeline = self.state.pipelines.get(name)

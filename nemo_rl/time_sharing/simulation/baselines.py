@@ -117,23 +117,25 @@ def _size(job: Job) -> float:
         / job.engine.half_batch
         * job.tp
         + job.train_s * len(job.train)
-    )
+    ) + job.compile_s * len(job.train)
 
 
 def alone(scenario: Scenario, job: Job) -> Scenario:
     """Only this job and its teacher, from time zero, without faults."""
     teachers = tuple(t.model_copy(update={"arrive_s": 0.0}) for t in scenario.teachers if t.name == job.teacher)
     jobs = (job.model_copy(update={"arrive_s": 0.0, "leaves_s": None}),)
-    return scenario.model_copy(update={"jobs": jobs, "teachers": teachers})
+    return scenario.model_copy(update={"jobs": jobs, "teachers": teachers, "adapter_jobs": ()})
 
 
 def way(scenario: Scenario, name: str) -> tuple[Scenario, PlanRule]:
     """The scenario and the rule that make up one way of running it. Where GPUs are not shared, jobs are not placed by
     who else is there: the static split and the queue move them by rules of their own. Raises ValueError: there are
-    teachers, for whom these two have no GPUs.
+    teachers or jobs of adapters, for whom these two have no GPUs.
     """
-    if scenario.teachers and name in (STATIC, *QUEUES):
-        raise ValueError(f"{name}: jobs that share a teacher cannot each have their GPUs to themselves")
+    if (scenario.teachers or scenario.adapter_jobs) and name in (STATIC, *QUEUES):
+        raise ValueError(
+            f"{name}: jobs that share a teacher, and jobs of adapters, cannot each have their GPUs to themselves"
+        )
     if name == STATIC:
         return static_split(scenario), one_after_the_other
     if name in (PLACED, SERIAL, *QUEUES):
@@ -152,12 +154,13 @@ def way(scenario: Scenario, name: str) -> tuple[Scenario, PlanRule]:
 
 def worth_comparing(scenario: Scenario) -> tuple[str, ...]:
     """All ways that the jobs can be run in, ours first; `PLACED` only where a job that names its GPUs could lie
-    elsewhere. With teachers, neither those in which each job has its GPUs to itself, nor the gap-ratio rule, which
-    starves them: its jobs keep a rank each.
+    elsewhere. With teachers or jobs of adapters, neither those in which each job has its GPUs to itself, nor the
+    gap-ratio rule, which starves them: its jobs keep a rank each.
     """
     fixed = any(not job.placed and len(job.infer) < scenario.gpu_pool.slots for job in scenario.jobs)
     ways = (OURS, PLACED, *WAYS[1:]) if fixed and len(scenario.jobs) > 1 else WAYS
-    return tuple(name for name in ways if not scenario.teachers or name in (OURS, PLACED, SERIAL))
+    beside = scenario.teachers or scenario.adapter_jobs
+    return tuple(name for name in ways if not beside or name in (OURS, PLACED, SERIAL))
 
 
 def accept_all(snapshot: Snapshot, plan: Plan) -> list[str]:

@@ -159,6 +159,10 @@ def reached(entries: Iterable[Entry]) -> Counter[str]:
             case ev.SchedulerStarted():
                 what = "starts" if event.term == 1 else "recovers"
                 counts[f"scheduler: {what}{_if(not event.complete, ' without the end of its log')}"] += 1
+            case ev.Paused() | ev.Resumed():
+                counts[type(event).__name__] += 1
+            case ev.SharingMeasured():
+                counts[f"sharing {'pays' if event.keeps else 'does not pay'}"] += 1
             case ev.GpusCleared() | ev.RankCooling() | ev.InventoryDone() | ev.Leaving() | ev.PlanRejected():
                 counts[type(event).__name__] += 1
             case ev.Isolated() | ev.ClockJumped():

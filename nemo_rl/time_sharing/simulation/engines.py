@@ -11,13 +11,16 @@ import heapq
 import math
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from nemo_rl.time_sharing.simulation.loop import Loop
 from nemo_rl.time_sharing.simulation.scenario import Engine, Job
 from nemo_rl.utils.record import Record
 from nemo_rl.utils.record_events import RequestFinished, RequestSubmitted, TokensGenerated, VersionSpan
+
+if TYPE_CHECKING:
+    from nemo_rl.time_sharing.simulation.world import World
 
 _SICK = 0.2
 """The part of its normal rate under which a shard counts as broken."""
@@ -26,7 +29,8 @@ _SICK = 0.2
 @dataclass(slots=True)
 class Sample:
     """One completion to be generated: `length` tokens in `turns` equal turns, `done` of them there; `spans` say under
-    which weights. One of no `group` is for validation.
+    which weights. One of no `group` is for validation; one of an `adapter` keeps the version of it with which its
+    request began.
     """
 
     name: str
@@ -40,6 +44,8 @@ class Sample:
     request: str = ""
     attempts: int = 0
     done_before: int = 0
+    adapter: str = ""
+    version: int = -1
 
     @classmethod
     def drawn(cls, name: str, group: str, job: Job, rng: random.Random) -> Sample:
@@ -57,13 +63,16 @@ class Sample:
 @dataclass(slots=True)
 class Shard:
     """One engine. `progress` counts the tokens that a request present all along would have got; a request ends at its
-    own mark on that scale.
+    own mark on that scale. `crowded`: how many times as long everything takes for what else is on its GPUs.
     """
 
     rank: int
+    gpus: tuple[int, ...]
     active: bool = False
     version: int = -1
     speed: float = 1.0
+    at_work: bool = False
+    crowded: float = 1.0
     progress: float = 0.0
     updated: float = 0.0
     running: dict[str, tuple[Sample, float]] = field(default_factory=dict)
@@ -72,24 +81,25 @@ class Shard:
 
 
 class Generation:
-    """All shards of a job and the queue before them. `finished` is called with each complete sample, `turn_over` with
-    one whose next turn waits for its environment.
+    """All shards of a job, each on its GPUs, and the queue before them. `finished` is called with each complete sample,
+    `turn_over` with one whose next turn waits for its environment.
     """
 
     def __init__(
         self,
-        loop: Loop,
+        world: World,
         engine: Engine,
-        ranks: int,
+        ranks: Sequence[tuple[int, ...]],
         record: Record,
         finished: Callable[[Sample], None],
         turn_over: Callable[[Sample], None],
     ) -> None:
-        self.shards = [Shard(rank) for rank in range(ranks)]
+        self.shards = [Shard(rank, world.gpus_of(slots)) for rank, slots in enumerate(ranks)]
         self.queue: deque[Sample] = deque()
         self.busy_rank_s = 0.0
-        self._loop, self._engine, self._record = loop, engine, record
+        self._loop, self._engine, self._record = world.loop, engine, record
         self._finished, self._turn_over = finished, turn_over
+        self._crowding = world.crowding
         self._requests = 0
 
     def submit(self, samples: list[Sample]) -> None:
@@ -147,6 +157,7 @@ class Generation:
             self._advance(shard)
             for sample, start in list(shard.running.values()):
                 self._stop(shard, sample, start, "aborted")
+            self._note_work(shard)
             shard.timer += 1
 
     def drop_all(self) -> None:
@@ -156,7 +167,24 @@ class Generation:
             shard.active = False
 
     def _rate(self, shard: Shard) -> float:
-        return shard.speed * self._engine.tokens_per_s / (1.0 + len(shard.running) / self._engine.half_batch)
+        alone = self._engine.tokens_per_s / (1.0 + len(shard.running) / self._engine.half_batch)
+        return shard.speed * alone / shard.crowded
+
+    def _note_work(self, shard: Shard) -> None:
+        """Tells what else is on its GPUs when a shard begins or ends its work."""
+        if shard.at_work == bool(shard.running):
+            return
+        shard.at_work, who = not shard.at_work, (id(self), shard.rank)
+        if shard.at_work:
+            shard.crowded = self._crowding.factor(who, shard.gpus)
+            self._crowding.begin(who, shard.gpus, lambda: self._crowded(shard))
+        else:
+            self._crowding.end(who, shard.gpus)
+
+    def _crowded(self, shard: Shard) -> None:
+        self._advance(shard)
+        shard.crowded = self._crowding.factor((id(self), shard.rank), shard.gpus)
+        self._arm(shard)
 
     def _advance(self, shard: Shard) -> None:
         elapsed = self._loop.now - shard.updated
@@ -201,7 +229,13 @@ class Generation:
         heapq.heappush(
             shard.marks, (shard.progress + sample.until - sample.done, self._requests, sample.attempts, sample)
         )
-        self._record.emit(RequestSubmitted(sample.request, shard.rank, sample.name))
+        self._record_of(sample).emit(RequestSubmitted(sample.request, shard.rank, sample.name, sample.adapter))
+
+    def _record_of(self, sample: Sample) -> Record:
+        return self._record
+
+    def _version_of(self, shard: Shard, sample: Sample) -> int:
+        return shard.version
 
     def _rebalance(self, new: Shard) -> None:
         """Moves requests from fuller shards until none has more than its even part."""
@@ -221,19 +255,22 @@ class Generation:
     def _stop(self, shard: Shard, sample: Sample, start: float, outcome: str) -> None:
         self._close_span(shard, sample, start, whole=outcome == "done")
         del shard.running[sample.name]
-        self._record.emit(RequestFinished(sample.request, shard.rank, outcome, sample.done - sample.done_before))
+        finished = RequestFinished(sample.request, shard.rank, outcome, sample.done - sample.done_before)
+        self._record_of(sample).emit(finished)
 
     def _close_span(self, shard: Shard, sample: Sample, start: float, *, whole: bool = False) -> None:
         done = sample.until if whole else min(sample.done + int(shard.progress - start + 1e-6), sample.until - 1)
         if done > sample.done:
             last = sample.spans[-1] if sample.spans else None
-            if last is not None and last.version == shard.version and last.end == sample.done:
-                sample.spans[-1] = VersionSpan(shard.version, last.start, done)
+            version = self._version_of(shard, sample)
+            if last is not None and last.version == version and last.end == sample.done:
+                sample.spans[-1] = VersionSpan(version, last.start, done)
             else:
-                sample.spans.append(VersionSpan(shard.version, sample.done, done))
+                sample.spans.append(VersionSpan(version, sample.done, done))
             sample.done = done
 
     def _arm(self, shard: Shard) -> None:
+        self._note_work(shard)
         shard.timer += 1
         marks = shard.marks
         while marks and self._outdated(shard, marks[0]):
@@ -259,7 +296,10 @@ class Generation:
             _, start = shard.running[sample.name]
             self._stop(shard, sample, start, "done")
             if sample.group and sample.turn == sample.turns:
-                self._record.emit(TokensGenerated(sample.name, sample.group, tuple(sample.spans), sample.mixed_kv))
+                drawn = TokensGenerated(
+                    sample.name, sample.group, tuple(sample.spans), sample.mixed_kv, adapter=sample.adapter
+                )
+                self._record_of(sample).emit(drawn)
         self._dispatch()
         self._arm(shard)
         for sample in done:

@@ -66,6 +66,7 @@ class _Job:
     ended: float = 0.0
     begin_s: float = 0.0
     builds_ahead: bool = False
+    measures_batch: bool = False
     validated: dict[int, int] = field(default_factory=dict)
     granted: dict[str, tuple[float, Priority]] = field(default_factory=dict)
     inits: list[float] = field(default_factory=list)
@@ -141,6 +142,8 @@ def _take_scheduler(jobs: dict[str, _Job], costs: _Costs, entry: Entry) -> None:
             jobs[event.pipeline].begin_s = now - jobs[event.pipeline].at
         case ev.BuildsAhead() if event.pipeline in jobs:
             jobs[event.pipeline].builds_ahead = True
+        case ev.DemandReported() if event.pipeline in jobs:
+            jobs[event.pipeline].measures_batch |= event.rank_batch > 0
         case ev.Requested(priority=Priority.ACTOR_TRAINING) if event.pipeline in jobs:
             job = jobs[event.pipeline]
             # A batch that was there before the last step ended was not waited for. The clocks of scheduler and
@@ -212,7 +215,8 @@ def _section(name: str, job: _Job, arrive_s: float) -> dict[str, object]:
     logs = [math.log(length) for length in job.lengths]
     rate, half_batch = _engine(job.requests)
     # The driver's own time between its last group and its request delays a step as training does.
-    train_s = statistics.median(job.holds) + (statistics.median(job.gaps) if job.gaps else 0.0)
+    holds = job.holds[1:] or job.holds
+    hold_s, own_s = statistics.median(holds), statistics.median(job.gaps) if job.gaps else 0.0
     # Without the training turns of GPUs that have slots, which come with these.
     train = sorted(set(clusters[ACTOR_TRAIN].gpus) & set(clusters[ACTOR_INFER].gpus))
     return {
@@ -229,9 +233,11 @@ def _section(name: str, job: _Job, arrive_s: float) -> dict[str, object]:
         "samples_per_group": max(job.samples, 1),
         "begin_s": job.begin_s,
         "builds_ahead": job.builds_ahead,
+        "measures_batch": job.measures_batch,
         "validation": _validation(job),
         "init_s": statistics.median(job.inits) if job.inits else 0.0,
-        "train_s": train_s,
+        "train_s": hold_s + own_s,
+        "compile_s": max(job.holds[0] - hold_s, 0.0),
         "tokens": {
             "median": float(statistics.median(job.lengths)),
             "sigma": min(statistics.pstdev(logs), 3.0),

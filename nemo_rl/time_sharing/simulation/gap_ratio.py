@@ -55,7 +55,7 @@ def decide(snapshot: Snapshot, now: float) -> Plan:
     """
     plan_state, result = PlanState(snapshot, now), Plan()
     for name, pipeline in snapshot.pipelines.items():
-        if pipeline.leaving and not pipeline.fenced:
+        if pipeline.withdraws and not pipeline.fenced:
             for rank in pipeline.awake:
                 plan_state.shrink(result, name, rank, ("leaving",))
     _fixed(plan_state, result, snapshot)
@@ -105,7 +105,7 @@ def _rows(plan_state: PlanState) -> list[_Row]:
     rows = []
     for name, pipeline in plan_state.pipelines.items():
         demand = pipeline.demand
-        if pipeline.fenced or pipeline.leaving or demand.target == 0:
+        if pipeline.fenced or pipeline.withdraws or demand.target == 0:
             continue
         waits = pipeline.unscheduled_since is not None
         target = float(demand.target * demand.unit)

@@ -43,6 +43,8 @@ class JobProcess:
     validated: int = -1
     started_ranks: set[int] = field(default_factory=set)
     initialised: bool = False
+    compiled: bool = False
+    training_s: float = 0.0
     dead: bool = False
 
     def __post_init__(self) -> None:

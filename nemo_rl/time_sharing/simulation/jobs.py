@@ -8,26 +8,19 @@ trained step under a new incarnation.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nemo_rl.time_sharing.agents.agent import Agent
 from nemo_rl.time_sharing.agents.agent_parts import REFRESH, Operation
 from nemo_rl.time_sharing.protocol.topology import Topology
-from nemo_rl.time_sharing.protocol.types import (
-    ACTOR_TRAIN,
-    Answer,
-    Command,
-    Priority,
-    Reply,
-    Status,
-    Verb,
-    Want,
-)
+from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Answer, Command, Priority, Reply, Status, Verb, Want
 from nemo_rl.time_sharing.simulation.agent_watch import AgentWatch
 from nemo_rl.time_sharing.simulation.engines import Generation, Sample
 from nemo_rl.time_sharing.simulation.job_process import Group, JobProcess
 from nemo_rl.time_sharing.simulation.scenario import Costs, Job
 from nemo_rl.utils import record_events as rec
+from nemo_rl.utils.record import Record
 
 if TYPE_CHECKING:
     from nemo_rl.time_sharing.simulation.world import World
@@ -68,10 +61,8 @@ class SimulatedJob:
                 f"{done}, given up at {self.finished_at:.0f} s after {self.incarnations} starts "
                 f"(faults.restarts allows no more); the last one {last}"
             )
-        now = self.world.loop.now
-        return f"{done} when the simulation ended at {now:.0f} s" + (
-            " (horizon_s)" if now >= self.world.scenario.horizon_s else ""
-        )
+        now, horizon_s = self.world.loop.now, self.world.scenario.horizon_s
+        return f"{done} when the simulation ended at {now:.0f} s{' (horizon_s)' if now >= horizon_s else ''}"
 
     # Starts and ends.
 
@@ -92,6 +83,7 @@ class SimulatedJob:
             return
         process.dead = True
         process.generation.drop_all()
+        self.world.trainer_rests(self.job)
         self.generate_gpu_s += process.generation.busy_rank_s * self.job.tp
         if self.stopping:
             # It is not restarted, so they are accounted for here.
@@ -120,9 +112,7 @@ class SimulatedJob:
         world = self.world
         record = world.record_of(f"{self.job.name}/driver")
         agent = Agent(topology, self.incarnations, self, record, version=self.trained_steps)
-        generation = Generation(
-            world.loop, self.job.engine, len(topology.ranks), record, self._sample_done, self._turn_over
-        )
+        generation = self._generation(topology.ranks, record)
         self.process = process = JobProcess(
             self.incarnations, agent, AgentWatch(agent), generation, record, world.loop, self.job.turns
         )
@@ -138,6 +128,9 @@ class SimulatedJob:
         if self.job.builds_ahead and not self.stopping:
             agent.builds_ahead()
         self._heartbeat(process)
+
+    def _generation(self, ranks: Sequence[tuple[int, ...]], record: Record) -> Generation:
+        return Generation(self.world, self.job.engine, ranks, record, self._sample_done, self._turn_over)
 
     def _heartbeat(self, process: JobProcess) -> None:
         if process.dead or process is not self.process:
@@ -209,6 +202,8 @@ class SimulatedJob:
         new: list[Sample] = []
         for step in range(max(process.admitted_step + 1, process.agent.published), last + 1):
             new += self._admit(process, step)
+        if self.job.measures_batch and process.admitted_step >= 0:
+            process.agent.batch_measured(self.job.engine.good_batch)
         process.admitted_step = max(process.admitted_step, last)
         process.wait_for(*self._progress(process))
         if new:
@@ -285,10 +280,11 @@ class SimulatedJob:
         self.world.loop.after(self._vary(seconds, self._rng), self._if_alive, process, action, arguments)
 
     def _trainer_later(self, process: JobProcess, seconds: float, action: str, *arguments: object) -> None:
-        """The trainer's own work: its jitter belongs to job and step, so that a job does the same work beside any
-        neighbour.
+        """Work of the trainer or the environment. Its jitter belongs to job, step and sample, so that a job does the
+        same work beside any neighbour.
         """
-        rng = random.Random(f"{self.world.seed}/{self.job.name}/{action}/{arguments}")
+        of = tuple(f"{a.name}/{a.turn}" if isinstance(a, Sample) else a for a in arguments)
+        rng = random.Random(f"{self.world.seed}/{self.job.name}/{action}/{of}")
         self.world.loop.after(self._vary(seconds, rng), self._if_alive, process, action, arguments)
 
     def _if_alive(self, process: JobProcess, action: str, arguments: tuple[object, ...]) -> None:
@@ -313,10 +309,13 @@ class SimulatedJob:
     def _train(self, process: JobProcess, step: int) -> None:
         process.record.emit(rec.StepBegun(step))
         resident = self.job.log_probs_s > 0
-        self._trainer_later(process, self.job.train_s + (0.0 if resident else self.costs.load_s), "_trained", step)
+        alone_s = self.job.train_s + (0.0 if process.compiled else self.job.compile_s)
+        process.training_s = alone_s * self.world.trainer_works(self.job)
+        process.compiled = True
+        self._trainer_later(process, process.training_s + (0.0 if resident else self.costs.load_s), "_trained", step)
 
     def _trained(self, process: JobProcess, step: int) -> None:
-        self.train_gpu_s += self.job.train_s * len(self.job.train)
+        self.train_gpu_s += process.training_s * len(self.job.train)
         for group in [g for g in process.groups.values() if g.step == step]:
             process.record.emit(rec.GroupTrained(group.name, step))
             del process.groups[group.name]
@@ -382,7 +381,8 @@ class SimulatedJob:
         if priority is Priority.INITIALIZATION:
             self._trainer_later(process, self.job.init_s, "_initialised")
         elif priority is Priority.OLD_LOG_PROBS:
-            self._trainer_later(process, self.costs.load_s + self.job.log_probs_s, "_log_probs_done", step)
+            log_probs_s = self.job.log_probs_s * self.world.trainer_works(self.job)
+            self._trainer_later(process, self.costs.load_s + log_probs_s, "_log_probs_done", step)
         else:
             self._train(process, step)
 
@@ -415,6 +415,7 @@ class SimulatedJob:
 
     def refreshed(self, version: int) -> None:
         process = self.process
+        self.world.trainer_rests(self.job)
         if process is not None:
             with process.agent.one_status():
                 process.agent.release(ACTOR_TRAIN)

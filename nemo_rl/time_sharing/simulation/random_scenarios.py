@@ -50,6 +50,8 @@ def random_scenario(seed: int) -> Scenario:
     jobs = [job | _shares(steer) for job in jobs]
     ahead = random.Random(f"ahead/{seed}")
     jobs = [job | {"builds_ahead": ahead.random() < 0.3} for job in jobs]
+    measuring = random.Random(f"measures/{seed}")
+    jobs = [job | {"measures_batch": measuring.random() < 0.3} for job in jobs]
     answering = random.Random(f"turns/{seed}")
     jobs = [job | _turns(answering) for job in jobs]
     drawn = {
@@ -67,7 +69,71 @@ def random_scenario(seed: int) -> Scenario:
         "faults": _faults(rng) | _more_faults(steer),
         "costs": {"start_s": rng.choice((0.5, 3.0)), "sync_s": rng.choice((0.1, 1.0)), "jitter": 0.3},
     }
-    return parse_scenario(harsher(drawn, random.Random(f"peril/{seed}")))
+    return parse_scenario(_on_slots(harsher(drawn, random.Random(f"peril/{seed}")), random.Random(f"slots/{seed}")))
+
+
+def _on_slots(drawn: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """Some pools have several slots on each GPU; what their jobs gain by that is measured all the time."""
+    if rng.random() < 0.85 or any(job["tp"] > 1 for job in drawn["jobs"]):
+        return drawn
+    slots = rng.randint(2, 3)
+    columns = {job["name"]: rng.randrange(slots) for job in drawn["jobs"]}
+    jobs = [
+        job | {name: [gpu * slots + columns[job["name"]] for gpu in job[name]] for name in ("train", "infer")}
+        for job in drawn["jobs"]
+    ]
+    pool = drawn["pool"] | {"slots_per_gpu": slots, "neighbours_slow": rng.choice((0.0, 0.5, 2.0))}
+    limits = {"measure_s": 20.0, "trial_steps": rng.choice((0, 1, 2)), "turn_s": rng.choice((0.0, 5.0, 20.0))}
+    jobs = [job | {"steps": 3 * job["steps"]} for job in jobs]
+    return drawn | {"pool": pool, "jobs": jobs, "limits": drawn["limits"] | limits}
+
+
+def random_adapters(seed: int) -> Scenario:
+    """The random scenario of a seed, made smaller, beside jobs of adapters that are added and removed at random.
+    Adapters of different jobs have equal names.
+    """
+    scenario, rng = random_scenario(seed), random.Random(f"adapters/{seed}")
+    pool = scenario.gpu_pool.slots
+    few = scenario.jobs[: rng.choice((1, 1, 2))]
+    small = {"steps": 2, "groups": 2, "samples_per_group": 4}
+    jobs = tuple(job.model_copy(update=small) for job in few)
+    faults = scenario.faults.model_copy(update={"agent_crashes": rng.choice((0.0, 40.0, 120.0)), "until_s": 200.0})
+    # Steps have to end before GPUs are taken by force, most of the time.
+    limits = scenario.limits | {"drain_s": rng.choice((5.0, 60.0, 60.0))}
+    plans = [_adapter_job(rng, number, pool) for number in range(rng.choice((1, 1, 2)))]
+    changed = {"jobs": jobs, "faults": faults, "limits": limits}
+    return parse_scenario(scenario.model_copy(update=changed).model_dump() | {"adapter_jobs": plans})
+
+
+def _adapter_job(rng: random.Random, number: int, pool: int) -> dict[str, Any]:
+    names = ["add", "subtract", "reverse", "sort", "count"][: rng.randint(2, 5)]
+    return {
+        "name": f"adapters{number}",
+        "infer": sorted(rng.sample(range(pool), rng.randint(1, min(pool, 3)))),
+        "adapters": [_adapter(rng, name) for name in names],
+        "slots": rng.choice((1, 2, 3, 8)),
+        "pass_tokens": rng.choice((None, 200, 2000)),
+        "pass_share": rng.choice((0.3, 0.5, 1.0)),
+        "wait_s": rng.choice((0.0, 0.5, 5.0)),
+        "train_s": rng.uniform(0.2, 3.0),
+        "save_period": rng.choice((1, 1, 3)),
+        "tokens": {"median": rng.choice((20, 100)), "sigma": 0.8, "max": 1000},
+        "engine": {"half_batch": rng.choice((8, 64)), "max_running": rng.choice((4, 256))},
+        "arrive_s": rng.choice((0.0, rng.uniform(0, 60))),
+    }
+
+
+def _adapter(rng: random.Random, name: str) -> dict[str, Any]:
+    joins = rng.choice((0.0, 0.0, rng.uniform(0, 100)))
+    return {
+        "name": name,
+        "steps": rng.randint(1, 6),
+        "groups": rng.choice((1, 2, 4)),
+        "samples_per_group": rng.choice((2, 4)),
+        "weight": rng.choice((1.0, 1.0, 3.0)),
+        "joins_s": joins,
+        "leaves_s": rng.choice((None, None, joins + rng.uniform(0, 120))),
+    }
 
 
 def _turns(rng: random.Random) -> dict[str, Any]:

@@ -122,12 +122,13 @@ def compose(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes) -
     if (
         name not in (SERIAL, STATIC, *QUEUES)
         or scenario.teachers
+        or scenario.adapter_jobs
         or scenario.faults != type(scenario.faults)()
         or any(job.leaves_s is not None for job in scenario.jobs)
     ):
         raise ValueError(
-            f"{name}: only {SERIAL}, {STATIC} and {QUEUE}, without faults, teachers and jobs that leave, can be put "
-            "together from jobs alone"
+            f"{name}: only {SERIAL}, {STATIC} and {QUEUE}, without faults, teachers, adapters and jobs that leave, "
+            "can be put together from jobs alone"
         )
     scenario, alone_times = _as_run(scenario, name, alone_times)
     changed, _ = way(scenario, name)
@@ -237,6 +238,9 @@ def summarise(world: World, scenario: Scenario, seed: int, alone_times: AloneTim
             fates[job.name] = run.fate
         elif job.leaves_s is None and not alone_times.run(job, seed).unfinished:
             slowdown[job.name] = seconds[job.name] / alone_times.of(job, seed)
+    for plan in scenario.adapter_jobs:
+        if fate := world.jobs[plan.name].fate:
+            fates[plan.name] = fate
     total = max(job.arrive_s + seconds[job.name] for job in scenario.jobs)
     busy = sum(run.train_gpu_s + run.generate_gpu_s for run in world.jobs.values())
     runs = [world.jobs[job.name] for job in scenario.jobs]

@@ -46,10 +46,16 @@ class PoolSection(_Section):
     slots_per_gpu: Int = _key(
         1,
         "Jobs that may use a GPU at once, one of them training. Mappings name slots where it is above 1: slot s lies "
-        "on GPU s // slots_per_gpu. That neighbours slow each other is not simulated. The other "
-        "ways of running the jobs use whole GPUs.",
+        "on GPU s // slots_per_gpu. The other ways of running the jobs use whole GPUs.",
         ge=1,
         le=64,
+    )
+    neighbours_slow: Number = _key(
+        0.0,
+        "How much longer work on a GPU takes for each other piece of work there, an engine with requests or a trainer: "
+        "with 0.4 two at once take 1.4 times as long.",
+        ge=0,
+        le=100,
     )
 
 
@@ -77,6 +83,11 @@ class Engine(_Section):
         le=1e6,
     )
     max_running: Int = _key(256, "Requests that a rank runs at once; further ones wait.", ge=1, le=1_000_000)
+
+    @property
+    def good_batch(self) -> int:
+        """Requests that a rank runs at once at good speed."""
+        return max(int(self.half_batch / 4), 1)
 
 
 class Costs(_Section):
@@ -199,7 +210,15 @@ class Job(_Section):
         le=1_000_000,
     )
     train_s: Seconds = _key(10.0, "Seconds of one training step on the `train` GPUs.")
+    compile_s: Seconds = _key(
+        0.0, "Seconds more of the first training step, whenever the job starts: its kernels are compiled in it."
+    )
     log_probs_s: Seconds = _key(0.0, "Seconds of the log-probs pass before each step, on the same GPUs; 0 for none.")
+    measures_batch: Bool = _key(
+        False,
+        "Whether it is registered with a rank_batch of 64, as real GRPO runs are, and measures half_batch / 4 in its "
+        "first step, rather than knows that from the start.",
+    )
     builds_ahead: Bool = _key(
         False,
         "Whether its engines are built on idle GPUs, ahead of their first wakes, as those of real GRPO runs are.",
@@ -263,6 +282,45 @@ class Teacher(_Section):
         return Job(**shared, train=(), steps=1, staleness=0)
 
 
+class Adapter(_Section):
+    """A LoRA adapter of a job of adapters."""
+
+    name: Text = Field(description="Its name: letters, digits, `_`, `.` and `-`; each of its job has another.")
+    steps: Int = _key(5, "Training steps; it has ended when all are trained.", ge=1, le=1_000_000)
+    groups: Int = _key(4, "Prompt groups per step, which are drawn from the version that the step trains.", ge=1)
+    samples_per_group: Int = _key(4, "Completions of each prompt.", ge=1, le=100_000)
+    weight: Number = _key(1.0, "Its share in training passes relative to other adapters.", gt=0)
+    joins_s: Seconds = _key(0.0, "When it is added; it begins when the job runs and has a slot for it.")
+    leaves_s: Seconds | None = _key(None, "When it is removed, finished or not; null for never.")
+
+
+class AdapterJob(_Section):
+    """Adapters that share one base model, its engines and training passes: a command on a whole rank. When the rank is
+    wanted back, each adapter finishes its step; with its next rank the command goes on from their checkpoints. There
+    is at least one of `jobs` beside such jobs.
+    """
+
+    name: Text = Field(description="Its name, as of a job; no job has the same.")
+    infer: tuple[Int, ...] = Field(description="GPUs it may run on, ascending; rank r is the r-th `tp` of them.")
+    tp: Int = _key(1, "GPUs that it runs on at once: 1, 2, 4, 8 or whole nodes.", ge=1)
+    weight: Number = _key(1.0, "Its claim on contended GPUs relative to jobs.", gt=0)
+    adapters: tuple[Adapter, ...] = Field(description="Its adapters.")
+    slots: Int = _key(8, "Adapters that it holds at once; further ones wait for one of them to end.", ge=1)
+    pass_tokens: Int | None = Field(None, ge=1, description="Tokens of a training pass, at most; null has no limit.")
+    pass_share: Number = _key(0.5, "Share of the adapters in a training pass, at most, rounded up.", gt=0, le=1)
+    wait_s: Seconds = _key(0.5, "How long a ready adapter waits for others to share its training pass.")
+    train_s: Seconds = _key(2.0, "Seconds of a training pass for each adapter in it.")
+    save_period: Int = _key(1, "Steps of an adapter between two of its checkpoints.", ge=1)
+    tokens: Tokens = _key(Tokens(), "Completion lengths: keys as of a job's `tokens`.")
+    engine: Engine = _key(Engine(), "How fast a rank generates: keys as of a job's `engine`.")
+    arrive_s: Seconds = _key(0.0, "When it is started.")
+
+    def as_job(self) -> Job:
+        """What it is to a scheduler: a job that trains nothing and whose weights never change."""
+        shared = ("name", "infer", "tp", "weight", "tokens", "engine", "arrive_s")
+        return Job(**{name: getattr(self, name) for name in shared}, train=(), steps=1, staleness=0)
+
+
 class Fleet(_Section):
     """Many jobs of one kind, called by the fleet's name and a number: their mappings of `width` GPUs lie at even
     distances round the pool.
@@ -294,6 +352,7 @@ class Scenario(_Section):
     )
     fleets: dict[str, Fleet] = Field(default_factory=dict, description="Many jobs of one kind, by name.")
     teachers: tuple[Teacher, ...] = _key((), "Teachers that jobs share.")
+    adapter_jobs: tuple[AdapterJob, ...] = _key((), "Jobs of many adapters on one base model.")
     costs: Costs = _key(Costs(), "What hand-overs take.")
     network: Network = _key(Network(), "How messages travel.")
     faults: Faults = _key(Faults(), "What breaks.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from re import fullmatch
 from typing import TYPE_CHECKING
 
 from nemo_rl.time_sharing.protocol.topology import RegistrationError, register
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 FLEET_GIVES = ("name", "train", "infer")
 MOST_SAMPLES = 1_000_000
+_ADAPTER = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
 TEACHER_FOUND_S = 600.0
 """How long a job waits for a teacher that is not there, as in a pool."""
 _REGISTERED = ("weight", "min_share", "max_share", "staleness", "full_overlap")
@@ -27,7 +29,9 @@ def problems_of(scenario: Scenario, places: list[str]) -> Iterator[str]:
     first: dict[str, str] = {}
     wrong_fleets: set[str] = set()
     yield from _problems_of_teachers(scenario, places)
+    yield from _problems_of_adapters(scenario)
     served = [(teacher.as_job(), f"teachers.{number}") for number, teacher in enumerate(scenario.teachers)]
+    served += [(job.as_job(), f"adapter_jobs.{number}") for number, job in enumerate(scenario.adapter_jobs)]
     for job, place in (*zip(scenario.jobs, places, strict=True), *served):
         if job.name in first:
             yield (
@@ -69,6 +73,28 @@ def _problems_of_teachers(scenario: Scenario, places: list[str]) -> Iterator[str
     for number, teacher in enumerate(scenario.teachers):
         if teacher.name not in named:
             yield f"teachers.{number}.name: no job names {teacher.name!r} as its teacher: it would do nothing"
+
+
+def _problems_of_adapters(scenario: Scenario) -> Iterator[str]:
+    for number, job in enumerate(scenario.adapter_jobs):
+        place, names = f"adapter_jobs.{number}.adapters", [adapter.name for adapter in job.adapters]
+        if not names:
+            yield f"{place}: job {job.name!r}: give at least one adapter"
+        for at, adapter in enumerate(job.adapters):
+            if not fullmatch(_ADAPTER, adapter.name):
+                yield f"{place}.{at}.name: {adapter.name!r}; a name has letters, digits, `_`, `.` and `-`"
+            elif adapter.name in names[:at]:
+                yield f"{place}.{at}.name: job {job.name!r} has two adapters called {adapter.name!r}; rename one"
+            if adapter.leaves_s is not None and adapter.leaves_s < adapter.joins_s:
+                yield (
+                    f"{place}.{at}.leaves_s: {adapter.leaves_s:g} s is before it joins (joins_s: {adapter.joins_s:g}); "
+                    "give a later time, or null for never"
+                )
+            if adapter.groups * adapter.samples_per_group > MOST_SAMPLES:
+                yield (
+                    f"{place}.{at}.groups: {adapter.groups} groups of {adapter.samples_per_group} samples are more "
+                    f"than the {MOST_SAMPLES:,} samples that are simulated at once; give fewer groups"
+                )
 
 
 def _problems_of_job(scenario: Scenario, job: Job) -> Iterator[tuple[str, str]]:

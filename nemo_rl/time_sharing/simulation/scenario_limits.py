@@ -40,6 +40,11 @@ MEANING = {
     "quarantine_s": "A rank or GPU that failed is left alone for so long.",
     "plan_interval_s": "Shortest time between two plans.",
     "replan_s": "Longest time between two plans.",
+    "measure_s": "How often is measured what jobs gain by running at the same time on GPUs of several slots; 0 for "
+    "never: all run at the same time.",
+    "trial_steps": "Steps that each makes together with the others before it is tried alone, which costs those six "
+    "steps.",
+    "turn_s": "How long jobs run that gain nothing by it, before others have their turn.",
     "max_tick_s": "A clock that moves by more at once has jumped; the scheduler's time leaves the jump out.",
 }
 _PERIODS = frozenset({"heartbeat_s", "lease_s", "retry_s", "replan_s", "max_tick_s"})

@@ -17,6 +17,8 @@ from pydantic.fields import FieldInfo
 
 from nemo_rl.time_sharing.protocol.types import COUNTS, Limits
 from nemo_rl.time_sharing.simulation.scenario import (
+    Adapter,
+    AdapterJob,
     Costs,
     Engine,
     Faults,
@@ -70,6 +72,8 @@ _SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("`jobs[].validation`", Validation),
     ("`fleets`: a mapping of names to fleets", Fleet),
     ("`teachers`: a list of teachers", Teacher),
+    ("`adapter_jobs`: a list of jobs of many adapters", AdapterJob),
+    ("`adapter_jobs[].adapters`: a list of adapters", Adapter),
     ("`costs`", Costs),
     ("`network`", Network),
     ("`faults`", Faults),

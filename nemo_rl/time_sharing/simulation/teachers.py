@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from nemo_rl.time_sharing.simulation.adapters import SimulatedAdapters
 from nemo_rl.time_sharing.simulation.engines import Sample
 from nemo_rl.time_sharing.simulation.job_process import Group, JobProcess
 from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def jobs_of(scenario: Scenario, world: World) -> dict[str, SimulatedJob]:
-    """All jobs of a scenario by name, its teachers last."""
+    """All jobs of a scenario by name, its teachers and its jobs of adapters last."""
     teachers = {one.name: SimulatedTeacher(one.as_job(), world, scenario.costs) for one in scenario.teachers}
     jobs: dict[str, SimulatedJob] = {}
     for job in scenario.jobs:
@@ -27,7 +28,8 @@ def jobs_of(scenario: Scenario, world: World) -> dict[str, SimulatedJob]:
             jobs[job.name] = Student(job, world, scenario.costs, teachers[job.teacher])
         else:
             jobs[job.name] = SimulatedJob(job, world, scenario.costs)
-    return jobs | teachers
+    adapters = {plan.name: SimulatedAdapters(plan, world, scenario.costs) for plan in scenario.adapter_jobs}
+    return jobs | teachers | adapters
 
 
 class SimulatedTeacher(SimulatedJob):

@@ -8,7 +8,7 @@ so that the checker needs no other truth.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from nemo_rl.time_sharing.log.events import MemoryFreed, PlanRejected
@@ -20,6 +20,7 @@ from nemo_rl.time_sharing.planning.plan import Plan, Snapshot
 from nemo_rl.time_sharing.planning.validator import Validator, validate
 from nemo_rl.time_sharing.protocol.topology import Topology
 from nemo_rl.time_sharing.protocol.types import (
+    UNMEASURED_RANK_BATCH,
     Answer,
     Command,
     Outcome,
@@ -31,10 +32,11 @@ from nemo_rl.time_sharing.protocol.types import (
 from nemo_rl.time_sharing.scheduling.scheduler import PlanRule, Scheduler, StillRegistered
 from nemo_rl.time_sharing.scheduling.steady_clock import SteadyClock
 from nemo_rl.time_sharing.simulation.batch_queue import BatchQueue
+from nemo_rl.time_sharing.simulation.crowding import Crowding
 from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
 from nemo_rl.time_sharing.simulation.log_copy import LogCopy, saved_state_of
 from nemo_rl.time_sharing.simulation.loop import Loop, Wire
-from nemo_rl.time_sharing.simulation.scenario import Scenario
+from nemo_rl.time_sharing.simulation.scenario import Job, Scenario
 from nemo_rl.time_sharing.simulation.teachers import jobs_of
 from nemo_rl.time_sharing.simulation.watch import SchedulerWatch
 from nemo_rl.utils.record import Entry, Record
@@ -72,9 +74,10 @@ class World:
         self.loop = Loop()
         self.rng = random.Random(f"{seed}/world")
         self.wire = Wire(self.loop, scenario.network, random.Random(f"{seed}/wire"))
+        self._record = make_record(lambda: self.loop.now)
+        self.crowding = Crowding(scenario.pool.neighbours_slow)
         self.jobs = jobs_of(scenario, self)
         self.open_jobs = len(self.jobs)
-        self._record = make_record(lambda: self.loop.now)
         self._rule, self._validator, self._queue = rule, validator, queue
         self._clock = SteadyClock(max_step_s=self.limits.max_tick_s)
         self._log = LogCopy(self._record.bind("scheduler", clock=lambda: self._clock.now), lambda: self._clock.now)
@@ -110,6 +113,20 @@ class World:
         if problems := self._validator(snapshot, plan):
             self._log.emit(PlanRejected(tuple(dict.fromkeys(problems))))
         return plan
+
+    def gpus_of(self, slots: Iterable[int]) -> tuple[int, ...]:
+        """The GPUs that slots lie on."""
+        return tuple(dict.fromkeys(map(self.scenario.gpu_pool.gpu_of, slots)))
+
+    def trainer_works(self, job: Job) -> float:
+        """A trainer begins; how many times as long its work takes for what else is on its GPUs."""
+        gpus = self.gpus_of(job.train)
+        self.crowding.begin(job.name, gpus)
+        return self.crowding.factor(job.name, gpus)
+
+    def trainer_rests(self, job: Job) -> None:
+        """A trainer ends its work on GPUs."""
+        self.crowding.end(job.name, self.gpus_of(job.train))
 
     @property
     def entries(self) -> list[Entry]:
@@ -162,7 +179,6 @@ class World:
         scheduler, spec = self._scheduler, job.job
         if scheduler is None or any(self.wire.is_cut(way, spec.name) for way in _BOTH_WAYS):
             return None
-        batch = max(int(spec.engine.half_batch / 4), 1)
         try:
             topology = scheduler.register(
                 spec.name,
@@ -175,7 +191,7 @@ class World:
                 min_share=spec.min_share,
                 max_share=spec.max_share,
                 staleness=spec.staleness,
-                rank_batch=batch,
+                rank_batch=UNMEASURED_RANK_BATCH if spec.measures_batch else spec.engine.good_batch,
                 full_overlap=spec.full_overlap,
             )
         except StillRegistered:

@@ -153,10 +153,10 @@ class PageServer:
         token: str | None = None,
         act: Act | None = None,
     ) -> None:
-        to_look = token is not None or not of_this_machine(host)
+        token_to_read = token is not None or not of_this_machine(host)
         token = token or secrets.token_urlsafe(16)
-        app = page_app(view, token, to_look=to_look, act=act)
-        of_use = token if to_look or act is not None else None
+        app = page_app(view, token, token_to_read=token_to_read, act=act)
+        of_use = token if token_to_read or act is not None else None
         self._server, self.url = serve_page(app, of_use, host=host, port=port, name="pool-page")
 
     def close(self) -> None:
@@ -164,9 +164,9 @@ class PageServer:
         self._server.close()
 
 
-def page_app(view: PoolView, token: str, *, to_look: bool, act: Act | None) -> Starlette:
-    """The page as an ASGI application; see `PageServer`. `to_look`: whether it is asked for to look, and not only to
-    act. `act`: see `PageServer`.
+def page_app(view: PoolView, token: str, *, token_to_read: bool, act: Act | None) -> Starlette:
+    """The page as an ASGI application; see `PageServer`. `token_to_read`: whether reading needs the token, and not only
+    acting. `act`: see `PageServer`.
     """
 
     def page(request: Request) -> Response:
@@ -207,6 +207,6 @@ def page_app(view: PoolView, token: str, *, to_look: bool, act: Act | None) -> S
             Route("/jobs/{name}/{what}", acted, methods=["POST"]),
         ],
         token,
-        to_look=to_look,
+        token_to_read=token_to_read,
         cookie=_COOKIE,
     )

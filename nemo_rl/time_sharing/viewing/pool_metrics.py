@@ -65,7 +65,14 @@ def _metrics(timeline: Timeline, standings: Sequence[Standing]) -> Iterator[Metr
     slowdown = GaugeMetricFamily(
         "nrl_pool_slowdown", "Time passed over time not lost to other pipelines, estimated.", labels=("pipeline",)
     )
+    gain = GaugeMetricFamily(
+        "nrl_pool_sharing_gain",
+        "How many times the work of one after the other those do that share this one's GPUs, measured.",
+        labels=("pipeline",),
+    )
     for standing in standings:
+        if standing.sharing is not None and standing.sharing.gain is not None:
+            gain.add_metric((standing.name,), standing.sharing.gain.of_all)
         if standing.sharing is not None:
             share.add_metric((standing.name,), standing.sharing.share)
             slowdown.add_metric((standing.name,), standing.sharing.slowdown)
@@ -73,7 +80,7 @@ def _metrics(timeline: Timeline, standings: Sequence[Standing]) -> Iterator[Metr
         seconds = outcome.waited_s if outcome is not None else progress.waited_s if progress is not None else 0.0
         steps.add_metric((standing.name,), steps_of(standing))
         waited.add_metric((standing.name,), seconds)
-    yield from (steps, waited, share, slowdown)
+    yield from (steps, waited, share, slowdown, gain)
 
 
 def _in_use(timeline: Timeline) -> dict[tuple[str, str], float]:

@@ -90,6 +90,7 @@ def report_data(
         "decisions": [
             [round(t, 3), plan, in_unit(text, unit)] for t, plan, text in timeline.decisions[-_MOST_DECISIONS:]
         ],
+        "measured": timeline.measured,
         "entitled": [round(timeline.entitled.get(name, 0.0), 2) for name in pipelines],
         "began": timeline.origin if timeline.origin > _A_CLOCK else 0.0,
         "live": False,

@@ -75,14 +75,14 @@ function jobs(){const acts=D.acts&&D.live&&token;return "<div class='wide jobs'>
 document.addEventListener("click",async e=>{const {job,what}=e.target.dataset||{};if(!job||!confirm(`${what} ${job}?`))return;
  const said=await fetch(`jobs/${encodeURIComponent(job)}/${what}`,{method:"POST",headers:{Authorization:`Bearer ${token}`}});$("said").textContent=await said.text()});
 function decide(){const word=$("find").value.toLowerCase(),found=D.decisions.filter(d=>!word||d[2].toLowerCase().includes(word)).slice(-200).reverse();
- $("why").hidden=!D.decisions.length;$("decisions").innerHTML=found.map(d=>`<li><span class="hint">${d[0].toFixed(1)} s, plan ${d[1]}</span> ${esc(d[2])}</li>`).join("")}
+ $("why").hidden=!D.decisions.length;$("decisions").innerHTML=found.map(d=>`<li><span class="hint">${d[0].toFixed(1)} s${d[1]<0?"":", plan "+d[1]}</span> ${esc(d[2])}</li>`).join("")}
 $("find").oninput=decide;
 function texts(){
 $("title").textContent=D.title;$("over").textContent=D.unit+"s over time";$("heldhead").textContent=D.unit+"s held";$("handhead").textContent=`Hand-overs: from the decision to give ${D.unit}s until they are used`;$("about").textContent=D.about;
 $("sub").textContent=`${N} pipelines, ${D.gpus} ${D.unit}s, ${D.end.toFixed(0)} s. `+(D.busy===null?"":`${D.unit}s busy (a trainer works, or an engine has requests) ${pct(D.busy)}, `)
  +`${D.busy===null?D.unit+"s ":""}held (by a trainer or an active rank, with work or without) ${pct(D.held)} of the time. `
  +`${D.handovers.length} hand-overs, p50 ${D.handoverP50.toFixed(2)} s, p99 ${D.handoverP99.toFixed(2)} s.`;
-$("now").innerHTML=(D.began?`<p class="hint">began ${new Date(1000*D.began).toLocaleString()}${D.live?"; live":""}</p>`:"")+(D.standings.length?jobs():"");
+$("now").innerHTML=(D.began?`<p class="hint">began ${new Date(1000*D.began).toLocaleString()}${D.live?"; live":""}</p>`:"")+(D.standings.length?jobs():"")+(D.measured?`<p>${esc(D.measured)}</p>`:"");
 if(D.wayTable.length)$("compared").innerHTML=`<h2>Ways of running these jobs (${D.runs}; below: the first run of time_sharing)</h2>`+rows(D.wayTable)+(D.jobTable.length>1?"<h2>Jobs</h2>"+rows(D.jobTable):"")
  +(D.notes.length?"<ul>"+D.notes.map(n=>`<li>${esc(n)}</li>`).join("")+"</ul>":"")+"<details open><summary class=hint>What the columns mean</summary><dl>"+D.legend.map(([w,m])=>`<dt>${esc(w)}</dt><dd>${esc(m)}</dd>`).join("")+"</dl></details>";
 const phase=(style,text)=>`<span><i class="chip" style="${style}"></i>${text}</span>`;

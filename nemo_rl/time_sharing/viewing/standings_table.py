@@ -14,10 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_rl.time_sharing.log.pool_state import Standing
+from nemo_rl.time_sharing.log.sharing import Gain
 from nemo_rl.utils.progress import format_duration
 from nemo_rl.utils.terminal import printable
 
-_WIDTH = 160
+_WIDTH = 240
 
 
 class StandingsTable:
@@ -107,6 +108,7 @@ def columns(unit: str) -> tuple[str, ...]:
         f"waited for {unit}s",
         "share",
         "slowdown",
+        "gain",
         "seconds",
     )
 
@@ -118,6 +120,11 @@ def steps_of(standing: Standing) -> int:
     return standing.progress.step if standing.progress is not None else 0
 
 
+def _gained(gain: Gain) -> str:
+    how = f"a step {gain.alone_s:.1f} s alone, {gain.together_s:.1f} s shared"
+    return f"{gain.of_all:.2f}x{'' if gain.keeps else ', so in turn'} ({how})"
+
+
 def cells(standing: Standing) -> list[str]:
     """One pipeline as text, column by column."""
     progress, outcome, sharing = standing.progress, standing.outcome, standing.sharing
@@ -125,18 +132,20 @@ def cells(standing: Standing) -> list[str]:
     waited = outcome.waited_s if outcome is not None else progress.waited_s if progress is not None else 0.0
     figures = dict(progress.figures) if progress is not None else {}
     reward = figures.pop("reward", None)
+    gain = sharing.gain if sharing is not None else None
     left_s = progress.left_s if progress is not None and outcome is None else None
     return [
         standing.name,
         ",".join(map(str, standing.train)),
         ",".join(map(str, standing.infer)),
         f"{steps_of(standing)}{of}" if of or outcome is not None else "",
-        standing.state,
+        "paused" if sharing is not None and sharing.paused and outcome is None else standing.state,
         "" if reward is None else f"{reward:.3f}",
         " ".join(f"{name} {value:.3f}" for name, value in figures.items()),
         "" if left_s is None else format_duration(left_s),
         f"{waited:.1f} s",
         f"{sharing.share:.0%}" if sharing is not None else "",
         f"{sharing.slowdown:.2f}" if sharing is not None else "",
+        "" if gain is None else _gained(gain),
         f"{(standing.ended_at or time.time()) - standing.submitted_at:.0f}",
     ]

@@ -88,7 +88,8 @@ def in_unit(text: str, unit: str) -> str:
 class Timeline:
     """Everything there is to draw, seconds since the record's first entry, which was at `origin` on its clock. `marks`:
     (time, what was asked, decided or given back); `faults`: (time, what went wrong); `decisions`: (time, plan, why in a
-    sentence); `entitled`: GPUs that each pipeline with demand was entitled to by the last plan that says so.
+    sentence); `measured`: what running together gained when that was measured last; `entitled`: GPUs that each pipeline
+    with demand was entitled to by the last plan that says so.
 
     `pipelines` are in order of their registration. `simulated` is what a simulation said at its end, None for a real
     run.
@@ -110,7 +111,12 @@ class Timeline:
     entitled: dict[str, float] = field(default_factory=dict)
     pipelines: list[str] = field(default_factory=list)
     steps: dict[str, int] = field(default_factory=dict)
+    measured: str = ""
     simulated: Simulated | None = None
+
+
+_NO_PLAN = -1
+"""The plan of a decision that no plan made."""
 
 
 @dataclass(slots=True)
@@ -306,6 +312,10 @@ def _take(builder: TimelineBuilder, source: str, event: object, time: float) -> 
             timeline.decisions += [(time, event.plan, sentence) for sentence in event.sentences]
             per_gpu = timeline.pool.slots_per_gpu
             timeline.entitled = {name: slots / per_gpu for name, slots in event.entitled.items()}
+        case ev.Paused() | ev.Resumed() | ev.SharingMeasured():
+            said = _who_runs(event)
+            timeline.decisions.append((time, _NO_PLAN, said))
+            timeline.measured = said if isinstance(event, ev.SharingMeasured) else timeline.measured
         case Simulated():
             timeline.simulated = event
         case rec.StepFinished():
@@ -313,6 +323,16 @@ def _take(builder: TimelineBuilder, source: str, event: object, time: float) -> 
             timeline.steps[name] = timeline.steps.get(name, 0) + 1
         case _:
             _take_fault(builder, event, time)
+
+
+def _who_runs(event: ev.Paused | ev.Resumed | ev.SharingMeasured) -> str:
+    if isinstance(event, ev.Paused):
+        return f"{event.pipeline} pauses: {event.reason}."
+    if isinstance(event, ev.Resumed):
+        return f"{event.pipeline} goes on."
+    steps = (f"{name} {event.alone_s[name]:.1f} and {event.together_s[name]:.1f} s" for name in event.alone_s)
+    then = "they go on together" if event.keeps else "they run in turn"
+    return f"A step alone and together takes {', '.join(steps)}: a gain of {event.gain:.2f}, {then}."
 
 
 def _take_fault(builder: TimelineBuilder, event: object, time: float) -> None:

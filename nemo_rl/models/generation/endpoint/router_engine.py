@@ -48,6 +48,9 @@ _HONOURED = {
     "detokenize",
     "skip_clone",
     "flat_logprobs",
+    # vLLM derives them from `stop` and `prompt_logprobs`.
+    "output_text_buffer_length",
+    "skip_reading_prefix_cache",
 }
 
 GenerateOne = Callable[[GenerationRequest, OnTokens | None], Awaitable[GenerationResult]]
@@ -122,6 +125,7 @@ class RouterEngine:
         self._generate_one = generate_one
         self.vllm_config = vllm_config
         self.model_config: ModelConfig = vllm_config.model_config
+        self._vocabulary: int = self.model_config.get_vocab_size()
         self.renderer = renderer
         self._tokenizer: Any = tokenizer
         self._stop_token_ids = set(stop_token_ids)
@@ -197,8 +201,10 @@ class RouterEngine:
                     ids, logprobs = (list(column) for column in zip(*drawn[index], strict=True))
                     drawn[index] = []
                     counts[index] += len(ids)
-                    shown = self._logprobs(ids, logprobs, params)
-                    yield CompletionOutput(index, texts[index].add(ids), ids, None, shown)
+                    # The token that ends a response has no text, whatever parsers want to see of special tokens.
+                    visible = ids if params.include_stop_str_in_output else self._without_stop_token(ids)
+                    text, shown = texts[index].add(visible), self._logprobs(ids, logprobs, params)
+                    yield CompletionOutput(index, text, ids, None, shown)
                     continue
                 answered.results[index] = result = tasks[index].result()
                 last = self._output(index, result, params)
@@ -240,11 +246,15 @@ class RouterEngine:
             name = f"{plan.sample_id}-{first}"
             if plan.records:
                 record_from = _recorded_until(session, prompt_ids)
+        if not prompt_ids:
+            raise BadRequest("prompt: it has no tokens; a response needs at least one to continue")
+        if max(prompt_ids) >= self._vocabulary:
+            raise BadRequest(f"prompt: token {max(prompt_ids)} is none of the model's {self._vocabulary}")
         room = longest - len(prompt_ids)
         if room <= 0:
             raise NoRoom(
-                f"the prompt has {len(prompt_ids)} tokens and leaves no room for a response in {longest} tokens "
-                "(policy.max_total_sequence_length, policy.generation.vllm_cfg.max_model_len)"
+                f"the prompt has {len(prompt_ids)} tokens and leaves no room for a response; the maximum context "
+                f"length is {longest} (policy.max_total_sequence_length, policy.generation.vllm_cfg.max_model_len)"
             )
         seeds: list[int | None] = [
             seed + index if seed is not None else (session.plan.seed_of(first + index) if session is not None else None)
@@ -264,12 +274,15 @@ class RouterEngine:
             for index in range(count)
         ]
 
+    def _without_stop_token(self, ids: list[int]) -> list[int]:
+        return ids[:-1] if ids[-1] in self._stop_token_ids else ids
+
     def _output(self, index: int, result: GenerationResult, params: Any) -> Any:
         from vllm.outputs import CompletionOutput
 
         ids = result.token_ids
         ended = result.finish_reason == "stop" and bool(ids) and ids[-1] in self._stop_token_ids
-        shown = ids[:-1] if ended and not params.include_stop_str_in_output else ids
+        shown = self._without_stop_token(ids) if ended and not params.include_stop_str_in_output else ids
         text = self._tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens)
         matched = None
         if result.finish_reason == "stop" and not ended:
@@ -328,7 +341,9 @@ def _check_params(params: Any) -> None:
         if name not in _HONOURED and getattr(params, name) and getattr(params, name) != getattr(usual, name, None)
     ]
     if params.logprobs:
-        refused.append("top_logprobs above 0")
+        refused.append("top_logprobs of a chat, or logprobs of a completion, above 0")
+    if params.prompt_logprobs == 0:
+        refused.append("prompt_logprobs (echo of a chat asks for them)")
     if refused:
         structured = "structured_outputs" in refused
         raise BadRequest(

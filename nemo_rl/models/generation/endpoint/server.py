@@ -17,8 +17,6 @@ import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from nemo_rl.config import ConfigError, PolicyConfig
 from nemo_rl.config.errors import UserError
 from nemo_rl.config.generation import HttpServerConfig
@@ -34,6 +32,7 @@ from nemo_rl.models.generation.endpoint.http import (
     unavailable,
     unless_gone,
 )
+from nemo_rl.models.generation.endpoint.reading import named_session, plain, read_body, setup_of, without_strict
 from nemo_rl.models.generation.endpoint.router_engine import (
     BadRequest,
     Call,
@@ -58,7 +57,6 @@ logger = logging.getLogger(__name__)
 
 Record = Callable[[Sequence[Mapping[str, object]]], None]
 
-SESSION_HEADER, SESSION_FIELD = "X-Session-ID", "session"
 _KEY = "policy.generation.vllm_cfg.http_server"
 _KEEP_ALIVE_S = 3600
 _START_S = 60.0
@@ -117,6 +115,7 @@ class Endpoint:
             self._slots = asyncio.Semaphore(self._config.max_requests)
             settings = uvicorn.Config(guarded(self._app(), self.token, self._config.max_body_bytes), log_config=None)
             settings.log_level, settings.access_log, settings.lifespan = "warning", False, "off"
+            settings.proxy_headers = settings.server_header = settings.date_header = False
             settings.timeout_graceful_shutdown = 1
             # Agents keep their connection while they think: one that is closed as they ask again is an error to them.
             settings.timeout_keep_alive = _KEEP_ALIVE_S
@@ -239,7 +238,7 @@ class Endpoint:
         return json_response(response.model_dump(), response.error.code)
 
     def _session(self, request: Request) -> Session | None:
-        name = _session_id(request)
+        name = named_session(request)
         if name is None:
             return None
         if name not in self._sessions:
@@ -248,16 +247,16 @@ class Endpoint:
 
     def _overflowed(self, request: Request) -> None:
         # The session may have ended while its request waited.
-        session = self._sessions.get(_session_id(request) or "")
+        session = self._sessions.get(named_session(request) or "")
         if session is not None:
             session.overflowed = True
 
     async def _chat(self, request: Request) -> Response:
-        body = _without_strict(await _body(request))
+        body = without_strict(await read_body(request))
         session = self._session(request)
         asked = self._serving.chat_request.model_validate(body)
         call = Call(session)
-        messages, setup = [_plain(message) for message in asked.messages], _setup(asked)
+        messages, setup = [plain(message) for message in asked.messages], setup_of(asked)
         if session is not None:
             check_sampling(session, asked)
             call.continued = session.continued(messages, setup)
@@ -283,7 +282,7 @@ class Endpoint:
         return await self._made(self._serving.chat.create_chat_completion, asked, call, request, record)
 
     async def _completion(self, request: Request) -> Response:
-        body = await _body(request)
+        body = await read_body(request)
         session = self._session(request)
         asked = self._serving.completion_request.model_validate(body)
         if session is not None:
@@ -355,12 +354,12 @@ class Endpoint:
         return json_response((await self._serving.models.show_available_models()).model_dump())
 
     async def _tokenize(self, request: Request) -> Response:
-        asked = self._serving.tokenize_request.validate_python(await _body(request))
+        asked = self._serving.tokenize_request.validate_python(await read_body(request))
         made = await self._serving.tokenization.create_tokenize(asked, request)
         return json_response(made.model_dump(), made.error.code if hasattr(made, "error") else 200)
 
     async def _detokenize(self, request: Request) -> Response:
-        asked = self._serving.detokenize_request.validate_python(await _body(request))
+        asked = self._serving.detokenize_request.validate_python(await read_body(request))
         made = await self._serving.tokenization.create_detokenize(asked, request)
         return json_response(made.model_dump(), made.error.code if hasattr(made, "error") else 200)
 
@@ -391,6 +390,8 @@ def start_endpoint(
     """
     generation, vllm = policy.generation, policy.generation.vllm_cfg
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # A call that cannot be read is text, and nothing unusual of a model that learns.
+    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
     seeded = not cuda if vllm.request_seeds is None else vllm.request_seeds
     serving = make_serving(policy, tokenizer, generate_one, stop_token_ids=stop_token_ids, seeded=seeded)
     ports = (generation.port_range_low, generation.port_range_high)
@@ -421,43 +422,3 @@ def _add_versions(choice: dict[str, Any], call: Call) -> None:
     result = call.results()[choice["index"]]
     spans = result.spans if result is not None else ()
     choice["weight_versions"] = [{"version": span.version, "start": span.start, "end": span.end} for span in spans]
-
-
-def _session_id(request: Request) -> str | None:
-    named = request.path_params.get("session") or request.headers.get(SESSION_HEADER)
-    return named or getattr(request.state, "session", None)
-
-
-async def _body(request: Request) -> dict[str, Any]:
-    body = orjson.loads(await request.body())
-    if not isinstance(body, dict):
-        raise BadRequest("the body must be a JSON object")
-    # Of clients that cannot choose their address, but pass on what a row adds to its requests.
-    named = body.pop(SESSION_FIELD, None)
-    if named is not None and not isinstance(named, str):
-        raise BadRequest(f"{SESSION_FIELD}: expected the id of a session, got {named!r:.100}")
-    request.state.session = named
-    # Older names of structured outputs, which vLLM's classes would pass over.
-    if guided := sorted(name for name in body if name.startswith("guided_") and body[name] is not None):
-        raise BadRequest(f"not supported here: {', '.join(guided)} (structured outputs); leave it out")
-    return body
-
-
-def _without_strict(body: dict[str, Any]) -> dict[str, Any]:
-    """The body with its tools' `strict` left out, which the OpenAI Agents SDK sets by itself: calls are drawn freely,
-    as the trainer takes it, and not held to their schemas.
-    """
-    for tool in body["tools"] if isinstance(body.get("tools"), list) else ():
-        if isinstance(tool, dict) and isinstance(tool.get("function"), dict):
-            tool["function"].pop("strict", None)
-    return body
-
-
-def _plain(message: Any) -> dict[str, Any]:
-    return dict(message) if isinstance(message, Mapping) else message.model_dump(exclude_none=True)
-
-
-def _setup(asked: Any) -> object:
-    """What a chat template reads besides messages."""
-    tools = None if asked.tools is None else [tool.model_dump() for tool in asked.tools]
-    return [tools, asked.chat_template_kwargs]

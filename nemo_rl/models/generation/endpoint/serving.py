@@ -136,7 +136,7 @@ def _model_arguments(policy: PolicyConfig) -> dict[str, Any]:
         "model": policy.model_name,
         "tokenizer": policy.tokenizer.name,
         "trust_remote_code": policy.trust_remote_code,
-        "dtype": vllm.precision,
+        "dtype": vllm.dtype,
         "max_model_len": vllm.max_model_len,
         "hf_overrides": dict(policy.hf_config_overrides),
         "generation_config": "vllm",

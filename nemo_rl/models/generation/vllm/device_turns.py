@@ -17,7 +17,7 @@ from nemo_rl.models.generation.interfaces import GenerationError
 
 # Several engines that compile for the first time are minutes apart.
 _WAIT_S = 1800.0
-_LOOK_S = 0.01
+_POLL_S = 0.01
 
 
 @asynccontextmanager
@@ -41,7 +41,7 @@ async def device_turn(device: str | None, *, timeout_s: float = _WAIT_S) -> Asyn
                     f"the other engines of this device (policy.generation.vllm_cfg.engines_per_gpu) did not end to "
                     f"start, sleep or wake within {timeout_s:.0f} s"
                 )
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
         yield
 
 

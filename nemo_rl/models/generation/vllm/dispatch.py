@@ -20,6 +20,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from nemo_rl.config.errors import first_line
+from nemo_rl.models.generation.batch_meter import BatchMeter
 from nemo_rl.models.generation.interfaces import (
     REQUEST_TIMEOUT_VARIABLE,
     GenerationError,
@@ -57,7 +58,7 @@ class _Pending:
 
 
 class Dispatcher:
-    """Runs on one event loop; every method but `stop_routing` must be called there.
+    """Runs on one event loop; every method but `stop_routing` and `allow_routing` must be called there.
 
     Args:
         workers: Generation actors, one per shard.
@@ -86,12 +87,11 @@ class Dispatcher:
         on_failure: Callable[[int, str], None] = lambda shard, reason: None,
     ) -> None:
         self._workers = workers
-        self._router = router
+        self._router, self.meter = router, BatchMeter()
         self._names = names
         self._on_preempt: OnPreempt = on_preempt
         self.record: Record = record or NullRecord()
-        self.hang_s, self.poll_s = hang_s, poll_s
-        self.on_failure = on_failure
+        self.hang_s, self.poll_s, self.on_failure = hang_s, poll_s, on_failure
         self.lends_shards = self.rebuilds = False
         self._client = uuid.uuid4().hex
         self._pending: dict[str, _Pending] = {}
@@ -160,6 +160,7 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         tokens = len(request.prompt_ids) + request.max_new_tokens
         shard = await self._booked(request, tokens, timeout_s)
+        began = self.meter.begin(shard)
         answer: asyncio.Future[GenerationResult] = loop.create_future()
         self._pending[request.request_id] = _Pending(answer, shard, tokens, on_new)
         if shard not in self._outgoing:
@@ -188,6 +189,7 @@ class Dispatcher:
         finally:
             self._pending.pop(request.request_id, None)
             self._router.finish(shard, tokens)
+            self.meter.end(shard, began, count)
             self.record.emit(RequestFinished(request.request_id, shard, outcome, count))
 
     async def _result(self, answer: asyncio.Future[GenerationResult], shard: int, timeout_s: float) -> GenerationResult:
@@ -316,15 +318,12 @@ class Dispatcher:
             raise ShardStateError(
                 f"shards {bad} are quarantined and take no requests: {'; '.join(self.failed[shard] for shard in bad)}"
             )
-        new = [
-            (shard, version)
-            for shard, version in zip(shards, versions if versions is not None else [None] * len(shards), strict=True)
-            if shard not in self._router.active
-        ]
         with self._booking:
-            generation = self._router.set_active(self._router.active | set(shards))
-        for shard, version in new:
-            if version is not None:
+            before = self._router.active
+            generation = self._router.set_active(before | set(shards))
+            new = self._router.active - before
+        for shard, version in zip(shards, versions or [None] * len(shards), strict=True):
+            if shard in new and version is not None:
                 self.record.emit(ShardRouted(shard, generation, version))
         if self._router.active:
             self._routed.set()
@@ -365,7 +364,8 @@ class Dispatcher:
         generation number.
         """
         gone = sorted(set(shards) & self._router.active)
-        generation = self.stop_routing(shards)
+        with self._booking:
+            generation = self._router.set_active(self._router.active - set(shards))
         if not self._router.active:
             self._routed.clear()
         for shard in gone:
@@ -375,12 +375,17 @@ class Dispatcher:
                 self._preempt(request.request_id)
         return generation
 
-    def stop_routing(self, shards: Sequence[int]) -> int:
-        """Shards take no new request from now on; the router's generation number. From any thread; `unroute` on the
-        loop does the rest.
+    def stop_routing(self, shards: Sequence[int]) -> None:
+        """Shards take no new request until `allow_routing`, whatever `route` is still on its way to the loop. From any
+        thread; `unroute` on the loop does the rest.
         """
         with self._booking:
-            return self._router.set_active(self._router.active - set(shards))
+            self._router.close(shards)
+
+    def allow_routing(self, shards: Sequence[int]) -> None:
+        """The next `route` of these shards counts again. From any thread."""
+        with self._booking:
+            self._router.reopen(shards)
 
     async def until_idle(self, shards: Sequence[int], timeout_s: float) -> None:
         """Waits until no result of these shards is outstanding. Raises ShardStateError: results are outstanding after

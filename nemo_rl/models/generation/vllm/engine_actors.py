@@ -10,19 +10,24 @@ derived here.
 from __future__ import annotations
 
 import json
+import re
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 from nemo_rl.config import ClusterConfig, ConfigError, GenerationConfig, PolicyConfig
 from nemo_rl.config.generation import VllmConfig
+from nemo_rl.config.generation_rules import fp8_needs_gpus
 from nemo_rl.config.layers import merge_mappings
 from nemo_rl.config.profiling import ENGINES, Profile
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, cores_per_slot
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, Slot, cores_per_slot
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.recording import Recording, recording_of
 from nemo_rl.models.generation.vllm.decision_reader import engine_arguments
+from nemo_rl.models.generation.vllm.engine_nodes import EngineNodes
 
+DEEP_GEMM_VARIABLE = "VLLM_USE_DEEP_GEMM"
 EXTENSION = "nemo_rl.models.generation.vllm.extension.VllmInternalWorkerExtension"
 _GIB = 1 << 30
 _ACTIVATION_BYTES = 3 * _GIB
@@ -30,6 +35,7 @@ _LEAST_REQUESTS = 16
 _WEIGHTS_OVERHEAD = 1.1
 _LEAST_FREE = 0.02
 _WORKER = "nemo_rl.models.generation.vllm.worker.VllmGenerationWorker"
+_FURTHER = "nemo_rl.models.generation.vllm.engine_nodes.EngineNodeWorker"
 
 
 @dataclass(frozen=True)
@@ -91,14 +97,14 @@ def engine_spec(
         slot_bytes: Device memory for the engine beside other jobs; None for `gpu_memory_utilization` of the device.
         recording: What is recorded of the engine's decisions.
 
-    Raises ConfigError: the weights alone do not fit into the slot.
+    Raises ConfigError: the weights alone do not fit into the slot, or the engine cannot quantise there.
     """
     generation, vllm = policy.generation, policy.generation.vllm_cfg
     kwargs: dict[str, object] = {
         "model": policy.model_name,
         "tokenizer": policy.tokenizer.name,
         "trust_remote_code": policy.trust_remote_code,
-        "dtype": vllm.precision,
+        "dtype": vllm.dtype,
         "kv_cache_dtype": vllm.kv_cache_dtype,
         "tensor_parallel_size": vllm.tensor_parallel_size,
         "pipeline_parallel_size": vllm.pipeline_parallel_size,
@@ -115,6 +121,8 @@ def engine_spec(
         "generation_config": "vllm",
     }
     kwargs |= _gpu_arguments(policy, sleeps, slot_bytes) if cuda else _cpu_arguments(vllm, cpu_slot_memory_gb)
+    if vllm.precision == "fp8":
+        kwargs |= quantization_arguments(policy, cuda=cuda)
     if vllm.num_gpu_blocks_override is not None:
         kwargs["num_gpu_blocks_override"] = vllm.num_gpu_blocks_override
     if recording is not None:
@@ -171,6 +179,26 @@ def _cpu_arguments(vllm: VllmConfig, slot_memory_gb: float) -> dict[str, object]
     }
 
 
+def quantization_arguments(policy: PolicyConfig, *, cuda: bool) -> dict[str, object]:
+    """Arguments with which vLLM quantises weights in bfloat16 as they arrive. Raises ConfigError: on CPU slots."""
+    from nemo_rl.models.policy.model_config import model_config
+
+    vllm = policy.generation.vllm_cfg
+    if not cuda:
+        raise ConfigError([fp8_needs_gpus("generation.vllm_cfg", "there is no GPU here")])
+    ignored = [rf"re:.*{re.escape(part)}.*" for part in vllm.quantization_ignored_layer_kws]
+    first, last = vllm.num_first_layers_in_bf16, vllm.num_last_layers_in_bf16
+    if first or last:
+        layers = model_config(policy).get_text_config().num_hidden_layers
+        plain = "|".join(str(layer) for layer in range(layers) if layer < first or layer >= layers - last)
+        ignored.append(rf"re:.*\.layers\.(?:{plain})\..*")
+    blocks = "mxfp8" if vllm.is_mx else "fp8_per_block"
+    return {
+        "quantization": "online",
+        "quantization_config": {"linear": blocks, "moe": blocks, "ignore": ignored},
+    }
+
+
 def _kv_cache_bytes(policy: PolicyConfig, slot_bytes: int) -> int:
     """What of a slot's memory is left for the KV cache of one rank. Raises ConfigError: nothing is."""
     vllm = policy.generation.vllm_cfg
@@ -206,8 +234,19 @@ def least_slot_bytes(policy: PolicyConfig) -> int:
 
 
 def weight_bytes(policy: PolicyConfig) -> int:
-    """Bytes of the model's weights as the engine holds them, from its configuration alone."""
-    return parameters_of(policy) * _element_size(policy)
+    """Bytes of the model's weights as the engine holds them, from its configuration alone. An fp8 engine quantises
+    neither embeddings nor the layers that are left in bfloat16.
+    """
+    from nemo_rl.models.policy.model_config import model_config
+
+    parameters, vllm = parameters_of(policy), policy.generation.vllm_cfg
+    if vllm.precision != "fp8":
+        return parameters * _element_size(policy)
+    config = model_config(policy).get_text_config()
+    embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
+    layers = config.num_hidden_layers
+    plain = min(vllm.num_first_layers_in_bf16 + vllm.num_last_layers_in_bf16, layers) / layers
+    return parameters + embeddings + int((parameters - embeddings) * plain)
 
 
 def parameters_of(policy: PolicyConfig) -> int:
@@ -243,6 +282,8 @@ def _executor(vllm: VllmConfig, *, cuda: bool) -> str | None:
 def _environment(policy: PolicyConfig, *, cuda: bool, threads: int) -> dict[str, str]:
     vllm = policy.generation.vllm_cfg
     env = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_SKIP_P2P_CHECK": "1"}
+    if vllm.precision == "fp8":
+        env[DEEP_GEMM_VARIABLE] = str(int(vllm.use_deep_gemm))
     if not cuda:
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         env["OMP_NUM_THREADS"] = str(threads)
@@ -265,6 +306,13 @@ class EngineActors:
     group: RayWorkerGroup
     colocated: bool  # whether the slots are shared with training, so that engines must sleep
     lent: bool
+    nodes: EngineNodes | None = None  # the actors on further nodes, where engines lie on several
+
+    def shutdown(self) -> None:
+        """Ends all actors."""
+        self.group.shutdown()
+        if self.nodes is not None:
+            self.nodes.shutdown()
 
 
 def start_engine_actors(
@@ -284,8 +332,8 @@ def start_engine_actors(
     """Starts the actors on the slots of a cluster; they import what an engine needs.
 
     Args:
-        cluster: Slots; tensor x pipeline parallel size of them form one shard, inside one node, or each of them holds
-            `engines_per_gpu` shards.
+        cluster: Slots; tensor x pipeline parallel size of them form one shard, inside one node or on several whole
+            ones, or each of them holds `engines_per_gpu` shards.
         policy: The policy section, generation below it.
         cluster_cfg: Accelerator budget of CPU slots.
         seed: Base seed of the engines.
@@ -297,7 +345,7 @@ def start_engine_actors(
         worker: Dotted name of the actors' class.
     """
     vllm = policy.generation.vllm_cfg
-    tied = _tie_bundles(cluster, vllm.tensor_parallel_size * vllm.pipeline_parallel_size)
+    tied = engine_slots(cluster.slots(), vllm.tensor_parallel_size * vllm.pipeline_parallel_size)
     spec = engine_spec(
         policy,
         cuda=cluster.accelerator.is_cuda,
@@ -309,31 +357,67 @@ def start_engine_actors(
         slot_bytes=cluster.slot_bytes,
         recording=recording_of(policy),
     )
+    nodes = _start_further_nodes(cluster, spec, tied, f"{name_prefix}_nodes")
     group = RayWorkerGroup(
         cluster,
         RayWorkerBuilder(worker, spec, policy.generation.bad_words),
         name_prefix=name_prefix,
-        bundle_indices_list=[slots for slots in tied for _ in range(vllm.engines_per_gpu)],
+        bundle_indices_list=[slots[0] for slots in tied for _ in range(vllm.engines_per_gpu)],
         env_vars=spec.env,
         max_concurrency=4096,
         profile=profile,
     )
     group.run_all_workers_single_data("prepare")
-    return EngineActors(policy.generation, group, colocated, lent)
+    return EngineActors(policy.generation, group, colocated, lent, nodes)
 
 
-def _tie_bundles(cluster: RayVirtualCluster, width: int) -> list[tuple[int, list[int]]]:
-    """Groups of `width` neighbouring slots inside one node."""
-    tied: list[tuple[int, list[int]]] = []
+def _start_further_nodes(
+    cluster: RayVirtualCluster, spec: EngineSpec, tied: list[list[tuple[int, list[int]]]], name: str
+) -> EngineNodes | None:
+    further = [slots for engine in tied for slots in engine[1:]]
+    if not further:
+        return None
+    if not spec.cuda and len(further[0][1]) > 1:
+        raise ConfigError(
+            [
+                f"policy.generation.vllm_cfg: an engine would have {len(further[0][1])} ranks on each of several "
+                "nodes, and on CPU slots vLLM takes one rank of a node for such an engine; set cluster.gpus_per_node "
+                "to 1, or let the engine fit into a node"
+            ]
+        )
+    group = RayWorkerGroup(
+        cluster,
+        RayWorkerBuilder(_FURTHER, spec),
+        name_prefix=name,
+        bundle_indices_list=further,
+        env_vars=spec.env,
+    )
+    group.run_all_workers_single_data("prepare")
+    return EngineNodes(group, [engine[0][0] for engine in tied])
+
+
+def engine_slots(slots: Sequence[Slot], width: int) -> list[list[tuple[int, list[int]]]]:
+    """The slots of each engine as (node, bundles), node by node: `width` neighbours inside one node, or all slots of
+    several nodes. Raises ConfigError: engines of this width do not fill the nodes.
+    """
     by_node: dict[int, list[int]] = {}
-    for slot in cluster.slots():
+    for slot in slots:
         by_node.setdefault(slot.node_rank, []).append(slot.bundle_index)
-    for node, bundles in by_node.items():
-        if len(bundles) % width:
-            raise ValueError(
-                f"policy.generation.vllm_cfg: tensor x pipeline parallel size {width} does not divide the "
-                f"{len(bundles)} slots of node {node}; "
-                "an engine lies inside one node"
-            )
-        tied += [(node, bundles[start : start + width]) for start in range(0, len(bundles), width)]
-    return tied
+    counts = {len(bundles) for bundles in by_node.values()}
+    if all(count % width == 0 for count in counts):
+        return [
+            [(node, bundles[start : start + width])]
+            for node, bundles in by_node.items()
+            for start in range(0, len(bundles), width)
+        ]
+    per_engine = width // min(counts)
+    if len(counts) > 1 or width % min(counts) or len(by_node) % per_engine:
+        raise ConfigError(
+            [
+                f"policy.generation.vllm_cfg: tensor x pipeline parallel size {width} neither divides the "
+                f"{' or '.join(map(str, sorted(counts)))} slots of a node nor is all slots of some of the "
+                f"{len(by_node)} nodes"
+            ]
+        )
+    whole = list(by_node.items())
+    return [whole[start : start + per_engine] for start in range(0, len(whole), per_engine)]

@@ -91,19 +91,22 @@ class _VllmModel:
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
-        self._layerwise = worker.device.type == "cpu"
-        self._adapters = ArrivedAdapters()
-        # Layers that are rebuilt, weights that are packed into few bits and experts that move leave nothing to replay.
+        self._cpu = worker.device.type == "cpu"
         config = worker.vllm_config
-        plain = not self._layerwise and config.quant_config is None and not config.parallel_config.enable_eplb
+        # On CPU vLLM repacks linear weights when it loads them and empties the originals, and quantised weights have
+        # another type and layout than those that arrive: a plain load_weights would copy nothing, or values without
+        # their scales. vLLM's layer-wise reload rebuilds a layer as it was before its first load, and repacks or
+        # quantises it again into the memory that kernels and CUDA graphs read.
+        self._layerwise = self._cpu or config.quant_config is not None
+        self._adapters = ArrivedAdapters()
+        # Layers that are rebuilt and experts that move leave nothing to replay.
+        plain = not self._layerwise and not config.parallel_config.enable_eplb
         self._plans = CopyPlans(worker.model_runner.get_model) if plain else None
 
     def begin_load(self) -> None:
         self._adapters.forget()
         if self._plans is not None:
             self._plans.begin()
-        # On CPU vLLM repacks linear weights when it loads them and empties the originals, so that a plain
-        # load_weights has nothing to copy into; its layer-wise reload rebuilds and repacks them.
         if self._layerwise:
             from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
@@ -143,8 +146,9 @@ class _VllmModel:
             model = self._worker.model_runner.get_model()
             with set_current_vllm_config(self._worker.vllm_config):
                 finalize_layerwise_reload(model, self._worker.model_config)
-            _repack_embeddings(model)
-            _repack_experts(model)
+            if self._cpu:
+                _repack_embeddings(model)
+                _repack_experts(model)
 
     def _files(self) -> Iterable[tuple[str, torch.Tensor]]:
         from vllm.config import LoadConfig
@@ -159,6 +163,7 @@ class _VllmModel:
             self._plans.abandon()
         # Layers keep what came of their weights until they have all of it; the next load would count that in.
         if self._layerwise:
+            from vllm.config import set_current_vllm_config
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
             from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -167,7 +172,8 @@ class _VllmModel:
                 info = get_layerwise_info(layer)
                 info.loaded_weights.clear()
                 info.load_numel = 0
-            finalize_layerwise_reload(model, self._worker.model_config)
+            with set_current_vllm_config(self._worker.vllm_config):
+                finalize_layerwise_reload(model, self._worker.model_config)
 
 
 def _repack_embeddings(model: torch.nn.Module) -> None:
@@ -195,6 +201,7 @@ class VllmInternalWorkerExtension(ReceiverMethods):
     device: torch.device
     rank: int
     model_runner: Any
+    vllm_config: Any
 
     def __new__(cls, *_: object, **__: object) -> object:
         """vLLM offers no hook at a worker's start but its construction; from here on the engine does not outlive its
@@ -205,7 +212,17 @@ class VllmInternalWorkerExtension(ReceiverMethods):
         return super().__new__(cls)
 
     def nrl_describe(self) -> dict[str, object]:
-        """Process id, tensor-parallel rank and device identity of this worker."""
+        """Process id, tensor-parallel rank and device identity of this worker. Raises UserError: the kernels that were
+        asked for do not run here.
+        """
+        if self.vllm_config.quant_config is not None and os.environ.get("VLLM_USE_DEEP_GEMM") == "1":
+            from vllm.utils.deep_gemm import is_deep_gemm_supported
+
+            if not is_deep_gemm_supported():
+                raise UserError(
+                    "policy.generation.vllm_cfg.use_deep_gemm: DeepGEMM is not installed, or not for this GPU (Hopper "
+                    "and Blackwell); set it to false"
+                )
         return {"pid": os.getpid(), "rank": self.rank, "device": device_uuid(self.device)}
 
     def nrl_profile(self, on: bool) -> None:

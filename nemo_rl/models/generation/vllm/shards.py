@@ -291,6 +291,7 @@ class ElasticShards:
             )
 
         async def route() -> int:
+            self._dispatcher.allow_routing(wanted)
             return self._dispatcher.route(wanted, versions)
 
         generation: int = self._on_loop(route())
@@ -321,6 +322,7 @@ class ElasticShards:
 
         if active:
             self._state[shard] = ShardState.ACTIVE
+            self._dispatcher.allow_routing([shard])
         else:
             self._dispatcher.stop_routing([shard])
         start_on_loop(change())

@@ -20,7 +20,11 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayError
 
+from nemo_rl.config.errors import first_line
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.virtual_cluster import ResourceInsufficientError
+from nemo_rl.distributed.worker_calls import WorkerError
+from nemo_rl.distributed.worker_groups import MultiWorkerFuture
 from nemo_rl.models.generation.interfaces import (
     GenerationError,
     GenerationInterface,
@@ -34,6 +38,7 @@ from nemo_rl.models.generation.router import Router
 from nemo_rl.models.generation.vllm.detached import DetachedGenerator, ServingShard
 from nemo_rl.models.generation.vllm.dispatch import Dispatcher
 from nemo_rl.models.generation.vllm.engine_actors import EngineActors
+from nemo_rl.models.generation.vllm.engine_nodes import Rendezvous
 from nemo_rl.models.generation.vllm.engine_processes import remove_abandoned
 from nemo_rl.models.generation.vllm.engine_stats import EngineSample, generation_metrics
 from nemo_rl.models.generation.vllm.loops import LOOP_TIMEOUT_S, wait_on_loop
@@ -69,16 +74,19 @@ class VllmGeneration(GenerationInterface):
         request_timeout_s: float = 900.0,
         record: Record | None = None,
     ) -> None:
-        self.cfg, self.group = actors.cfg, actors.group
+        self.cfg, self.group, self._nodes = actors.cfg, actors.group, actors.nodes
         self.colocated, self.lent = actors.colocated, actors.lent
         self._pad_token_id, self._stop_token_ids = pad_token_id, stop_token_ids
         self._request_timeout_s = request_timeout_s
         shards, lent = self.group.workers, actors.lent
         # Engines on lent slots are built one by one, by order.
         self._unused = set(range(len(shards))) if lent else set()
-        self._starting = (
-            None if lent else self.group.run_all_workers_single_data("start", stop_token_ids=stop_token_ids)
-        )
+        self._starting: MultiWorkerFuture | None = None
+        if not lent:
+            places = [self._rendezvous(shard) for shard in range(len(shards))]
+            self._starting = self.group.run_all_workers_multiple_data(
+                "start", {"stop_token_ids": stop_token_ids}, rendezvous=places
+            )
         self._workers: list[list[dict[str, Any]]] = [[] for _ in shards]
         self._started = [0] * len(shards)
         self.router = Router(len(shards), self.cfg.router)
@@ -114,6 +122,9 @@ class VllmGeneration(GenerationInterface):
             for shard, answer in enumerate(self.group.get_all_worker_results(starting)):
                 self._workers[shard] = answer
 
+    def _rendezvous(self, shard: int) -> Rendezvous | None:
+        return None if self._nodes is None else self._nodes.rendezvous(shard)
+
     def start_shard(self, shard: int) -> None:
         """Starts the engine of a shard, in the place of one that was there before, and returns once it is up. Raises
         WorkerError: it did not start.
@@ -121,14 +132,23 @@ class VllmGeneration(GenerationInterface):
         if shard in self._unused:
             self._unused.discard(shard)
         else:
+            if self._nodes is not None:
+                self._nodes.restart(shard)
             self.group.start_worker(shard)
-        answer = self.shards.call([shard], "start", timeout_s=START_TIMEOUT_S, stop_token_ids=self._stop_token_ids)[0]
+        try:
+            rendezvous = self._rendezvous(shard)
+        except (RayError, ResourceInsufficientError) as error:
+            raise WorkerError(f"shard {shard}: no place where its ranks could meet: {first_line(error)}") from error
+        start = {"stop_token_ids": self._stop_token_ids, "rendezvous": rendezvous}
+        answer = self.shards.call([shard], "start", timeout_s=START_TIMEOUT_S, **start)[0]
         self._workers[shard] = answer
         self._started[shard] += 1
 
     def end_shard(self, shard: int) -> None:
         """Ends the processes of a shard, which must be quarantined; its engine notices that its actor is gone."""
         ray.kill(self.group.workers[shard])
+        if self._nodes is not None:
+            self._nodes.end(shard)
 
     def on_failure(self, notify: Callable[[int, str], None]) -> None:
         """Calls `notify` with every shard that is quarantined later, and the reason; it must not block."""
@@ -155,6 +175,10 @@ class VllmGeneration(GenerationInterface):
     def requests_under_way(self) -> int:
         """Requests that run, or wait for a shard."""
         return self._dispatcher.under_way
+
+    def good_batch(self) -> int | None:
+        """How many requests a shard runs at once at good speed, as measured; None before that is known."""
+        return self._dispatcher.meter.good_batch()
 
     async def generate_one(self, request: GenerationRequest, on_tokens: OnTokens | None = None) -> GenerationResult:
         """Continues one prompt; may be awaited on any event loop, where `on_tokens` is called as well. See
@@ -347,6 +371,8 @@ class VllmGeneration(GenerationInterface):
             with contextlib.suppress(GenerationError):
                 self.run_on_dispatch_loop(self._dispatcher.close(), _CLOSE_TIMEOUT_S)
         clean = self.group.shutdown(cleanup_method="shutdown")
+        if self._nodes is not None:
+            self._nodes.shutdown()
         remove_abandoned()
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)

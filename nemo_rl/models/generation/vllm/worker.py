@@ -27,6 +27,7 @@ from nemo_rl.models.generation.vllm.decision_reader import DecisionReader
 from nemo_rl.models.generation.vllm.device_turns import device_turn
 from nemo_rl.models.generation.vllm.engine_actors import EngineSpec
 from nemo_rl.models.generation.vllm.engine_memory import EngineMemory
+from nemo_rl.models.generation.vllm.engine_nodes import FurtherRanks, Rendezvous
 from nemo_rl.models.generation.vllm.engine_processes import (
     forked_engine,
     import_engine,
@@ -47,7 +48,7 @@ from nemo_rl.models.generation.vllm.sampling import keeping_arrays, sampling_par
 
 T = TypeVar("T")
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
 _ABORT_AGAIN_S = 0.02
 _CONTEXT = 8  # tokens before a text that may belong to its first character
 _RECEIVES = ("update_parameter_in_bucket", "broadcast_parameter")
@@ -76,6 +77,7 @@ class VllmGenerationWorker:
         self._decisions: DecisionReader | None = None
         self._memory: EngineMemory
         self._weights_lost = self._receiving = False
+        self._further: FurtherRanks | None = None  # ranks on further nodes, where the engine has some
 
     async def prepare(self) -> None:
         """Imports what the engine needs and touches no accelerator, so that `start` is short once it may be called."""
@@ -84,16 +86,17 @@ class VllmGenerationWorker:
             self._importing = asyncio.ensure_future(asyncio.to_thread(import_engine, self._spec.kwargs_of(self._shard)))
         await self._importing
 
-    async def start(self, stop_token_ids: list[int]) -> list[dict[str, Any]]:
+    async def start(self, stop_token_ids: list[int], rendezvous: Rendezvous | None = None) -> list[dict[str, Any]]:
         """Starts the engine; describes its workers (pid, rank, device). `stop_token_ids`: tokens that end a response.
-        Raises GenerationError: the engine could not start; with what its processes said.
+        `rendezvous`: where the ranks of an engine on several nodes meet. Raises GenerationError: the engine could not
+        start; with what its processes said.
         """
         self._stop_token_ids = stop_token_ids
         await self.prepare()
         spec, device = self._spec, self._spec.shared_device(self._shard)
         # vLLM reads how much memory is free before and after it takes its own, unless the KV cache has a set size.
         async with device_turn(None if "kv_cache_memory_bytes" in spec.engine_kwargs else device):
-            self._engine = keeping_arrays(self._new_engine())
+            self._engine = keeping_arrays(self._new_engine(rendezvous))
         self._memory = EngineMemory(
             self._engine,
             self._rpc,
@@ -112,20 +115,22 @@ class VllmGenerationWorker:
         self._weights_lost = self._spec.engine_kwargs.get("load_format") == "dummy"
         return await self._rpc("nrl_describe")
 
-    def _new_engine(self) -> Any:
+    def _new_engine(self, rendezvous: Rendezvous | None) -> Any:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        kwargs = self._spec.kwargs_of(self._shard)
+        if rendezvous is not None:
+            kwargs |= rendezvous.arguments(0)
+            self._further = FurtherRanks(rendezvous, self._shard)
         try:
             with temporary_files_in(os.environ["VLLM_RPC_BASE_PATH"]), forked_engine():
                 return AsyncLLM.from_engine_args(
-                    AsyncEngineArgs(**self._spec.kwargs_of(self._shard)),
-                    stat_loggers=[self._stats] if self._stats else None,
+                    AsyncEngineArgs(**kwargs), stat_loggers=[self._stats] if self._stats else None
                 )
         except (RuntimeError, ValueError, OSError) as error:
-            raise GenerationError(
-                f"the engine of shard {self._shard} could not start: {failure_of('', error).message}"
-            ) from error
+            said = (self._further and self._further.lost) or failure_of("", error).message
+            raise GenerationError(f"the engine of shard {self._shard} could not start: {said}") from error
 
     async def _rpc(self, method: str, *args: object, timeout_s: float | None = None) -> list[Any]:
         return await self._alive(self._engine.collective_rpc(method, timeout=timeout_s, args=args))
@@ -137,7 +142,7 @@ class VllmGenerationWorker:
         answer = asyncio.ensure_future(call)
         try:
             while not answer.done():
-                await asyncio.wait([answer], timeout=_LOOK_S)
+                await asyncio.wait([answer], timeout=_POLL_S)
                 if not answer.done() and self._engine.errored:
                     raise self._engine.dead_error
             return answer.result()
@@ -222,10 +227,12 @@ class VllmGenerationWorker:
             return scored(result, final, request.top_tokens)
         if self._decisions is not None:
             result = await self._decisions.complete(request, result, completion)
-        return result if result.finish_reason != "abort" else self._keepable(request, result)
+        return result if result.finish_reason != "abort" else self._keepable(request, result, passed_on)
 
-    def _keepable(self, request: GenerationRequest, result: GenerationResult) -> GenerationResult:
-        return result.first(0 if request.request_id in self._restarted else self._safe(request, result.token_ids))
+    def _keepable(self, request: GenerationRequest, result: GenerationResult, passed_on: int) -> GenerationResult:
+        # One that was ending when it was released may have passed tokens on, and those are never taken back.
+        restarts = request.request_id in self._restarted and not passed_on
+        return result.first(0 if restarts else self._safe(request, result.token_ids))
 
     def _safe(self, request: GenerationRequest, token_ids: list[int]) -> int:
         looked_for = (*request.stop_strings, *(self._bad_words or ()))
@@ -354,20 +361,26 @@ class VllmGenerationWorker:
                 f"has {self._versions.version}"
             )
         self._memory.holds_group |= any(route.get("nccl") for route in routes)
-        await self._rpc("nrl_begin_sync", session, routes, timeout_s=timeout_s)
-        self._session = session
+        before, self._session = self._session, {**session, "untouched": True}
+        # A layer-wise reload takes the layers apart when it begins.
         if not session.get("staged"):
             await self._pause()
+        try:
+            await self._rpc("nrl_begin_sync", session, routes, timeout_s=timeout_s)
+        except Exception:
+            self._session = before or self._session
+            raise
 
     async def receive_window(self, window: dict[str, Any], timeout_s: float) -> None:
         """Takes one window on every rank."""
+        self._session["untouched"] = False
         await self._rpc("nrl_receive_window", window, timeout_s=timeout_s)
 
     async def finish_sync(self, version: int, timeout_s: float) -> float:
         """Finalises every rank; from here on tokens carry `version`. Seconds for which requests stood still."""
         await self._pause()
         # From here on a failure leaves weights that may be half new, wherever the windows were staged.
-        self._session = self._session | {"staged": False}
+        self._session |= {"staged": False, "untouched": False}
         await self._rpc("nrl_finish_sync", version, timeout_s=timeout_s)
         await self._versions.publish(version, kv_recomputed=self._session.get("recompute_kv", True))
         self._weights_lost = False
@@ -379,8 +392,9 @@ class VllmGenerationWorker:
         """
         await self._rpc("nrl_abort_sync", session_id)
         if self._session.get("id") == session_id:
-            self._weights_lost |= not self._session.get("staged")
-            if self._session.get("staged"):
+            self._weights_lost |= not (self._session.get("staged") or self._session["untouched"])
+            self._session = {}
+            if not self._weights_lost:
                 await self._resume()
 
     async def _pause(self) -> None:
@@ -447,6 +461,8 @@ class VllmGenerationWorker:
 
     async def shutdown(self) -> None:
         """Ends the engine's processes."""
+        if self._further is not None:
+            self._further.close()
         if self._engine is not None:
             self._engine.shutdown()
             self._engine = None

@@ -1,12 +1,15 @@
 """Decides which adapters share the next training pass. Pure: the clock is the caller's.
 
 Round-robin by weight: every adapter has a virtual time that grows by its tokens over its weight when it is served, and
-the one furthest behind is served first. Invariants: an adapter that is ready is served after each other one was served
-at most once more than its share; one that joins or comes back owes and gains nothing.
+the one furthest behind is served first. A pass has a share of the adapters at most, so that the others generate
+meanwhile. Invariants: an adapter that is ready is served after each other one was served at most once more than its
+share; one that joins or comes back owes and gains nothing.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -27,10 +30,11 @@ class Turns:
     Args:
         budget: Tokens of a pass; None for any number. One request alone may be larger.
         wait_s: How long a request waits for others.
+        share: Adapters of a pass, as a share of all, rounded up; above 0 and at most 1.
     """
 
-    def __init__(self, budget: int | None, wait_s: float) -> None:
-        self._budget, self._wait_s = budget, wait_s
+    def __init__(self, budget: int | None, wait_s: float, share: float = 1.0) -> None:
+        self._budget, self._wait_s, self._share = budget, wait_s, share
         self._weights: dict[str, float] = {}
         self._served: dict[str, float] = {}
         self._ready: dict[str, Ready] = {}
@@ -61,8 +65,9 @@ class Turns:
         if not self._ready:
             return None
         tokens = sum(request.tokens for request in self._ready.values())
-        all_here = len(self._ready) == len(self._weights)
-        if all_here or (self._budget is not None and tokens >= self._budget):
+        of_one_kind = max(Counter(request.kind for request in self._ready.values()).values())
+        full = len(self._ready) == len(self._weights) or of_one_kind >= self._most()
+        if full or (self._budget is not None and tokens >= self._budget):
             return 0.0
         oldest = min(request.since for request in self._ready.values())
         return max(0.0, oldest + self._wait_s - now)
@@ -73,6 +78,8 @@ class Turns:
         chosen: list[Ready] = []
         tokens = 0
         for request in order:
+            if len(chosen) == self._most():
+                break
             if chosen and request.kind != chosen[0].kind:
                 continue
             if chosen and self._budget is not None and tokens + request.tokens > self._budget:
@@ -83,6 +90,10 @@ class Turns:
             del self._ready[request.adapter]
             self._served[request.adapter] += request.tokens / self._weights[request.adapter]
         return chosen
+
+    def _most(self) -> int:
+        """Adapters of a pass, at most."""
+        return max(1, math.ceil(self._share * len(self._weights)))
 
     def _behind(self, but: str | None = None) -> float:
         """Virtual time of the ready adapter that is furthest behind, or of all where none is ready."""

@@ -48,7 +48,7 @@ class Player:
     async def _play(self, number: int, task: Any, base_url: str, session: Any) -> None:
         try:
             reply = {"id": number, "result": await self._run(task, base_url, SimpleNamespace(**session))}
-        except Exception as error:  # noqa: BLE001 - the run decides what it means
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the run decides what it means
             reply = {"id": number, "error": repr(error)}
         finally:
             self._playing.pop(number, None)
@@ -88,8 +88,10 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     settings = json.loads(sys.argv[1])
-    # The folder of this script has this package's modules in it.
-    sys.path[0:1] = settings["path"]
+    # Agents that come with this package are beside this script.
+    sys.path[0:0] = settings["path"]
+    # Programs that an agent starts, such as servers of its tools, find its modules as well.
+    os.environ["PYTHONPATH"] = os.pathsep.join(settings["path"])
     agent = agent_of(settings["agent"], settings["arguments"])
     write(replies, {"ready": True})
     asyncio.run(Player(agent, settings["calls"], replies).serve())

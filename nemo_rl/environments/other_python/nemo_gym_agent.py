@@ -1,29 +1,8 @@
-"""Trains on the environments of the package `nemo-gym` (0.4; Python 3.12), whose own agents, tools and verifiers play.
+"""Plays rows of NeMo-Gym with the agents, tools and verifiers of the package `nemo-gym` (0.4): `env.nemo_gym`.
 
-The package has a virtual environment of its own, which plays the agent: `env.<name>.python`. It starts NeMo-Gym's
-servers, each of which installs what it needs at the first start. The prompts of the run are rows of a dataset of
-NeMo-Gym, which this file writes in the run's form:
-
-    python3.12 -m venv gym-env && gym-env/bin/pip install nemo-gym
-    gym-env/bin/python examples/nemo_gym_agent.py ROWS.jsonl > rows.jsonl
-
-    policy:
-      generation:
-        vllm_cfg:
-          expose_http_server: true
-          http_server_serving_chat_kwargs: {enable_auto_tools: true, tool_parser: hermes}
-    data:
-      train: { dataset_name: ResponseDataset, data_path: rows.jsonl, env_name: gym }
-    env:
-      gym:
-        agent: nemo_gym_agent.NemoGym
-        python: gym-env/bin/python
-        config_paths:
-          - responses_api_models/vllm_model/configs/vllm_model_for_training.yaml
-          - resources_servers/example_single_tool_call/configs/example_single_tool_call.yaml
-
-with this folder on PYTHONPATH. Further keys of `env.<name>` are NeMo-Gym's own (`uv_venv_dir`, `skip_venv_if_present`,
-a server and its settings, ...).
+Runs in the interpreter of `env.nemo_gym.python`, which has that package, and imports nothing of this one. Starts
+NeMo-Gym's servers with the first episode; each of them installs what it needs at its first start. Invariant: the
+servers end with this process, however it ends.
 """
 
 from __future__ import annotations
@@ -36,13 +15,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 # Their tokens come from the run, drawn and trained with the run's own settings.
 _OF_THE_RUN = ("temperature", "top_p")
 _NOWHERE = "http://127.0.0.1:9/v1"
 _OURS = "NRL_NEMO_GYM"
+_PRINTED = "What its servers print is in actors/AgentEnvironment-*.log of the run's log directory."
 # Ends the servers once this process is gone, however it ended: every process that has this one's mark.
 _REAPER = f"""
 import os, psutil, sys
@@ -111,11 +90,11 @@ class NemoGym:
         )
 
     async def run(self, task: dict[str, Any], base_url: str, session: Any) -> float:
-        """Plays the row that the task has as its answer; the reward of its verifier."""
+        """Plays the task's row, `nemo_gym_row`; the reward of its verifier."""
         if self._starting is None:
             self._starting = asyncio.ensure_future(self._start(base_url, session))
         await asyncio.shield(self._starting)
-        row = json.loads(task["expected"])
+        row: dict[str, Any] = task["nemo_gym_row"]
         agent = (row.get("agent_ref") or {}).get("name") or self.agents[0]
         if agent not in self.agents:
             raise ValueError(f"agent_ref.name={agent!r} of a row is no agent of config_paths: {', '.join(self.agents)}")
@@ -145,8 +124,10 @@ class NemoGym:
             names = ", ".join(self._helper._processes)
             raise RuntimeError(
                 f"the servers of NeMo-Gym ({names}) did not all start within start_timeout_s={self._start_timeout_s:g} "
-                "s; raise it where packages are still being installed"
+                f"s; raise it where packages are still being installed. {_PRINTED}"
             ) from None
+        except RuntimeError as error:
+            raise RuntimeError(f"{error} {_PRINTED}") from error
 
 
 def _is_agent(section: Any) -> bool:
@@ -167,25 +148,3 @@ def _of_session(row: dict[str, Any], session_id: str) -> dict[str, Any]:
     metadata = dict(params.get("metadata") or {})
     metadata["extra_body"] = json.dumps(json.loads(metadata.get("extra_body", "{}")) | {"session": session_id})
     return params | {"metadata": metadata}
-
-
-def _text(content: Any) -> str:
-    return content if isinstance(content, str) else " ".join(str(part.get("text", "")) for part in content)
-
-
-def prompt_of(row: dict[str, Any]) -> str:
-    """The text of a row's input, for the run's samples and its limit on lengths."""
-    asked = row["responses_create_params"]["input"]
-    return asked if isinstance(asked, str) else "\n".join(_text(item.get("content") or "") for item in asked)
-
-
-def main() -> None:
-    """Writes rows of NeMo-Gym as prompts whose answers they are."""
-    for line in Path(sys.argv[1]).read_text(encoding="utf-8").splitlines():
-        if line.strip():
-            row = json.loads(line)
-            sys.stdout.write(json.dumps({"input": prompt_of(row), "output": json.dumps(row)}) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,108 @@
+"""When a shard stands still around a sync session: no step runs while layers are taken apart or weights partly new."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nemo_rl.models.generation.vllm.engine_actors import EngineSpec
+from nemo_rl.models.generation.vllm.worker import VllmGenerationWorker
+
+
+class Shard(VllmGenerationWorker):
+    """A worker without an engine; `calls` are those that its engine and ranks got, of which `fails` raises."""
+
+    def __init__(self, fails: str = "") -> None:
+        super().__init__(EngineSpec({}))
+        self.calls: list[str] = []
+        self.fails = fails
+        self._memory: Any = SimpleNamespace(asleep=set(), holds_group=False)
+        self._versions = SimpleNamespace(version=0, publish=self._noted("publish"))
+        self._engine = SimpleNamespace(
+            errored=False, pause_generation=self._noted("pause"), resume_generation=self._noted("resume")
+        )
+
+    def _noted(self, name: str) -> Any:
+        async def call(*_: object, **__: object) -> None:
+            self.calls.append(name)
+
+        return call
+
+    async def _rpc(self, method: str, *args: object, timeout_s: float | None = None) -> list[Any]:
+        self.calls.append(method.removeprefix("nrl_").removesuffix("_sync"))
+        if method == self.fails:
+            raise RuntimeError(f"{method} failed")
+        return []
+
+    def session(self, *, staged: bool = False, windows: int = 1, ident: str = "one") -> None:
+        """A session from begin to finish, or to its abort if something fails."""
+
+        async def steps() -> None:
+            try:
+                await self.begin_sync({"id": ident, "version": 1, "staged": staged}, [{}], 1.0)
+                for _ in range(windows):
+                    await self.receive_window({}, 1.0)
+                await self.finish_sync(1, 1.0)
+            except RuntimeError:
+                await self.abort_sync(ident)
+
+        asyncio.run(steps())
+
+
+@pytest.mark.parametrize(
+    ("staged", "calls"),
+    [
+        (False, ["pause", "begin", "receive_window", "finish", "publish", "resume"]),
+        (True, ["begin", "receive_window", "pause", "finish", "publish", "resume"]),
+    ],
+)
+def test_requests_stand_still_before_a_load_begins(staged: bool, calls: list[str]) -> None:
+    shard = Shard()
+    shard.session(staged=staged)
+    assert shard.calls == calls and not shard._weights_lost
+
+
+@pytest.mark.parametrize(
+    ("fails", "staged", "lost"),
+    [
+        ("nrl_begin_sync", False, False),
+        ("nrl_begin_sync", True, False),
+        ("nrl_receive_window", False, True),
+        ("nrl_receive_window", True, False),
+        ("nrl_finish_sync", False, True),
+        ("nrl_finish_sync", True, True),
+    ],
+)
+def test_a_failed_session_lets_requests_go_on_where_no_weight_was_touched(fails: str, staged: bool, lost: bool) -> None:
+    shard = Shard(fails)
+    shard.session(staged=staged)
+    assert shard._weights_lost == lost
+    stands = shard.calls.count("pause") - shard.calls.count("resume")
+    assert stands == lost, shard.calls
+    # What was lost stays lost through a session that touches nothing, and the next whole one brings it back.
+    shard.fails = "nrl_begin_sync"
+    shard.session(ident="two")
+    assert shard._weights_lost == lost
+    assert (shard.calls.count("pause") - shard.calls.count("resume") > 0) == lost
+    shard.fails = ""
+    shard.session(ident="three")
+    assert not shard._weights_lost and shard.calls.count("pause") == shard.calls.count("resume")
+
+
+def test_a_session_that_is_refused_leaves_the_open_one_as_it_was() -> None:
+    shard = Shard()
+
+    async def steps() -> None:
+        await shard.begin_sync({"id": "one", "version": 1}, [{}], 1.0)
+        shard.fails = "nrl_begin_sync"
+        with pytest.raises(RuntimeError):
+            await shard.begin_sync({"id": "two", "version": 1}, [{}], 1.0)
+        await shard.abort_sync("two")
+        await shard.receive_window({}, 1.0)
+        await shard.finish_sync(1, 1.0)
+
+    asyncio.run(steps())
+    assert shard.calls[-2:] == ["publish", "resume"] and shard.calls.count("pause") == 1
