@@ -59,6 +59,11 @@ class HttpServerConfig(Section):
     max_requests: PositiveInt = Field(1024, description="Requests that are worked on at once; more of them wait.")
     max_body_bytes: PositiveInt = Field(16 << 20, description="Largest body of a request.")
 
+    @property
+    def is_local(self) -> bool:
+        """Whether no other machine reaches the address."""
+        return self.host in ("127.0.0.1", "localhost", "::1")
+
 
 class VllmConfig(Section):
     """`policy.generation.vllm_cfg`: the engine's options that this package reads itself."""

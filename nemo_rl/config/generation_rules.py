@@ -267,7 +267,7 @@ def the_endpoint_can_be_reached(config: MasterConfig) -> Iterator[str]:
     if not generation.vllm_cfg.expose_http_server:
         return
     key = "policy.generation.vllm_cfg"
-    if server.token_variable is None and server.host not in ("127.0.0.1", "localhost", "::1"):
+    if server.token_variable is None and not server.is_local:
         yield (
             f"{key}.http_server.host is {server.host}, which other machines reach; name an environment variable that "
             f"holds a token in {key}.http_server.token_variable"

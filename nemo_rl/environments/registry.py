@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemo_rl.config import ConfigError, DataConfig, EnvConfig, EnvironmentConfig
 from nemo_rl.config.dotted import import_dotted
@@ -129,12 +130,15 @@ def environment_settings(config: EnvironmentConfig | None, name: str = "<name>")
     return {} if config is None else {key: value for key, value in config.to_dict().items() if key not in _READ_HERE}
 
 
-def create_env(env_name: str, env_config: EnvConfig | Mapping[str, object]) -> ActorHandle[object]:
+def create_env(
+    env_name: str, env_config: EnvConfig | Mapping[str, object], *, agents_anywhere: bool = False
+) -> ActorHandle[object]:
     """Starts an environment as a Ray actor, without an accelerator. One that dies is started again, a few times in all,
     and its calls are made again: what belongs to a conversation is in its metadata, not in the actor.
 
     Args:
         env_config: `env`, as a section or a plain mapping; a mapping may also be that of the environment alone.
+        agents_anywhere: Whether an agent may run on another machine than this process, whose endpoint it asks.
 
     Returns the actor's handle. Raises UnknownEnvironment, ConfigError: see `environment_class`.
     """
@@ -143,7 +147,10 @@ def create_env(env_name: str, env_config: EnvConfig | Mapping[str, object]) -> A
     actor: Any = found if isinstance(found, ray.actor.ActorClass) else ray_actor(found)
     # Accelerators stay hidden, and the actor takes no CPU slot: it mostly waits for its own helpers.
     section = section_of(name, env_configs)
+    here = section is not None and section.agent is not None and not agents_anywhere
+    node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False) if here else None
     return actor.options(
+        scheduling_strategy=node,
         num_cpus=0,
         num_gpus=0,
         max_concurrency=calls_at_once(name, section),
@@ -212,13 +219,18 @@ def setup_response_data(
     return datasets.train, datasets.validation, *_by_task(datasets, actors)
 
 
-def start_environments(names: Iterable[str], env_configs: EnvConfig) -> Actors:
-    """The replicas of each name; all classes are resolved before the first actor starts."""
+def start_environments(names: Iterable[str], env_configs: EnvConfig, *, agents_anywhere: bool = False) -> Actors:
+    """The replicas of each name; all classes are resolved before the first actor starts. `agents_anywhere`: whether
+    other machines reach the run's endpoint, and so may play agents.
+    """
     wanted = {name: section_of(name, env_configs) for name in names}
     for name, section in wanted.items():
         environment_class(name, section)
     return {
-        name: tuple(create_env(name, env_configs) for _ in range(1 if section is None else section.replicas))
+        name: tuple(
+            create_env(name, env_configs, agents_anywhere=agents_anywhere)
+            for _ in range(1 if section is None else section.replicas)
+        )
         for name, section in wanted.items()
     }
 

@@ -12,6 +12,7 @@ import pytest
 from nemo_rl.algorithms.grpo import assembly
 from nemo_rl.algorithms.grpo.run import GRPOState
 from nemo_rl.config import ConfigError, EnvConfig, MasterConfig
+from nemo_rl.environments import registry
 from nemo_rl.environments.call import step_environment
 from nemo_rl.environments.code_environment import CodeEnvironment
 from nemo_rl.environments.interfaces import EnvironmentFailure, UnknownEnvironment
@@ -29,6 +30,9 @@ ray = pytest.importorskip("ray")
 
 THEIRS = """
 import os, signal, time, torch
+
+def plays(task, base_url, session):
+    return 1.0
 
 def reward(response, expected, factor=1):
     return factor * (response == expected)
@@ -194,6 +198,21 @@ def test_a_mistake_in_the_endpoint_ends_the_run_before_the_policy_starts(
         assembly._build(config, ready, placement, StartPhases())  # type: ignore[arg-type]
     ready.undo.close()
     assert ended == [True]
+
+
+def test_agents_play_on_the_machine_whose_endpoint_they_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def options(**given: Any) -> Any:
+        asked.append(given)
+        return SimpleNamespace(remote=lambda settings: None)
+
+    monkeypatch.setattr(registry, "ray_actor", lambda found: SimpleNamespace(options=options))
+    env = EnvConfig.read({"plays": {"agent": "their_env.plays"}, "mine": {"class": "their_env.Env"}})
+    start_environments(["plays", "mine"], env)
+    start_environments(["plays"], env, agents_anywhere=True)
+    nodes = [getattr(given.get("scheduling_strategy"), "node_id", None) for given in asked]
+    assert nodes == [ray.get_runtime_context().get_node_id(), None, None]
 
 
 def test_mathematics_runs_as_an_actor() -> None:

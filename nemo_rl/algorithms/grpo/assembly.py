@@ -135,7 +135,8 @@ def _begin(
         engines: EngineActors | None = None
         environments: Actors = {}
         if clusters.generation is not None:
-            environments = start_environments(environments_in_use(config), config.env)
+            local = config.policy.generation.vllm_cfg.http_server.is_local
+            environments = start_environments(environments_in_use(config), config.env, agents_anywhere=not local)
             undo.callback(end_environments, environments)
             lent = placement.lends_shards
             engines = start_engine_actors(
