@@ -19,7 +19,7 @@ from nemo_rl.environments.interfaces import EnvironmentFailure
 from nemo_rl.experience.environment_batcher import EnvironmentBatcher
 from nemo_rl.experience.rollouts import RolloutPlan, Trajectory
 from nemo_rl.models.generation.endpoint.session import Branch, Session, SessionPlan, text_of
-from nemo_rl.models.generation.interfaces import VersionSpan, request_seed
+from nemo_rl.models.generation.interfaces import VALIDATION_STEP_OFFSET, VersionSpan, request_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,6 +68,7 @@ class AgentRollouts:
                 seed_of,
                 plan.stop_strings,
                 plan.records,
+                plan.step >= VALIDATION_STEP_OFFSET,
             ),
         )
         agents = AgentSession(session_id, base_url, self._endpoint.model, self._endpoint.token or "none", seed_of(-1))
@@ -79,10 +80,15 @@ class AgentRollouts:
         branches = session.branches()
         if failed is not None and not session.overflowed:
             raise EnvironmentFailure(f"sample {sample_id}: the agent {failed}")
-        if not branches:
-            what = f"the agent {failed}" if failed is not None else "the agent never got a token of the model"
-            raise EnvironmentFailure(f"sample {sample_id}: {what}, so there is nothing to train")
-        trajectory = trajectory_of(session, self._tokenizer)
+        if branches:
+            trajectory = trajectory_of(session, self._tokenizer)
+        elif failed is not None:
+            # Its first prompt left no room: a row without a token to train.
+            trajectory = Trajectory([dict(message) for message in message_log], by_agent=True)
+        else:
+            raise EnvironmentFailure(
+                f"sample {sample_id}: the agent never got a token of the model, so there is nothing to train"
+            )
         truncated = failed is not None or any(branch.truncated for branch in trajectory.branches)
         for branch in trajectory.branches:
             branch.reward, branch.components, branch.truncated = outcome.reward, dict(outcome.components), truncated

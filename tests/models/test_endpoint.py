@@ -31,7 +31,8 @@ from nemo_rl.experience.agent_rollouts import AgentRollouts
 from nemo_rl.experience.columns import rollout_columns, sample_starts
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunner, number_samples, rollout_metrics
-from nemo_rl.models.generation.endpoint.http import EndpointError
+from nemo_rl.models.generation.decisions import SamplingMasks, TokenRoutes
+from nemo_rl.models.generation.endpoint.http import EndpointError, bound_socket, root_url
 from nemo_rl.models.generation.endpoint.server import Endpoint, start_endpoint
 from nemo_rl.models.generation.endpoint.session import SessionPlan
 from nemo_rl.models.generation.interfaces import (
@@ -178,6 +179,26 @@ def test_a_call_of_a_tool_is_read_and_continued(session: tuple[Endpoint, Model, 
     assert [turn.parent for turn in one.turns] == [None, 0] and len(one.branches()) == 1
 
 
+def test_what_else_a_template_reads_is_a_part_of_the_history(session: tuple[Endpoint, Model, str]) -> None:
+    endpoint, _, url = session
+    answer = chat(url, [user("a")])["choices"][0]["message"]
+    for body in ({"reasoning_effort": "low"}, {"documents": [{"title": "t", "text": "x"}]}, {}):
+        chat(url, [user("a"), answer, user("b")], **body)
+    assert [turn.parent for turn in endpoint.finish("s").turns] == [None, None, None, 0]
+
+
+def test_messages_in_parts_are_continued(session: tuple[Endpoint, Model, str]) -> None:
+    endpoint, _, url = session
+    parts: list[dict[str, object]] = [
+        {"role": role, "content": [{"type": "text", "text": text} for text in texts]}
+        for role, texts in (("system", ["Be", " kind."]), ("user", ["a", "b"]))
+    ]
+    answer = chat(url, parts)["choices"][0]["message"]
+    said = {"role": "assistant", "content": [{"type": "text", "text": answer["content"]}]}
+    chat(url, [*parts, said, user("b")])
+    assert [turn.parent for turn in endpoint.finish("s").turns] == [None, 0]
+
+
 def test_a_stream_says_what_a_whole_answer_says(session: tuple[Endpoint, Model, str]) -> None:
     endpoint, says, url = session
     says.text = _CALL
@@ -266,7 +287,10 @@ def test_each_of_several_answers_is_a_turn_with_a_seed_of_its_own(session: tuple
         ({"tools": [{"type": "function", "function": {"parameters": {}}}]}, 400, "name"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, 400, "parameters"),
         ({"session": ["s"]}, 400, "session"),
-        ({"messages": "hello"}, 400, "messages"),
+        ({"messages": "hello"}, 400, "messages: expected a list"),
+        ({"messages": None}, 400, "messages: expected a list"),
+        ({"stop": ["a"] * 9}, 400, "at most"),
+        ({"max_tokens": 0}, 400, "max_tokens must be at least 1"),
         ({"temperature": 0.25}, 400, "policy.generation.temperature=1"),
         ({"frequency_penalty": 0.5}, 400, "frequency_penalty"),
         ({"response_format": {"type": "json_object"}}, 400, "structured"),
@@ -288,6 +312,23 @@ def test_a_bad_request_is_refused_with_the_reason(
     assert not model.requests and not endpoint.finish("s").turns
 
 
+def test_validation_names_its_own_keys_of_sampling(session: tuple[Endpoint, Model, str]) -> None:
+    endpoint, _, _ = session
+    url = endpoint.open("v", SessionPlan("9-0-0", GenerationSamplingParams(0.0), 64, 512, validates=True))
+    response = post(f"{url}/chat/completions", model="policy", messages=[user("a")], temperature=1)
+    assert response.status_code == 400 and "policy.generation.val_temperature=0" in response.text
+
+
+@pytest.mark.parametrize("length", [511, 512, 513])
+def test_a_prompt_that_leaves_no_room_is_known_to_its_session(
+    session: tuple[Endpoint, Model, str], length: int
+) -> None:
+    endpoint, _, url = session
+    response = post(f"{url}/completions", model="policy", prompt=[5] * length)
+    assert response.status_code == (200 if length < 512 else 400), response.text
+    assert endpoint.finish("s").overflowed == (length >= 512)
+
+
 def test_a_prompt_of_unknown_tokens_or_of_none_is_refused_and_stops_of_any_length_are_not(
     session: tuple[Endpoint, Model, str],
 ) -> None:
@@ -300,6 +341,13 @@ def test_a_prompt_of_unknown_tokens_or_of_none_is_refused_and_stops_of_any_lengt
     assert not model.requests
     assert post(f"{url}/completions", model="policy", prompt="a", stop=["Observation:"]).status_code == 200
     assert model.requests[0].stop_strings == ("Observation:",)
+
+
+def test_a_path_that_is_not_served_is_answered_with_those_that_are(session: tuple[Endpoint, Model, str]) -> None:
+    _, _, url = session
+    for path, status in (("responses", 404), ("models", 405)):
+        response = post(f"{url}/{path}", model="policy", input="a")
+        assert response.status_code == status and "/v1/chat/completions" in response.json()["error"]["message"]
 
 
 def test_a_wrong_token_and_what_is_no_json_are_refused(session: tuple[Endpoint, Model, str]) -> None:
@@ -407,6 +455,22 @@ def test_two_runs_do_not_share_a_port(session: tuple[Endpoint, Model, str]) -> N
         Endpoint(endpoint._serving, endpoint._config, (port, port))
 
 
+def test_a_port_is_free_once_its_run_has_ended_whoever_was_connected(session: tuple[Endpoint, Model, str]) -> None:
+    endpoint, _, _ = session
+    first = Endpoint(endpoint._serving, endpoint._config, (3000, 4999))
+    address = first.base_url.removeprefix("http://").partition("/")[0]
+    port = int(address.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=60):
+        first.close()
+    second = Endpoint(endpoint._serving, endpoint._config, (port, port))
+    second.close()
+
+
+def test_clients_are_given_an_address_that_other_machines_reach() -> None:
+    with bound_socket("0.0.0.0", (3000, 4999)) as bound:
+        assert "0.0.0.0" not in root_url(bound) and root_url(bound).endswith(f":{bound.getsockname()[1]}")
+
+
 def test_options_of_the_server_are_checked_before_anything_starts(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match=r"http_server\.host is 0\.0\.0\.0"):
         configured(
@@ -446,6 +510,12 @@ async def endless(task: dict[str, Any], base_url: str, session: Any) -> float:
     messages = list(task["messages"])
     while True:
         messages += [await asyncio.to_thread(ask, base_url, messages), user("x" * 150)]
+
+
+def too_long(task: dict[str, Any], base_url: str, session: Any) -> float:
+    """An agent whose first prompt leaves no room."""
+    ask(base_url, [user("x" * 600)])
+    return 1.0
 
 
 async def never(task: dict[str, Any], base_url: str, session: Any) -> float:
@@ -531,6 +601,11 @@ def test_the_episodes_of_an_agent_become_rows_with_what_was_sampled(served: tupl
 def test_an_agent_that_ran_out_of_room_is_a_truncated_sample(served: tuple[Endpoint, Model]) -> None:
     _, trajectories = rolled_out(*served, "endless")
     assert [(t.truncated, t.reward, t.turns > 1) for t in trajectories] == [(True, 0.0, True)] * 2
+    batch, trajectories = rolled_out(*served, "too_long")
+    columns = rollout_columns(batch, trajectories, pad_token_id=0)
+    assert columns.rows["truncated"].tolist() == [True, True] and columns.rows["total_reward"].tolist() == [0.0, 0.0]
+    assert columns.tokens["input_lengths"].tolist() == [4, 4] and not columns.tokens["token_mask"].any()
+    assert rollout_metrics(trajectories, 1)["truncation_rate"] == 1.0
 
 
 def test_the_mistake_of_an_agent_ends_the_run_and_names_it(served: tuple[Endpoint, Model]) -> None:

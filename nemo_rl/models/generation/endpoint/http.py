@@ -40,6 +40,8 @@ def bound_socket(host: str, ports: tuple[int, int]) -> socket.socket:
     error: OSError | None = None
     for port in range(ports[0], ports[1] + 1):
         bound = socket.socket(family, socket.SOCK_STREAM)
+        # Connections that a run has just closed hold no port for the next one. One that listens does.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             bound.bind((host, port))
             bound.listen(2048)
@@ -51,6 +53,15 @@ def bound_socket(host: str, ports: tuple[int, int]) -> socket.socket:
         f"policy.generation.port_range_low={ports[0]}, port_range_high={ports[1]}: no port of {host} is free for the "
         f"endpoint (the last said: {error}); another run may hold them: widen the range"
     )
+
+
+def root_url(bound: socket.socket) -> str:
+    """The address for clients of a socket: this machine's where it listens on all of them."""
+    import ray
+
+    host, port = bound.getsockname()[:2]
+    host = ray.util.get_node_ip_address() if host in ("0.0.0.0", "::") else host
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def guarded(app: Callable[..., Awaitable[None]], token: str | None, max_body_bytes: int) -> Any:
@@ -110,6 +121,17 @@ def error_response(
 ) -> Response:
     content = {"error": {"message": message, "type": kind, "param": None, "code": status}}
     return json_response(content, status, headers)
+
+
+async def no_such_path(request: Request, error: Any) -> Response:
+    """The response to what is not served."""
+    return error_response(
+        error.status_code,
+        f"{request.method} {request.url.path} is not served; POST /v1/chat/completions, /v1/completions, /tokenize and "
+        "/detokenize are, and GET /v1/models. The OpenAI Agents SDK asks for /v1/responses unless its model is an "
+        "OpenAIChatCompletionsModel",
+        "NotFoundError",
+    )
 
 
 def unavailable(message: str) -> Response:

@@ -31,6 +31,8 @@ async def read_body(request: Request) -> dict[str, Any]:
     if named is not None and not isinstance(named, str):
         raise BadRequest(f"{SESSION_FIELD}: expected the id of a session, got {named!r:.100}")
     request.state.session = named
+    if not isinstance(body.get("messages", []), list):
+        raise BadRequest(f"messages: expected a list of messages, got {body['messages']!r:.100}")
     # Older names of structured outputs.
     if guided := sorted(name for name in body if name.startswith("guided_") and body[name] is not None):
         raise BadRequest(f"not supported here: {', '.join(guided)} (structured outputs); leave it out")
@@ -59,4 +61,4 @@ def plain(message: Any) -> dict[str, Any]:
 def setup_of(asked: Any) -> object:
     """What a chat template reads besides messages."""
     tools = None if asked.tools is None else [tool.model_dump() for tool in asked.tools]
-    return [tools, asked.chat_template_kwargs]
+    return [tools, asked.chat_template_kwargs, asked.chat_template, asked.documents, asked.reasoning_effort]

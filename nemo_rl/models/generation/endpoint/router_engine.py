@@ -64,6 +64,19 @@ class NoRoom(BadRequest):
     """A prompt that leaves no room for a response."""
 
 
+def check_full(message: str, asked: Any) -> None:
+    """Raises NoRoom: vLLM refused a request because its prompt is exactly as long as the context, which it says of the
+    tokens that are left for the response.
+    """
+    if "max_tokens must be at least 1, got 0" not in message:
+        return
+    if 0 not in (asked.max_tokens, getattr(asked, "max_completion_tokens", None)):
+        raise NoRoom(
+            "the prompt fills the context, and leaves no room for a response (policy.max_total_sequence_length, "
+            "policy.generation.vllm_cfg.max_model_len)"
+        )
+
+
 def is_overflow(message: str) -> bool:
     """Whether vLLM refused a prompt because of its length."""
     return "maximum context length" in message
@@ -357,12 +370,14 @@ def check_sampling(session: Session, request: Any) -> None:
     not.
     """
     drawn = session.plan.sampling
+    key, why = "policy.generation.", "the session's tokens are trained with"
+    if session.plan.validates:
+        key, why = f"{key}val_", "validation draws with"
     known = {"temperature": drawn.temperature, "top_p": drawn.top_p, "top_k": drawn.top_k or -1}
     for name, value in known.items():
         asked = getattr(request, name, None)
         asked = -1 if name == "top_k" and asked == 0 else asked
         if asked is not None and asked != value:
             raise BadRequest(
-                f"{name}={asked:g} differs from policy.generation.{name}={value:g}, which the session's tokens are "
-                f"trained with; leave {name} out, or set the key"
+                f"{name}={asked:g} differs from {key}{name}={value:g}, which {why}; leave {name} out, or set the key"
             )

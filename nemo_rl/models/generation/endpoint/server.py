@@ -29,6 +29,8 @@ from nemo_rl.models.generation.endpoint.http import (
     event_stream,
     guarded,
     json_response,
+    no_such_path,
+    root_url,
     unavailable,
     unless_gone,
 )
@@ -38,6 +40,7 @@ from nemo_rl.models.generation.endpoint.router_engine import (
     Call,
     GenerateOne,
     NoRoom,
+    check_full,
     check_sampling,
     current_call,
     is_overflow,
@@ -92,8 +95,7 @@ class Endpoint:
         self._sessions: dict[str, Session] = {}
         self._slots: asyncio.Semaphore
         self._socket = bound_socket(config.host, ports)
-        host, port = self._socket.getsockname()[:2]
-        self._root = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self._root = root_url(self._socket)
         self.base_url = f"{self._root}/v1"
         self._server: Any = None
         self._started = threading.Event()
@@ -181,7 +183,7 @@ class Endpoint:
                 Route(f"{prefix}/detokenize", self._answered(self._detokenize), methods=["POST"]),
                 Route(f"{prefix}/restart", self._answered(self._restart), methods=["POST"]),
             ]
-        return Starlette(routes=routes)
+        return Starlette(routes=routes, exception_handlers={404: no_such_path, 405: no_such_path})
 
     def _answered(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         """A route that maps failures to statuses, keeps the deadline, and ends with its client."""
@@ -225,9 +227,9 @@ class Endpoint:
         from pydantic import ValidationError
 
         if isinstance(error, ValidationError):
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            return error_response(400, f"{where}: {first['msg']}" if where else first["msg"])
+            # A value that may have several forms has an error for each.
+            some = [(".".join(map(str, one["loc"])), one["msg"]) for one in error.errors()[:3]]
+            return error_response(400, "; ".join(f"{where}: {what}" if where else what for where, what in some))
         if isinstance(error, (BadRequest, json.JSONDecodeError, UnicodeDecodeError)):
             return error_response(400, str(error))
         response = self._serving.chat.create_error_response(error)
@@ -304,8 +306,13 @@ class Endpoint:
         the choices once all of them are complete.
         """
         current_call.set(call)
-        made = await create(asked)
+        try:
+            made = await create(asked)
+        except Exception as error:
+            check_full(str(error), asked)
+            raise
         if hasattr(made, "error"):
+            check_full(made.error.message, asked)
             if call.session is not None and is_overflow(made.error.message):
                 call.session.overflowed = True
             return json_response(made.model_dump(), made.error.code)

@@ -31,6 +31,7 @@ class SessionPlan:
     seed_of: Callable[[int], int | None] = lambda number: None  # seed of response `number` of the session
     stop_strings: tuple[str, ...] = ()
     records: bool = False  # whether generation's routes and sampling masks are wanted
+    validates: bool = False  # whether nothing of it is trained
 
 
 @dataclass(frozen=True)
