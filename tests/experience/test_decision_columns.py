@@ -22,7 +22,6 @@ from nemo_rl.experience.rollout_source import LiveRollouts, RecordedRollouts, Re
 from nemo_rl.experience.rollouts import RolloutRunner, number_samples
 from nemo_rl.experience.store import InProcessStore
 from nemo_rl.models.generation.decisions import SamplingMasks, TokenRoutes
-from nemo_rl.models.generation.endpoint.router_engine import _recorded_until
 from nemo_rl.models.generation.endpoint.session import Session, SessionPlan
 from nemo_rl.models.generation.interfaces import (
     GenerationRequest,
@@ -227,7 +226,7 @@ def test_branches_of_an_agent_bring_the_routes_of_all_tokens_and_the_masks_of_th
 
     def ask(call: int, prompt: list[int], response: list[int]) -> list[int]:
         """A turn, recorded from where the session does not know the routes."""
-        ids, start = [*prompt, *response], _recorded_until(session, prompt)
+        ids, start = [*prompt, *response], session.routes_of(session.parent_of(prompt)).known_until()
         asked = range(start, len(ids))
         routes = TokenRoutes(
             start,

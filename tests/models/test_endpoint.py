@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import math
 import socket
@@ -35,6 +37,7 @@ from nemo_rl.models.generation.decisions import SamplingMasks, TokenRoutes
 from nemo_rl.models.generation.endpoint.http import EndpointError, bound_socket, root_url
 from nemo_rl.models.generation.endpoint.server import Endpoint, start_endpoint
 from nemo_rl.models.generation.endpoint.session import SessionPlan
+from nemo_rl.models.generation.endpoint.streaming import StreamedAnswers, chunk_of
 from nemo_rl.models.generation.interfaces import (
     GenerationError,
     GenerationRequest,
@@ -76,7 +79,15 @@ class Model:
                 if self.midway is not None:
                     await self.midway()
         reason = "stop" if self.ended else "length"
-        return GenerationResult(request.request_id, ids, [-0.5] * len(ids), reason, (VersionSpan(3, 0, len(ids)),))
+        spans = (VersionSpan(3, 0, len(ids)),)
+        if request.record_from is None:
+            return GenerationResult(request.request_id, ids, [-0.5] * len(ids), reason, spans)
+        # Routes that name the request that brought them; the last token was never computed.
+        start, end = request.record_from, len(request.prompt_ids) + len(ids)
+        experts = np.full((end - start, 1, 2), len(self.requests), np.uint8)
+        routes = TokenRoutes(start, experts, np.arange(start, end) < end - 1)
+        masks = SamplingMasks.of([np.array([token, 301]) if place else None for place, token in enumerate(ids)])
+        return GenerationResult(request.request_id, ids, [-0.5] * len(ids), reason, spans, 0, routes, masks)
 
 
 def configured(model: Path, *overrides: str) -> Any:
@@ -132,6 +143,26 @@ def chat(url: str, messages: list[dict[str, object]], **body: object) -> dict[st
     response = post(f"{url}/chat/completions", model="policy", messages=messages, **body)
     assert response.status_code == 200, response.text
     return response.json()
+
+
+def choices_of(response: requests.Response) -> list[dict[str, Any]]:
+    """The choices of an answer with their prompt, whole or put together from a stream."""
+    assert response.status_code == 200, response.text
+    if "text/event-stream" not in response.headers["Content-Type"]:
+        whole = response.json()
+        return [{"prompt_token_ids": whole.get("prompt_token_ids"), **choice} for choice in whole["choices"]]
+    made: dict[int, dict[str, Any]] = {}
+    prompt: list[int] = []
+    for event in filter(None, response.text.split("\n\n")):
+        chunk = chunk_of(event) or {"choices": []}
+        assert "error" not in chunk, chunk
+        for part in chunk["choices"]:
+            prompt = prompt or part.get("prompt_token_ids") or chunk.get("prompt_token_ids") or []
+            before = made.setdefault(part["index"], {"token_ids": [], "answer": StreamedAnswers(1)})
+            before["answer"].add({"choices": [{**part, "index": 0}]})
+            ids = [*before["token_ids"], *(part.get("token_ids") or [])]
+            made[part["index"]] = before | part | {"token_ids": ids, "message": before["answer"].messages[0]}
+    return [made[index] | {"prompt_token_ids": prompt} for index in sorted(made)]
 
 
 def user(text: str) -> dict[str, object]:
@@ -277,6 +308,55 @@ def test_each_of_several_answers_is_a_turn_with_a_seed_of_its_own(session: tuple
     assert [sum(branch.token_mask) for branch in endpoint.finish("s").branches()] == [4, 4]
 
 
+def test_routes_and_masks_are_returned_where_they_are_recorded_and_tokens_asked_for(
+    session: tuple[Endpoint, Model, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint, _, url = session
+    fields = {"routed_experts", "routed_experts_valid", "sampling_mask_counts", "sampling_mask_ids"}
+
+    def asked(base_url: str, **body: object) -> list[set[str]]:
+        found = [
+            choices_of(post(f"{base_url}/completions", model="policy", prompt="abc", stream=stream, **body))
+            for stream in (False, True)
+        ]
+        return [fields & {name for name, value in choice.items() if value is not None} for (choice,) in found]
+
+    assert asked(url, return_token_ids=True) == [set()] * 2, "a run that records nothing"
+    monkeypatch.setattr(endpoint._serving.engine, "_records", True)
+    plan = SessionPlan("5-0-0", GenerationSamplingParams(), 64, 512, records=True)
+    own = endpoint.open("r", plan)
+    for base_url, draws in ((own, {}), (endpoint.base_url, {"temperature": 0.5})):
+        assert asked(base_url, **draws) == [set()] * 2, "not asked for"
+        assert asked(base_url, return_token_ids=True, **draws) == [fields] * 2
+    # Nothing is drawn at temperature 0, and nothing recorded of validation.
+    assert asked(endpoint.base_url, return_token_ids=True, temperature=0) == asked(url, return_token_ids=True)
+    beyond = post(f"{own}/completions", model="policy", prompt="abc", routed_experts_prompt_start=4)
+    assert beyond.status_code == 400 and "beyond the 3 tokens" in beyond.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_turns_routes_are_those_of_its_whole_history(session: tuple[Endpoint, Model, str], stream: bool) -> None:
+    endpoint, _, _ = session
+    url = endpoint.open("r", SessionPlan("5-0-0", GenerationSamplingParams(), 64, 512, records=True))
+
+    def array(choice: dict[str, Any], name: str) -> Any:
+        return np.load(io.BytesIO(base64.b64decode(choice[name])))
+
+    body = {"model": "policy", "return_token_ids": True, "stream": stream, "n": 2}
+    first = choices_of(post(f"{url}/chat/completions", messages=[user("a")], **body))
+    later = {"messages": [user("a"), first[1]["message"], user("b")], "routed_experts_prompt_start": 2}
+    second = choices_of(post(f"{url}/chat/completions", **body, **later))
+    sizes = [len(choice["prompt_token_ids"]) + len(choice["token_ids"]) for choice in (*first, *second)]
+    experts = [array(choice, "routed_experts")[:, 0, 0].tolist() for choice in (*first, *second)]
+    assert [len(one) for one in experts[:2]] == sizes[:2] and len(experts[2]) == sizes[2] - 2
+    by_both = [sorted({one[0], one[-2], one[-3]}) for one in experts]
+    assert [len(one) for one in by_both] == [1, 1, 2, 2], "the later turns have the routes of the earlier one as well"
+    for choice, turn in zip((*first, *second), endpoint.finish("r").turns, strict=True):
+        assert array(choice, "routed_experts_valid").tolist()[-3:] == [True, True, False]
+        assert array(choice, "sampling_mask_counts").tolist() == turn.result.masks.counts.tolist()
+        assert array(choice, "sampling_mask_ids").tolist() == turn.result.masks.ids.tolist()
+
+
 @pytest.mark.parametrize(
     ("body", "status", "says"),
     [
@@ -300,6 +380,7 @@ def test_each_of_several_answers_is_a_turn_with_a_seed_of_its_own(session: tuple
         ({"echo": True}, 400, "prompt_logprobs"),
         ({"best_of": 4}, 400, "best_of"),
         ({"use_beam_search": True}, 400, "use_beam_search"),
+        ({"priority": 3}, 400, "priority"),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, 413, "max_body_bytes=4096"),
     ],
 )

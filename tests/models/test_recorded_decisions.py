@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,7 +33,8 @@ from nemo_rl.models.generation.vllm.shards import ShardState
 from tests.conftest import example
 from tests.experience.test_rollout_flow import Counts, prompts
 from tests.models.elastic_engines import Elastic, elastic_engines
-from tests.models.test_endpoint import _TOKEN, ask, configured
+from tests.models.test_endpoint import _TOKEN, choices_of, configured, post
+from tests.test_documentation import blocks
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -176,20 +178,75 @@ class Log:
         return trained, lost
 
 
+GOT: list[tuple[str, dict[str, Any]]] = []
+"""What agents got: the sample, none outside of sessions, and a choice."""
+
+
 def asks(task: dict[str, Any], base_url: str, session: Any) -> float:
-    """An agent that goes on with its conversation, and has two others beside it that begin alike."""
+    """An agent that goes on with its conversation, and has others beside it that begin alike; whole and streamed."""
+    sample = session.id.rpartition("-")[0]
+
+    def ask(path: str, sample: str = sample, url: str = base_url, **body: object) -> dict[str, object]:
+        choices = choices_of(post(f"{url}/{path}", model="policy", return_token_ids=True, **body))
+        GOT.extend((sample, choice) for choice in choices)
+        return choices[0].get("message", {})
+
     one, other = [[*task["messages"], {"role": "user", "content": text}] for text in ("a", "b")]
-    for messages in (one, other):
-        messages += [ask(base_url, messages), {"role": "user", "content": "c"}]
-        ask(base_url, messages)
-    ask(base_url, [*one[:-1], {"role": "user", "content": "d"}])
+    for messages, stream in ((one, False), (other, True)):
+        messages += [ask("chat/completions", messages=messages, stream=stream), {"role": "user", "content": "c"}]
+        ask("chat/completions", messages=messages, stream=stream)
+    ask("chat/completions", messages=[*one[:-1], {"role": "user", "content": "d"}])
+    text = task["messages"][-1]["content"]
+    ask("completions", prompt=text, n=2, stream=session.seed % 2 == 0)
+    ask("completions", "", base_url.replace(f"/session/{session.id}", ""), prompt=text, max_tokens=8)
     return 1.0
+
+
+def check_returned(columns: Any, number: int) -> int:
+    """Compares what agents got with the rows that it became; how many choices are the last of a row."""
+    (text,) = [text for _, text in blocks("docs/agents.md", "python") if "def decisions" in text]
+    page: dict[str, Any] = {}
+    exec(text, page)
+    tokens, rows = columns.tokens, columns.rows
+    last = 0
+    for sample, choice in GOT:
+        ids, start = [*choice["prompt_token_ids"], *choice["token_ids"]], len(choice["prompt_token_ids"])
+        experts, known, drawn_from = page["decisions"](choice)
+        assert (experts.dtype, experts.shape, known.shape) == (np.uint8, (len(ids), 2, 2), (len(ids),))
+        if not sample:
+            assert known.tolist() == [True] * (len(ids) - 1) + [False]
+            for token, some in zip(choice["token_ids"], drawn_from, strict=True):
+                assert some is None or token in some
+            continue
+        same: list[int] = []
+        for row in range(rows.size):
+            of = f"{number}-{int(rows['prompt_number'][row])}-{int(rows['sample_number'][row])}"
+            counts = tokens["sampling_mask_counts"][row].numpy()
+            if (of, tokens["input_ids"][row, : len(ids)].tolist()) != (sample, ids):
+                continue
+            # What a turn does not train has no masks in this row.
+            if not tokens["token_mask"][row, start : len(ids)].all():
+                continue
+            ends = int(tokens["input_lengths"][row]) == len(ids)
+            # The routes of a response's last token come with the next turn.
+            sure = slice(None, len(ids) - (not ends))
+            first, end = int(counts[:start].sum()), int(counts[: len(ids)].sum())
+            kept = np.split(tokens["sampling_mask_ids"][row].numpy()[first:end], counts[start : len(ids)].cumsum())[:-1]
+            if (
+                np.array_equal(tokens["routed_experts_valid"][row, : len(ids)].numpy()[sure], known[sure])
+                and np.array_equal(tokens["routed_experts"][row, : len(ids)].numpy()[sure], experts[sure])
+                and [some.tolist() for some in kept] == [[] if some is None else some.tolist() for some in drawn_from]
+            ):
+                same.append(int(ends))
+        assert same, f"sample {sample} was trained with other decisions than its agent got"
+        last += max(same)
+    return last
 
 
 def played(engines: Elastic, model: Path, number: int, move: Callable[[], None]) -> Any:
     """Columns of episodes that agents play at the endpoint while engines move. `number`: as in `rolled_out`."""
     limits = ("max_total_sequence_length=128", "generation.vllm_cfg.max_model_len=128", "generation.max_new_tokens=8")
-    policy = configured(model, "policy.generation.top_p=0.8", *(f"policy.{limit}" for limit in limits))
+    policy = configured(model, *REPLAYED[:3], *(f"policy.{limit}" for limit in limits))
     stops = [engines.tokenizer.eos_token_id]
     endpoint = start_endpoint(
         policy, engines.tokenizer, engines.generation.generate_one, stop_token_ids=stops, cuda=False
@@ -220,10 +277,14 @@ def test_every_token_that_an_agent_samples_has_what_the_engines_wrote_down(
     monkeypatch.setenv("NRL_TEST_TOKEN", _TOKEN)
     moves = Moves(engines, SEED)
     first = SCHEDULES + 1
-    done = [(number, played(engines, model, number, moves.some)) for number in range(first, first + 3)]
+    done: list[tuple[int, Any]] = []
+    for number in range(first, first + 3):
+        GOT.clear()
+        done.append((number, played(engines, model, number, moves.some)))
+        # Of each sample two conversations and the continuation of one, and two completions.
+        assert len(GOT) == 6 * 8 and check_returned(done[-1][1], number) >= 6 * 5
     log = Log(log_file)
-    # Three conversations of a sample, of which two begin with the same turn, are three rows.
-    assert min(columns.rows.size for _, columns in done) >= 18
+    assert min(columns.rows.size for _, columns in done) >= 30
     checked = [log.check(columns, number) for number, columns in done]
     assert min(trained for trained, _ in checked) > 60 and [lost for _, lost in checked] == [0] * 3
 

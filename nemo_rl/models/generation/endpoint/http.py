@@ -6,14 +6,18 @@ Knows no vLLM and no sessions.
 from __future__ import annotations
 
 import asyncio
+import base64
 import hmac
+import io
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import orjson
 
 from nemo_rl.config.errors import UserError
+from nemo_rl.models.generation.decisions import Array, SamplingMasks, TokenRoutes
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -155,3 +159,22 @@ def event_stream(events: AsyncIterator[str], on_end: Callable[[], None]) -> Resp
 def answer_of(choice: Mapping[str, Any]) -> dict[str, object]:
     """The message of a choice as a client sends it back; empty for one of plain text."""
     return {name: value for name, value in (choice.get("message") or {}).items() if value is not None}
+
+
+def decisions_of(routes: TokenRoutes | None, masks: SamplingMasks | None, start: int = 0) -> dict[str, str]:
+    """Fields of a choice that hold its routes from position `start` on and its sampling masks, by the names and in the
+    types of the training columns; none for what is None.
+    """
+    arrays: dict[str, Array] = {}
+    if routes is not None:
+        arrays |= {"routed_experts": routes.experts[start:], "routed_experts_valid": routes.valid[start:]}
+    if masks is not None:
+        arrays |= {"sampling_mask_counts": masks.counts, "sampling_mask_ids": masks.ids}
+    return {name: _encoded(array) for name, array in arrays.items()}
+
+
+def _encoded(array: Array) -> str:
+    """Base64 of an array's .npy form, as vLLM's own server sends routes."""
+    with io.BytesIO() as file:
+        np.save(file, array, allow_pickle=False)
+        return base64.b64encode(file.getbuffer()).decode()

@@ -15,7 +15,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config.errors import UserError
-from nemo_rl.models.generation.decisions import RouteRecord
+from nemo_rl.models.generation.endpoint.http import decisions_of
 from nemo_rl.models.generation.endpoint.session import Session, Turn, exact_prompt, text_of
 from nemo_rl.models.generation.endpoint.streaming import TextStream
 from nemo_rl.models.generation.interfaces import (
@@ -48,6 +48,7 @@ _HONOURED = {
     "detokenize",
     "skip_clone",
     "flat_logprobs",
+    "routed_experts_prompt_start",
     # vLLM derives them from `stop` and `prompt_logprobs`.
     "output_text_buffer_length",
     "skip_reading_prefix_cache",
@@ -96,6 +97,8 @@ class Call:
     """One HTTP request on its way through vLLM's classes."""
 
     session: Session | None = None
+    shows_tokens: bool = False  # whether the client asks for token ids, and so for what is recorded of the tokens
+    routes_from: int = 0  # the first position whose routes it asks for
     continued: Turn | None = None  # the turn whose tokens the prompt begins with
     until_answer: Sequence[int] = ()  # the template's tokens up to that turn's answer
     answered: list[Answered] = field(default_factory=list)
@@ -104,6 +107,23 @@ class Call:
     def results(self) -> list[GenerationResult | None]:
         """The result of each choice, in their order; None for one that is still being drawn."""
         return [result for prompt in self.answered for result in prompt.results]
+
+    def details(self, index: int, turns: Sequence[Turn]) -> dict[str, object]:
+        """Fields of choice `index`: the weight versions of its tokens and, where the client asks for tokens, what is
+        recorded of them. `turns`: those of the session that the choices are; none outside of any.
+        """
+        result = self.results()[index]
+        if result is None:
+            return {"weight_versions": []}
+        spans = [{"version": span.version, "start": span.start, "end": span.end} for span in result.spans]
+        fields: dict[str, object] = {"weight_versions": spans}
+        if self.shows_tokens:
+            routes = result.routes
+            if self.session is not None and turns:
+                # A turn's own request brings the routes that its session did not know yet.
+                routes = self.session.routes_of(turns[index]).since(0, len(turns[index].token_ids))
+            fields |= decisions_of(routes, result.masks, self.routes_from)
+        return fields
 
 
 current_call: ContextVar[Call] = ContextVar("current_call")
@@ -119,6 +139,7 @@ class RouterEngine:
         stop_token_ids: Tokens that end a response.
         stop_strings: Strings that end every response, besides those of a request.
         seeded: Whether engines draw each request from its own seed.
+        records: Whether engines record routes or sampling masks where a request asks for them.
     """
 
     errored = False
@@ -134,6 +155,7 @@ class RouterEngine:
         stop_token_ids: Sequence[int],
         stop_strings: Sequence[str] = (),
         seeded: bool = True,
+        records: bool = False,
     ) -> None:
         self._generate_one = generate_one
         self.vllm_config = vllm_config
@@ -144,6 +166,7 @@ class RouterEngine:
         self._stop_token_ids = set(stop_token_ids)
         self._stop_strings = tuple(stop_strings)
         self._seeded = seeded
+        self._records = records
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Takes every request: it waits for a shard as long as its deadline allows."""
@@ -152,7 +175,9 @@ class RouterEngine:
         """Traces are not passed on."""
         return False
 
-    async def generate(self, prompt: Any, params: Any, request_id: str, **_: object) -> AsyncIterator[Any]:
+    async def generate(
+        self, prompt: Any, params: Any, request_id: str, *, priority: int = 0, **_: object
+    ) -> AsyncIterator[Any]:
         """One `RequestOutput` with all responses once they are complete, or what is new of them as it is drawn.
 
         Raises BadRequest: parameters that the router cannot honour, or a prompt that leaves no room; GenerationError:
@@ -165,7 +190,9 @@ class RouterEngine:
         template_ids: list[int] = list(prompt["prompt_token_ids"])
         prompt_ids = self._exact(call, template_ids) or template_ids
         try:
-            requests = self._requests(call.session, prompt_ids, params)
+            if priority:
+                raise BadRequest("not supported here: priority; leave it out")
+            requests = self._requests(call, prompt_ids, params)
             answered = Answered(prompt_ids, template_ids, [None] * len(requests))
             call.answered.append(answered)
             if params.output_kind == RequestOutputKind.DELTA:
@@ -237,8 +264,9 @@ class RouterEngine:
         closes = not (text and shown.endswith(text))
         return exact_prompt(call.continued, template_ids, call.until_answer, self._stop_token_ids, closes=closes)
 
-    def _requests(self, session: Session | None, prompt_ids: list[int], params: Any) -> list[GenerationRequest]:
+    def _requests(self, call: Call, prompt_ids: list[int], params: Any) -> list[GenerationRequest]:
         _check_params(params)
+        session = call.session
         count, limit, longest = params.n, params.max_tokens, self.model_config.max_model_len
         sampling = GenerationSamplingParams(
             params.temperature, params.top_p, params.top_k if params.top_k > 0 else None
@@ -258,11 +286,18 @@ class RouterEngine:
             first, sample_id = session.begin(count), plan.sample_id
             name = f"{plan.sample_id}-{first}"
             if plan.records:
-                record_from = _recorded_until(session, prompt_ids)
+                record_from = session.routes_of(session.parent_of(prompt_ids)).known_until()
+        elif self._records and call.shows_tokens and sampling.temperature > 0:
+            record_from = 0
         if not prompt_ids:
             raise BadRequest("prompt: it has no tokens; a response needs at least one to continue")
         if max(prompt_ids) >= self._vocabulary:
             raise BadRequest(f"prompt: token {max(prompt_ids)} is none of the model's {self._vocabulary}")
+        call.routes_from = getattr(params, "routed_experts_prompt_start", 0)
+        if call.routes_from > len(prompt_ids):
+            raise BadRequest(
+                f"routed_experts_prompt_start={call.routes_from} is beyond the {len(prompt_ids)} tokens of the prompt"
+            )
         room = longest - len(prompt_ids)
         if room <= 0:
             raise NoRoom(
@@ -314,15 +349,6 @@ class RouterEngine:
             {token: Logprob(logprob, None, self._tokenizer.decode([token]))}
             for token, logprob in zip(ids, logprobs, strict=True)
         ]
-
-
-def _recorded_until(session: Session, prompt_ids: list[int]) -> int:
-    """The first position whose routes the session does not know yet."""
-    routes = RouteRecord()
-    for turn in session.ancestors(session.parent_of(prompt_ids)):
-        if turn.result.routes is not None:
-            routes.add(turn.result.routes)
-    return routes.known_until()
 
 
 def _strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:

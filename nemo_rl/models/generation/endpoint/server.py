@@ -46,7 +46,7 @@ from nemo_rl.models.generation.endpoint.router_engine import (
     is_overflow,
 )
 from nemo_rl.models.generation.endpoint.serving import MODEL, Serving, make_serving
-from nemo_rl.models.generation.endpoint.session import Session, SessionPlan
+from nemo_rl.models.generation.endpoint.session import Session, SessionPlan, Turn
 from nemo_rl.models.generation.endpoint.streaming import StreamedAnswers, chunk_of, event_of, may_end
 from nemo_rl.models.generation.interfaces import GenerationError
 
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Record = Callable[[Sequence[Mapping[str, object]]], None]
+Record = Callable[[Sequence[Mapping[str, object]]], list[Turn]]
 
 _KEY = "policy.generation.vllm_cfg.http_server"
 _KEEP_ALIVE_S = 3600
@@ -257,7 +257,7 @@ class Endpoint:
         body = without_strict(await read_body(request))
         session = self._session(request)
         asked = self._serving.chat_request.model_validate(body)
-        call = Call(session)
+        call = Call(session, bool(asked.return_token_ids))
         messages, setup = [plain(message) for message in asked.messages], setup_of(asked)
         if session is not None:
             check_sampling(session, asked)
@@ -266,20 +266,22 @@ class Endpoint:
                 until = await self._serving.until_answer(asked, len(call.continued.messages) + 1)
                 call.continued, call.until_answer = (None, ()) if until is None else (call.continued, until)
 
-        def record(answers: Sequence[Mapping[str, object]]) -> None:
+        def record(answers: Sequence[Mapping[str, object]]) -> list[Turn]:
             if session is None:
-                return
+                return []
             prompt = call.answered[0]
-            for answer, result in zip(answers, prompt.results, strict=True):
-                if result is not None:
-                    session.add(
-                        prompt.prompt_ids,
-                        result,
-                        template_ids=prompt.template_ids,
-                        messages=messages,
-                        answer=answer,
-                        setup=setup,
-                    )
+            return [
+                session.add(
+                    prompt.prompt_ids,
+                    result,
+                    template_ids=prompt.template_ids,
+                    messages=messages,
+                    answer=answer,
+                    setup=setup,
+                )
+                for answer, result in zip(answers, prompt.results, strict=True)
+                if result is not None
+            ]
 
         return await self._made(self._serving.chat.create_chat_completion, asked, call, request, record)
 
@@ -289,21 +291,25 @@ class Endpoint:
         asked = self._serving.completion_request.model_validate(body)
         if session is not None:
             check_sampling(session, asked)
-        call = Call(session)
+        call = Call(session, bool(asked.return_token_ids))
 
-        def record(_: Sequence[Mapping[str, object]]) -> None:
-            for prompt in call.answered if session is not None else ():
-                for result in prompt.results:
-                    if session is not None and result is not None:
-                        session.add(prompt.prompt_ids, result)
+        def record(_: Sequence[Mapping[str, object]]) -> list[Turn]:
+            if session is None:
+                return []
+            return [
+                session.add(prompt.prompt_ids, result)
+                for prompt in call.answered
+                for result in prompt.results
+                if result is not None
+            ]
 
         return await self._made(self._serving.completion.create_completion, asked, call, request, record)
 
     async def _made(
         self, create: Callable[..., Awaitable[Any]], asked: Any, call: Call, request: Request, record: Record
     ) -> Response:
-        """The response with the weight versions of its tokens, or vLLM's refusal. `record`: called with the messages of
-        the choices once all of them are complete.
+        """The response with what is known of its tokens, or vLLM's refusal. `record`: called with the messages of the
+        choices once all of them are complete; the turns of a session that they are.
         """
         current_call.set(call)
         try:
@@ -325,9 +331,9 @@ class Endpoint:
             response, request.state.release = event_stream(events, request.state.release), None
             return response
         answer: dict[str, Any] = made.model_dump()
+        turns = record([answer_of(choice) for choice in answer["choices"]])
         for choice in answer["choices"]:
-            _add_versions(choice, call)
-        record([answer_of(choice) for choice in answer["choices"]])
+            choice.update(call.details(choice["index"], turns))
         return json_response(answer)
 
     async def _events(
@@ -335,19 +341,26 @@ class Endpoint:
     ) -> AsyncGenerator[str]:
         """vLLM's stream, recorded when all choices have ended."""
         answers = StreamedAnswers(len(call.results()))
+        held: list[dict[str, Any]] = []
+        ended: list[dict[str, Any]] = []
         try:
             while event:
-                # Outside a session only the ends matter, whose weight versions are added.
-                if call.session is not None or may_end(event):
-                    chunk = chunk_of(event)
-                    ended = answers.add(chunk) if chunk is not None else []
-                    if chunk is not None and ended:
+                # Outside a session only the ends matter, to which details are added.
+                chunk = chunk_of(event) if call.session is not None or may_end(event) else None
+                ends = answers.add(chunk) if chunk is not None else []
+                if chunk is None or not ends:
+                    yield event
+                else:
+                    held.append(chunk)
+                    ended += ends
+                    # A session records all choices together, and no client gets the end of one before.
+                    if answers.complete or call.session is None:
+                        turns = record(answers.messages)
                         for choice in ended:
-                            _add_versions(choice, call)
-                        if answers.complete:
-                            record(answers.messages)
-                        event = event_of(chunk)
-                yield event
+                            choice.update(call.details(choice["index"], turns))
+                        for one in held:
+                            yield event_of(one)
+                        held, ended = [], []
                 async with asyncio.timeout_at(deadline):
                     event = await anext(more, "")
         except TimeoutError:
@@ -423,9 +436,3 @@ def _token(variable: str | None) -> str | None:
             [f"{_KEY}.token_variable: the environment variable {variable} is not set; export a token for clients in it"]
         )
     return token
-
-
-def _add_versions(choice: dict[str, Any], call: Call) -> None:
-    result = call.results()[choice["index"]]
-    spans = result.spans if result is not None else ()
-    choice["weight_versions"] = [{"version": span.version, "start": span.start, "end": span.end} for span in spans]

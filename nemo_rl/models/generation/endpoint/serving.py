@@ -15,6 +15,7 @@ from nemo_rl.config import ConfigError, PolicyConfig
 from nemo_rl.config.errors import did_you_mean
 from nemo_rl.data.tokenizer import chat_template
 from nemo_rl.models.generation.endpoint.router_engine import GenerateOne, RouterEngine
+from nemo_rl.models.generation.recording import replays
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -100,6 +101,7 @@ def make_serving(
         stop_token_ids=stop_token_ids,
         stop_strings=generation.stop_strings or (),
         seeded=seeded,
+        records=replays(policy),
     )
     _load_plugins(vllm.tool_parser_plugin, vllm.reasoning_parser_plugin)
     common = _chat_arguments(policy, tokenizer, OpenAIServingChat)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+from nemo_rl.models.generation.decisions import RouteRecord
 from nemo_rl.models.generation.interfaces import GenerationResult, GenerationSamplingParams
 
 Message = Mapping[str, object]
@@ -164,6 +165,14 @@ class Session:
             chain.append(turn)
             turn = None if turn.parent is None else self.turns[turn.parent]
         return chain[::-1]
+
+    def routes_of(self, turn: Turn | None) -> RouteRecord:
+        """What is known of the routes of a turn's prompt and response, once it is answered."""
+        routes = RouteRecord()
+        for one in self.ancestors(turn):
+            if one.result.routes is not None:
+                routes.add(one.result.routes)
+        return routes
 
     def branches(self) -> list[Branch]:
         """One branch for each turn with tokens that no other continues, those with most sampled tokens first. A turn
