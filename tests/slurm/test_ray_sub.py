@@ -37,6 +37,10 @@ ASK = (
     "python -c 'import os, urllib.request; "
     'urllib.request.urlopen("http://127.0.0.1:" + os.environ["SANDBOX_PORT"]); print("the sandbox answers")\''
 )
+# As where a worker gives its head up because that comes up slowly.
+_FIRST_START_OF_THE_WORKER_FAILS = (
+    'ray() {{ [[ ${{SLURM_NODEID:-0}} == 1 ]] && mkdir {started} 2>/dev/null && return 1; exec ray "$@"; }}'
+)
 
 
 class Job:
@@ -62,7 +66,7 @@ class Job:
             # Outside what `free_ports` draws from.
             "MIN_WORKER_PORT": "17000",
             "MAX_WORKER_PORT": "17299",
-            "START_TIMEOUT": "120",
+            "START_TIMEOUT": "300",
             "RAY_TMPDIR": tempfile.mkdtemp(prefix="nrl", dir="/tmp"),
             "RAY_START_EXTRA": "--object-store-memory=200000000",
             "RAY_enable_open_telemetry": "0",
@@ -131,11 +135,13 @@ def test_a_run_goes_across_two_nodes_and_leaves_readable_logs(job: Job, tiny_mod
     arguments = " ".join(f"{key}={value}" for key, value in overrides.items())
     process = job.start(
         COMMAND=f"python examples/run_grpo.py --config examples/configs/grpo_arithmetic_cpu.yaml {arguments}",
+        SETUP_COMMAND=_FIRST_START_OF_THE_WORKER_FAILS.format(started=job.folder / "started"),
         **forking_environment(),
     )
     assert job.ends(process, 500) == 0, job.logs()
     assert read_metrics(job.folder / "logs").scalars("train/loss")[0] == [1, 2]
     assert "all 2 nodes joined" in job.log("driver")
+    assert "it is started again" in job.log("worker-1")
     scripts = [path.read_text() for path in (job.folder / "7-logs").glob("*.sh")]
     assert all("OMP_NUM_THREADS='3'" in script for script in scripts if "ray start" in script)
     assert {path.name for path in (job.folder / "7-logs" / "ray").iterdir()} == {"node_0", "node_1"}
