@@ -226,7 +226,7 @@ class CheckpointingConfig(Section):
     is_peft: bool = Field(
         False,
         description="Accepted from older recipes; no effect: checkpoints hold adapters where "
-        "policy.dtensor_cfg.lora_cfg.enabled.",
+        "policy.dtensor_cfg.lora_cfg.enabled or policy.megatron_cfg.peft.enabled.",
     )
     is_async: bool = Field(False, description="Accepted from older recipes; checkpoints never block the step here.")
     pretrained_checkpoint: Annotated[

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from nemo_rl.config.section import DefaultFrom, NotYet, Section
 
@@ -87,15 +87,37 @@ class MegatronFp8Config(Section):
 
 
 class MegatronPeftConfig(Section):
-    """`policy.megatron_cfg.peft`; further keys pass through."""
+    """`policy.megatron_cfg.peft`."""
 
-    model_config = ConfigDict(extra="allow")
-
-    enabled: bool = Field(False, description="Train low-rank adapters.")
+    enabled: bool = Field(False, description="Train low-rank adapters instead of the weights.")
+    target_modules: list[str] = Field(
+        default_factory=list,
+        description="Megatron's linear layers that get an adapter (linear_qkv, linear_proj, linear_fc1, linear_fc2): "
+        "last parts, whole names or patterns; empty for all of them.",
+    )
+    exclude_modules: list[str] = Field(default_factory=list, description="Layers that get none, named the same way.")
     dim: PositiveInt = Field(8, description="Rank.")
-    alpha: PositiveInt = Field(32, description="Scale.")
-    lora_A_init_method: str = Field("xavier", description="Accepted for recipes; belongs to enabled.")
-    lora_B_init_method: str = Field("zero", description="Accepted for recipes; belongs to enabled.")
+    alpha: PositiveInt = Field(32, description="Scale times rank: the product of the factors counts alpha / dim.")
+    dropout: Annotated[float, NotYet("dropout of adapters on Megatron-Core", instead="set it to 0")] = Field(
+        0.0, ge=0, le=1, description="Dropout probability."
+    )
+    dropout_position: Literal["pre", "post"] = Field("post", description="Accepted for recipes; belongs to dropout.")
+    lora_A_init_method: Literal["xavier", "kaiming", "uniform"] = Field(
+        "xavier", description="Initialisation of the first factor. kaiming and uniform are the same."
+    )
+    lora_B_init_method: Literal["zero"] = Field(
+        "zero", description="Accepted for recipes; the second factor is 0 at the start."
+    )
+    lora_dtype: Annotated[
+        Literal["None", "float32", "bfloat16", "float16"] | None,
+        NotYet("a precision of their own for adapters", ("float32", "bfloat16", "float16"), "leave it null"),
+    ] = Field(None, description="Precision of the factors; null: policy.precision, with float32 in the optimizer.")
+    a2a_experimental: Annotated[bool, NotYet("exchanging adapters' activations by all-to-all")] = Field(
+        False, description="Exchange adapters' activations by all-to-all."
+    )
+    sync: Literal["merged", "adapter"] = Field(
+        "merged", description="What a refit sends, as policy.dtensor_cfg.lora_cfg.sync says."
+    )
 
 
 class MegatronCheckpointConfig(Section):
@@ -210,8 +232,8 @@ class MegatronConfig(Section):
     )
     env_vars: dict[str, str] | None = Field(None, description="Environment variables of the workers.")
     checkpoint: MegatronCheckpointConfig = Field(MegatronCheckpointConfig(), description="Checkpoint options.")
-    peft: Annotated[MegatronPeftConfig, NotYet("LoRA on Megatron-Core", instead="train adapters with dtensor_cfg")] = (
-        Field(MegatronPeftConfig(), description="Low-rank adapters.")
+    peft: MegatronPeftConfig = Field(
+        MegatronPeftConfig(), description="Low-rank adapters; the other weights stay as they are."
     )
     optimizer: MegatronOptimizerConfig = Field(MegatronOptimizerConfig(), description="Optimizer.")
     scheduler: MegatronSchedulerConfig = Field(MegatronSchedulerConfig(), description="Scheduler.")

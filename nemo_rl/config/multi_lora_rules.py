@@ -18,8 +18,8 @@ def many_adapters_are_adapters(config: MultiLoraMasterConfig) -> Iterator[Proble
     policy, lora = config.policy, config.policy.dtensor_cfg.lora_cfg
     if policy.megatron_cfg.enabled:
         yield (
-            "policy.megatron_cfg.enabled: many adapters are built for dtensor_cfg. Megatron-Core's LoRA replaces a "
-            "layer by one adapter, and its distributed optimizer steps all trained weights at once; set "
+            "policy.megatron_cfg.enabled: many adapters are built for dtensor_cfg. A layer of Megatron-Core has one "
+            "adapter, and its distributed optimizer steps all trained weights at once; set "
             "policy.dtensor_cfg.enabled=true"
         )
     if not lora.enabled:

@@ -103,6 +103,13 @@ def training_backend(policy: PolicyConfig) -> DTensorConfig | MegatronConfig:
     return policy.megatron_cfg if policy.megatron_cfg.enabled else policy.dtensor_cfg
 
 
+def trains_adapters(policy: PolicyConfig) -> bool:
+    """Whether low-rank adapters are trained instead of the weights, whatever the backend."""
+    if policy.megatron_cfg.enabled:
+        return policy.megatron_cfg.peft.enabled
+    return policy.dtensor_cfg.lora_cfg.enabled
+
+
 def replica_sizes(policy: PolicyConfig) -> ParallelSizes:
     """The parallel sizes of one replica of the data (dp is 1), whatever the backend."""
     if policy.megatron_cfg.enabled:

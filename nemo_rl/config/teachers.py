@@ -157,7 +157,7 @@ def _as_policy(config: MasterConfig, model: str, sizes: TeacherSizesConfig) -> P
 def _scoring(policy: PolicyConfig, config: MasterConfig) -> PolicyConfig:
     """What a model needs that only scores samples of the policy."""
     policy.optimizer, policy.scheduler = None, None
-    policy.dtensor_cfg.lora_cfg.enabled = False
+    policy.dtensor_cfg.lora_cfg.enabled = policy.megatron_cfg.peft.enabled = False
     # What generation recorded are decisions of the policy.
     policy.router_replay.enabled, policy.sampling_mask_replay = False, False
     policy.generation.temperature = config.policy.generation.temperature

@@ -91,6 +91,11 @@ def load_balancing_has_a_weight_and_a_router(config: RootConfig) -> Iterator[str
             f"{key} is aux_loss, but policy.megatron_cfg.freeze_moe_router is true, so that the router cannot follow "
             "it; set freeze_moe_router to false"
         )
+    elif weight > 0 and megatron.peft.enabled:
+        yield (
+            f"{key} is aux_loss, but policy.megatron_cfg.peft.enabled is true, so that the router stays as it is and "
+            "cannot follow it; set it to none"
+        )
 
 
 @rule
@@ -199,6 +204,13 @@ def adapters_are_possible(config: RootConfig) -> Iterator[Problem]:
             f"set policy.dtensor_cfg.tensor_parallel_size to 1 instead of {cfg.tensor_parallel_size}; frozen weights "
             "are sharded over all data-parallel ranks anyway",
         )
+
+
+@rule
+def megatrons_adapters_are_possible(config: RootConfig) -> Iterator[Problem]:
+    cfg = config.policy.megatron_cfg
+    if cfg.enabled and cfg.peft.enabled and cfg.fp8_cfg.enabled:
+        yield not_built("policy.megatron_cfg.fp8_cfg.enabled", True, "fp8 training of adapters", "leave it false")
 
 
 _KERNELS = "policy.dtensor_cfg.automodel_kwargs"

@@ -101,5 +101,5 @@ def test_what_adapters_cannot_share_is_refused_by_its_name(base: Path, override:
 
 
 def test_megatron_is_refused_with_the_reason(base: Path) -> None:
-    with pytest.raises(ConfigError, match="Megatron-Core's LoRA replaces a layer by one adapter"):
+    with pytest.raises(ConfigError, match="A layer of Megatron-Core has one adapter"):
         load_base(base, ["policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false"])

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from nemo_rl.loss import ClippedPGLossFn
-from nemo_rl.models.dtensor.lora import is_factor
-from tests.models.policy_ranks import ROWS, _error, make_worker, run_config, shard_of, training_batch
+from nemo_rl.models.policy.lora import is_factor
+from tests.models.policy_ranks import (
+    ROWS,
+    _error,
+    make_worker,
+    many_splits,
+    one_step,
+    run_config,
+    shard_of,
+    training_batch,
+)
 
 LORA = ["policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=4"]
 
@@ -25,6 +38,9 @@ def _logprobs(worker: Any) -> Any:
 
 
 def _base_weights(worker: Any) -> dict[str, Any]:
+    if not hasattr(worker.backend, "scorer"):
+        own = worker.backend.weights.own().items()
+        return {name: parameter.detach().clone() for name, parameter in own if not is_factor(name)}
     return {
         name: getattr(parameter.detach(), "full_tensor", parameter.detach)().clone()
         for name, parameter in worker.backend.scorer.named_parameters()
@@ -39,9 +55,11 @@ def _saved(worker: Any, path: str) -> None:
     torch.distributed.barrier()
 
 
-def adapter_story(model: str, world: int, folder: str, overrides: list[str]) -> dict[str, Any]:
+def adapter_story(
+    model: str, world: int, folder: str, overrides: list[str], lora: Sequence[str] = LORA
+) -> dict[str, Any]:
     """Two steps of adapters with a checkpoint between them, and what every reader of the weights gets."""
-    config = run_config(model, world, *LORA, *overrides)
+    config = run_config(model, world, *lora, *overrides)
     plain = make_worker(run_config(model, world, *overrides))
     worker = make_worker(config, init_reference_model=True)
     names = [meta.name for meta in plain.tensor_metas()]
@@ -55,7 +73,7 @@ def adapter_story(model: str, world: int, folder: str, overrides: list[str]) -> 
     after = _base_weights(worker)
     seen["base untouched"] = all(torch.equal(after[name], tensor) for name, tensor in before.items())
     seen["grad_norm"] = first["grad_norm"]
-    seen["trained"] = len(worker.backend.optimizer.param_groups[0]["params"])
+    seen["trained"] = sum(len(group["params"]) for group in worker.backend.optimizer.param_groups)
     seen["logprobs"] = _logprobs(worker)
     scored = shard_of(worker, training_batch(), training=False)
     seen["reference"] = worker.get_reference_policy_logprobs(scored)["reference_logprobs"].numpy()
@@ -107,4 +125,78 @@ def refused(model: str, other: str, folder: str) -> dict[str, str]:
                 )
             )
         ),
+    }
+
+
+class NormedLinear(nn.Module):
+    """A layer that begins with its block's norm, as Transformer Engine's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer_norm_weight, self.weight = nn.Parameter(torch.rand(6)), nn.Parameter(torch.randn(8, 6))
+        self.config = SimpleNamespace(layernorm_epsilon=1e-5)
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        scale = inputs.square().mean(-1, keepdim=True).add(self.config.layernorm_epsilon).rsqrt()
+        return F.linear(inputs * scale * self.layer_norm_weight, self.weight), None
+
+
+@torch.no_grad()
+def normed_layer() -> tuple[Any, Any]:
+    """The output of a layer that begins with a norm, with an adapter and with the adapter in its weight."""
+    from nemo_rl.models.megatron.lora import Adapter, _add_adapter
+
+    torch.manual_seed(0)
+    layer: Any = NormedLinear()
+    alone: Any = SimpleNamespace(size=lambda: 1)
+    layer.adapter = Adapter(layer.weight, 3, 0.5, inputs_cut=False, group=alone, sequence_parallel=False)
+    for factor in layer.adapter.parameters():
+        nn.init.normal_(factor)
+    layer.register_forward_hook(_add_adapter)
+    inputs = torch.randn(5, 6)
+    adapted = layer(inputs)[0]
+    layer.weight += 0.5 * layer.adapter.lora_B @ layer.adapter.lora_A
+    layer.adapter.adapted = False
+    return adapted.numpy(), layer(inputs)[0].numpy()
+
+
+def megatron_adapters_of_two(
+    models: dict[str, str],
+    folder: str,
+    cases: dict[str, list[str]],
+    experts: list[str],
+    story: list[str],
+    lora: list[str],
+    adapter: str,
+) -> dict[str, Any]:
+    """What two ranks show of adapters on Megatron. `adapter`: from which the steps of `cases` start."""
+    model = models["tiny"]
+    return {
+        "cases": many_splits(model, 2, cases, adapter),
+        "experts": one_step(models["experts"], 2, experts),
+        "story": adapter_story(model, 2, f"{folder}/story", story, lora),
+    }
+
+
+def megatron_adapters_of_one(
+    models: dict[str, str],
+    folder: str,
+    cases: dict[str, tuple[str, list[str]]],
+    experts: list[str],
+    packed: list[str],
+    unequal: str,
+) -> dict[str, Any]:
+    """What one rank shows for comparison, each case with the adapter that it starts from; and adapters of others.
+    `packed`: how the story of two ranks has its rows in order.
+    """
+    model, (_, dtensor), (_, megatron) = models["tiny"], cases["dtensor"], cases["megatron"]
+    saved = make_worker(run_config(model, 1, *dtensor, *packed), weights_path=f"{folder}/story/weights")
+    plain = [override for override in megatron if ".peft." not in override]
+    return {
+        "cases": {name: one_step(model, 1, how, weights=adapter) for name, (adapter, how) in cases.items()},
+        "experts": one_step(models["experts"], 1, experts),
+        "story in dtensor": _logprobs(saved),
+        "layer with a norm": normed_layer(),
+        "unequal": _error(lambda: make_worker(run_config(model, 1, *megatron), weights_path=unequal)),
+        "all weights": _error(lambda: make_worker(run_config(model, 1, *plain), weights_path=unequal)),
     }

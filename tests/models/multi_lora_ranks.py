@@ -10,11 +10,11 @@ import torch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.models.dtensor.export import hf_name
-from nemo_rl.models.dtensor.lora import is_factor
 from nemo_rl.models.dtensor.parallelize import local_tensor
 from nemo_rl.models.multi_lora.backend import SLOT
 from nemo_rl.models.multi_lora.worker import MultiLoraWorker, StepRefused
 from nemo_rl.models.policy.batches import shard_chunk, shard_scored
+from nemo_rl.models.policy.lora import is_factor
 from tests.models.policy_ranks import RaisingLoss, _error, make_worker, run_config, shard_of, training_batch
 
 BASE = ["policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=8"]

@@ -116,10 +116,14 @@ def gradients(worker: PolicyWorker) -> dict[str, Any]:
     if hasattr(backend, "scorer"):
         named = ((hf_name(name), parameter.grad) for name, parameter in backend.scorer.named_parameters())
         return {
-            name: (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone() for name, grad in sorted(named)
+            name: (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
+            for name, grad in sorted(named, key=lambda pair: pair[0])
+            if grad is not None
         }
     found = {}
     for weight in backend.weights.described:
+        if not backend._trained[weight.name]:
+            continue
         own = backend.weights.own().get(weight.name)
         whole = backend.weights.gather(weight, None if own is None else own.main_grad, backend.device, torch.float32)
         found |= {name: part.clone() for (name, _), part in zip(weight.parts, weight.split(whole), strict=True)}
@@ -132,18 +136,27 @@ def full_gradients(worker: PolicyWorker) -> torch.Tensor:
 
 
 def one_step(
-    model: str, world: int, overrides: list[str], loss: Any = None, data: BatchedDataDict[Any] | None = None
+    model: str,
+    world: int,
+    overrides: list[str],
+    loss: Any = None,
+    data: BatchedDataDict[Any] | None = None,
+    weights: str | None = None,
 ) -> dict[str, Any]:
-    """Log-probabilities, loss, gradient and gradient norm of one global batch under one way to split it."""
+    """Log-probabilities, loss, gradient and gradient norm of one global batch under one way to split it. `weights`: a
+    checkpoint's, to start from.
+    """
     config = run_config(model, world, *overrides)
-    worker = make_worker(config)
+    worker = make_worker(config, weights_path=weights)
     loss_fn = loss or ClippedPGLossFn(config.loss_fn)
     data = training_batch() if data is None else data
     scored = worker.get_logprobs(shard_of(worker, data, training=False))["logprobs"]
     worker.begin_train_step(loss_fn)
     worker.train_microbatches(shard_of(worker, data))
     worker.backend.gradient_norm()  # completes the gradients that tensor-parallel ranks hold in parts
-    seen = {"gradient": full_gradients(worker).numpy(), "logprobs": scored.numpy()}
+    seen: dict[str, Any] = {"gradient": full_gradients(worker).numpy(), "logprobs": scored.numpy()}
+    if weights is not None:
+        seen["gradients"] = {name: gradient.numpy() for name, gradient in gradients(worker).items()}
     worker.abort_train_step()
     # A step that is given up between microbatches leaves nothing to the next, wherever its gradients are.
     worker.begin_train_step(loss_fn)
@@ -171,9 +184,11 @@ def first_step(model: str, world: int, overrides: list[str]) -> dict[str, Any]:
     return _train(make_worker(config), training_batch(), ClippedPGLossFn(config.loss_fn))
 
 
-def many_splits(model: str, world: int, cases: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
+def many_splits(
+    model: str, world: int, cases: dict[str, list[str]], weights: str | None = None
+) -> dict[str, dict[str, Any]]:
     """`one_step` of every case, one after the other in the same processes."""
-    return {name: one_step(model, world, overrides) for name, overrides in cases.items()}
+    return {name: one_step(model, world, overrides, weights=weights) for name, overrides in cases.items()}
 
 
 def grouped_splits(model: str, world: int, cases: dict[str, list[str]]) -> dict[str, dict[str, Any]]:

@@ -97,6 +97,8 @@ def test_what_a_bridged_family_cannot_do_here_is_refused_before_anything_starts(
         _checked(models, architectures=["OtherForCausalLM"])
     with pytest.raises(UnsupportedModelError, match=r"policy\.hf_config_overrides changes a model of type 'mistral'"):
         _checked(models, "+policy.hf_config_overrides.rms_norm_eps=1e-5")
+    with pytest.raises(UnsupportedModelError, match="adapters are not built for the model type 'mistral'"):
+        _checked(models, f"{KEY}.peft.enabled=true")
 
 
 def test_a_family_that_needs_the_package_says_so_without_it(

@@ -65,7 +65,6 @@ def test_an_unknown_architecture_is_refused_with_those_that_are_known(tiny_model
         "cuda_graph_impl=local",
         "mtp_num_layers=1",
         "moe_router_load_balancing_type=seq_aux_loss",
-        "peft.enabled=true",
         "distributed_data_parallel_config.use_custom_fsdp=true",
     ],
 )
@@ -76,6 +75,42 @@ def test_what_is_not_built_is_refused_by_name_when_the_configuration_is_read(tin
     assert [refusal.key for refusal in caught.value.not_built] == [key]
     # A section that is not enabled asks for nothing.
     run_config(tiny_model, 1, f"{KEY}.{override}")
+
+
+@pytest.mark.parametrize(
+    "override", ["peft.dropout=0.1", "peft.lora_dtype=float32", "peft.a2a_experimental=true", "fp8_cfg.enabled=true"]
+)
+def test_what_adapters_cannot_do_is_refused_by_name_when_the_configuration_is_read(
+    tiny_model: Path, override: str
+) -> None:
+    key = f"{KEY}.{override.partition('=')[0]}"
+    with pytest.raises(ConfigError) as caught:
+        _policy(tiny_model, f"{KEY}.peft.enabled=true", f"{KEY}.{override}")
+    assert [refusal.key for refusal in caught.value.not_built] == [key]
+    if "peft" in key:
+        _policy(tiny_model, f"{KEY}.{override}")
+
+
+@pytest.mark.parametrize("frozen", ["freeze_moe_router=true", "peft.enabled=true"])
+def test_a_load_balancing_loss_of_routers_that_stay_as_they_are_is_refused(tiny_moe_model: Path, frozen: str) -> None:
+    loss = [f"{KEY}.moe_router_load_balancing_type=aux_loss", f"{KEY}.moe_aux_loss_coeff=0.01"]
+    with pytest.raises(ConfigError, match=f"{frozen.partition('=')[0]} is true, so that the router .*cannot follow it"):
+        _policy(tiny_moe_model, *loss, f"{KEY}.{frozen}")
+
+
+def test_adapters_that_the_model_does_not_allow_are_refused(tiny_model: Path, tiny_moe_model: Path) -> None:
+    def refusal(model: Path, *overrides: str) -> str:
+        cfg = _policy(model, f"{KEY}.peft.enabled=true", *overrides, world=2)
+        with pytest.raises(UnsupportedModelError) as caught:
+            check_policy(cfg, model_config(cfg))
+        return str(caught.value)
+
+    assert "layers of experts" in refusal(tiny_moe_model)
+    cfg = _policy(tiny_moe_model, f"{KEY}.peft.enabled=true", f"{KEY}.peft.exclude_modules=['*.experts.*']", world=2)
+    check_policy(cfg, model_config(cfg))
+    assert "q_proj matches no linear layer" in refusal(tiny_model, f"{KEY}.peft.target_modules=[q_proj]")
+    first = [f"{KEY}.peft.target_modules=['*.layers.0.*']", f"{KEY}.pipeline_model_parallel_size=2"]
+    assert "chooses nothing in layers 1 of the model" in refusal(tiny_model, *first)
 
 
 def test_experts_that_do_not_divide_the_ranks_of_a_stage_are_refused_with_numbers_that_would_do(

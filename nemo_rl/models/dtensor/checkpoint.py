@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from nemo_rl.models.dtensor.export import adapter_factors, full_weights, hf_name
 from nemo_rl.models.dtensor.mesh import ParallelMesh
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
-from nemo_rl.models.policy.checkpoint_files import BackgroundWriter, host_copy, write_model_directory
+from nemo_rl.models.policy.checkpoint_files import (
+    BackgroundWriter,
+    host_copy,
+    write_adapter_directory,
+    write_model_directory,
+)
 from nemo_rl.models.policy.model_config import CheckpointMismatchError
 from nemo_rl.models.policy.optimizer import advance_scheduler
-from nemo_rl.utils.adapters import AdapterInfo, write_adapter
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from nemo_rl.utils.adapters import AdapterInfo
 
 SCHEDULE_FILE = "schedule.json"
 
@@ -56,7 +58,7 @@ class CheckpointWriter(BackgroundWriter):
             if self._mesh.rank == 0:
                 state[name] = tensor.to("cpu", copy=True)
         if self._mesh.rank == 0:
-            self.submit(_write_adapter, scorer.lm.config, path, info, state)
+            self.submit(write_adapter_directory, scorer.lm.config, path, info, state)
 
     def save_optimizer(
         self, scorer: CausalLMScorer, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None, path: str
@@ -74,11 +76,6 @@ class CheckpointWriter(BackgroundWriter):
         if self._mesh.rank == 0:
             with open(os.path.join(path, SCHEDULE_FILE), "w") as file:
                 json.dump(schedule, file)
-
-
-def _write_adapter(config: PretrainedConfig, path: str, info: AdapterInfo, state: dict[str, torch.Tensor]) -> None:
-    write_adapter(path, info, state)
-    config.save_pretrained(path)
 
 
 def _named_state(scorer: CausalLMScorer, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, object]]:

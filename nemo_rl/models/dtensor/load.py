@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from nemo_rl.config import DTensorConfig, LoraConfig, PolicyConfig
+from nemo_rl.config import DTensorConfig, PolicyConfig
 from nemo_rl.models.dtensor.checks import LIGER, check_device
 from nemo_rl.models.dtensor.experts import apply_expert_parallel
 from nemo_rl.models.dtensor.export import PREFIX, remember_disk_names
-from nemo_rl.models.dtensor.lora import apply_adapters, first_factors
+from nemo_rl.models.dtensor.lora import KEY, apply_adapters, first_factors
 from nemo_rl.models.dtensor.mesh import ParallelMesh
 from nemo_rl.models.dtensor.parallelize import (
     apply_activation_checkpointing,
@@ -30,6 +30,7 @@ from nemo_rl.models.dtensor.router_replay import attach_router_replay
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 from nemo_rl.models.policy import attention
 from nemo_rl.models.policy.empty_model import empty_model
+from nemo_rl.models.policy.lora import FACTORS, read_factors
 from nemo_rl.models.policy.model_config import (
     CheckpointMismatchError,
     ModelNotFoundError,
@@ -39,7 +40,7 @@ from nemo_rl.models.policy.model_config import (
     model_config,
     number_of_experts,
 )
-from nemo_rl.utils.adapters import AdapterError, is_adapter, read_adapter
+from nemo_rl.utils.adapters import AdapterInfo, is_adapter
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -58,11 +59,8 @@ def load_scorer(cfg: PolicyConfig, mesh: ParallelMesh, *, weights_path: str | No
     config = model_config(cfg)
     source = weights_path or cfg.model_name
     lora = cfg.dtensor_cfg.lora_cfg
-    adapter = _read_adapter(weights_path, cfg) if lora.enabled and weights_path is not None else {}
     if not lora.enabled and is_adapter(source):
-        raise CheckpointMismatchError(
-            f"{source}: holds an adapter alone; set policy.dtensor_cfg.lora_cfg.enabled: true"
-        )
+        raise CheckpointMismatchError(f"{source}: holds an adapter alone; set {KEY}.enabled: true")
     state: dict[str, torch.Tensor] = {}
     if mesh.rank == 0:
         state = _read_weights(cfg.model_name if lora.enabled else source, config, cfg.trust_remote_code)
@@ -80,8 +78,10 @@ def load_scorer(cfg: PolicyConfig, mesh: ParallelMesh, *, weights_path: str | No
         apply_liger(model, keep_experts=mesh.ep_mesh is not None)
     remember_disk_names(model)
     if lora.enabled:
-        apply_adapters(model, lora)
-        state |= _factors(model, lora, adapter, str(weights_path)) if mesh.rank == 0 else {}
+        layers = apply_adapters(model, lora)
+        saved = _saved_factors(cfg, layers, weights_path) if weights_path is not None else None
+        if mesh.rank == 0:
+            state |= first_factors(model, lora) if saved is None else saved
     apply_tensor_parallel(model, mesh, cfg.dtensor_cfg)
     if mesh.ep_mesh is not None:
         apply_expert_parallel(model, mesh.ep_mesh)
@@ -107,34 +107,10 @@ def _compiles(cfg: DTensorConfig, mesh: ParallelMesh) -> bool:
     return mesh.device.type == "cuda" and whole_layers and not cfg.automodel_kwargs.use_liger_kernel
 
 
-def _read_adapter(path: str, cfg: PolicyConfig) -> dict[str, torch.Tensor]:
-    try:
-        info, tensors = read_adapter(path)
-    except AdapterError as error:
-        raise CheckpointMismatchError(f"{error}; policy.dtensor_cfg.lora_cfg.enabled goes on from adapters") from error
-    if info.base_model_name_or_path != cfg.model_name:
-        raise CheckpointMismatchError(
-            f"{path}: is an adapter of {info.base_model_name_or_path}, not of policy.model_name {cfg.model_name}"
-        )
+def _saved_factors(cfg: PolicyConfig, layers: list[str], path: str) -> dict[str, torch.Tensor]:
     lora = cfg.dtensor_cfg.lora_cfg
-    if (info.r, info.lora_alpha) != (lora.dim, lora.alpha):
-        raise CheckpointMismatchError(
-            f"{path}: the adapter has dim {info.r} and alpha {info.lora_alpha:g}, policy.dtensor_cfg.lora_cfg has "
-            f"{lora.dim} and {lora.alpha}"
-        )
-    return tensors
-
-
-def _factors(
-    model: PreTrainedModel, lora: LoraConfig, adapter: dict[str, torch.Tensor], path: str
-) -> dict[str, torch.Tensor]:
-    first = first_factors(model, lora)
-    if adapter and adapter.keys() != first.keys():
-        different = sorted(adapter.keys() ^ first.keys())
-        raise CheckpointMismatchError(
-            f"{path}: the adapter is of other layers than policy.dtensor_cfg.lora_cfg chooses: {different[:3]}"
-        )
-    return adapter or first
+    info = AdapterInfo(cfg.model_name, lora.dim, lora.alpha, sorted({layer.rpartition(".")[2] for layer in layers}))
+    return read_factors(path, info, [f"{layer}.{factor}" for layer in layers for factor in FACTORS], KEY)
 
 
 def _read_weights(source: str, config: PretrainedConfig, trust_remote_code: bool) -> dict[str, torch.Tensor]:

@@ -7,10 +7,8 @@ vocabulary's output projection is never adapted.
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -20,9 +18,10 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from nemo_rl.config import LoraConfig
+from nemo_rl.models.policy.lora import choose_layers, drawn_factors
 from nemo_rl.models.policy.model_config import UnsupportedModelError
 
-FACTORS = ("lora_A", "lora_B")
+KEY = "policy.dtensor_cfg.lora_cfg"
 
 
 class AdaptedLinear(nn.Linear):
@@ -62,21 +61,12 @@ def chosen_layers(model: nn.Module, cfg: LoraConfig) -> list[str]:
     """
     head = getattr(model, "lm_head", None)
     linear = [name for name, part in model.named_modules() if type(part) is nn.Linear and part is not head]
-    for key, patterns in (("target_modules", cfg.target_modules), ("exclude_modules", cfg.exclude_modules)):
-        idle = [pattern for pattern in patterns if not any(_matches(name, pattern) for name in linear)]
-        if idle:
-            kinds = sorted({name.rpartition(".")[2] for name in linear})
-            raise UnsupportedModelError(
-                f"policy.dtensor_cfg.lora_cfg.{key}: {', '.join(idle)} matches no linear layer of "
-                f"{type(model).__name__}; it has {', '.join(kinds)}"
-            )
     every = cfg.match_all_linear or (bool(cfg.exclude_modules) and not cfg.target_modules)
-    wanted = [name for name in linear if every or any(_matches(name, p) for p in cfg.target_modules)]
-    kept = [name for name in wanted if not any(_matches(name, pattern) for pattern in cfg.exclude_modules)]
+    kept = choose_layers(
+        linear, cfg.target_modules, cfg.exclude_modules, every=every, key=KEY, model=type(model).__name__
+    )
     if not kept:
-        raise UnsupportedModelError(
-            "policy.dtensor_cfg.lora_cfg chooses no layer; set match_all_linear: true, or name target_modules"
-        )
+        raise UnsupportedModelError(f"{KEY} chooses no layer; set match_all_linear: true, or name target_modules")
     return kept
 
 
@@ -87,27 +77,7 @@ def first_factors(model: nn.Module, cfg: LoraConfig) -> dict[str, torch.Tensor]:
         for name, module in model.named_modules()
         if isinstance(module, AdaptedLinear)
     }
-    return drawn_factors(sizes, cfg)
-
-
-def drawn_factors(sizes: Mapping[str, tuple[int, int]], cfg: LoraConfig) -> dict[str, torch.Tensor]:
-    """Factors at the start of layers with these numbers of inputs and outputs, by `<layer>.lora_A` and `.lora_B`."""
-    state: dict[str, torch.Tensor] = {}
-    for name, (inputs, outputs) in sizes.items():
-        drawn = torch.empty(cfg.dim, inputs)
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        if cfg.lora_A_init == "xavier":
-            nn.init.xavier_normal_(drawn, generator=generator)
-        else:
-            nn.init.kaiming_uniform_(drawn, a=5**0.5, generator=generator)
-        state[f"{name}.lora_A"] = drawn
-        state[f"{name}.lora_B"] = torch.zeros(outputs, cfg.dim)
-    return state
-
-
-def is_factor(name: str) -> bool:
-    """Whether a parameter is a factor of an adapter."""
-    return name.rpartition(".")[2] in FACTORS
+    return drawn_factors(sizes, cfg.dim, cfg.lora_A_init)
 
 
 def merged_weight(weight: torch.Tensor, module: AdaptedLinear, device: torch.device) -> torch.Tensor:
@@ -137,10 +107,6 @@ def _adapt(layer: Any, cfg: LoraConfig) -> None:
     layer.scale = cfg.alpha / cfg.dim
     layer.dropout, layer.drops_input = cfg.dropout, cfg.dropout_position == "pre"
     layer.adapted = True
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or name.rpartition(".")[2] == pattern
 
 
 def _full(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

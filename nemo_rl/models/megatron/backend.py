@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nemo_rl.config import PolicyConfig
+from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.placement import ParallelSizes
 from nemo_rl.distributed.accelerators import CPU, CUDA
 from nemo_rl.distributed.devices import release_cached_memory
@@ -22,6 +23,7 @@ from nemo_rl.models.megatron import cpu
 from nemo_rl.models.megatron.bridge import BridgedWeights
 from nemo_rl.models.megatron.checkpoint import CheckpointWriter, OptimizerState, load_optimizer
 from nemo_rl.models.megatron.groups import MegatronGroups
+from nemo_rl.models.megatron.lora import KEY, AdaptedWeights, BaseModel
 from nemo_rl.models.megatron.model import BuiltModel, build_model
 from nemo_rl.models.megatron.optimizer import build_optimizer, build_schedule, inner_optimizers, with_gradients
 from nemo_rl.models.megatron.passes import Ending, Pipeline
@@ -31,7 +33,13 @@ from nemo_rl.models.megatron.weights import ModelWeights, ShardedWeights
 from nemo_rl.models.policy.attention import kernel_in_use
 from nemo_rl.models.policy.backend import Backend, BackendOptions
 from nemo_rl.models.policy.logits import logit_transform
-from nemo_rl.models.policy.model_config import compute_dtype, generation_config, model_config
+from nemo_rl.models.policy.lora import is_factor
+from nemo_rl.models.policy.model_config import (
+    CheckpointMismatchError,
+    compute_dtype,
+    generation_config,
+    model_config,
+)
 from nemo_rl.models.policy.packed import (
     PackedBatch,
     likely_rows,
@@ -42,6 +50,7 @@ from nemo_rl.models.policy.packed import (
 )
 from nemo_rl.models.policy.residency import MovableStorages
 from nemo_rl.models.policy.train_step import MicrobatchResult
+from nemo_rl.utils.adapters import is_adapter
 from nemo_rl.weight_sync.layout import TensorMeta
 
 if TYPE_CHECKING:
@@ -57,18 +66,26 @@ def build_backend(cfg: PolicyConfig, sizes: ParallelSizes, options: BackendOptio
     groups = MegatronGroups(sizes, CUDA if torch.cuda.is_available() else CPU, virtual)
     hf = model_config(cfg)
     model = build_model(cfg, hf, groups)
+    keeps, weights_path = options.init_reference_model, options.weights_path
+    if cfg.megatron_cfg.peft.enabled:
+        adapted = AdaptedWeights(model.chunks, model.sizes, model.naming, groups, cfg)
+        adapted.load(cfg.model_name)
+        adapted.load_factors(weights_path)
+        # The reference is the policy without adapters, and needs no weights of its own.
+        return MegatronBackend(cfg, groups, hf, model, adapted, BaseModel(model.chunks) if keeps else None, options)
+    if weights_path is not None and is_adapter(weights_path):
+        raise CheckpointMismatchError(f"{weights_path}: holds an adapter alone; set {KEY}.enabled: true")
     weights: ModelWeights = (
         ShardedWeights(model.chunks, model.sizes, model.naming, groups)
         if model.bridge is None
         else BridgedWeights(model.chunks, model.bridge, groups)
     )
-    keeps, weights_path = options.init_reference_model, options.weights_path
     weights.load(weights_path if weights_path is not None and not keeps else cfg.model_name)
     # The reference is the model the run started from, also when the policy resumes from a checkpoint.
-    copies = [parameter.detach().clone() for parameter in weights.own().values()] if keeps else None
+    reference = ReferenceWeights(weights.own().values()) if keeps else None
     if keeps and weights_path is not None:
         weights.load(weights_path)
-    return MegatronBackend(cfg, groups, hf, model, weights, copies, options)
+    return MegatronBackend(cfg, groups, hf, model, weights, reference, options)
 
 
 class MegatronBackend(Backend):
@@ -77,7 +94,7 @@ class MegatronBackend(Backend):
     Args:
         hf: The model's Hugging Face configuration.
         model: This rank's part of the model, with weights.
-        reference: Copies of the weights that the run started from, or None.
+        reference: The run's initial weights, or None.
         options: Whether it trains, and what it resumes from.
     """
 
@@ -88,7 +105,7 @@ class MegatronBackend(Backend):
         hf: PretrainedConfig,
         model: BuiltModel,
         weights: ModelWeights,
-        reference: list[torch.Tensor] | None,
+        reference: ReferenceWeights | BaseModel | None,
         options: BackendOptions,
     ) -> None:
         self.groups = groups
@@ -102,8 +119,10 @@ class MegatronBackend(Backend):
         self._routers = Routers(model, groups, replays=cfg.router_replay.enabled)
         rounded = row_round(cfg.sequence_packing, groups.device)
         self._pipeline = Pipeline(model, groups, cfg.logprob_chunk_size, rounded, self._routers)
-        frozen = ".mlp.router." if cfg.megatron_cfg.freeze_moe_router else None
-        self._trained = {weight.name: frozen is None or frozen not in weight.name for weight in weights.described}
+        peft = cfg.megatron_cfg.peft
+        self._adapters = weights if isinstance(weights, AdaptedWeights) else None
+        self._sends_adapters = peft.enabled and peft.sync == "adapter"
+        self._trained = {weight.name: _is_trained(weight.name, cfg.megatron_cfg) for weight in weights.described}
         self.chunks: list[Any] = model.chunks
         self.optimizer: Any = None
         self.schedule: Any = None
@@ -113,7 +132,7 @@ class MegatronBackend(Backend):
             self.schedule = build_schedule(self.optimizer, cfg)
             if options.optimizer_path is not None:
                 load_optimizer(self._state(), self.schedule, self._trained, options.optimizer_path)
-        self.reference = ReferenceWeights(weights.own().values(), reference) if reference is not None else None
+        self.reference = reference
         self.snapshots = self.writer = CheckpointWriter(groups, hf, generation_config(cfg, hf))
         tensors = [*(p.data for chunk in model.chunks for p in chunk.parameters())]
         tensors += [buffer for chunk in model.chunks for buffer in chunk.buffers()]
@@ -278,9 +297,13 @@ class MegatronBackend(Backend):
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def tensor_metas(self, dtype: torch.dtype) -> list[TensorMeta]:
+        if self._adapters is not None and self._sends_adapters:
+            return self._adapters.sent_metas()
         return self.weights.metas(dtype)
 
     def export(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._adapters is not None and self._sends_adapters:
+            return self._adapters.sent_factors(self.device)
         return self.full_weights(dtype)
 
     def full_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -311,12 +334,21 @@ class MegatronBackend(Backend):
     def save(self, weights_path: str, optimizer_path: str | None, save_format: str) -> None:
         # The caller that asks for a new snapshot has waited for the previous one.
         self.writer.drop()
-        self.writer.save_weights(self.weights, weights_path, dtype=self._dtype, save_format=save_format)
+        if self._adapters is not None:
+            self.writer.save_adapter(self._adapters, weights_path)
+        else:
+            self.writer.save_weights(self.weights, weights_path, dtype=self._dtype, save_format=save_format)
         if optimizer_path is not None and self.optimizer is not None:
             self.writer.save_optimizer(self._state(), self.schedule, self._trained, optimizer_path)
 
     def _state(self) -> OptimizerState:
         return OptimizerState(self.optimizer, self.weights, self.device)
+
+
+def _is_trained(name: str, cfg: MegatronConfig) -> bool:
+    if cfg.peft.enabled:
+        return is_factor(name)
+    return not (cfg.freeze_moe_router and ".mlp.router." in name)
 
 
 def _for_other_stages(result: MicrobatchResult, stages: int) -> MicrobatchResult:

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch import nn
 
 from nemo_rl.models.megatron.groups import MegatronGroups
+from nemo_rl.models.megatron.lora import AdaptedWeights
 from nemo_rl.models.megatron.optimizer import inner_optimizers
 from nemo_rl.models.megatron.weights import ModelWeights
-from nemo_rl.models.policy.checkpoint_files import BackgroundWriter, write_model_directory
+from nemo_rl.models.policy.checkpoint_files import BackgroundWriter, write_adapter_directory, write_model_directory
 from nemo_rl.models.policy.model_config import CheckpointMismatchError
 
 if TYPE_CHECKING:
@@ -188,6 +189,15 @@ class CheckpointWriter(BackgroundWriter):
                 state[name] = tensor.to("cpu", copy=True).contiguous()
         if self._groups.rank == 0:
             self.submit(write_model_directory, self._model, state, path, dtype, save_format)
+
+    def save_adapter(self, weights: AdaptedWeights, path: str) -> None:
+        """Snapshots the adapters on rank 0 and writes them in PEFT's format, with the model's configuration."""
+        factors: dict[str, torch.Tensor] = {}
+        for name, tensor in weights.factors(self._groups.device):
+            if self._groups.rank == 0:
+                factors[name] = tensor.to("cpu", copy=True)
+        if self._groups.rank == 0:
+            self.submit(write_adapter_directory, self._model.config, path, weights.info, factors)
 
     def save_optimizer(self, state: OptimizerState, schedule: Any, trained: dict[str, bool], path: str) -> None:
         """Snapshots this rank's share of the state and writes it."""

@@ -118,9 +118,18 @@ class Weight:
     cut: Cut = "whole"  # how tensor-parallel ranks cut it
     groups: int = 1  # key/value groups, for `qkv`
     expert: int | None = None  # number of the expert it belongs to, or None
+    shared: bool = False  # whether every part is all of the parameter
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        first = self.parts[0][1]
+        return first if self.shared else (sum(shape[0] for _, shape in self.parts), *first[1:])
 
     def join(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The parameter from its Hugging Face parts."""
+        if self.shared:
+            return tensors[0]
         if self.cut == "qkv":
             grouped = [tensor.reshape(self.groups, -1, *tensor.shape[1:]) for tensor in tensors]
             return torch.cat(grouped, dim=1).flatten(0, 1)
@@ -128,6 +137,8 @@ class Weight:
 
     def split(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """Its Hugging Face parts from the parameter."""
+        if self.shared:
+            return [whole] * len(self.parts)
         rows = [shape[0] for _, shape in self.parts]
         if self.cut == "qkv":
             grouped = whole.reshape(self.groups, -1, *whole.shape[1:])

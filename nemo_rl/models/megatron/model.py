@@ -19,6 +19,7 @@ from nemo_rl.models.megatron import cpu
 from nemo_rl.models.megatron.bridge import Bridge, is_known
 from nemo_rl.models.megatron.families import Naming, Sizes
 from nemo_rl.models.megatron.groups import MegatronGroups
+from nemo_rl.models.megatron.lora import attach_adapters
 from nemo_rl.models.policy.model_config import UnsupportedModelError, compute_dtype
 
 if TYPE_CHECKING:
@@ -83,11 +84,13 @@ def build_model(cfg: PolicyConfig, model: PretrainedConfig, groups: MegatronGrou
         )
         chunks.append(chunk.to(groups.device))
     cpu.install()
+    if cfg.megatron_cfg.peft.enabled:
+        attach_adapters(chunks, cfg, sizes, groups)
+    elif cfg.megatron_cfg.freeze_moe_router:
+        for name, parameter in (named for chunk in chunks for named in chunk.named_parameters()):
+            parameter.requires_grad_(".mlp.router." not in name)
     for chunk in chunks:
         cpu.name_types(chunk)
-        if cfg.megatron_cfg.freeze_moe_router:
-            for name, parameter in chunk.named_parameters():
-                parameter.requires_grad_(".mlp.router." not in name)
     kind = "transformer-engine" if engine else "local"
     by = "" if bridge is None else ", megatron-bridge"
     return BuiltModel(

@@ -17,13 +17,12 @@ _WORKSPACES = ("transformer_engine.pytorch.module.base", "transformer_engine.pyt
 
 
 class ReferenceWeights:
-    """A copy of this rank's parameters on the host, and the swap that puts them in for a while. `parameters`: the
-    model's, in the order of `copies`. `copies`: what the reference computes with.
-    """
+    """A copy of this rank's parameters on the host, and the swap that puts them in for a while."""
 
-    def __init__(self, parameters: Iterable[torch.Tensor], copies: Iterable[torch.Tensor]) -> None:
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self._parameters = list(parameters)
-        self._copies = [copy.cpu().pin_memory() if torch.cuda.is_available() else copy for copy in copies]
+        copies = (parameter.detach().to("cpu", copy=True) for parameter in self._parameters)
+        self._copies = [copy.pin_memory() if torch.cuda.is_available() else copy for copy in copies]
 
     @contextmanager
     @torch.no_grad()

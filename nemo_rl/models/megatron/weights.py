@@ -134,14 +134,24 @@ class ShardedWeights:
     Args:
         chunks: This rank's parts of the model, Megatron's GPT modules.
         naming: Of its kind of layers.
+        further: Parameters that the model's files do not hold.
 
     Attributes:
-        described: Every parameter of the whole model, in order.
+        files: Every parameter that the model's files hold, in order.
+        described: Every parameter of the whole model, those first.
     """
 
-    def __init__(self, chunks: Iterable[nn.Module], sizes: Sizes, naming: Naming, groups: MegatronGroups) -> None:
+    def __init__(
+        self,
+        chunks: Iterable[nn.Module],
+        sizes: Sizes,
+        naming: Naming,
+        groups: MegatronGroups,
+        further: Iterable[Weight] = (),
+    ) -> None:
         self._groups = groups
-        self.described = list(weights_of(sizes, naming))
+        self.files = list(weights_of(sizes, naming))
+        self.described = [*self.files, *further]
         self._tied = sizes.tied
         self._experts_here = sizes.experts // groups.sizes.ep
         self._own = {
@@ -167,12 +177,7 @@ class ShardedWeights:
         }
 
     def _global_name(self, chunk: nn.Module, name: str) -> str:
-        found = _LAYER.match(name)
-        if found is None:
-            return name
-        layers: Any = chunk.get_submodule("decoder.layers")
-        number = int(layers[int(found[1])].layer_number) - 1
-        name = f"decoder.layers.{number}.{name[found.end() :]}"
+        name = whole_name(chunk, name)
         first = self._experts_here * self._groups.ep_group.rank()
         return _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + first}", name)
 
@@ -196,24 +201,29 @@ class ShardedWeights:
         CheckpointMismatchError: they are of another model.
         """
         files = ModelFiles(source)
-        for weight in self.described:
+        for weight in self.files:
             for target in self.copies(weight):
                 whole = weight.join([files.tensor(name, shape) for name, shape in weight.parts])
                 target.copy_(self.part(weight, whole))
 
     def metas(self, dtype: torch.dtype) -> list[TensorMeta]:
         """Names, shapes and dtypes of an export, in order."""
-        return [TensorMeta(name, shape, dtype_name(dtype)) for weight in self.described for name, shape in weight.parts]
+        return [TensorMeta(name, shape, dtype_name(dtype)) for weight in self.files for name, shape in weight.parts]
 
     @torch.no_grad()
     def full(self, dtype: torch.dtype | None, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and full tensors; collective over the replica. Experts travel over expert-parallel ranks, every
         parameter over stages.
         """
-        for weight in self.described:
-            whole = self.gather(weight, self._own.get(weight.name), device, dtype)
+        for weight in self.files:
+            whole = self.gather(weight, self._exported(weight, device), device, dtype)
             for (name, _), tensor in zip(weight.parts, weight.split(whole), strict=True):
                 yield name, tensor
+
+    def _exported(self, weight: Weight, device: torch.device) -> torch.Tensor | None:
+        """This rank's part of what is exported of a weight."""
+        del device
+        return self._own.get(weight.name)
 
     def own(self) -> Mapping[str, nn.Parameter]:
         """This rank's parameters by their global names."""
@@ -267,12 +277,21 @@ class ShardedWeights:
     ) -> torch.Tensor:
         if tensor is None:
             any_own = next(iter(self._own.values()))
-            rows = sum(shape[0] for _, shape in weight.parts)
-            tensor = torch.empty((rows, *weight.parts[0][1][1:]), dtype=dtype or any_own.dtype, device=device)
+            tensor = torch.empty(weight.shape, dtype=dtype or any_own.dtype, device=device)
         if group.size() > 1:
             tensor = tensor.contiguous()
             dist.broadcast(tensor, src=dist.get_process_group_ranks(group)[rank], group=group)
         return tensor
+
+
+def whole_name(chunk: nn.Module, name: str) -> str:
+    """The name of a part of a chunk, its layer numbered over the whole model."""
+    found = _LAYER.match(name)
+    if found is None:
+        return name
+    layers: Any = chunk.get_submodule("decoder.layers")
+    number = int(layers[int(found[1])].layer_number) - 1
+    return f"decoder.layers.{number}.{name[found.end() :]}"
 
 
 def _anchor(weight: Weight) -> str:

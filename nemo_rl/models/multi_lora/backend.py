@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,21 +28,19 @@ from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.checkpoint import SCHEDULE_FILE, CheckpointWriter
 from nemo_rl.models.dtensor.export import hf_name
 from nemo_rl.models.dtensor.load import load_scorer
-from nemo_rl.models.dtensor.lora import chosen_layers, drawn_factors
+from nemo_rl.models.dtensor.lora import KEY, chosen_layers
 from nemo_rl.models.dtensor.mesh import ParallelMesh
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 from nemo_rl.models.multi_lora.slots import AdapterSlots, Span, spans_of
-from nemo_rl.models.policy.checkpoint_files import BackgroundWriter, host_copy
+from nemo_rl.models.policy.checkpoint_files import BackgroundWriter, host_copy, write_adapter_directory
 from nemo_rl.models.policy.logits import LogitTransform, logit_transform
+from nemo_rl.models.policy.lora import drawn_factors, read_factors
 from nemo_rl.models.policy.model_config import CheckpointMismatchError, compute_dtype
 from nemo_rl.models.policy.optimizer import advance_scheduler, build_optimizer, build_scheduler
 from nemo_rl.models.policy.packed import idle_microbatch, logprob_rows, microbatch_loss, pack, row_round
 from nemo_rl.models.policy.scoring import TokenScores
 from nemo_rl.models.policy.train_step import MicrobatchResult, TrainStep
-from nemo_rl.utils.adapters import AdapterError, AdapterInfo, read_adapter, write_adapter
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from nemo_rl.utils.adapters import AdapterInfo
 
 logger = logging.getLogger(__name__)
 
@@ -190,9 +188,9 @@ class MultiLoraBackend(DTensorBackend):
         wanted = set(chosen_layers(self._plain_model(), lora))
         sizes = {name: size for name, size in self.slots.sizes().items() if name in wanted}
         info = AdapterInfo(cfg.model_name, lora.dim, lora.alpha, sorted({name.rpartition(".")[2] for name in sizes}))
-        factors = drawn_factors(sizes, lora)
+        factors = drawn_factors(sizes, lora.dim, lora.lora_A_init)
         if weights_path is not None:
-            factors = _read_factors(weights_path, info, factors)
+            factors = read_factors(weights_path, info, factors, KEY)
         self.slots.fill(slot, factors, info.scale)
         parameters = self.slots.parameters(slot)
         if cfg.optimizer is None:
@@ -326,7 +324,9 @@ class MultiLoraBackend(DTensorBackend):
         adapter.writer.drop()
         if self.rank != 0:
             return
-        adapter.writer.submit(_write_adapter, self.model_config, weights_path, adapter.info, self.factors(slot))
+        adapter.writer.submit(
+            write_adapter_directory, self.model_config, weights_path, adapter.info, self.factors(slot)
+        )
         if optimizer_path is not None:
             state = {
                 name: dict(adapter.optimizer.state[parameter])
@@ -338,29 +338,6 @@ class MultiLoraBackend(DTensorBackend):
 
 def _without_slot(data: BatchedDataDict) -> BatchedDataDict:
     return BatchedDataDict({name: column for name, column in data.items() if name != SLOT})
-
-
-def _read_factors(path: str, info: AdapterInfo, first: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    try:
-        found, factors = read_adapter(path)
-    except AdapterError as error:
-        raise CheckpointMismatchError(str(error)) from error
-    if found.base_model_name_or_path != info.base_model_name_or_path:
-        raise CheckpointMismatchError(
-            f"{path}: is an adapter of {found.base_model_name_or_path}, not of policy.model_name "
-            f"{info.base_model_name_or_path}"
-        )
-    if (found.r, found.lora_alpha) != (info.r, info.lora_alpha) or factors.keys() != first.keys():
-        raise CheckpointMismatchError(
-            f"{path}: the adapter has dim {found.r}, alpha {found.lora_alpha:g} and {len(factors) // 2} layers, "
-            f"policy.dtensor_cfg.lora_cfg has {info.r}, {info.lora_alpha:g} and {len(first) // 2}"
-        )
-    return factors
-
-
-def _write_adapter(config: PretrainedConfig, path: str, info: AdapterInfo, factors: Mapping[str, torch.Tensor]) -> None:
-    write_adapter(path, info, factors)
-    config.save_pretrained(path)
 
 
 def _write_optimizer(state: object, steps: int, path: str) -> None:

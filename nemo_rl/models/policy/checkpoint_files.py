@@ -1,21 +1,23 @@
 """The files of a policy checkpoint that every backend writes alike, and the thread that writes them.
 
 A snapshot is taken on the host while the step waits; files follow in the background, so the next step does not.
-Invariant: the weights directory is a whole Hugging Face model.
+Invariant: the weights directory is a whole Hugging Face model, or an adapter in PEFT's format.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 import torch
 
+from nemo_rl.utils.adapters import AdapterInfo, write_adapter
+
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 class BackgroundWriter:
@@ -91,3 +93,13 @@ def write_model_directory(
     from huggingface_hub import save_torch_state_dict
 
     save_torch_state_dict(state, path, max_shard_size="5GB", metadata={"format": "pt"})
+
+
+def write_adapter_directory(
+    config: PretrainedConfig, path: str, info: AdapterInfo, factors: Mapping[str, torch.Tensor]
+) -> None:
+    """Writes an adapter in PEFT's format, with the configuration of the model that it adapts. `factors`: see
+    `write_adapter`.
+    """
+    write_adapter(path, info, factors)
+    config.save_pretrained(path)

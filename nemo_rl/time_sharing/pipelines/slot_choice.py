@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from nemo_rl.config import EvalMasterConfig, MasterConfig, RootConfig
 from nemo_rl.config.multi_lora import load_base
-from nemo_rl.config.placement import replica_sizes, training_backend, training_world_size
+from nemo_rl.config.placement import replica_sizes, training_backend, training_world_size, trains_adapters
 from nemo_rl.config.teachers import pooled_teacher, teachers_of
 from nemo_rl.reference.sizing import FROZEN_BYTES, LAYER_BYTES, LOGITS_BYTES, STATE_BYTES
 from nemo_rl.time_sharing.pipelines.adapters import AdaptersConfig
@@ -141,8 +141,8 @@ def _trainer_bytes(policy: PolicyConfig, gpus: int) -> int:
     from nemo_rl.models.policy.model_config import model_config
     from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture
 
-    parameters, lora = _parameters(policy), policy.dtensor_cfg.lora_cfg.enabled
-    state = (FROZEN_BYTES if lora else STATE_BYTES) * parameters // gpus
+    parameters = _parameters(policy)
+    state = (FROZEN_BYTES if trains_adapters(policy) else STATE_BYTES) * parameters // gpus
     try:
         shape = TransformerShape.from_hf_config(model_config(policy))
     except UnknownArchitecture:

@@ -1,0 +1,105 @@
+"""What low-rank adapters (https://arxiv.org/abs/2106.09685) have in common on every training backend: the choice of
+layers, the factors at the start, and those of a checkpoint.
+
+A layer's factors are `lora_A` `[rank, in]` and `lora_B` `[out, rank]`. Invariant: `lora_A` is drawn by the name of its
+layer and `lora_B` is 0, so that every rank starts with the same adapters and the model is the base model.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from nemo_rl.models.policy.model_config import CheckpointMismatchError, UnsupportedModelError
+from nemo_rl.utils.adapters import AdapterError, AdapterInfo, read_adapter
+
+FACTORS = ("lora_A", "lora_B")
+
+
+def is_factor(name: str) -> bool:
+    """Whether a parameter is a factor of an adapter."""
+    return name.rpartition(".")[2] in FACTORS
+
+
+def choose_layers(
+    names: Sequence[str], targets: Sequence[str], excluded: Sequence[str], *, every: bool, key: str, model: str
+) -> list[str]:
+    """The names that are chosen, in order; may be none.
+
+    Args:
+        names: Of the linear layers that can be adapted.
+        targets: What is chosen: whole names, last parts, or patterns with `*`.
+        excluded: What is not, named the same way.
+        every: Whether all are chosen but those that are excluded, whatever `targets` holds.
+        key: The section of the configuration that chooses.
+        model: What the model is called in errors.
+
+    Raises UnsupportedModelError: a pattern matches no name.
+    """
+    for patterns, wanted in ((targets, "target_modules"), (excluded, "exclude_modules")):
+        idle = [pattern for pattern in patterns if not any(_matches(name, pattern) for name in names)]
+        if idle:
+            kinds = sorted({name.rpartition(".")[2] for name in names})
+            raise UnsupportedModelError(
+                f"{key}.{wanted}: {', '.join(idle)} matches no linear layer of {model}; it has {', '.join(kinds)}"
+            )
+    chosen = [name for name in names if every or any(_matches(name, pattern) for pattern in targets)]
+    return [name for name in chosen if not any(_matches(name, pattern) for pattern in excluded)]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or name.rpartition(".")[2] == pattern
+
+
+def drawn_factors(sizes: Mapping[str, tuple[int, int]], rank: int, init: str) -> dict[str, torch.Tensor]:
+    """Factors at the start of layers with these numbers of inputs and outputs, by `<layer>.lora_A` and `.lora_B`.
+    `init`: how `lora_A` is drawn, `xavier`, or `kaiming` or `uniform`, which are the same.
+    """
+    state: dict[str, torch.Tensor] = {}
+    for name, (inputs, outputs) in sizes.items():
+        drawn = torch.empty(rank, inputs)
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        if init == "xavier":
+            nn.init.xavier_normal_(drawn, generator=generator)
+        else:
+            nn.init.kaiming_uniform_(drawn, a=5**0.5, generator=generator)
+        state[f"{name}.lora_A"] = drawn
+        state[f"{name}.lora_B"] = torch.zeros(outputs, rank)
+    return state
+
+
+def read_factors(path: str, wanted: AdapterInfo, names: Collection[str], key: str) -> dict[str, torch.Tensor]:
+    """The factors of a checkpoint, by their names in Hugging Face's model.
+
+    Args:
+        path: A directory in PEFT's format.
+        wanted: What the run trains.
+        names: Of the factors of the layers that the run adapts.
+        key: The section of the configuration that says so.
+
+    Raises CheckpointMismatchError: there is no adapter, or it is of another base, rank, scale or choice of layers.
+    """
+    try:
+        found, tensors = read_adapter(path)
+    except AdapterError as error:
+        raise CheckpointMismatchError(f"{error}; {key}.enabled goes on from adapters") from error
+    if found.base_model_name_or_path != wanted.base_model_name_or_path:
+        raise CheckpointMismatchError(
+            f"{path}: is an adapter of {found.base_model_name_or_path}, not of policy.model_name "
+            f"{wanted.base_model_name_or_path}"
+        )
+    if (found.r, found.lora_alpha) != (wanted.r, wanted.lora_alpha):
+        raise CheckpointMismatchError(
+            f"{path}: the adapter has dim {found.r} and alpha {found.lora_alpha:g}, {key} has {wanted.r} and "
+            f"{wanted.lora_alpha:g}"
+        )
+    different = sorted(tensors.keys() ^ set(names))
+    if different:
+        raise CheckpointMismatchError(
+            f"{path}: the adapter is of other layers than {key} chooses: {', '.join(different[:3])}"
+        )
+    return tensors
