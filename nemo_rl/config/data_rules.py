@@ -115,6 +115,8 @@ def nemo_gym_plays_its_own_rows(config: MasterConfig | EvalMasterConfig) -> Iter
     plays = config.env.should_use_nemo_gym
     if plays and (config.env.nemo_gym is None or not config.env.nemo_gym.config_paths):
         yield "env.should_use_nemo_gym: true needs env.nemo_gym.config_paths, the configurations of its servers"
+    elif plays and config.env.nemo_gym is not None and config.env.nemo_gym.agent is None:
+        yield "env.nemo_gym.agent: null, and nothing plays the rows; leave the key out"
     for key, entry in _entries(config):
         if plays and entry.env_name != "nemo_gym":
             yield (

@@ -526,6 +526,7 @@ BROKEN = [
             (["data.validation.env_name=math"], "data.validation.env_name: 'math', but env.should_use_nemo_gym: true"),
             (["data.validation.dataset_name=gsm8k"], "data.validation.dataset_name: 'gsm8k' has no rows of NeMo-Gym"),
             (["env.should_use_nemo_gym=false"], "data.train.env_name: 'nemo_gym' plays with env.should_use_nemo_gym"),
+            (["env.nemo_gym.agent=null"], "env.nemo_gym.agent: null, and nothing plays the rows"),
             (["env.nemo_gym.config_paths=[]"], "env.should_use_nemo_gym: true needs env.nemo_gym.config_paths"),
             (["policy.generation.vllm_cfg.expose_http_server=false"], "set policy.generation.vllm_cfg.expose_http_"),
             (["env.nemo_gym.num_gpu_nodes=1"], "env.nemo_gym.num_gpu_nodes: 1 is not built yet: nodes of GPUs"),
