@@ -36,6 +36,7 @@ from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunne
 from nemo_rl.models.generation.decisions import SamplingMasks, TokenRoutes
 from nemo_rl.models.generation.endpoint.http import EndpointError, bound_socket, root_url
 from nemo_rl.models.generation.endpoint.server import Endpoint, start_endpoint
+from nemo_rl.models.generation.endpoint.serving import _load_plugins
 from nemo_rl.models.generation.endpoint.session import SessionPlan
 from nemo_rl.models.generation.endpoint.streaming import StreamedAnswers, chunk_of
 from nemo_rl.models.generation.interfaces import (
@@ -559,6 +560,22 @@ def test_options_of_the_server_are_checked_before_anything_starts(tiny_model: Pa
             "policy.generation.vllm_cfg.http_server.host=0.0.0.0",
             "policy.generation.vllm_cfg.http_server.token_variable=null",
         )
+
+
+def test_a_parser_of_a_users_file_is_registered_and_a_file_that_is_missing_or_fails_refused(tmp_path: Path) -> None:
+    from vllm.tool_parsers import ToolParserManager
+
+    good, bad = tmp_path / "shouting.py", tmp_path / "failing.py"
+    good.write_text(
+        "from vllm.tool_parsers import ToolParser, ToolParserManager\n"
+        "@ToolParserManager.register_module('shouting')\nclass Shouting(ToolParser):\n    pass\n"
+    )
+    bad.write_text("import no_such_module\n")
+    _load_plugins({"tool_parser_plugin": str(good), "reasoning_parser_plugin": None})
+    assert ToolParserManager.get_tool_parser("shouting").__name__ == "Shouting"
+    for plugin in (str(bad), str(tmp_path / "missing.py"), "no.such.module"):
+        with pytest.raises(ConfigError, match="vllm_cfg.reasoning_parser_plugin: .* cannot be imported"):
+            _load_plugins({"reasoning_parser_plugin": plugin})
 
 
 @pytest.mark.parametrize("key", [f"{_VLLM}.http_server.deadline_s", "env.mine.step_timeout_s"])

@@ -360,7 +360,8 @@ class Endpoint:
                             choice.update(call.details(choice["index"], turns))
                         for one in held:
                             yield event_of(one)
-                        held, ended = [], []
+                        held.clear()
+                        ended.clear()
                 async with asyncio.timeout_at(deadline):
                     event = await anext(more, "")
         except TimeoutError:

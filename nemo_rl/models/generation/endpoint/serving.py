@@ -6,7 +6,10 @@ vLLM parses requests, applies the chat template, reads tool calls and reasoning,
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -91,6 +94,7 @@ def make_serving(
             ]
         ) from error
     generation, vllm = policy.generation, policy.generation.vllm_cfg
+    _load_plugins({name: getattr(vllm, name) for name in ("tool_parser_plugin", "reasoning_parser_plugin")})
     vllm_config = VllmConfig(model_config=AsyncEngineArgs(**_model_arguments(policy)).create_model_config())
     renderer = renderer_from_config(vllm_config)
     engine = RouterEngine(
@@ -103,7 +107,6 @@ def make_serving(
         seeded=seeded,
         records=replays(policy),
     )
-    _load_plugins(vllm.tool_parser_plugin, vllm.reasoning_parser_plugin)
     common = _chat_arguments(policy, tokenizer, OpenAIServingChat)
     try:
         online = OnlineRenderer(vllm_config.model_config, renderer, **_taken(OnlineRenderer, common))
@@ -180,13 +183,31 @@ def _taken(constructor: type, given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name in known}
 
 
-def _load_plugins(tools: str | None, reasoning: str | None) -> None:
-    """Registers the parsers of users' files."""
-    if tools is not None:
-        from vllm.tool_parsers import ToolParserManager
+def _load_plugins(plugins: Mapping[str, str | None]) -> None:
+    """Imports users' files or modules, which register their parsers with vLLM. vLLM's own way goes on where one fails.
 
-        ToolParserManager.import_tool_parser(tools)
-    if reasoning is not None:
-        from vllm.reasoning import ReasoningParserManager
+    Args:
+        plugins: Path or module of each key; None for none.
 
-        ReasoningParserManager.import_reasoning_parser(reasoning)
+    Raises ConfigError: one cannot be imported.
+    """
+    for key, plugin in plugins.items():
+        try:
+            if plugin is not None and plugin.endswith(".py"):
+                _import_file(os.path.expanduser(plugin))
+            elif plugin is not None:
+                importlib.import_module(plugin)
+        except Exception as error:
+            raise ConfigError(
+                [f"policy.generation.vllm_cfg.{key}: {plugin} cannot be imported: {error!r}; name a Python file"]
+            ) from error
+
+
+def _import_file(path: str) -> None:
+    name = os.path.splitext(os.path.basename(path))[0]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    # Parsers are classes, whose module is looked up by name.
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
