@@ -510,15 +510,21 @@ def test_without_shards_the_answer_is_503_and_when_to_try_again(session: tuple[E
     assert not endpoint.finish("s").turns
 
 
-def test_past_the_deadline_the_answer_is_503(session: tuple[Endpoint, Model, str], tiny_model: Path) -> None:
+def test_past_the_deadline_the_answer_is_503(
+    session: tuple[Endpoint, Model, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     endpoint, says, url = session
     says.wait = asyncio.Event().wait
-    endpoint._config = configured(
-        tiny_model, "policy.generation.vllm_cfg.http_server.deadline_s=0.2"
-    ).generation.vllm_cfg.http_server
+    monkeypatch.setattr(endpoint, "_config", endpoint._config.model_copy(update={"deadline_s": 0.2}))
     response = post(f"{url}/chat/completions", model="policy", messages=[user("a")])
     assert response.status_code == 503 and "deadline_s=0.2" in response.json()["error"]["message"]
-    endpoint._config = configured(tiny_model).generation.vllm_cfg.http_server
+    # An answer that has begun ends with the reason, and is not recorded.
+    says.wait, says.midway = None, asyncio.Event().wait
+    monkeypatch.setattr(endpoint, "_config", endpoint._config.model_copy(update={"deadline_s": 1.5}))
+    response = post(f"{url}/chat/completions", model="policy", messages=[user("a")], stream=True)
+    *_, last, end = response.text.strip().split("\n\n")
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == 503 and end == "data: [DONE]"
+    assert response.status_code == 200 and not endpoint.finish("s").turns
 
 
 def test_each_engine_has_an_address_and_none_records(session: tuple[Endpoint, Model, str]) -> None:
