@@ -32,6 +32,7 @@ def test_ranks_have_the_environment_and_folder_of_each_call(monkeypatch: pytest.
     assert run_ranks(told, 2, name) == [("0", "set", str(tmp_path)), ("1", "set", str(tmp_path))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "message"), [("raises", "planted"), ("exits", r"ranks \[1\] gave no answer")])
 def test_a_failed_rank_ends_its_world_and_costs_the_next_nothing(how: str, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):

@@ -293,6 +293,7 @@ def test_reward_scaling_and_shaping_work_as_in_the_synchronous_driver(tmp_path: 
     assert world.logged[0]["reward"] == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dynamic", "on_plane"), [(False, False), (True, False), (False, True)])
 def test_a_restart_from_any_checkpoint_trains_every_prompt_exactly_once(
     tmp_path: Path, plane: StoredClient, dynamic: bool, on_plane: bool

@@ -58,6 +58,7 @@ def test_an_interrupted_run_says_what_it_loses(tmp_path: Path) -> None:
     assert "nothing is saved" in saved(tmp_path, 20, enabled=False)
 
 
+@pytest.mark.slow
 def test_a_directory_is_one_runs_until_it_ends_however_it_ends(tmp_path: Path) -> None:
     folder = tmp_path / "logs"
     hold = f"""

@@ -180,6 +180,7 @@ def test_a_run_that_is_over_says_so() -> None:
         Resume(Path("step_48"), {"total_steps": 48}, [], {}).check_unfinished(5, "grpo.max_num_steps")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_lost_its_place_in_the_data_is_refused(tmp_path: Path) -> None:
     saved(configured(tmp_path))
     loader, state = Loader(), GRPOState(step=4, epoch=2, step_in_epoch=1)

@@ -143,6 +143,7 @@ def test_every_sampler_trains_every_prompt_once(tmp_path: Path, overrides: tuple
     world.every_prompt_is_accounted_for()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["in_order", "windowed"])
 def test_a_restart_from_any_checkpoint_trains_every_prompt_once(tmp_path: Path, name: str) -> None:
     sampler = (f"async_rl.sampler.name={name}", "checkpointing.save_period=1", "grpo.max_num_steps=6")
@@ -276,6 +277,7 @@ def test_without_a_budget_a_prompt_that_fails_ends_the_run_by_name(tmp_path: Pat
         world.drive()
 
 
+@pytest.mark.slow
 def test_a_stall_is_said_with_what_waits_for_what(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,6 +332,7 @@ def test_a_step_that_cannot_be_begun_is_not_aborted(tmp_path: Path) -> None:
     assert "abort" not in world.happened
 
 
+@pytest.mark.slow
 def test_nothing_of_the_driver_blocks_the_loop_where_requests_are_dispatched(tmp_path: Path) -> None:
     world = Streamed(tmp_path, "grpo.max_num_steps=5")
     lags: list[float] = []

@@ -173,6 +173,7 @@ def _refusal(student: Path, teacher: Path | str, *overrides: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_teachers_that_speak_other_tokens_or_do_not_exist_are_refused(tiny_model: Path, tmp_path: Path) -> None:
     other, sizes = tmp_path / "other", tmp_path / "sizes"
     example("make_tiny_model").save_tiny_model(other, layers=1, hidden=32)

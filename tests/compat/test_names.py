@@ -117,6 +117,7 @@ def test_what_is_not_here_is_not_here(path: str) -> None:
         assert ABSENT[path] in str(caught.value)
 
 
+@pytest.mark.slow
 def test_importing_a_path_of_nemo_rls_loads_neither_torch_nor_ray() -> None:
     code = (
         "import sys; from nemo_rl.algorithms.grpo import MasterConfig; from nemo_rl.models.policy import PolicyConfig; "

@@ -276,6 +276,7 @@ def test_check_of_nothing_is_a_mistake(capsys: pytest.CaptureFixture[str], tmp_p
     assert "no such file, or a folder without YAML files" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_every_example_runs_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--quiet", str(ROOT / "examples" / "configs")]) == 0, capsys.readouterr().out
 

@@ -54,6 +54,7 @@ def derives(name: str, base: str, known: dict[str, list[str]]) -> bool:
     return name == base or any(derives(parent, base, known) for parent in known.get(name, []))
 
 
+@pytest.mark.slow
 def test_every_public_error_is_one_for_the_user_or_for_the_developer() -> None:
     known = classes()
     raised = [

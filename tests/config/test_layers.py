@@ -103,6 +103,7 @@ def test_interpolations_are_resolved_after_the_merge(tmp_path: Path) -> None:
     assert resolved == {"n": 8, "twice": 16, "group": {"half": 4, "same": 4, "top": 8}, "extra": 9}
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.sampled_from("abc"), following, max_size=3))
 def test_interpolations_are_resolved_as_omegaconf_resolves_the_whole(raw: dict[str, Any]) -> None:
     register_omegaconf_resolvers()

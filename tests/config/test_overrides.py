@@ -31,6 +31,7 @@ def applied(start: dict[str, Any], *overrides: str) -> Any:
     return OmegaConf.to_container(parse_hydra_overrides(OmegaConf.create(start), list(overrides)))
 
 
+@pytest.mark.slow
 @given(st.sampled_from([Action.SET, Action.ADD, Action.FORCE]), keys, values)
 def test_what_is_written_as_json_is_read_back(action: Action, key: list[str], value: Any) -> None:
     parsed = parse_override(f"{action.value}{'.'.join(key)}={json.dumps(value)}")

@@ -56,6 +56,7 @@ NOT_BUILT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("override", NOT_BUILT)
 def test_what_is_not_built_yet_is_refused_by_its_dotted_name(override: str) -> None:
     key = override.partition("=")[0]

@@ -260,6 +260,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("entry", "message"), MISTAKES)
 def test_mistakes_in_an_entry_are_named(
     entry: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -334,6 +335,7 @@ def test_arithmetic_problems_are_distinct_disjoint_and_right(
     assert arithmetic_problems(train, held_out, largest, tuple(sorted(signs)), seed) == (problems, kept)
 
 
+@pytest.mark.slow
 def test_the_arithmetic_dataset_has_ten_thousand_problems_and_a_disjoint_hold_out() -> None:
     train, held_out = load(dataset_name="arithmetic"), load(dataset_name="arithmetic", split="validation")
     questions = [{row["messages"][0]["content"] for row in dataset.dataset} for dataset in (train, held_out)]

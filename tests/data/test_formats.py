@@ -94,6 +94,7 @@ def shown(datum: Any, tokenizer: Any) -> dict[str, Any]:
 PURPOSES = {"grpo": "default", "evaluation": "default", "sft": "sft_processor"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["train", "validation"])
 @pytest.mark.parametrize("purpose", PURPOSES)
 @pytest.mark.parametrize("name", NAMES)
@@ -105,6 +106,7 @@ def test_every_format_reads_the_right_text(name: str, purpose: str, part: str, p
     assert read == expected["sft" if purpose == "sft" else "asked"][part]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["train", "validation"])
 @pytest.mark.parametrize("purpose", PURPOSES)
 @pytest.mark.parametrize("name", NAMES)

@@ -25,6 +25,7 @@ def puzzle(**keys: Any) -> DatasetConfig:
     return entry(**{"dataset_name": "sliding_puzzle", "env_name": "sliding_puzzle", **keys})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [reasoning_gym, puzzle])
 def test_generated_rows_are_the_same_each_time_and_splits_share_none(make: Any) -> None:
     train, again = load_response_dataset(make()), load_response_dataset(make())

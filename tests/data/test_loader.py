@@ -75,6 +75,7 @@ def test_an_epoch_that_goes_on_with_other_batches_or_another_seed_visits_every_r
     assert sorted(seen + [row for batch in second for row in batch["idx"].tolist()]) == rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_after", [2, 5, 7])
 def test_workers_that_read_ahead_do_not_lose_batches(stop_after: int) -> None:
     expected = batches(loader(), 3)

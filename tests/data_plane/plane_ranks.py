@@ -27,14 +27,11 @@ class LossOfMore(ClippedPGLossFn):
         return loss, metrics | {"bonus": data["bonus"].sum().float()}
 
 
-def both_ways(model: str, world: int, cases: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
-    """For each case what a worker computed from its shard, and from the rows that it fetched."""
+def both_ways(model: str, world: int, overrides: list[str]) -> dict[str, Any]:
+    """What a worker computed from its shard, and from the rows that it fetched."""
     return {
-        name: {
-            "direct": _step(model, world, overrides, fetched=False),
-            "fetched": _step(model, world, overrides, fetched=True),
-        }
-        for name, overrides in cases.items()
+        "direct": _step(model, world, overrides, fetched=False),
+        "fetched": _step(model, world, overrides, fetched=True),
     }
 
 

@@ -24,7 +24,7 @@ from tests.models.policy_ranks import MEGATRON, RaisingLoss
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "grpo_arithmetic_cpu.yaml"
-STEPS, PROMPTS, SAMPLES, LONGEST = 3, 4, 4, 24
+STEPS, PROMPTS, SAMPLES, LONGEST = 2, 4, 4, 24
 BASE = (
     f"grpo.num_prompts_per_step={PROMPTS}",
     f"grpo.num_generations_per_prompt={SAMPLES}",

@@ -21,6 +21,7 @@ def test_every_sequence_is_in_exactly_one_bin_and_no_bin_is_over_capacity(
     assert all(items and sum(lengths[i] for i in items) <= CAPACITY for items in bins)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @given(lengths=LENGTHS, multiple=st.integers(1, 8), minimum=st.integers(1, 12))
 def test_the_number_of_bins_is_a_multiple_of_the_ranks_or_packing_is_refused(

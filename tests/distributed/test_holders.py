@@ -7,6 +7,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import pytest
+
 from nemo_rl.distributed.holders import Holders, Swap
 
 
@@ -49,6 +51,7 @@ HOLDERS: list[Callable[[Thing], tuple[object, Callable[[], object]]]] = [
 ]
 
 
+@pytest.mark.slow
 def test_every_holder_holds_the_new_object_and_only_new_holders_cost_a_search() -> None:
     holders, now = Holders(), [Thing(), Thing()]
     held = [[make(thing) for make in HOLDERS] for thing in now]

@@ -59,7 +59,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> Path:
     folder = tmp_path_factory.mktemp("agents")
     results = folder / "results" / "arithmetic"
     example("make_tiny_model").save_tiny_model(results / "base", layers=2, hidden=64, heads=2, kv_heads=1)
-    (results / "calls.jsonl").write_text(run(folder, "openai_agent.py", "--count", "2000", "--max-operand", "9"))
+    (results / "calls.jsonl").write_text(run(folder, "openai_agent.py", "--count", "1000", "--max-operand", "9"))
     quiet = ["sft.max_num_steps=100", "sft.val_period=0", "sft.val_at_start=false", "sft.val_at_end=false"]
     run(folder, "run_sft.py", "--config", str(CONFIGS / "sft_tool_calls_cpu.yaml"), *OWN, *quiet)
     return folder
@@ -79,20 +79,20 @@ def learn(folder: Path, name: str, steps: int, *own: str) -> Mapping[str, Mappin
     """Some steps of the example `name`; its metrics. The reward must rise."""
     small = ["grpo.num_prompts_per_step=8", "policy.train_global_batch_size=64", f"grpo.max_num_steps={steps}"]
     small += ["grpo.val_at_start=false", "grpo.val_period=0", "grpo.val_at_end=false", "checkpointing.enabled=false"]
-    small += ["data.validation=null", "policy.optimizer.kwargs.lr=1e-3"]
+    small += ["data.validation=null", "policy.optimizer.kwargs.lr=1.5e-3", "policy.scheduler=null"]
     run(folder, "run_grpo.py", "--config", str(CONFIGS / f"{name}.yaml"), *OWN, *small, *own)
     series = read_metrics(folder / "logs" / name).series
     rewards = [series["train/reward"][step] for step in range(1, steps + 1)]
-    assert mean(rewards[-3:]) > mean(rewards[:3]) + 0.15, rewards
+    assert mean(rewards[-3:]) > mean(rewards[:2]) + 0.2, rewards
     # A call, and the answer after what it returned.
     assert series["train/avg_turns_per_sample"][steps] > 1.5 and series["train/agent_branches_per_sample"][steps] == 1.0
     return series
 
 
 def test_an_agent_of_openais_sdk_learns_to_call_its_tool(warm: Path) -> None:
-    # Rewards of 0.37 and 0.73 where it was measured.
+    # Rewards of 0.24 and 0.61 where it was measured.
     own = ["data.train.max_operand=9", "data.train.num_problems=32", "data.train.held_out=16"]
-    learn(warm, "grpo_arithmetic_openai_agent_cpu", 10, *own)
+    learn(warm, "grpo_arithmetic_openai_agent_cpu", 6, *own)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_a_taskset_of_verifiers_with_a_tool_is_learned(warm: Path, verifiers_pyt
     written = subprocess.run([*agent, *tasks], capture_output=True, text=True, timeout=300, check=True)
     (warm / "sums.jsonl").write_text(written.stdout)
     own = [f"env.taskset.{key}" for key in (f"python={verifiers_python}", "max_operand=9", "count=32")]
-    # Rewards of 0.40 and 0.67 where it was measured.
-    series = learn(warm, "grpo_arithmetic_verifiers_cpu", 8, *own)
+    # Rewards of 0.45 and 0.76 where it was measured.
+    series = learn(warm, "grpo_arithmetic_verifiers_cpu", 6, *own)
     # The reward goes by the name that the taskset gives it.
-    assert series["train/reward/right"][8] == series["train/reward"][8]
+    assert series["train/reward/right"][6] == series["train/reward"][6]

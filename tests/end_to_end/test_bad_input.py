@@ -78,6 +78,7 @@ def test_a_mistake_in_the_configuration_is_named_with_its_key(run: Any, override
     assert "Traceback" not in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
@@ -168,6 +169,7 @@ def test_mooncake_without_its_libraries_is_told_before_ray_begins_to_start(
     assert code == launch.EXIT_FAILED and "libibverbs.so.1 is missing" in message
 
 
+@pytest.mark.slow
 def test_a_tracker_that_is_not_installed_is_found_before_ray_starts(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     code, message = run("logger.wandb_enabled=true")

@@ -46,6 +46,7 @@ def test_code_is_found_between_tags_and_fences_even_when_a_stop_string_cut_it() 
     assert code_in("no code") is None
 
 
+@pytest.mark.slow
 def test_output_tests_and_failures_decide_the_reward() -> None:
     responses = [
         "<code>print(6*7)</code>",
@@ -217,6 +218,7 @@ def test_a_response_cannot_fill_the_disk() -> None:
     assert not run.succeeded and "File too large" in run.output
 
 
+@pytest.mark.slow
 def test_code_longer_than_a_pipe_and_output_of_many_letters_come_through_whole() -> None:
     assert run_python("#" + "x" * 300_000 + "\nprint('ä' * 3000)", 20.0).output == "ä" * 3000
     assert (
@@ -239,6 +241,7 @@ class Notebook:
         return result.observations[0]["content"].removeprefix("\n<result>\n").removesuffix("\n</result>\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cells", "said"),
     [
@@ -261,6 +264,7 @@ def test_a_notebook_shows_the_last_value_and_goes_on_with_names_and_files(cells:
     assert not Path(notebook.metadata["working_dir"]).exists()
 
 
+@pytest.mark.slow
 def test_a_notebooks_context_and_folder_are_those_of_the_metadata(tmp_path: Path) -> None:
     notebook = Notebook(context={"data": [3, 1]}, working_dir=str(tmp_path), ground_truth="x")
     assert notebook.said("data.sort(); total = sum(data)\nopen('out', 'w').close()\ntotal") == "4"
@@ -282,6 +286,7 @@ def test_a_notebooks_context_and_folder_are_those_of_the_metadata(tmp_path: Path
     assert tmp_path.exists()
 
 
+@pytest.mark.slow
 def test_a_notebooks_rewards_ends_and_refusals() -> None:
     environment = CodeEnvironment({"num_workers": 2, "run_timeout_s": 60})
     logs = [[{"role": "assistant", "content": text}] for text in ("<code>6*7</code>", "<code>6*6</code>", "no code")]
@@ -298,6 +303,7 @@ def test_a_notebooks_rewards_ends_and_refusals() -> None:
     environment.shutdown()
 
 
+@pytest.mark.slow
 def test_what_a_cell_writes_as_its_answer_is_never_followed_or_unpickled(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text('{"value": "secret"}')
     tricks = (

@@ -239,6 +239,7 @@ def test_waiting_for_groups_that_never_come_ends_at_the_deadline(loop: Loop) -> 
     collector.stop()
 
 
+@pytest.mark.slow
 def test_a_refit_waits_for_running_rollouts_and_holds_new_ones_back(loop: Loop) -> None:
     rollouts = Rollouts()
     rollouts.hold = asyncio.Event()

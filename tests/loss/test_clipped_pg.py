@@ -238,6 +238,7 @@ def run(
     return total, leaf.grad, sums
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     variant=st.sampled_from(SPLITTABLE),
@@ -257,6 +258,7 @@ def test_microbatches_add_up_to_the_whole_whatever_the_split(variant: str, seed:
         torch.testing.assert_close(split[2][name], whole[2][name], rtol=1e-6, atol=1e-12, msg=name)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(variant=st.sampled_from(sorted(VARIANTS)), seed=st.integers(0, 10_000))
 def test_plain_sums_divided_at_the_end_equal_the_normalised_loss(variant: str, seed: int) -> None:

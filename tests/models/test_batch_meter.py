@@ -45,6 +45,7 @@ class Served:
         return self._alone + self._each * len(self._running[shard])
 
 
+@pytest.mark.slow
 @given(
     alone=st.floats(0.001, 0.1),
     good=st.integers(1, 300),

@@ -26,6 +26,7 @@ def test_parameters_are_shapes_and_buffers_are_real() -> None:
     assert frequencies.device.type == "cpu" and frequencies[0] == 1
 
 
+@pytest.mark.slow
 def test_threads_that_build_models_change_nothing_for_each_other_nor_afterwards() -> None:
     def build(turn: int) -> tuple[str, str]:
         other = nn.Linear(3, 3)

@@ -67,6 +67,7 @@ def test_an_engine_that_cannot_wake_drops_its_group_before_it_sleeps_again() -> 
     assert (gpu.weights, gpu.kv_cache, gpu.group) == (0, 0, 0)
 
 
+@pytest.mark.slow
 def test_a_trainer_that_gives_its_communicators_back_keeps_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_group, "nccl_group", BroadcastGroup)
     cpu = torch.device("cpu")

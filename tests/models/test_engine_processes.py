@@ -122,6 +122,7 @@ def test_processes_that_start_inside_put_their_temporary_files_there_and_the_res
     assert tempfile.gettempdir() == before and dict(os.environ) == environment
 
 
+@pytest.mark.slow
 def test_a_killed_owner_takes_the_engine_along() -> None:
     owner = subprocess.Popen([sys.executable, "-c", _OWNER], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
@@ -132,6 +133,7 @@ def test_a_killed_owner_takes_the_engine_along() -> None:
     wait_until_gone([core, worker])
 
 
+@pytest.mark.slow
 def test_an_engine_whose_owner_ended_before_it_was_up_ends_itself() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -141,6 +143,7 @@ def test_an_engine_whose_owner_ended_before_it_was_up_ends_itself() -> None:
     assert engine.returncode == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_the_engines_own_errors_are_found_in_the_log(tmp_path: object, stream: str) -> None:
     lines = [
@@ -181,6 +184,7 @@ raise RuntimeError("the engine failed")
 """
 
 
+@pytest.mark.slow
 def test_an_engine_ends_without_a_last_collection_and_with_its_error_and_exit_code() -> None:
     ended = subprocess.run([sys.executable, "-c", _ENDING], capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout) == (1, "up\n")

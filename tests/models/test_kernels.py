@@ -124,6 +124,7 @@ def test_kernels_of_gpus_are_refused_on_cpu_slots(kwargs: dict[str, Any]) -> Non
 SHARED = SharedKeys(torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, *range(6, 12)]), torch.tensor([0, 5, 11, 17]).int())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [None, SHARED])
 @pytest.mark.parametrize("kernel", ["eager", "flex"])
 def test_attention_does_not_depend_on_the_kernel(kernel: Kernel, shared: SharedKeys | None) -> None:

@@ -40,6 +40,7 @@ _MOVES = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(moves=_MOVES)
 @settings(max_examples=200)
 def test_no_schedule_mixes_versions_or_drops_one_in_use(moves: list[tuple[str, str, int]]) -> None:

@@ -35,6 +35,7 @@ def test_what_is_packed_comes_back_where_it_was(data: dict[str, torch.Tensor], m
     torch.testing.assert_close(packed.unpack(packed.input_ids_T), data["input_ids"] * real)
 
 
+@pytest.mark.slow
 @given(batches(), st.integers(1, 8))
 def test_targets_are_the_next_token_inside_each_sequence(data: dict[str, torch.Tensor], multiple: int) -> None:
     packed = pack(data, CPU, multiple=multiple)

@@ -264,7 +264,7 @@ DEFECTS = (
     Defect(4, "driver admits one step too early", driver_admits_one_step_too_early),
     Defect(4, "agent calls a refresh done that loads nothing", agent_calls_a_refresh_done_that_loads_nothing),
     Defect(5, "agent gives back when the cache is built", agent_gives_back_when_the_cache_is_built),
-    Defect(5, "agent publishes nothing while a rank falls asleep", agent_publishes_nothing_while_a_rank_falls_asleep, 4),
+    Defect(5, "agent publishes nothing while a rank sleeps", agent_publishes_nothing_while_a_rank_falls_asleep, 4),
     Defect(6, "planner ignores expands under way", planner_ignores_expands_under_way, 2),
     Defect(6, "planner begins expands while training is next", planner_begins_expands_while_training_is_next, 17),
     Defect(7, "agent closes the door after the drain", agent_closes_the_door_after_the_drain),

@@ -173,6 +173,7 @@ def test_planted_defects_of_adapters_are_found(
     assert invariant in {violation.invariant for violation in check(entries)}
 
 
+@pytest.mark.slow
 def test_jobs_of_adapters_enter_no_comparison_that_has_no_gpus_for_them() -> None:
     one = scenario()
     assert not {STATIC, QUEUE} & set(worth_comparing(one)) and SERIAL in worth_comparing(one)

@@ -47,6 +47,7 @@ def test_check_says_that_a_good_log_keeps_every_invariant(log: Path, capsys: pyt
     assert "keep all 11 invariants" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_records_of_several_processes_are_checked_as_one(
     log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -73,6 +74,7 @@ def test_check_shows_the_first_violation(log: Path, tmp_path: Path, capsys: pyte
     assert "invariant 3 (no token under a wrong version or adapter) broken at entry" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_torn_log_is_reported_with_its_line_and_can_be_read_up_to_there(
     log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,6 +99,7 @@ def test_the_trace_has_a_track_for_each_gpu_and_slices_with_their_labels(log: Pa
     assert any(event["ph"] == "C" and event["name"] == "active GPUs" for event in events)
 
 
+@pytest.mark.slow
 def test_slices_of_one_gpu_nest_and_never_overlap(log: Path, tmp_path: Path) -> None:
     output = tmp_path / "t.json"
     main(["trace", str(log), "-o", str(output)])
@@ -301,6 +304,7 @@ def test_queue_depths_of_the_trace_are_never_negative_and_slices_say_what_they_a
     )
 
 
+@pytest.mark.slow
 def test_a_record_that_was_cut_off_is_judged_and_drawn_up_to_there(
     log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

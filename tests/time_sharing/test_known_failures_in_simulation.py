@@ -85,6 +85,7 @@ def _run(scenario: Any, name: str) -> Run:
     return Run(ended, preemptions, {violation.invariant for violation in check(entries)}, entries)
 
 
+@pytest.mark.slow
 def test_a_stream_of_narrow_trainings_overtakes_a_wide_one() -> None:
     """Its three GPUs are never free at the same moment, as nothing is kept for it; meanwhile generation on them is
     evicted in vain.
@@ -118,6 +119,7 @@ def test_a_stream_of_narrow_trainings_overtakes_a_wide_one() -> None:
     assert old.preemptions > 5 * ours.preemptions
 
 
+@pytest.mark.slow
 def test_newcomers_wait_until_the_incumbents_have_finished() -> None:
     """With as many incumbents as GPUs, each keeps its last rank whatever is left to do; we have them take turns."""
     busy = [
@@ -159,6 +161,7 @@ def _waits_for_training(run: Run, name: str) -> list[float]:
     return waits
 
 
+@pytest.mark.slow
 def test_one_slow_hand_over_stalls_every_pipeline() -> None:
     """Cycles that wait for all hand-overs of the last one make a pipeline wait for syncs on GPUs which it does not even
     share.
@@ -194,6 +197,7 @@ def test_pipelines_that_start_together_exhaust_the_process_ids_of_the_machine() 
     assert not ours.broken and max(ours.ended.values()) < float("inf")
 
 
+@pytest.mark.slow
 def test_base_weights_called_minus_one_by_one_side_and_zero_by_the_other_deadlock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -228,6 +232,7 @@ def test_weights_published_under_the_number_of_the_step_that_made_them_pause_the
         runs(2, [job])
 
 
+@pytest.mark.slow
 def test_demand_that_is_told_only_after_the_wait_has_begun_is_never_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait needs GPUs and the GPUs need the demand. A driver that does not begin its progress first is what the
     second run shows.

@@ -56,6 +56,7 @@ def test_what_ends_the_block_is_said_and_not_that_the_service_does_not_end(
     assert "mps=killed" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_service_that_does_not_answer_is_killed_with_its_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -19,6 +19,7 @@ def _mix(*, small_at: int, arrive_s: float = 0.0) -> Scenario:
     return parse_scenario({"pool": {"gpus_per_node": 8}, "jobs": [wide, small]})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arrive_s", [0.0, 60.0])
 def test_a_job_stands_still_while_another_trains_on_all_of_its_gpus(arrive_s: float) -> None:
     scenario = _mix(small_at=0, arrive_s=arrive_s)

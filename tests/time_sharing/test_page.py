@@ -189,6 +189,7 @@ def test_what_a_visitor_sends_never_becomes_a_header(view: PoolView, planted: st
         server.close()
 
 
+@pytest.mark.slow
 def test_visitors_who_send_half_a_request_hold_no_thread_and_are_cut_off(
     view: PoolView, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ def crowds(draw: st.DrawFn) -> tuple[list[int], int, list[Mapped]]:
     return gpus, draw(st.integers(1, size)), draw(st.lists(st.builds(Mapped, some, some), max_size=6))
 
 
+@pytest.mark.slow
 @given(crowds())
 def test_neighbours_are_taken_on_which_the_least_goes_on(crowd: tuple[list[int], int, list[Mapped]]) -> None:
     gpus, width, others = crowd
@@ -153,6 +154,7 @@ def test_ways_that_share_place_the_jobs_and_the_others_move_them_as_they_always_
     assert all(seconds[1][way] == seconds[0][way] for way in (SERIAL, STATIC, QUEUE))
 
 
+@pytest.mark.slow
 def test_a_simulation_says_what_it_costs_that_jobs_name_gpus_which_collide() -> None:
     collide = parse_scenario({"jobs": [job(name, 0.0) for name in "abc"]})
     apart = parse_scenario({"jobs": [job("a", 0.0), job("b", 0.0, infer=[4, 5, 6, 7], train=[4, 5])]})

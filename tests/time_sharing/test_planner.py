@@ -453,6 +453,7 @@ def test_every_decision_is_explained() -> None:
     assert any(line.startswith("b gets actor_train (GPUs 2) for ACTOR_TRAINING") for line in lines)
 
 
+@pytest.mark.slow
 def test_planner_and_validator_need_neither_ray_nor_torch() -> None:
     import subprocess
 
@@ -498,6 +499,7 @@ def random_fleet(seed: int) -> Fleet:
     return fleet
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10**9))
 @settings(max_examples=120, deadline=None)
 def test_every_plan_is_valid_and_pure(seed: int) -> None:

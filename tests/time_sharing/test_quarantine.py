@@ -190,6 +190,7 @@ def test_the_checker_knows_each_quarantine_of_a_gpu() -> None:
     assert judged(*kept, first) == set()
 
 
+@pytest.mark.slow
 def test_the_scheduler_records_that_quarantined_memory_is_free_although_its_pipeline_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ def worker() -> Iterator[subprocess.Popen[bytes]]:
     process.stdout.close()
 
 
+@pytest.mark.slow
 def test_a_stopped_process_and_its_children_are_gone_afterwards(worker: subprocess.Popen[bytes]) -> None:
     children = psutil.Process(worker.pid).children()
     assert children

@@ -119,6 +119,7 @@ def without_what_was_lost(world: CutWorld, entries: list[Entry]) -> list[Entry]:
     return [entry for entry in entries if id(entry.event) not in lost]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("crash_s", [12.0, 20.0, 31.0])
 def test_a_gpu_used_twice_is_found_in_a_record_whose_log_lost_its_end(crash_s: float) -> None:
     records: list[MemoryRecord] = []

@@ -61,6 +61,7 @@ def test_every_part_of_a_state_is_saved_or_follows_from_what_is() -> None:
     assert kept | {"topology", "wake_order", "claimed_ranks"} == {member.name for member in fields(PipelineState)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_state_comes_back_from_its_line_and_goes_on_as_it_would_have(seed: int) -> None:
     entries = history(seed)

@@ -151,6 +151,7 @@ def test_other_records_of_the_folder_are_no_segments(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [3, 5, 8])
 def test_the_checker_says_the_same_of_a_history_in_segments(seed: int) -> None:
     records: list[MemoryRecord] = []
@@ -167,6 +168,7 @@ def test_the_checker_says_the_same_of_a_history_in_segments(seed: int) -> None:
     assert check(in_segments) == []
 
 
+@pytest.mark.slow
 def test_the_command_line_reads_the_segments_that_belong_to_a_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,6 +27,7 @@ def played(scenario: Scenario) -> tuple[World, SharingWatch]:
     return world, watch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -176,6 +176,7 @@ def test_engine_and_trainer_of_adapters_share_a_slot_with_room_for_all_of_them(a
     assert crowded.slots == 1 and "engine and trainer of job need" in crowded.why
 
 
+@pytest.mark.slow
 @given(device_gib=st.integers(16, 512), count=st.integers(2, 6))
 @settings(max_examples=30, deadline=None)
 def test_what_is_chosen_fits_and_one_more_would_not(device_gib: int, count: int, jobs: dict[str, Job]) -> None:
@@ -201,6 +202,7 @@ def test_auto_needs_the_jobs() -> None:
         serve(argparse.Namespace(slots_per_gpu="auto"))
 
 
+@pytest.mark.slow
 def test_other_ways_of_running_jobs_have_no_slots_and_a_record_of_slots_can_be_fitted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -301,6 +303,7 @@ def test_a_command_sees_the_gpus_that_its_slots_lie_on(
     assert (tmp_path / "log").read_text().split() == [",".join(f"GPU-{gpu // 4}{gpu % 4}" for gpu in gpus)]
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(seed=st.integers(0, 10_000), slots=st.integers(2, 3), jobs=st.integers(2, 4))
 def test_jobs_of_one_gpu_generate_together_and_train_one_at_a_time(seed: int, slots: int, jobs: int) -> None:

@@ -134,6 +134,7 @@ def test_a_batch_that_failed_leaves_no_demand_and_hides_none() -> None:
     assert heard.remaining == [8, 0, 8, 0, 4, 12, 3, 2, 0]
 
 
+@pytest.mark.slow
 def test_engines_of_an_agents_job_are_lent_while_its_environment_answers() -> None:
     """The neighbour generates on both GPUs in the meantime, and nothing is lost or trained twice."""
     both = {

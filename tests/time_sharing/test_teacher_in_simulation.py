@@ -54,6 +54,7 @@ def _world(scenario: Scenario, seed: int) -> tuple[World, list[MemoryRecord]]:
     return World(scenario, seed, lambda clock: records.append(MemoryRecord(clock=clock)) or records[0]), records
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpus", [1, 2])
 @pytest.mark.parametrize("crashes", [0.0, 200.0])
 @pytest.mark.parametrize("seed", range(3))

@@ -90,6 +90,7 @@ def test_jobs_run_together_only_while_that_pays(slows: float, pays: bool) -> Non
         assert ends_at(world) < min(1.1 * in_turn, 0.95 * ends_at(unmeasured))
 
 
+@pytest.mark.slow
 def test_one_that_had_the_gpus_to_itself_needs_no_trial() -> None:
     _, record = simulate(0.4, steps=60, apart_s=150.0)
     assert {event.pipeline for event in events_of(record, ev.Paused)} == {"job0"}

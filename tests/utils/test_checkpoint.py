@@ -295,6 +295,7 @@ def test_a_run_that_died_between_the_renames_keeps_the_replaced_checkpoint(
     assert "checkpoint_recovered" in caplog.text
 
 
+@pytest.mark.slow
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     checkpoints = manager(tmp_path)
     save(checkpoints, 1, accuracy=0.1)

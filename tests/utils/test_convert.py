@@ -36,6 +36,7 @@ def test_weights_are_written_in_the_precision_asked_for(tiny_model: Path, tmp_pa
     assert all(torch.equal(tensor.bfloat16(), half[name]) for name, tensor in weights(tiny_model).items())
 
 
+@pytest.mark.slow
 def test_weights_saved_by_torch_are_converted_to_safetensors(tiny_model: Path, tmp_path: Path) -> None:
     source = tmp_path / "model"
     source.mkdir()

@@ -118,6 +118,7 @@ def test_a_file_that_holds_a_record_is_not_overwritten(tmp_path: Path) -> None:
         RecordWriter(tmp_path / "r.jsonl", source="p/driver")
 
 
+@pytest.mark.slow
 @given(cut=st.integers(0, 2000))
 @settings(max_examples=60, deadline=None)
 def test_after_a_cut_at_any_byte_the_whole_lines_survive_and_writing_goes_on(
@@ -276,6 +277,7 @@ def test_older_lines_are_compressed_and_read_back_in_order(tmp_path: Path) -> No
         assert [entry.event for entry in entries if not isinstance(entry.event, RecordOpened)] == EVENTS * 2
 
 
+@pytest.mark.slow
 def test_a_record_takes_a_tenth_of_the_room(tmp_path: Path) -> None:
     path = tmp_path / "record.jsonl"
     with RecordWriter(path, source="driver", archive_bytes=1 << 20) as writer:
@@ -287,6 +289,7 @@ def test_a_record_takes_a_tenth_of_the_room(tmp_path: Path) -> None:
     assert archive_of(path).stat().st_size * 8 < plain
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(st.integers(0, 400))
 def test_a_move_that_was_cut_off_loses_and_repeats_nothing(tmp_path_factory: pytest.TempPathFactory, kept: int) -> None:

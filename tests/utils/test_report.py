@@ -180,6 +180,7 @@ def test_trackers_get_the_reports_picture(tmp_path: Path) -> None:
     assert [(image.step, image.width > 500) for image in events.Images("report")] == [(3, True)]
 
 
+@pytest.mark.slow
 def test_damage_in_a_record_or_in_samples_is_said_beside_the_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -104,6 +104,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     ranks=st.sampled_from([1, 2, 4]),

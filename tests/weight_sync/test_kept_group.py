@@ -151,6 +151,7 @@ def test_members_meet_once_for_all_their_sessions(met: list[int]) -> None:
     assert receivers.held == {sender.groups.group_id} and sender.groups.group_id is not None
 
 
+@pytest.mark.slow
 def test_an_idle_group_outlives_the_deadline_of_its_sessions(met: list[int]) -> None:
     sender, receivers = Sender(), Receivers(1)
     sync(sender, receivers, 1, timeout_s=2.0)
@@ -159,6 +160,7 @@ def test_an_idle_group_outlives_the_deadline_of_its_sessions(met: list[int]) -> 
     assert sorted(met) == [0, 1]
 
 
+@pytest.mark.slow
 def test_other_members_or_another_deadline_make_a_group_of_their_own(met: list[int]) -> None:
     sender, receivers = Sender(), Receivers(1, 2)
     sync(sender, receivers, 1)

@@ -281,6 +281,7 @@ def test_a_staging_buffer_that_shared_memory_cannot_hold_is_refused() -> None:
         HostStaging(1 << 50, CPU)
 
 
+@pytest.mark.slow
 def test_a_source_that_hangs_is_named_with_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, engines = Trainer(weights()), Engines(DictModel())
     monkeypatch.setattr(trainer, "begin", lambda spec, timeout_s: time.sleep(1.0))
