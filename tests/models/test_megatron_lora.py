@@ -35,6 +35,7 @@ RECOMPUTED = [f"{KEY}.activation_checkpointing=true"]
 TWO = {
     "dp 2, optimizer shared out": [*MEGATRON, *LORA],
     "tp 2": [*WHOLE, *TP2],
+    "cp 2": [*WHOLE, f"{KEY}.context_parallel_size=2"],
     "tp 2, sequence parallel, layers recomputed": [*WHOLE, *TP2, f"{KEY}.sequence_parallel=true", *RECOMPUTED],
     "pp 2, layers recomputed": [*WHOLE, f"{KEY}.pipeline_model_parallel_size=2", *RECOMPUTED],
 }
