@@ -44,7 +44,16 @@ class Fleet:
         spec = register(self.state.pool, name, "ns", tps, mapping, weight=weight, full_overlap=True, **options).spec  # type: ignore[arg-type]
         self.state.apply(
             Registered(
-                name, 0, "ns", spec.clusters, weight, spec.min_share, spec.max_share, spec.staleness, spec.rank_batch
+                name,
+                0,
+                "ns",
+                spec.clusters,
+                weight,
+                spec.min_share,
+                spec.max_share,
+                spec.staleness,
+                spec.rank_batch,
+                spec.slice_s,
             ),
             at,
         )

@@ -74,8 +74,8 @@ MUTANTS = (
     Mutant(
         "shares-swapped",
         _TOPOLOGY,
-        "PipelineSpec(pipeline, namespace, tuple(clusters), weight, min_share, max_share, staleness, rank_batch)",
-        "PipelineSpec(pipeline, namespace, tuple(clusters), weight, max_share, min_share, staleness, rank_batch)",
+        "shares = (weight, min_share, max_share)",
+        "shares = (weight, max_share, min_share)",
         "minimum and maximum share are swapped at registration",
     ),
     # What is known, and restored.
@@ -384,10 +384,9 @@ MUTANTS = (
     ),
     Mutant(
         "own-training-forgotten-by-builds",
-        "planning/building.py",
-        "        if pipeline.fenced or pipeline.topology.training_gpus.isdisjoint(gpus):\n            continue",
-        "        if pipeline.fenced or not pipeline.wants or pipeline.topology.training_gpus.isdisjoint(gpus):\n"
-        "            continue",
+        _WAKING,
+        "        if pipeline.fenced or name == but or pipeline.topology.training_gpus.isdisjoint(gpus):",
+        "        if pipeline.fenced or not pipeline.wants or pipeline.topology.training_gpus.isdisjoint(gpus):",
         "engines are built ahead where somebody will train soon",
     ),
     Mutant(

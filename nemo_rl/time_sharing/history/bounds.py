@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from nemo_rl.time_sharing.log.events import Registered
 from nemo_rl.time_sharing.protocol.types import Priority
 
 MOST_WEIGHT = 4.0
@@ -35,6 +36,7 @@ class WaitBound:
         self._longest_hold = 0.0
         self._most_pipelines = 0
         self._weight = 1.0
+        self._slice_s = 0.0
         self._mapped: dict[str, frozenset[int]] = {}
         # Pipeline, GPUs (None: everybody's), begin and end of each fault.
         self._faults: list[tuple[str, frozenset[int] | None, float, float]] = []
@@ -42,9 +44,10 @@ class WaitBound:
     def limit(self, name: str) -> float:
         return self.limits.get(name, 0.0)
 
-    def registered(self, pipeline: str, gpus: frozenset[int], weight: float, registered: int) -> None:
-        self._mapped[pipeline] = gpus
-        self._weight = max(self._weight, min(weight, MOST_WEIGHT))
+    def registered(self, event: Registered, gpus: frozenset[int], registered: int) -> None:
+        self._mapped[event.pipeline] = gpus
+        self._weight = max(self._weight, min(event.weight, MOST_WEIGHT))
+        self._slice_s = max(self._slice_s, event.slice_s)
         self._most_pipelines = max(self._most_pipelines, registered)
 
     def held(self, seconds: float) -> None:
@@ -71,6 +74,7 @@ class WaitBound:
         """Everyone ahead holds once, each with one hand-over, plus the aging window and time slices."""
         ahead = 2 * self._most_pipelines + self.limit("max_backfills") + 1
         time_slice = max(self.limit("min_hold_s"), self.limit("max_slice_s")) * self._weight
+        time_slice = max(time_slice, self._slice_s)
         each = self._longest_hold + self._handover + time_slice + self.limit("lease_s")
         return Priority.GENERATION * self.limit("aging_s") + ahead * each
 

@@ -97,7 +97,7 @@ class _Pipeline:
 
     def least_slice(self, min_hold_s: float, max_slice_s: float) -> float:
         hold = min_hold_s if self.fastest == math.inf else min(min_hold_s, max_slice_s, _SLICE_HANDOVERS * self.fastest)
-        return hold * min(max(self.spec.weight, 0.1), MOST_WEIGHT)
+        return max(hold * min(max(self.spec.weight, 0.1), MOST_WEIGHT), self.spec.slice_s)
 
 
 class FairnessChecks:
@@ -211,7 +211,7 @@ class FairnessChecks:
 
     def _registered(self, entry: Entry, event: ev.Registered) -> None:
         pipeline = self._pipelines[event.pipeline] = _Pipeline(event)
-        self._bound.registered(event.pipeline, pipeline.mapped, event.weight, len(self._pipelines))
+        self._bound.registered(event, pipeline.mapped, len(self._pipelines))
 
     def _unregistered(self, entry: Entry, event: ev.Unregistered) -> None:
         self._pipelines.pop(event.pipeline, None)
@@ -298,7 +298,8 @@ class FairnessChecks:
 
     def _check_guarantee(self, time: float, event: ev.Claimed, pipeline: _Pipeline) -> None:
         since, who = pipeline.unscheduled_since, f"rank {event.rank} of {event.pipeline}"
-        due = math.inf if since is None else since + self._bound.limit("aging_s") * Priority.GENERATION
+        longest, slice_s = self._bound.limit("aging_s") * Priority.GENERATION, pipeline.spec.slice_s
+        due = math.inf if since is None else since + (min(slice_s, longest) if slice_s else longest)
         # What a request leaves of a rank that makes way for it may be had by anybody.
         spare = self._turns or any(claim.rank < 0 for claim in self._claims)
         if self._recovering or event.ahead:

@@ -56,6 +56,7 @@ class _Pipeline:
     mapping: tuple[int, ...]
     rank_batch: int
     most: int
+    slice_s: float = 0.0
     ranks: dict[int, _Rank] = field(default_factory=dict)
     requests: dict[str, ev.Requested] = field(default_factory=dict)
     claims: dict[tuple[str, int], ev.Claimed] = field(default_factory=dict)
@@ -190,7 +191,7 @@ class RuleChecks:
         infer = next(cluster for cluster in event.clusters if cluster.name == ACTOR_INFER)
         ranks = len(infer.gpus) // infer.tp_size
         most = min(max(int(event.max_share * ranks + 1e-9), 1), ranks)
-        self._pipelines[name] = _Pipeline(infer.tp_size, tuple(infer.gpus), event.rank_batch, most)
+        self._pipelines[name] = _Pipeline(infer.tp_size, tuple(infer.gpus), event.rank_batch, most, event.slice_s)
 
     def _unregistered(self, entry: Entry, event: ev.Unregistered) -> None:
         self._pipelines.pop(event.pipeline, None)
@@ -354,7 +355,7 @@ class RuleChecks:
             self._bad(f"{who} is {event.phase.value} under epoch {event.epoch}, its lease has {rank.epoch}")
         # One that broke, whose pipeline leaves or has no use for it, goes to sleep for its own sake.
         own = rank.cools_until > entry.time or pipeline.withdraws or not self._judges or pipeline.up > pipeline.useful
-        if event.phase is Phase.DRAINING and rank.guaranteed and not own and self._in_slice(entry, rank):
+        if event.phase is Phase.DRAINING and rank.guaranteed and not own and self._in_slice(entry, rank, pipeline):
             if self._evicted[0] != entry.time:
                 self._evicted = (entry.time, {})
             gpus = tuple(pipeline.gpus_of(event.rank))
@@ -367,8 +368,9 @@ class RuleChecks:
             rank.cools_until = max(rank.cools_until, entry.time + self._limits.get("quarantine_s", 0.0))
         rank.phase, rank.epoch = event.phase, event.epoch
 
-    def _in_slice(self, entry: Entry, rank: _Rank) -> bool:
-        return rank.served_since is None or entry.time < rank.served_since + self._limits.get("min_hold_s", 0.0)
+    def _in_slice(self, entry: Entry, rank: _Rank, pipeline: _Pipeline) -> bool:
+        seconds = max(self._limits.get("min_hold_s", 0.0), pipeline.slice_s)
+        return rank.served_since is None or entry.time < rank.served_since + seconds
 
     def _cooling(self, entry: Entry, event: ev.RankCooling) -> None:
         if (pipeline := self._known(event.pipeline)) is not None:

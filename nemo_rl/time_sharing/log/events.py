@@ -81,6 +81,7 @@ class Registered:
     max_share: float = 1.0
     staleness: int | None = 1
     rank_batch: int = 1
+    slice_s: float = 0.0
 
 
 @event_kind("ts_demand")

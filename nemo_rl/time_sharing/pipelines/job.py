@@ -65,6 +65,7 @@ _WRAPPER_KEYS = {
 }
 _MAPPINGS = {"train_device_mapping": ACTOR_TRAIN, "infer_device_mapping": ACTOR_INFER}
 _MEGATRON = "megatron_train"
+_COMMAND_SLICE_S = 60.0
 _STRATEGIES = {ACTOR_TRAIN: (_MEGATRON, "fsdp2_train"), ACTOR_INFER: ("vllm",)}
 
 Config = MasterConfig | SFTMasterConfig | EvalMasterConfig | CommandConfig
@@ -105,7 +106,7 @@ class Job:
     Attributes:
         infer: Global ids of the GPUs that its generation, or its command, may use, ascending. Those of training where
             nothing generates: a registration always has some.
-        options: Of the registration: weight, min_share, max_share, staleness, rank_batch, full_overlap.
+        options: Of the registration: weight, min_share, max_share, staleness, rank_batch, slice_s, full_overlap.
         teaches: Whether it serves the teacher of its configuration to other jobs, and trains nothing.
         column: Which slot of each of its GPUs it is on, in a pool with several; None where it needs whole GPUs.
     """
@@ -279,9 +280,8 @@ def _read_job(source: _Source, pool: Pool, overrides: Sequence[str], *, taken: S
     _check(job)
     if problem := engines_are_too_wide(name, job.engines, pool.gpus_per_node):
         raise ConfigError([problem])
-    slice_s = float(wrapper["slice_s"]) if wrapper.get("slice_s") is not None else job.slice_s
-    measures = wrapper.get("rank_batch") is None
-    return replace(job, options=_options(wrapper, job), slice_s=slice_s, measures_batch=measures)
+    options, measures = _options(wrapper, job), wrapper.get("rank_batch") is None
+    return replace(job, options=options, slice_s=options.get("slice_s", job.slice_s), measures_batch=measures)
 
 
 def _config(source: _Source, overrides: Sequence[str]) -> Config:
@@ -440,5 +440,8 @@ def _options(wrapper: Mapping[str, object], job: Job) -> dict[str, Any]:
         "rank_batch": 1 if job.kind is Kind.EXTERNAL else UNMEASURED_RANK_BATCH,
         "full_overlap": job.covers_every_rank(),
     }
-    chosen = ("weight", "min_share", "max_share", "rank_batch")
+    if job.kind is Kind.EXTERNAL:
+        # It has to start, and maybe to load a model, before it does anything.
+        options["slice_s"] = _COMMAND_SLICE_S
+    chosen = ("weight", "min_share", "max_share", "rank_batch", "slice_s")
     return options | {key: wrapper[key] for key in chosen if wrapper.get(key) is not None}

@@ -12,7 +12,7 @@ from nemo_rl.time_sharing.planning.entitlement import divide
 from nemo_rl.time_sharing.planning.free_ranks import hand_out_free
 from nemo_rl.time_sharing.planning.plan import Plan
 from nemo_rl.time_sharing.planning.plan_state import BLOCKED, FREEING, RANK, PlanState, Reservation
-from nemo_rl.time_sharing.planning.waking import candidates, expand, rank_state, slice_seconds
+from nemo_rl.time_sharing.planning.waking import candidates, expand, guaranteed_from, rank_state, slice_seconds
 from nemo_rl.time_sharing.protocol.types import Priority
 
 
@@ -43,7 +43,10 @@ def serve_unscheduled(plan_state: PlanState, result: Plan, name: str, pipeline: 
     since = pipeline.unscheduled_since
     if since is None or plan_state.useful[name] == 0 or name in plan_state.no_expand or _trains_next(pipeline):
         return
-    starved = plan_state.now >= since + plan_state.limits.aging_s * Priority.GENERATION
+    due = guaranteed_from(pipeline, plan_state.limits)
+    starved = plan_state.now >= due
+    if pipeline.spec.slice_s and not starved:
+        result.replan_by(due)
     options: list[tuple[bool, int, float, int, list[tuple[str, int]]]] = []
     for until in pipeline.cooling.values():
         if until > plan_state.now:

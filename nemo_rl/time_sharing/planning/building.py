@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nemo_rl.time_sharing.planning.plan import Expand, Plan
 from nemo_rl.time_sharing.planning.plan_state import FREE, PlanState
-from nemo_rl.time_sharing.planning.waking import candidates
+from nemo_rl.time_sharing.planning.waking import candidates, trained_on_within
 
 
 def build_ahead(plan_state: PlanState, result: Plan) -> None:
@@ -23,19 +23,7 @@ def build_ahead(plan_state: PlanState, result: Plan) -> None:
             if (
                 rank not in pipeline.warm
                 and all(plan_state.kind[gpu] == FREE and gpu not in plan_state.reserved for gpu in gpus)
-                and not _trained_on_soon(plan_state, gpus, pipeline.build_s)
+                and not trained_on_within(plan_state, gpus, pipeline.build_s)
             ):
                 plan_state.claim(gpus)
                 result.expands.append(Expand(name, rank, gpus, guaranteed=False, because=("ahead",), ahead=True))
-
-
-def _trained_on_soon(plan_state: PlanState, gpus: tuple[int, ...], build_s: float | None) -> bool:
-    for pipeline in plan_state.pipelines.values():
-        if pipeline.fenced or pipeline.topology.training_gpus.isdisjoint(gpus):
-            continue
-        usual = pipeline.generation_s
-        if build_s is None or usual is None or pipeline.demand.remaining == 0:
-            return True
-        if plan_state.now + build_s > pipeline.batch_since + usual:
-            return True
-    return False

@@ -19,6 +19,7 @@ from nemo_rl.time_sharing.planning import apportionment
 from nemo_rl.time_sharing.planning.building import build_ahead
 from nemo_rl.time_sharing.planning.plan import Grant, Plan, PriorityChange, Reason, Snapshot, Wait
 from nemo_rl.time_sharing.planning.plan_state import BLOCKED, FREE, FREEING, PlanState, Reservation
+from nemo_rl.time_sharing.planning.waking import guaranteed_seconds
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, WAKE_PHASES, Phase, Priority
 
 _BUILDING = (Phase.WAKING, Phase.DRAINING)
@@ -194,7 +195,7 @@ def _obstacles(plan_state: PlanState, name: str, pipeline: PipelineState, gpus: 
             found.building[lease.pipeline, lease.rank] = gpu
         if kind == FREEING:
             continue
-        slice_ends = awake.slice_began() + plan_state.limits.min_hold_s
+        slice_ends = awake.slice_began() + guaranteed_seconds(holder, plan_state.limits)
         in_slice = awake.phase in WAKE_PHASES or plan_state.now < slice_ends
         if awake.guaranteed and lease.pipeline != name and in_slice:
             found.block(("guaranteed", gpu, lease.pipeline), slice_ends)

@@ -6,11 +6,13 @@ Looks at a plan in the making and decides nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from nemo_rl.time_sharing.log.ledger import PipelineState
 from nemo_rl.time_sharing.planning.plan import Expand, Plan, Reason
 from nemo_rl.time_sharing.planning.plan_state import BLOCKED, PlanState
+from nemo_rl.time_sharing.protocol.types import Limits, Priority
 
 _WORTH_HANDOVERS = 4.0
 """How many times the hand-over a time slice lasts, so that at most a fifth of a GPU's time goes into moving it."""
@@ -21,17 +23,53 @@ others wait for its end."""
 
 def slice_seconds(plan_state: PlanState, name: str) -> float:
     """For how long a rank serves before another pipeline may have it: as long as its hand-over is worth, `max_slice_s`
-    at most (`min_hold_s` before a hand-over was seen); longer for heavier pipelines.
+    at most (`min_hold_s` before a hand-over was seen); longer for heavier pipelines, and as long as the pipeline says
+    that it must.
 
-    The longest, `max_slice_s` x `_LONGEST_SLICE`, is what others may have to wait for it.
+    The longest, `max_slice_s` x `_LONGEST_SLICE` or its own `slice_s`, is what others may have to wait for it.
     """
     known = plan_state.time_slices.get(name)
     if known is None:
         pipeline, hold = plan_state.pipelines[name], plan_state.limits.min_hold_s
         if pipeline.handover_s is not None:
             hold = min(_WORTH_HANDOVERS * pipeline.handover_s, plan_state.limits.max_slice_s)
-        known = plan_state.time_slices[name] = hold * min(max(pipeline.spec.weight, 0.1), _LONGEST_SLICE)
+        hold *= min(max(pipeline.spec.weight, 0.1), _LONGEST_SLICE)
+        known = plan_state.time_slices[name] = max(hold, pipeline.spec.slice_s)
     return known
+
+
+def guaranteed_seconds(pipeline: PipelineState, limits: Limits) -> float:
+    """For how long a guaranteed rank of a pipeline serves at least, even if a request waits for its GPUs."""
+    return max(limits.min_hold_s, pipeline.spec.slice_s)
+
+
+def guaranteed_from(pipeline: PipelineState, limits: Limits) -> float:
+    """When a pipeline without a rank gets a guaranteed one; infinity where it does not wait for one.
+
+    One whose slices are long has no use for the short ones that others get meanwhile: it waits for one slice at most.
+    """
+    since, slice_s = pipeline.unscheduled_since, pipeline.spec.slice_s
+    if since is None:
+        return math.inf
+    longest = limits.aging_s * Priority.GENERATION
+    return since + (min(slice_s, longest) if slice_s else longest)
+
+
+def trained_on_within(
+    plan_state: PlanState, gpus: tuple[int, ...], seconds: float | None, but: str | None = None
+) -> bool:
+    """Whether a pipeline other than `but` may ask for these GPUs to train on within so many seconds (None:
+    unknown), by its past steps.
+    """
+    for name, pipeline in plan_state.pipelines.items():
+        if pipeline.fenced or name == but or pipeline.topology.training_gpus.isdisjoint(gpus):
+            continue
+        usual = pipeline.generation_s
+        if seconds is None or usual is None or pipeline.demand.remaining == 0:
+            return True
+        if plan_state.now + seconds > pipeline.batch_since + usual:
+            return True
+    return False
 
 
 def rank_state(plan_state: PlanState, gpus: tuple[int, ...], name: str, rank: int) -> int:
@@ -64,18 +102,30 @@ def _slice_ends(plan_state: PlanState, name: str, rank: int) -> float:
 
 
 def candidates(plan_state: PlanState, pipeline: PipelineState) -> Sequence[int]:
-    """Ranks that could wake: asleep, not claimed, not cooling off after a failure; those first whose engine has been
-    built before.
+    """Ranks that could wake: asleep, not claimed, not cooling off after a failure, and likely to serve for as long as
+    is of use; those first whose engine has been built before.
     """
     name = pipeline.topology.pipeline
     asleep = plan_state.asleep.get(name)
     if asleep is None:
-        asleep = plan_state.asleep[name] = _asleep(plan_state, pipeline)
+        asleep = plan_state.asleep[name] = _of_use(plan_state, pipeline, _asleep(plan_state, pipeline))
     building = plan_state.building.get(name, 0)
     if building and 0 < plan_state.useful[name] <= plan_state.counts[name] + building:
         # Those stand sooner than any whose engine were begun now.
         return [rank for rank in asleep if rank in pipeline.warm]
     return asleep
+
+
+def _of_use(plan_state: PlanState, pipeline: PipelineState, asleep: Sequence[int]) -> Sequence[int]:
+    """Those on whose GPUs no training is expected before their slice has ended; all once one is guaranteed."""
+    slice_s, name, ranks = pipeline.spec.slice_s, pipeline.topology.pipeline, pipeline.topology.ranks
+    if not slice_s or plan_state.now >= guaranteed_from(pipeline, plan_state.limits):
+        return asleep
+    return [
+        rank
+        for rank in asleep
+        if not trained_on_within(plan_state, ranks[rank], plan_state.rise_s(name, rank) + slice_s, but=name)
+    ]
 
 
 def _asleep(plan_state: PlanState, pipeline: PipelineState) -> Sequence[int]:

@@ -30,6 +30,7 @@ from nemo_rl.time_sharing.protocol.types import (
 from nemo_rl.time_sharing.protocol.wellformed import MAX_COUNT, is_whole, shown
 
 MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1000.0
+MAX_SLICE_S = 3600.0
 """A pipeline that counts more than a thousand others is alone on the pool for all practical purposes; within these,
 weighted work stays finite."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -231,19 +232,20 @@ def register(
     max_share: float = 1.0,
     staleness: int | None = 1,
     rank_batch: int = 1,
+    slice_s: float = 0.0,
     full_overlap: bool = False,
 ) -> Topology:
     """Checks everything a pipeline registers and returns its topology.
 
     cluster_tp_configs: GPUs per rank by cluster name. cluster_device_mappings: global GPU ids by cluster name,
-    ascending. weight: its claim on contended GPUs relative to others, 1e-6 to 1000. min_share,
-    max_share: bounds on its part of the GPUs it is mapped to, 0 to 1. staleness: versions, a whole number from 0, or
-    None for no bound. rank_batch: samples that one rank runs at once, a whole number from 1. full_overlap admits
-    pipelines whose training covers every inference rank (colocated turns, no generation beside training). Raises a
-    RegistrationError that names the pipeline, the cluster and the GPU.
+    ascending. weight: its claim on contended GPUs relative to others, 1e-6 to 1000. min_share, max_share: bounds on its
+    part of the GPUs it is mapped to, 0 to 1. staleness: versions, a whole number from 0, or None for no bound.
+    rank_batch: samples that one rank runs at once, a whole number from 1. slice_s: seconds that a rank must serve to be
+    of use, 0 to 3600. full_overlap admits pipelines whose training covers every inference rank (colocated turns, no
+    generation beside training). Raises a RegistrationError that names the pipeline, the cluster and the GPU.
     """
     _check_names(pipeline, namespace, cluster_tp_configs, cluster_device_mappings)
-    check_numbers(pipeline, weight, min_share, max_share, staleness, rank_batch)
+    check_numbers(pipeline, weight, min_share, max_share, staleness, rank_batch, slice_s)
     clusters = []
     for name in CLUSTER_NAMES:
         if name not in cluster_device_mappings:
@@ -254,7 +256,8 @@ def register(
             _check_collective(pool, pipeline, name, mapping)
             mapping += tuple(pool.turns_of(mapping))
         clusters.append(ClusterSpec(name, cluster_tp_configs[name], mapping))
-    spec = PipelineSpec(pipeline, namespace, tuple(clusters), weight, min_share, max_share, staleness, rank_batch)
+    shares = (weight, min_share, max_share)
+    spec = PipelineSpec(pipeline, namespace, tuple(clusters), *shares, staleness, rank_batch, slice_s)
     topology = Topology(spec)
     _check_overlap(pool, topology, full_overlap)
     return topology
@@ -294,10 +297,17 @@ def _check_names(pipeline: str, namespace: str, tps: Mapping[str, int], mappings
 
 
 def check_numbers(
-    pipeline: str, weight: float, min_share: float, max_share: float, staleness: int | None, rank_batch: int
+    pipeline: str,
+    weight: float,
+    min_share: float,
+    max_share: float,
+    staleness: int | None,
+    rank_batch: int,
+    slice_s: float,
 ) -> None:
     """Raises BadShare for numbers that no plan could be made with."""
-    for name, value in (("weight", weight), ("min_share", min_share), ("max_share", max_share)):
+    shares = (("weight", weight), ("min_share", min_share), ("max_share", max_share), ("slice_s", slice_s))
+    for name, value in shares:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise BadShare(f"{name}={shown(value)} must be a number", pipeline=pipeline)
     if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
@@ -312,6 +322,8 @@ def check_numbers(
             "max_share <= 1 and 0 < max_share",
             pipeline=pipeline,
         )
+    if not 0 <= slice_s <= MAX_SLICE_S:
+        raise BadShare(f"slice_s={shown(slice_s)} must be from 0 to {MAX_SLICE_S:g} seconds", pipeline=pipeline)
     bound = 0 if staleness is None else staleness
     for name, count, least in (("staleness", bound, 0), ("rank_batch", rank_batch, 1)):
         if not is_whole(count, least):

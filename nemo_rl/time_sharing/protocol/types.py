@@ -103,7 +103,8 @@ class PipelineSpec:
     weight: its claim on contended GPUs relative to others. min_share, max_share: bounds on its part of the GPUs it is
     mapped to (0 to 1), while it has demand. staleness: how many versions old the tokens of a trained group may be; None
     for no bound. rank_batch: how many samples one rank runs at once at good speed; more ranks than remaining samples /
-    rank_batch are of no use to it.
+    rank_batch are of no use to it. slice_s: seconds that a rank must serve to be of use, 0 for any time: what takes
+    long to start makes no progress in shorter ones.
     """
 
     pipeline: str
@@ -114,6 +115,7 @@ class PipelineSpec:
     max_share: float = 1.0
     staleness: int | None = 1
     rank_batch: int = 1
+    slice_s: float = 0.0
 
 
 class Demand(NamedTuple):

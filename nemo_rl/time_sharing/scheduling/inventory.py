@@ -95,7 +95,8 @@ def refuse_the_unplannable(state: SchedulerState, executor: Executor, emit: Call
             continue
         spec = pipeline.spec
         try:
-            check_numbers(name, spec.weight, spec.min_share, spec.max_share, spec.staleness, spec.rank_batch)
+            shares = (spec.weight, spec.min_share, spec.max_share)
+            check_numbers(name, *shares, spec.staleness, spec.rank_batch, spec.slice_s)
         except BadShare as problem:
             logger.error("event=unplannable %s", problem)
             executor.fence(name, str(problem))

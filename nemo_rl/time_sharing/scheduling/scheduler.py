@@ -140,6 +140,7 @@ class Scheduler:
         max_share: float = 1.0,
         staleness: int | None = 1,
         rank_batch: int = 1,
+        slice_s: float = 0.0,
         full_overlap: bool = False,
     ) -> Topology:
         """Registers and admits a pipeline; repeating the same registration changes nothing while it lasts. See
@@ -161,6 +162,7 @@ class Scheduler:
             max_share=max_share,
             staleness=staleness,
             rank_batch=rank_batch,
+            slice_s=slice_s,
             full_overlap=full_overlap,
         )
         known = self.state.pipelines.get(pipeline)
@@ -187,6 +189,7 @@ class Scheduler:
                 spec.max_share,
                 spec.staleness,
                 spec.rank_batch,
+                spec.slice_s,
             )
         )
         self._liveness.heard(pipeline, self.clock.now)

@@ -52,6 +52,8 @@ def random_scenario(seed: int) -> Scenario:
     jobs = [job | {"builds_ahead": ahead.random() < 0.3} for job in jobs]
     measuring = random.Random(f"measures/{seed}")
     jobs = [job | {"measures_batch": measuring.random() < 0.3} for job in jobs]
+    slicing = random.Random(f"slices/{seed}")
+    jobs = [job | {"slice_s": slicing.uniform(1, 30) if slicing.random() < 0.15 else 0.0} for job in jobs]
     answering = random.Random(f"turns/{seed}")
     jobs = [job | _turns(answering) for job in jobs]
     drawn = {

@@ -219,6 +219,7 @@ class Job(_Section):
         "Whether it is registered with a rank_batch of 64, as real GRPO runs are, and measures half_batch / 4 in its "
         "first step, rather than knows that from the start.",
     )
+    slice_s: Seconds = _key(0.0, "Seconds that a rank must serve to be of use, as for a command.", le=3600)
     builds_ahead: Bool = _key(
         False,
         "Whether its engines are built on idle GPUs, ahead of their first wakes, as those of real GRPO runs are.",

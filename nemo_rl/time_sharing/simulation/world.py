@@ -192,6 +192,7 @@ class World:
                 max_share=spec.max_share,
                 staleness=spec.staleness,
                 rank_batch=UNMEASURED_RANK_BATCH if spec.measures_batch else spec.engine.good_batch,
+                slice_s=spec.slice_s,
                 full_overlap=spec.full_overlap,
             )
         except StillRegistered:
