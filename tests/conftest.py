@@ -44,8 +44,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 
 
 class _EnginesApart(LoadScopeScheduling):
-    """A file is given to one session. Of two sessions the first takes files that start an engine, those with the fewest
-    and longest tests before others; which has none of its own left takes the other's.
+    """A file is given to one session. Of two sessions the first takes files that start an engine; which has none of its
+    own left takes the other's. Files with few tests, which are the longest, come first: a session is given its next file
+    while the last two tests of one run, so that a long one at the end would leave the other session idle.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -54,7 +55,7 @@ class _EnginesApart(LoadScopeScheduling):
     def _assign_work_unit(self, node: WorkerController) -> None:
         if self.numnodes == 2:
             engines = [path for path in reversed(self.workqueue) if _starts_engines(path)]
-            others = [path for path in self.workqueue if not _starts_engines(path)]
+            others = [path for path in reversed(self.workqueue) if not _starts_engines(path)]
             mine, theirs = (engines, others) if node == self.nodes[0] else (others, engines[::-1])
             self.workqueue.move_to_end((mine or theirs)[0], last=False)
         super()._assign_work_unit(node)
