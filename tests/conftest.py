@@ -44,9 +44,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 
 
 class _EnginesApart(LoadScopeScheduling):
-    """A file is given to one session. Of two sessions the first takes files that start an engine; which has none of its
-    own left takes the other's. Files with few tests, which are the longest, come first: a session is given its next file
-    while the last two tests of one run, so that a long one at the end would leave the other session idle.
+    """Gives each file to one session. Of two sessions the first takes files that start an engine; one that has none of
+    its own left takes the other's. Files with few tests, which are the longest, come first: a session is given its next
+    file while the last two tests of one run, so that a long one at the end would leave the other session idle.
     """
 
     def _split_scope(self, nodeid: str) -> str:

@@ -201,7 +201,9 @@ def scored_alternatives(model: str, world: int, cases: dict[str, list[str]], dat
     """The policy's log-probability of each row's last token, case by case."""
     found = {}
     for name, overrides in cases.items():
-        few_passes = ("policy.sequence_packing.enabled=false", "policy.logprob_batch_size=8")
+        few_passes = ("policy.sequence_packing.enabled=false", "policy.logprob_batch_size=128")
+        # Which must divide the samples of a step.
+        few_passes += ("grpo.num_generations_per_prompt=64", "policy.train_global_batch_size=128")
         worker = make_worker(run_config(model, world, *few_passes, *overrides))
         columns = ("input_ids", "input_lengths", "sampling_mask_counts", "sampling_mask_ids")
         scored = worker.get_logprobs(BatchedDataDict({column: data[column] for column in columns}))
