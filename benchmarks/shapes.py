@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import string
 import sys
@@ -183,3 +184,9 @@ def host_speed_s() -> float:
     for number in range(20_000_000):
         total += number
     return time.perf_counter() - began
+
+
+def visible_gpus(count: int) -> list[str]:
+    """The GPUs of this benchmark: those of `CUDA_VISIBLE_DEVICES`, or the machine's first."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return (named.split(",") if named else [str(gpu) for gpu in range(count)])[:count]

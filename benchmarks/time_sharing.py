@@ -48,7 +48,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from async_vs_sync import Contender, throughput_config  # noqa: E402
-from shapes import host_speed_s, make_model, make_prompts  # noqa: E402
+from shapes import host_speed_s, make_model, make_prompts, visible_gpus  # noqa: E402
 
 WAYS = (
     "serial",
@@ -118,12 +118,6 @@ def span_of(log_dir: Path) -> Span | None:
     begun = [entry.time for entry in entries if isinstance(entry.event, StepBegun)]
     finished = tuple(entry.time for entry in entries if isinstance(entry.event, StepFinished))
     return Span(begun[0], finished) if begun else None
-
-
-def visible_gpus(count: int) -> list[str]:
-    """The GPUs of this benchmark: those of `CUDA_VISIBLE_DEVICES`, or the machine's first."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return (named.split(",") if named else [str(gpu) for gpu in range(count)])[:count]
 
 
 def jobs_of(args: argparse.Namespace) -> list[str]:

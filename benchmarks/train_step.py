@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from shapes import SHAPES, make_model  # noqa: E402
+from shapes import SHAPES, make_model, visible_gpus  # noqa: E402
 
 from nemo_rl.distributed.ports import free_ports  # noqa: E402
 
@@ -312,7 +312,7 @@ def measure(args: argparse.Namespace, contender: Contender, sequence: int, model
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         }
         if args.device == "cuda":
-            environment["CUDA_VISIBLE_DEVICES"] = str(rank)
+            environment["CUDA_VISIBLE_DEVICES"] = visible_gpus(args.gpus)[rank]
         line = [sys.executable, __file__, *sys.argv[1:], "--rank-of", contender.backend]
         line += [str(int(contender.shares)), str(int(contender.replays)), str(sequence), str(model)]
         processes.append(subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, text=True))

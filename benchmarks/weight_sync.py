@@ -1,14 +1,14 @@
 """Seconds per phase of taking one shard away and giving it back with the cache's weights, and the pause of shards that
 serve.
 
-    python benchmarks/weight_sync.py --shape 7b [--cycles 20] [--tp 1] [--transport auto|host|nccl] [--share] [--work
-    DIR]
+    python benchmarks/weight_sync.py --shape 7b [--cycles 20] [--tp 1] [--engines 1] [--transport auto|host|nccl]
+    [--share] [--work DIR]
 
-Random weights of a Qwen2.5 shape. One shard of `--tp` accelerators sleeps, wakes its weights, is synced from the cache,
-wakes its KV cache and is routed, again and again; then it takes new weights while requests run. `--transport nccl`
-needs one GPU more, for the owner of the cache; with `--share` the owner sits on the shard's first GPU, which it reaches
-by CUDA IPC, and the others over the group. Figures are medians; the rate that counts is the measured pinned
-host-to-device rate.
+Random weights of a Qwen2.5 shape. `--engines` shards of `--tp` accelerators each sleep, wake their weights, are synced
+from the cache, wake their KV caches and are routed, all at the same time, again and again; then they take new weights
+while requests run. `--transport nccl` needs one GPU more, for the owner of the cache; with `--share` the owner sits on
+the first shard's first GPU, which it reaches by CUDA IPC, and the others over the group. Figures are medians; the rate
+that counts is the pinned host-to-device rate that was measured into as many GPUs at the same time as there are shards.
 """
 
 from __future__ import annotations
@@ -151,20 +151,21 @@ class Cache:
         return self.cache.source(version, self._through)
 
 
-def pinned_rate() -> float:
-    """Bytes per second from pinned host memory to this process's GPU; 0 without one."""
+def pinned_rate(gpus: int) -> float:
+    """Bytes per second from pinned host memory into so many GPUs at the same time, in total; 0 without GPUs."""
     if not torch.cuda.is_available():
         return 0.0
     host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty_like(host, device="cuda")
+    devices = [torch.empty_like(host, device=f"cuda:{gpu}") for gpu in range(gpus)]
     rates = []
     for _ in range(5):
-        torch.cuda.synchronize()
         started = time.perf_counter()
-        device.copy_(host, non_blocking=True)
-        torch.cuda.synchronize()
-        rates.append(host.numel() / (time.perf_counter() - started))
-    del device
+        for device in devices:
+            device.copy_(host, non_blocking=True)
+        for gpu in range(gpus):
+            torch.cuda.synchronize(gpu)
+        rates.append(gpus * host.numel() / (time.perf_counter() - started))
+    del devices
     torch.cuda.empty_cache()
     return statistics.median(rates)
 
@@ -182,30 +183,30 @@ def config_of(args: argparse.Namespace, model: Path, cuda: bool) -> Any:
         f"policy.generation.vllm_cfg.tensor_parallel_size={args.tp}",
         f"policy.generation.vllm_cfg.gpu_memory_utilization={args.gpu_memory}",
         "policy.generation.vllm_kwargs.max_num_seqs=256",
-        f"cluster.gpus_per_node={args.tp}",
-        "cluster.cpu_slots=4",
+        f"cluster.gpus_per_node={args.tp * args.engines}",
+        f"cluster.cpu_slots={max(4, args.tp * args.engines)}",
     ]
     if cuda:
         overrides += ["cluster.device=cuda", "~policy.generation.vllm_kwargs.kv_cache_memory_bytes"]
     return load_master_config(ROOT / "examples" / "configs" / "grpo_arithmetic_cpu.yaml", overrides)
 
 
-def cycle(engines: Any, elastic: Any) -> dict[str, float]:
-    """One sleep and wake; seconds per phase."""
+def cycle(engines: Any, elastic: Any, ranks: list[int]) -> dict[str, float]:
+    """One sleep and wake of these ranks; seconds per phase."""
     marks = [time.perf_counter()]
 
     def mark() -> None:
         marks.append(time.perf_counter())
 
-    report = engines.sleep_partial([0])
+    report = engines.sleep_partial(ranks)
     mark()
-    engines.wake_up_partial([0], skip_activate=True, tags=["weights"])
+    engines.wake_up_partial(ranks, skip_activate=True, tags=["weights"])
     mark()
-    sync = elastic.sync_selected_workers([0])
+    sync = elastic.sync_selected_workers(ranks)
     mark()
-    engines.wake_up_partial([0], skip_activate=True, tags=["kv_cache"])
+    engines.wake_up_partial(ranks, skip_activate=True, tags=["kv_cache"])
     mark()
-    engines.activate_dp_ranks([0])
+    engines.activate_dp_ranks(ranks)
     mark()
     names = ("sleep_s", "wake_weights_s", "sync_s", "wake_kv_s", "route_s")
     seconds = {name: after - before for name, before, after in zip(names, marks, marks[1:], strict=False)}
@@ -217,14 +218,14 @@ def cycle(engines: Any, elastic: Any) -> dict[str, float]:
         | {
             "total_s": marks[-1] - marks[0],
             "asleep_gib": asleep / (1 << 30),
-            "sync_gb_per_s": sync.nbytes / 1e9 / seconds["sync_s"],
+            "sync_gb_per_s": len(ranks) * sync.nbytes / 1e9 / seconds["sync_s"],
         }
     )
 
 
-def timed_cycle(number: int, engines: Any, elastic: Any) -> dict[str, float]:
+def timed_cycle(number: int, engines: Any, elastic: Any, ranks: list[int]) -> dict[str, float]:
     """One cycle, told as it ends: a session that hangs is seen where it hangs."""
-    seconds = cycle(engines, elastic)
+    seconds = cycle(engines, elastic, ranks)
     print(f"cycle {number}: {seconds['total_s']:.3f} s, of which sync {seconds['sync_s']:.3f} s", flush=True)
     return seconds
 
@@ -269,6 +270,7 @@ def main() -> None:
     parser.add_argument("--cycles", type=int, default=20)
     parser.add_argument("--refreshes", type=int, default=10)
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--engines", type=int, default=1, help="shards that are synced at the same time")
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--share", action="store_true", help="the owner of the cache sits on the shard's first GPU")
     parser.add_argument("--bucket-mib", type=int, default=256)
@@ -280,8 +282,8 @@ def main() -> None:
 
     from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
 
-    rate = pinned_rate()
-    accelerator = init_ray(device=args.device, cpu_slots=4)
+    rate = pinned_rate(args.engines)
+    accelerator = init_ray(device=args.device, cpu_slots=max(4, args.tp * args.engines))
     try:
         measure(args, rate, accelerator.is_cuda)
     finally:
@@ -303,8 +305,10 @@ def measure(args: argparse.Namespace, rate: float, cuda: bool) -> None:
     dtype = "bfloat16" if cuda else "float32"
     bucket_bytes = args.bucket_mib << 20
     groups = 2 if args.share else 1
+    gpus = args.tp * args.engines
+    ranks = list(range(args.engines))
     cluster = RayVirtualCluster(
-        [args.tp], use_gpus=cuda, max_colocated_worker_groups=groups, num_gpus_per_node=args.tp, name="shard"
+        [gpus], use_gpus=cuda, max_colocated_worker_groups=groups, num_gpus_per_node=gpus, name="shard"
     )
     began = time.perf_counter()
     engines = VllmGeneration(
@@ -342,7 +346,7 @@ def measure(args: argparse.Namespace, rate: float, cuda: bool) -> None:
     options = SyncOptions(args.transport, bucket_bytes, args.verify, 300.0)
     elastic = ElasticGeneration(engines, Cache(cache, through), options)
     try:
-        first, *runs = (timed_cycle(number, engines, elastic) for number in range(args.cycles + 1))
+        first, *runs = (timed_cycle(number, engines, elastic, ranks) for number in range(args.cycles + 1))
         median = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
         grown = runs[-1]["asleep_gib"] - runs[0]["asleep_gib"]
         refreshed = elastic.refresh().sync
@@ -351,7 +355,7 @@ def measure(args: argparse.Namespace, rate: float, cuda: bool) -> None:
         engines.shutdown()
     gib = sum(meta.nbytes for meta in cache.manifest().metas) / (1 << 30)
     print(
-        f"\nshape {args.shape} ({gib:.2f} GiB), tp {args.tp}, transport "
+        f"\nshape {args.shape} ({gib:.2f} GiB), tp {args.tp}, {args.engines} engines, transport "
         f"{refreshed.transport if refreshed else 'none'}, {args.cycles} cycles"
     )
     print(f"engine up in {start_s:.0f} s, cache built in {build_s:.1f} s")
@@ -363,8 +367,8 @@ def measure(args: argparse.Namespace, rate: float, cuda: bool) -> None:
     print(f"memory asleep grew by {grown * 1024:.1f} MiB over {args.cycles} cycles")
     share = median["sync_gb_per_s"] * 1e9 / rate if rate else 0.0
     print(
-        f"pinned rate {rate / 1e9:.1f} GB/s; sync / pinned rate: {share:.2f}; sleep + wake + sync: "
-        f"{median['total_s']:.3f} s"
+        f"all engines together {median['sync_gb_per_s']:.1f} GB/s, pinned rate {rate / 1e9:.1f} GB/s; sync / pinned "
+        f"rate: {share:.2f}; sleep + wake + sync: {median['total_s']:.3f} s"
     )
     print(
         "RESULT "

@@ -58,7 +58,7 @@ def _measured(backend: str, tmp_path: Path) -> list[dict[str, Any]]:
             "WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
-            "CUDA_VISIBLE_DEVICES": str(rank),
+            "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[rank],
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         }
         line = [
