@@ -22,7 +22,7 @@ from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.multi_lora.backend import SLOT, MultiLoraBackend, build_backend
 from nemo_rl.models.policy.backend import Backend
 from nemo_rl.models.policy.batches import RECORDED
-from nemo_rl.models.policy.train_step import MicrobatchResult, NonFiniteStepError, TrainStep
+from nemo_rl.models.policy.train_step import MicrobatchResult, NonFiniteStepError, TrainStep, step_report
 from nemo_rl.models.policy.worker import PolicyWorker
 
 
@@ -128,7 +128,7 @@ class MultiLoraWorker(PolicyWorker):
             return StepRefused(str(error))
         if result.stepped:
             adapter.step_schedule()
-        return self._report([result], rates, {})
+        return step_report([result], rates, {})
 
     def score_adapters(
         self, data: BatchedDataDict, micro_batch_size: int | None = None, *, policy: bool, reference: bool

@@ -246,6 +246,30 @@ def total_work(results: Sequence[MicrobatchResult]) -> Work:
     return sum((result.work for result in results), start=Work())
 
 
+def step_report(
+    results: Sequence[StepResult], rates: Mapping[str, float], routers: Mapping[str, float]
+) -> dict[str, object]:
+    """What a worker answers after steps. `rates`: learning rate and weight decay that they used. `routers`: metrics of
+    a mixture of experts.
+    """
+    metrics: dict[str, list[float]] = {}
+    for result in results:
+        for name, values in result.metrics.items():
+            metrics.setdefault(name, []).extend(values)
+    metrics["global_valid_seqs"] = [result.valid_seqs for result in results]
+    metrics["global_valid_toks"] = [result.valid_toks for result in results]
+    metrics |= {name: [value] for name, value in routers.items()}
+    return {
+        "loss": [result.loss for result in results],
+        "grad_norm": results[-1].grad_norm if results else 0.0,
+        "all_mb_metrics": metrics,
+        "num_steps": len(results),
+        "skipped_steps": sum(not result.stepped for result in results),
+        "work": sum((result.work for result in results), start=Work()),
+        **rates,
+    }
+
+
 def non_finite_rows(scores: torch.Tensor, data: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Which rows [B] hold a NaN or infinity that training reads. `scores`: next-token log-probabilities [B, S-1], or
     logits [B, S, V]. `data`: the microbatch, on the device of `scores`; values under a zero of its masks are not read.

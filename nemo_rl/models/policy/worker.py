@@ -36,8 +36,14 @@ from nemo_rl.loss.normalization import count_valid, normalize_metrics
 from nemo_rl.models.policy.backend import BackendOptions, backend_spec
 from nemo_rl.models.policy.batches import RECORDED, microbatches, without_routes
 from nemo_rl.models.policy.model_config import compute_dtype
-from nemo_rl.models.policy.train_step import StepResult, TrainStep, TrainStepStateError, total_work
-from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture, Work
+from nemo_rl.models.policy.train_step import (
+    StepResult,
+    TrainStep,
+    TrainStepStateError,
+    step_report,
+    total_work,
+)
+from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture
 from nemo_rl.utils.route_trace import route_trace
 from nemo_rl.weight_sync.cache import CACHE_OWNER, CacheBuilder, CacheManifest
 from nemo_rl.weight_sync.layout import TensorMeta
@@ -224,7 +230,7 @@ class PolicyWorker(TQWorkerMixin):
             trace.step_done()
         if any(result.stepped for result in results) and not eval_mode:
             self.backend.step_schedule()
-        return self._report(results, rates, {} if eval_mode else self.backend.router_metrics())
+        return step_report(results, rates, {} if eval_mode else self.backend.router_metrics())
 
     def begin_train_step(self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None) -> None:
         """Opens a step. `gbs` is part of NeMo-RL's call; the step is as large as the chunks that arrive."""
@@ -252,7 +258,7 @@ class PolicyWorker(TQWorkerMixin):
             keep_living()
         if self.backend.rank == 0:
             logger.info("step=finished chunks=%d grad_norm=%.6g", result.chunks, result.grad_norm)
-        return self._report([result], rates, self.backend.router_metrics())
+        return step_report([result], rates, self.backend.router_metrics())
 
     def abort_train_step(self) -> None:
         """Closes an open step without stepping."""
@@ -274,26 +280,6 @@ class PolicyWorker(TQWorkerMixin):
             torch.tensor(sum(metrics["loss"]), dtype=torch.float64, device=self.backend.device)
         )
         return StepResult(float(loss), 0.0, metrics, *counts, work=total_work(evaluated))
-
-    def _report(
-        self, results: Sequence[StepResult], rates: dict[str, float], routers: dict[str, float]
-    ) -> dict[str, object]:
-        metrics: dict[str, list[float]] = {}
-        for result in results:
-            for name, values in result.metrics.items():
-                metrics.setdefault(name, []).extend(values)
-        metrics["global_valid_seqs"] = [result.valid_seqs for result in results]
-        metrics["global_valid_toks"] = [result.valid_toks for result in results]
-        metrics |= {name: [value] for name, value in routers.items()}
-        return {
-            "loss": [result.loss for result in results],
-            "grad_norm": results[-1].grad_norm if results else 0.0,
-            "all_mb_metrics": metrics,
-            "num_steps": len(results),
-            "skipped_steps": sum(not result.stepped for result in results),
-            "work": sum((result.work for result in results), start=Work()),
-            **rates,
-        }
 
     # -- residency ----------------------------------------------------------------------------------------------------
 
