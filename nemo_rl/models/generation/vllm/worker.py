@@ -22,7 +22,6 @@ from nemo_rl.models.generation.interfaces import (
     ShardStateError,
     StaleVersionError,
 )
-from nemo_rl.models.generation.resumable_request import safe_cut
 from nemo_rl.models.generation.vllm.decision_reader import DecisionReader
 from nemo_rl.models.generation.vllm.device_turns import device_turn
 from nemo_rl.models.generation.vllm.engine_actors import EngineSpec
@@ -36,12 +35,12 @@ from nemo_rl.models.generation.vllm.engine_processes import (
     temporary_files_in,
 )
 from nemo_rl.models.generation.vllm.engine_stats import EngineSample, EngineStats
+from nemo_rl.models.generation.vllm.final_tokens import FinalTokens
 from nemo_rl.models.generation.vllm.request_state import (
     RequestFailure,
     ResultBuffer,
     VersionTracker,
     failure_of,
-    new_tokens,
     result_of,
 )
 from nemo_rl.models.generation.vllm.sampling import keeping_arrays, sampling_params, scored
@@ -50,7 +49,6 @@ T = TypeVar("T")
 
 _POLL_S = 0.5
 _ABORT_AGAIN_S = 0.02
-_CONTEXT = 8  # tokens before a text that may belong to its first character
 _RECEIVES = ("update_parameter_in_bucket", "broadcast_parameter")
 
 
@@ -70,7 +68,7 @@ class VllmGenerationWorker:
         self._stats: Any = None if spec.stats_interval_s is None else EngineStats(spec.stats_interval_s)
         self._result_buffers: dict[str, ResultBuffer] = {}
         self._tasks: dict[str, asyncio.Task[GenerationResult]] = {}
-        self._restarted: set[str] = set()  # requests that go on elsewhere from their first token
+        self._tokens = FinalTokens(bad_words)
         self._leaving = False
         self._paused_at: float | None = None
         self._session: dict[str, object] = {}
@@ -168,7 +166,7 @@ class VllmGenerationWorker:
 
     def _deliver(self, result_buffer: ResultBuffer, request_id: str, task: asyncio.Task[GenerationResult]) -> None:
         self._tasks.pop(request_id, None)
-        self._restarted.discard(request_id)
+        self._tokens.restarted.discard(request_id)
         self._versions.end(request_id)
         if task.cancelled():
             if self._decisions is not None:
@@ -214,7 +212,9 @@ class VllmGenerationWorker:
         )
         async for output in self._engine.generate(prompt, sampling, request.request_id):
             final = output
-            new = self._new_tokens(request, output.outputs[0], passed_on) if request.streams else None
+            if not request.streams:
+                continue
+            new = self._tokens.new(request, output.outputs[0], passed_on, self._engine, self._versions)
             if new is not None:
                 result_buffer.put(new)
                 passed_on += len(new.token_ids)
@@ -227,27 +227,9 @@ class VllmGenerationWorker:
             return scored(result, final, request.top_tokens)
         if self._decisions is not None:
             result = await self._decisions.complete(request, result, completion)
-        return result if result.finish_reason != "abort" else self._keepable(request, result, passed_on)
-
-    def _keepable(self, request: GenerationRequest, result: GenerationResult, passed_on: int) -> GenerationResult:
-        # One that was ending when it was released may have passed tokens on, and those are never taken back.
-        restarts = request.request_id in self._restarted and not passed_on
-        return result.first(0 if restarts else self._safe(request, result.token_ids))
-
-    def _safe(self, request: GenerationRequest, token_ids: list[int]) -> int:
-        looked_for = (*request.stop_strings, *(self._bad_words or ()))
-        decode = self._engine.output_processor.tokenizer.decode if looked_for else str
-        return safe_cut(token_ids, looked_for, decode)
-
-    def _new_tokens(self, request: GenerationRequest, completion: Any, start: int) -> NewTokens | None:
-        """Tokens after the first `start` of a running request that will be part of its response whatever happens."""
-        if completion.finish_reason is not None or request.request_id in self._restarted:
-            return None
-        # No stop string begins in what was passed on, so that only later tokens are searched for one.
-        context = max(0, start - _CONTEXT)
-        count = context + self._safe(request, list(completion.token_ids[context:]))
-        spans = self._versions.spans(request.request_id, completion)
-        return new_tokens(request.request_id, completion, spans, start, count)
+        if result.finish_reason != "abort":
+            return result
+        return self._tokens.kept(request, result, passed_on, self._engine)
 
     async def cancel(self, request_ids: list[str]) -> None:
         """Ends abandoned requests, without a result."""
@@ -263,7 +245,7 @@ class VllmGenerationWorker:
         if self._spec.seeds_requests:
             drawn = self._versions.drawn()
             chosen = [request_id for request_id in chosen if not drawn.get(request_id)]
-            self._restarted.update(chosen)
+            self._tokens.restarted.update(chosen)
         if chosen:
             await self._engine.abort(chosen)
 
@@ -281,8 +263,7 @@ class VllmGenerationWorker:
         ShardStateError: requests still run after `timeout_s`.
         """
         self._leaving = True
-        ended = len(self._tasks)
-        deadline = time.monotonic() + timeout_s
+        ended, deadline = len(self._tasks), time.monotonic() + timeout_s
         while self._tasks:
             if time.monotonic() > deadline:
                 left = len(self._tasks)
