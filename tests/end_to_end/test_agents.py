@@ -1,6 +1,6 @@
 """Agents train, with real engines behind the endpoint: that of the documentation, with its files and its command, on a
 mixture of experts whose routes and sampling masks are replayed; and those of the OpenAI Agents SDK and of verifiers,
-which learn to call a tool.
+which call a tool; the first learns to.
 """
 
 import os
@@ -75,15 +75,14 @@ def run(folder: Path, script: str, *arguments: str) -> str:
     return done.stdout
 
 
-def learn(folder: Path, name: str, steps: int, *own: str) -> Mapping[str, Mapping[int, float]]:
-    """Some steps of the example `name`; its metrics. The reward must rise."""
-    small = ["grpo.num_prompts_per_step=8", "policy.train_global_batch_size=64", f"grpo.max_num_steps={steps}"]
+def train(folder: Path, name: str, prompts: int, steps: int, *own: str) -> Mapping[str, Mapping[int, float]]:
+    """Trains some steps of the example `name`; returns its metrics."""
+    small = [f"grpo.num_prompts_per_step={prompts}", f"policy.train_global_batch_size={8 * prompts}"]
+    small += [f"grpo.max_num_steps={steps}"]
     small += ["grpo.val_at_start=false", "grpo.val_period=0", "grpo.val_at_end=false", "checkpointing.enabled=false"]
     small += ["data.validation=null", "policy.optimizer.kwargs.lr=1.5e-3", "policy.scheduler=null"]
     run(folder, "run_grpo.py", "--config", str(CONFIGS / f"{name}.yaml"), *OWN, *small, *own)
     series = read_metrics(folder / "logs" / name).series
-    rewards = [series["train/reward"][step] for step in range(1, steps + 1)]
-    assert mean(rewards[-3:]) > mean(rewards[:2]) + 0.2, rewards
     # A call, and the answer after what it returned.
     assert series["train/avg_turns_per_sample"][steps] > 1.5 and series["train/agent_branches_per_sample"][steps] == 1.0
     return series
@@ -92,7 +91,9 @@ def learn(folder: Path, name: str, steps: int, *own: str) -> Mapping[str, Mappin
 def test_an_agent_of_openais_sdk_learns_to_call_its_tool(warm: Path) -> None:
     # Rewards of 0.24 and 0.61 where it was measured.
     own = ["data.train.max_operand=9", "data.train.num_problems=32", "data.train.held_out=16"]
-    learn(warm, "grpo_arithmetic_openai_agent_cpu", 6, *own)
+    series = train(warm, "grpo_arithmetic_openai_agent_cpu", 8, 6, *own)
+    rewards = [series["train/reward"][step] for step in range(1, 7)]
+    assert mean(rewards[-3:]) > mean(rewards[:2]) + 0.2, rewards
 
 
 @pytest.fixture(scope="module")
@@ -115,13 +116,14 @@ def verifiers_python(tmp_path_factory: pytest.TempPathFactory) -> str:
     return python
 
 
-def test_a_taskset_of_verifiers_with_a_tool_is_learned(warm: Path, verifiers_python: str) -> None:
+def test_a_taskset_of_verifiers_with_a_tool_is_trained_on(warm: Path, verifiers_python: str) -> None:
     tasks = ["verifiers_sums", "max_operand=9", "count=32"]
     agent = [verifiers_python, str(ROOT / "examples" / "verifiers_agent.py")]
     written = subprocess.run([*agent, *tasks], capture_output=True, text=True, timeout=300, check=True)
     (warm / "sums.jsonl").write_text(written.stdout)
     own = [f"env.taskset.{key}" for key in (f"python={verifiers_python}", "max_operand=9", "count=32")]
-    # Rewards of 0.45 and 0.76 where it was measured.
-    series = learn(warm, "grpo_arithmetic_verifiers_cpu", 6, *own)
+    # Each sample starts a program of verifiers, so two steps of a few samples; the test above shows learning.
+    series = train(warm, "grpo_arithmetic_verifiers_cpu", 4, 2, *own)
+    assert max(series["train/grad_norm"].values()) > 0.0
     # The reward goes by the name that the taskset gives it.
-    assert series["train/reward/right"][6] == series["train/reward"][6]
+    assert series["train/reward/right"][2] == series["train/reward"][2] > 0.0

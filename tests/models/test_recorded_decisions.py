@@ -38,7 +38,7 @@ from tests.test_documentation import blocks
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
-SCHEDULES, SEED = 24, 5
+SCHEDULES, SEED = 10, 5
 REPLAYED = (
     "policy.router_replay.enabled=true",
     "policy.sampling_mask_replay=true",
@@ -278,7 +278,7 @@ def test_every_token_that_an_agent_samples_has_what_the_engines_wrote_down(
     moves = Moves(engines, SEED)
     first = SCHEDULES + 1
     done: list[tuple[int, Any]] = []
-    for number in range(first, first + 3):
+    for number in range(first, first + 2):
         GOT.clear()
         done.append((number, played(engines, model, number, moves.some)))
         # Of each sample two conversations and the continuation of one, and two completions.
@@ -286,7 +286,7 @@ def test_every_token_that_an_agent_samples_has_what_the_engines_wrote_down(
     log = Log(log_file)
     assert min(columns.rows.size for _, columns in done) >= 30
     checked = [log.check(columns, number) for number, columns in done]
-    assert min(trained for trained, _ in checked) > 60 and [lost for _, lost in checked] == [0] * 3
+    assert min(trained for trained, _ in checked) > 60 and [lost for _, lost in checked] == [0] * 2
 
 
 def test_every_trained_token_has_what_the_engines_wrote_down_whatever_happened(

@@ -1,6 +1,6 @@
 """What the stress run is made of: shards that move at random, a loader of sums, an environment that counts its steps.
 
-Seeded by NRL_STRESS_SEED (which shards move, and when); bounded by the numbers below.
+Seeded by NRL_STRESS_SEED (which shards move, and when); bounded by the numbers below, which grow with NRL_STRESS_STEPS.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from nemo_rl.utils.record_events import WaitBegun, WaitEnded
 from tests.models.elastic_engines import Elastic
 
 SEED = int(os.environ.get("NRL_STRESS_SEED", "1"))
-SHARDS, STEPS, PROMPTS, SAMPLES = 2, 21, 24, 2
-TRANSITIONS, TOKENS, TURNS = 100, 24, 2
+STEPS = int(os.environ.get("NRL_STRESS_STEPS", "6"))
+SHARDS, PROMPTS, SAMPLES = 2, 24, 2
+TRANSITIONS, TOKENS, TURNS = 5 * STEPS, 24, 2
 
 
 class Seen:

@@ -1,9 +1,9 @@
 """Real engines that leave, come back, take new weights below running requests, hang and die: no token is lost or
 mislabelled.
 
-First the stress run: hundreds of prompt groups through engines that are never left alone, each of which arrives once,
-each token of its version. It is recomputed under the version it is labelled with, and a label that is off by one must
-be seen. Then every move by itself, on the same engines.
+First the stress run: more than a hundred prompt groups through engines that are never left alone, each of which
+arrives once, each token of its version. It is recomputed under the version it is labelled with, and a label that is off
+by one must be seen. Then every move by itself, on the same engines.
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ def test_no_token_is_lost_or_mislabelled_while_shards_come_and_go(engines: Elast
     collector.stop()
     assert chaos.error is None, chaos.error
     assert chaos.transitions >= TRANSITIONS and chaos.to_zero > 0
-    assert chaos.refits >= 20 and len(engines.elastic.pauses_s) >= chaos.refits
+    assert chaos.refits == STEPS and len(engines.elastic.pauses_s) >= chaos.refits
 
     # Every group arrived once, and every environment step happened once per sample and turn.
-    assert len(groups) == STEPS * PROMPTS >= 500
+    assert len(groups) == STEPS * PROMPTS
     committed = Counter(
         entry.event.group_id for entry in engines.record.entries if isinstance(entry.event, GroupCommitted)
     )
@@ -110,7 +110,7 @@ def test_no_token_is_lost_or_mislabelled_while_shards_come_and_go(engines: Elast
     # Every token is what its version would have drawn it with, and a label that is off by one is seen.
     requests, results = zip(*kept.answered, strict=True)
     differences = engines.differences(requests, results)
-    assert len(differences) == sum(len(result.token_ids) for result in results) > 15_000
+    assert len(differences) == sum(len(result.token_ids) for result in results) > 700 * STEPS
     assert max(differences) < TOLERANCE
     few = list(zip(requests, results, strict=True))[:: max(1, len(results) // 100)]
     for shift in (1, -1):

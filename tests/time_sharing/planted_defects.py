@@ -255,11 +255,11 @@ def executor_leaves_superseded_commands_open(patch: pytest.MonkeyPatch) -> None:
 
 
 DEFECTS = (
-    Defect(1, "agent obeys orders that are over", agent_obeys_orders_that_are_over, 27),
+    Defect(1, "agent obeys orders that are over", agent_obeys_orders_that_are_over, 36),
     Defect(1, "agent says asleep before it is", agent_says_asleep_before_it_is),
     Defect(2, "agent tells its host twice of a grant", agent_tells_its_host_twice_of_a_grant),
     Defect(2, "agent comes back one version behind", agent_comes_back_one_version_behind, 1),
-    Defect(3, "agent routes stale weights", agent_routes_stale_weights, 3),
+    Defect(3, "agent routes stale weights", agent_routes_stale_weights, 11),
     Defect(3, "refresh leaves out a rank", refresh_leaves_out_a_rank),
     Defect(4, "driver admits one step too early", driver_admits_one_step_too_early),
     Defect(4, "agent calls a refresh done that loads nothing", agent_calls_a_refresh_done_that_loads_nothing),
@@ -270,11 +270,11 @@ DEFECTS = (
     Defect(7, "agent closes the door after the drain", agent_closes_the_door_after_the_drain),
     Defect(7, "agent sleeps without a drain", agent_sleeps_without_a_drain),
     Defect(8, "executor forgets deadlines", executor_forgets_deadlines, 3),
-    Defect(8, "executor looks at one command at a time", executor_looks_at_one_command_at_a_time),
+    Defect(8, "executor looks at one command at a time", executor_looks_at_one_command_at_a_time, 7),
     Defect(9, "planner keeps no reservations", planner_keeps_no_reservations),
     Defect(9, "planner serves the newest first", planner_serves_the_newest_first),
     Defect(10, "executor believes a reaper that failed", executor_believes_a_reaper_that_failed),
     Defect(10, "agent calls a failed sleep done", agent_calls_a_failed_sleep_done, 1),
-    Defect(11, "planner wakes ranks that cool off", planner_wakes_ranks_that_cool_off),
+    Defect(11, "planner wakes ranks that cool off", planner_wakes_ranks_that_cool_off, 1),
     Defect(11, "executor leaves superseded commands open", executor_leaves_superseded_commands_open),
 )
