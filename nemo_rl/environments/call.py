@@ -10,7 +10,8 @@ import inspect
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from threading import Thread
+from contextlib import AbstractContextManager, nullcontext
+from threading import BoundedSemaphore, Thread
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -18,6 +19,24 @@ import torch
 
 from nemo_rl.data.interfaces import LLMMessageLogType
 from nemo_rl.environments.interfaces import METADATA_FLAGS, EnvironmentFailure, EnvironmentReturn
+
+_turns: dict[object, BoundedSemaphore] = {}
+
+
+def take_turns(handle: object, calls: int) -> None:
+    """From here on so many calls of an actor run at once, and others wait in this process: the deadline of a call
+    begins with the call.
+    """
+    _turns[handle] = BoundedSemaphore(calls)
+
+
+def end_turns(handle: object) -> None:
+    """Ends `take_turns`; nothing to do for an actor without."""
+    _turns.pop(handle, None)
+
+
+def _turn(handle: object) -> AbstractContextManager[object]:
+    return _turns.get(handle) or nullcontext()
 
 
 def step_environment(
@@ -56,9 +75,9 @@ def environment_metrics(handle: Any, batch: Mapping[str, object], *, timeout_s: 
     """
     import ray
 
-    reference = handle.global_post_process_and_metrics.remote(batch)
     try:
-        returned = ray.get(reference, timeout=timeout_s)
+        with _turn(handle):
+            returned = ray.get(handle.global_post_process_and_metrics.remote(batch), timeout=timeout_s)
     except ray.exceptions.RayError as error:
         cause = f"took longer than {timeout_s:g} s" if isinstance(error, TimeoutError) else f"failed: {error}"
         raise EnvironmentFailure(f"environment {name}: global_post_process_and_metrics {cause}") from error
@@ -77,9 +96,11 @@ def _call_actor(
 ) -> Any:
     import ray
 
-    reference = handle.step.remote(list(message_logs), list(metadata))
+    reference = None
     try:
-        return ray.get(reference, timeout=timeout_s)
+        with _turn(handle):
+            reference = handle.step.remote(list(message_logs), list(metadata))
+            return ray.get(reference, timeout=timeout_s)
     except ray.exceptions.GetTimeoutError as error:
         ray.cancel(reference, force=False)
         raise _too_slow(name, len(message_logs), timeout_s) from error

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple
 
 import torch
 from typing_extensions import TypeVar
@@ -129,7 +129,14 @@ def _hides_nothing(record: logging.LogRecord) -> bool:
 
 
 class EnvironmentInterface(abc.ABC, Generic[MetadataT], metaclass=ActorOnRequest):
-    """Judges responses. Its one argument is the mapping `env.<name>` (without `class` and `step_timeout_s`)."""
+    """Judges responses. Its one argument is the mapping `env.<name>` (without `class` and `step_timeout_s`).
+
+    Attributes:
+        shareable: Whether several runs of one process, such as adapters of a job, may use one actor: its answers
+            depend on nothing but the conversations and the metadata of the call.
+    """
+
+    shareable: ClassVar[bool] = False
 
     @abc.abstractmethod
     def step(

@@ -30,6 +30,8 @@ _THINK_THEN_ANSWER = re.compile(r"^<think>.*?</think>\n<answer>.*?</answer>$", r
 class MathEnvironment(EnvironmentInterface[dict[str, object]]):
     """`env.math`. `cfg`: the keys of `env.math`."""
 
+    shareable = True
+
     def __init__(self, cfg: Mapping[str, object]) -> None:
         self.cfg = MathEnvConfig.model_validate(dict(cfg))
         self._is_math = self.cfg.verifier_type == "math"
@@ -100,6 +102,8 @@ class MathMultiRewardEnvironment(EnvironmentInterface[dict[str, object]]):
     digits; `reward/format` if the response has the form above.
     """
 
+    shareable = True
+
     def __init__(self, cfg: Mapping[str, object]) -> None:
         self.cfg = MathMultiRewardEnvConfig.model_validate(dict(cfg))
 
@@ -151,6 +155,8 @@ __getattr__, __dir__ = names_of(__name__)
 
 class ReasoningGymEnvironment(EnvironmentInterface[dict[str, object]]):
     """`env.reasoning_gym`. `cfg`: the keys of `env.reasoning_gym`."""
+
+    shareable = True
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
         self.cfg = ReasoningGymEnvConfig.model_validate(dict(cfg))

@@ -181,6 +181,11 @@ def _whole(name: str, given: EnvConfig | Mapping[str, object]) -> EnvConfig:
     return EnvConfig.read({name: dict(given)} if alone else given)
 
 
+def is_shareable(name: str, config: EnvironmentConfig | None) -> bool:
+    """Whether one actor may judge for several runs. For errors see `environment_class`."""
+    return bool(getattr(_plain_class(environment_class(name, config)), "shareable", False))
+
+
 def section_of(name: str, env_configs: EnvConfig) -> EnvironmentConfig | None:
     """The mapping of an environment; a built-in one that is not written down has its defaults."""
     section = env_configs.of(name)

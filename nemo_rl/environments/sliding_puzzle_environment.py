@@ -35,6 +35,8 @@ class PuzzleState(TypedDict):
 class SlidingPuzzleEnvironment(EnvironmentInterface[PuzzleState]):
     """`env.sliding_puzzle`. `cfg`: the keys of `env.sliding_puzzle`."""
 
+    shareable = True
+
     def __init__(self, cfg: Mapping[str, object]) -> None:
         self.cfg = SlidingPuzzleEnvConfig.model_validate(dict(cfg))
 

@@ -1,7 +1,7 @@
 """One adapter of a job as a GRPO run: its own data, environments, loss, logs and checkpoints, on shared accelerators.
 
-Everything that a run does is GRPO's own; policy, generation and control plane are views of the job's. Invariant: what
-one adapter builds, it alone uses and closes.
+Everything that a run does is GRPO's own; policy, generation and control plane are views of the job's, and environments
+are shared where they keep nothing of what they judge. Invariant: what one adapter builds, it alone uses and closes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,14 +30,8 @@ from nemo_rl.config.multi_lora import AdapterConfig
 from nemo_rl.data.loader import Loader
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.environments.registry import (
-    Actors,
-    await_environments,
-    end_environments,
-    environment_class,
-    section_of,
-    start_environments,
-)
+from nemo_rl.environments.registry import Actors, await_environments, environment_class, section_of
+from nemo_rl.environments.shares import SharedEnvironments
 from nemo_rl.experience.store import InProcessStore
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.models.multi_lora.policy import MultiLoraPolicy
@@ -61,6 +55,7 @@ class Shared:
     accelerator: Accelerator
     clusters: list[RayVirtualCluster]
     device_count: DeviceCount
+    environments: SharedEnvironments = field(default_factory=SharedEnvironments)
 
 
 class _Guest(OwnPlacement):
@@ -82,10 +77,12 @@ class _Environments:
     """An adapter's environments while it is prepared."""
 
     actors: Actors
+    adapter: str
+    shared: SharedEnvironments
 
     def shutdown(self) -> None:
-        """Ends them. Safe to call twice."""
-        end_environments(self.actors)
+        """Gives them back. Safe to call twice."""
+        self.shared.give_back(self.adapter)
 
 
 class _Prefixed:
@@ -122,7 +119,7 @@ def build_run(
     config, name = adapter.config, adapter.name
     console = Console(file=cast(Any, _Prefixed(name)), width=140)
     start, placement = StartPhases(console), _Guest(shared.accelerator)
-    with prepared(config, _algorithm(adapter), placement, start) as ready, ExitStack() as undo:
+    with prepared(config, _algorithm(adapter, shared.environments), placement, start) as ready, ExitStack() as undo:
         record = records.open(name, Path(config.logger.log_dir))
         undo.callback(record.close)
         actors = ready.ray_parts.actors
@@ -170,7 +167,7 @@ def build_run(
     return run
 
 
-def _algorithm(adapter: AdapterConfig) -> Algorithm[GRPOState, Loader, _Environments]:
+def _algorithm(adapter: AdapterConfig, environments: SharedEnvironments) -> Algorithm[GRPOState, Loader, _Environments]:
     config = adapter.config
     grpo = config.grpo
     epochs = None if config.data.use_multiple_dataloader or grpo.use_dynamic_sampling else grpo.max_num_epochs
@@ -190,17 +187,17 @@ def _algorithm(adapter: AdapterConfig) -> Algorithm[GRPOState, Loader, _Environm
         check=check,
         loaders=lambda datasets, tokenizer: make_loaders(config, datasets),
         begin=lambda accelerator, checkpointer, resume: _Environments(
-            start_environments(environments_in_use(config), config.env)
+            environments.lend(adapter.name, environments_in_use(config), config.env), adapter.name, environments
         ),
     )
 
 
-def close_run(run: GRPORun) -> None:
-    """Closes what an adapter's run has of its own; safe after a failure."""
+def close_run(run: GRPORun, environments: SharedEnvironments) -> None:
+    """Closes what an adapter's run has of its own, and gives its environments back; safe after a failure."""
     with ExitStack() as stack:
         if isinstance(run.record, RecordWriter):
             stack.callback(run.record.close)
-        stack.callback(end_environments, run.environments)
+        stack.callback(environments.give_back, run.adapter)
         stack.callback(run.store.close)
         stack.callback(run.logger.close)
         stack.callback(run.record.flush)

@@ -243,7 +243,7 @@ class MultiLoraJob:
             member.waits_for = max(0, of - ready)
 
         run = build_run(member.adapter, member.slot, shared, self._records, member.removed, progress)
-        stack.callback(close_run, run)
+        stack.callback(close_run, run, shared.environments)
         # First of all: engines that are rebuilt are recorded for the adapters that they get.
         stack.callback(shared.engines.remove, name)
         if member.removed.is_set():
