@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -271,11 +272,17 @@ class RolloutRunner:
         self, trajectory: Trajectory, observation: dict[str, object], room: int
     ) -> tuple[list[int], bool]:
         """Appends as much of an observation as fits; returns its tokens and whether all fitted."""
-        tokens = self._tokenizer(observation["content"], add_special_tokens=False)["input_ids"]
-        kept = tokens[: max(0, room)]
+        tokens = _tokens_of(self._tokenizer, str(observation["content"]))
+        kept = list(tokens[: max(0, room)])
         trajectory.observed += len(kept)
         trajectory.message_log.append({**observation, "token_ids": torch.tensor(kept, dtype=torch.int64)})
         return kept, len(tokens) <= room
+
+
+# Many samples of a batch are told the same.
+@lru_cache(maxsize=256)
+def _tokens_of(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @asynccontextmanager
