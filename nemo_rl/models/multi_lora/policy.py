@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.data_plane.schema import replayed_fields
@@ -20,10 +22,16 @@ from nemo_rl.models.policy.batches import refuse_model_inputs, shard_chunk, shar
 from nemo_rl.models.policy.interfaces import TrainResult
 from nemo_rl.models.policy.lm_policy import Policy
 
-if TYPE_CHECKING:
-    import torch
-
 WORKER = "nemo_rl.models.multi_lora.worker.MultiLoraWorker"
+
+
+def trained_lengths(data: BatchedDataDict) -> torch.Tensor:
+    """Lengths of rows up to their last trained token [B], at least 1. What follows it, such as the environment's last
+    words, is seen by no trained token.
+    """
+    mask_BS = data["token_mask"] != 0
+    position_S = torch.arange(1, mask_BS.shape[1] + 1)
+    return torch.minimum(data["input_lengths"], (mask_BS * position_S).amax(dim=1).clamp(min=1))
 
 
 class MultiLoraPolicy(Policy):
@@ -94,6 +102,7 @@ class MultiLoraPolicy(Policy):
         """
         refuse_model_inputs(data)
         data = BatchedDataDict({name: column for name, column in data.items() if name not in tags_of(data)})
+        data["input_lengths"] = trained_lengths(data)
         with self._turn:
             shards = shard_chunk(data, self.cfg, self.data_parallel_size)
             for slot in losses:
