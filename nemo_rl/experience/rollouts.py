@@ -279,7 +279,7 @@ class RolloutRunner:
         return kept, len(tokens) <= room
 
 
-# Many samples of a batch are told the same.
+# Environments answer many samples of a batch with the same text.
 @lru_cache(maxsize=256)
 def _tokens_of(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -9,6 +9,7 @@ model bit for bit; no value of one slot reaches a token or a gradient of another
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -42,11 +43,56 @@ class Factors(nn.Module):
         self.lora_B = nn.Parameter(up)
         self.scale = scale
 
+
+class _Piece(NamedTuple):
+    """Tokens `[start, end)` of a row, and the factor of their adapter's product."""
+
+    start: int
+    end: int
+    scale: float
+
+
+class _AdaptedRow(torch.autograd.Function):
+    """The outputs of a frozen layer, and of the adapter of each piece beside it, written where they belong.
+
+    As separate operations every piece would be copied several times in each direction.
+    """
+
+    @staticmethod
     @override
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        # Scaled where it is small.
-        inner = F.linear(input, self.lora_A.to(input.dtype)) * self.scale
-        return F.linear(inner, self.lora_B.to(input.dtype))
+    def forward(
+        ctx: Any,
+        input_TI: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        pieces: Sequence[_Piece],
+        *factors: torch.Tensor,
+    ) -> torch.Tensor:
+        out_TO = F.linear(input_TI, weight, bias)
+        inners: list[torch.Tensor] = []
+        for (start, end, scale), down, up in zip(pieces, factors[::2], factors[1::2], strict=True):
+            # Scaled where it is small.
+            inners.append(F.linear(input_TI[start:end], down.to(input_TI.dtype)) * scale)
+            out_TO[start:end] += F.linear(inners[-1], up.to(input_TI.dtype))
+        ctx.pieces = pieces
+        ctx.save_for_backward(input_TI, weight, *factors, *inners)
+        return out_TO
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (out_TO,) = gradients
+        input_TI, weight, *saved = ctx.saved_tensors
+        factors, inners = saved[: 2 * len(ctx.pieces)], saved[2 * len(ctx.pieces) :]
+        in_TI = out_TO.mm(weight) if ctx.needs_input_grad[0] else None
+        of_factors: list[torch.Tensor] = []
+        for (start, end, scale), inner, down, up in zip(ctx.pieces, inners, factors[::2], factors[1::2], strict=True):
+            own = out_TO[start:end]
+            of_inner = own.mm(up.to(own.dtype)) * scale
+            of_factors += [input_TI[start:end].t().mm(of_inner).t().to(down.dtype), inner.t().mm(own).t().to(up.dtype)]
+            if in_TI is not None:
+                in_TI[start:end] += of_inner.mm(down.to(own.dtype))
+        return in_TI, None, None, None, *of_factors
 
 
 class SlotLinear(nn.Linear):
@@ -57,28 +103,19 @@ class SlotLinear(nn.Linear):
 
     @override
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        base = F.linear(input, self.weight, self.bias)
-        pieces: list[tuple[nn.Module | None, int]] = []  # who adapts the next tokens, and how many
-        done = 0
+        pieces: list[_Piece] = []
+        factors: list[torch.Tensor] = []
         for slot, start, end in self.plan.spans:
-            if str(slot) not in self.slots:
-                continue
-            if start > done:
-                pieces.append((None, start - done))
-            pieces.append((self.slots[str(slot)], end - start))
-            done = end
+            if str(slot) in self.slots:
+                own = cast(Factors, self.slots[str(slot)])
+                pieces.append(_Piece(start, end, own.scale))
+                factors += [own.lora_A, own.lora_B]
         if not pieces:
-            return base
-        if done < base.shape[-2]:
-            pieces.append((None, base.shape[-2] - done))
-        # One split and one concatenation: the gradient of a slice is as large as the whole row, for every span.
-        sizes = [size for _, size in pieces]
-        bases, inputs = base.split(sizes, dim=-2), input.split(sizes, dim=-2)
-        parts = [
-            part if factors is None else part + factors(tokens)
-            for (factors, _), part, tokens in zip(pieces, bases, inputs, strict=True)
-        ]
-        return torch.cat(parts, dim=-2)
+            return F.linear(input, self.weight, self.bias)
+        # One row of tokens: its other dimensions are 1.
+        row_TI = input.reshape(-1, input.shape[-1])
+        adapted: torch.Tensor = _AdaptedRow.apply(row_TI, self.weight, self.bias, pieces, *factors)
+        return adapted.view(*input.shape[:-1], -1)
 
 
 class AdapterSlots:
