@@ -75,7 +75,7 @@ class SharedEnvironments:
             if missing[name] is not None:
                 for replica in replicas:
                     take_turns(replica, calls_at_once(name, section_of(name, env_configs)))
-        return lent | started
+        return {**lent, **started}
 
     def _find(self, name: str, settings: object) -> _Environment | None:
         for environment in self._started if settings is not None else ():

@@ -60,7 +60,7 @@ class _AdaptedRow(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(
+    def forward(  # pyrefly: ignore[bad-override]  # torch's stub takes any arguments, a function has its own
         ctx: Any,
         input_TI: torch.Tensor,
         weight: torch.Tensor,
