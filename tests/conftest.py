@@ -117,12 +117,15 @@ def user_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def ray_session(_no_process_is_left_behind: None, user_modules: Path) -> Iterator[None]:
-    """The session's one Ray cluster: local, four CPU slots."""
+    """The session's one Ray cluster: local, four CPU slots. Commands that its workers start fork the workers of their
+    own clusters, too.
+    """
     from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
-    from tests.forks import forked_workers
+    from tests.forks import forked_workers, forking_environment
 
     os.environ.setdefault("NRL_OBJECT_STORE_BYTES", str(_OBJECT_STORE_BYTES))
-    with forked_workers():
+    search_path = os.pathsep.join([forking_environment()["PYTHONPATH"], os.environ["PYTHONPATH"]])
+    with forked_workers(), patch.dict(os.environ, PYTHONPATH=search_path):
         init_ray(device="cpu", cpu_slots=4)
     yield
     shutdown_ray()
