@@ -27,7 +27,7 @@ from nemo_rl.utils.record_events import (
     job_of_adapter,
 )
 
-SCHEDULES = 80
+SCHEDULES = 40
 
 
 def run(scenario: Scenario, seed: int) -> tuple[World, list[Entry]]:
@@ -63,8 +63,8 @@ def test_random_schedules_lose_no_prompt_and_mix_no_adapter() -> None:
         inside = [entry.event for entry in entries if job_of_adapter(entry.source.partition("/")[0]) is not None]
         seen.update(type(event).__name__ for event in inside)
     # Every kind of thing happens many times: kills, yields with a later start, removals in the middle of a step.
-    assert min(seen[kind] for kind in ("kills", "removed", "GroupDropped")) > 20, seen
-    assert seen["done"] > 120 and seen["starts"] > seen["kills"] + SCHEDULES and seen["GroupTrained"] > 1200, seen
+    assert min(seen[kind] for kind in ("kills", "removed", "GroupDropped")) > 10, seen
+    assert seen["done"] > 60 and seen["starts"] > seen["kills"] + SCHEDULES and seen["GroupTrained"] > 600, seen
 
 
 def scenario(**changes: Any) -> Scenario:

@@ -27,7 +27,7 @@ LIMITS = Limits(lease_s=10.0, isolation_s=60.0)
 def cut_off(silent: int, seconds: float, **limits: float) -> tuple[World, MemoryRecord]:
     """Twelve jobs, some of which do not reach the scheduler for a while, nor it them."""
     scenario = load_scenario(SCENARIO)
-    jobs = [job.model_copy(update={"steps": 3}) for job in scenario.jobs]
+    jobs = [job.model_copy(update={"steps": 2}) for job in scenario.jobs]
     scenario = scenario.model_copy(update={"limits": {**scenario.limits, **limits}, "jobs": jobs})
     records: list[MemoryRecord] = []
 

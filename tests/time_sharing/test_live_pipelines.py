@@ -32,7 +32,7 @@ from tests.models.engines import wait_until_gone
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS = 2
-LIVES, LONG = 8, 48
+LIVES, LONG = 8, 400
 SHARED = (*BASE, f"grpo.max_num_steps={STEPS}", "checkpointing.save_period=1", "policy.optimizer.kwargs.lr=0.001")
 # A request that loses its shard starts its turn again with its own seed, so that who shares draws what it draws alone.
 SYNCHRONOUS = ("policy.generation.on_preempt=redo_turn",)
@@ -201,7 +201,7 @@ def test_whatever_is_killed_costs_nobody_else_anything(
     victim = write(tmp_path, "victim", tiny_model, "grpo_arithmetic_streaming_cpu.yaml", **STREAMED_BY_MEGATRON)
     overrides = [*SHARED, f"grpo.max_num_steps={LIVES}"]
     jobs = {job.name: job for job in read_jobs([survivor, victim], Pool(1, 2), overrides)}
-    # Long enough for a new engine, which takes longer to start than many of these steps.
+    # It is drained once everybody else is done and it has all its engines again.
     jobs["survivor"].config.grpo.max_num_steps = LONG
     # Samples of a step are few: at eight of them to a rank both ranks are of use.
     jobs = {
@@ -259,10 +259,16 @@ def test_whatever_is_killed_costs_nobody_else_anything(
     kill_victim("lm_policy_0", "failed")
     assert "lm_policy" in standing("victim").outcome.reason
     lives_again("victim")
-    for name in jobs:
-        until(lambda name=name: standing(name).outcome is not None, 400, f"the end of {name}")
-        assert standing(name).outcome.kind == "done", standing(name).outcome
-    assert checkpoint("victim", LIVES).exists() and checkpoint("survivor", LONG).exists()
+
+    def ends(name: str, outcome: str) -> None:
+        until(lambda: standing(name).outcome is not None, 400, f"the end of {name}")
+        assert standing(name).outcome.kind == outcome, standing(name).outcome
+
+    ends("victim", "done")
+    until(lambda: serves("survivor", 1), 400, "an engine in the place of the one that was killed")
+    ray.get(pool.drain.remote("survivor"), timeout=60)
+    ends("survivor", "drained")
+    assert checkpoint("victim", LIVES).exists() and checkpoint("survivor", standing("survivor").outcome.steps).exists()
 
     # What a killed life had drawn and not saved, the next one draws again under the same names: of the victim's runs
     # only the last is judged.

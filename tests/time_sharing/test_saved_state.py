@@ -66,7 +66,7 @@ def test_every_part_of_a_state_is_saved_or_follows_from_what_is() -> None:
 def test_a_state_comes_back_from_its_line_and_goes_on_as_it_would_have(seed: int) -> None:
     entries = history(seed)
     draw = random.Random(seed)
-    for cut in sorted(draw.sample(range(1, len(entries)), 6)):
+    for cut in sorted(draw.sample(range(1, len(entries)), 3)):
         before = replay(entries[:cut])
         line = on_disk(before, entries[cut - 1].time)
         assert everything(replay([line])) == everything(before)
