@@ -1,4 +1,4 @@
-"""What Ray calls to start a worker: has the process of `tests.fork_server` fork it. Imports little, as it runs for each."""
+"""What Ray calls to start a worker: has `tests.fork_server` fork it. Imports little, as it runs for each worker."""
 
 import json
 import os
