@@ -94,6 +94,11 @@ _DIFFERENT = {
         "count in no baseline, no deviation and no mean reward of a step; truncated samples count",
         "they say nothing about the answers beside them",
     ),
+    "the loss of multi-token prediction (`mtp_num_layers`) beside a sequence-level loss": (
+        "a mean over the tokens of the step",
+        "a mean over the sequences of the step, of the mean over each one's tokens",
+        "it is divided once, with the gradient of the loss, so that no cut of the batch changes it",
+    ),
     "groups of a step": (
         "samples whose prompts have equal tokens, so that equal prompts merge",
         "samples of one row of the data",
@@ -169,7 +174,13 @@ _DIFFERENT = {
 
 
 # Keys that NeMo-RL's pages say little about.
-_DEFINED = ("grpo.use_best_at_k", "grpo.should_mask_flagged_samples", "grpo.invalid_tool_call_strategy")
+_DEFINED = (
+    "grpo.use_best_at_k",
+    "grpo.should_mask_flagged_samples",
+    "grpo.invalid_tool_call_strategy",
+    "policy.megatron_cfg.mtp_use_repeated_layer",
+    "policy.megatron_cfg.mtp_detach_heads",
+)
 
 
 def page() -> str:

@@ -216,13 +216,18 @@ class MegatronConfig(Section):
     )
     apply_rope_fusion: bool = Field(True, description="Fuse rotary embeddings.")
     bias_activation_fusion: bool = Field(True, description="Fuse bias and activation.")
-    # Their loss has a count of its own, and they would route tokens themselves instead of replaying routes.
-    mtp_num_layers: Annotated[NonNegativeInt, NotYet("multi-token prediction")] = Field(
-        0, description="Multi-token prediction layers."
+    mtp_num_layers: NonNegativeInt = Field(
+        0, description="Layers of multi-token prediction, each of which predicts one token further on."
     )
-    mtp_loss_scaling_factor: float = Field(0.0, description="Accepted for recipes; belongs to mtp_num_layers.")
-    mtp_use_repeated_layer: bool = Field(False, description="Accepted for recipes; belongs to mtp_num_layers.")
-    mtp_detach_heads: bool = Field(False, description="Accepted for recipes; belongs to mtp_num_layers.")
+    mtp_loss_scaling_factor: NonNegativeFloat = Field(
+        0.0, description="Weight of the loss of multi-token prediction, which is the mean over its layers."
+    )
+    mtp_use_repeated_layer: bool = Field(
+        False, description="One layer for every depth; refused where mtp_num_layers is above 0."
+    )
+    mtp_detach_heads: bool = Field(
+        False, description="Whether the layers leave the model as it is; refused where mtp_num_layers is above 0."
+    )
     use_gloo_process_groups: bool = Field(
         False, description="Accepted for recipes; host-side groups are made where they are needed."
     )

@@ -99,6 +99,34 @@ def load_balancing_has_a_weight_and_a_router(config: RootConfig) -> Iterator[str
 
 
 @rule
+def multi_token_prediction_is_possible(config: RootConfig) -> Iterator[Problem]:
+    megatron, section = config.policy.megatron_cfg, "policy.megatron_cfg"
+    key, depths = f"{section}.mtp_num_layers", megatron.mtp_num_layers
+    if not megatron.enabled or not depths:
+        return
+    if megatron.mtp_loss_scaling_factor == 0:
+        yield (
+            f"{key} is {depths} and {section}.mtp_loss_scaling_factor is 0, so that these layers would not be trained; "
+            "set a factor (Megatron-Core's own is 0.1), or mtp_num_layers to 0"
+        )
+    for name, why in {
+        "mtp_use_repeated_layer": "one layer of multi-token prediction for every depth, which Megatron-Core 0.16 lacks",
+        "mtp_detach_heads": "multi-token prediction apart from the model, which Megatron-Core 0.16 lacks",
+    }.items():
+        if getattr(megatron, name):
+            yield not_built(f"{section}.{name}", True, why, "set it to false, or mtp_num_layers to 0")
+    if megatron.peft.enabled:
+        why = "multi-token prediction with adapters, beside which no other weight is trained"
+        yield not_built(key, depths, why, f"set it to 0, or {section}.peft.enabled to false")
+    at_once = megatron.model_overrides.get("recompute_num_layers")
+    if megatron.activation_checkpointing and at_once not in (None, 1):
+        yield (
+            f"{section}.model_overrides.recompute_num_layers is {at_once}, but {key} is {depths}, whose layers "
+            "Megatron-Core recomputes one by one; leave it out"
+        )
+
+
+@rule
 def replayed_routers_are_not_fused_or_compiled(config: RootConfig) -> Iterator[Problem]:
     policy, replay = config.policy, "with policy.router_replay.enabled"
     if not policy.router_replay.enabled:

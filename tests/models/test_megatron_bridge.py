@@ -99,6 +99,8 @@ def test_what_a_bridged_family_cannot_do_here_is_refused_before_anything_starts(
         _checked(models, "+policy.hf_config_overrides.rms_norm_eps=1e-5")
     with pytest.raises(UnsupportedModelError, match="adapters are not built for the model type 'mistral'"):
         _checked(models, f"{KEY}.peft.enabled=true")
+    with pytest.raises(UnsupportedModelError, match="mtp_num_layers=1: layers of multi-token prediction are not built"):
+        _checked(models, f"{KEY}.mtp_num_layers=1", f"{KEY}.mtp_loss_scaling_factor=0.1")
 
 
 def test_a_family_that_needs_the_package_says_so_without_it(

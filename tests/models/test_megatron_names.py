@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from nemo_rl.models.megatron.families import Naming, Sizes, weights_of
+from nemo_rl.models.megatron.families import Naming, Sizes, prediction_weights_of, weights_of
+from nemo_rl.models.megatron.prediction import drawn
 from tests.conftest import example
 
 SMALL: dict[str, Any] = {
@@ -49,9 +50,14 @@ def test_every_tensor_of_the_files_comes_back_bit_for_bit(
     files: tuple[Any, dict[str, torch.Tensor]], naming: Naming, ranks: int
 ) -> None:
     config, tensors = files
+    sizes = Sizes.of(config)
+    predicting = list(prediction_weights_of(sizes, naming, 2))
+    further = {name: drawn(name, shape, 1.0) for weight in predicting for name, shape in weight.parts}
+    assert not further.keys() & tensors.keys()
+    tensors = tensors | further
     found: dict[str, torch.Tensor] = {}
     names = []
-    for weight in weights_of(Sizes.of(config), naming):
+    for weight in [*weights_of(sizes, naming), *predicting]:
         names.append(weight.name)
         whole = weight.join([tensors[name] for name, _ in weight.parts])
         shards = [weight.shard(whole, rank, ranks) for rank in range(ranks)]

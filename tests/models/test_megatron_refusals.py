@@ -63,7 +63,6 @@ def test_an_unknown_architecture_is_refused_with_those_that_are_known(tiny_model
     "override",
     [
         "cuda_graph_impl=local",
-        "mtp_num_layers=1",
         "moe_router_load_balancing_type=seq_aux_loss",
         "distributed_data_parallel_config.use_custom_fsdp=true",
     ],
@@ -75,6 +74,39 @@ def test_what_is_not_built_is_refused_by_name_when_the_configuration_is_read(tin
     assert [refusal.key for refusal in caught.value.not_built] == [key]
     # A section that is not enabled asks for nothing.
     run_config(tiny_model, 1, f"{KEY}.{override}")
+
+
+PREDICTS = [f"{KEY}.mtp_num_layers=2", f"{KEY}.mtp_loss_scaling_factor=0.1"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([f"{KEY}.mtp_loss_scaling_factor=0.0"], "mtp_loss_scaling_factor is 0, so that these layers would not be"),
+        ([f"{KEY}.mtp_use_repeated_layer=true"], "mtp_use_repeated_layer: .* which Megatron-Core 0.16 lacks"),
+        ([f"{KEY}.mtp_detach_heads=true"], "mtp_detach_heads: .* which Megatron-Core 0.16 lacks"),
+        ([f"{KEY}.peft.enabled=true"], "mtp_num_layers: .* with adapters"),
+        (
+            [f"{KEY}.activation_checkpointing=true", f"{KEY}.model_overrides={{recompute_num_layers: 2}}"],
+            "recompute_num_layers is 2, but policy.megatron_cfg.mtp_num_layers is 2",
+        ),
+        (
+            [f"{KEY}.model_overrides={{mtp_num_layers: 3}}"],
+            "model_overrides.mtp_num_layers: 3: this is policy.megatron",
+        ),
+        ([f"{KEY}.model_overrides={{mtp_standalone: true}}"], "model_overrides.mtp_standalone: .* not built yet"),
+    ],
+)
+def test_multi_token_prediction_that_is_not_possible_is_refused_by_its_keys(
+    tiny_model: Path, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _policy(tiny_model, *PREDICTS, *overrides)
+    assert _policy(tiny_model, *PREDICTS).megatron_cfg.mtp_num_layers == 2
+    # Keys that belong to it, and none of its layers; and a section that is not enabled.
+    if "mtp_" in overrides[0].partition("=")[0]:
+        _policy(tiny_model, *overrides)
+    run_config(tiny_model, 1, *PREDICTS, *overrides)
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,10 @@ from nemo_rl.models.megatron.bridge import BridgedWeights
 from nemo_rl.models.megatron.checkpoint import CheckpointWriter, OptimizerState, load_optimizer
 from nemo_rl.models.megatron.groups import MegatronGroups
 from nemo_rl.models.megatron.lora import KEY, AdaptedWeights, BaseModel
-from nemo_rl.models.megatron.model import BuiltModel, build_model
+from nemo_rl.models.megatron.model import BuiltModel, build_model, is_frozen_router
 from nemo_rl.models.megatron.optimizer import build_optimizer, build_schedule, inner_optimizers, with_gradients
 from nemo_rl.models.megatron.passes import Ending, Pipeline
+from nemo_rl.models.megatron.prediction import PredictingWeights
 from nemo_rl.models.megatron.residency import ReferenceWeights, forget_workspaces, optimizer_tensors
 from nemo_rl.models.megatron.routers import Routers
 from nemo_rl.models.megatron.weights import ModelWeights, ShardedWeights
@@ -65,7 +66,9 @@ def build_backend(cfg: PolicyConfig, sizes: ParallelSizes, options: BackendOptio
     virtual = cfg.megatron_cfg.model_overrides.get("virtual_pipeline_model_parallel_size")
     groups = MegatronGroups(sizes, CUDA if torch.cuda.is_available() else CPU, virtual)
     hf = model_config(cfg)
-    model = build_model(cfg, hf, groups)
+    # A policy that does not train predicts no further tokens.
+    depths = cfg.megatron_cfg.mtp_num_layers if options.init_optimizer else 0
+    model = build_model(cfg, hf, groups, depths=depths)
     keeps, weights_path = options.init_reference_model, options.weights_path
     if cfg.megatron_cfg.peft.enabled:
         adapted = AdaptedWeights(model.chunks, model.sizes, model.naming, groups, cfg)
@@ -75,14 +78,25 @@ def build_backend(cfg: PolicyConfig, sizes: ParallelSizes, options: BackendOptio
         return MegatronBackend(cfg, groups, hf, model, adapted, BaseModel(model.chunks) if keeps else None, options)
     if weights_path is not None and is_adapter(weights_path):
         raise CheckpointMismatchError(f"{weights_path}: holds an adapter alone; set {KEY}.enabled: true")
-    weights: ModelWeights = (
-        ShardedWeights(model.chunks, model.sizes, model.naming, groups)
-        if model.bridge is None
-        else BridgedWeights(model.chunks, model.bridge, groups)
-    )
+    weights: ModelWeights
+    if model.bridge is not None:
+        weights = BridgedWeights(model.chunks, model.bridge, groups)
+    elif depths:
+        weights = PredictingWeights(
+            model.chunks,
+            model.sizes,
+            model.naming,
+            groups,
+            depths=depths,
+            start=cfg.model_name,
+            spread=float(getattr(hf, "initializer_range", 0.02)),
+        )
+    else:
+        weights = ShardedWeights(model.chunks, model.sizes, model.naming, groups)
     weights.load(weights_path if weights_path is not None and not keeps else cfg.model_name)
     # The reference is the model the run started from, also when the policy resumes from a checkpoint.
-    reference = ReferenceWeights(weights.own().values()) if keeps else None
+    own = weights.own().items()
+    reference = ReferenceWeights(held for name, held in own if not name.startswith("mtp.")) if keeps else None
     if keeps and weights_path is not None:
         weights.load(weights_path)
     return MegatronBackend(cfg, groups, hf, model, weights, reference, options)
@@ -338,6 +352,8 @@ class MegatronBackend(Backend):
             self.writer.save_adapter(self._adapters, weights_path)
         else:
             self.writer.save_weights(self.weights, weights_path, dtype=self._dtype, save_format=save_format)
+        if isinstance(self.weights, PredictingWeights):
+            self.writer.save_predicting(self.weights, weights_path)
         if optimizer_path is not None and self.optimizer is not None:
             self.writer.save_optimizer(self._state(), self.schedule, self._trained, optimizer_path)
 
@@ -348,7 +364,7 @@ class MegatronBackend(Backend):
 def _is_trained(name: str, cfg: MegatronConfig) -> bool:
     if cfg.peft.enabled:
         return is_factor(name)
-    return not (cfg.freeze_moe_router and ".mlp.router." in name)
+    return not (cfg.freeze_moe_router and is_frozen_router(name))
 
 
 def _for_other_stages(result: MicrobatchResult, stages: int) -> MicrobatchResult:

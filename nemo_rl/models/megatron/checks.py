@@ -30,6 +30,12 @@ def check_policy(cfg: PolicyConfig, model: PretrainedConfig) -> None:
             "'megatron-core>=0.16', or train with policy.dtensor_cfg.enabled=true"
         )
     sizes = Sizes.of(model) if bridge.is_known(model) else bridge.check(cfg, model)
+    depths = cfg.megatron_cfg.mtp_num_layers
+    if depths and not bridge.is_known(model):
+        raise UnsupportedModelError(
+            f"{_KEY}.mtp_num_layers={depths}: layers of multi-token prediction are not built for the model type "
+            f"{model.model_type!r}, whose weights the package megatron-bridge carries; set it to 0"
+        )
     if cfg.megatron_cfg.peft.enabled:
         if not bridge.is_known(model):
             raise UnsupportedModelError(

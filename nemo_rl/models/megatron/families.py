@@ -200,14 +200,28 @@ def weights_of(sizes: Sizes, naming: Naming) -> Iterator[Weight]:
     vocabulary = (sizes.vocabulary, sizes.hidden)
     yield Weight("embedding.word_embeddings.weight", (("model.embed_tokens.weight", vocabulary),), "rows")
     for layer in range(sizes.layers):
-        yield from _layer(sizes, naming, layer)
+        yield from _layer(sizes, naming, f"model.layers.{layer}", f"decoder.layers.{layer}")
     yield Weight("decoder.final_layernorm.weight", (("model.norm.weight", (sizes.hidden,)),))
     if not sizes.tied:
         yield Weight("output_layer.weight", (("lm_head.weight", vocabulary),), "rows")
 
 
-def _layer(sizes: Sizes, naming: Naming, layer: int) -> Iterator[Weight]:
-    hf, own = f"model.layers.{layer}", f"decoder.layers.{layer}"
+def prediction_weights_of(sizes: Sizes, naming: Naming, depths: int) -> Iterator[Weight]:
+    """Every parameter of the layers of multi-token prediction, which none of the families has in its files; the parts
+    have names of the same kind. `depths`: how many layers there are.
+    """
+    norm = (sizes.hidden,)
+    for depth in range(depths):
+        own = f"mtp.layers.{depth}"
+        for which in ("enorm", "hnorm"):
+            yield Weight(f"{own}.{which}.weight", ((f"{own}.{which}.weight", norm),))
+        projection = ((f"{own}.eh_proj.weight", (sizes.hidden, 2 * sizes.hidden)),)
+        yield Weight(f"{own}.eh_proj.weight", projection, "rows")
+        yield from _layer(sizes, naming, own, f"{own}.transformer_layer")
+        yield Weight(f"{own}.final_layernorm.weight", ((f"{own}.final_layernorm.weight", norm),))
+
+
+def _layer(sizes: Sizes, naming: Naming, hf: str, own: str) -> Iterator[Weight]:
     queries, keys = sizes.heads * sizes.head_dim, sizes.groups * sizes.head_dim
     rows = {"q": queries, "k": keys, "v": keys}
     yield Weight(naming.input_norm(own), ((f"{hf}.input_layernorm.weight", (sizes.hidden,)),))

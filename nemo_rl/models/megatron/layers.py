@@ -11,13 +11,16 @@ Shapes: T tokens of this rank's slice of the row, H heads, D head dimension.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import make_viewless_tensor
 from torch import nn
 
 from nemo_rl.models.policy.attention import Segments, packed_attention
@@ -33,6 +36,7 @@ class PackedRow(PackedSeqParams):
 
     qkv_format: str = "sbhd"
     segments: Segments | None = None
+    ahead_KT: torch.Tensor | None = None  # token that stands 1, 2, ... K after each; None to predict no further tokens
 
 
 class PackedAttention(MegatronModule):
@@ -112,5 +116,51 @@ class PackedGPT(GPTModel):
             prepared[0].requires_grad_()
         return tuple(prepared)
 
-    def _postprocess(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
-        return hidden_states
+    def _postprocess(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        rotary_pos_emb: torch.Tensor,
+        packed_seq_params: PackedRow,
+        **_: object,
+    ) -> torch.Tensor:
+        """[T, 1, D]; with tokens ahead [(1 + K) * T, 1, D], those of each prediction layer after the model's own."""
+        if not self.mtp_process or packed_seq_params.ahead_KT is None:
+            return hidden_states
+        return self.mtp(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            hidden_states=hidden_states,
+            attention_mask=None,
+            rotary_pos_emb=rotary_pos_emb,
+            packed_seq_params=packed_seq_params,
+            embedding=self.embedding,
+        )
+
+
+class PackedPrediction(MultiTokenPredictionLayer):
+    """Megatron's layer of multi-token prediction over packed rows: the tokens that it reads come with the row, for
+    Megatron would shift them over the borders of sequences and of context-parallel ranks' slices.
+    """
+
+    def _get_embeddings(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        embedding: Any,
+        hidden_states: torch.Tensor,
+        packed_seq_params: PackedRow,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        if packed_seq_params.ahead_KT is None:
+            raise ValueError("multi-token prediction needs the tokens that stand after those of the row")
+        ahead_1T = packed_seq_params.ahead_KT[self.layer_number - 1][None]
+        read = embedding(input_ids=ahead_1T, position_ids=position_ids)
+        hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
+        return input_ids, position_ids, read, hidden_states
+
+    def _checkpointed_forward(self, forward_func: Any, *, packed_seq_params: PackedRow, **options: Any) -> torch.Tensor:
+        # Megatron would save the row as a tensor, and hands options over by their place, of which these two are last.
+        options.pop("sequence_len_offset")
+        return super()._checkpointed_forward(partial(forward_func, packed_seq_params=packed_seq_params), **options)

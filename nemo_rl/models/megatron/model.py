@@ -20,6 +20,7 @@ from nemo_rl.models.megatron.bridge import Bridge, is_known
 from nemo_rl.models.megatron.families import Naming, Sizes
 from nemo_rl.models.megatron.groups import MegatronGroups
 from nemo_rl.models.megatron.lora import attach_adapters
+from nemo_rl.models.megatron.prediction import prediction_block
 from nemo_rl.models.policy.model_config import UnsupportedModelError, compute_dtype
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ class BuiltModel:
     bridge: Bridge | None = None  # what carries its weights where the backend does not know its family
 
 
-def build_model(cfg: PolicyConfig, model: PretrainedConfig, groups: MegatronGroups) -> BuiltModel:
-    """The model without weights, on this rank's device."""
+def build_model(cfg: PolicyConfig, model: PretrainedConfig, groups: MegatronGroups, *, depths: int) -> BuiltModel:
+    """The model without weights, on this rank's device. `depths`: its layers of multi-token prediction."""
     from megatron.core import __version__, tensor_parallel
     from megatron.core.transformer.moe import moe_utils
 
@@ -57,7 +58,7 @@ def build_model(cfg: PolicyConfig, model: PretrainedConfig, groups: MegatronGrou
     bridge = None if is_known(model) else Bridge(cfg, model, engine=engine)
     sizes = Sizes.of(model) if bridge is None else bridge.sizes
     if bridge is None:
-        config = transformer_config(cfg, sizes, engine=engine)
+        config = transformer_config(cfg, sizes, engine=engine, depths=depths)
     else:
         config = bridge.config(_running(cfg, sizes, engine=engine) | _overrides(cfg))
     if torch.cuda.is_available():
@@ -80,15 +81,19 @@ def build_model(cfg: PolicyConfig, model: PretrainedConfig, groups: MegatronGrou
             post_process=groups.is_last_stage and virtual == stages - 1,
             parallel_output=True,
             share_embeddings_and_output_weights=sizes.tied,
+            mtp_block_spec=prediction_block(config, layers, stage, engine=engine),
             **({"vp_stage": virtual} if stages > 1 else {}),
         )
+        if sizes.tied and chunk.mtp_process and not chunk.pre_process:
+            # Its copy of the embedding is the projection; Megatron allocates another, which nothing would use.
+            chunk.output_layer.weight = None
         chunks.append(chunk.to(groups.device))
     cpu.install()
     if cfg.megatron_cfg.peft.enabled:
         attach_adapters(chunks, cfg, sizes, groups)
     elif cfg.megatron_cfg.freeze_moe_router:
         for name, parameter in (named for chunk in chunks for named in chunk.named_parameters()):
-            parameter.requires_grad_(".mlp.router." not in name)
+            parameter.requires_grad_(not is_frozen_router(name))
     for chunk in chunks:
         cpu.name_types(chunk)
     kind = "transformer-engine" if engine else "local"
@@ -103,8 +108,13 @@ def build_model(cfg: PolicyConfig, model: PretrainedConfig, groups: MegatronGrou
     )
 
 
-def transformer_config(cfg: PolicyConfig, sizes: Sizes, *, engine: bool) -> Any:
-    """Megatron's configuration of the model and of how it is cut."""
+def is_frozen_router(name: str) -> bool:
+    """Whether `freeze_moe_router` is about a parameter: not in layers of multi-token prediction, which are new."""
+    return ".mlp.router." in name and not name.startswith("mtp.")
+
+
+def transformer_config(cfg: PolicyConfig, sizes: Sizes, *, engine: bool, depths: int) -> Any:
+    """Megatron's configuration of the model and of how it is cut. `depths`: see `build_model`."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     architecture: dict[str, object] = {
@@ -130,6 +140,11 @@ def transformer_config(cfg: PolicyConfig, sizes: Sizes, *, engine: bool) -> Any:
             "moe_router_topk": sizes.experts_per_token,
             # The softmax over the chosen experts alone equals that over all, divided by the mass of the chosen.
             "moe_router_pre_softmax": False,
+        }
+    if depths:
+        architecture |= {
+            "mtp_num_layers": depths,
+            "mtp_loss_scaling_factor": cfg.megatron_cfg.mtp_loss_scaling_factor,
         }
     return TransformerConfig(**(architecture | _running(cfg, sizes, engine=engine) | _overrides(cfg)))
 

@@ -18,6 +18,7 @@ from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.megatron import cpu
 from nemo_rl.models.megatron.groups import MegatronGroups
 from nemo_rl.models.megatron.model import BuiltModel
+from nemo_rl.models.megatron.prediction import Ahead, Predictions, tokens_ahead, with_prediction_metrics
 from nemo_rl.models.megatron.routers import Routers
 from nemo_rl.models.policy.logits import LogitTransform
 from nemo_rl.models.policy.packed import PackedBatch, idle_microbatch, pack
@@ -54,6 +55,7 @@ class Pipeline:
         self._model, self._groups, self._chunk_size = model, groups, chunk_size
         sizes = groups.sizes
         self._row_multiple = math.lcm(sizes.tp * sizes.cp, row_round)
+        self._predictions = Predictions(model.config, groups)
         self._cut = RowSlice(groups.cp_group if sizes.cp > 1 else None, groups.cp_group.rank(), sizes.cp)
 
     def run(
@@ -107,8 +109,11 @@ class Pipeline:
             real = data is not None
             batch = self._packed(data, trained_only=trained_only and real, loss_fn=loss_fn if real else None)
             self._routers.aim(chunk, data, batch, self._cut, loss_fn if backward else None)
-            output = self._through(chunk, batch)
-            return output, partial(self._end, data, batch, guarded, transform, logits, likely, chunk)
+            ahead: list[Ahead] = []
+            if backward and loss_fn is not None and getattr(chunk, "module", chunk).mtp_process:
+                ahead = tokens_ahead(data, batch, self._cut, loss_fn, self._predictions.depths)
+            output = self._through(chunk, batch, ahead)
+            return output, partial(self._end, data, batch, ahead, guarded, transform, logits, likely, chunk)
 
         results = get_forward_backward_func()(
             forward_step_func=forward,
@@ -144,11 +149,12 @@ class Pipeline:
             loss_fn=loss_fn,
         )
 
-    def _through(self, chunk: Any, batch: PackedBatch) -> torch.Tensor:
+    def _through(self, chunk: Any, batch: PackedBatch, ahead: Sequence[Ahead]) -> torch.Tensor:
         from nemo_rl.models.megatron.layers import PackedRow
 
         mine = self._cut.mine(batch)
-        row = PackedRow(segments=self._cut.segments(batch))
+        read_KT = torch.stack([of.read_T for of in ahead]) if ahead else None
+        row = PackedRow(segments=self._cut.segments(batch), ahead_KT=read_KT)
         return chunk(
             input_ids=batch.input_ids_T[None, mine],
             position_ids=batch.position_ids_T[None, mine],
@@ -160,6 +166,7 @@ class Pipeline:
         self,
         data: Mapping[str, torch.Tensor] | None,
         batch: PackedBatch,
+        ahead: Sequence[Ahead],
         ending: Ending,
         transform: LogitTransform,
         logits: bool,
@@ -167,17 +174,14 @@ class Pipeline:
         chunk: Any,
         hidden: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-
-        if self._model.config.sequence_parallel:
-            # Scoring needs all tokens, and hands back a gradient that is complete on every rank.
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        hidden_TD, *predicting_KTD = (self._whole(part) for part in hidden.chunk(1 + len(ahead)))
         gpt = getattr(chunk, "module", chunk)
         weight_WD = gpt.shared_embedding_or_output_weight() if self._model.sizes.tied else gpt.output_layer.weight
         group = self._groups.tp_group if self._groups.sizes.tp > 1 else None
+        head = Projection(weight_WD, None, group, self._chunk_size)
         output = score_row(
-            hidden.squeeze(1),
-            Projection(weight_WD, None, group, self._chunk_size),
+            hidden_TD,
+            head,
             batch,
             transform,
             self._cut,
@@ -186,10 +190,20 @@ class Pipeline:
         )
         # Megatron divides by a number of tokens unless losses are declared to be sums, as they are here.
         no_tokens = torch.zeros((), dtype=torch.int, device=hidden.device)
-        if data is None:
-            return _nothing(output), no_tokens, None
-        loss, result = ending(data, batch, output)
+        loss, result = (_nothing(output), None) if data is None else ending(data, batch, output)
+        if ahead:
+            further, sums_K = self._predictions.loss(predicting_KTD, ahead, head, transform)
+            loss = loss + further
+            result = None if result is None else with_prediction_metrics(result, sums_K)
         return loss, no_tokens, result
+
+    def _whole(self, hidden_T1D: torch.Tensor) -> torch.Tensor:
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+        if self._model.config.sequence_parallel:
+            # Scoring needs all tokens, and hands back a gradient that is complete on every rank.
+            hidden_T1D = gather_from_sequence_parallel_region(hidden_T1D, tensor_parallel_output_grad=False)
+        return hidden_T1D.squeeze(1)
 
 
 def _nothing(output: RowOutput) -> torch.Tensor:

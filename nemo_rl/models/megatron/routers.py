@@ -120,9 +120,12 @@ class Routers:
             self._targets[chunk] = []
             for module in chunk.modules():
                 if isinstance(module, TopKRouter):
-                    target = RouterTarget(layers.index(int(module.layer_number or 0) - 1), groups.device)
+                    layer = int(module.layer_number or 0) - 1
+                    # Layers of multi-token prediction come after the model's own; no engine records their routes.
+                    predicts = layer >= config.num_layers
+                    target = RouterTarget(len(layers) if predicts else layers.index(layer), groups.device)
                     self._targets[chunk].append(target)
-                    self._attach(module, target, replays=replays)
+                    self._attach(module, target, replays=replays and not predicts)
         self.replay = (
             RouterReplay(self._all_targets(), len(layers), config.num_moe_experts, config.moe_router_topk)
             if replays

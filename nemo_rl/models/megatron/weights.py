@@ -295,8 +295,8 @@ def whole_name(chunk: nn.Module, name: str) -> str:
 
 
 def _anchor(weight: Weight) -> str:
-    found = _LAYER.match(weight.name)
-    return f"decoder.layers.{found[1]}.mlp.router.weight" if found is not None and weight.expert is not None else ""
+    layer, _, _ = weight.name.partition(".experts.")
+    return f"{layer}.router.weight" if weight.expert is not None else ""
 
 
 def _all_gather(local: torch.Tensor, group: dist.ProcessGroup, *, whole: bool) -> list[torch.Tensor]:

@@ -416,7 +416,7 @@ class PolicyWorker(TQWorkerMixin):
         """A digest of every full weight, equal on every rank; for tests of exact equality."""
         self._bring_weights()
         return {
-            name: hashlib.sha256(tensor.cpu().contiguous().numpy().tobytes()).hexdigest()
+            name: hashlib.sha256(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
             for name, tensor in self.backend.full_weights(None)
         }
 

@@ -1,0 +1,228 @@
+"""Multi-token prediction (https://arxiv.org/abs/2412.19437, section 2.2): what its layers read and are scored on, its
+loss, and its weights.
+
+Layer k of K reads the hidden state of the layer before it and the token k places on, and predicts the token after that.
+Its loss counts the tokens that the loss of the step counts, each with that loss's own weight, and is divided with it at
+the end of the step (`docs/train_step.md`). Invariants: nothing is predicted across the borders of a sequence; the loss
+does not depend on how the batch was cut, nor over which ranks; layers run only where a backward pass follows.
+
+Shapes: B sequences, S padded width, T tokens of this rank's slice of the row, W scored ones of these, D hidden size.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nemo_rl.distributed.devices import to_device
+from nemo_rl.loss.interfaces import LossFunction, LossType
+from nemo_rl.loss.normalization import EPSILON
+from nemo_rl.models.megatron.families import Naming, Sizes, prediction_weights_of
+from nemo_rl.models.megatron.groups import MegatronGroups
+from nemo_rl.models.megatron.weights import ModelFiles, ShardedWeights
+from nemo_rl.models.policy.logits import LogitTransform
+from nemo_rl.models.policy.model_config import CheckpointMismatchError
+from nemo_rl.models.policy.packed import PackedBatch
+from nemo_rl.models.policy.row_slice import Projection, RowSlice
+from nemo_rl.models.policy.scoring import score_tokens
+from nemo_rl.models.policy.train_step import MicrobatchResult
+
+_KEY = "policy.megatron_cfg.mtp_num_layers"
+FOLDER = "mtp"
+"""Of a checkpoint's weights. Engines load every file beside the model's own, and know no such layers."""
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """One layer's part of this rank's slice of a row.
+
+    Attributes:
+        read_T: The token that the layer reads at each position; 0 where the sequence has ended.
+        wanted_W: Positions whose prediction counts; one without weight if there is none.
+        target_W: What is predicted there.
+        weight_W: What its loss is multiplied by.
+    """
+
+    read_T: torch.Tensor
+    wanted_W: torch.Tensor
+    target_W: torch.Tensor
+    weight_W: torch.Tensor
+
+
+def tokens_ahead(
+    data: Mapping[str, torch.Tensor] | None, batch: PackedBatch, cut: RowSlice, loss_fn: LossFunction, depths: int
+) -> list[Ahead]:
+    """What each layer reads and predicts.
+
+    Args:
+        data: The microbatch that was packed; None for an idle one, of which nothing counts.
+        depths: How many layers there are.
+    """
+    device, mine = batch.input_ids_T.device, cut.mine(batch)
+    source_N, tokens = batch.source_N.cpu(), len(batch.input_ids_T)
+    ids_BS = torch.zeros(batch.shape, dtype=torch.long)
+    weight_BS, lengths_B = torch.zeros(batch.shape), torch.zeros(batch.shape[0], dtype=torch.long)
+    if data is not None:
+        ids_BS, lengths_B = data["input_ids"].cpu(), data["input_lengths"].cpu().long()
+        weight_BS = _token_weights(data, loss_fn.loss_type)
+
+    def on_row(values_BS: torch.Tensor, places: int) -> torch.Tensor:
+        """The values so many places on inside each sequence, 0 beyond its end, of this rank's slice."""
+        ahead_BS = torch.zeros_like(values_BS)
+        ahead_BS[:, :-places] = values_BS[:, places:]
+        ahead_BS.masked_fill_(torch.arange(batch.shape[1]) + places >= lengths_B[:, None], 0)
+        row_T = ahead_BS.new_zeros(tokens)
+        row_T[: len(source_N)] = ahead_BS.reshape(-1)[source_N]
+        return row_T[mine]
+
+    found = []
+    for depth in range(1, depths + 1):
+        weight_T = on_row(weight_BS, depth + 1)
+        wanted_W = weight_T.nonzero(as_tuple=True)[0]
+        # Every rank must run the output projection, whose backward pass is collective, even when it trains on nothing.
+        wanted_W = wanted_W if wanted_W.numel() else torch.zeros(1, dtype=torch.long)
+        parts = (on_row(ids_BS, depth), wanted_W, on_row(ids_BS, depth + 1)[wanted_W], weight_T[wanted_W])
+        found.append(Ahead(*(to_device(part, device) for part in parts)))
+    return found
+
+
+def _token_weights(data: Mapping[str, torch.Tensor], level: LossType) -> torch.Tensor:
+    """[B, S], what each token counts in the sum that the step divides by its tokens, or by its sequences: there each
+    sequence has the mean over its own tokens.
+    """
+    mask_BS = data["token_mask"].cpu().float() if "token_mask" in data else torch.ones(data["input_ids"].shape)
+    if level is LossType.SEQUENCE_LEVEL:
+        mask_BS = mask_BS / (mask_BS[:, 1:].sum(dim=1, keepdim=True) + EPSILON)
+    return mask_BS * data["sample_mask"].cpu().float()[:, None]
+
+
+class Predictions:
+    """The loss of multi-token prediction. `config`: Megatron's of the model."""
+
+    def __init__(self, config: Any, groups: MegatronGroups) -> None:
+        self.depths = int(config.mtp_num_layers or 0)
+        self._factor = float(config.mtp_loss_scaling_factor or 0.0)
+        self._groups = groups
+
+    def loss(
+        self, hidden_KTD: Sequence[torch.Tensor], ahead: Sequence[Ahead], head: Projection, transform: LogitTransform
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's part of the loss, and the whole row's sum [K] for each layer before the factor.
+
+        Args:
+            hidden_KTD: Each layer's hidden states, the same on every rank that shares the vocabulary.
+            transform: Its scaling by the model itself is all that counts here: no token was drawn from these.
+        """
+        plain = LogitTransform(softcap=transform.softcap, scale=transform.scale)
+        sums = []
+        for hidden_TD, of in zip(hidden_KTD, ahead, strict=True):
+            scores = score_tokens(
+                hidden_TD[of.wanted_W],
+                head.weight_WD,
+                head.bias_W,
+                of.target_W,
+                plain,
+                chunk=head.chunk,
+                group=head.group,
+            )
+            sums.append(-(scores.logprobs_T.float() * of.weight_W).sum())
+        sums_K = torch.stack(sums)
+        whole_K = sums_K.detach().clone()
+        if self._groups.sizes.cp > 1:
+            dist.all_reduce(whole_K, group=self._groups.cp_group)
+        # On the host where it travels to stages that have another device.
+        return sums_K.sum() * (self._factor / self.depths), whole_K if self._groups.sizes.pp == 1 else whole_K.cpu()
+
+
+def with_prediction_metrics(result: MicrobatchResult, sums_K: torch.Tensor) -> MicrobatchResult:
+    """The result with the loss of each layer, which the step divides as it divides the gradient."""
+    found = {f"mtp/mtp_{number} loss": value for number, value in enumerate(sums_K, start=1)}
+    return replace(result, metrics={**result.metrics, **found})
+
+
+def prediction_block(config: Any, layers: Any, virtual: int | None, *, engine: bool) -> object:
+    """Megatron's specification of the prediction layers of one chunk; None on chunks without. `layers`: its
+    specification of the model's.
+    """
+    if not config.mtp_num_layers:
+        return None
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    from nemo_rl.models.megatron.layers import PackedPrediction, RowNorm
+
+    block = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=engine, vp_stage=virtual)
+    for spec in (block.layer_specs or []) if block is not None else []:
+        spec.module = PackedPrediction
+        if not engine:
+            parts = spec.submodules
+            parts.enorm = parts.hnorm = parts.layer_norm = RowNorm
+    return block
+
+
+class PredictingWeights(ShardedWeights):
+    """The parameters of a model with layers of multi-token prediction. No file of the families holds these, nor does an
+    engine take them: they are drawn at a run's start, and kept in a folder of its checkpoints.
+
+    Args:
+        chunks: This rank's parts of the model.
+        naming: Of its kind of layers.
+        depths: How many prediction layers there are.
+        start: The model that the run starts from.
+        spread: Standard deviation of what is drawn.
+    """
+
+    def __init__(
+        self,
+        chunks: Iterable[nn.Module],
+        sizes: Sizes,
+        naming: Naming,
+        groups: MegatronGroups,
+        *,
+        depths: int,
+        start: str,
+        spread: float,
+    ) -> None:
+        self._predicting = list(prediction_weights_of(sizes, naming, depths))
+        self._depths, self._start, self._spread = depths, start, spread
+        super().__init__(chunks, sizes, naming, groups, self._predicting)
+
+    @torch.no_grad()
+    def load(self, source: str) -> None:
+        """See `ShardedWeights`. Raises CheckpointMismatchError also where a checkpoint holds no such layers."""
+        super().load(source)
+        folder = Path(source) / FOLDER
+        if not folder.is_dir() and source != self._start:
+            raise CheckpointMismatchError(
+                f"{source}: holds no layers of multi-token prediction, and {_KEY} is {self._depths}; set it to 0, or "
+                "start another run with this as policy.model_name, which draws them"
+            )
+        files = ModelFiles(str(folder)) if folder.is_dir() else None
+        for weight in self._predicting:
+            for target in self.copies(weight):
+                parts = [
+                    drawn(name, shape, self._spread) if files is None else files.tensor(name, shape)
+                    for name, shape in weight.parts
+                ]
+                target.copy_(self.part(weight, weight.join(parts)))
+
+    def predicting(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and full tensors of the prediction layers. Collective over the replica."""
+        for weight in self._predicting:
+            whole = self.gather(weight, self.own().get(weight.name), device, None)
+            for (name, _), tensor in zip(weight.parts, weight.split(whole), strict=True):
+                yield name, tensor
+
+
+def drawn(name: str, shape: tuple[int, ...], spread: float) -> torch.Tensor:
+    """A parameter at a run's start, by its name alone, so that it is the same on every grid."""
+    if len(shape) == 1:
+        return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.empty(shape).normal_(0.0, spread, generator=generator)
