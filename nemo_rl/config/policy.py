@@ -94,7 +94,8 @@ class DTensorConfig(Section):
     torch_compile: bool | None = Field(
         None,
         description="Compile decoder layers with torch.compile: a slower first step, faster ones after it. null "
-        "compiles on GPUs whose ranks hold whole layers (no tensor, context or expert parallelism), without Liger.",
+        "compiles on GPUs whose ranks hold whole layers (no tensor, context or expert parallelism), without Liger. "
+        "With router replay routers stay out, and null compiles nothing where layers are recomputed.",
     )
     automodel_kwargs: AutomodelConfig = Field(
         AutomodelConfig(), description="Options that NeMo-RL hands to NeMo-Automodel."

@@ -139,8 +139,10 @@ def replayed_routers_are_not_fused_or_compiled(config: RootConfig) -> Iterator[P
     if policy.megatron_cfg.enabled and policy.megatron_cfg.model_overrides.get("moe_router_fusion"):
         key = "policy.megatron_cfg.model_overrides.moe_router_fusion"
         yield not_built(key, True, f"fused routers {replay}", "leave it out")
-    if policy.dtensor_cfg.enabled and policy.dtensor_cfg.torch_compile:
-        yield not_built("policy.dtensor_cfg.torch_compile", True, f"compiled layers {replay}", "leave it null")
+    backend = policy.dtensor_cfg
+    if backend.enabled and backend.torch_compile and backend.activation_checkpointing:
+        key, what = "policy.dtensor_cfg.torch_compile", f"compiled layers that are recomputed {replay}"
+        yield not_built(key, True, what, "leave it null, or set activation_checkpointing: false")
 
 
 @rule

@@ -205,6 +205,14 @@ BROKEN = [
         ["policy.router_replay.enabled=true", "+policy.generation.vllm_kwargs.speculative_config={model: ngram}"],
         "replay with speculative decoding",
     ),
+    (
+        [
+            "policy.router_replay.enabled=true",
+            "policy.dtensor_cfg.torch_compile=true",
+            "policy.dtensor_cfg.activation_checkpointing=true",
+        ],
+        "compiled layers that are recomputed with policy.router_replay",
+    ),
     (["grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=32"], "every advantage would be 0"),
     (
         [

@@ -44,7 +44,7 @@ def main(model: Path) -> None:
     try:
         with elastic_engines(model, 1, *OVERRIDES) as engines:
             generation = engines.generation
-            taken = set(generation.get_model_update_receiver([0]).devices)
+            taken = set(generation.get_model_update_receiver([0]).devices())
             everywhere = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
             sender = next(device for device in everywhere if device_uuid(device) not in taken)
 

@@ -68,6 +68,34 @@ def test_experts_get_the_recorded_routes(family: str) -> None:
     assert replay.targets[0].counts[1:].tolist() == [4.0, 5.0]
 
 
+@pytest.mark.slow
+def test_compiled_layers_take_the_routes_of_each_pass() -> None:
+    model, tokens = _model("qwen3_moe"), torch.randint(0, 32, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+    replay = attach_router_replay(model, torch.device("cpu"))
+    every = torch.ones(TOKENS, dtype=torch.bool)
+
+    def passes() -> list[torch.Tensor]:
+        found = []
+        for seed in range(2):
+            draw = torch.Generator().manual_seed(seed)
+            routes = Routes(torch.rand(TOKENS, LAYERS, EXPERTS, generator=draw).topk(2).indices, every, every)
+            for target in replay.targets:
+                target.aim(RouterPass(routes), recomputes=False, counts=True)
+            logits = model(tokens).logits
+            logits.square().sum().backward()
+            gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+            model.zero_grad()
+            found += [logits.detach(), gradient]
+        return found
+
+    plain = passes()
+    model.base_model.layers[0].compile(dynamic=True, backend="eager")
+    for got, want in zip(passes(), plain, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(plain[0], plain[2], atol=1e-4)
+    assert replay.targets[0].counts[1].item() == 4 * TOKENS
+
+
 def test_routers_that_choose_in_another_way_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"routers of PhimoeForCausalLM do not choose experts by one top-k"):
         attach_router_replay(_model("phimoe"), torch.device("cpu"))

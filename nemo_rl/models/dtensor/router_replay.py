@@ -69,7 +69,8 @@ def attach_router_replay(model: Any, device: torch.device) -> RouterReplay:
     targets = []
     for layer, router in enumerate(routers):
         target = RouterTarget(layer, device)
-        router.__dict__["forward"] = _ReplayedRouter(router, target)
+        # A compiled layer would keep the routes of the pass in which it was compiled: its router stays out.
+        router.__dict__["forward"] = torch.compiler.disable(_ReplayedRouter(router, target).__call__)
         targets.append(target)
     return RouterReplay(targets, len(targets), int(routers[0].num_experts), int(routers[0].top_k))
 
