@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -133,3 +135,33 @@ def test_adapters_that_come_and_go_while_a_command_yields_are_those_of_the_next_
     (tmp_path / config.log_dir / ADDRESS_FILE).unlink()
     with pytest.raises(CommandFailed, match="is starting; add two again"):
         pipeline.adapters("add", ["two.yaml"])
+
+
+_STARTING = """
+import pathlib, signal, sys, time
+address, said = map(pathlib.Path, sys.argv[1:3])
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(said.write_text("asked to leave") and 0))
+print("ready", flush=True)
+time.sleep(0.3)
+if sys.argv[3] == "starts":
+    address.write_text("")
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("how", "drain_s", "left"), [("starts", 60.0, True), ("hangs", 1.0, False)])
+def test_adapters_that_lose_their_gpus_while_they_start_are_asked_to_leave_once_they_stand(
+    how: str, drain_s: float, left: bool, tmp_path: Path
+) -> None:
+    config = _submitted(tmp_path, ["one.yaml"], one={})
+    config = config.model_copy(update={"log_dir": str(tmp_path)})
+    address, said = tmp_path / ADDRESS_FILE, tmp_path / "said"
+    command = [sys.executable, "-c", _STARTING, str(address), str(said), how]
+    handles = PoolHandles(None, Pool(1, 1), "cpu", (), replace(LIVE_LIMITS, drain_s=drain_s), str(tmp_path))
+    pipeline = CommandPipeline(Job("adapters", config, (), (0,), folder=str(tmp_path)), handles, 0)
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        pipeline._process = process
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        pipeline._make_room(0, config.stop_s)
+        # Before the scheduler would have to end it.
+        assert process.poll() is not None and said.exists() is left

@@ -148,18 +148,22 @@ def run(
                 with shared_parts(base, start, adapters=adapters, device_bytes=device_bytes) as shared:
                     interrupts.listen()
                     members = MultiLoraJob(base, shared, records)
-                    interrupts.save_first(members.end_after_steps)
-                    with serve(members, raw, Path(base.logger.log_dir), base.multi_lora.http_port) as address:
-                        start.say(f"add, remove and list adapters at {address}")
-                        start.done()
-                        try:
-                            for adapter in adapters:
-                                members.add(adapter)
-                            while (not members.wait(_WAIT_S)) or (stay and not interrupts.save_asked):
-                                pass
-                        finally:
-                            members.close()
-                            states = members.states()
+                    try:
+                        # A pool asks the job to leave once it answers: every adapter has joined by then.
+                        for adapter in adapters:
+                            members.add(adapter)
+                        interrupts.save_first(members.end_after_steps)
+                        with serve(members, raw, Path(base.logger.log_dir), base.multi_lora.http_port) as address:
+                            start.say(f"add, remove and list adapters at {address}")
+                            start.done()
+                            try:
+                                while (not members.wait(_WAIT_S)) or (stay and not interrupts.save_asked):
+                                    pass
+                            finally:
+                                members.close()
+                    finally:
+                        members.close()
+                        states = members.states()
                 failed = any(state.phase.value == "failed" for state in states)
                 code = EXIT_INTERRUPTED if interrupts.save_asked else EXIT_FAILED if failed else EXIT_OK
             except KeyboardInterrupt:

@@ -183,15 +183,14 @@ class MultiLoraJob:
             )
 
     def end_after_steps(self) -> None:
-        """Has every adapter save and end when its running step is over; none is added any more."""
+        """Has every adapter save and end when its running step is over, those that join after their first one; none is
+        added any more. A job that loses its GPUs soon after each start still gets on.
+        """
         with self._changed:
             self._closing = True
-            members = list(self._members.values())
-        for member in members:
-            if member.run is not None:
-                member.run.timeout.end_after_step()
-            else:
-                member.removed.set()
+            for member in self._members.values():
+                if member.run is not None:
+                    member.run.timeout.end_after_step()
 
     def close(self) -> None:
         """Removes every adapter and waits until they have left."""
@@ -251,6 +250,8 @@ class MultiLoraJob:
         shared.passes.join(name, member.adapter.config.multi_lora.weight)
         with self._changed:
             member.run = run
+            if self._closing:
+                run.timeout.end_after_step()
             member.phase = Phase.RUNNING
             member.joined_in_s = time.monotonic() - member.added
         run.progress.say(f"joined after {member.joined_in_s:.1f} s")

@@ -38,6 +38,7 @@ _TAIL_BYTES = 4096
 _LEAVE_S = 300.0
 _KILLED_S = 30.0
 _POLL_S = 1.0
+_STARTED_POLL_S = 0.2
 
 
 class CommandFailed(UserError, RuntimeError):
@@ -261,9 +262,27 @@ class CommandPipeline(LentPipeline):
         with self._turn:
             if self._process is not None and self._process.poll() is None:
                 self._stopping.set()
+                if isinstance(self._config, AdaptersConfig):
+                    stop_s = self._started_within(stop_s, Path(self._job.folder) / self._config.log_dir / ADDRESS_FILE)
                 self._end(stop_s)
             if self._client is not None:
                 self._client.yielded(rank)
+
+    def _started_within(self, stop_s: float, answers: Path) -> float:
+        """Waits until a job of adapters that is starting can finish its first steps; the seconds that are left for
+        them. If its start takes longer than others leave it the GPUs, it would never get on.
+
+        Args:
+            stop_s: How long it may take in all; less where the scheduler would end it before.
+            answers: A file that is there once the job has started.
+        """
+        drain_s = self._handles.limits.drain_s
+        deadline = time.monotonic() + min(stop_s, max(drain_s - _KILLED_S, drain_s / 2))
+        while not answers.is_file() and time.monotonic() < deadline and not self._draining.is_set():
+            if self._process is None or self._process.poll() is not None:
+                break
+            time.sleep(_STARTED_POLL_S)
+        return max(0.0, deadline - time.monotonic())
 
     def _end(self, grace_s: float) -> None:
         """Ends the command with all its processes: politely for `grace_s`, then at once."""
