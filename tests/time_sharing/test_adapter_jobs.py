@@ -161,7 +161,13 @@ def test_adapters_that_lose_their_gpus_while_they_start_are_asked_to_leave_once_
     pipeline = CommandPipeline(Job("adapters", config, (), (0,), folder=str(tmp_path)), handles, 0)
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         pipeline._process = process
+        told: list[str] = []
+        client: Any = SimpleNamespace(
+            withdraw=lambda: told.append(f"withdrawn, {'running' if process.poll() is None else 'ended'}"),
+            yielded=lambda rank: told.append(f"{rank} yielded, {'running' if process.poll() is None else 'ended'}"),
+        )
+        pipeline._client = client
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
         pipeline._make_room(0, config.stop_s)
         # Before the scheduler would have to end it.
-        assert process.poll() is not None and said.exists() is left
+        assert told == ["withdrawn, running", "0 yielded, ended"] and said.exists() is left

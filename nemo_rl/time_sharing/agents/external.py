@@ -105,6 +105,13 @@ class ExternalJob:
             self._yielded.add(rank)
             self._changed.notify_all()
 
+    def withdraw(self) -> None:
+        """Takes back what `acquire` asked for, until it asks again; ranks that are held stay so until they are yielded.
+        A job that yields for long then does not count as waiting, and others get their turn behind it.
+        """
+        if not self._over:
+            self._runtime.end_progress()
+
     def release(self, timeout_s: float) -> None:
         """Gives everything back, which must be free by now, and ends the registration. Raises TimeoutError; there is
         nothing to do for a fenced job.

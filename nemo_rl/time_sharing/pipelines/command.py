@@ -262,6 +262,9 @@ class CommandPipeline(LentPipeline):
         with self._turn:
             if self._process is not None and self._process.poll() is None:
                 self._stopping.set()
+                if self._client is not None:
+                    # What it does from here on is use of its GPUs, not waiting for them.
+                    self._client.withdraw()
                 if isinstance(self._config, AdaptersConfig):
                     stop_s = self._started_within(stop_s, Path(self._job.folder) / self._config.log_dir / ADDRESS_FILE)
                 self._end(stop_s)
