@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from nemo_rl.config import MasterConfig
 from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.models.megatron.prediction import drawn
 from nemo_rl.models.policy.model_config import CheckpointMismatchError
@@ -28,7 +29,8 @@ from tests.models.policy_ranks import (
 )
 
 DEPTHS, FACTOR = 2, 0.3
-PREDICTS = [f"policy.megatron_cfg.mtp_num_layers={DEPTHS}", f"policy.megatron_cfg.mtp_loss_scaling_factor={FACTOR}"]
+_KEY = "policy.megatron_cfg.mtp_num_layers"
+PREDICTS = [f"{_KEY}={DEPTHS}", f"policy.megatron_cfg.mtp_loss_scaling_factor={FACTOR}"]
 _LAYER = {"qwen3": "Qwen3DecoderLayer", "qwen3_moe": "Qwen3MoeDecoderLayer"}
 
 
@@ -98,16 +100,22 @@ def resumed_story(model: str, world: int, folder: str, overrides: list[str]) -> 
     plain = make_worker(run_config(model, world, *overrides), weights_path=weights)
     seen["without"], seen["scored without"] = plain.weight_checksums(), scored(plain)
     seen["not training"] = make_worker(config, weights_path=weights, init_optimizer=False).weight_checksums()
+    seen["one layer"] = _refusal(run_config(model, world, *overrides, *PREDICTS, f"{_KEY}=1"), weights)
     torch.distributed.barrier()
     if plain.backend.rank == 0:
         Path(f"{weights}/mtp").rename(f"{folder}/taken away")
         AutoModelForCausalLM.from_pretrained(weights)
     torch.distributed.barrier()
+    seen["no layer"] = _refusal(config, weights)
+    return seen
+
+
+def _refusal(config: MasterConfig, weights: str) -> str:
     try:
         make_worker(config, weights_path=weights)
     except CheckpointMismatchError as error:
-        seen["refused"] = str(error)
-    return seen
+        return str(error)
+    return ""
 
 
 def _digests(worker: Any) -> dict[str, str]:

@@ -117,7 +117,9 @@ def test_a_run_resumes_bit_for_bit_and_other_readers_see_a_plain_model(
         plain = {name: digest for name, digest in rank["first"].items() if name not in predicting}
         assert rank["without"] == rank["not training"] == plain
         np.testing.assert_array_equal(rank["scored"], rank["scored without"])
-        assert "holds no layers of multi-token prediction, and policy.megatron_cfg.mtp_num_layers" in rank["refused"]
+        for refused, held, wanted in (("one layer", DEPTHS, 1), ("no layer", 0, DEPTHS)):
+            said = f"holds {held} layers of multi-token prediction, and policy.megatron_cfg.mtp_num_layers is {wanted}"
+            assert said in rank[refused]
 
 
 def test_recorded_routes_reach_the_same_layers_as_without_prediction(models: dict[str, str]) -> None:

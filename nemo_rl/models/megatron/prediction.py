@@ -195,15 +195,16 @@ class PredictingWeights(ShardedWeights):
 
     @torch.no_grad()
     def load(self, source: str) -> None:
-        """See `ShardedWeights`. Raises CheckpointMismatchError also where a checkpoint holds no such layers."""
+        """See `ShardedWeights`. Raises CheckpointMismatchError also where the source holds another number of layers."""
         super().load(source)
         folder = Path(source) / FOLDER
-        if not folder.is_dir() and source != self._start:
-            raise CheckpointMismatchError(
-                f"{source}: holds no layers of multi-token prediction, and {_KEY} is {self._depths}; set it to 0, or "
-                "start another run with this as policy.model_name, which draws them"
-            )
         files = ModelFiles(str(folder)) if folder.is_dir() else None
+        held = len({name.split(".")[2] for name in files.names()}) if files is not None else 0
+        if held != self._depths and (held or source != self._start):
+            raise CheckpointMismatchError(
+                f"{source}: holds {held} layers of multi-token prediction, and {_KEY} is {self._depths}; set it to "
+                f"{held}, or start another run from a model without any, which draws them"
+            )
         for weight in self._predicting:
             for target in self.copies(weight):
                 parts = [

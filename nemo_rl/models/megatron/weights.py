@@ -63,6 +63,10 @@ class ModelFiles:
             self._open[path] = safe_open(path, "pt")
         return self._open[path]
 
+    def names(self) -> list[str]:
+        """Of all tensors."""
+        return [*self._file, *self._state]
+
     def tensor(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """One tensor. Raises CheckpointMismatchError: it is missing or of another shape."""
         if name not in self._file and name not in self._state:
