@@ -70,6 +70,7 @@ def test_every_holder_holds_the_new_object_and_only_new_holders_cost_a_search() 
         swaps.clear()
 
 
+@pytest.mark.slow
 def test_objects_that_searches_leave_out_are_found() -> None:
     old, new = Thing(), Thing()
     holder = [old]

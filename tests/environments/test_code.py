@@ -154,6 +154,7 @@ os.execve(program[0], program, dict(os.environ) if "--keep_env" in options else 
 """
 
 
+@pytest.mark.slow
 def test_nsjail_gets_the_mounts_and_files_that_a_response_needs(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "nsjail").write_text(NSJAIL.format(python=sys.executable, seen=tmp_path / "seen"))
     (tmp_path / "nsjail").chmod(0o755)
@@ -195,6 +196,7 @@ def test_a_sandbox_that_this_machine_lacks_is_refused_and_the_one_in_use_is_name
     assert "sandbox limits" in CodeEnvironment.start_line({"sandbox": "limits"})
 
 
+@pytest.mark.slow
 def test_memory_and_output_are_limited() -> None:
     assert "MemoryError" in run_python("x = bytearray(8 * 1024**3)", 20).output
     assert len(run_python("print('x' * 100_000)", 20).output) < 4100

@@ -103,6 +103,7 @@ def test_a_prompt_that_was_given_up_makes_its_own_step_smaller_and_no_other() ->
     assert queue.step.dropped == [] and queue.step.missing == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lookahead", "share"), [(0, 0.25), (0, 0.5), (1, 0.25), (1, 0.5), (1, 1.0)])
 def test_training_hides_under_a_long_tail_of_generation(lookahead: int, share: float) -> None:
     for seed in range(3):

@@ -510,6 +510,7 @@ def test_without_shards_the_answer_is_503_and_when_to_try_again(session: tuple[E
     assert not endpoint.finish("s").turns
 
 
+@pytest.mark.slow
 def test_past_the_deadline_the_answer_is_503(
     session: tuple[Endpoint, Model, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -543,6 +544,7 @@ def test_two_runs_do_not_share_a_port(session: tuple[Endpoint, Model, str]) -> N
         Endpoint(endpoint._serving, endpoint._config, (port, port))
 
 
+@pytest.mark.slow
 def test_a_port_is_free_once_its_run_has_ended_whoever_was_connected(session: tuple[Endpoint, Model, str]) -> None:
     endpoint, _, _ = session
     first = Endpoint(endpoint._serving, endpoint._config, (3000, 4999))
@@ -816,6 +818,7 @@ def test_an_agent_needs_the_endpoint() -> None:
         load_master_config(_CONFIG.with_name("grpo_arithmetic_agent_cpu.yaml"), [f"{_VLLM}.expose_http_server=false"])
 
 
+@pytest.mark.slow
 def test_the_agents_sdk_of_openai_plays_with_its_tools(session: tuple[Endpoint, Model, str]) -> None:
     import agents as sdk
     import openai

@@ -42,6 +42,7 @@ def test_simulate_prints_jobs_and_ways_side_by_side(tmp_path: Path, capsys: pyte
         assert word in shown
 
 
+@pytest.mark.slow
 def test_check_says_that_a_good_log_keeps_every_invariant(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(log)]) == 0
     assert "keep all 11 invariants" in capsys.readouterr().out
@@ -62,6 +63,7 @@ def test_the_records_of_several_processes_are_checked_as_one(
     assert main(["check", str(tmp_path / "scheduler.jsonl")]) == 0, "what the scheduler wrote is sound by itself"
 
 
+@pytest.mark.slow
 def test_check_shows_the_first_violation(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     entries = [entry for entry in read_record(log) if type(entry.event).__name__ != "VersionPublished"]
     broken = tmp_path / "broken.jsonl"
@@ -85,6 +87,7 @@ def test_a_torn_log_is_reported_with_its_line_and_can_be_read_up_to_there(
     assert main(["check", str(torn), "--recover", "--running"]) == 0
 
 
+@pytest.mark.slow
 def test_the_trace_has_a_track_for_each_gpu_and_slices_with_their_labels(log: Path, tmp_path: Path) -> None:
     output = tmp_path / "t.json"
     assert main(["trace", str(log), "-o", str(output)]) == 0
@@ -112,6 +115,7 @@ def test_slices_of_one_gpu_nest_and_never_overlap(log: Path, tmp_path: Path) -> 
         assert all(before[1] <= after[0] + 1 for before, after in pairwise(ordered))
 
 
+@pytest.mark.slow
 def test_the_report_is_one_file_that_loads_nothing(log: Path, tmp_path: Path) -> None:
     output = tmp_path / "r.html"
     assert main(["report", str(log), "-o", str(output)]) == 0

@@ -38,6 +38,7 @@ def test_all_kinds_of_faults_are_among_the_random_scenarios() -> None:
     assert sum(any(job.leaves_s is not None for job in scenario.jobs) for scenario in scenarios) > 20
 
 
+@pytest.mark.slow
 def test_a_scenario_is_repeated_exactly_by_its_seed() -> None:
     assert [run_scenario(4)] == list(run_many(4, 1, processes=1))
 

@@ -60,6 +60,7 @@ def test_a_process_that_is_gone_already_is_gone() -> None:
     assert end_processes([(process.pid, 0.0)], timeout_s=1.0) == []
 
 
+@pytest.mark.slow
 def test_a_process_that_was_not_gone_is_known_again_by_its_number_and_its_start(
     worker: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,6 +76,7 @@ def test_a_state_comes_back_from_its_line_and_goes_on_as_it_would_have(seed: int
         assert everything(replay([*entries[:cut], line, *entries[cut:until]])) == everything(replay(entries[:until]))
 
 
+@pytest.mark.slow
 def test_the_histories_have_all_that_a_state_can_hold() -> None:
     seen: set[str] = set()
     for seed in SEEDS:

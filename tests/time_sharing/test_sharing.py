@@ -77,6 +77,7 @@ def test_a_job_that_measures_its_batch_wakes_the_ranks_that_it_needs_from_the_se
         assert check(world.entries) == []
 
 
+@pytest.mark.slow
 def test_who_shares_with_nobody_loses_nothing() -> None:
     scenario = load_scenario(SCENARIOS / "two_jobs.yaml")
     alone = scenario.model_copy(update={"jobs": scenario.jobs[:1]})
@@ -85,6 +86,7 @@ def test_who_shares_with_nobody_loses_nothing() -> None:
     assert sharing.slowdown == pytest.approx(1.0, abs=0.02) and 0 < sharing.share <= 1
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_a_pipeline_that_is_gone() -> None:
     world, watch = played(load_scenario(SCENARIOS / "two_jobs.yaml"))
     ended = watch.so_far()
