@@ -72,11 +72,13 @@ class Hour:
     said: list[tuple[str, str]] = field(default_factory=list)
 
     def starts(self, command: str, *shortened: str, real: bool = False) -> Any:
-        """The process of a command: a real one, or a fork that has imported everything."""
+        """The process of a command: a real one, whose Ray cluster is its own and forks nothing, or a fork that has
+        imported everything.
+        """
         words = [word for word in shlex.split(command) if not re.fullmatch(r"[A-Z_]+=.*", word)]
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(self.folder)]),
-            "RAY_ADDRESS": self.address,
+            "RAY_ADDRESS": "local" if real else self.address,
             "NRL_OBJECT_STORE_BYTES": str(256 << 20),
         }
         line = [*words[1:], *shortened]
@@ -135,7 +137,7 @@ def hour(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, ray_session
     walked = Hour(folder, ray.get_runtime_context().gcs_address)
     for line in demo():
         script = Path(line.split()[1]).name
-        # The last command as a user's machine starts it: it imports what the first one does, and more.
+        # The last command starts every process as a user's machine does: it imports what the first one does, and more.
         walked.types(line, *(() if WHOLE else SHORT[script]), real=WHOLE or script == "run_grpo.py")
     walked.said.clear()
     yield walked
