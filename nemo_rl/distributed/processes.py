@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,6 +27,7 @@ HOOK = f"{__name__}.begin_worker"
 _OBJECTS, _YOUNG, _MIDDLE = 50_000, 20, 100
 _KEPT_LINES = 12
 _EXIT_S = 5.0
+_ZOMBIE_POLL_S = 0.2
 _PR_SET_DUMPABLE = 4
 _HARMLESS = {
     *("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "HOME", "USER", "LANG", "LANGUAGE", "TZ", "TMPDIR", "PYTHONHASHSEED"),
@@ -81,13 +83,29 @@ def enter_working_directory() -> None:
         os.chdir(directory)
 
 
+def has_ended(process: psutil.Process) -> bool:
+    """Whether a process has ended. A zombie has: it stays for as long as its container where the container's first
+    process waits for no children.
+    """
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def kill_and_wait(processes: Sequence[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Kills processes and waits; those that are not gone within `timeout_s`."""
+    """Kills processes and waits; those that have not ended within `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
-    return list(alive)
+    alive = list(processes)
+    while True:
+        wait_s = min(_ZOMBIE_POLL_S, max(0.0, deadline - time.monotonic()))
+        _, alive = psutil.wait_procs(alive, timeout=wait_s)
+        alive = [process for process in alive if not has_ended(process)]
+        if not alive or time.monotonic() >= deadline:
+            return alive
 
 
 class OutputTail:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 import psutil
 
 from nemo_rl.config.errors import UserError
+from nemo_rl.distributed.processes import kill_and_wait
 
 logger = logging.getLogger(__name__)
 
@@ -93,11 +94,10 @@ def _kill_left(folder: str) -> None:
     for process in psutil.process_iter(["name"]):
         try:
             if process.info["name"].startswith(_NAMES) and process.environ().get("CUDA_MPS_PIPE_DIRECTORY") == folder:
-                process.kill()
                 left.append(process)
         except psutil.Error:
             continue  # it has ended, or is another user's
-    psutil.wait_procs(left, timeout=_KILL_S)
+    kill_and_wait(left, _KILL_S)
 
 
 def _control(*arguments: str, commands: str = "", timeout_s: float, given: Mapping[str, str]) -> None:

@@ -21,6 +21,7 @@ import psutil
 from pydantic import TypeAdapter, ValidationError
 
 from nemo_rl.config.errors import UserError
+from nemo_rl.distributed.processes import has_ended
 
 _OPEN_ONE = "open a pool with python -m nemo_rl.time_sharing serve --gpus N"
 
@@ -61,7 +62,8 @@ class OpenPool:
         if self.host != socket.gethostname():
             return True
         try:
-            return abs(psutil.Process(self.pid).create_time() - self.started) < 1.0
+            process = psutil.Process(self.pid)
+            return abs(process.create_time() - self.started) < 1.0 and not has_ended(process)
         except psutil.NoSuchProcess:
             return False
 

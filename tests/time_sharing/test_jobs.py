@@ -20,6 +20,8 @@ from nemo_rl.time_sharing.arguments import refused_variables
 from nemo_rl.time_sharing.launcher import launcher_parser, limits_of, run_together
 from nemo_rl.time_sharing.log.pool_state import Outcome, Progress, Standing
 from nemo_rl.time_sharing.opening import LIVE_LIMITS
+from nemo_rl.time_sharing.pipelines.command import KILLED_S
+from nemo_rl.time_sharing.pipelines.command_config import LONGEST_STOP_S
 from nemo_rl.time_sharing.pipelines.job import Job, Kind, read_jobs
 from nemo_rl.time_sharing.pipelines.residents import SlotMemory
 from nemo_rl.time_sharing.pipelines.sft import LentTraining
@@ -434,3 +436,10 @@ def test_gpus_are_wanted_by_who_waits_to_train_on_them_or_has_nothing_to_generat
     bench.settle(2.0)
     assert bench.scheduler.wanted("holds")
     assert not bench.scheduler.wanted("other"), "it holds nothing that anybody trains on"
+
+
+def test_a_command_has_no_longer_to_stop_than_the_pool_waits(tmp_path: Path) -> None:
+    job = file(tmp_path, "probe", external={"command": ["true"], "stop_s": LONGEST_STOP_S + 1.0})
+    with pytest.raises(ConfigError, match="external.stop_s: Input should be less than or equal to 150"):
+        read_jobs([str(job)], POOL)
+    assert LIVE_LIMITS.drain_s >= LONGEST_STOP_S + KILLED_S

@@ -9,11 +9,11 @@ from nemo_rl.time_sharing.planning.plan import Plan
 from nemo_rl.time_sharing.protocol.topology import BadShare
 
 
-def beside_training(*, generation_s: float, slice_s: float) -> Fleet:
+def beside_training(*, generation_s: float, slice_s: float, gpus: int = 2) -> Fleet:
     """`a` trains on GPU 0 and generates on GPU 1; the last time that took `generation_s`, and it began anew at 100 s.
     `command` could run on GPU 0, for which it has waited since then.
     """
-    fleet = Fleet(2, min_hold_s=5.0, aging_s=60.0)
+    fleet = Fleet(gpus, min_hold_s=5.0, aging_s=60.0)
     fleet.add("a", [0], [0, 1], rank_batch=64)
     fleet.add("command", [], [0], slice_s=slice_s)
     fleet.demand("a", 40, at=90.0 - generation_s)
@@ -50,6 +50,20 @@ def test_a_gap_is_used_where_a_slice_fits(
     assert started(plan) == expected
     if not expected:
         assert plan.wake_at is not None and plan.wake_at <= 160.0
+
+
+@pytest.mark.parametrize(
+    ("slice_s", "now", "expected"), [(0.0, 110.0, [False]), (60.0, 110.0, []), (60.0, 165.0, [True])]
+)
+def test_a_rank_of_another_is_not_taken_for_less(slice_s: float, now: float, expected: list[bool]) -> None:
+    fleet = beside_training(generation_s=3.0, slice_s=slice_s, gpus=3)
+    fleet.add("b", [], [0, 2], weight=0.2)
+    fleet.wake("b", 0, at=100.0)
+    fleet.wake("b", 1, at=100.0)
+    fleet.demand("b", 2, at=100.0)
+    plan = fleet.plan(now)
+    assert started(plan) == expected
+    assert [shrink.pipeline for shrink in plan.shrinks] == ["b"] * len(expected)
 
 
 def test_training_waits_for_the_end_of_a_guaranteed_slice_and_no_longer() -> None:

@@ -14,11 +14,9 @@ from typing import Any
 from nemo_rl.config import ConfigError
 from nemo_rl.config.multi_lora import AdapterConfig, check_adapter, load_adapter, load_base
 from nemo_rl.config.placement import cluster_world_size
-from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
+from nemo_rl.time_sharing.pipelines.command_config import LONGEST_STOP_S, CommandConfig
 
 ADAPTERS = "adapters"
-# A step of the slowest adapter, and saving.
-_STOP_S = 600.0
 
 
 class AdaptersConfig(CommandConfig):
@@ -114,7 +112,7 @@ def adapters_command(wrapper: Mapping[str, object], base_file: Path, overrides: 
         gpus=cluster_world_size(base),
         # A Ray cluster of its own: the pool's has lent these GPUs away.
         env={"RAY_ADDRESS": "local"},
-        stop_s=_STOP_S,
+        stop_s=LONGEST_STOP_S,
         base=str(base_file.resolve()),
         overrides=list(overrides),
         files=[],

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _TAIL_BYTES = 4096
 _LEAVE_S = 300.0
-_KILLED_S = 30.0
+KILLED_S = 30.0
 _POLL_S = 1.0
 _STARTED_POLL_S = 0.2
 
@@ -280,7 +280,7 @@ class CommandPipeline(LentPipeline):
             answers: A file that is there once the job has started.
         """
         drain_s = self._handles.limits.drain_s
-        deadline = time.monotonic() + min(stop_s, max(drain_s - _KILLED_S, drain_s / 2))
+        deadline = time.monotonic() + min(stop_s, max(drain_s - KILLED_S, drain_s / 2))
         while not answers.is_file() and time.monotonic() < deadline and not self._draining.is_set():
             if self._process is None or self._process.poll() is not None:
                 break
@@ -299,7 +299,7 @@ class CommandPipeline(LentPipeline):
                 process.send_signal(signal.SIGTERM)
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(grace_s)
-            kill_and_wait([one for one in everybody if one.is_running()], _KILLED_S)
+            kill_and_wait([one for one in everybody if one.is_running()], KILLED_S)
 
 
 def _signal_name(number: int) -> str:

@@ -13,6 +13,8 @@ from pydantic import Field, ValidationError
 from nemo_rl.config import ConfigError, Section
 
 EXTERNAL = "external"
+LONGEST_STOP_S = 150.0
+"""The pool itself ends what has not given its GPUs back after `drain_s` (180 s), of which killing takes a part."""
 
 
 class CommandConfig(Section):
@@ -24,7 +26,10 @@ class CommandConfig(Section):
         default_factory=dict[str, str], description="Environment variables beside those of the pool."
     )
     stop_s: float = Field(
-        30.0, gt=0, description="Seconds from SIGTERM, when its GPUs are wanted back, until it is killed."
+        30.0,
+        gt=0,
+        le=LONGEST_STOP_S,
+        description="Seconds from SIGTERM, when its GPUs are wanted back, until it is killed; others wait for as long.",
     )
 
 

@@ -127,7 +127,7 @@ def _options(
     name, pipeline = taker.name, plan_state.pipelines[taker.name]
     found = list(compress(range(len(holders)), map(willing.__contains__, holders)))
     # A rank on whose GPU another is up is neither up nor claimed itself, so all of them could wake but for these.
-    if pipeline.cooling or plan_state.building.get(name):
+    if pipeline.cooling or plan_state.building.get(name) or pipeline.spec.slice_s:
         could_wake = set(candidates(plan_state, pipeline))
         found = [rank for rank in found if rank in could_wake]
     if len(willing) > 1:
