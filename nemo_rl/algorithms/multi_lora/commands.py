@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -148,22 +149,21 @@ def run(
                 with shared_parts(base, start, adapters=adapters, device_bytes=device_bytes) as shared:
                     interrupts.listen()
                     members = MultiLoraJob(base, shared, records)
-                    try:
-                        # A pool asks the job to leave once it answers: every adapter has joined by then.
-                        for adapter in adapters:
-                            members.add(adapter)
-                        interrupts.save_first(members.end_after_steps)
-                        with serve(members, raw, Path(base.logger.log_dir), base.multi_lora.http_port) as address:
-                            start.say(f"add, remove and list adapters at {address}")
+                    # It answers until the last adapter has left.
+                    with ExitStack() as served:
+                        try:
+                            # A pool asks the job to leave once it answers: every adapter has joined by then.
+                            for adapter in adapters:
+                                members.add(adapter)
+                            interrupts.save_first(members.end_after_steps)
+                            server = serve(members, raw, Path(base.logger.log_dir), base.multi_lora.http_port)
+                            start.say(f"add, remove and list adapters at {served.enter_context(server)}")
                             start.done()
-                            try:
-                                while (not members.wait(_WAIT_S)) or (stay and not interrupts.save_asked):
-                                    pass
-                            finally:
-                                members.close()
-                    finally:
-                        members.close()
-                        states = members.states()
+                            while (not members.wait(_WAIT_S)) or (stay and not interrupts.save_asked):
+                                pass
+                        finally:
+                            members.close()
+                            states = members.states()
                 failed = any(state.phase.value == "failed" for state in states)
                 code = EXIT_INTERRUPTED if interrupts.save_asked else EXIT_FAILED if failed else EXIT_OK
             except KeyboardInterrupt:

@@ -21,6 +21,7 @@ from nemo_rl.models.dtensor.scorer import CausalLMScorer
 from nemo_rl.models.policy.checkpoint_files import (
     BackgroundWriter,
     host_copy,
+    snapshot,
     write_adapter_directory,
     write_model_directory,
 )
@@ -44,19 +45,13 @@ class CheckpointWriter(BackgroundWriter):
         self, scorer: CausalLMScorer, path: str, *, dtype_in_config: torch.dtype, save_format: str
     ) -> None:
         """Snapshots the full weights on rank 0 and writes a Hugging Face directory."""
-        state: dict[str, torch.Tensor] = {}
-        for name, tensor in full_weights(scorer, None, self._mesh.device):
-            if self._mesh.rank == 0:
-                state[name] = tensor.to("cpu", copy=True)
+        state = snapshot(full_weights(scorer, None, self._mesh.device), keep=self._mesh.rank == 0)
         if self._mesh.rank == 0:
             self.submit(write_model_directory, scorer.lm, state, path, dtype_in_config, save_format)
 
     def save_adapter(self, scorer: CausalLMScorer, path: str, info: AdapterInfo) -> None:
         """Snapshots the adapters on rank 0 and writes them in PEFT's format, with the model's configuration."""
-        state: dict[str, torch.Tensor] = {}
-        for name, tensor in adapter_factors(scorer, self._mesh.device):
-            if self._mesh.rank == 0:
-                state[name] = tensor.to("cpu", copy=True)
+        state = snapshot(adapter_factors(scorer, self._mesh.device), keep=self._mesh.rank == 0)
         if self._mesh.rank == 0:
             self.submit(write_adapter_directory, scorer.lm.config, path, info, state)
 

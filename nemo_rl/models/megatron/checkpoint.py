@@ -23,7 +23,13 @@ from nemo_rl.models.megatron.lora import AdaptedWeights
 from nemo_rl.models.megatron.optimizer import inner_optimizers
 from nemo_rl.models.megatron.prediction import FOLDER, PredictingWeights
 from nemo_rl.models.megatron.weights import ModelWeights
-from nemo_rl.models.policy.checkpoint_files import BackgroundWriter, write_adapter_directory, write_model_directory
+from nemo_rl.models.policy.checkpoint_files import (
+    BackgroundWriter,
+    snapshot,
+    write_adapter_directory,
+    write_model_directory,
+    write_tensors,
+)
 from nemo_rl.models.policy.model_config import CheckpointMismatchError
 
 if TYPE_CHECKING:
@@ -184,28 +190,19 @@ class CheckpointWriter(BackgroundWriter):
 
     def save_weights(self, weights: ModelWeights, path: str, *, dtype: torch.dtype, save_format: str) -> None:
         """Snapshots the full weights on rank 0 and writes a Hugging Face directory."""
-        state: dict[str, torch.Tensor] = {}
-        for name, tensor in weights.full(None, self._groups.device):
-            if self._groups.rank == 0:
-                state[name] = tensor.to("cpu", copy=True).contiguous()
+        state = snapshot(weights.full(None, self._groups.device), keep=self._groups.rank == 0)
         if self._groups.rank == 0:
             self.submit(write_model_directory, self._model, state, path, dtype, save_format)
 
     def save_predicting(self, weights: PredictingWeights, path: str) -> None:
         """Snapshots the layers of multi-token prediction on rank 0 and writes them beside the model."""
-        state: dict[str, torch.Tensor] = {}
-        for name, tensor in weights.predicting(self._groups.device):
-            if self._groups.rank == 0:
-                state[name] = tensor.to("cpu", copy=True).contiguous()
+        state = snapshot(weights.predicting(self._groups.device), keep=self._groups.rank == 0)
         if self._groups.rank == 0:
-            self.submit(_write_predicting, state, os.path.join(path, FOLDER))
+            self.submit(write_tensors, state, os.path.join(path, FOLDER))
 
     def save_adapter(self, weights: AdaptedWeights, path: str) -> None:
         """Snapshots the adapters on rank 0 and writes them in PEFT's format, with the model's configuration."""
-        factors: dict[str, torch.Tensor] = {}
-        for name, tensor in weights.factors(self._groups.device):
-            if self._groups.rank == 0:
-                factors[name] = tensor.to("cpu", copy=True)
+        factors = snapshot(weights.factors(self._groups.device), keep=self._groups.rank == 0)
         if self._groups.rank == 0:
             self.submit(write_adapter_directory, self._model.config, path, weights.info, factors)
 
@@ -217,13 +214,6 @@ class CheckpointWriter(BackgroundWriter):
                 own[key] = tensor.to("cpu", copy=True).contiguous()
         saved = {"step": state.step, "schedule": schedule.state_dict()}
         self.submit(_write_state, own, saved, path, self._groups.rank)
-
-
-def _write_predicting(state: dict[str, torch.Tensor], path: str) -> None:
-    from huggingface_hub import save_torch_state_dict
-
-    os.makedirs(path, exist_ok=True)
-    save_torch_state_dict(state, path, max_shard_size="5GB", metadata={"format": "pt"})
 
 
 def _write_state(state: dict[str, torch.Tensor], saved: dict[str, Any], path: str, rank: int) -> None:

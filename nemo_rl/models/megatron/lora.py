@@ -208,15 +208,12 @@ class AdaptedWeights(ShardedWeights):
         self._init = peft.lora_A_init_method
         super().__init__(chunks, sizes, naming, groups, self._factors)
 
-    @torch.no_grad()
     def load_factors(self, path: str | None) -> None:
         """Sets this rank's part of every factor: those of a checkpoint, or with None those of the start. Raises
         CheckpointMismatchError: the checkpoint holds no adapter that fits.
         """
         whole = self._first() if path is None else self._saved(path)
-        for factor in self._factors:
-            for target in self.copies(factor):
-                target.copy_(self.part(factor, whole[factor.name]))
+        self.put(self._factors, lambda factor: whole[factor.name])
 
     def _first(self) -> dict[str, torch.Tensor]:
         sizes = {down.name.rpartition(".")[0]: (down.shape[1], up.shape[0]) for down, up in self._pairs.values()}
@@ -245,10 +242,7 @@ class AdaptedWeights(ShardedWeights):
 
     def factors(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """The whole factors under their names in Hugging Face's model. Collective over the replica."""
-        for factor in self._factors:
-            whole = self.gather(factor, self.own().get(factor.name), device, None)
-            for (name, _), tensor in zip(factor.parts, factor.split(whole), strict=True):
-                yield name, tensor
+        return self.gathered(self._factors, None, device)
 
     def sent_metas(self) -> list[TensorMeta]:
         """Names, shapes and dtypes of `sent_factors`."""

@@ -24,7 +24,7 @@ from torch import nn
 from nemo_rl.distributed.devices import to_device
 from nemo_rl.loss.interfaces import LossFunction, LossType
 from nemo_rl.loss.normalization import EPSILON
-from nemo_rl.models.megatron.families import Naming, Sizes, prediction_weights_of
+from nemo_rl.models.megatron.families import Naming, Sizes, Weight, prediction_weights_of
 from nemo_rl.models.megatron.groups import MegatronGroups
 from nemo_rl.models.megatron.weights import ModelFiles, ShardedWeights
 from nemo_rl.models.policy.logits import LogitTransform
@@ -82,13 +82,14 @@ def tokens_ahead(
         row_T[: len(source_N)] = ahead_BS.reshape(-1)[source_N]
         return row_T[mine]
 
+    ids_KT = [on_row(ids_BS, places) for places in range(1, depths + 2)]
     found = []
     for depth in range(1, depths + 1):
         weight_T = on_row(weight_BS, depth + 1)
         wanted_W = weight_T.nonzero(as_tuple=True)[0]
         # Every rank must run the output projection, whose backward pass is collective, even when it trains on nothing.
         wanted_W = wanted_W if wanted_W.numel() else torch.zeros(1, dtype=torch.long)
-        parts = (on_row(ids_BS, depth), wanted_W, on_row(ids_BS, depth + 1)[wanted_W], weight_T[wanted_W])
+        parts = (ids_KT[depth - 1], wanted_W, ids_KT[depth][wanted_W], weight_T[wanted_W])
         found.append(Ahead(*(to_device(part, device) for part in parts)))
     return found
 
@@ -193,7 +194,6 @@ class PredictingWeights(ShardedWeights):
         self._depths, self._start, self._spread = depths, start, spread
         super().__init__(chunks, sizes, naming, groups, self._predicting)
 
-    @torch.no_grad()
     def load(self, source: str) -> None:
         """See `ShardedWeights`. Raises CheckpointMismatchError also where the source holds another number of layers."""
         super().load(source)
@@ -205,20 +205,14 @@ class PredictingWeights(ShardedWeights):
                 f"{source}: holds {held} layers of multi-token prediction, and {_KEY} is {self._depths}; set it to "
                 f"{held}, or start another run from a model without any, which draws them"
             )
-        for weight in self._predicting:
-            for target in self.copies(weight):
-                parts = [
-                    drawn(name, shape, self._spread) if files is None else files.tensor(name, shape)
-                    for name, shape in weight.parts
-                ]
-                target.copy_(self.part(weight, weight.join(parts)))
+        self.put(self._predicting, self._drawn if files is None else files.whole)
+
+    def _drawn(self, weight: Weight) -> torch.Tensor:
+        return weight.join([drawn(name, shape, self._spread) for name, shape in weight.parts])
 
     def predicting(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and full tensors of the prediction layers. Collective over the replica."""
-        for weight in self._predicting:
-            whole = self.gather(weight, self.own().get(weight.name), device, None)
-            for (name, _), tensor in zip(weight.parts, weight.split(whole), strict=True):
-                yield name, tensor
+        return self.gathered(self._predicting, None, device)
 
 
 def drawn(name: str, shape: tuple[int, ...], spread: float) -> torch.Tensor:

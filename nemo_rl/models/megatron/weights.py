@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -66,6 +66,10 @@ class ModelFiles:
     def names(self) -> list[str]:
         """Of all tensors."""
         return [*self._file, *self._state]
+
+    def whole(self, weight: Weight) -> torch.Tensor:
+        """One parameter, of all its tensors. For errors see `tensor`."""
+        return weight.join([self.tensor(name, shape) for name, shape in weight.parts])
 
     def tensor(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """One tensor. Raises CheckpointMismatchError: it is missing or of another shape."""
@@ -199,27 +203,35 @@ class ShardedWeights:
     def _cut_over(self, weight: Weight) -> dist.ProcessGroup:
         return self._groups.tp_group if weight.expert is None else self._groups.etp_group
 
-    @torch.no_grad()
     def load(self, source: str) -> None:
         """Reads this rank's part of every parameter. Raises ModelNotFoundError: there are no weights;
         CheckpointMismatchError: they are of another model.
         """
-        files = ModelFiles(source)
-        for weight in self.files:
+        self.put(self.files, ModelFiles(source).whole)
+
+    @torch.no_grad()
+    def put(self, weights: Iterable[Weight], whole: Callable[[Weight], torch.Tensor]) -> None:
+        """Sets this rank's part of these parameters. `whole`: gives the whole of one; asked only for what is here."""
+        for weight in weights:
             for target in self.copies(weight):
-                whole = weight.join([files.tensor(name, shape) for name, shape in weight.parts])
-                target.copy_(self.part(weight, whole))
+                target.copy_(self.part(weight, whole(weight)))
 
     def metas(self, dtype: torch.dtype) -> list[TensorMeta]:
         """Names, shapes and dtypes of an export, in order."""
         return [TensorMeta(name, shape, dtype_name(dtype)) for weight in self.files for name, shape in weight.parts]
 
-    @torch.no_grad()
     def full(self, dtype: torch.dtype | None, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and full tensors; collective over the replica. Experts travel over expert-parallel ranks, every
-        parameter over stages.
+        """Names and full tensors of an export; collective over the replica."""
+        return self.gathered(self.files, dtype, device)
+
+    @torch.no_grad()
+    def gathered(
+        self, weights: Iterable[Weight], dtype: torch.dtype | None, device: torch.device
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and full tensors of these parameters; collective over the replica. Experts travel over expert-parallel
+        ranks, every parameter over stages.
         """
-        for weight in self.files:
+        for weight in weights:
             whole = self.gather(weight, self._exported(weight, device), device, dtype)
             for (name, _), tensor in zip(weight.parts, weight.split(whole), strict=True):
                 yield name, tensor

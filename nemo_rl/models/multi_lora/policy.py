@@ -26,8 +26,8 @@ WORKER = "nemo_rl.models.multi_lora.worker.MultiLoraWorker"
 
 
 def trained_lengths(data: BatchedDataDict) -> torch.Tensor:
-    """Lengths of rows up to their last trained token [B], at least 1. What follows it, such as the environment's last
-    words, is seen by no trained token.
+    """Lengths of rows up to their last trained token [B], at least 1. No trained token sees what follows it, such as
+    the environment's closing message.
     """
     mask_BS = data["token_mask"] != 0
     position_S = torch.arange(1, mask_BS.shape[1] + 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
@@ -63,6 +63,15 @@ def host_copy(tree: object) -> object:
     return tree.to("cpu", copy=True) if isinstance(tree, torch.Tensor) else tree
 
 
+def snapshot(tensors: Iterable[tuple[str, torch.Tensor]], *, keep: bool) -> dict[str, torch.Tensor]:
+    """Copies on the host. Without `keep` there are none, but every tensor is taken: to gather one may be collective."""
+    copies: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors:
+        if keep:
+            copies[name] = tensor.to("cpu", copy=True).contiguous()
+    return copies
+
+
 def write_model_directory(
     model: PreTrainedModel, state: dict[str, torch.Tensor], path: str, dtype: torch.dtype, save_format: str
 ) -> None:
@@ -90,8 +99,14 @@ def write_model_directory(
     if save_format == "torch_save":
         torch.save(state, os.path.join(path, "pytorch_model.bin"))
         return
+    write_tensors(state, path)
+
+
+def write_tensors(state: dict[str, torch.Tensor], path: str) -> None:
+    """Writes safetensors files of at most 5 GB into a directory, which is made."""
     from huggingface_hub import save_torch_state_dict
 
+    os.makedirs(path, exist_ok=True)
     save_torch_state_dict(state, path, max_shard_size="5GB", metadata={"format": "pt"})
 
 

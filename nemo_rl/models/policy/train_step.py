@@ -241,8 +241,8 @@ def _require_finite_weights(shards: Sequence[torch.Tensor], result: StepResult) 
         )
 
 
-def total_work(results: Sequence[MicrobatchResult]) -> Work:
-    """What the passes of all microbatches computed."""
+def total_work(results: Sequence[MicrobatchResult | StepResult]) -> Work:
+    """What the passes of microbatches, or of whole steps, computed."""
     return sum((result.work for result in results), start=Work())
 
 
@@ -265,7 +265,7 @@ def step_report(
         "all_mb_metrics": metrics,
         "num_steps": len(results),
         "skipped_steps": sum(not result.stepped for result in results),
-        "work": sum((result.work for result in results), start=Work()),
+        "work": total_work(results),
         **rates,
     }
 
