@@ -85,6 +85,8 @@ def test_no_token_is_lost_or_mislabelled_while_shards_come_and_go(engines: Elast
             groups += collector.take(step, 0)
             collector.finish_step(step)
             # The weights change below running requests of the next step, and while shards come and go.
+            if step + 1 < STEPS:
+                kept.wait_for_answer(step + 1)
             engines.cache.build(step + 1)
             chaos.refit()
             collector.set_weight_version(step + 1)
