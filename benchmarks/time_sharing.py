@@ -262,14 +262,20 @@ def run_way(args: argparse.Namespace, way: str) -> Result:
     return result._replace(busy=busy.between(*result.window()))
 
 
+def pool_arguments(args: argparse.Namespace, way: str) -> list[str]:
+    """The command line of a way's pool."""
+    return [
+        *("--gpus", str(args.gpus), "--device", args.device, "--log-dir", str(args.work / f"pool_{way}")),
+        *("--port", "0", "--slots-per-gpu", "1" if way == "exclusive" else str(args.slots or args.jobs)),
+        *("--mps", "on" if way.startswith("slots-mps") else "off"),
+    ]
+
+
 def _started(args: argparse.Namespace, way: str, jobs: Sequence[str]) -> dict[str, subprocess.Popen[bytes]]:
     run = str(ROOT / "examples" / "run_grpo.py")
     if way in _POOLS:
         configs = [str(config_of(args, way, job, args.gpus)) for job in jobs]
-        pool = ["--gpus", str(args.gpus), "--device", args.device, "--log-dir", str(args.work / f"pool_{way}")]
-        pool += ["--port", "0", "--slots-per-gpu", "1" if way == "exclusive" else str(args.slots or args.jobs)]
-        pool += ["--mps", "on" if way.startswith("slots-mps") else "off"]
-        line = [str(ROOT / "examples" / "run_time_sharing.py"), *pool, "--pipelines", *configs]
+        line = [str(ROOT / "examples" / "run_time_sharing.py"), *pool_arguments(args, way), "--pipelines", *configs]
         even = {"CUDA_MPS_CLIENT_PRIORITY": "0"} if way.endswith("-even") else {}
         return {way: start(args, way, *line, **even)}
     if way.startswith("serial"):

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -56,6 +56,19 @@ _POLL_S = 0.25
 
 class Failed(Exception):
     """What the run must not do."""
+
+
+def processes(variables: Mapping[str, str], titles: Sequence[str] = ("",)) -> list[psutil.Process]:
+    """Living processes started with these environment variables whose command line holds one of `titles`."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            ours = variables.items() <= process.environ().items() and process.status() != psutil.STATUS_ZOMBIE
+            if ours and any(title in " ".join(process.cmdline()) for title in titles):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
 
 
 class Progress:
@@ -275,15 +288,7 @@ class Run:
 
     def processes(self, titles: Sequence[str] = ("",)) -> list[psutil.Process]:
         """The run's living processes whose command line holds one of `titles`."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                ours = process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE
-                if ours and any(title in " ".join(process.cmdline()) for title in titles):
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
+        return processes({MARK: self._mark}, titles)
 
     def note_shared_memory(self) -> None:
         """Remembers which shared memory the run uses now, by name."""
