@@ -5,12 +5,15 @@ samples per second.
     [--steps 30] [--ways sync async streaming]
     python benchmarks/async_vs_sync.py throughput --shape 0.5b [--steps 6] [--gpus 2] [--ages 1 2] [--windows 0 1]
     [--work DIR]
+    python benchmarks/async_vs_sync.py scaling --shape 1.5b [--gpus 1 2 4] [--steps 5]
 
 `accuracy` runs the shipped arithmetic configurations on this machine with the same prompts, samples and steps.
 `throughput` trains random weights on responses whose lengths have a long tail (a response ends at one of many stop
 tokens, so lengths are geometric): synchronously with both phases on all GPUs in turn; asynchronously with half of them
 for each, for every staleness bound of `--ages`; streaming likewise, for every lookahead of `--windows` (0 is strictly
 on-policy), with the share of scoring and training that ran under generation, from the run record.
+`scaling` gives a step `--prompts` prompts for each GPU: one GPU generates and trains in turns, more of them are halved
+and asynchronous, one step ahead; engines are two on each GPU. It prints samples per second and GPU against one GPU.
 """
 
 from __future__ import annotations
@@ -166,18 +169,12 @@ def throughput_config(args: argparse.Namespace, model: Path, prompts: Path, cont
 
 
 def throughput(args: argparse.Namespace) -> None:
-    """Samples per second of every contender, over the steps after the second and before the last, while whose training
-    nothing is left to generate.
-    """
-    import yaml
-
-    from nemo_rl.utils.record import read_record
-    from nemo_rl.utils.step_timeline import read_timeline
-
+    """Samples per second of every contender."""
     work = Path(args.work)
     model = make_model(args.shape, work)
     batches = args.steps + max([*args.ages, *args.windows, 0]) + 1
     prompts = make_prompts(args.prompts * batches, args.prompt_tokens, work / "long_tail.jsonl")
+    (args.gpus,) = args.gpus
     rates: dict[str, dict[str, float]] = {}
     contenders = [
         Contender("sync", 0),
@@ -186,50 +183,85 @@ def throughput(args: argparse.Namespace) -> None:
     ]
     print(f"this host adds 20 million numbers in Python in {host_speed_s():.2f} s", flush=True)
     for contender in contenders:
-        name = contender.name
-        file = name.replace(", ", "_").replace(" ", "_")
-        config = work / f"{file}.yaml"
-        config.write_text(yaml.safe_dump(throughput_config(args, model, prompts, contender)))
-        metrics, wall = run(config, work / f"logs_{file}", [])
-        (record,) = (work / f"logs_{file}").glob("exp_*/record.jsonl")
-
-        def later(key: str, metrics: Any = metrics) -> float:
-            values = metrics.scalars(key)[1][2:-1]
-            return statistics.mean(values) if values else 0.0
-
-        generation = "exposed_generation" if contender.separate else "generation"
-        step_s = later("timing/train/total_step_time")
-        rates[name] = {
-            "samples_per_s": args.prompts * args.generations / step_s,
-            "step_s": step_s,
-            "train_s": later("timing/train/policy_training"),
-            "logprob_s": later("timing/train/policy_and_reference_logprobs"),
-            "generation_s": later(f"timing/train/{generation}"),
-            "refit_s": later("refit/total_s"),
-            "mean_tokens": later("train/mean_gen_tokens_per_sample"),
-            "longest": later("train/max_gen_tokens_per_sample"),
-            "lag": later("train/lag/mean"),
-            "mixed_share": later("train/mixed_share"),
-            "hidden_share": read_timeline(read_record(record, recover=True)).hidden_share(2, args.steps - 1),
-            "wall_s": wall,
-        }
-        print(f"{name:23s} " + "  ".join(f"{key}={value:,.3f}" for key, value in rates[name].items()), flush=True)
+        rates[contender.name] = measure(contender.name, throughput_config(args, model, prompts, contender), args)
     for name in list(rates)[1:]:
         print(f"samples per second, {name} / sync: {rates[name]['samples_per_s'] / rates['sync']['samples_per_s']:.2f}")
     print("RESULT " + json.dumps(rates))
 
 
+def scaling(args: argparse.Namespace) -> None:
+    """Samples per second and GPU with a growing number of GPUs, and of prompts in a step with them."""
+    work, each = Path(args.work), args.prompts
+    model = make_model(args.shape, work)
+    prompts = make_prompts(each * max(args.gpus) * (args.steps + 2), args.prompt_tokens, work / "long_tail.jsonl")
+    print(f"this host adds 20 million numbers in Python in {host_speed_s():.2f} s", flush=True)
+    rates: dict[int, float] = {}
+    for gpus in args.gpus:
+        shaped = argparse.Namespace(**(vars(args) | {"gpus": gpus, "prompts": each * gpus}))
+        ahead = gpus > 1
+        config = throughput_config(shaped, model, prompts, Contender("", int(ahead)))
+        if args.device == "cuda":
+            config["policy"]["generation"]["vllm_cfg"]["engines_per_gpu"] = 2
+        name = f"{gpus} GPUs, {'one step ahead' if ahead else 'in turns'}"
+        rates[gpus] = measure(name, config, shaped)["samples_per_s"] / gpus
+        print(
+            f"{name}: {rates[gpus]:.2f} samples a second and GPU, {rates[gpus] / rates[args.gpus[0]]:.2f} of "
+            f"{args.gpus[0]}",
+            flush=True,
+        )
+    print("RESULT " + json.dumps(rates))
+
+
+def measure(name: str, config: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
+    """Runs one contender; its figures over the steps after the second and before the last, while whose training nothing
+    is left to generate.
+    """
+    import yaml
+
+    from nemo_rl.utils.record import read_record
+    from nemo_rl.utils.step_timeline import read_timeline
+
+    work, file = Path(args.work), name.replace(", ", "_").replace(" ", "_")
+    path = work / f"{file}.yaml"
+    path.write_text(yaml.safe_dump(config))
+    metrics, wall = run(path, work / f"logs_{file}", [])
+    (record,) = (work / f"logs_{file}").glob("exp_*/record.jsonl")
+
+    def later(key: str) -> float:
+        values = metrics.scalars(key)[1][2:-1]
+        return statistics.mean(values) if values else 0.0
+
+    separate = not config["policy"]["generation"]["colocated"]["enabled"]
+    step_s = later("timing/train/total_step_time")
+    found = {
+        "samples_per_s": args.prompts * args.generations / step_s,
+        "step_s": step_s,
+        "train_s": later("timing/train/policy_training"),
+        "logprob_s": later("timing/train/policy_and_reference_logprobs"),
+        "generation_s": later(f"timing/train/{'exposed_generation' if separate else 'generation'}"),
+        "refit_s": later("refit/total_s"),
+        "mean_tokens": later("train/mean_gen_tokens_per_sample"),
+        "longest": later("train/max_gen_tokens_per_sample"),
+        "lag": later("train/lag/mean"),
+        "mixed_share": later("train/mixed_share"),
+        "hidden_share": read_timeline(read_record(record, recover=True)).hidden_share(2, args.steps - 1),
+        "wall_s": wall,
+    }
+    print(f"{name:23s} " + "  ".join(f"{key}={value:,.3f}" for key, value in found.items()), flush=True)
+    return found
+
+
 def main() -> None:
     """Chooses what to measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("accuracy", "throughput"))
+    parser.add_argument("what", choices=("accuracy", "throughput", "scaling"))
     parser.add_argument("--model", default="results/arithmetic/sft/latest")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=42)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--ways", nargs="+", default=list(ARITHMETIC), choices=list(ARITHMETIC))
     parser.add_argument("--shape", default="0.5b")
-    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--gpus", type=int, nargs="+", default=[2], help="several for scaling")
     parser.add_argument(
         "--windows",
         type=int,
@@ -252,7 +284,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--work", default="/tmp/nemo_rl_bench")
     args = parser.parse_args()
-    (accuracy if args.what == "accuracy" else throughput)(args)
+    if args.what == "throughput" and len(args.gpus) > 1:
+        parser.error(f"--gpus {args.gpus}: throughput takes one number; scaling takes several")
+    {"accuracy": accuracy, "throughput": throughput, "scaling": scaling}[args.what](args)
 
 
 if __name__ == "__main__":

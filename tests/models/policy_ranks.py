@@ -154,9 +154,9 @@ def one_step(
     worker.begin_train_step(loss_fn)
     worker.train_microbatches(shard_of(worker, data))
     worker.backend.gradient_norm()  # completes the gradients that tensor-parallel ranks hold in parts
-    seen: dict[str, Any] = {"gradient": full_gradients(worker).numpy(), "logprobs": scored.numpy()}
+    seen: dict[str, Any] = {"gradient": full_gradients(worker).cpu().numpy(), "logprobs": scored.numpy()}
     if weights is not None:
-        seen["gradients"] = {name: gradient.numpy() for name, gradient in gradients(worker).items()}
+        seen["gradients"] = {name: gradient.cpu().numpy() for name, gradient in gradients(worker).items()}
     worker.abort_train_step()
     # A step that is given up between microbatches leaves nothing to the next, wherever its gradients are.
     worker.begin_train_step(loss_fn)
