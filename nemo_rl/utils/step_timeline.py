@@ -5,8 +5,10 @@ Generation is the time in which any request runs, whatever its step; other spans
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 from nemo_rl.utils.plots import AMBER, INDIGO, ROSE, SKY, SLATE, TEAL
@@ -124,7 +126,10 @@ def _joined(spans: Sequence[Span]) -> list[Span]:
 
 
 def _covered(span: Span, by: Sequence[Span]) -> float:
-    return sum(max(0.0, min(span.ended, other.ended) - max(span.begun, other.begun)) for other in by)
+    """Seconds of a span that others cover, which are in order and apart from each other."""
+    first = bisect_left(by, span.begun, key=lambda other: other.ended)
+    overlapping = takewhile(lambda other: other.begun < span.ended, islice(by, first, None))
+    return sum(min(span.ended, other.ended) - max(span.begun, other.begun) for other in overlapping)
 
 
 def figure(timeline: RunTimeline, step: StepTimeline, title: str) -> Figure:

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,8 +144,9 @@ def run(
         device_bytes = DeviceBytes(*pool.device_bytes) if pool is not None and pool.device_bytes is not None else None
         records = AdapterRecords() if pool is None else AdapterRecords(pool.job, pool.records)
         states: list[AdapterState] = []
+        reports: Future[list[Path]] | None = None
         code = EXIT_FAILED
-        with Interrupts() as interrupts:
+        with Interrupts() as interrupts, ThreadPoolExecutor(1, "reports") as reporting:
             try:
                 with shared_parts(base, start, adapters=adapters, device_bytes=device_bytes) as shared:
                     interrupts.listen()
@@ -164,6 +166,8 @@ def run(
                         finally:
                             members.close()
                             states = members.states()
+                            # Pictures are drawn while engines and workers end.
+                            reports = reporting.submit(write_reports, states)
                 failed = any(state.phase.value == "failed" for state in states)
                 code = EXIT_INTERRUPTED if interrupts.save_asked else EXIT_FAILED if failed else EXIT_OK
             except KeyboardInterrupt:
@@ -178,7 +182,7 @@ def run(
                 interrupts.ending()
         if states:
             _show(states)
-        for path in write_reports(states):
+        for path in reports.result() if reports is not None else ():
             sys.stderr.write(f"report: {path}\n")
     return code
 
