@@ -6,6 +6,7 @@ Hypothesis examples have no time limit of their own, since a busy machine is no 
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import logging
 import os
@@ -25,6 +26,8 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
+from nemo_rl.distributed.processes import collect_rarely
+
 ROOT = Path(__file__).parents[1]
 _SESSION_MARK = "NRL_TEST_SESSION"
 _GRACE_S = 60.0
@@ -33,8 +36,18 @@ _OBJECT_STORE_BYTES = 512 << 20
 hypothesis.settings.register_profile("nemo_rl", deadline=None, print_blob=True, max_examples=40)
 hypothesis.settings.load_profile("nemo_rl")
 
+# Not while tests are collected, which imports torch and much else: a quarter of the time went into this search.
+gc.disable()
+
 # The session has a cluster of its own, whatever else runs on this machine.
 os.environ.setdefault("RAY_ADDRESS", "local")
+
+
+def pytest_collection_finish() -> None:
+    """From here on this process searches for cycles of objects as rarely as the product's do."""
+    gc.freeze()
+    gc.enable()
+    collect_rarely()
 
 
 @pytest.hookimpl(optionalhook=True)
