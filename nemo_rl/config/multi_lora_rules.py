@@ -50,11 +50,6 @@ def many_adapters_share_plain_data_parallelism(config: MultiLoraMasterConfig) ->
             "policy.dtensor_cfg.torch_compile is true: which tokens an adapter has changes from row to row, and every "
             "pattern would be compiled again; leave it out"
         )
-    if config.policy.sequence_packing.share_prompts:
-        yield (
-            "policy.sequence_packing.share_prompts is true: prompts are not shared between adapters, whose keys and "
-            "values differ; leave it out"
-        )
 
 
 @rule

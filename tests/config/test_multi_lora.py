@@ -87,7 +87,6 @@ def test_an_adapter_that_does_not_fit_beside_the_others_is_refused(base: Path, t
         ("policy.dtensor_cfg.lora_cfg.dropout=0.1", "an adapter's dropout would depend on"),
         ("policy.dtensor_cfg.context_parallel_size=2", "policy.dtensor_cfg.context_parallel_size is 2"),
         ("policy.dtensor_cfg.torch_compile=true", "policy.dtensor_cfg.torch_compile is true"),
-        ("policy.sequence_packing.share_prompts=true", "prompts are not shared between adapters"),
         ("data_plane.enabled=true", "data_plane.enabled: not built for many adapters"),
         ("grpo.rollout_replay=somewhere", "grpo.rollout_replay: not built for many adapters"),
         ("policy.train_global_batch_size=256", "which make one step of its optimizer"),

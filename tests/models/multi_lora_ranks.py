@@ -12,10 +12,20 @@ from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.models.dtensor.export import hf_name
 from nemo_rl.models.dtensor.parallelize import local_tensor
 from nemo_rl.models.multi_lora.backend import SLOT
+from nemo_rl.models.multi_lora.policy import with_own_prompts
 from nemo_rl.models.multi_lora.worker import MultiLoraWorker, StepRefused
-from nemo_rl.models.policy.batches import shard_chunk, shard_scored
+from nemo_rl.models.policy.batches import shard_chunk, shard_scored, shares_prompts
 from nemo_rl.models.policy.lora import is_factor
-from tests.models.policy_ranks import RaisingLoss, _error, make_worker, run_config, shard_of, training_batch
+from tests.models.policy_ranks import (
+    PROMPT_LENGTH,
+    RaisingLoss,
+    _error,
+    grouped_batch,
+    make_worker,
+    run_config,
+    shard_of,
+    training_batch,
+)
 
 BASE = ["policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=8"]
 ADAPTERS: dict[int, list[str]] = {
@@ -40,6 +50,14 @@ def batch_of(slot: int, step: int) -> BatchedDataDict[Any]:
     return data
 
 
+def one_prompt_of(slot: int, step: int) -> BatchedDataDict[Any]:
+    """Samples of one prompt, which is the same for all slots."""
+    data = grouped_batch()
+    data["input_ids"][:, :PROMPT_LENGTH] = data["input_ids"][0, :PROMPT_LENGTH]
+    data["advantages"] = data["advantages"].roll(slot + step, dims=0) * data["token_mask"]
+    return data
+
+
 def mixed(batches: dict[int, BatchedDataDict[Any]]) -> BatchedDataDict[Any]:
     """The rows of several slots, taken in turn."""
     rows = []
@@ -59,7 +77,9 @@ def joint_worker(model: str, world: int, overrides: list[str]) -> MultiLoraWorke
 
 
 def _chunk(worker: Any, data: BatchedDataDict[Any]) -> Any:
-    return shard_chunk(data, worker.cfg, worker.backend.sizes.dp)[worker.backend.coordinates()["data_parallel"]]
+    share = shares_prompts(worker.cfg, cuda=False)
+    shards = shard_chunk(with_own_prompts(data), worker.cfg, worker.backend.sizes.dp, share=share)
+    return shards[worker.backend.coordinates()["data_parallel"]]
 
 
 def _captured(backend: Any, named: Any, into: list[dict[str, Any]]) -> None:
@@ -83,6 +103,8 @@ def _factors_of(worker: Any) -> Any:
 def alone_and_together(model: str, world: int, overrides: list[str]) -> dict[str, Any]:
     """Gradients, losses and weights of two adapters over some steps, each alone and both in one pass."""
     seen: dict[str, Any] = {"alone": {}, "together": {}}
+    share = shares_prompts(run_config(model, world, *overrides).policy, cuda=False)
+    rows_of = one_prompt_of if share else batch_of
     for slot, own in ADAPTERS.items():
         config = run_config(model, world, *own, *overrides)
         worker = make_worker(config)
@@ -90,7 +112,7 @@ def alone_and_together(model: str, world: int, overrides: list[str]) -> dict[str
         _captured(worker.backend, lambda worker=worker: _factors_of(worker), gradients)
         results = [
             worker.train(
-                shard_of(worker, batch_of(slot, step)),
+                shard_of(worker, rows_of(slot, step)),
                 ClippedPGLossFn(config.loss_fn),
                 eval_mode=False,
                 gbs=8,
@@ -98,7 +120,7 @@ def alone_and_together(model: str, world: int, overrides: list[str]) -> dict[str
             )
             for step in range(STEPS)
         ]
-        scored = worker.get_logprobs(shard_of(worker, batch_of(slot, 0), training=False))["logprobs"]
+        scored = worker.get_logprobs(shard_of(worker, rows_of(slot, 0), training=False))["logprobs"]
         seen["alone"][slot] = _plain(gradients, results) | {"logprobs": scored.numpy()}
     worker = joint_worker(model, world, overrides)
     before = {
@@ -112,14 +134,14 @@ def alone_and_together(model: str, world: int, overrides: list[str]) -> dict[str
         slot: ClippedPGLossFn(run_config(model, world, *own).loss_fn) for slot, own in ADAPTERS.items()
     }
     reports = [
-        worker.train_adapters(_chunk(worker, mixed({slot: batch_of(slot, step) for slot in ADAPTERS})), losses, 2)
+        worker.train_adapters(_chunk(worker, mixed({slot: rows_of(slot, step) for slot in ADAPTERS})), losses, 2)
         for step in range(STEPS)
     ]
     for slot in ADAPTERS:
         seen["together"][slot] = _plain(captured[slot], [report[slot] for report in reports])
     if world == 1:
-        data = mixed({slot: batch_of(slot, 0) for slot in ADAPTERS})
-        shards, order = shard_scored(data, worker.cfg, 1)
+        data = with_own_prompts(mixed({slot: rows_of(slot, 0) for slot in ADAPTERS}))
+        shards, order = shard_scored(data, worker.cfg, 1, share=share)
         scores = worker.score_adapters(shards[0], policy=True, reference=True)
         if order is not None:
             scores = scores.reorder_data(order)

@@ -13,11 +13,14 @@ from torch import nn
 from nemo_rl.models.multi_lora.slots import AdapterSlots, spans_of
 from nemo_rl.models.policy.model_config import CheckpointMismatchError
 from tests.models.multi_lora_ranks import ADAPTERS, alone_and_together, one_fails, saved_and_resumed
+from tests.models.policy_ranks import PROMPT_LENGTH, grouped_batch
 from tests.ranks import run_ranks
 
+SHARED = ["policy.sequence_packing.share_prompts=true", "policy.sequence_packing.train_mb_tokens=256"]
 CASES = {
     "one rank, packed": (1, ["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=64"]),
     "two ranks, recomputed": (2, ["policy.dtensor_cfg.activation_checkpointing=true"]),
+    "one rank, shared prompts": (1, ["policy.sequence_packing.enabled=true", *SHARED]),
 }
 
 
@@ -40,6 +43,10 @@ def test_adapters_trained_together_are_those_trained_alone(case: str, tiny_model
             np.testing.assert_allclose(together["norms"], alone["norms"], rtol=1e-5)
             if world == 1:
                 assert together["tokens"] == alone["tokens"]
+                if "shared prompts" in case:
+                    # All tokens of the prompt but the last are computed once for its eight samples.
+                    saved = 7 * (PROMPT_LENGTH - 1)
+                    assert together["tokens"][0] == int(grouped_batch()["input_lengths"].sum()) - saved
                 np.testing.assert_allclose(together["reference"][:, 0], 0.0)
 
 
@@ -66,7 +73,7 @@ def test_adapters_are_saved_for_peft_and_go_on_in_other_slots(tiny_model: Path, 
 
 
 def test_rows_of_a_slot_make_one_span() -> None:
-    assert spans_of([1, 1, 0, 3], [2, 3, 1, 4]) == [(1, 0, 5), (0, 5, 6), (3, 6, 10)]
+    assert spans_of([1, 1, 0, 3], [2, 5, 6, 10]) == [(1, 0, 5), (0, 5, 6), (3, 6, 10)]
     assert spans_of([], []) == []
 
 

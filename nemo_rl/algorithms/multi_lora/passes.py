@@ -22,6 +22,7 @@ from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.multi_lora.backend import SLOT
 from nemo_rl.models.multi_lora.policy import MultiLoraPolicy
 from nemo_rl.models.multi_lora.worker import StepRefused
+from nemo_rl.models.policy.batches import tags_of
 from nemo_rl.models.policy.interfaces import BatchHandle, Scores, TrainResult
 from nemo_rl.utils.adapter_turns import Ready, Turns
 
@@ -192,7 +193,8 @@ class AdapterPolicy:
 
     def _score(self, rows: BatchHandle, *, policy: bool, reference: bool) -> Scores:
         kind = f"scores {policy} {reference}"
-        rows = rows if not isinstance(rows, BatchedDataDict) else _only(rows, "input_ids", "input_lengths")
+        if isinstance(rows, BatchedDataDict):
+            rows = _only(rows, "input_ids", "input_lengths", *tags_of(rows))
         return self._ask(rows, kind, policy=policy, reference=reference).result()
 
     def get_logprobs(self, data: BatchHandle, timer: Timer | None = None) -> Scores:

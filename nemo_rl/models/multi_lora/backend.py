@@ -32,12 +32,13 @@ from nemo_rl.models.dtensor.lora import KEY, chosen_layers
 from nemo_rl.models.dtensor.mesh import ParallelMesh
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 from nemo_rl.models.multi_lora.slots import AdapterSlots, Span, spans_of
+from nemo_rl.models.policy.batches import shares_prompts
 from nemo_rl.models.policy.checkpoint_files import BackgroundWriter, host_copy, write_adapter_directory
 from nemo_rl.models.policy.logits import LogitTransform, logit_transform
 from nemo_rl.models.policy.lora import drawn_factors, read_factors
 from nemo_rl.models.policy.model_config import CheckpointMismatchError, compute_dtype
 from nemo_rl.models.policy.optimizer import advance_scheduler, build_optimizer, build_scheduler
-from nemo_rl.models.policy.packed import idle_microbatch, logprob_rows, microbatch_loss, pack, row_round
+from nemo_rl.models.policy.packed import PackedBatch, idle_microbatch, logprob_rows, microbatch_loss, pack, row_round
 from nemo_rl.models.policy.scoring import TokenScores
 from nemo_rl.models.policy.train_step import MicrobatchResult, TrainStep
 from nemo_rl.utils.adapters import AdapterInfo
@@ -163,6 +164,7 @@ class MultiLoraBackend(DTensorBackend):
             None,
             CheckpointWriter(mesh),
             dtype=compute_dtype(cfg.precision),
+            share_prompts=shares_prompts(cfg, cuda=mesh.device.type == "cuda"),
             row_multiple=row_multiple,
         )
         self._base = cfg
@@ -254,7 +256,7 @@ class MultiLoraBackend(DTensorBackend):
         outcomes: dict[int, list[tuple[BatchedDataDict, MicrobatchResult]]] = {slot: [] for slot in losses}
         failed: dict[int, str] = {}
         for data in microbatches:
-            spans, output = self._score_slots(data, trained_only=True, transform=None)
+            spans, _, output = self._score_slots(data, trained_only=True, transform=None)
             # Every rank runs a backward pass, also where all losses raise.
             total = torch.nan_to_num(output.logprobs_T).sum() * 0.0
             for slot, start, end in spans:
@@ -263,7 +265,7 @@ class MultiLoraBackend(DTensorBackend):
                 part = TokenScores(output.logprobs_T[start:end], output.unfiltered_T[start:end])
                 filters = self.adapters[slot].transform.filters
                 try:
-                    batch = pack(own, self.device)
+                    batch = pack(own, self.device, share=self._share_prompts)
                     loss, result = microbatch_loss(own, losses[slot], batch, part, filters=filters, device=self.device)
                 except Exception as error:  # noqa: BLE001 - a user's loss may raise anything; it ends its adapter alone
                     failed[slot] = f"{type(error).__name__}: {error}"
@@ -279,12 +281,20 @@ class MultiLoraBackend(DTensorBackend):
 
     def _score_slots(
         self, data: BatchedDataDict, *, trained_only: bool, transform: LogitTransform | None, adapted: bool = True
-    ) -> tuple[list[Span], TokenScores]:
-        """The spans of a microbatch and the scores of its row, by default under its adapters' transform."""
-        spans = spans_of(data[SLOT].tolist(), data["input_lengths"].tolist())
-        batch = pack(_without_slot(data), self.device, multiple=self._row_multiple, trained_only=trained_only)
+    ) -> tuple[list[Span], PackedBatch, TokenScores]:
+        """The spans of a microbatch, its row and the scores of that, by default under its adapters' transform."""
+        batch = pack(
+            _without_slot(data),
+            self.device,
+            multiple=self._row_multiple,
+            trained_only=trained_only,
+            share=self._share_prompts,
+            # Adapters may be at the same prompt, whose keys and values differ between them.
+            apart=((data[SLOT].diff() != 0).nonzero().flatten() + 1).tolist(),
+        )
+        spans = spans_of(data[SLOT].tolist(), batch.ends)
         self.slots.plan.aim(spans if adapted else ())
-        return spans, self.scorer(batch, transform or self.adapters[spans[0][0]].transform)
+        return spans, batch, self.scorer(batch, transform or self.adapters[spans[0][0]].transform)
 
     def _idle_slots(self, slot: int) -> None:
         """A pass of zeros through an adapter: without one there is nothing to run backward."""
@@ -306,8 +316,8 @@ class MultiLoraBackend(DTensorBackend):
         for data in microbatches:
             own = self.adapters[int(data[SLOT][0])].transform
             transform = own.unfiltered() if reference else own
-            _, scores = self._score_slots(data, trained_only=False, transform=transform, adapted=not reference)
-            rows.append(logprob_rows(data, pack(_without_slot(data), self.device, multiple=self._row_multiple), scores))
+            _, batch, scores = self._score_slots(data, trained_only=False, transform=transform, adapted=not reference)
+            rows.append(logprob_rows(data, batch, scores))
         self.slots.plan.aim(())
         self._idle_passes(idle)
         return rows

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from nemo_rl.config import PolicyConfig
-from nemo_rl.data_plane.schema import replayed_fields
+from nemo_rl.data_plane.schema import PROMPT, PROMPT_TOKENS, TAG, replayed_fields
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.multi_lora.backend import SLOT
@@ -32,6 +32,18 @@ def trained_lengths(data: BatchedDataDict) -> torch.Tensor:
     mask_BS = data["token_mask"] != 0
     position_S = torch.arange(1, mask_BS.shape[1] + 1)
     return torch.minimum(data["input_lengths"], (mask_BS * position_S).amax(dim=1).clamp(min=1))
+
+
+def with_own_prompts(data: BatchedDataDict) -> BatchedDataDict:
+    """The rows, with prompts numbered apart by adapter, and none longer than its row."""
+    data = BatchedDataDict({**data})
+    for name in tags_of(data):
+        if name == TAG + PROMPT:
+            slots_B = data[SLOT]
+            data[name] = data[name] * (slots_B.max() + 1) + slots_B
+        elif name == TAG + PROMPT_TOKENS:
+            data[name] = torch.minimum(data[name], data["input_lengths"])
+    return data
 
 
 class MultiLoraPolicy(Policy):
@@ -101,10 +113,9 @@ class MultiLoraPolicy(Policy):
         Returns per slot the result of its step, or why it was refused. Raises WorkerError: a worker failed.
         """
         refuse_model_inputs(data)
-        data = BatchedDataDict({name: column for name, column in data.items() if name not in tags_of(data)})
-        data["input_lengths"] = trained_lengths(data)
+        data = with_own_prompts(BatchedDataDict({**data, "input_lengths": trained_lengths(data)}))
         with self._turn:
-            shards = shard_chunk(data, self.cfg, self.data_parallel_size)
+            shards = shard_chunk(data, self.cfg, self.data_parallel_size, share=self.shares_prompts)
             for slot in losses:
                 self._stepped.pop(slot, None)
             ranks = self._run_sharded("train_adapters", shards, losses=losses, mbs=self.cfg.train_micro_batch_size)
@@ -123,10 +134,10 @@ class MultiLoraPolicy(Policy):
         with a column `SLOT` [B]. Raises WorkerError: a worker failed.
         """
         refuse_model_inputs(data)
-        names = ("input_ids", "input_lengths", SLOT, *replayed_fields(data, routes=policy))
-        columns = BatchedDataDict({name: data[name] for name in names})
+        names = ("input_ids", "input_lengths", SLOT, *replayed_fields(data, routes=policy), *tags_of(data))
+        columns = with_own_prompts(BatchedDataDict({name: data[name] for name in names}))
         with self._turn:
-            shards, order = shard_scored(columns, self.cfg, self.data_parallel_size)
+            shards, order = shard_scored(columns, self.cfg, self.data_parallel_size, share=self.shares_prompts)
             parts = self._run_sharded("score_adapters", shards, policy=policy, reference=reference)
         merged = BatchedDataDict.from_batches(parts)
         return merged if order is None else merged.reorder_data(order)

@@ -191,17 +191,16 @@ class AdapterSlots:
         return [parameter for _, parameter in self.named(slot)]
 
 
-def spans_of(slots: Sequence[int], lengths: Sequence[int]) -> list[Span]:
+def spans_of(slots: Sequence[int], ends: Sequence[int]) -> list[Span]:
     """The spans of rows that stand one after the other in a packed row; neighbours of one slot make one span.
 
     Args:
         slots: Slot of each row; rows of one slot must be neighbours.
-        lengths: Tokens of each row.
+        ends: Where the tokens of each row end.
     """
     spans: list[Span] = []
     start = 0
-    for slot, length in zip(slots, lengths, strict=True):
-        end = start + length
+    for slot, end in zip(slots, ends, strict=True):
         if spans and spans[-1][0] == slot:
             spans[-1] = (slot, spans[-1][1], end)
         else:

@@ -10,7 +10,7 @@ Shapes: B sequences, S padded width, T tokens of the row (padding segment includ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +54,7 @@ class PackedBatch:
     routes: Routes | None = None  # recorded router decisions of each token
     kept: KeptTokens | None = None  # recorded sets that each target was drawn from
     given: GivenTokens | None = None  # tokens to score after each position besides its target
+    ends: tuple[int, ...] = ()  # where each sequence ends in the row; all tokens of those before it stand before that
 
     def unpack(self, values_T: torch.Tensor) -> torch.Tensor:
         """Differentiable scatter of per-token values [T, ...] to [B, S, ...], zero on padding."""
@@ -77,6 +78,7 @@ def pack(
     multiple: int = 1,
     trained_only: bool = False,
     share: bool = False,
+    apart: Sequence[int] = (),
     loss_fn: LossFunction | None = None,
 ) -> PackedBatch:
     """Packs a right-padded microbatch.
@@ -87,6 +89,7 @@ def pack(
         trained_only: Score only positions whose next token `token_mask [B, S]` and `sample_mask [B]` keep: the output
             projection then skips prompts.
         share: Store a common prefix of neighbours once, as far as what is recorded of its tokens is the same.
+        apart: Rows that share nothing with the one before them.
         loss_fn: What the row is for; a loss that compares with a teacher has the tokens of `teacher_topk_ids [B, S, k]`
             scored.
 
@@ -95,7 +98,7 @@ def pack(
     ids_BS, lengths_B = data["input_ids"].cpu(), data["input_lengths"].to(torch.long).cpu()
     batch, width = ids_BS.shape
     lengths = lengths_B.tolist()
-    runs = _runs(data, ids_BS, lengths) if share else [Run(row, row + 1, 0) for row in range(batch)]
+    runs = _runs(data, ids_BS, lengths, apart) if share else [Run(row, row + 1, 0) for row in range(batch)]
     row = lay_out(runs, lengths, width)
     shares = any(run.shared for run in runs)
     source_N = (torch.arange(width) < lengths_B[:, None]).reshape(-1).nonzero(as_tuple=True)[0]
@@ -131,20 +134,23 @@ def pack(
         else Routes(*(to_device(part, device) for part in (routes.experts_TLK, routes.valid_T, routes.read_T))),
         None if kept is None else KeptTokens(to_device(kept.counts_T, device), to_device(kept.ids_M, device)),
         None if loss_fn is None or not compares(loss_fn) else _given(data, row.source_T, padding, device, loss_fn),
+        _ends(row.place_N, lengths_B),
     )
 
 
-def _runs(data: Mapping[str, torch.Tensor], ids_BS: torch.Tensor, lengths: list[int]) -> list[Run]:
+def _runs(
+    data: Mapping[str, torch.Tensor], ids_BS: torch.Tensor, lengths: list[int], apart: Sequence[int]
+) -> list[Run]:
     """Rows that share a prefix: nothing from the first token on that was recorded to be drawn from a set, since sets
     differ from sample to sample, and nothing at all with routes, which differ from the first token on.
     """
     if EXPERTS in data:
         return [Run(row, row + 1, 0) for row in range(len(lengths))]
     if COUNTS not in data:
-        return shared_runs(ids_BS, lengths)
+        return shared_runs(ids_BS, lengths, apart)
     drawn_BS = data[COUNTS].cpu() > 0
     first_B = torch.where(drawn_BS.any(dim=1), drawn_BS.int().argmax(dim=1), ids_BS.shape[1])
-    return shared_runs(ids_BS, torch.minimum(torch.tensor(lengths), first_B).tolist())
+    return shared_runs(ids_BS, torch.minimum(torch.tensor(lengths), first_B).tolist(), apart)
 
 
 def compares(loss_fn: LossFunction) -> bool:
@@ -159,6 +165,12 @@ def _given(
     ids_Tk = ids_BSk.reshape(-1, ids_BSk.shape[-1])[source_T].long()
     ids_Tk = torch.cat([ids_Tk, ids_Tk.new_zeros((padding, ids_Tk.shape[1]))])
     return GivenTokens(to_device(ids_Tk, device), isinstance(loss_fn, ComparesWithTeacher) and loss_fn.reads_rest)
+
+
+def _ends(place_N: torch.Tensor, lengths_B: torch.Tensor) -> tuple[int, ...]:
+    """The last token of a sequence is its own, and stands last; one without tokens ends where the one before does."""
+    places_N = torch.cat([torch.tensor([-1]), place_N])
+    return tuple((places_N[lengths_B.cumsum(0)] + 1).tolist())
 
 
 def _borders(lengths: list[int]) -> torch.Tensor:
