@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 WORTHWHILE = 16
 """Tokens below which a prefix is not worth a segment of its own."""
+WORTHWHILE_ON_CPU = 4
+"""Likewise on a CPU, where a pass takes as long as its tokens; bundles of rows are not planned for less."""
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,8 @@ def pack(
     ids_BS, lengths_B = data["input_ids"].cpu(), data["input_lengths"].to(torch.long).cpu()
     batch, width = ids_BS.shape
     lengths = lengths_B.tolist()
-    runs = _runs(data, ids_BS, lengths, apart) if share else [Run(row, row + 1, 0) for row in range(batch)]
+    cuda = device.type == "cuda"
+    runs = _runs(data, ids_BS, lengths, apart, cuda=cuda) if share else [Run(row, row + 1, 0) for row in range(batch)]
     row = lay_out(runs, lengths, width)
     shares = any(run.shared for run in runs)
     source_N = (torch.arange(width) < lengths_B[:, None]).reshape(-1).nonzero(as_tuple=True)[0]
@@ -139,7 +140,7 @@ def pack(
 
 
 def _runs(
-    data: Mapping[str, torch.Tensor], ids_BS: torch.Tensor, lengths: list[int], apart: Sequence[int]
+    data: Mapping[str, torch.Tensor], ids_BS: torch.Tensor, lengths: list[int], apart: Sequence[int], *, cuda: bool
 ) -> list[Run]:
     """Rows that share a prefix: nothing from the first token on that was recorded to be drawn from a set, since sets
     differ from sample to sample, and nothing at all with routes, which differ from the first token on.
@@ -147,10 +148,10 @@ def _runs(
     if EXPERTS in data:
         return [Run(row, row + 1, 0) for row in range(len(lengths))]
     if COUNTS not in data:
-        return shared_runs(ids_BS, lengths, apart)
+        return shared_runs(ids_BS, lengths, apart, cuda=cuda)
     drawn_BS = data[COUNTS].cpu() > 0
     first_B = torch.where(drawn_BS.any(dim=1), drawn_BS.int().argmax(dim=1), ids_BS.shape[1])
-    return shared_runs(ids_BS, torch.minimum(torch.tensor(lengths), first_B).tolist(), apart)
+    return shared_runs(ids_BS, torch.minimum(torch.tensor(lengths), first_B).tolist(), apart, cuda=cuda)
 
 
 def compares(loss_fn: LossFunction) -> bool:

@@ -31,15 +31,21 @@ class Run(NamedTuple):
     shared: int
 
 
-def shared_runs(ids_BS: torch.Tensor, lengths: Sequence[int], apart: Sequence[int] = ()) -> list[Run]:
-    """Cuts neighbouring rows into the runs that save most tokens. `apart`: rows that share nothing with the one before
-    them, whatever their tokens.
+def shared_runs(
+    ids_BS: torch.Tensor, lengths: Sequence[int], apart: Sequence[int] = (), *, cuda: bool = False
+) -> list[Run]:
+    """Cuts neighbouring rows into the runs that save most tokens.
+
+    Args:
+        apart: Rows that share nothing with the one before them, whatever their tokens.
+        cuda: Whether the row is computed on a GPU.
     """
+    least = shared_prefixes.WORTHWHILE if cuda else min(shared_prefixes.WORTHWHILE, shared_prefixes.WORTHWHILE_ON_CPU)
     rows = len(lengths)
     common = _common_with_next(ids_BS, lengths) - 1 if rows > 1 else np.zeros(0)
     common[[row - 1 for row in apart]] = 0.0
     # No run goes on where neighbours have too little in common: what lies between such places is cut by itself.
-    borders = [0, *(int(row) + 1 for row in np.flatnonzero(common < shared_prefixes.WORTHWHILE)), rows]
+    borders = [0, *(int(row) + 1 for row in np.flatnonzero(common < least)), rows]
     return [
         Run(first + run.first, first + run.end, run.shared)
         for first, end in pairwise(borders)
