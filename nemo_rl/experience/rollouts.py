@@ -111,10 +111,9 @@ class Trajectory:
     @property
     def all_spans(self) -> list[VersionSpan]:
         """Weight versions, over the tokens of all responses of all branches."""
-        spans: list[VersionSpan] = []
-        start = 0
-        for branch in self.branches:
-            spans += [replace(span, start=start + span.start, end=start + span.end) for span in branch.spans]
+        spans, start = list(self.spans), sum(self.generated)
+        for branch in self.further_branches:
+            spans += _moved(branch.spans, start)
             start += sum(branch.generated)
         return spans
 
@@ -193,11 +192,12 @@ class RolloutRunner:
                 trajectory = await self._agents.run(log, known, plan, prompt, sample, batchers[task])
         else:
             trajectory = await self._alternate(row, batch, plan, batchers[task])
-        spans = tuple(RecordedSpan(span.version, span.start, span.end) for span in trajectory.all_spans)
-        mixed_kv = any(span.mixed_kv for span in trajectory.all_spans)
-        adapter = ",".join(sorted({span.adapter for span in trajectory.all_spans}))
+        spans = trajectory.all_spans
+        recorded = tuple(RecordedSpan(span.version, span.start, span.end) for span in spans)
+        mixed_kv = any(span.mixed_kv for span in spans)
+        adapter = ",".join(sorted({span.adapter for span in spans}))
         group = f"{plan.step}-{prompt}"
-        self._record.emit(TokensGenerated(f"{group}-{sample}", group, spans, mixed_kv, adapter))
+        self._record.emit(TokensGenerated(f"{group}-{sample}", group, recorded, mixed_kv, adapter))
         return trajectory
 
     async def _alternate(
@@ -260,7 +260,7 @@ class RolloutRunner:
                 "generation_logprobs": torch.tensor(result.logprobs, dtype=torch.float32),
             }
         )
-        trajectory.spans += [replace(span, start=start + span.start, end=start + span.end) for span in result.spans]
+        trajectory.spans += _moved(result.spans, start)
         trajectory.generated.append(len(result.token_ids))
         if result.routes is not None:
             trajectory.routes.add(result.routes)
@@ -277,6 +277,10 @@ class RolloutRunner:
         trajectory.observed += len(kept)
         trajectory.message_log.append({**observation, "token_ids": torch.tensor(kept, dtype=torch.int64)})
         return kept, len(tokens) <= room
+
+
+def _moved(spans: Sequence[VersionSpan], by: int) -> Sequence[VersionSpan]:
+    return [replace(span, start=by + span.start, end=by + span.end) for span in spans] if by else spans
 
 
 # Environments answer many samples of a batch with the same text.

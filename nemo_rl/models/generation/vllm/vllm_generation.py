@@ -185,6 +185,8 @@ class VllmGeneration(GenerationInterface):
         `Dispatcher.run`.
         """
         loop = asyncio.get_running_loop()
+        if loop is self._loop:
+            return await self._dispatcher.run(request, self._request_timeout_s, on_tokens)
 
         def pass_on(token_ids: list[int], logprobs: list[float]) -> None:
             if on_tokens is not None:
