@@ -200,8 +200,11 @@ def scaling(args: argparse.Namespace) -> None:
         shaped = argparse.Namespace(**(vars(args) | {"gpus": gpus, "prompts": each * gpus}))
         ahead = gpus > 1
         config = throughput_config(shaped, model, prompts, Contender("", int(ahead)))
+        generation = config["policy"]["generation"]
         if args.device == "cuda":
-            config["policy"]["generation"]["vllm_cfg"]["engines_per_gpu"] = 2
+            generation["vllm_cfg"]["engines_per_gpu"] = 2
+        # Engines share the samples that may be under way; vLLM takes no more places than tokens of a batch.
+        generation["vllm_kwargs"]["max_num_seqs"] = min(generation["vllm_kwargs"]["max_num_seqs"], 1024)
         name = f"{gpus} GPUs, {'one step ahead' if ahead else 'in turns'}"
         rates[gpus] = measure(name, config, shaped)["samples_per_s"] / gpus
         print(

@@ -1,6 +1,6 @@
 """Equal GRPO jobs on one pool while an engine, a trainer and the scheduler are killed: every job must go on.
 
-    python benchmarks/time_sharing_kills.py [--shape 0.5b] [--jobs 4] [--gpus 4] [--ways slots-mps] [--way-s 450]
+    python benchmarks/time_sharing_kills.py [--shape 0.5b] [--jobs 4] [--gpus 4] [--ways slots-mps] [--way-s 600]
     python benchmarks/time_sharing_kills.py --shape tiny --device cpu --ways slots --jobs 2 --gpus 2 --prompts 4
         --generations 4 --prompt-tokens 16 --new-tokens 32 --mean-tokens 16
 
@@ -222,7 +222,7 @@ def main() -> int:
     """Runs, and says what came of it; the exit code."""
     made = parser()
     made.description = __doc__
-    made.set_defaults(jobs=[4], gpus=4, ways=["slots-mps"], way_s=450.0, work=Path("/tmp/nemo_rl_time_sharing_kills"))
+    made.set_defaults(jobs=[4], gpus=4, ways=["slots-mps"], way_s=600.0, work=Path("/tmp/nemo_rl_time_sharing_kills"))
     args = made.parse_args()
     (args.jobs, *more), (way, *ways) = args.jobs, args.ways
     if more or ways or not way.startswith("slots") or args.jobs < 2:

@@ -1,17 +1,24 @@
-"""One rank of a step that several GPUs share, each rank on a GPU of its own."""
+"""One rank of steps that several processes share, which writes what it found.
+
+    python -m tests.gpu.split_ranks MODEL DEVICE OUTPUT CASES
+
+CASES: overrides of each step, as JSON. The result is `one_step` of each.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-from typing import Any
+import pickle
+import sys
+from pathlib import Path
 
 from tests.models.policy_ranks import one_step
 
-
-def step_of_rank(model: str, device: str, overrides: list[str]) -> dict[str, Any]:
-    """This rank's `one_step`; with `device` cuda on the visible GPU of its number."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if device == "cuda":
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(world)))
-        os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[rank]
-    return one_step(model, world, [f"cluster.device={device}", *overrides])
+if __name__ == "__main__":
+    model, device, output, cases = sys.argv[1:]
+    world = int(os.environ["WORLD_SIZE"])
+    found = [one_step(model, world, [f"cluster.device={device}", *overrides]) for overrides in json.loads(cases)]
+    Path(output).write_bytes(pickle.dumps(found))
+    # Threads of communicators would keep the process.
+    os._exit(0)

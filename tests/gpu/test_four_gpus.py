@@ -6,7 +6,9 @@ Run where GPUs are: `python -m pytest tests/gpu -v`. Without four GPUs every tes
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -17,12 +19,11 @@ import pytest
 import torch
 import yaml
 
+from nemo_rl.distributed.ports import free_ports
 from nemo_rl.time_sharing.log.merged import merge_by_machine_time
 from nemo_rl.utils.metrics_file import read_metrics
 from nemo_rl.utils.record_events import ShardSlept, StepFinished, VersionPublished
-from tests.gpu.split_ranks import step_of_rank
 from tests.models.policy_ranks import MEGATRON
-from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -69,8 +70,6 @@ def share_a_pool(folder: Path, device: str, gpus: int) -> None:
     ]
     line = [sys.executable, "examples/run_time_sharing.py", "--gpus", str(gpus), "--device", device, "--port", "0"]
     line += ["--log-dir", str(folder / "pool"), "--pipelines", *map(str, files)]
-    if device == "cuda":
-        line += ["~policy.generation.vllm_kwargs.kv_cache_memory_bytes"]
     ended = subprocess.run(line, capture_output=True, text=True, timeout=500, env=_environment(), cwd=ROOT, check=False)
     assert ended.returncode == 0, ended.stderr[-6000:]
     assert "record kept every invariant" in ended.stderr
@@ -98,13 +97,42 @@ def share_a_pool(folder: Path, device: str, gpus: int) -> None:
 def compare_backends(folder: Path, device: str, ranks: int) -> None:
     """A step of a fixed batch in float32: loss, norm and every gradient of each split against DTensor's on one."""
     model = str(_model(folder))
-    (alone,) = run_ranks(step_of_rank, 1, model, device, PLAIN)
-    for name, overrides in SPLITS.items():
-        for got in run_ranks(step_of_rank, ranks, model, device, overrides):
+    ((alone,),) = _steps(folder, model, device, 1, [PLAIN])
+    for rank in _steps(folder, model, device, ranks, list(SPLITS.values())):
+        for name, got in zip(SPLITS, rank, strict=True):
             assert got["loss"] == pytest.approx(alone["loss"], abs=1e-5), name
             assert got["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4), name
             error = np.linalg.norm(got["gradient"] - alone["gradient"]) / np.linalg.norm(alone["gradient"])
             assert error < 1e-4, name
+
+
+def _steps(folder: Path, model: str, device: str, ranks: int, cases: list[list[str]]) -> list[Any]:
+    """What every rank found in each case. Ranks are processes of their own: a fork cannot use CUDA that its parent has
+    touched, and importing Megatron-Core touches it.
+    """
+    (port,) = free_ports(1)
+    outputs = [folder / f"{rank}_of_{ranks}.pickle" for rank in range(ranks)]
+    seen = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(ranks)))).split(",")
+    processes = []
+    for rank, output in enumerate(outputs):
+        environment = _environment() | {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        }
+        if device == "cuda":
+            environment["CUDA_VISIBLE_DEVICES"] = seen[rank]
+        line = [sys.executable, "-m", "tests.gpu.split_ranks", model, device, str(output), json.dumps(cases)]
+        processes.append(subprocess.Popen(line, env=environment, cwd=ROOT))
+    try:
+        assert [process.wait(timeout=300) for process in processes] == [0] * ranks
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [pickle.loads(output.read_bytes()) for output in outputs]
 
 
 def _environment() -> dict[str, str]:
@@ -122,7 +150,8 @@ def _job(
     folder: Path, model: Path, name: str, device: str, vllm: dict[str, Any], trains_on: list[int], gpus: int
 ) -> Path:
     """A wrapper and its configuration; the path of the wrapper."""
-    cuda = {"gpu_memory_utilization": 0.2, "enforce_eager": True} if device == "cuda" else {}
+    cuda = {"enforce_eager": True} if device == "cuda" else {}
+    memory = {"kv_cache_memory_bytes": 4 << 30} if device == "cuda" else {}
     config = {
         "defaults": str(ROOT / "examples" / "configs" / "grpo_arithmetic_cpu.yaml"),
         "grpo": {
@@ -138,7 +167,7 @@ def _job(
             "precision": "bfloat16" if device == "cuda" else "float32",
             "train_global_batch_size": 32,
             "dtensor_cfg": {"tensor_parallel_size": len(trains_on), "sequence_parallel": True},
-            "generation": {"vllm_cfg": cuda | vllm, "vllm_kwargs": {"max_num_seqs": 64}},
+            "generation": {"vllm_cfg": cuda | vllm, "vllm_kwargs": {"max_num_seqs": 64} | memory},
         },
         "cluster": {"device": device, "gpus_per_node": gpus, "cpu_slots": gpus},
         "logger": {"log_dir": str(folder / name), "tensorboard_enabled": False},
