@@ -51,25 +51,36 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """All sessions fork one process, where they run everything."""
+    if not config.option.markexpr:
+        from tests.forks import begin_template, end_template
+
+        begin_template()
+        config.add_cleanup(end_template)
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
-    """Of two sessions side by side one starts engines, and mostly waits for them; the other does the rest."""
+    """Of several sessions side by side all but one start engines, and mostly wait for them; the other does the rest."""
     return _EnginesApart(config, log)
 
 
 class _EnginesApart(LoadScopeScheduling):
-    """Gives each file to one session. Of two sessions the first takes files that start an engine; one that has none of
-    its own left takes the other's. Files with few tests, which are the longest, come first: a session is given its next
-    file while the last two tests of one run, so that a long one at the end would leave the other session idle.
+    """Gives each file to one session. The last session takes files that start no engine, the others those that do; one
+    that has none of its own left takes the others'. Files with few tests, which are the longest, come first: a session
+    is given its next file while the last two tests of one run, so that a long one at the end would leave the other
+    sessions idle.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         return nodeid.partition("::")[0]
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        if self.numnodes == 2:
+        if self.numnodes > 1:
             engines = [path for path in reversed(self.workqueue) if _starts_engines(path)]
             others = [path for path in reversed(self.workqueue) if not _starts_engines(path)]
-            mine, theirs = (engines, others) if node == self.nodes[0] else (others, engines[::-1])
+            mine, theirs = (engines, others) if node != self.nodes[-1] else (others, engines[::-1])
             self.workqueue.move_to_end((mine or theirs)[0], last=False)
         super()._assign_work_unit(node)
 

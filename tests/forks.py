@@ -1,6 +1,6 @@
 """Starts commands and Ray's workers as forks of one process (`tests.fork_server`) that has imported what they import.
 
-Imports of torch, transformers, vLLM and Ray cost a short run three quarters of its time. One process per session
+Imports of torch, transformers, vLLM and Ray cost a short run three quarters of its time. One process for all sessions
 imports them once; it stays without threads, so that forks of it are whole. A fork gets the arguments, environment,
 directory, output and search path that a process of its own would have had. Tests of commands as a user types them
 start real processes.
@@ -27,9 +27,13 @@ from pathlib import Path
 from typing import IO, Any
 from unittest.mock import patch
 
+import psutil
+
+from nemo_rl.distributed.processes import has_ended
+
 ROOT = Path(__file__).parents[1]
-# Where the process listens that is forked.
-ADDRESS = "NRL_TEST_FORKS"
+# Where the process listens that is forked, and its id.
+ADDRESS, _PROCESS = "NRL_TEST_FORKS", "NRL_TEST_FORKED_PROCESS"
 _SHIM = str(ROOT / "tests" / "fork_worker.py")
 # Room for the variables of a fork where Linux shows those of a process.
 ROOM, _ROOM_BYTES = "NRL_TEST_ROOM", 32_768
@@ -122,25 +126,38 @@ class Forked:
 _template: list[tuple[subprocess.Popen[bytes], str]] = []
 
 
+def begin_template() -> None:
+    """Starts the process that is forked, for this process and those that it starts; `template` waits for it."""
+    place = tempfile.mkdtemp(prefix="forks")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= _READ_AT_IMPORT | MARKS | {"PYTHONPATH": str(ROOT), ROOM: "." * _ROOM_BYTES}
+    address = f"{place}/socket"
+    process = subprocess.Popen([sys.executable, "-m", "tests.fork_server", address], cwd=ROOT, env=environment)
+    _template.append((process, place))
+    os.environ |= {ADDRESS: address, _PROCESS: str(process.pid)}
+
+
 def template() -> str | None:
-    """Where the session's process that is forked listens; started by the first call. None where it cannot be forked,
-    as with a Ray that keeps its settings elsewhere: everything is then a process of its own, and slower.
+    """Where the process that is forked listens; started by the first call, or for several sessions by what starts
+    them. None where it cannot be forked, as with a Ray that keeps its settings elsewhere: everything is then a process
+    of its own, and slower.
     """
     if ADDRESS not in os.environ:
-        place = tempfile.mkdtemp(prefix="forks")
-        address = f"{place}/socket"
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        environment |= _READ_AT_IMPORT | MARKS | {"PYTHONPATH": str(ROOT), ROOM: "." * _ROOM_BYTES}
-        process = subprocess.Popen([sys.executable, "-m", "tests.fork_server", address], cwd=ROOT, env=environment)
-        _template.append((process, place))
-        os.environ[ADDRESS] = address if _listens(address, process) else ""
-    return os.environ[ADDRESS] or None
+        begin_template()
+    address = os.environ[ADDRESS]
+    if address and not _listens(address):
+        address = os.environ[ADDRESS] = ""
+    return address or None
 
 
-def _listens(address: str, process: subprocess.Popen[bytes]) -> bool:
+def _listens(address: str) -> bool:
     deadline = time.monotonic() + _START_S
     while not os.path.exists(address):
-        if process.poll() is not None or time.monotonic() > deadline:
+        try:
+            ended = has_ended(psutil.Process(int(os.environ[_PROCESS])))
+        except psutil.NoSuchProcess:
+            ended = True
+        if ended or time.monotonic() > deadline:
             warnings.warn("no process can be forked; tests with Ray are slower", stacklevel=2)
             return False
         time.sleep(0.02)
@@ -154,7 +171,7 @@ def end_template() -> None:
         process.kill()
         process.wait()
         shutil.rmtree(folder)
-        del os.environ[ADDRESS]
+        del os.environ[ADDRESS], os.environ[_PROCESS]
 
 
 def start(
