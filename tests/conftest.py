@@ -50,6 +50,11 @@ def pytest_collection_finish() -> None:
     collect_rarely()
 
 
+def pytest_unconfigure() -> None:
+    """Bindings report objects as leaked that are frozen when Python ends."""
+    gc.unfreeze()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config) -> None:
     """All sessions fork one process, where they run everything."""
