@@ -1,5 +1,5 @@
 # Every target that runs something sets itself up first: Python >= 3.11 and make are all it needs.
-# Variables: PYTHON (interpreter of the environment), MINUTES (of chaos), TEST_SESSIONS (2: tests that start an engine, and beside them the others; on larger machines as many as there are cores), EXTRAS (cpu; on GPU nodes vllm), TORCH_BACKEND (cpu; on GPU nodes auto).
+# Variables: PYTHON (interpreter of the environment), MINUTES (of chaos), TRIES (of each benchmark), TEST_SESSIONS (2: tests that start an engine, and beside them the others; on larger machines as many as there are cores), EXTRAS (cpu; on GPU nodes vllm), TORCH_BACKEND (cpu; on GPU nodes auto).
 
 PYTHON ?= python3
 EXTRAS ?= cpu
@@ -11,13 +11,14 @@ READY_DEV := $(VENV)/.installed-dev
 RESULTS := results/arithmetic
 TEST_SESSIONS ?= 2
 MINUTES ?= 60
+TRIES ?= 1
 
 export PYTHONUNBUFFERED := 1
 # Many processes import the package: with compiled files each of them starts a second sooner.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: soak chaos endpoint-stress adapter-stress mooncake-libs help install demo distillation multi-lora test test-fast lint format docs clean
+.PHONY: benchmarks soak chaos endpoint-stress adapter-stress mooncake-libs help install demo distillation multi-lora test test-fast lint format docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,6 +83,9 @@ $(VENV)/native: tools/mooncake_libs.sh | $(READY)
 
 test-fast: $(READY_DEV) ## tests that need neither Ray nor an engine, for the inner loop
 	$(BIN)/python -m pytest -m "not ray and not vllm and not slow" -n $(TEST_SESSIONS) --dist loadscope
+
+benchmarks: $(READY_DEV) ## every benchmark on a tiny shape on the CPU, to see that it runs
+	$(BIN)/python tools/tiny_benchmarks.py --tries $(TRIES)
 
 soak: $(READY) ## random time-sharing scenarios with every fault, 50 million simulated events, each checked
 	$(BIN)/python -m nemo_rl.time_sharing soak --events 5e7
