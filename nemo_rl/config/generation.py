@@ -290,5 +290,6 @@ class GenerationConfig(Section):
     vllm_kwargs: dict[str, Any] = Field(
         default_factory=dict,
         description="Further arguments of vLLM's engine, passed as they are; what has a key of its own is "
-        "set there, and what it does not know is refused.",
+        "set there, and what it does not know is refused. Without max_num_seqs and max_num_batched_tokens vLLM "
+        "chooses them for offline inference (1,024 and 16,384 on an H100).",
     )

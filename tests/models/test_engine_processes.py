@@ -14,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -192,3 +193,20 @@ def test_an_engine_ends_without_a_last_collection_and_with_its_error_and_exit_co
     ended = subprocess.run([sys.executable, "-c", _ENDING], capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout) == (1, "up\n")
     assert ended.stderr.endswith("RuntimeError: the engine failed\n")
+
+
+def test_what_an_engine_has_at_once_is_vllm_s_choice_for_offline_inference(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CPUs 256 requests and 4,096 tokens; for a use that vLLM does not know it would be 128 and 2,048."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    def configured(arguments: Any, usage_context: Any, stat_loggers: Any) -> Any:
+        assert stat_loggers is None
+        return arguments.create_engine_config(usage_context)
+
+    monkeypatch.setattr(AsyncLLM, "from_engine_args", configured)
+    arguments = {"model": str(tiny_model), "max_model_len": 64, "enforce_eager": True}
+    for config in (engine_processes.start_engine(arguments, None), engine_processes.engine_config(arguments)):
+        assert config.scheduler_config.max_num_seqs == 256
+        assert config.scheduler_config.max_num_batched_tokens == 4096

@@ -23,6 +23,7 @@ from nemo_rl.config.errors import first_line
 from nemo_rl.distributed.worker_groups import RayWorkerGroup
 from nemo_rl.models.generation.interfaces import GenerationError
 from nemo_rl.models.generation.vllm.engine_processes import (
+    engine_config,
     forked_engine,
     import_engine,
     last_errors,
@@ -75,12 +76,11 @@ class EngineNodeWorker:
         """Starts the ranks and raises GenerationError when one of them has ended. `arguments`: of `Rendezvous`."""
         self.prepare()
         announce_address()
-        from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
         arguments = self._spec.kwargs_of(shard) | arguments
         with temporary_files_in(os.environ["VLLM_RPC_BASE_PATH"]), forked_engine():
-            config = AsyncEngineArgs(**arguments).create_engine_config(headless=True)
+            config = engine_config(arguments, headless=True)
             executor = MultiprocExecutor(config, monitor_workers=False)
         executor.start_worker_monitor(inline=True)
         said = last_errors()

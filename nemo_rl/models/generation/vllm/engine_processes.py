@@ -61,11 +61,40 @@ def import_engine(engine_kwargs: dict[str, Any]) -> None:
     `engine_kwargs`: keyword arguments of `AsyncEngineArgs`; their errors are raised when the engine starts.
     """
     with importing():
-        from vllm.engine.arg_utils import AsyncEngineArgs
-
         with suppress(Exception):
-            AsyncEngineArgs(**engine_kwargs).create_engine_config()
+            engine_config(engine_kwargs)
         import_module("vllm.v1.engine.async_llm")
+
+
+def engine_config(engine_kwargs: dict[str, Any], *, headless: bool = False) -> Any:
+    """vLLM's configuration of an engine (`VllmConfig`).
+
+    Args:
+        engine_kwargs: Keyword arguments of `AsyncEngineArgs`.
+        headless: For an engine's ranks on a further node.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    return AsyncEngineArgs(**engine_kwargs).create_engine_config(usage_context=_usage(), headless=headless)
+
+
+def start_engine(engine_kwargs: dict[str, Any], stat_loggers: list[Any] | None) -> Any:
+    """Starts an engine (`AsyncLLM`) with the configuration that `engine_config` returns."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_engine_args(
+        AsyncEngineArgs(**engine_kwargs), usage_context=_usage(), stat_loggers=stat_loggers
+    )
+
+
+def _usage() -> Any:
+    """What vLLM chooses `max_num_seqs` and `max_num_batched_tokens` for where they are not set: offline inference, with
+    many requests at once. For an engine whose use it does not know it takes 128 and 2,048 on every GPU.
+    """
+    from vllm.usage.usage_lib import UsageContext
+
+    return UsageContext.LLM_CLASS
 
 
 def may_fork() -> bool:

@@ -32,6 +32,7 @@ from nemo_rl.models.generation.vllm.engine_processes import (
     import_engine,
     remove_socket_folder,
     set_environment,
+    start_engine,
     temporary_files_in,
 )
 from nemo_rl.models.generation.vllm.engine_stats import EngineSample, EngineStats
@@ -114,18 +115,13 @@ class VllmGenerationWorker:
         return await self._rpc("nrl_describe")
 
     def _new_engine(self, rendezvous: Rendezvous | None) -> Any:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
         kwargs = self._spec.kwargs_of(self._shard)
         if rendezvous is not None:
             kwargs |= rendezvous.arguments(0)
             self._further = FurtherRanks(rendezvous, self._shard)
         try:
             with temporary_files_in(os.environ["VLLM_RPC_BASE_PATH"]), forked_engine():
-                return AsyncLLM.from_engine_args(
-                    AsyncEngineArgs(**kwargs), stat_loggers=[self._stats] if self._stats else None
-                )
+                return start_engine(kwargs, [self._stats] if self._stats else None)
         except (RuntimeError, ValueError, OSError) as error:
             said = (self._further and self._further.lost) or failure_of("", error).message
             raise GenerationError(f"the engine of shard {self._shard} could not start: {said}") from error
