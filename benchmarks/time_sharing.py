@@ -64,7 +64,7 @@ WAYS = (
     "slots-mps-even",
     "slots-mps-ahead",
 )
-_POOLS = ("exclusive", *(way for way in WAYS if way.startswith("slots")))
+POOLS = ("exclusive", *(way for way in WAYS if way.startswith("slots")))
 _WARM_STEPS = 2
 _SAMPLE_S = 0.25
 
@@ -147,7 +147,7 @@ def config_of(args: argparse.Namespace, way: str, job: str, gpus: int) -> Path:
     ahead = way.endswith("-ahead")
     config = copy.deepcopy(throughput_config(shaped, args.model, args.prompts_file, Contender(way, int(ahead))))
     if sharers(args, way) > 2:
-        tokens = microbatch_tokens(args) if way in _POOLS else 4096
+        tokens = microbatch_tokens(args) if way in POOLS else 4096
         config["policy"]["sequence_packing"] |= {"train_mb_tokens": tokens, "logprob_mb_tokens": 2 * tokens}
     config["grpo"]["seed"] = ord(job)
     vllm: dict[str, Any] = {"enforce_eager": args.eager}
@@ -157,7 +157,7 @@ def config_of(args: argparse.Namespace, way: str, job: str, gpus: int) -> Path:
         vllm["engines_per_gpu"] = 2
     generation = config["policy"]["generation"]
     generation["vllm_cfg"] |= vllm
-    if way not in _POOLS and sharers(args, way) > 1 and args.device == "cuda":
+    if way not in POOLS and sharers(args, way) > 1 and args.device == "cuda":
         generation["vllm_cfg"]["gpu_memory_utilization"] = 0.05
         generation["vllm_kwargs"] = {"kv_cache_memory_bytes": int(args.kv_gib * (1 << 30))}
     config["logger"]["log_dir"] = str(args.work / way / job)
@@ -273,7 +273,7 @@ def pool_arguments(args: argparse.Namespace, way: str) -> list[str]:
 
 def _started(args: argparse.Namespace, way: str, jobs: Sequence[str]) -> dict[str, subprocess.Popen[bytes]]:
     run = str(ROOT / "examples" / "run_grpo.py")
-    if way in _POOLS:
+    if way in POOLS:
         configs = [str(config_of(args, way, job, args.gpus)) for job in jobs]
         line = [str(ROOT / "examples" / "run_time_sharing.py"), *pool_arguments(args, way), "--pipelines", *configs]
         even = {"CUDA_MPS_CLIENT_PRIORITY": "0"} if way.endswith("-even") else {}
@@ -300,7 +300,7 @@ def show(args: argparse.Namespace, way: str, result: Result, wall_s: float) -> N
         print(f"{way:10s} job {job}: {len(span.finished)} steps ({steps})", flush=True)
     said = f"FAILED: {result.failed}" if result.failed else "done"
     print(f"{way:10s} {said}, {wall_s:.0f} s with start and end", flush=True)
-    if way in _POOLS and not result.failed:
+    if way in POOLS and not result.failed:
         print(hand_overs(args.work / f"pool_{way}"), flush=True)
 
 

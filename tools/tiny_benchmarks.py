@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-DEADLINE_S = 600
+DEADLINE_S = 800
 _TAIL = 4000
 _SAMPLES = "--prompts 4 --generations 4 --prompt-tokens 16 --new-tokens 16"
 _ON_CPU = f"--shape tiny --device cpu {_SAMPLES}"
@@ -38,8 +38,10 @@ LINES: dict[str, str] = {
     "startup": "--against . --runs 1",
     "streaming_schedule": "--steps 6",
     "time_sharing": f"{_ON_CPU} --mean-tokens 8 --jobs 2 --gpus 2 --steps 3 --ways slots --eager --work WORK",
-    "time_sharing_kills": f"{_ON_CPU} --mean-tokens 8 --jobs 2 --gpus 2 --ways slots --way-s 500 --work WORK",
+    "time_sharing_kills": f"{_ON_CPU} --mean-tokens 8 --jobs 2 --gpus 2 --ways slots --way-s 700 --work WORK",
     "time_sharing_mixes": "--mix two_jobs --seeds 1 --ratio 1 --sigma 0.8",
+    "time_sharing_workloads": f"{_ON_CPU} --mean-tokens 8 --workload with-sft --steps 3 --ways slots --eager "
+    "--work WORK",
     "train_step": "--shape tiny-moe --device cpu --backends dtensor --replay --steps 1 --work WORK",
     "weight_sync": "--shape tiny --device cpu --cycles 1 --refreshes 1 --work WORK",
 }
