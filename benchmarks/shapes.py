@@ -150,14 +150,17 @@ def make_model(shape: str, directory: Path, *, seed: int = 0) -> Path:
     return path
 
 
-def make_prompts(count: int, length: int, path: Path, *, seed: int = 0) -> Path:
-    """Writes `count` prompts of exactly `length` tokens as JSON lines (`input`, `output`, and `prompt` for others)."""
+def make_prompts(count: int, length: int, path: Path, *, answer: int = 0, seed: int = 0) -> Path:
+    """Writes `count` prompts of exactly `length` tokens as JSON lines (`input`, `output`, and `prompt` for others).
+    `answer`: tokens of the output, for fine-tuning on it.
+    """
     generator = random.Random(seed)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         for _ in range(count):
             text = "".join(generator.choices(string.ascii_lowercase, k=length))
-            file.write(json.dumps({"input": text, "output": "0", "prompt": text}) + "\n")
+            output = "".join(generator.choices(string.ascii_lowercase, k=answer)) or "0"
+            file.write(json.dumps({"input": text, "output": output, "prompt": text}) + "\n")
     return path
 
 

@@ -67,6 +67,7 @@ WAYS = (
 POOLS = ("exclusive", *(way for way in WAYS if way.startswith("slots")))
 _WARM_STEPS = 2
 _SAMPLE_S = 0.25
+CLOSE_S = 90.0
 
 
 class Span(NamedTuple):
@@ -159,7 +160,7 @@ def config_of(args: argparse.Namespace, way: str, job: str, gpus: int) -> Path:
     generation["vllm_cfg"] |= vllm
     if way not in POOLS and sharers(args, way) > 1 and args.device == "cuda":
         generation["vllm_cfg"]["gpu_memory_utilization"] = 0.05
-        generation["vllm_kwargs"] = {"kv_cache_memory_bytes": int(args.kv_gib * (1 << 30))}
+        generation["vllm_kwargs"] |= {"kv_cache_memory_bytes": int(args.kv_gib * (1 << 30))}
     config["logger"]["log_dir"] = str(args.work / way / job)
     config["checkpointing"] = {"enabled": False}
     config["cluster"]["gpus_per_node"] = gpus
@@ -271,6 +272,28 @@ def pool_arguments(args: argparse.Namespace, way: str) -> list[str]:
     ]
 
 
+def serve(args: argparse.Namespace, way: str, name: str, **environment: str) -> subprocess.Popen[bytes]:
+    """Starts a pool of this name; jobs can be submitted to it once it `is_open`."""
+    arguments = [*pool_arguments(args, way), "--name", name]
+    return start(args, "pool", "-m", "nemo_rl.time_sharing", "serve", *arguments, **environment)
+
+
+def is_open(args: argparse.Namespace) -> bool:
+    """Whether the pool that `serve` started takes jobs."""
+    return "submit with" in (args.work / "pool.txt").read_text()
+
+
+def close(pool: subprocess.Popen[bytes]) -> bool:
+    """Ends a pool with its jobs; whether it has ended within CLOSE_S."""
+    if pool.poll() is None:
+        pool.terminate()
+    try:
+        pool.wait(CLOSE_S)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
 def _started(args: argparse.Namespace, way: str, jobs: Sequence[str]) -> dict[str, subprocess.Popen[bytes]]:
     run = str(ROOT / "examples" / "run_grpo.py")
     if way in POOLS:
@@ -283,13 +306,24 @@ def _started(args: argparse.Namespace, way: str, jobs: Sequence[str]) -> dict[st
         return {way: start(args, way, run, "--config", str(config))}
     started = {}
     for number, job in enumerate(jobs):
-        width = max(args.gpus // args.jobs, 1) if way.startswith("split") else args.gpus
-        gpus = [(number * width + offset) % args.gpus for offset in range(width)]
-        seen = ",".join(visible_gpus(args.gpus)[gpu] for gpu in gpus)
-        visible = {"CUDA_VISIBLE_DEVICES": seen} if way.startswith("split") else {}
-        config = config_of(args, way, job, width)
+        config = config_of(args, way, job, width_of(args, way))
+        visible = visible_to(args, way, number)
         started[f"{way}_{job}"] = start(args, f"{way}_{job}", run, "--config", str(config), **visible)
     return started
+
+
+def width_of(args: argparse.Namespace, way: str) -> int:
+    """How many GPUs each job has."""
+    return max(args.gpus // args.jobs, 1) if way.startswith("split") else args.gpus
+
+
+def visible_to(args: argparse.Namespace, way: str, number: int) -> dict[str, str]:
+    """The variable that shows the job of this number its part of the GPUs in a split; nothing elsewhere."""
+    if not way.startswith("split"):
+        return {}
+    width = width_of(args, way)
+    gpus = [(number * width + offset) % args.gpus for offset in range(width)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible_gpus(args.gpus)[gpu] for gpu in gpus)}
 
 
 def show(args: argparse.Namespace, way: str, result: Result, wall_s: float) -> None:

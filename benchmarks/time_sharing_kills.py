@@ -31,14 +31,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "tools")]
 
 from chaos_run import TARGETS, Failed, Progress, processes  # noqa: E402
 from shapes import make_model, make_prompts  # noqa: E402
-from time_sharing import config_of, jobs_of, parser, pool_arguments, start  # noqa: E402
+from time_sharing import CLOSE_S, close, config_of, is_open, jobs_of, parser, serve, start  # noqa: E402
 
 _RUN, _JOB = "NRL_KILLS_RUN", "NRL_KILLS_JOB"
 _STEPS_BEFORE = 2
 _SAVE_PERIOD = 2
 _BATCHES = 8
 _FOREVER = 10**6
-_CLOSE_S = 90.0
 _POLL_S = 0.2
 _TAIL = 3000
 
@@ -59,13 +58,11 @@ class Kills:
         self._progress = {job: Progress(args.work / way / job) for job in self.jobs}
         self._began, self._stepped = time.monotonic(), dict[str, float]()
         self._submitting: dict[str, subprocess.Popen[bytes]] = {}
-        arguments = [*pool_arguments(args, way), "--name", self._mark]
-        self._pool = start(args, "pool", "-m", "nemo_rl.time_sharing", "serve", *arguments, **{_RUN: self._mark})
+        self._pool = serve(args, way, self._mark, **{_RUN: self._mark})
 
     def open(self) -> None:
         """Waits until jobs can be submitted."""
-        args = self._args
-        self._wait(lambda: "submit with" in (args.work / "pool.txt").read_text(), "the pool is open")
+        self._wait(lambda: is_open(self._args), "the pool is open")
 
     @property
     def _log_dir(self) -> Path:
@@ -199,12 +196,8 @@ class Kills:
         Raises:
             Failed: It does not end.
         """
-        if self._pool.poll() is None:
-            self._pool.terminate()
-        try:
-            self._pool.wait(_CLOSE_S)
-        except subprocess.TimeoutExpired as error:
-            raise Failed(f"the pool did not end within {_CLOSE_S:.0f} s") from error
+        if not close(self._pool):
+            raise Failed(f"the pool did not end within {CLOSE_S:.0f} s")
 
     def close(self, failed: bool) -> None:
         """Ends what is left, whatever it is; shows what the pool wrote if the run failed."""

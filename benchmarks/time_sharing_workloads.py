@@ -25,8 +25,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import random
-import string
 import subprocess
 import sys
 import time
@@ -41,11 +39,22 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from shapes import host_speed_s, make_model, make_prompts, prompts_section, visible_gpus  # noqa: E402
-from time_sharing import POOLS, BusyGpus, config_of, finish, parser, pool_arguments, start  # noqa: E402
+from time_sharing import (  # noqa: E402
+    POOLS,
+    BusyGpus,
+    close,
+    config_of,
+    finish,
+    is_open,
+    parser,
+    serve,
+    start,
+    visible_to,
+    width_of,
+)
 
 WORKLOADS = ("come-and-go", "with-sft", "slow-environment", "small-and-large")
 _TURNS = 2
-_CLOSE_S = 90.0
 
 
 class Job(NamedTuple):
@@ -134,34 +143,19 @@ def fine_tuning(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, A
     }
 
 
-def make_demonstrations(args: argparse.Namespace, path: Path) -> Path:
-    """Prompts with responses of `--mean-tokens` tokens, two steps' rows."""
-    draw = random.Random(0)
-    with path.open("w") as file:
-        for _ in range(2 * args.prompts * args.generations):
-            text, answer = ("".join(draw.choices(string.ascii_lowercase, k=n)) for n in _lengths(args))
-            file.write(json.dumps({"input": text, "output": answer}) + "\n")
-    return path
-
-
-def _lengths(args: argparse.Namespace) -> tuple[int, int]:
-    return args.prompt_tokens, args.mean_tokens
-
-
 Launch = Callable[[Job], subprocess.Popen[bytes]]
 
 
 def run_way(args: argparse.Namespace, way: str, jobs: Sequence[Job]) -> dict[str, Any]:
     """Runs the workload in one way; its times in seconds, the share in which GPUs were busy, and why it failed."""
-    gpus = max(args.gpus // len(jobs), 1) if way == "split" else args.gpus
-    configs = {job.name: write_config(args, way, job, gpus) for job in jobs}
+    configs = {job.name: write_config(args, way, job, width_of(args, way)) for job in jobs}
     busy = BusyGpus(visible_gpus(args.gpus))
     with busy.sampled(args.device == "cuda"):
         if way in POOLS:
             began, failed = in_pool(args, way, jobs, configs)
         else:
             began = time.time()
-            failed = follow(args, jobs, lambda job: alone(args, way, job, configs[job.name], gpus), way == "serial")
+            failed = follow(args, jobs, lambda job: alone(args, way, job, configs[job.name]), way == "serial")
     ends = {job.name: step_ends(args.work / way / job.name) for job in jobs}
     if short := [job.name for job in jobs if len(ends[job.name]) < job.steps]:
         return {
@@ -195,26 +189,20 @@ def overlapped(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def alone(args: argparse.Namespace, way: str, job: Job, config: Path, gpus: int) -> subprocess.Popen[bytes]:
+def alone(args: argparse.Namespace, way: str, job: Job, config: Path) -> subprocess.Popen[bytes]:
     """Starts a job without a pool."""
-    visible = {}
-    if way == "split":
-        number = ord(job.name) - ord("a")
-        seen = [visible_gpus(args.gpus)[(number * gpus + offset) % args.gpus] for offset in range(gpus)]
-        visible = {"CUDA_VISIBLE_DEVICES": ",".join(seen)}
     script = "run_sft.py" if job.fine_tunes else "run_grpo.py"
+    visible = visible_to(args, way, ord(job.name) - ord("a"))
     return start(args, f"{way}_{job.name}", str(ROOT / "examples" / script), "--config", str(config), **visible)
 
 
 def in_pool(args: argparse.Namespace, way: str, jobs: Sequence[Job], configs: dict[str, Path]) -> tuple[float, str]:
     """Opens a pool, submits each job when it comes, and closes the pool; when the first came, and why it failed."""
     name = uuid.uuid4().hex
-    shaped = argparse.Namespace(**(vars(args) | {"jobs": len(jobs)}))
-    arguments = [*pool_arguments(shaped, way), "--name", name]
-    pool = start(args, "pool", "-m", "nemo_rl.time_sharing", "serve", *arguments)
+    pool = serve(args, way, name)
     try:
         deadline = time.monotonic() + args.way_s
-        while "submit with" not in (args.work / "pool.txt").read_text():
+        while not is_open(args):
             if pool.poll() is not None or time.monotonic() > deadline:
                 return time.time(), "the pool did not open: " + (args.work / "pool.txt").read_text()[-2000:]
             time.sleep(0.2)
@@ -225,11 +213,7 @@ def in_pool(args: argparse.Namespace, way: str, jobs: Sequence[Job], configs: di
 
         return time.time(), follow(args, jobs, submit, one_at_a_time=False)
     finally:
-        if pool.poll() is None:
-            pool.terminate()
-        try:
-            pool.wait(_CLOSE_S)
-        except subprocess.TimeoutExpired:
+        if not close(pool):
             pool.kill()
 
 
@@ -278,7 +262,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args.base = args.work
     args.base.mkdir(parents=True, exist_ok=True)
     args.prompts_file = make_prompts(args.prompts * (args.steps + 2), args.prompt_tokens, args.base / "prompts.jsonl")
-    args.demonstrations = make_demonstrations(args, args.base / "demonstrations.jsonl")
+    rows, demonstrations = 2 * args.prompts * args.generations, args.base / "demonstrations.jsonl"
+    args.demonstrations = make_prompts(rows, args.prompt_tokens, demonstrations, answer=args.mean_tokens)
     print(f"20 million additions in Python: {host_speed_s():.2f} s", flush=True)
     bad = False
     for workload in list(args.workload):

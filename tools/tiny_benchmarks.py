@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -63,11 +64,12 @@ def run(name: str) -> bool:
                 env=environment,
                 stdout=file,
                 stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
             try:
                 code = process.wait(timeout=DEADLINE_S)
             except subprocess.TimeoutExpired:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 code = f"none within {DEADLINE_S} s"
         print(f"{name}: exit code {code}, {time.monotonic() - began:.0f} s", flush=True)
