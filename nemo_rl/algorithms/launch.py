@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
@@ -126,7 +126,7 @@ def run_to_end(
 
 
 @contextmanager
-def _live_page(config: RootConfig, port: int | None) -> Iterator[RunPage | None]:
+def _live_page(config: RootConfig, port: int | None) -> Generator[RunPage | None]:
     if port is None:
         yield None
         return
@@ -139,7 +139,7 @@ def _live_page(config: RootConfig, port: int | None) -> Iterator[RunPage | None]
 
 
 @contextmanager
-def directories_of_its_own(config: RootConfig) -> Iterator[None]:
+def directories_of_its_own(config: RootConfig) -> Generator[None]:
     """Context manager that locks the run's log and checkpoint directories. Raises DirectoryInUse: another run uses one
     of them.
     """

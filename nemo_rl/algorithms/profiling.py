@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,7 +74,7 @@ class StepProfiler:
 
 
 @contextmanager
-def profiled_steps(*workers: Any) -> Iterator[StepProfiler]:
+def profiled_steps(*workers: Any) -> Generator[StepProfiler]:
     """Context manager that records the requested steps. `*workers`: policy and engines; None is left out."""
     profile = profile_of_run()
     switches = [each.profile for each in workers if each is not None] if profile is not None else []

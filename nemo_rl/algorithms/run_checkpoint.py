@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -107,7 +107,7 @@ def begin_checkpoint(
 
 
 @contextmanager
-def saved_without_logs(checkpointer: CheckpointManager, state: RunState, save: Callable[[], None]) -> Iterator[None]:
+def saved_without_logs(checkpointer: CheckpointManager, state: RunState, save: Callable[[], None]) -> Generator[None]:
     """Context manager around a run's steps: if logs can no longer be written, saves the last completed step and
     re-raises.
     """

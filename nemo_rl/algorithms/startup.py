@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Generator, Iterable, Mapping, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -139,7 +139,7 @@ def prepared(
     algorithm: Algorithm[State, TrainLoader, RayParts],
     placement: ConnectsRay[Config],
     start: StartPhases,
-) -> Iterator[Prepared[State, TrainLoader, RayParts]]:
+) -> Generator[Prepared[State, TrainLoader, RayParts]]:
     """Context manager in which a run is built; on an error everything is shut down.
 
     Args:

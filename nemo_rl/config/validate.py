@@ -236,11 +236,10 @@ def key_of(error: ErrorDetails, raw: Mapping[str, object]) -> Key:
     node: Any = raw
     key: list[str | int] = []
     for part in error["loc"]:
-        if (isinstance(node, Mapping) and part in node) or (
-            isinstance(node, list) and isinstance(part, int) and part < len(node)
-        ):
+        children = dict(enumerate(node)) if isinstance(node, list) else node
+        if isinstance(children, Mapping) and part in children:
             key.append(part)
-            node = node[part]
+            node = children[part]
     if error["type"] == "missing":
         key.append(error["loc"][-1])
     return tuple(key)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,7 +87,7 @@ def _check_template_reads(tokenizer: PreTrainedTokenizerBase, given: Mapping[str
 
 
 @contextmanager
-def _fast_backend() -> Iterator[None]:
+def _fast_backend() -> Generator[None]:
     """Tokenizers loaded meanwhile encode with the fastokens package (https://pypi.org/project/fastokens), which gives
     the same ids. Raises DataError: it is not installed.
     """

@@ -240,14 +240,14 @@ class StoredClient(DataPlaneClient):
             yield Layout.parse(name), buffers[name], wanted
 
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
-        ids = list(self.storage.list(partition_id)) if sample_ids is None else list(sample_ids)
+        ids = list(self.storage.tags(partition_id)) if sample_ids is None else list(sample_ids)
         if ids:
             self.storage.clear(partition_id, ids)
         elif sample_ids is None:
             warnings.warn(f"partition {partition_id!r} has no rows to clear", RuntimeWarning, stacklevel=2)
 
     def list_samples(self, partition_id: str) -> dict[str, dict[str, object]]:
-        return {identity: _users_tags(tags) for identity, tags in self.storage.list(partition_id).items()}
+        return {identity: _users_tags(tags) for identity, tags in self.storage.tags(partition_id).items()}
 
     def close(self) -> None:
         with self._lock:
@@ -274,7 +274,7 @@ class StoredClient(DataPlaneClient):
         self._check_task(partition_id, task_name)
         deadline = time.monotonic() + timeout_s
         while True:
-            tags = self.storage.list(partition_id)
+            tags = self.storage.tags(partition_id)
             open_ids = [identity for identity, tag in tags.items() if _CLAIMED + task_name not in tag]
             ready = self._ready(partition_id, open_ids, set(required_fields))[:batch_size]
             if not blocking or len(ready) == batch_size:
@@ -328,7 +328,7 @@ class StoredClient(DataPlaneClient):
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
         for task in task_names:
             self._check_task(partition_id, task)
-        return all(_CLAIMED + task in tags for tags in self.storage.list(partition_id).values() for task in task_names)
+        return all(_CLAIMED + task in tags for tags in self.storage.tags(partition_id).values() for task in task_names)
 
     def _check_task(self, partition_id: str, task_name: str) -> None:
         known = self._tasks.get(partition_id, set())

@@ -182,7 +182,7 @@ class Storage(Protocol):
         """Drops rows; those that do not exist are left out."""
         ...
 
-    def list(self, partition_id: str) -> dict[str, dict[str, Any]]:
+    def tags(self, partition_id: str) -> dict[str, dict[str, Any]]:
         """Tags of every row."""
         ...
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from types import CellType, ModuleType
 from typing import Any, NamedTuple
@@ -93,7 +93,7 @@ def _references(swap: Swap) -> int:
 
 
 @contextmanager
-def _all_objects_found() -> Iterator[None]:
+def _all_objects_found() -> Generator[None]:
     """Inside the block searches find also the objects that `keep_living` leaves out of them."""
     frozen = gc.get_freeze_count() > 0
     gc.unfreeze()

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 
 import psutil
@@ -47,7 +47,7 @@ def collect_rarely() -> None:
 
 
 @contextmanager
-def importing() -> Iterator[None]:
+def importing() -> Generator[None]:
     """Inside the block this process does not search for cycles of objects, nor among those of the block later."""
     gc.disable()
     try:

@@ -12,7 +12,7 @@ import re
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -132,7 +132,7 @@ def _read_credentials_again() -> None:
 
 
 @contextmanager
-def _no_lines_of_ray() -> Iterator[None]:
+def _no_lines_of_ray() -> Generator[None]:
     """Inside the block Ray's compiled code shows nothing on standard error: the error itself is raised. What other
     threads write there meanwhile is shown at the end of the block.
     """
@@ -156,7 +156,7 @@ def do_nothing(*arguments: object, **options: object) -> None:
 
 
 @contextmanager
-def without_errors_of_others() -> Iterator[None]:
+def without_errors_of_others() -> Generator[None]:
     """Keeps Ray from printing errors of ended workers; callers get exceptions."""
     with patch.object(worker, "listen_error_messages", do_nothing):
         yield

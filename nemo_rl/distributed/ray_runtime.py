@@ -11,11 +11,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 from unittest.mock import patch
 
 import psutil
@@ -195,7 +195,7 @@ def _start_local(**options: Any) -> None:
 
 
 @contextmanager
-def _without(*starters: str) -> Iterator[None]:
+def _without(*starters: str) -> Generator[None]:
     """Inside the block Ray leaves out those of its processes that these methods of its node start."""
     with ExitStack() as stack:
         for starter in starters:
@@ -205,7 +205,7 @@ def _without(*starters: str) -> Iterator[None]:
 
 
 @contextmanager
-def _with_idle_agent() -> Iterator[None]:
+def _with_idle_agent() -> Generator[None]:
     """Inside the block a raylet starts `idle_agent` as its dashboard agent: without a dashboard nothing asks it."""
     start = services.start_ray_process
 
@@ -222,7 +222,7 @@ def _with_idle_agent() -> Iterator[None]:
 
 
 @contextmanager
-def _seen_at_once() -> Iterator[None]:
+def _seen_at_once() -> Generator[None]:
     """Makes Ray poll for its node every few milliseconds instead of once a second."""
     get_node = services.get_node
 
@@ -278,11 +278,11 @@ def shutdown_ray() -> None:
 class _StartAhead:
     """The start of Ray in progress, if any."""
 
-    accelerator: Future[Accelerator] | None = None
+    accelerator: ClassVar[Future[Accelerator] | None] = None
 
 
 @contextmanager
-def starting_ahead(*, device: str, cpu_slots: int) -> Iterator[None]:
+def starting_ahead(*, device: str, cpu_slots: int) -> Generator[None]:
     """Starts Ray in parallel with the block until a `RayConnection` in it takes it over; stops it if none did. For
     arguments see `init_ray`.
     """

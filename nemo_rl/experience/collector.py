@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -129,7 +129,7 @@ class Collector:
     # -- waiting ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _waiting(self, what: str) -> Iterator[None]:
+    def _waiting(self, what: str) -> Generator[None]:
         """The span of a wait, which the record shows."""
         self._parts.record.emit(WaitBegun(what, what, time.time() + self._stall.timeout_s))
         with self._changed:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -90,7 +90,7 @@ class DataPlaneStore:
         return training, RemoteRollouts(self._rollouts, "val", record, owner) if val is not None else None
 
     @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self) -> Generator[None]:
         """Owns every row that is written in it; whatever is left at its end is cleared."""
         before = {partition: set(ids) for partition, ids in self._owned.items()}
         try:

@@ -7,7 +7,7 @@ per turn, after the turn's response; row i of the result is row i of the input.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -292,7 +292,7 @@ def _tokens_of(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]
 @asynccontextmanager
 async def _within(
     seconds: float | None, what: str, failure: type[GenerationError | EnvironmentFailure]
-) -> AsyncIterator[None]:
+) -> AsyncGenerator[None]:
     deadline = asyncio.timeout(seconds)
     try:
         async with deadline:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ class SampleFiles:
         self._warned = False
 
     @contextmanager
-    def best_effort(self) -> Iterator[None]:
+    def best_effort(self) -> Generator[None]:
         """An `OSError` inside is a warning, the first time."""
         try:
             yield

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -258,7 +258,7 @@ def check_code(jobs: Sequence[Job]) -> None:
 
 
 @contextmanager
-def _importing_from_here() -> Iterator[None]:
+def _importing_from_here() -> Generator[None]:
     here = os.getcwd()
     sys.path.insert(0, here)
     try:

@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -151,7 +151,7 @@ def limits_of(chosen: argparse.Namespace) -> Limits:
 
 
 @contextmanager
-def _pool(pool: Pool, chosen: argparse.Namespace, log_dir: Path) -> Iterator[ActorHandle[object]]:
+def _pool(pool: Pool, chosen: argparse.Namespace, log_dir: Path) -> Generator[ActorHandle[object]]:
     """The pool is open inside the block, with its page and its Ray cluster where this process started it."""
     from nemo_rl.algorithms.launch import Interrupts
     from nemo_rl.distributed.ray_runtime import shutdown_ray
@@ -194,7 +194,7 @@ def _open(pool: Pool, chosen: argparse.Namespace, log_dir: Path) -> ActorHandle[
 
 
 @contextmanager
-def _page(actor: ActorHandle[object], log_dir: Path, host: str, port: int) -> Iterator[str]:
+def _page(actor: ActorHandle[object], log_dir: Path, host: str, port: int) -> Generator[str]:
     """The pool's page is served inside the block, at the address that it gets; where the default port is another
     pool's, on a free one.
     """

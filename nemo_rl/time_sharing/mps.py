@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
 import psutil
@@ -35,7 +35,7 @@ class MpsError(UserError, RuntimeError):
 
 
 @contextmanager
-def multi_process_service(choice: str, *, several: bool) -> Iterator[bool]:
+def multi_process_service(choice: str, *, several: bool) -> Generator[bool]:
     """Runs the service for every process that is started inside the block; whether it runs.
 
     Args:

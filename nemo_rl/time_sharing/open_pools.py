@@ -11,7 +11,7 @@ import platform
 import socket
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -88,7 +88,7 @@ def directory() -> Path:
 
 
 @contextmanager
-def announced(pool: OpenPool) -> Iterator[None]:
+def announced(pool: OpenPool) -> Generator[None]:
     """Inside the block the pool can be found."""
     path = directory() / f"pool_{pool.pid}.json"
     beside = path.with_suffix(".new")

@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from itertools import count
@@ -81,7 +81,7 @@ class CheckpointManager:
                 self.finalize_pending()
 
     @contextmanager
-    def tolerate_failure(self) -> Iterator[None]:
+    def tolerate_failure(self) -> Generator[None]:
         """Logs a checkpoint that fails inside; the next step tries again. Raises CheckpointError: it was the third in a
         row.
         """
@@ -132,7 +132,7 @@ class CheckpointManager:
         return path
 
     @contextmanager
-    def writing(self, path: Path) -> Iterator[None]:
+    def writing(self, path: Path) -> Generator[None]:
         """Removes the unfinished `path` after a failed write. Raises CheckpointError: an `OSError` inside, or a worker
         reported a full disk.
         """

@@ -15,7 +15,7 @@ import json
 import logging
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -135,7 +135,7 @@ def _copy_model(
 
 
 @contextmanager
-def _made_whole(out_dir: Path) -> Iterator[Path]:
+def _made_whole(out_dir: Path) -> Generator[Path]:
     if out_dir.exists():
         raise ConversionError(f"{out_dir}: exists already; choose another directory or remove it")
     aside = out_dir.with_name(f".{out_dir.name}.tmp")

@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,7 +30,7 @@ class DirectoryInUse(UserError, RuntimeError):
 
 
 @contextmanager
-def locked(directory: Path | str, key: str) -> Iterator[None]:
+def locked(directory: Path | str, key: str) -> Generator[None]:
     """Holds a directory for the block; it is made if need be.
 
     A directory that cannot be made or written is left to those who write there: they name it.
@@ -76,7 +76,7 @@ def _owner(path: Path) -> str:
 
 
 @contextmanager
-def abandoned(path: str | Path, *, stale_after_s: float) -> Iterator[bool]:
+def abandoned(path: str | Path, *, stale_after_s: float) -> Generator[bool]:
     """Whether no process holds the lock of `path`; inside the block this process holds it.
 
     Args:

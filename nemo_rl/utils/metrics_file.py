@@ -10,7 +10,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,7 +60,7 @@ class MetricsFile:
             self._file.close()
 
     @contextmanager
-    def _reported_once(self) -> Iterator[None]:
+    def _reported_once(self) -> Generator[None]:
         try:
             yield
         except OSError as error:

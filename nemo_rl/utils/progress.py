@@ -10,7 +10,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Self
 
@@ -52,7 +52,7 @@ class StartPhases:
         self._began = clock()
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Generator[None]:
         """Shows the block as a phase and keeps its seconds under its name; one that raises is not shown as done."""
         began = self._clock()
         try:
@@ -79,7 +79,7 @@ class StartPhases:
         self.console.print(f"start: {text}", highlight=False, soft_wrap=True, markup=False, style="dim")
 
     @contextmanager
-    def _watched(self, name: str, began: float) -> Iterator[None]:
+    def _watched(self, name: str, began: float) -> Generator[None]:
         over = threading.Event()
         status = Status(f"{name} ...", console=self.console) if self.console.is_terminal else None
         period = 1.0 if status is not None else _STILL_S

@@ -10,7 +10,7 @@ import html
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -91,7 +91,7 @@ class RunPage:
 
 
 @contextmanager
-def run_page(log_dir: Path, port: int) -> Iterator[tuple[RunPage, str]]:
+def run_page(log_dir: Path, port: int) -> Generator[tuple[RunPage, str]]:
     """Serves the page for the length of the block; yields it with its address.
 
     Args:

@@ -5,7 +5,7 @@ Invariant: a label runs at most once at a time, and its measurements stay in ord
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -70,7 +70,7 @@ class Timer:
         return self.record(label, self._clock() - self._running.pop(label))
 
     @contextmanager
-    def time(self, label: str) -> Iterator[None]:
+    def time(self, label: str) -> Generator[None]:
         """Measure the block, also when it raises."""
         self.start(label)
         try:

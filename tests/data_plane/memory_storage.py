@@ -74,7 +74,7 @@ class MemoryStorage:
                 self._blocks.get(partition_id, {}).pop(identity, None)
                 self._tags.get(partition_id, {}).pop(identity, None)
 
-    def list(self, partition_id: str) -> dict[str, dict[str, Any]]:
+    def tags(self, partition_id: str) -> dict[str, dict[str, Any]]:
         """See `Storage`."""
         with self._lock:
             tags = self._tags.get(partition_id, {})

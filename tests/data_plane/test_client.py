@@ -245,7 +245,7 @@ def test_an_operation_is_one_call_to_the_storage_however_many_rows_there_are() -
 
 def test_rows_that_cannot_be_listed_are_not_taken_for_none() -> None:
     class Unlisted(MemoryStorage):
-        def list(self, partition_id: str) -> dict[str, dict[str, Any]]:
+        def tags(self, partition_id: str) -> dict[str, dict[str, Any]]:
             raise ConnectionError("planted")
 
     with pytest.raises(ConnectionError, match="planted"):
@@ -300,8 +300,8 @@ def test_mooncakes_segments_follow_the_host_unless_they_are_set() -> None:
 
 def test_claims_of_rows_that_vanish_meanwhile_take_the_others() -> None:
     class Vanishing(MemoryStorage):
-        def list(self, partition_id: str) -> dict[str, dict[str, Any]]:
-            listed = super().list(partition_id)
+        def tags(self, partition_id: str) -> dict[str, dict[str, Any]]:
+            listed = super().tags(partition_id)
             self.clear(partition_id, ["b"])
             return listed
 

@@ -7,7 +7,7 @@ was sampled. Invariant: each sample is scored by one teacher.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -285,7 +285,7 @@ class Teachers:
         return teacher_of([seat.teacher for seat in self._seats], task, strict=self._strict)
 
     @contextmanager
-    def _seated(self, index: int) -> Iterator[Model]:
+    def _seated(self, index: int) -> Generator[Model]:
         """The teacher's model is on its accelerators inside the block."""
         seat, model = self._seats[index], self._models[index]
         if self._cuda and seat.shares:

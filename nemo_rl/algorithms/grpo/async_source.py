@@ -8,7 +8,7 @@ prompt group that was drawn and is not trained, finished or not, exactly once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -128,7 +128,7 @@ class AsynchronousSource(WholeSteps, AheadSource[TrajectoryCollector]):
         return self._settings.recompute_kv_cache_after_weight_updates or not self._settings.in_flight_weight_updates
 
     @contextmanager
-    def refit_window(self) -> Iterator[None]:
+    def refit_window(self) -> Generator[None]:
         """Replaces weights below running requests, or waits for them to end first, as configured."""
         in_flight, turns = self._settings.in_flight_weight_updates, self._run.config.grpo.max_rollout_turns
         if not in_flight:

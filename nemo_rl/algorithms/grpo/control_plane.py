@@ -7,7 +7,7 @@ scheduler's. Invariant: after `serve(v)` or `publish(v - 1)` generation serves e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -137,7 +137,7 @@ class OwnAccelerators:
         return nullcontext(lambda ready, of: refitter.revive(step))
 
     @contextmanager
-    def _without_rebuild(self) -> Iterator[ReportProgress]:
+    def _without_rebuild(self) -> Generator[ReportProgress]:
         self._await_rebuild(False)
         try:
             yield lambda ready, of: None
@@ -208,7 +208,7 @@ class HookedControlPlane:
             self._own.serve(version)
 
     @contextmanager
-    def demand(self, step: int, groups: int, ready: int, kind: DemandKind = "training") -> Iterator[ReportProgress]:
+    def demand(self, step: int, groups: int, ready: int, kind: DemandKind = "training") -> Generator[ReportProgress]:
         """Progress begins before the wait: it tells the lender of accelerators about the demand. The hooks know no
         validation.
         """
@@ -221,7 +221,7 @@ class HookedControlPlane:
                     yield report
 
     @contextmanager
-    def _progress(self, step: int, groups: int, ready: int, own: ReportProgress) -> Iterator[ReportProgress]:
+    def _progress(self, step: int, groups: int, ready: int, own: ReportProgress) -> Generator[ReportProgress]:
         reported = -1
 
         def report(ready: int, of: int) -> None:

@@ -6,7 +6,7 @@ them in order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +60,7 @@ class GRPOSteps(Steps[GRPORun]):
         self._used_up = False
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> Generator[None]:
         """Starts the source and the control plane, validates if configured, and stops both at the end."""
         run, source = self.run, self._source
         try:
@@ -80,7 +80,7 @@ class GRPOSteps(Steps[GRPORun]):
         return self._source.finished()
 
     @contextmanager
-    def open(self) -> Iterator[None]:
+    def open(self) -> Generator[None]:
         """Clears the step's rows on failure; otherwise `report` clears them."""
         self._trained = None
         with self.run.store.step():

@@ -7,7 +7,7 @@ that fails keeps the weights of the step before and leaves no step open.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def _recorded_span(run: GRPORun, what: str) -> Iterator[None]:
+def _recorded_span(run: GRPORun, what: str) -> Generator[None]:
     """Records the start and end of a phase of the current step."""
     step, begun = run.state.step, time.time()
     yield

@@ -6,7 +6,7 @@ Invariant: if a step fails, everything built before is shut down.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -120,7 +120,7 @@ def shared_parts(
     placement: OwnPlacement | None = None,
     adapters: Sequence[AdapterConfig] = (),
     device_bytes: DeviceBytes | None = None,
-) -> Iterator[Shared]:
+) -> Generator[Shared]:
     """Context manager with the parts that adapters share, up and running.
 
     Args:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDone
 from contextlib import AbstractContextManager, contextmanager
@@ -260,7 +260,7 @@ class AdapterControl:
         return self._demand(groups, ready)
 
     @contextmanager
-    def _demand(self, groups: int, ready: int) -> Iterator[ReportProgress]:
+    def _demand(self, groups: int, ready: int) -> Generator[ReportProgress]:
         self._progress(ready, groups)
         try:
             yield self._progress

@@ -10,7 +10,7 @@ import json
 import os
 import secrets
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -34,7 +34,7 @@ class JobUnreachable(UserError, RuntimeError):
 
 
 @contextmanager
-def serve(job: MultiLoraJob, base: Mapping[str, object], log_dir: Path, port: int) -> Iterator[str]:
+def serve(job: MultiLoraJob, base: Mapping[str, object], log_dir: Path, port: int) -> Generator[str]:
     """Serves a job inside the block; its address. `base`: mapping that adapters' files are laid over. Raises OSError:
     the port is taken, or the directory cannot be written.
     """

@@ -6,7 +6,7 @@ steps behind the policy's weights; training uses accelerators only inside `build
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -127,7 +127,7 @@ class SFTSteps(Steps[SFTRun]):
         self._batch: BatchedDataDict | None = None
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> Generator[None]:
         """Validates first if configured; SFT generates nothing."""
         self.run.placement.lend(self.run)
         if self.run.config.sft.val_at_start and self.run.state.step == 0:
@@ -139,7 +139,7 @@ class SFTSteps(Steps[SFTRun]):
         return _finished(self.run)
 
     @contextmanager
-    def open(self) -> Iterator[None]:
+    def open(self) -> Generator[None]:
         """Loads the step's batch."""
         self._batch = next(self._batches, None)
         yield

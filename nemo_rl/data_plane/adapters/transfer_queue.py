@@ -124,7 +124,7 @@ class TransferQueueStorage:
         )
 
     def _absent(self, partition_id: str, ids: Sequence[str]) -> list[str]:
-        present = self.list(partition_id)
+        present = self.tags(partition_id)
         return [identity for identity in ids if identity not in present]
 
     def put(
@@ -182,7 +182,7 @@ class TransferQueueStorage:
         else:
             await self._client._clear_meta_in_controller(rows)
 
-    def list(self, partition_id: str) -> dict[str, dict[str, Any]]:
+    def tags(self, partition_id: str) -> dict[str, dict[str, Any]]:
         found = self._run(f"listing partition {partition_id!r}", lambda: self._client.async_kv_list(partition_id))
         return {identity: dict(tags or {}) for identity, tags in found.get(partition_id, {}).items()}
 

@@ -29,17 +29,15 @@ def expert_modules(model: nn.Module) -> list[nn.Module]:
     """The modules of a transformers 5 model that hold all experts of a layer in stacked weights, first dimension
     experts.
     """
-    return [module for module in model.modules() if _holds_experts(module)]
+    return [module for module in model.modules() if count_experts(module)]
 
 
-def _holds_experts(module: nn.Module) -> bool:
+def count_experts(module: nn.Module) -> int:
+    """How many experts' weights `module` holds, stacked along their first dimension; 0 if it holds none."""
     experts = getattr(module, "num_experts", None)
     shapes = [parameter.shape for parameter in module.parameters(recurse=False)]
-    return (
-        isinstance(experts, int)
-        and any(len(shape) >= 3 for shape in shapes)
-        and all(shape[0] == experts for shape in shapes)
-    )
+    stacked = any(len(shape) >= 3 for shape in shapes) and all(shape[0] == experts for shape in shapes)
+    return experts if isinstance(experts, int) and stacked else 0
 
 
 def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -53,7 +51,7 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
             f"{key}: {type(model).__name__} has no experts in stacked weights (transformers >= 5 has them); set it to 1"
         )
     for module in found:
-        total = int(getattr(module, "num_experts", 0))
+        total = count_experts(module)
         if total % mesh.size():
             raise UnsupportedModelError(f"{key} does not divide the {total} experts of {type(module).__name__}")
         # What transformers 5.18 and later set on experts that its kernels compute, and what 5.17 does.
@@ -91,7 +89,7 @@ class _Exchange:
         self._group = mesh.get_group()
         self._ranks = mesh.size()
         self._rank = mesh.get_local_rank()
-        self._experts = int(getattr(module, "num_experts", 0)) // self._ranks
+        self._experts = count_experts(module) // self._ranks
         self._local = _LocalExperts(module, self._experts)
 
     def __call__(

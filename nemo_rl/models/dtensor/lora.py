@@ -7,7 +7,7 @@ vocabulary's output projection is never adapted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -87,7 +87,7 @@ def merged_weight(weight: torch.Tensor, module: AdaptedLinear, device: torch.dev
 
 
 @contextmanager
-def base_model(model: nn.Module) -> Iterator[None]:
+def base_model(model: nn.Module) -> Generator[None]:
     """The model computes without its adapters inside the block."""
     layers = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
     try:

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from nemo_rl.config import DTensorConfig
 from nemo_rl.distributed.devices import total_memory
 from nemo_rl.distributed.worker_groups import resolve_fqn
-from nemo_rl.models.dtensor.experts import expert_modules
+from nemo_rl.models.dtensor.experts import count_experts, expert_modules
 from nemo_rl.models.dtensor.mesh import ParallelMesh
 from nemo_rl.models.policy.model_config import UnsupportedModelError, check_divisible
 
@@ -134,7 +134,7 @@ def apply_activation_checkpointing(model: Any, *, keep_routing: bool = False) ->
     """
     layers = model.base_model.layers
     for index, layer in enumerate(layers):
-        widths = {int(getattr(module, "num_experts", 0)) for module in expert_modules(layer)} if keep_routing else set()
+        widths = {count_experts(module) for module in expert_modules(layer)} if keep_routing else set()
         context = partial(create_selective_checkpoint_contexts, _keep_routing(widths)) if widths else None
         layers[index] = (
             checkpoint_wrapper(layer, context_fn=context) if context is not None else checkpoint_wrapper(layer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -35,7 +35,7 @@ class BaseModel:
     """The reference of a policy with adapters: the policy without them."""
 
     @contextmanager
-    def swapped_in(self, scorer: CausalLMScorer) -> Iterator[None]:
+    def swapped_in(self, scorer: CausalLMScorer) -> Generator[None]:
         """The model computes without its adapters inside the block."""
         with base_model(scorer):
             yield
@@ -53,7 +53,7 @@ class ReferenceWeights:
 
     @contextmanager
     @torch.no_grad()
-    def swapped_in(self, scorer: CausalLMScorer) -> Iterator[None]:
+    def swapped_in(self, scorer: CausalLMScorer) -> Generator[None]:
         """The model computes with the reference weights inside the block; the current ones come back bit for bit."""
         current = [local_tensor(parameter).detach().clone() for parameter in scorer.parameters()]
         try:

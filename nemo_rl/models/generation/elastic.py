@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -192,7 +192,7 @@ class ElasticGeneration:
         return pause_quantiles(self.pauses_s)
 
     @contextmanager
-    def _alone(self, what: str) -> Iterator[None]:
+    def _alone(self, what: str) -> Generator[None]:
         if not self._turn.acquire(timeout=_TURN_S):
             raise ShardStateError(f"{what}: another move of shards has not ended within {_TURN_S:.0f} s")
         try:

@@ -11,7 +11,7 @@ model is the base model bit for bit; whole factors stay the same on all tensor-p
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -158,7 +158,7 @@ class BaseModel:
         self._adapters = [part for chunk in chunks for part in chunk.modules() if isinstance(part, Adapter)]
 
     @contextmanager
-    def swapped_in(self) -> Iterator[None]:
+    def swapped_in(self) -> Generator[None]:
         """The model computes without its adapters inside the block."""
         try:
             for adapter in self._adapters:

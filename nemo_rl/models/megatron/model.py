@@ -247,6 +247,11 @@ def _layers(config: object, sizes: Sizes, virtual: int | None, *, engine: bool) 
     return TransformerBlockSubmodules(layer_specs=[spec] * here, layer_norm=RowNorm)
 
 
+def unwrap(chunk: nn.Module) -> Any:
+    """The GPT model in a part of the model that Megatron's data parallelism may wrap."""
+    return getattr(chunk, "module", chunk)
+
+
 def rotary_angles(model: Any) -> tuple[torch.Tensor, float]:
     """Rotary frequencies [head dimension / 2] of a model, as transformers computes them, and the factor of queries and
     keys (YaRN's). Raises UnsupportedModelError: its frequencies change with the length of a sequence.

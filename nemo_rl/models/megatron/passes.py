@@ -17,7 +17,7 @@ from torch import nn
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.megatron import cpu
 from nemo_rl.models.megatron.groups import MegatronGroups
-from nemo_rl.models.megatron.model import BuiltModel
+from nemo_rl.models.megatron.model import BuiltModel, unwrap
 from nemo_rl.models.megatron.prediction import Ahead, Predictions, tokens_ahead, with_prediction_metrics
 from nemo_rl.models.megatron.routers import Routers
 from nemo_rl.models.policy.logits import LogitTransform
@@ -110,7 +110,7 @@ class Pipeline:
             batch = self._packed(data, trained_only=trained_only and real, loss_fn=loss_fn if real else None)
             self._routers.aim(chunk, data, batch, self._cut, loss_fn if backward else None)
             ahead: list[Ahead] = []
-            if backward and loss_fn is not None and getattr(chunk, "module", chunk).mtp_process:
+            if backward and loss_fn is not None and unwrap(chunk).mtp_process:
                 ahead = tokens_ahead(data, batch, self._cut, loss_fn, self._predictions.depths)
             output = self._through(chunk, batch, ahead)
             return output, partial(self._end, data, batch, ahead, guarded, transform, logits, likely, chunk)
@@ -175,7 +175,7 @@ class Pipeline:
         hidden: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         hidden_TD, *predicting_KTD = (self._whole(part) for part in hidden.chunk(1 + len(ahead)))
-        gpt = getattr(chunk, "module", chunk)
+        gpt = unwrap(chunk)
         weight_WD = gpt.shared_embedding_or_output_weight() if self._model.sizes.tied else gpt.output_layer.weight
         group = self._groups.tp_group if self._groups.sizes.tp > 1 else None
         head = Projection(weight_WD, None, group, self._chunk_size)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
 import torch
@@ -26,7 +26,7 @@ class ReferenceWeights:
 
     @contextmanager
     @torch.no_grad()
-    def swapped_in(self) -> Iterator[None]:
+    def swapped_in(self) -> Generator[None]:
         """The model computes with the reference weights inside the block; the current ones come back bit for bit."""
         current = [parameter.detach().clone() for parameter in self._parameters]
         try:

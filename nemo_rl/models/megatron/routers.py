@@ -21,7 +21,7 @@ from torch import nn
 from nemo_rl.loss.interfaces import LossFunction, LossType
 from nemo_rl.loss.normalization import count_valid
 from nemo_rl.models.megatron.groups import MegatronGroups
-from nemo_rl.models.megatron.model import BuiltModel
+from nemo_rl.models.megatron.model import BuiltModel, unwrap
 from nemo_rl.models.policy.model_config import UnsupportedModelError
 from nemo_rl.models.policy.packed import PackedBatch
 from nemo_rl.models.policy.router_replay import RouterPass, RouterReplay, RouterTarget
@@ -167,7 +167,7 @@ class Routers:
 
         Raises RouterReplayError: routes do not fit the model.
         """
-        own = self._targets[getattr(chunk, "module", chunk)]
+        own = self._targets[unwrap(chunk)]
         if not own:
             return
         routes, real_T, weight = None, None, 0.0

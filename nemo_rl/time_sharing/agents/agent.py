@@ -10,7 +10,7 @@ out. What takes time is done by a `Host`, which reports back through `performed`
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from operator import index
 
@@ -194,7 +194,7 @@ class Agent(RankKeeper):
         self.send_status()
 
     @contextmanager
-    def one_status(self) -> Iterator[None]:
+    def one_status(self) -> Generator[None]:
         """Sends what is done inside as one status, so that GPUs that are given back and asked for again are not
         reassigned in between.
         """

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -177,7 +177,7 @@ class SchedulerActor:
             self._record.finish()
 
     @contextmanager
-    def _serving(self) -> Iterator[Scheduler]:
+    def _serving(self) -> Generator[Scheduler]:
         with self._lock:
             if self._stopped.is_set():
                 raise SchedulerStopped(

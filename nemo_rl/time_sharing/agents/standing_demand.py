@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -122,7 +122,7 @@ class OpenSamples:
         return bool(self._unfinished)
 
     @contextmanager
-    def batch(self, samples: int) -> Iterator[Callable[[], None]]:
+    def batch(self, samples: int) -> Generator[Callable[[], None]]:
         """Such a batch is open inside the block; yields what is called for each of its samples that is finished, and
         does not wait. Samples that are not finished when the block ends, by an error, count no more.
         """
@@ -160,7 +160,7 @@ class OpenSamples:
 @contextmanager
 def standing_demand(
     progress: Progress, requests_under_way: Callable[[], int], samples: int
-) -> Iterator[Callable[[int, int], None]]:
+) -> Generator[Callable[[int, int], None]]:
     """The demand of a wait, until it ends; yields what takes how many groups of `samples` samples each are ready, and
     of how many. `requests_under_way` is asked on a thread of its own.
     """

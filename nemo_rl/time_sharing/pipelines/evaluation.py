@@ -6,7 +6,7 @@ Its weights never change: an engine that leaves keeps them on the host and serve
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -112,7 +112,7 @@ class LentEngines:
         return self._cluster
 
     @contextmanager
-    def serving(self, generation: VllmGeneration, problems: int, answers: int) -> Iterator[Callable[[int], None]]:
+    def serving(self, generation: VllmGeneration, problems: int, answers: int) -> Generator[Callable[[int], None]]:
         """The demand stands while problems are open; afterwards the ranks go to sleep and the registration ends."""
         self.of = problems
         self._engines.put(FixedWeights(generation, self._on_first_sleep))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 
 from nemo_rl.algorithms.distillation.engine_teacher import ServedTeacher
@@ -124,7 +124,7 @@ class LentPlacement:
         self._runtime.builds_ahead()
 
     @contextmanager
-    def training_accelerators(self) -> Iterator[None]:
+    def training_accelerators(self) -> Generator[None]:
         """Under a grant for initialisation. A failure keeps it: the GPUs are free only when the processes are gone."""
         self._runtime.acquire(ACTOR_TRAIN, Priority.INITIALIZATION, -1, self._wait_s)
         yield
@@ -242,7 +242,7 @@ class LentAccelerators:
             raise RuntimeError(f"the weight cache serves version {self._cache.version}, the run is at {version}")
 
     @contextmanager
-    def demand(self, step: int, groups: int, ready: int, kind: DemandKind = "training") -> Iterator[ReportProgress]:
+    def demand(self, step: int, groups: int, ready: int, kind: DemandKind = "training") -> Generator[ReportProgress]:
         """The scheduler hears what is waited for before the wait begins, and of whatever changes."""
         batch = self._elastic.good_batch() if self._measures_batch else None
         if batch is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from nemo_rl.algorithms.sft.driver import SFTRun
@@ -74,7 +74,7 @@ class LentTraining:
         return self._cluster
 
     @contextmanager
-    def building(self) -> Iterator[None]:
+    def building(self) -> Generator[None]:
         """Under a grant for initialisation, which the first step goes on with."""
         self._acquire(Priority.INITIALIZATION, -1)
         yield

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -232,7 +232,7 @@ class Together:
 
 
 @contextmanager
-def engine_errors(what: str) -> Iterator[None]:
+def engine_errors(what: str) -> Generator[None]:
     try:
         yield
     except _FAILURES as error:

@@ -8,7 +8,7 @@ behind it. Then the rest is shared among generation (`apportionment`). Nothing h
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -68,7 +68,7 @@ def plan(snapshot: Snapshot, now: float) -> Plan:
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def _no_garbage_collection() -> Generator[None]:
     """Leaves cyclic garbage alone meanwhile: a plan makes tens of thousands of objects that are in no cycle, and for
     each few hundred of them the collector would look through the new ones, at times through all that the process has.
     """

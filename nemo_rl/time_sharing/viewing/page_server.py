@@ -23,7 +23,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from nemo_rl.config.errors import UserError
-from nemo_rl.time_sharing.history.check import NothingToCheck, check
+from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.log.events import LogClosed
 from nemo_rl.time_sharing.log.log_tail import LogTail
 from nemo_rl.time_sharing.log.merged import merge_by_machine_time
@@ -115,7 +115,7 @@ class PoolView:
             done = [entry.source for entry in entries if isinstance(entry.event, StepFinished)]
             self._steps = dict(Counter(source.partition("/")[0] for source in done))
             return list(check(entries, ended=True))
-        except (RecordError, NothingToCheck) as error:
+        except RecordError as error:
             return [error]
 
     def metrics(self) -> bytes:

@@ -93,7 +93,7 @@ class Endpoint:
         self._config = config
         self.token = _token(config.token_variable)
         self._sessions: dict[str, Session] = {}
-        self._slots: asyncio.Semaphore
+        self._slots = asyncio.Semaphore(config.max_requests)
         self._socket = bound_socket(config.host, ports)
         self._root = root_url(self._socket)
         self.base_url = f"{self._root}/v1"
@@ -114,7 +114,6 @@ class Endpoint:
         import uvicorn
 
         async def serve() -> None:
-            self._slots = asyncio.Semaphore(self._config.max_requests)
             settings = uvicorn.Config(guarded(self._app(), self.token, self._config.max_body_bytes), log_config=None)
             settings.log_level, settings.access_log, settings.lifespan = "warning", False, "off"
             settings.proxy_headers = settings.server_header = settings.date_header = False

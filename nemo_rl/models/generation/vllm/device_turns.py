@@ -10,7 +10,7 @@ import asyncio
 import errno
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from nemo_rl.models.generation.interfaces import GenerationError
@@ -21,7 +21,7 @@ _POLL_S = 0.01
 
 
 @asynccontextmanager
-async def device_turn(device: str | None, *, timeout_s: float = _WAIT_S) -> AsyncIterator[None]:
+async def device_turn(device: str | None, *, timeout_s: float = _WAIT_S) -> AsyncGenerator[None]:
     """Waits for the others of a device, and has them wait until the block ends.
 
     Args:

@@ -24,7 +24,7 @@ import stat
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from multiprocessing.context import BaseContext
@@ -107,7 +107,7 @@ def may_fork() -> bool:
 
 
 @contextmanager
-def forked_engine() -> Iterator[None]:
+def forked_engine() -> Generator[None]:
     """Makes vLLM fork the engine's process, and that its workers, where they `may_fork`, to avoid importing vLLM again.
     Elsewhere vLLM's own rules apply.
     """
@@ -172,7 +172,7 @@ def make_socket_folder() -> Path:
 
 
 @contextmanager
-def temporary_files_in(folder: Path | str) -> Iterator[None]:
+def temporary_files_in(folder: Path | str) -> Generator[None]:
     """Makes processes started inside the block put temporary files into `folder`; torch's cache stays shared."""
     known = {name: os.environ.get(name) for name in ("TMPDIR", _COMPILED)}
     before = tempfile.gettempdir()
