@@ -49,10 +49,12 @@ def test_importing_every_module_starts_nothing_and_needs_no_optional_package(tmp
     assert not list(tmp_path.iterdir()), "importing wrote files"
 
 
-def test_the_schedulers_core_pulls_in_neither_ray_nor_torch() -> None:
+def test_the_schedulers_core_needs_neither_ray_nor_torch_and_drivers_no_backend() -> None:
     code = (
-        "import sys, nemo_rl.time_sharing.planning.planner, nemo_rl.config; print(sorted({'ray', 'torch', 'vllm'} "
-        "& set(sys.modules)))"
+        "import sys, nemo_rl.time_sharing.planning.planner, nemo_rl.config; "
+        "print(sorted({'ray', 'torch', 'vllm'} & set(sys.modules))); "
+        "import nemo_rl.algorithms.grpo.assembly, nemo_rl.algorithms.sft.assembly, nemo_rl.algorithms.multi_lora.job; "
+        "print(sorted({'torch._dynamo', 'triton', 'vllm', 'nemo_rl.models.dtensor.backend'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+    assert done.stdout.split() == ["[]", "[]"], done.stdout + done.stderr

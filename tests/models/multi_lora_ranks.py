@@ -11,9 +11,9 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.models.dtensor.export import hf_name
 from nemo_rl.models.dtensor.parallelize import local_tensor
-from nemo_rl.models.multi_lora.backend import SLOT
+from nemo_rl.models.multi_lora.messages import SLOT, StepRefused
 from nemo_rl.models.multi_lora.policy import with_own_prompts
-from nemo_rl.models.multi_lora.worker import MultiLoraWorker, StepRefused
+from nemo_rl.models.multi_lora.worker import MultiLoraWorker
 from nemo_rl.models.policy.batches import shard_chunk, shard_scored, shares_prompts
 from nemo_rl.models.policy.lora import is_factor
 from tests.models.policy_ranks import (

@@ -31,6 +31,7 @@ from nemo_rl.models.dtensor.load import load_scorer
 from nemo_rl.models.dtensor.lora import KEY, chosen_layers
 from nemo_rl.models.dtensor.mesh import ParallelMesh
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
+from nemo_rl.models.multi_lora.messages import SLOT
 from nemo_rl.models.multi_lora.slots import AdapterSlots, Span, spans_of
 from nemo_rl.models.policy.batches import shares_prompts
 from nemo_rl.models.policy.checkpoint_files import BackgroundWriter, host_copy, write_adapter_directory
@@ -45,8 +46,6 @@ from nemo_rl.utils.adapters import AdapterInfo
 
 logger = logging.getLogger(__name__)
 
-SLOT = "adapter_slot"
-"""Column [B]: the slot whose adapter a row is computed with."""
 OPTIMIZER_FILE = "adapter_optimizer.pt"
 
 

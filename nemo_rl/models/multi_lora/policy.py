@@ -16,8 +16,7 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.data_plane.schema import PROMPT, PROMPT_TOKENS, TAG, replayed_fields
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.loss.interfaces import LossFunction
-from nemo_rl.models.multi_lora.backend import SLOT
-from nemo_rl.models.multi_lora.worker import StepRefused
+from nemo_rl.models.multi_lora.messages import SLOT, StepRefused
 from nemo_rl.models.policy.batches import refuse_model_inputs, shard_chunk, shard_scored, tags_of
 from nemo_rl.models.policy.interfaces import TrainResult
 from nemo_rl.models.policy.lm_policy import Policy
