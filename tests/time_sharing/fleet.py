@@ -54,6 +54,7 @@ class Fleet:
                 spec.staleness,
                 spec.rank_batch,
                 spec.slice_s,
+                spec.drain_s,
             ),
             at,
         )

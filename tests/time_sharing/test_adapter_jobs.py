@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +18,7 @@ from nemo_rl.models.policy.model_config import UnsupportedModelError
 from nemo_rl.time_sharing.opening import LIVE_LIMITS
 from nemo_rl.time_sharing.pipelines.adapters import AdaptersConfig
 from nemo_rl.time_sharing.pipelines.command import CommandFailed, CommandPipeline
+from nemo_rl.time_sharing.pipelines.command_config import KILLED_S
 from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job, Kind, read_jobs
 from nemo_rl.time_sharing.protocol.topology import Pool
@@ -68,6 +68,23 @@ def test_what_could_not_run_is_refused_when_it_is_submitted(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         _submitted(tmp_path, adapters, one=own)
+
+
+def test_a_wrapper_says_how_long_its_adapters_may_take_to_finish_their_steps(tmp_path: Path) -> None:
+    for name in ("base", "one"):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(_BASE if name == "base" else {"grpo": {"seed": 1}}))
+    wrapper = {"nemo_config_path": "base.yaml", "adapters": ["one.yaml"]}
+
+    def read(**keys: Any) -> Job:
+        (tmp_path / "job.yaml").write_text(yaml.safe_dump(wrapper | keys))
+        return read_jobs([tmp_path / "job.yaml"], Pool(1, 2))[0]
+
+    assert [read().options["drain_s"], read(stop_s=300).options["drain_s"]] == [900 + KILLED_S, 300 + KILLED_S]
+    for wrong in (0, 1801, "long", True):
+        with pytest.raises(ConfigError, match="stop_s: .* must be seconds above 0, at most 1800"):
+            read(stop_s=wrong)
+    with pytest.raises(ConfigError, match="stop_s: is for a wrapper with adapters; a command has external.stop_s"):
+        read(stop_s=300, adapters=None)
 
 
 def test_scenarios_c_and_d_can_be_submitted() -> None:
@@ -149,25 +166,26 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize(("how", "drain_s", "left"), [("starts", 60.0, True), ("hangs", 1.0, False)])
+@pytest.mark.parametrize(("how", "stop_s", "left"), [("starts", 60.0, True), ("hangs", 0.5, False)])
 def test_adapters_that_lose_their_gpus_while_they_start_are_asked_to_leave_once_they_stand(
-    how: str, drain_s: float, left: bool, tmp_path: Path
+    how: str, stop_s: float, left: bool, tmp_path: Path
 ) -> None:
     config = _submitted(tmp_path, ["one.yaml"], one={})
     config = config.model_copy(update={"log_dir": str(tmp_path)})
     address, said = tmp_path / ADDRESS_FILE, tmp_path / "said"
     command = [sys.executable, "-c", _STARTING, str(address), str(said), how]
-    handles = PoolHandles(None, Pool(1, 1), "cpu", (), replace(LIVE_LIMITS, drain_s=drain_s), str(tmp_path))
+    handles = PoolHandles(None, Pool(1, 1), "cpu", (), LIVE_LIMITS, str(tmp_path))
     pipeline = CommandPipeline(Job("adapters", config, (), (0,), folder=str(tmp_path)), handles, 0)
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         pipeline._process = process
         told: list[str] = []
         client: Any = SimpleNamespace(
-            withdraw=lambda: told.append(f"withdrawn, {'running' if process.poll() is None else 'ended'}"),
+            withdraw=lambda: told.append(pipeline.progress().phase),
             yielded=lambda rank: told.append(f"{rank} yielded, {'running' if process.poll() is None else 'ended'}"),
         )
         pipeline._client = client
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        pipeline._make_room(0, config.stop_s)
-        # Before the scheduler would have to end it.
-        assert told == ["withdrawn, running", "0 yielded, ended"] and said.exists() is left
+        pipeline._make_room(0, stop_s)
+        assert told == ["yielding, for 900 s at most", "0 yielded, ended"] and said.exists() is left
+        cut_off = "" if left else " (killed at its last yield: raise stop_s above 0.5)"
+        assert pipeline.progress().phase == f"waiting for GPUs{cut_off}"

@@ -92,6 +92,22 @@ def test_adapters_go_on_from_their_checkpoints_when_their_gpus_come_back() -> No
     assert [event.step for event in of(entries, "shared:one", StepBegun)] == [*range(8)]
 
 
+def test_steps_longer_than_the_limit_of_all_are_lost_only_beyond_the_jobs_own() -> None:
+    # A pass alone takes longer than `drain_s`, and the other job wants the GPU back all the time.
+    long = {"adapters": [{"name": "one", "steps": 2}, {"name": "two", "steps": 2}], "train_s": 100.0}
+    job = {"name": "whole", "train": [1], "infer": [0, 1], "steps": 400, "train_s": 20.0}
+    given = scenario(**long).model_dump() | {"jobs": [job], "horizon_s": 700.0}
+    for stop_s in (900.0, 20.0):
+        given["adapter_jobs"] = [{**given["adapter_jobs"][0], "stop_s": stop_s}]
+        world, entries = run(parse_scenario(given), 0)
+        assert not check(entries, ended=False)
+        (adapters,) = jobs_of_adapters(world)
+        begun = [event.step for name in ("one", "two") for event in of(entries, f"shared:{name}", StepBegun)]
+        # Those that end with the job's own time are made again with its next GPUs.
+        assert (begun == [0, 1] * 2) is (stop_s == 900.0), begun
+        assert adapters.starts > 1 and adapters.incarnations == 0, "it is asked to leave, and its pipeline stays"
+
+
 def test_an_adapter_that_is_removed_in_its_step_leaves_the_others_alone() -> None:
     gone = {"name": "gone", "steps": 1000, "leaves_s": 25.0}
     world, entries = run(scenario(adapters=[{"name": "one", "steps": 4}, gone], slots=2), 0)

@@ -153,6 +153,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "staleness": (-1, "staleness=-1 must be at least 0"),
     "rank_batch": (0, "rank_batch=0"),
     "slice_s": (-1, "slice_s=-1 must be from 0 to 3600 seconds"),
+    "drain_s": (3601.0, "drain_s=3601.0 must be from 0 to 3600 seconds"),
     "full_overlap": (False, "touches each of the 2 inference ranks"),
 }
 

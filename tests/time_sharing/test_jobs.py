@@ -20,14 +20,13 @@ from nemo_rl.time_sharing.arguments import refused_variables
 from nemo_rl.time_sharing.launcher import launcher_parser, limits_of, run_together
 from nemo_rl.time_sharing.log.pool_state import Outcome, Progress, Standing
 from nemo_rl.time_sharing.opening import LIVE_LIMITS
-from nemo_rl.time_sharing.pipelines.command import KILLED_S
-from nemo_rl.time_sharing.pipelines.command_config import LONGEST_STOP_S
+from nemo_rl.time_sharing.pipelines.command_config import KILLED_S, LONGEST_STOP_S
 from nemo_rl.time_sharing.pipelines.job import Job, Kind, read_jobs
 from nemo_rl.time_sharing.pipelines.residents import SlotMemory
 from nemo_rl.time_sharing.pipelines.sft import LentTraining
 from nemo_rl.time_sharing.pool import variables_of
 from nemo_rl.time_sharing.protocol.topology import Pool, RegistrationError
-from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Demand, Priority, Want
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Demand, Priority, Verb, Want
 from tests.time_sharing.bench import Bench
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
@@ -438,8 +437,12 @@ def test_gpus_are_wanted_by_who_waits_to_train_on_them_or_has_nothing_to_generat
     assert not bench.scheduler.wanted("other"), "it holds nothing that anybody trains on"
 
 
-def test_a_command_has_no_longer_to_stop_than_the_pool_waits(tmp_path: Path) -> None:
+def test_the_pool_waits_for_as_long_as_a_command_may_take_to_stop(tmp_path: Path) -> None:
     job = file(tmp_path, "probe", external={"command": ["true"], "stop_s": LONGEST_STOP_S + 1.0})
-    with pytest.raises(ConfigError, match="external.stop_s: Input should be less than or equal to 150"):
+    with pytest.raises(ConfigError, match="external.stop_s: Input should be less than or equal to 1800"):
         read_jobs([str(job)], POOL)
-    assert LIVE_LIMITS.drain_s >= LONGEST_STOP_S + KILLED_S
+    longest = file(tmp_path, "longest", external={"command": ["true"], "stop_s": LONGEST_STOP_S})
+    (registered,) = read_jobs([str(longest)], POOL)
+    drain_s = registered.topology(POOL).spec.drain_s
+    assert LIVE_LIMITS.deadline_of(Verb.DRAIN, drain_s) == LONGEST_STOP_S + KILLED_S
+    assert LIVE_LIMITS.deadline_of(Verb.DRAIN) == LIVE_LIMITS.drain_s

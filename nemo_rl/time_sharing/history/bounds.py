@@ -15,7 +15,7 @@ from nemo_rl.time_sharing.protocol.types import Priority
 MOST_WEIGHT = 4.0
 """A time slice lasts `max_slice_s` at most (`min_hold_s` before a hand-over was seen) times the pipeline's weight,
 which counts up to this (rule 7)."""
-_STEPS = ("drain_s", "sleep_s", "reap_s", "wake_s", "sync_s", "sync_s", "route_s")
+_STEPS = ("sleep_s", "reap_s", "wake_s", "sync_s", "sync_s", "route_s")
 
 
 class Wait(NamedTuple):
@@ -36,7 +36,7 @@ class WaitBound:
         self._longest_hold = 0.0
         self._most_pipelines = 0
         self._weight = 1.0
-        self._slice_s = 0.0
+        self._slice_s = self._drain_s = 0.0
         self._mapped: dict[str, frozenset[int]] = {}
         # Pipeline, GPUs (None: everybody's), begin and end of each fault.
         self._faults: list[tuple[str, frozenset[int] | None, float, float]] = []
@@ -48,6 +48,7 @@ class WaitBound:
         self._mapped[event.pipeline] = gpus
         self._weight = max(self._weight, min(event.weight, MOST_WEIGHT))
         self._slice_s = max(self._slice_s, event.slice_s)
+        self._drain_s = max(self._drain_s, event.drain_s)
         self._most_pipelines = max(self._most_pipelines, registered)
 
     def held(self, seconds: float) -> None:
@@ -60,7 +61,7 @@ class WaitBound:
 
     @property
     def _handover(self) -> float:
-        return sum(self.limit(step) for step in _STEPS)
+        return max(self.limit("drain_s"), self._drain_s) + sum(self.limit(step) for step in _STEPS)
 
     def problem(self, wait: Wait) -> str | None:
         """What is wrong with a wait that exceeds its bound."""

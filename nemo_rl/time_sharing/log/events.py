@@ -82,6 +82,7 @@ class Registered:
     staleness: int | None = 1
     rank_batch: int = 1
     slice_s: float = 0.0
+    drain_s: float = 0.0
 
 
 @event_kind("ts_demand")

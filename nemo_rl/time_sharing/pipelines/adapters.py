@@ -16,7 +16,8 @@ from nemo_rl.config.multi_lora import AdapterConfig, check_adapter, load_adapter
 from nemo_rl.config.placement import cluster_world_size
 from nemo_rl.time_sharing.pipelines.command_config import LONGEST_STOP_S, CommandConfig
 
-ADAPTERS = "adapters"
+ADAPTERS, STOP_S = "adapters", "stop_s"
+_STOP_S = 900.0
 
 
 class AdaptersConfig(CommandConfig):
@@ -97,12 +98,16 @@ def adapters_command(wrapper: Mapping[str, object], base_file: Path, overrides: 
     """The command behind a wrapper of a base and its adapters.
 
     Args:
-        wrapper: Its key `adapters` lists files, relative to the base's.
+        wrapper: Its key `adapters` lists files, relative to the base's; `stop_s` may say how long they have to finish
+            their steps.
         base_file: The base's configuration.
         overrides: `key=value` for the base.
 
-    Raises ConfigError: see `AdaptersConfig.checked`.
+    Raises ConfigError: `stop_s` is out of bounds; for others see `AdaptersConfig.checked`.
     """
+    stop_s = _STOP_S if wrapper.get(STOP_S) is None else wrapper[STOP_S]
+    if isinstance(stop_s, bool) or not isinstance(stop_s, int | float) or not 0 < stop_s <= LONGEST_STOP_S:
+        raise ConfigError([f"{STOP_S}: {stop_s!r} must be seconds above 0, at most {LONGEST_STOP_S:g}"], str(base_file))
     names = wrapper.get(ADAPTERS)
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise ConfigError([f"{ADAPTERS}: list the adapters' files, relative to {base_file}"], str(base_file))
@@ -112,7 +117,7 @@ def adapters_command(wrapper: Mapping[str, object], base_file: Path, overrides: 
         gpus=cluster_world_size(base),
         # A Ray cluster of its own: the pool's has lent these GPUs away.
         env={"RAY_ADDRESS": "local"},
-        stop_s=LONGEST_STOP_S,
+        stop_s=stop_s,
         base=str(base_file.resolve()),
         overrides=list(overrides),
         files=[],

@@ -26,8 +26,8 @@ from nemo_rl.distributed.processes import kill_and_wait
 from nemo_rl.time_sharing.agents.actors import RayLink
 from nemo_rl.time_sharing.agents.external import ExternalJob
 from nemo_rl.time_sharing.log.pool_state import Outcome, Progress
-from nemo_rl.time_sharing.pipelines.adapters import AdaptersConfig
-from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
+from nemo_rl.time_sharing.pipelines.adapters import STOP_S, AdaptersConfig
+from nemo_rl.time_sharing.pipelines.command_config import KILLED_S, CommandConfig
 from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job
 from nemo_rl.time_sharing.protocol.types import Command, Reply
@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 _TAIL_BYTES = 4096
 _LEAVE_S = 300.0
-KILLED_S = 30.0
 _POLL_S = 1.0
 _STARTED_POLL_S = 0.2
 
@@ -57,6 +56,7 @@ class CommandPipeline(LentPipeline):
         self._ended_by_drain = False
         self._named: dict[int, int | str] = {}  # GPUs of the pool as the driver names them on their node
         self._starts = 0
+        self._cut_off = ""  # said where it was killed when it last gave its GPUs back
         self._config = job.config
 
     # -- from the scheduler -------------------------------------------------------------------------------------------
@@ -78,7 +78,10 @@ class CommandPipeline(LentPipeline):
     def progress(self) -> Progress:
         """How often it was started, as steps."""
         running = self._process is not None and self._process.poll() is None
-        return Progress("running" if running else "waiting for GPUs", self._starts, 0, self._handles.log_dir)
+        phase = "running" if running else "waiting for GPUs"
+        if running and self._stopping.is_set() and isinstance(self._config, CommandConfig):
+            phase = f"yielding, for {self._config.stop_s:g} s at most"
+        return Progress(f"{phase}{self._cut_off}", self._starts, 0, self._handles.log_dir)
 
     def drain(self) -> str:
         """Stops the command as when its GPUs are wanted back, and does not start it again."""
@@ -265,9 +268,14 @@ class CommandPipeline(LentPipeline):
                 if self._client is not None:
                     # What it does from here on is use of its GPUs, not waiting for them.
                     self._client.withdraw()
+                left_s, key = stop_s, "external.stop_s"
                 if isinstance(self._config, AdaptersConfig):
-                    stop_s = self._started_within(stop_s, Path(self._job.folder) / self._config.log_dir / ADDRESS_FILE)
-                self._end(stop_s)
+                    address = Path(self._job.folder) / self._config.log_dir / ADDRESS_FILE
+                    left_s, key = self._started_within(stop_s, address), STOP_S
+                self._cut_off = ""
+                if not self._end(left_s):
+                    self._cut_off = f" (killed at its last yield: raise {key} above {stop_s:g})"
+                    logger.warning("event=cut_off pipeline=%s%s", self._job.name, self._cut_off)
             if self._client is not None:
                 self._client.yielded(rank)
 
@@ -276,22 +284,23 @@ class CommandPipeline(LentPipeline):
         them. If its start takes longer than others leave it the GPUs, it would never get on.
 
         Args:
-            stop_s: How long it may take in all; less where the scheduler would end it before.
+            stop_s: How long it may take in all.
             answers: A file that is there once the job has started.
         """
-        drain_s = self._handles.limits.drain_s
-        deadline = time.monotonic() + min(stop_s, max(drain_s - KILLED_S, drain_s / 2))
+        deadline = time.monotonic() + stop_s
         while not answers.is_file() and time.monotonic() < deadline and not self._draining.is_set():
             if self._process is None or self._process.poll() is not None:
                 break
             time.sleep(_STARTED_POLL_S)
         return max(0.0, deadline - time.monotonic())
 
-    def _end(self, grace_s: float) -> None:
-        """Ends the command with all its processes: politely for `grace_s`, then at once."""
+    def _end(self, grace_s: float) -> bool:
+        """Ends the command with all its processes: politely for `grace_s`, then at once. Returns whether it ended by
+        itself.
+        """
         process = self._process
         if process is None or process.poll() is not None:
-            return
+            return True
         family = psutil.Process(process.pid)
         with suppress(psutil.NoSuchProcess):
             everybody = [*family.children(recursive=True), family]
@@ -299,7 +308,10 @@ class CommandPipeline(LentPipeline):
                 process.send_signal(signal.SIGTERM)
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(grace_s)
+            by_itself = process.poll() is not None
             kill_and_wait([one for one in everybody if one.is_running()], KILLED_S)
+            return by_itself
+        return True
 
 
 def _signal_name(number: int) -> str:

@@ -13,8 +13,9 @@ from pydantic import Field, ValidationError
 from nemo_rl.config import ConfigError, Section
 
 EXTERNAL = "external"
-LONGEST_STOP_S = 150.0
-"""The pool itself ends what has not given its GPUs back after `drain_s` (180 s), of which killing takes a part."""
+LONGEST_STOP_S = 1800.0
+KILLED_S = 30.0
+"""How long processes that are killed may take to be gone."""
 
 
 class CommandConfig(Section):
@@ -31,6 +32,11 @@ class CommandConfig(Section):
         le=LONGEST_STOP_S,
         description="Seconds from SIGTERM, when its GPUs are wanted back, until it is killed; others wait for as long.",
     )
+
+    @property
+    def drain_s(self) -> float:
+        """How long it may take to give its GPUs back, as it is registered."""
+        return self.stop_s + KILLED_S
 
 
 def read_command(values: dict[str, Any], source: Path) -> CommandConfig:

@@ -33,7 +33,7 @@ from nemo_rl.config.overrides import parse_override
 from nemo_rl.config.placement import training_world_size
 from nemo_rl.config.schema import is_known
 from nemo_rl.config.teachers import teachers_of
-from nemo_rl.time_sharing.pipelines.adapters import ADAPTERS, AdaptersConfig, adapters_command
+from nemo_rl.time_sharing.pipelines.adapters import ADAPTERS, STOP_S, AdaptersConfig, adapters_command
 from nemo_rl.time_sharing.pipelines.command_config import EXTERNAL, CommandConfig, read_command
 from nemo_rl.time_sharing.pipelines.fits import as_teacher, divides, engines_are_too_wide, engines_of, teachers_fit
 from nemo_rl.time_sharing.pipelines.folders import with_own_folders
@@ -62,6 +62,7 @@ _WRAPPER_KEYS = {
     "slice_s",
     "whole_gpus",
     ADAPTERS,
+    STOP_S,
 }
 _MAPPINGS = {"train_device_mapping": ACTOR_TRAIN, "infer_device_mapping": ACTOR_INFER}
 _MEGATRON = "megatron_train"
@@ -106,7 +107,7 @@ class Job:
     Attributes:
         infer: Global ids of the GPUs that its generation, or its command, may use, ascending. Those of training where
             nothing generates: a registration always has some.
-        options: Of the registration: weight, min_share, max_share, staleness, rank_batch, slice_s, full_overlap.
+        options: Of the registration; see `topology.register`.
         teaches: Whether it serves the teacher of its configuration to other jobs, and trains nothing.
         column: Which slot of each of its GPUs it is on, in a pool with several; None where it needs whole GPUs.
     """
@@ -339,6 +340,8 @@ def _wrapper_problems(content: Mapping[str, Any]) -> list[str]:
         if strategy is not None and strategy not in _STRATEGIES[name]:
             known = ", ".join(_STRATEGIES[name])
             problems.append(f"{name}.strategy_args.strategy_name: {strategy!r}; there is {known} here")
+    if content.get(STOP_S) is not None and not content.get(ADAPTERS):
+        problems.append(f"{STOP_S}: is for a wrapper with {ADAPTERS}; a command has external.{STOP_S}")
     level = _sleep_level(content)
     if level not in (None, 1, 2):
         problems.append(f"{ACTOR_INFER}: sleep_level {level}; engines sleep at level 1 or 2")
@@ -440,8 +443,8 @@ def _options(wrapper: Mapping[str, object], job: Job) -> dict[str, Any]:
         "rank_batch": 1 if job.kind is Kind.EXTERNAL else UNMEASURED_RANK_BATCH,
         "full_overlap": job.covers_every_rank(),
     }
-    if job.kind is Kind.EXTERNAL:
+    if isinstance(job.config, CommandConfig):
         # It has to start, and maybe to load a model, before it does anything.
-        options["slice_s"] = _COMMAND_SLICE_S
+        options |= {"slice_s": _COMMAND_SLICE_S, "drain_s": job.config.drain_s}
     chosen = ("weight", "min_share", "max_share", "rank_batch", "slice_s")
     return options | {key: wrapper[key] for key in chosen if wrapper.get(key) is not None}

@@ -233,6 +233,7 @@ def register(
     staleness: int | None = 1,
     rank_batch: int = 1,
     slice_s: float = 0.0,
+    drain_s: float = 0.0,
     full_overlap: bool = False,
 ) -> Topology:
     """Checks everything a pipeline registers and returns its topology.
@@ -241,11 +242,12 @@ def register(
     ascending. weight: its claim on contended GPUs relative to others, 1e-6 to 1000. min_share, max_share: bounds on its
     part of the GPUs it is mapped to, 0 to 1. staleness: versions, a whole number from 0, or None for no bound.
     rank_batch: samples that one rank runs at once, a whole number from 1. slice_s: seconds that a rank must serve to be
-    of use, 0 to 3600. full_overlap admits pipelines whose training covers every inference rank (colocated turns, no
+    of use, 0 to 3600. drain_s: seconds that taking its work off a rank may take, 0 to 3600; the limit of all counts
+    if it is longer. full_overlap admits pipelines whose training covers every inference rank (colocated turns, no
     generation beside training). Raises a RegistrationError that names the pipeline, the cluster and the GPU.
     """
     _check_names(pipeline, namespace, cluster_tp_configs, cluster_device_mappings)
-    check_numbers(pipeline, weight, min_share, max_share, staleness, rank_batch, slice_s)
+    check_numbers(pipeline, weight, min_share, max_share, staleness, rank_batch, slice_s, drain_s)
     clusters = []
     for name in CLUSTER_NAMES:
         if name not in cluster_device_mappings:
@@ -257,7 +259,7 @@ def register(
             mapping += tuple(pool.turns_of(mapping))
         clusters.append(ClusterSpec(name, cluster_tp_configs[name], mapping))
     shares = (weight, min_share, max_share)
-    spec = PipelineSpec(pipeline, namespace, tuple(clusters), *shares, staleness, rank_batch, slice_s)
+    spec = PipelineSpec(pipeline, namespace, tuple(clusters), *shares, staleness, rank_batch, slice_s, drain_s)
     topology = Topology(spec)
     _check_overlap(pool, topology, full_overlap)
     return topology
@@ -304,10 +306,11 @@ def check_numbers(
     staleness: int | None,
     rank_batch: int,
     slice_s: float,
+    drain_s: float,
 ) -> None:
     """Raises BadShare for numbers that no plan could be made with."""
-    shares = (("weight", weight), ("min_share", min_share), ("max_share", max_share), ("slice_s", slice_s))
-    for name, value in shares:
+    seconds = (("slice_s", slice_s), ("drain_s", drain_s))
+    for name, value in (("weight", weight), ("min_share", min_share), ("max_share", max_share), *seconds):
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise BadShare(f"{name}={shown(value)} must be a number", pipeline=pipeline)
     if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
@@ -322,8 +325,9 @@ def check_numbers(
             "max_share <= 1 and 0 < max_share",
             pipeline=pipeline,
         )
-    if not 0 <= slice_s <= MAX_SLICE_S:
-        raise BadShare(f"slice_s={shown(slice_s)} must be from 0 to {MAX_SLICE_S:g} seconds", pipeline=pipeline)
+    for name, value in seconds:
+        if not 0 <= value <= MAX_SLICE_S:
+            raise BadShare(f"{name}={shown(value)} must be from 0 to {MAX_SLICE_S:g} seconds", pipeline=pipeline)
     bound = 0 if staleness is None else staleness
     for name, count, least in (("staleness", bound, 0), ("rank_batch", rank_batch, 1)):
         if not is_whole(count, least):

@@ -104,7 +104,8 @@ class PipelineSpec:
     mapped to (0 to 1), while it has demand. staleness: how many versions old the tokens of a trained group may be; None
     for no bound. rank_batch: how many samples one rank runs at once at good speed; more ranks than remaining samples /
     rank_batch are of no use to it. slice_s: seconds that a rank must serve to be of use, 0 for any time: what takes
-    long to start makes no progress in shorter ones.
+    long to start makes no progress in shorter ones. drain_s: seconds that taking its work off a rank may take, where
+    that is more than the limit of all.
     """
 
     pipeline: str
@@ -116,6 +117,7 @@ class PipelineSpec:
     staleness: int | None = 1
     rank_batch: int = 1
     slice_s: float = 0.0
+    drain_s: float = 0.0
 
 
 class Demand(NamedTuple):
@@ -292,11 +294,11 @@ class Limits:
     trial_steps: int = 20
     turn_s: float = 300.0
 
-    def deadline_of(self, verb: Verb) -> float:
-        """How long one command may take, retries included."""
+    def deadline_of(self, verb: Verb, drain_s: float = 0.0) -> float:
+        """How long one command may take, retries included. `drain_s`: of the pipeline's registration."""
         return {
             Verb.GRANT: self.grant_s,
-            Verb.DRAIN: self.drain_s,
+            Verb.DRAIN: max(self.drain_s, drain_s),
             Verb.SLEEP: self.sleep_s,
             Verb.WAKE: self.wake_s,
             Verb.SYNC: self.sync_s,

@@ -77,7 +77,10 @@ class Executor:
         awake = pipeline.awake[rank]
         if awake.phase in SLEEP_PHASES:
             return
-        deadline_s = self._state.limits.drain_s + (0.0 if awake.phase is Phase.ACTIVE else self._state.limits.sync_s)
+        limits = self._state.limits
+        deadline_s = limits.deadline_of(Verb.DRAIN, pipeline.spec.drain_s)
+        if awake.phase is not Phase.ACTIVE:
+            deadline_s += limits.sync_s
         self._end_command_of(name, rank, "superseded")
         self._emit(ev.RankMoved(name, rank, Phase.DRAINING, awake.epoch))
         self._command(pipeline, Verb.DRAIN, rank=rank, epoch=awake.epoch, deadline_s=deadline_s)
@@ -179,7 +182,7 @@ class Executor:
                 pending.epoch,
                 pending.cluster,
                 pipeline.topology.ranks[pending.rank] if pipeline is not None and pending.rank >= 0 else (),
-                self._state.limits.deadline_of(verb),
+                self._state.limits.deadline_of(verb, 0.0 if pipeline is None else pipeline.spec.drain_s),
             )
         # The log may end between a phase and the command that belongs to it.
         for name, pipeline in self._state.pipelines.items():
@@ -374,8 +377,9 @@ class Executor:
         deadline_s: float | None = None,
     ) -> None:
         gpus = pipeline.topology.ranks[rank] if rank >= 0 else pipeline.held[cluster].gpus if cluster else ()
-        seconds = self._state.limits.deadline_of(verb) if deadline_s is None else deadline_s
-        self._raw_command(pipeline.topology.pipeline, pipeline.incarnation, verb, rank, epoch, cluster, gpus, seconds)
+        name, own = pipeline.topology.pipeline, pipeline.spec.drain_s
+        seconds = self._state.limits.deadline_of(verb, own) if deadline_s is None else deadline_s
+        self._raw_command(name, pipeline.incarnation, verb, rank, epoch, cluster, gpus, seconds)
 
     def _raw_command(
         self,

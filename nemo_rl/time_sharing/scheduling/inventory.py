@@ -96,7 +96,7 @@ def refuse_the_unplannable(state: SchedulerState, executor: Executor, emit: Call
         spec = pipeline.spec
         try:
             shares = (spec.weight, spec.min_share, spec.max_share)
-            check_numbers(name, *shares, spec.staleness, spec.rank_batch, spec.slice_s)
+            check_numbers(name, *shares, spec.staleness, spec.rank_batch, spec.slice_s, spec.drain_s)
         except BadShare as problem:
             logger.error("event=unplannable %s", problem)
             executor.fence(name, str(problem))

@@ -141,6 +141,7 @@ class Scheduler:
         staleness: int | None = 1,
         rank_batch: int = 1,
         slice_s: float = 0.0,
+        drain_s: float = 0.0,
         full_overlap: bool = False,
     ) -> Topology:
         """Registers and admits a pipeline; repeating the same registration changes nothing while it lasts. See
@@ -163,6 +164,7 @@ class Scheduler:
             staleness=staleness,
             rank_batch=rank_batch,
             slice_s=slice_s,
+            drain_s=drain_s,
             full_overlap=full_overlap,
         )
         known = self.state.pipelines.get(pipeline)
@@ -190,6 +192,7 @@ class Scheduler:
                 spec.staleness,
                 spec.rank_batch,
                 spec.slice_s,
+                spec.drain_s,
             )
         )
         self._liveness.heard(pipeline, self.clock.now)

@@ -164,6 +164,9 @@ class SimulatedAdapters(SimulatedJob):
         """What the processes had is lost, but for what is saved."""
         self._up, self._rank, self._yields = False, None, None
         self._held.clear()
+        self._lose_steps()
+
+    def _lose_steps(self) -> None:
         self._turns = _turns(self.plan)
         self._in_pass = False
         for member in self.members.values():
@@ -212,6 +215,7 @@ class SimulatedAdapters(SimulatedJob):
             super().perform(operation)
             return
         self._yields = process, operation
+        self.world.loop.after(self.plan.stop_s, self._if_alive, process, "_kill_command", (operation,))
         for member in self.members.values():
             if member.inside and member.version is None:
                 member.inside = False
@@ -228,6 +232,12 @@ class SimulatedAdapters(SimulatedJob):
         process.generation.set_active(operation.rank, False)
         self._later(process, self.costs.drain_s, "_performed", operation, True)
         self._begin_on_a_rank(process)
+
+    def _kill_command(self, process: JobProcess, operation: Operation) -> None:
+        """Ends a command that has not finished its steps in time."""
+        if self._yields == (process, operation):
+            self._lose_steps()
+            self._yielded()
 
     def _performed(self, process: JobProcess, operation: Operation, ok: bool) -> None:
         if operation.kind == Verb.DRAIN.value:

@@ -228,6 +228,7 @@ def _section(name: str, job: _Job, arrive_s: float) -> dict[str, object]:
         "min_share": job.registered.min_share,
         "max_share": job.registered.max_share,
         "slice_s": job.registered.slice_s,
+        "drain_s": job.registered.drain_s,
         "staleness": 1 if job.registered.staleness is None else job.registered.staleness,
         "steps": job.steps,
         "groups": max(round(job.trained / job.steps), 1),

@@ -101,9 +101,9 @@ def random_adapters(seed: int) -> Scenario:
     jobs = tuple(job.model_copy(update=small) for job in few)
     faults = scenario.faults.model_copy(update={"agent_crashes": rng.choice((0.0, 40.0, 120.0)), "until_s": 200.0})
     # Steps have to end before GPUs are taken by force, most of the time.
-    limits = scenario.limits | {"drain_s": rng.choice((5.0, 60.0, 60.0))}
-    plans = [_adapter_job(rng, number, pool) for number in range(rng.choice((1, 1, 2)))]
-    changed = {"jobs": jobs, "faults": faults, "limits": limits}
+    stop = {"stop_s": rng.choice((5.0, 60.0, 60.0))}
+    plans = [_adapter_job(rng, number, pool) | stop for number in range(rng.choice((1, 1, 2)))]
+    changed = {"jobs": jobs, "faults": faults}
     return parse_scenario(scenario.model_copy(update=changed).model_dump() | {"adapter_jobs": plans})
 
 

@@ -25,6 +25,8 @@ Bool = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(strict=True)]
 Seconds = Annotated[float, Field(strict=True, ge=0.0, le=1e7, allow_inf_nan=False)]
 Probability = Annotated[float, Field(strict=True, ge=0.0, le=1.0, allow_inf_nan=False)]
+_KILLED_S = 30.0  # how long the processes of a command that is killed may take to be gone
+
 Rate = Annotated[float, Field(strict=True, ge=0.0, le=1e4, allow_inf_nan=False)]
 
 
@@ -220,6 +222,7 @@ class Job(_Section):
         "first step, rather than knows that from the start.",
     )
     slice_s: Seconds = _key(0.0, "Seconds that a rank must serve to be of use, as for a command.", le=3600)
+    drain_s: Seconds = _key(0.0, "Seconds that taking its work off a rank may take, if above the limit.", le=3600)
     builds_ahead: Bool = _key(
         False,
         "Whether its engines are built on idle GPUs, ahead of their first wakes, as those of real GRPO runs are.",
@@ -311,6 +314,7 @@ class AdapterJob(_Section):
     pass_share: Number = _key(0.5, "Share of the adapters in a training pass, at most, rounded up.", gt=0, le=1)
     wait_s: Seconds = _key(0.5, "How long a ready adapter waits for others to share its training pass.")
     train_s: Seconds = _key(2.0, "Seconds of a training pass for each adapter in it.")
+    stop_s: Seconds = _key(900.0, "How long adapters may take to finish their steps before it is killed.", le=1800)
     save_period: Int = _key(1, "Steps of an adapter between two of its checkpoints.", ge=1)
     tokens: Tokens = _key(Tokens(), "Completion lengths: keys as of a job's `tokens`.")
     engine: Engine = _key(Engine(), "How fast a rank generates: keys as of a job's `engine`.")
@@ -318,8 +322,9 @@ class AdapterJob(_Section):
 
     def as_job(self) -> Job:
         """What it is to a scheduler: a job that trains nothing and whose weights never change."""
-        shared = ("name", "infer", "tp", "weight", "tokens", "engine", "arrive_s")
-        return Job(**{name: getattr(self, name) for name in shared}, train=(), steps=1, staleness=0)
+        names = ("name", "infer", "tp", "weight", "tokens", "engine", "arrive_s")
+        shared = {name: getattr(self, name) for name in names}
+        return Job(**shared, train=(), steps=1, staleness=0, drain_s=self.stop_s + _KILLED_S)
 
 
 class Fleet(_Section):

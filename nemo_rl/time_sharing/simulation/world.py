@@ -92,11 +92,7 @@ class World:
     def run(self, *, max_events: int | None = None) -> None:
         """Runs until every job has ended, or the horizon."""
         self._scheduler = Scheduler(
-            self._log,
-            self._send_command,
-            self._clock,
-            notify=self._send_reply,
-            rule=self._plan,
+            self._log, self._send_command, self._clock, notify=self._send_reply, rule=self._plan
         )
         self._scheduler.open(self.scenario.gpu_pool, self.limits, self._reading())
         for job in self.jobs.values():
@@ -193,6 +189,7 @@ class World:
                 staleness=spec.staleness,
                 rank_batch=UNMEASURED_RANK_BATCH if spec.measures_batch else spec.engine.good_batch,
                 slice_s=spec.slice_s,
+                drain_s=spec.drain_s,
                 full_overlap=spec.full_overlap,
             )
         except StillRegistered:
@@ -374,11 +371,7 @@ class World:
         if len(past) % 2:
             past = [segment]
         self._scheduler = Scheduler(
-            self._log,
-            self._send_command,
-            self._clock,
-            notify=self._send_reply,
-            rule=self._plan,
+            self._log, self._send_command, self._clock, notify=self._send_reply, rule=self._plan
         )
         self._scheduler.recover(past, self._reading(), complete=self._log_is_complete)
         self._watch.audit(self._scheduler.state)
