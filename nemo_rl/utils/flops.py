@@ -104,14 +104,27 @@ class TransformerShape:
 
     def forward_flops(self, work: Work) -> float:
         """Operations of one forward pass, logits included, padding not."""
-        projections = self.hidden * (2 * self.query_width + 2 * self.key_value_width)
-        per_token = 2 * (self.layers * (projections + self.mlp_operations) + self.hidden * self.vocabulary)
-        # Scores and weighted sums.
-        return per_token * work.tokens + self.layers * 2 * 2 * self.query_width * float(work.pairs)
+        return self.layers * self._layer_flops(work) + self._logits_flops(work)
 
-    def train_flops(self, work: Work) -> float:
-        """Operations of one forward and backward pass; recomputed activations are not counted."""
-        return BACKWARD_FACTOR * self.forward_flops(work)
+    def train_flops(self, work: Work, predicted_tokens: int = 0) -> float:
+        """Operations of one forward and backward pass; recomputed activations are not counted.
+
+        Args:
+            predicted_tokens: How many tokens further ahead multi-token prediction trains. Each takes a product that
+                joins the hidden state with an embedding, a layer like the model's own, and logits.
+        """
+        joined = 2 * 2 * self.hidden * self.hidden * work.tokens
+        predicted = predicted_tokens * (joined + self._layer_flops(work) + self._logits_flops(work))
+        return BACKWARD_FACTOR * (self.forward_flops(work) + predicted)
+
+    def _layer_flops(self, work: Work) -> float:
+        projections = self.hidden * (2 * self.query_width + 2 * self.key_value_width)
+        # Scores and weighted sums.
+        attention = 2 * 2 * self.query_width * float(work.pairs)
+        return 2 * (projections + self.mlp_operations) * work.tokens + attention
+
+    def _logits_flops(self, work: Work) -> float:
+        return 2 * self.hidden * self.vocabulary * work.tokens
 
 
 def peak_tflops(device_name: str, dtype: str = "bfloat16") -> float | None:

@@ -27,6 +27,9 @@ def test_a_dense_model_by_hand() -> None:
     assert shape.forward_flops(ten) == 2 * (10 * per_token + attention)
     assert shape.forward_flops(ten + ten) == 2 * shape.forward_flops(ten)
     assert shape.train_flops(ten) == 3 * shape.forward_flops(ten)
+    layer = 10 * (32 * 64 + 2 * 32 * 32 + 64 * 32 + 3 * 32 * 48) + 2 * 64 * sum(range(1, 11))
+    predicted = 2 * (10 * 2 * 32 * 32 + layer + 10 * 32 * 100)
+    assert shape.train_flops(ten, predicted_tokens=2) == 3 * (shape.forward_flops(ten) + 2 * predicted)
 
 
 def test_tokens_behind_a_shared_prefix_look_at_it_too() -> None:

@@ -280,7 +280,9 @@ class Policy(PolicyWeights, PolicyInterface):
         """Adds the operations that the ranks computed and the devices' peak, where both are known."""
         if self._shape is None:
             return
-        result["total_flops"] = self._shape.train_flops(work) if training else self._shape.forward_flops(work)
+        megatron = self.cfg.megatron_cfg
+        ahead = megatron.mtp_num_layers if megatron.enabled else 0
+        result["total_flops"] = self._shape.train_flops(work, ahead) if training else self._shape.forward_flops(work)
         peak = peak_tflops(self.device_name, self.cfg.precision) if self.device_name not in ("", "cpu") else None
         if peak is not None:
             result["theoretical_tflops"] = peak * self.worker_group.world_size
