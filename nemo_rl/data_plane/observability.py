@@ -49,13 +49,13 @@ class MetricsDataPlaneClient(DataPlaneClient):
         self._counts = _Counts()
         self._endpoint: BackgroundServer | None = None
 
-    def serve_metrics(self, port: int = 0, host: str = "127.0.0.1", token: str | None = None) -> str:
-        """Serves the counters to Prometheus until the client is closed; the `host:port` of `/metrics`. `port`: 0 takes
-        a free one. `token`: what `Authorization: Bearer` must bring; None: nothing.
+    def serve_metrics(self, host: str = "127.0.0.1", token: str | None = None) -> str:
+        """Serves the counters to Prometheus on a free port until the client is closed; the `host:port` of `/metrics`.
+        `token`: what `Authorization: Bearer` must bring; None: nothing.
         """
         if self._endpoint is None:
             handler = metrics_handler(self.prometheus_text, token)
-            self._endpoint = BackgroundServer(handler, host=host, port=port, name="data-plane-metrics")
+            self._endpoint = BackgroundServer(handler, host=host, port=0, name="data-plane-metrics")
         return f"{host}:{self._endpoint.port}"
 
     def __getstate__(self) -> dict[str, object]:

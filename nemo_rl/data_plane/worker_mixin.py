@@ -24,6 +24,17 @@ REPLICATED_AXES = ("tensor_parallel", "context_parallel", "pipeline_parallel")
 FetchPolicy = Literal["auto", "independent", "leader_broadcast"]
 
 
+def _presharded(method: str) -> Callable[..., None]:
+    """A method that calls a worker's scoring `method` on this rank's rows and writes the results back with them."""
+
+    def score(self: TQWorkerMixin, meta: KVBatchMeta, columns: Mapping[str, str], **options: Any) -> None:
+        """`columns`: for each result of the method the column that it goes to. `options`: of the method."""
+        result: BatchedDataDict = getattr(self, method)(self._fetch_if_any(meta), **options)
+        self._write_back_result(meta, result, columns)
+
+    return score
+
+
 class TQWorkerMixin:
     """Fetch, run, write back."""
 
@@ -38,8 +49,8 @@ class TQWorkerMixin:
         raise NotImplementedError(f"{type(self).__name__} does not say where its rank sits")
 
     def _make_replica_group(self) -> dist.ProcessGroup | None:
-        """A host-side group of the ranks that share this rank's rows, its leader first; called on all ranks. None when
-        there is one.
+        """A host-side group of the ranks that share this rank's rows, its leader first; called on all ranks. None if
+        no other rank shares them.
         """
         return None
 
@@ -50,26 +61,6 @@ class TQWorkerMixin:
     @abstractmethod
     def train_microbatches(self, data: Any) -> None:
         """The backend's own chunk of a step."""
-
-    @abstractmethod
-    def get_logprobs(self, data: Any, micro_batch_size: int | None = None) -> BatchedDataDict:
-        """The backend's own log-probabilities."""
-
-    @abstractmethod
-    def get_reference_policy_logprobs(self, data: Any, micro_batch_size: int | None = None) -> BatchedDataDict:
-        """The backend's own reference log-probabilities."""
-
-    @abstractmethod
-    def get_policy_and_reference_logprobs(self, data: Any, micro_batch_size: int | None = None) -> BatchedDataDict:
-        """The backend's own log-probabilities of both."""
-
-    @abstractmethod
-    def get_naturally_routed_logprobs(self, data: Any, micro_batch_size: int | None = None) -> BatchedDataDict:
-        """The backend's own log-probabilities without router replay."""
-
-    @abstractmethod
-    def get_topk_logits(self, data: Any, k: int, micro_batch_size: int | None = None) -> BatchedDataDict:
-        """The backend's own most likely tokens."""
 
     # -- attaching ----------------------------------------------------------------------------------------------------
 
@@ -159,40 +150,11 @@ class TQWorkerMixin:
         """`train_microbatches` on this rank's rows, of which a chunk may have none."""
         self.train_microbatches(self._fetch_if_any(meta))
 
-    def get_logprobs_presharded(
-        self, meta: KVBatchMeta, columns: Mapping[str, str], micro_batch_size: int | None = None
-    ) -> None:
-        """`get_logprobs` of this rank's rows, into the column that `columns` gives for each result."""
-        self._write_back_result(meta, self.get_logprobs(self._fetch_if_any(meta), micro_batch_size), columns)
-
-    def get_reference_policy_logprobs_presharded(
-        self, meta: KVBatchMeta, columns: Mapping[str, str], micro_batch_size: int | None = None
-    ) -> None:
-        """`get_reference_policy_logprobs` of this rank's rows, into columns."""
-        self._write_back_result(
-            meta, self.get_reference_policy_logprobs(self._fetch_if_any(meta), micro_batch_size), columns
-        )
-
-    def get_policy_and_reference_logprobs_presharded(
-        self, meta: KVBatchMeta, columns: Mapping[str, str], micro_batch_size: int | None = None
-    ) -> None:
-        """`get_policy_and_reference_logprobs` of this rank's rows, fetched and written once, into columns."""
-        result = self.get_policy_and_reference_logprobs(self._fetch_if_any(meta), micro_batch_size)
-        self._write_back_result(meta, result, columns)
-
-    def get_naturally_routed_logprobs_presharded(
-        self, meta: KVBatchMeta, columns: Mapping[str, str], micro_batch_size: int | None = None
-    ) -> None:
-        """`get_naturally_routed_logprobs` of this rank's rows, into columns."""
-        self._write_back_result(
-            meta, self.get_naturally_routed_logprobs(self._fetch_if_any(meta), micro_batch_size), columns
-        )
-
-    def get_topk_logits_presharded(
-        self, meta: KVBatchMeta, columns: Mapping[str, str], k: int, micro_batch_size: int | None = None
-    ) -> None:
-        """`get_topk_logits` of this rank's rows, into columns."""
-        self._write_back_result(meta, self.get_topk_logits(self._fetch_if_any(meta), k, micro_batch_size), columns)
+    get_logprobs_presharded = _presharded("get_logprobs")
+    get_reference_policy_logprobs_presharded = _presharded("get_reference_policy_logprobs")
+    get_policy_and_reference_logprobs_presharded = _presharded("get_policy_and_reference_logprobs")
+    get_naturally_routed_logprobs_presharded = _presharded("get_naturally_routed_logprobs")
+    get_topk_logits_presharded = _presharded("get_topk_logits")
 
 
 def broadcast_batch(fetch: Callable[[], BatchedDataDict], group: dist.ProcessGroup) -> BatchedDataDict:

@@ -293,27 +293,21 @@ def positive_nll_scale(
     sample_mask_B: torch.Tensor,
     *,
     token_level_loss: bool,
-    global_batch_size: int | None = None,
 ) -> torch.Tensor:
-    """The column `positive_nll_scale` [B], which makes the positive-example term the mean over a whole global batch
-    however that batch is cut.
+    """The column `positive_nll_scale` [B] of a global batch, which makes the positive-example term the mean over all of
+    it however it is cut.
 
     Args:
         valid_tokens_B: trained tokens of each row.
         sample_mask_B: 0 for rows without loss.
         token_level_loss: `loss_fn.token_level_loss`.
-        global_batch_size: rows of one optimizer step; all rows when None.
 
-    Returns, for each row, the count that divides the gradient of its global batch over the tokens of that batch's
-    positive rows. Raises ValueError: the global batch size does not divide the rows.
+    Returns, for each row, the count that divides the gradient of the batch over the tokens of its positive rows.
     """
-    size = len(rewards_B) if global_batch_size is None else global_batch_size
-    if size < 1 or len(rewards_B) % size:
-        raise ValueError(f"global_batch_size={size} does not divide {len(rewards_B)} rows")
-    tokens_NB = (valid_tokens_B * sample_mask_B).double().view(-1, size)
-    count_N = tokens_NB.sum(1) if token_level_loss else sample_mask_B.double().view(-1, size).sum(1)
-    positive_N = torch.where(rewards_B.view(-1, size) > 0, tokens_NB, 0).sum(1)
-    return (count_N / (positive_N + EPSILON)).repeat_interleave(size)
+    tokens_B = (valid_tokens_B * sample_mask_B).double()
+    count = tokens_B.sum() if token_level_loss else sample_mask_B.double().sum()
+    positive = torch.where(rewards_B > 0, tokens_B, 0).sum()
+    return (count / (positive + EPSILON)).repeat(len(rewards_B))
 
 
 def _drop_filtered_out(mask_BT: torch.Tensor, current_BT: torch.Tensor, previous_BT: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,7 @@ LIVE_LIMITS = Limits(
 """Bounds for live engines: a first wake builds one."""
 _ANSWER_S = 30.0
 _START_S = 300.0
+_POLL_S = 0.5
 
 
 def open_pool(
@@ -157,7 +158,7 @@ def _remove_reservation() -> None:
             remove_placement_group(get_placement_group(entry["name"]))
 
 
-def wait_for_pipelines(actor: Any, *, timeout_s: float, poll_s: float = 0.5) -> Mapping[str, Outcome]:
+def wait_for_pipelines(actor: Any, *, timeout_s: float) -> Mapping[str, Outcome]:
     """Waits until every pipeline has ended, or `timeout_s` has passed; the outcomes so far."""
     import ray
 
@@ -167,4 +168,4 @@ def wait_for_pipelines(actor: Any, *, timeout_s: float, poll_s: float = 0.5) -> 
         outcomes = {standing.name: standing.outcome for standing in standings if standing.outcome is not None}
         if len(outcomes) == len(standings) or time.monotonic() > deadline:
             return outcomes
-        time.sleep(poll_s)
+        time.sleep(_POLL_S)

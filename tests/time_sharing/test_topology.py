@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.time_sharing.protocol import topology as topo
-from nemo_rl.time_sharing.protocol.topology import Pool, cluster_id, register, split_cluster_id
+from nemo_rl.time_sharing.protocol.topology import Pool, register
 
 POOL = Pool(2, 4)
 GOOD: dict[str, Any] = {
@@ -88,12 +88,6 @@ def test_a_whole_rank_must_survive_training_not_just_enough_gpus() -> None:
 def test_a_single_rank_of_tp_two_cannot_be_a_partial_sleeper() -> None:
     with pytest.raises(topo.NoSurvivingRank):
         attempt(mappings={"actor_train": [0, 1], "actor_infer": [0, 1]})
-
-
-def test_cluster_ids_are_split_by_their_known_suffix() -> None:
-    assert split_cluster_id(cluster_id("my_actor_job", "actor_infer")) == ("my_actor_job", "actor_infer")
-    with pytest.raises(ValueError, match="is not a cluster id"):
-        split_cluster_id("job_other")
 
 
 def test_the_pool_has_at_least_one_gpu() -> None:

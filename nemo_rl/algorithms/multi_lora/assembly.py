@@ -117,7 +117,6 @@ def _check_room(config: MultiLoraMasterConfig, free: int) -> None:
 def shared_parts(
     config: MultiLoraMasterConfig,
     start: StartPhases,
-    placement: OwnPlacement | None = None,
     adapters: Sequence[AdapterConfig] = (),
     device_bytes: DeviceBytes | None = None,
 ) -> Generator[Shared]:
@@ -130,7 +129,7 @@ def shared_parts(
     For errors see `check_base`; WorkerError: the policy or an engine did not start; NoRoomForAdapters: the GPUs cannot
     hold as many adapters as there are slots.
     """
-    config, placement = with_adapters(config), placement or OwnPlacement()
+    config, placement = with_adapters(config), OwnPlacement()
     policy_cfg = config.policy
     with ExitStack() as stack:
         with start.phase("base model and tokenizer"):

@@ -167,13 +167,6 @@ class MultiLoraGenerationWorker(VllmGenerationWorker):
         """The newest version of each adapter here."""
         return {name: held.version for name, held in self._adapters.newest.items()}
 
-    async def abort_adapter(self, name: str) -> int:
-        """Ends the requests of an adapter, each with what it has; how many there were."""
-        running = [request_id for request_id, held in self._adapters.used.items() if held.name == name]
-        if running:
-            await self._engine.abort(running)
-        return len(running)
-
     def _drop_soon(self, held: Held | None) -> None:
         if held is not None:
             task = asyncio.get_running_loop().create_task(self._drop(held))

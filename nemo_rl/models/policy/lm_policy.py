@@ -184,7 +184,7 @@ class Policy(PolicyWeights, PolicyInterface):
     ) -> list[Any]:
         return self.worker_group.get_all_worker_results(self._call_sharded(method, shards, argument=argument, **common))
 
-    def _score(self, method: str, data: BatchHandle, timer: Timer | None, **common: Any) -> BatchedDataDict:
+    def _score(self, method: str, data: BatchHandle, timer: Timer | None, **options: Any) -> Scores:
         batch = _in_process(data)
         refuse_model_inputs(batch)
         replayed = replayed_fields(batch, routes=method not in _ROUTED_NATURALLY)
@@ -193,26 +193,26 @@ class Policy(PolicyWeights, PolicyInterface):
         with timed(timer, f"{method}/shard_data"):
             shards, order = shard_scored(columns, self.cfg, self.data_parallel_size, share=self.shares_prompts)
         with timed(timer, submit_label(method)):
-            results = self._run_sharded(method, shards, **common)
+            results = self._run_sharded(method, shards, **options)
         merged = BatchedDataDict.from_batches(results)
         return merged if order is None else merged.reorder_data(order)
 
     def get_logprobs(self, data: BatchHandle, timer: Timer | None = None) -> Scores:
-        """`logprobs [B, S]`; see `PolicyInterface`."""
+        """`logprobs [B, S]` under the current weights."""
         return self._score("get_logprobs", data, timer)
 
     def get_reference_policy_logprobs(
         self, data: BatchHandle, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> Scores:
-        """`reference_logprobs [B, S]`; see `PolicyInterface`."""
+        """`reference_logprobs [B, S]` under the initial weights."""
         return self._score("get_reference_policy_logprobs", data, timer, micro_batch_size=micro_batch_size)
 
     def get_policy_and_reference_logprobs(self, data: BatchHandle, timer: Timer | None = None) -> Scores:
-        """`logprobs` and `reference_logprobs`, [B, S] each; see `PolicyInterface`."""
+        """`logprobs` and `reference_logprobs`, [B, S] each, of the same microbatches."""
         return self._score("get_policy_and_reference_logprobs", data, timer)
 
     def get_naturally_routed_logprobs(self, data: BatchHandle, timer: Timer | None = None) -> Scores:
-        """`naturally_routed_logprobs [B, S]`; see `PolicyInterface`."""
+        """`naturally_routed_logprobs [B, S]` under the current weights, whose routers choose for themselves."""
         return self._score("get_naturally_routed_logprobs", data, timer)
 
     def get_topk_logits(
@@ -250,8 +250,11 @@ class Policy(PolicyWeights, PolicyInterface):
         mbs: int | None = None,
         timer: Timer | None = None,
     ) -> PendingCall[TrainResult]:
-        """See `TrainingPolicy`. Raises ValueError: the batch does not divide into global batches over the data-parallel
-        ranks; UnsupportedColumnsError: it has inputs of the model that the backend does not take.
+        """Sends a batch to the workers for training: one optimizer step per global batch. Returns at once. `eval_mode`:
+        compute losses only. `gbs`, `mbs`: samples of an optimizer step and of a microbatch; by default as configured.
+
+        Raises ValueError: the batch does not divide into global batches over the data-parallel ranks;
+        UnsupportedColumnsError: it has inputs of the model that the backend does not take.
         """
         batch = _in_process(data)
         refuse_model_inputs(batch)
@@ -292,6 +295,7 @@ class Policy(PolicyWeights, PolicyInterface):
         self.worker_group.run("begin_train_step", loss_fn=loss_fn, gbs=gbs, mbs=mbs)
 
     def submit_microbatches(self, data: BatchHandle, timer: Timer | None = None) -> PendingCall[None]:
+        """`train_microbatches` without waiting."""
         batch = _in_process(data)
         refuse_model_inputs(batch)
         with timed(timer, "policy_training/sharding_data"):
@@ -314,6 +318,7 @@ class Policy(PolicyWeights, PolicyInterface):
         self.train_microbatches(data, timer)
 
     def submit_finish_train_step(self) -> PendingCall[TrainResult]:
+        """`finish_train_step` without waiting."""
         future = self.worker_group.run_all_workers_single_data("finish_train_step")
 
         def report(results: list[Any]) -> TrainResult:

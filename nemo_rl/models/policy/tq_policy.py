@@ -38,9 +38,15 @@ if TYPE_CHECKING:
     from nemo_rl.utils.timer import Timer
 
 _PREVIOUS = {"logprobs": "prev_logprobs"}
-_TOPK = {"topk_logits": TOPK_LOGPROBS, "topk_indices": TOPK_IDS}
 _REFERENCE = {"reference_logprobs": "reference_policy_logprobs"}
-_NATURAL = {"naturally_routed_logprobs": "naturally_routed_logprobs"}
+_COLUMNS: Mapping[str, Mapping[str, str]] = {
+    "get_logprobs": _PREVIOUS,
+    "get_reference_policy_logprobs": _REFERENCE,
+    "get_policy_and_reference_logprobs": _PREVIOUS | _REFERENCE,
+    "get_naturally_routed_logprobs": {"naturally_routed_logprobs": "naturally_routed_logprobs"},
+    "get_topk_logits": {"topk_logits": TOPK_LOGPROBS, "topk_indices": TOPK_IDS},
+}
+"""Where the results of each scoring method go."""
 
 
 class TQPolicy(Policy):
@@ -53,8 +59,6 @@ class TQPolicy(Policy):
         logprobs_column: Where `get_logprobs` of a meta goes.
         options: Of `Policy`.
     """
-
-    _logprobs: Mapping[str, str] = _PREVIOUS
 
     def __init__(
         self,
@@ -73,7 +77,7 @@ class TQPolicy(Policy):
         self.tq_partition_id = tq_partition_id
         self._attached = False
         self._owns_client = client is None
-        self._logprobs = {"logprobs": logprobs_column}
+        self._columns = {**_COLUMNS, "get_logprobs": {"logprobs": logprobs_column}}
         try:
             self.dp_client = build_data_plane_client(dp_cfg, bootstrap=True) if client is None else client
         except BaseException:
@@ -129,75 +133,28 @@ class TQPolicy(Policy):
         self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> None:
         """Adds the column `prev_logprobs`, or the one that this policy was made with."""
-        self._score_meta("get_logprobs", meta, self._logprobs, timer, micro_batch_size)
+        self._score("get_logprobs", meta, timer, micro_batch_size=micro_batch_size)
 
     def get_reference_policy_logprobs_from_meta(
         self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> None:
         """Adds the column `reference_policy_logprobs`."""
-        self._score_meta("get_reference_policy_logprobs", meta, _REFERENCE, timer, micro_batch_size)
+        self._score("get_reference_policy_logprobs", meta, timer, micro_batch_size=micro_batch_size)
 
-    def _score_meta(
-        self,
-        method: str,
-        meta: KVBatchMeta,
-        columns: Mapping[str, str],
-        timer: Timer | None,
-        micro_batch_size: int | None = None,
-        **common: object,
-    ) -> StoredColumns:
-        refuse_model_inputs(meta.fields or ())
-        present = set(meta.fields or LP_SEED_FIELDS)
+    def _score(self, method: str, data: BatchHandle, timer: Timer | None, **options: Any) -> Scores:
+        """See `Policy`; the results for a meta stay with its rows."""
+        if not isinstance(data, KVBatchMeta):
+            return super()._score(method, data, timer, **options)
+        refuse_model_inputs(data.fields or ())
+        columns = self._columns[method]
+        present = set(data.fields or LP_SEED_FIELDS)
         replayed = replayed_fields(present, routes="logprobs" in columns)
-        seed = meta.only_fields([*(name for name in LP_SEED_FIELDS if name in present), *replayed])
+        seed = data.only_fields([*(name for name in LP_SEED_FIELDS if name in present), *replayed])
         with timed(timer, f"{method}/shard_meta"):
             shards = self._shard_chunk_meta(seed, training=False)
         with timed(timer, submit_label(method)):
-            self._run_sharded(
-                f"{method}_presharded",
-                shards,
-                argument="meta",
-                columns=columns,
-                micro_batch_size=micro_batch_size,
-                **common,
-            )
+            self._run_sharded(f"{method}_presharded", shards, argument="meta", columns=columns, **options)
         return StoredColumns(columns)
-
-    def get_logprobs(self, data: BatchHandle, timer: Timer | None = None) -> Scores:
-        """See `Policy`; for a meta the result stays with the rows."""
-        if not isinstance(data, KVBatchMeta):
-            return super().get_logprobs(data, timer)
-        self.get_logprobs_from_meta(data, timer=timer)
-        return StoredColumns(self._logprobs)
-
-    def get_reference_policy_logprobs(
-        self, data: BatchHandle, micro_batch_size: int | None = None, timer: Timer | None = None
-    ) -> Scores:
-        """See `Policy`; for a meta the result stays with the rows."""
-        if not isinstance(data, KVBatchMeta):
-            return super().get_reference_policy_logprobs(data, micro_batch_size, timer)
-        self.get_reference_policy_logprobs_from_meta(data, micro_batch_size, timer)
-        return StoredColumns(_REFERENCE)
-
-    def get_policy_and_reference_logprobs(self, data: BatchHandle, timer: Timer | None = None) -> Scores:
-        """See `Policy`; for a meta the results stay with the rows, which every rank fetches once."""
-        if not isinstance(data, KVBatchMeta):
-            return super().get_policy_and_reference_logprobs(data, timer)
-        return self._score_meta("get_policy_and_reference_logprobs", data, _PREVIOUS | _REFERENCE, timer)
-
-    def get_naturally_routed_logprobs(self, data: BatchHandle, timer: Timer | None = None) -> Scores:
-        """See `Policy`; for a meta the result stays with the rows."""
-        if not isinstance(data, KVBatchMeta):
-            return super().get_naturally_routed_logprobs(data, timer)
-        return self._score_meta("get_naturally_routed_logprobs", data, _NATURAL, timer)
-
-    def get_topk_logits(
-        self, data: BatchHandle, k: int, micro_batch_size: int | None = None, timer: Timer | None = None
-    ) -> Scores:
-        """See `Policy`; for a meta the result stays with the rows."""
-        if not isinstance(data, KVBatchMeta):
-            return super().get_topk_logits(data, k, micro_batch_size, timer)
-        return self._score_meta("get_topk_logits", data, _TOPK, timer, micro_batch_size, k=k)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -287,10 +244,6 @@ class TQPolicy(Policy):
     def abort_train_step_from_meta(self) -> None:
         """NeMo-RL's name of `abort_train_step` on the data plane."""
         self.abort_train_step()
-
-    def train_microbatches(self, data: BatchHandle, timer: Timer | None = None) -> None:
-        """See `Policy`; takes metas and batches."""
-        self.submit_microbatches(data, timer).result()
 
     def _shard_chunk_meta(self, meta: KVBatchMeta, *, training: bool = True) -> list[KVBatchMeta]:
         rows = chunk_rows(meta.sequence_lengths or [], self.data_parallel_size)

@@ -203,23 +203,6 @@ class Topology:
         return frozenset(g for cluster in self.spec.clusters for g in cluster.gpus)
 
 
-def cluster_id(pipeline: str, cluster: str) -> str:
-    """`<pipeline>_<cluster>`, as traces and actors name it."""
-    return f"{pipeline}_{cluster}"
-
-
-def split_cluster_id(identifier: str) -> tuple[str, str]:
-    """(pipeline, cluster) of a cluster id, by its known suffix: a pipeline name may itself contain underscores. Raises
-    ValueError otherwise.
-    """
-    for name in CLUSTER_NAMES:
-        if identifier.endswith(f"_{name}") and len(identifier) > len(name) + 1:
-            return identifier[: -len(name) - 1], name
-    raise ValueError(
-        f"{identifier!r} is not a cluster id: it must end in one of {', '.join('_' + n for n in CLUSTER_NAMES)}"
-    )
-
-
 def register(
     pool: Pool,
     pipeline: str,

@@ -50,7 +50,6 @@ class Executor:
         self._outgoing: dict[str, _Outgoing] = {}
         self._of_rank: dict[tuple[str, int], str] = {}
         self._commands = 0
-        self._next_due = 0.0
         # The last epoch in which a rank woke and has gone to sleep since, or was ended: (pipeline, incarnation, rank).
         self.slept: dict[tuple[str, int, int], int] = {}
 
@@ -81,7 +80,9 @@ class Executor:
         deadline_s = limits.deadline_of(Verb.DRAIN, pipeline.spec.drain_s)
         if awake.phase is not Phase.ACTIVE:
             deadline_s += limits.sync_s
-        self._end_command_of(name, rank, "superseded")
+        superseded = self._state.commands.get(self._of_rank.get((name, rank), ""))
+        if superseded is not None:
+            self._end(superseded, "superseded")
         self._emit(ev.RankMoved(name, rank, Phase.DRAINING, awake.epoch))
         self._command(pipeline, Verb.DRAIN, rank=rank, epoch=awake.epoch, deadline_s=deadline_s)
 
@@ -434,11 +435,6 @@ class Executor:
             Phase.FAILED: Verb.REAP,
         }[awake.phase]
         self._command(pipeline, verb, rank=rank, epoch=awake.epoch)
-
-    def _end_command_of(self, name: str, rank: int, outcome: str) -> None:
-        pending = self._state.commands.get(self._of_rank.get((name, rank), ""))
-        if pending is not None:
-            self._end(pending, outcome)
 
     def _end(self, pending: PendingCommand, outcome: str) -> None:
         self._emit(ev.CommandEnded(pending.command, outcome))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -34,7 +34,7 @@ from nemo_rl.time_sharing.simulation.batch_queue import BatchQueue, user_limit
 from nemo_rl.time_sharing.simulation.scenario import Job, Scenario
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.time_sharing.viewing.handovers import HandoverWatch, percentile
-from nemo_rl.utils.record import Entry, NullRecord, Record
+from nemo_rl.utils.record import Entry, NullRecord
 
 
 @dataclass(slots=True)
@@ -206,21 +206,13 @@ def _as_run(scenario: Scenario, name: str, alone_times: AloneTimes) -> tuple[Sce
     return on_whole_gpus(scenario), alone_times.on_whole_gpus
 
 
-def run_way(
-    scenario: Scenario,
-    name: str,
-    seed: int,
-    alone_times: AloneTimes,
-    make_record: Callable[[Callable[[], float]], Record] | None = None,
-) -> Outcome:
+def run_way(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes) -> Outcome:
     """Simulates a scenario in one of the ways of `baselines.WAYS` and sums it up."""
     scenario, alone_times = _as_run(scenario, name, alone_times)
     changed, rule = way(scenario, name)
     validator = accept_all if name in (GAP_RATIO, GAP_RATIO_DECISIONS) else validate
     queue = batch_queue(scenario, name, seed, alone_times)
-    world = World(
-        changed, seed, make_record or (lambda clock: NullRecord()), rule=rule, validator=validator, queue=queue
-    )
+    world = World(changed, seed, lambda clock: NullRecord(), rule=rule, validator=validator, queue=queue)
     world.run()
     return summarise(world, scenario, seed, alone_times)
 
