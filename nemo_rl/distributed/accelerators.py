@@ -72,7 +72,8 @@ def resolve_accelerator(device: str, *, cluster_gpus: float | None = None) -> Ac
 def _gpus_here() -> int:
     import torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    # Asks NVML. `is_available` would start CUDA here, and make this process a client of the Multi-Process Service.
+    return torch.cuda.device_count()
 
 
 def least_device_bytes() -> int:

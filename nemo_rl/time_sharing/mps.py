@@ -1,7 +1,7 @@
 """NVIDIA's Multi-Process Service for the processes of a pool, so that kernels of several jobs run on a GPU at once.
 
 Without it, a GPU switches between the processes that use it. Invariant: the service that is started here ends with the
-block, by force if it must, and its sockets lie in a directory of its own.
+block, by force if it must, after the processes that use it, and its sockets lie in a directory of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psutil
 
@@ -57,7 +57,8 @@ def multi_process_service(choice: str, *, several: bool) -> Generator[bool]:
             yield True
         finally:
             try:
-                # Processes of the pool that are still ending, this one among them, count as its clients.
+                # The service waits for clients: processes of the pool that are still ending.
+                _end_clients(given)
                 _control(commands=f"quit -t {_CLIENTS_S}\n", timeout_s=_QUIT_S, given=given)
             except MpsError as error:
                 # What ended the block says more.
@@ -88,6 +89,23 @@ def _start(given: Mapping[str, str]) -> None:
     _control("-d", timeout_s=_START_S, given=given)
 
 
+def _end_clients(given: Mapping[str, str]) -> None:
+    """Waits until no other process uses the service; kills those that still do after `_CLIENTS_S`."""
+    clients: list[psutil.Process] = []
+    for server in _numbers(_control(commands="get_server_list\n", timeout_s=_QUIT_S, given=given)):
+        for pid in _numbers(_control(commands=f"get_client_list {server}\n", timeout_s=_QUIT_S, given=given)):
+            with suppress(psutil.NoSuchProcess):
+                clients.append(psutil.Process(pid))
+    _, left = psutil.wait_procs([one for one in clients if one.pid != os.getpid()], timeout=_CLIENTS_S)
+    if left:
+        logger.warning("mps=clients_killed pids=%s", [one.pid for one in left])
+        kill_and_wait(left, _KILL_S)
+
+
+def _numbers(answer: str) -> list[int]:
+    return [int(word) for word in answer.split() if word.isdigit()]
+
+
 def _kill_left(folder: str) -> None:
     """Kills what is left of the service: its daemon and servers keep the GPUs' memory of clients that are gone."""
     left = []
@@ -100,7 +118,8 @@ def _kill_left(folder: str) -> None:
     kill_and_wait(left, _KILL_S)
 
 
-def _control(*arguments: str, commands: str = "", timeout_s: float, given: Mapping[str, str]) -> None:
+def _control(*arguments: str, commands: str = "", timeout_s: float, given: Mapping[str, str]) -> str:
+    """What the command says. Raises MpsError: it fails, or does not end in time."""
     # The service keeps what it is given for its output: at the other end of a pipe one would wait for its end.
     with tempfile.TemporaryFile("w+") as output:
         try:
@@ -117,6 +136,8 @@ def _control(*arguments: str, commands: str = "", timeout_s: float, given: Mappi
             )
         except subprocess.TimeoutExpired as error:
             raise MpsError(f"{_COMMAND} did not answer within {timeout_s:.0f} s") from error
+        output.seek(0)
+        said = output.read().strip()
         if done.returncode:
-            output.seek(0)
-            raise MpsError(f"{_COMMAND} ended with {done.returncode}: {output.read().strip()}")
+            raise MpsError(f"{_COMMAND} ended with {done.returncode}: {said}")
+        return said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import psutil
@@ -17,7 +18,11 @@ CONTROL = """#!/bin/sh
 if [ "$1" = -d ]; then [ {start} = 0 ] || exit {start}; sleep 60 & echo $! > {folder}/daemon
   echo "gpus=$CUDA_VISIBLE_DEVICES" > {folder}/seen; exit 0; fi
 read command; echo "$command" >> {folder}/commands
-kill $(cat {folder}/daemon); exit {quit}
+case "$command" in
+  get_server_list) [ ! -f {folder}/clients ] || echo 17;;
+  get_client_list*) cat {folder}/clients;;
+  *) kill $(cat {folder}/daemon); exit {quit};;
+esac
 """
 
 
@@ -34,7 +39,20 @@ def test_it_runs_inside_the_block_and_ends_with_it(tmp_path: Path, monkeypatch: 
     with multi_process_service("on", several=True):
         assert Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"]).is_dir()
     assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
-    assert (tmp_path / "commands").read_text() == "quit -t 5\n"
+    assert (tmp_path / "commands").read_text() == "get_server_list\nquit -t 5\n"
+
+
+def test_clients_that_are_left_end_before_it_and_this_process_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _install(tmp_path, monkeypatch)
+    monkeypatch.setattr("nemo_rl.time_sharing.mps._CLIENTS_S", 0)
+    with subprocess.Popen(["sleep", "600"]) as client:
+        with multi_process_service("on", several=True):
+            (tmp_path / "clients").write_text(f"{os.getpid()}\n{client.pid}\n999999999\n")
+        assert not psutil.pid_exists(client.pid)
+    assert (tmp_path / "commands").read_text() == "get_server_list\nget_client_list 17\nquit -t 0\n"
+    assert f"clients_killed pids=[{client.pid}]" in caplog.text
 
 
 def test_the_service_sees_all_gpus_so_that_its_clients_numbers_mean_the_same(
