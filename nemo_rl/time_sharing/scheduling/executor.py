@@ -80,9 +80,7 @@ class Executor:
         deadline_s = limits.deadline_of(Verb.DRAIN, pipeline.spec.drain_s)
         if awake.phase is not Phase.ACTIVE:
             deadline_s += limits.sync_s
-        superseded = self._state.commands.get(self._of_rank.get((name, rank), ""))
-        if superseded is not None:
-            self._end(superseded, "superseded")
+        self._end_command_of(name, rank, "superseded")
         self._emit(ev.RankMoved(name, rank, Phase.DRAINING, awake.epoch))
         self._command(pipeline, Verb.DRAIN, rank=rank, epoch=awake.epoch, deadline_s=deadline_s)
 
@@ -435,6 +433,11 @@ class Executor:
             Phase.FAILED: Verb.REAP,
         }[awake.phase]
         self._command(pipeline, verb, rank=rank, epoch=awake.epoch)
+
+    def _end_command_of(self, name: str, rank: int, outcome: str) -> None:
+        pending = self._state.commands.get(self._of_rank.get((name, rank), ""))
+        if pending is not None:
+            self._end(pending, outcome)
 
     def _end(self, pending: PendingCommand, outcome: str) -> None:
         self._emit(ev.CommandEnded(pending.command, outcome))
