@@ -13,21 +13,21 @@ import sys
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 from unittest.mock import patch
 
 import psutil
 import ray
-from ray._private import services
+from ray._private import node, services
 from ray._private.node import Node
 from ray._raylet import GcsClient  # pyrefly: ignore[missing-module-attribute]  # it is compiled
 from ray.exceptions import RayError
 
 from nemo_rl.distributed import idle_agent
 from nemo_rl.distributed.accelerators import CPU_SLOT_RESOURCE, Accelerator, resolve_accelerator
-from nemo_rl.distributed.processes import HOOK, WORKING_DIRECTORY, kill_and_wait
+from nemo_rl.distributed.processes import HOOK, WORKING_DIRECTORY, has_ended, kill_and_wait
 from nemo_rl.distributed.ray_joining import (
     LOCAL,
     RayStartError,
@@ -53,6 +53,8 @@ _LOCAL_CLUSTER_ENV = {
     "RAY_worker_niceness": "0",
     # Workers started ahead are never used: every actor has an environment of its own.
     "RAY_prestart_worker_first_driver": "0",
+    # How often Ray asks its first process, once a second, before it gives up; it stops at once if that has ended.
+    "RAY_gcs_server_port_wait_time_s": "180",
 }
 
 # Processes of Ray that a cluster of one run does without: what reports usage where there is no dashboard, what asks a
@@ -63,7 +65,10 @@ _ECHOES = "start_log_monitor"
 _AGENT = "--dashboard_agent_command="
 
 _START_ATTEMPTS = 3
-_NODE_UP_S, _POLL_S = 30.0, 0.02
+_START_S = 180.0
+"""How long a cluster of this machine may take to start, all attempts together."""
+_POLL_S, _LIVENESS_POLL_S = 0.02, 1.0
+_FIRST_PROCESSES = {"gcs_server", "raylet"}
 # The processes of a local cluster end with the thread that started them, so it lasts as long as this process.
 Started = TypeVar("Started")
 
@@ -170,28 +175,39 @@ def accelerator_here(device: str) -> Accelerator | None:
 
 
 def _start_local(**options: Any) -> None:
-    """Starts a cluster on this machine; retries, since a busy machine may exceed Ray's timeout of half a minute."""
+    """Starts a cluster on this machine. It waits while Ray's processes run, and starts them again if one has ended.
+    Raises RayStartError: they are not up within `_START_S`, or one ended in each attempt.
+    """
+    began = time.monotonic()
     for attempt in range(1, _START_ATTEMPTS + 1):
         before = set(psutil.Process().children(recursive=True))
         try:
             with ExitStack() as stack:
                 stack.enter_context(_without(*_UNUSED))
                 stack.enter_context(_with_idle_agent())
-                stack.enter_context(_seen_at_once())
+                stack.enter_context(_waiting_until(began + _START_S, before))
                 if not options["log_to_driver"]:
                     stack.enter_context(_without(_ECHOES))
                     stack.enter_context(without_errors_of_others())
                 ray.init(**options)
             return
         except Exception as error:
-            if "timed out during startup" not in str(error):
+            if not isinstance(error, _NotUp) and "timed out during startup" not in str(error):
                 raise
             _end_half_started(before)
-            if attempt == _START_ATTEMPTS:
+            seconds = time.monotonic() - began
+            if attempt == _START_ATTEMPTS or seconds >= _START_S:
+                logs = Path(options.get("_temp_dir") or "/tmp/ray") / "session_latest" / "logs"
                 raise RayStartError(
-                    f"Ray did not start within half a minute, {attempt} times; is this machine overloaded? ({error})"
+                    f"Ray did not start within {seconds:.0f} s, attempts: {attempt}. {error}. The load average is "
+                    f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores: is this machine overloaded? End other work "
+                    f"on it, or see {logs}"
                 ) from error
-            logger.warning("ray=start_timed_out attempt=%d", attempt)
+            logger.warning("ray=start_failed attempt=%d reason=%s", attempt, error)
+
+
+class _NotUp(Exception):
+    """A process of a local cluster did not come up."""
 
 
 @contextmanager
@@ -222,19 +238,67 @@ def _with_idle_agent() -> Generator[None]:
 
 
 @contextmanager
-def _seen_at_once() -> Generator[None]:
-    """Makes Ray poll for its node every few milliseconds instead of once a second."""
-    get_node = services.get_node
+def _waiting_until(deadline: float, before: set[psutil.Process]) -> Generator[None]:
+    """Makes Ray wait for its processes until a deadline, instead of 30 s for each, and see its node at once, instead of
+    once a second. It raises _NotUp as soon as one of them has ended.
+
+    Args:
+        deadline: By the monotonic clock.
+        before: Children of this process that are not Ray's.
+    """
+    get_node, read_port = services.get_node, node.wait_for_persisted_port
+
+    def port(*args: Any, **kwargs: Any) -> Any:
+        slices = dict(kwargs, timeout_ms=int(1000 * _LIVENESS_POLL_S))
+
+        def written() -> Any:
+            try:
+                return read_port(*args, **slices)
+            except RuntimeError:  # not within this slice
+                return None
+
+        return wait_for("gcs_server to listen", written)
 
     def once_there(gcs_address: str, node_id: str) -> Any:
         client = GcsClient(address=gcs_address)
-        deadline = time.monotonic() + _NODE_UP_S
-        while time.monotonic() < deadline and not client.get_all_node_info():
-            time.sleep(_POLL_S)
+
+        def registered() -> Any:
+            try:
+                return client.get_all_node_info()
+            except RayError:  # it takes too long to answer
+                return None
+
+        wait_for("raylet to register", registered)
         return get_node(gcs_address, node_id)
 
-    with patch.object(services, "get_node", once_there):
+    def wait_for(what: str, there: Callable[[], Any]) -> Any:
+        look_at = 0.0
+        while not (found := there()):
+            now = time.monotonic()
+            if now >= look_at:
+                if ended := _ended(before):
+                    raise _NotUp(f"{' and '.join(ended)} ended while Ray waited for {what}")
+                look_at = now + _LIVENESS_POLL_S
+            if now >= deadline:
+                raise _NotUp(f"Ray waited for {what}")
+            time.sleep(_POLL_S)
+        return found
+
+    with (
+        patch.object(services, "get_node", once_there),
+        patch.object(node, "wait_for_persisted_port", port),
+    ):
         yield
+
+
+def _ended(before: set[psutil.Process]) -> list[str]:
+    """Which of Ray's first processes have ended."""
+    names: list[str] = []
+    for process in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if process not in before and process.name() in _FIRST_PROCESSES and has_ended(process):
+                names.append(process.name())
+    return names
 
 
 def _end_half_started(before: set[psutil.Process]) -> None:

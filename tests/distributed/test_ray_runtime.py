@@ -4,13 +4,17 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import ray
+from ray._private import node, services
 
 from nemo_rl.distributed import ray_joining, ray_runtime
 from nemo_rl.distributed.accelerators import CPU
@@ -43,9 +47,84 @@ def test_a_start_that_took_too_long_is_tried_again(monkeypatch: pytest.MonkeyPat
 
 def test_a_machine_that_never_gets_there_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = start_with(monkeypatch, [Exception(LATE)] * 9)
-    with pytest.raises(RayStartError, match="is this machine overloaded"):
+    with pytest.raises(RayStartError, match=r"within \d+ s, attempts: 3\. .*load average is .*overloaded"):
         init_ray(device="cpu")
     assert len(calls) == ray_runtime._START_ATTEMPTS
+
+
+@dataclass
+class SlowRay:
+    """Ray's start on a machine so busy that its two processes take long, by a clock that runs when one waits."""
+
+    port_s: float
+    node_s: float
+    now: float = 0.0
+    attempts: int = 0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def port(self, *_: object, timeout_ms: int) -> int:
+        if self.now < self.port_s:
+            self.now += timeout_ms / 1000
+            raise RuntimeError("Timed out waiting for file")
+        return 6379
+
+    def init(self, **_: object) -> None:
+        self.attempts += 1
+        assert node.wait_for_persisted_port("session", "id", "gcs_server", timeout_ms=30_000) == 6379
+        assert services.get_node("address", "id") == "the node"
+
+    def GcsClient(self, address: str) -> Any:
+        return SimpleNamespace(get_all_node_info=lambda: self.now >= self.node_s)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> SlowRay:
+    start_with(monkeypatch, [])
+    machine = SlowRay(0.0, 0.0)
+    monkeypatch.setattr(ray, "init", machine.init)
+    monkeypatch.setattr(ray_runtime, "time", machine)
+    monkeypatch.setattr(ray_runtime, "GcsClient", machine.GcsClient)
+    monkeypatch.setattr(node, "wait_for_persisted_port", machine.port)
+    monkeypatch.setattr(services, "get_node", lambda *_: "the node")
+    return machine
+
+
+def test_a_start_goes_on_while_its_processes_run(slow: SlowRay) -> None:
+    slow.port_s, slow.node_s = 60.0, 170.0
+    init_ray(device="cpu")
+    assert slow.attempts == 1 and slow.now >= 170.0
+
+
+@pytest.mark.parametrize(
+    ("port_s", "node_s", "what"), [(1e9, 0.0, "gcs_server to listen"), (100.0, 1e9, "raylet to register")]
+)
+def test_all_attempts_together_have_one_deadline(slow: SlowRay, port_s: float, node_s: float, what: str) -> None:
+    slow.port_s, slow.node_s = port_s, node_s
+    with pytest.raises(RayStartError, match=rf"within 18\d s, attempts: 1\. Ray waited for {what}\. The load average"):
+        init_ray(device="cpu")
+
+
+def test_a_process_that_ended_is_not_waited_for(slow: SlowRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    slow.port_s = 1e9
+    raylet = tmp_path / "raylet"
+    raylet.symlink_to(sys.executable)
+    started: list[subprocess.Popen[bytes]] = []
+
+    def init(**_: object) -> None:
+        started.append(subprocess.Popen([str(raylet), "-c", ""]))
+        while started[-1].pid and psutil.Process(started[-1].pid).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        slow.init()
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(RayStartError, match=r"attempts: 3\. raylet ended while Ray waited for gcs_server to listen"):
+        init_ray(device="cpu")
+    assert slow.now < 10.0
 
 
 def test_what_a_late_start_left_running_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
