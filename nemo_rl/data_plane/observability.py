@@ -110,7 +110,8 @@ class MetricsDataPlaneClient(DataPlaneClient):
             raise
         finally:
             wall_ms = (time.perf_counter() - started) * 1e3
-            self._counts.operation(op, keys, size, ok=status == "ok")
+            if status == "ok":
+                self._counts.operation(keys, size)
             self._on_event(
                 {
                     "op": op,
@@ -170,11 +171,8 @@ class MetricsDataPlaneClient(DataPlaneClient):
         fields: object | None = None,
         tags: Sequence[Mapping[str, object]] | None = None,
     ) -> KVBatchMeta:
-        size = nbytes(fields) if fields is not None else 0
         work = partial(self.inner.put_samples, sample_ids, partition_id, fields, tags)
-        meta = self._observed("put", partition_id, len(sample_ids), work, lambda _: (len(sample_ids), size))
-        self._counts.put(partition_id, sample_ids, size)
-        return meta
+        return self._put(sample_ids, partition_id, nbytes(fields) if fields is not None else 0, work)
 
     def put_padded(
         self,
@@ -184,8 +182,12 @@ class MetricsDataPlaneClient(DataPlaneClient):
         lengths: Sequence[int],
         tags: Sequence[Mapping[str, object]] | None = None,
     ) -> KVBatchMeta:
-        size = nbytes(columns)
         work = partial(self.inner.put_padded, sample_ids, partition_id, columns, lengths, tags)
+        return self._put(sample_ids, partition_id, nbytes(columns), work)
+
+    def _put(
+        self, sample_ids: Sequence[str], partition_id: str, size: int, work: Callable[[], KVBatchMeta]
+    ) -> KVBatchMeta:
         meta = self._observed("put", partition_id, len(sample_ids), work, lambda _: (len(sample_ids), size))
         self._counts.put(partition_id, sample_ids, size)
         return meta
@@ -235,12 +237,11 @@ class _Counts:
         self._held: dict[str, dict[str, float]] = {}
         self._peak = self._largest = self._last = 0.0
 
-    def operation(self, op: str, keys: int, size: int, *, ok: bool) -> None:
+    def operation(self, keys: int, size: int) -> None:
         with self._lock:
-            if ok:
-                self._totals["total_ops"] += 1
-                self._totals["total_keys"] += keys
-                self._totals["total_bytes"] += size
+            self._totals["total_ops"] += 1
+            self._totals["total_keys"] += keys
+            self._totals["total_bytes"] += size
 
     def put(self, partition_id: str, ids: Sequence[str], size: int) -> None:
         with self._lock:

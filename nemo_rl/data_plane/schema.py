@@ -48,7 +48,6 @@ class FieldSchema:
     dtype: str | None = None
     pad: int = 0  # what it is padded with
     pad_with_token: bool = False  # padded with the tokenizer's pad id instead
-    producer: str = "rollout"  # the stage that writes it
     consumers: frozenset[Consumer] = frozenset()  # who reads it by default
 
 
@@ -62,25 +61,25 @@ SCHEMA: dict[str, FieldSchema] = {
         FieldSchema("input_ids", Axis.TOKEN, "int64", pad_with_token=True, consumers=_ALL),
         FieldSchema("input_lengths", Axis.ROW, "int64", consumers=_ALL),
         FieldSchema("generation_logprobs", Axis.TOKEN, "float32", consumers=_TRAIN),
-        FieldSchema("prev_logprobs", Axis.TOKEN, "float32", producer="prev_lp", consumers=_TRAIN),
-        FieldSchema("reference_policy_logprobs", Axis.TOKEN, "float32", producer="ref_lp", consumers=_TRAIN),
-        FieldSchema("advantages", Axis.TOKEN, "float32", producer="advantages", consumers=_TRAIN),
+        FieldSchema("prev_logprobs", Axis.TOKEN, "float32", consumers=_TRAIN),
+        FieldSchema("reference_policy_logprobs", Axis.TOKEN, "float32", consumers=_TRAIN),
+        FieldSchema("advantages", Axis.TOKEN, "float32", consumers=_TRAIN),
         FieldSchema("token_versions", Axis.TOKEN, "int32", pad=-1),
         FieldSchema("token_mask", Axis.TOKEN, consumers=_ALL),
         FieldSchema("sample_mask", Axis.ROW, consumers=_ALL),
-        FieldSchema("unwhitened_advantages", Axis.TOKEN, "float32", producer="advantages"),
-        FieldSchema("teacher_logprobs", Axis.TOKEN, "float32", producer="teacher"),
-        FieldSchema("naturally_routed_logprobs", Axis.TOKEN, "float32", producer="prev_lp"),
+        FieldSchema("unwhitened_advantages", Axis.TOKEN, "float32"),
+        FieldSchema("teacher_logprobs", Axis.TOKEN, "float32"),
+        FieldSchema("naturally_routed_logprobs", Axis.TOKEN, "float32"),
         FieldSchema("routed_experts", Axis.TOKEN),
         FieldSchema("routed_experts_valid", Axis.TOKEN, "bool"),
         FieldSchema("sampling_mask_counts", Axis.TOKEN, "int32"),
         FieldSchema("sampling_mask_ids", Axis.OBJECT),
-        FieldSchema(TOPK_IDS, Axis.TOKEN, "int32", producer="teacher"),
-        FieldSchema(TOPK_LOGPROBS, Axis.TOKEN, "float32", producer="teacher"),
-        FieldSchema("row_advantages", Axis.ROW, "float32", producer="driver"),
-        FieldSchema("rewards", Axis.ROW, "float32", producer="driver"),
-        FieldSchema("positive_nll_scale", Axis.ROW, producer="driver"),
-        FieldSchema("sample_index", Axis.ROW, "int64", producer="driver"),
+        FieldSchema(TOPK_IDS, Axis.TOKEN, "int32"),
+        FieldSchema(TOPK_LOGPROBS, Axis.TOKEN, "float32"),
+        FieldSchema("row_advantages", Axis.ROW, "float32"),
+        FieldSchema("rewards", Axis.ROW, "float32"),
+        FieldSchema("positive_nll_scale", Axis.ROW),
+        FieldSchema("sample_index", Axis.ROW, "int64"),
         FieldSchema("total_reward", Axis.ROW, "float32"),
         # As wide as the longest prompt, so not aligned with the row's tokens.
         FieldSchema("prompt_ids_for_adv", Axis.ROW, "int64", pad_with_token=True),

@@ -31,8 +31,8 @@ _PHASE_COLORS = (INDIGO, TEAL, AMBER, ROSE, VIOLET, SKY, GREEN)
 _FEW_STEPS, _MANY_STEPS = 40, 60  # points are marked up to the first; curves are smoothed above the second
 _INK, _MUTED, _GRID = "#1f2733", "#6b7585", "#e8ebf0"
 
-# Timers under timing/train that are not seconds of a phase.
 _NOTABLE = 0.01  # phases below this fraction of the time are joined
+# Timers under timing/train that are not seconds of a phase.
 _NOT_PHASES = frozenset({"total_step_time", "valid_tokens_per_sec_per_gpu"})
 
 
@@ -68,20 +68,7 @@ def main_panels(run: RunMetrics, *, graded: bool = False) -> list[Panel]:
     whether rewards are other than 0 and 1, so that their mean is no accuracy.
     """
     pick = _picker(run)
-    validated = (
-        Panel(
-            "Validation reward",
-            "mean over held-out problems",
-            pick(("validation/accuracy", "reward", GREEN), ("validation/pass_k", "pass@k", TEAL)),
-        )
-        if graded
-        else Panel(
-            "Validation accuracy",
-            "held-out problems",
-            pick(("validation/accuracy", "accuracy", GREEN), ("validation/pass_k", "pass@k", TEAL)),
-            unit="%",
-        )
-    )
+    judged = "reward" if graded else "accuracy"
     candidates = [
         Panel(
             "Reward",
@@ -89,7 +76,12 @@ def main_panels(run: RunMetrics, *, graded: bool = False) -> list[Panel]:
             pick(("train/reward", "reward", INDIGO), ("train/filtered_reward", "trained on", SKY)),
             smooth=True,
         ),
-        validated,
+        Panel(
+            f"Validation {judged}",
+            "mean over held-out problems" if graded else "held-out problems",
+            pick(("validation/accuracy", judged, GREEN), ("validation/pass_k", "pass@k", TEAL)),
+            unit="" if graded else "%",
+        ),
         Panel("Validation loss", "per token, held-out", pick(("validation/val_loss", "val_loss", GREEN)), smooth=True),
         Panel(
             "Tokens per sample",

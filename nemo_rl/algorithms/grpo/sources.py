@@ -118,6 +118,7 @@ def _sources(
     agents: AgentRollouts | None = None,
 ) -> tuple[RolloutSource, RolloutSource | None]:
     def live(
+        generation: RolloutGenerator,
         env_of_task: dict[str, str],
         trained: Record | None = None,
         *,
@@ -127,11 +128,8 @@ def _sources(
         environments = {
             task: EnvironmentHandle.of(name, actors[name], config.env) for task, name in env_of_task.items()
         }
-        runner = RolloutRunner(generation, tokenizer, environments, trained, agents) if generation is not None else None
-        if runner is None:
-            raise RuntimeError("live rollouts need generation")
         return LiveRollouts(
-            runner,
+            RolloutRunner(generation, tokenizer, environments, trained, agents),
             pad_token_id=tokenizer.pad_token_id,
             multiple=config.policy.make_sequence_length_divisible_by,
             # What an agent said in which role cannot be seen from the text of its rows.
@@ -141,13 +139,15 @@ def _sources(
         )
 
     validation = (
-        live(datasets.env_of_validation_task, shown=True)
+        live(generation, datasets.env_of_validation_task, shown=True)
         if generation is not None and datasets.validation is not None
         else None
     )
     if config.grpo.rollout_replay is not None:
         return ReplayedRollouts(config.grpo.rollout_replay, recording_of(config.policy)), validation
-    training: RolloutSource = live(datasets.env_of_task, record, recording=recording_of(config.policy))
+    if generation is None:
+        raise RuntimeError("live rollouts need generation")
+    training: RolloutSource = live(generation, datasets.env_of_task, record, recording=recording_of(config.policy))
     if config.grpo.rollout_record is not None:
         training = RecordedRollouts(training, config.grpo.rollout_record)
     return training, validation

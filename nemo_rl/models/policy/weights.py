@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
 
-_OWNER = 0
-
-
 class PolicyWeights:
     """What the workers of a policy hold."""
 
@@ -84,8 +81,8 @@ class PolicyWeights:
     def tensor_metas(self) -> list[TensorMeta]:
         """What a refit sends, in order."""
         if self._metas is None:
-            ref = self.worker_group.run_single_worker_single_data("tensor_metas", 0)
-            self._metas = wait_for_workers([ref], self.worker_group.identities[:1], what="tensor_metas")[0]
+            metas: list[TensorMeta] = self.on_first("tensor_metas")
+            self._metas = metas
         return self._metas
 
     def staging_budget(self) -> int:
@@ -102,7 +99,7 @@ class PolicyWeights:
 
     def kept_group(self, timeout_s: float) -> str | None:
         """Id of the group that rank 0 holds from a session before, if it does."""
-        return self._on_first("kept_group", timeout_s)
+        return self.on_first("kept_group", timeout_s)
 
     def begin(self, spec: SendSpec, timeout_s: float) -> None:
         """Starts the export on every rank."""
@@ -114,14 +111,15 @@ class PolicyWeights:
 
     def send_window(self, index: int, timeout_s: float) -> None:
         """Pushes a window from rank 0."""
-        self._on_first("send_window", timeout_s, index=index)
+        self.on_first("send_window", timeout_s, index=index)
 
     def close(self, *, failed: bool = False) -> None:
         """Ends the export on every rank that still answers; after a failure no group is kept."""
         refs: list[ObjectRef[object]] = [worker.close_export.remote(failed) for worker in self.worker_group.workers]
         ray.wait(refs, num_returns=len(refs), timeout=60.0)
 
-    def _on_first(self, method: str, timeout_s: float, **kwargs: object) -> Any:
+    def on_first(self, method: str, timeout_s: float | None = None, **kwargs: object) -> Any:
+        """Calls a method of rank 0, within `timeout_s` or that of every call."""
         ref = self.worker_group.run_single_worker_single_data(method, 0, **kwargs)
         return wait_for_workers([ref], self.worker_group.identities[:1], what=method, timeout_s=timeout_s)[0]
 
@@ -165,7 +163,7 @@ class PolicyWeightCache:
             checksums=self._checksums,
             timeout_s=self._timeout_s,
         )
-        manifest: CacheManifest = manifests[_OWNER]
+        manifest: CacheManifest = manifests[0]
         return manifest
 
     def source(self, version: int) -> CachedSource:
@@ -184,25 +182,20 @@ class PolicyWeightCache:
 
     def kept_group(self, timeout_s: float) -> str | None:
         """Id of the group that the owner holds, if it does."""
-        return self._on_owner("kept_group", timeout_s)
+        return self._policy.kept_group(timeout_s)
 
     def begin_cached(self, spec: SendSpec, manifest: CacheManifest, timeout_s: float) -> None:
         """Opens a session that sends a built version from the owner."""
-        self._on_owner("begin_cached_export", timeout_s, spec=spec, manifest=manifest)
+        self._policy.on_first("begin_cached_export", timeout_s, spec=spec, manifest=manifest)
 
     def export_window(self, index: int, timeout_s: float) -> list[dict[str, object] | None]:
         """Packs a window on the owner."""
-        return [self._on_owner("export_window", timeout_s, index=index)]
+        return [self._policy.on_first("export_window", timeout_s, index=index)]
 
     def send_window(self, index: int, timeout_s: float) -> None:
         """Pushes a window from the owner."""
-        self._on_owner("send_window", timeout_s, index=index)
+        self._policy.send_window(index, timeout_s)
 
     def close(self, *, failed: bool = False) -> None:
         """Ends the session on the owner; after a failure no group is kept."""
-        self._on_owner("close_export", 60.0, failed=failed)
-
-    def _on_owner(self, method: str, timeout_s: float, **kwargs: object) -> Any:
-        group = self._policy.worker_group
-        ref = group.run_single_worker_single_data(method, _OWNER, **kwargs)
-        return wait_for_workers([ref], group.identities[:1], what=method, timeout_s=timeout_s)[0]
+        self._policy.on_first("close_export", 60.0, failed=failed)

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 from nemo_rl.time_sharing.history.clocks import Clocks
 from nemo_rl.time_sharing.history.ends import EndChecks
 from nemo_rl.time_sharing.history.fairness import FairnessChecks
-from nemo_rl.time_sharing.history.gaps import lost_tails
 from nemo_rl.time_sharing.history.gpus import GpuChecks
 from nemo_rl.time_sharing.history.order import OrderChecks
 from nemo_rl.time_sharing.history.prompts import PromptChecks
@@ -22,6 +21,7 @@ from nemo_rl.time_sharing.history.references import References
 from nemo_rl.time_sharing.history.rules import RuleChecks
 from nemo_rl.time_sharing.history.waiting import WaitChecks
 from nemo_rl.time_sharing.log import events as ev
+from nemo_rl.time_sharing.protocol.types import SCHEDULER
 from nemo_rl.utils.record import Entry, RecordError
 from nemo_rl.utils.record_events import RecordOpened, UnknownEvent
 
@@ -38,6 +38,10 @@ INVARIANTS = {
     10: "conservation of GPUs",
     11: "each decision follows from what was before",
 }
+
+_BEGINNING = frozenset({RecordOpened, ev.LogSigned, ev.PoolOpened})
+"""What a new scheduler writes before it says that it has started; a log of which nothing is left begins again with the
+pool."""
 
 Handler = Callable[[Entry, Any], None]
 
@@ -69,7 +73,7 @@ class Checks(Protocol):
     def handlers(self) -> dict[type, Handler]: ...
 
     def tail_lost(self, entry: Entry) -> None:
-        """From this entry to the next `InventoryDone` the scheduler's ledger may contradict the record (see `gaps`)."""
+        """From this entry to the next `InventoryDone` the ledger may contradict the record; see `_lost_tails`."""
 
     def finish(self, clocks: Clocks, ended: bool) -> None:
         """Judges what is open now; with `ended` it is also missing."""
@@ -105,7 +109,7 @@ def check(entries: Iterable[Entry], *, first_only: bool = False, ended: bool = T
         for kind, handler in group.handlers().items():
             table.setdefault(kind, []).append((group, handler))
     judges, latest = references.judges(), clocks.latest
-    gaps = lost_tails(record)
+    gaps = _lost_tails(record)
     violations: list[Violation] = []
     for index, entry in enumerate(record):
         if gaps and index == gaps[0]:
@@ -158,3 +162,23 @@ def refuse_nothing(record: Sequence[Entry]) -> None:
             "what was shared, and under which limits, is unknown; give the scheduler's whole log beside the "
             "records of its pipelines"
         )
+
+
+def _lost_tails(entries: Sequence[Entry]) -> list[int]:
+    """Where the scheduler's log lost its end and a new scheduler went on without it (its `SchedulerStarted` says
+    `complete=False`): the index behind the last entry that the log still has, of each such gap.
+
+    From there to the `InventoryDone` of the new scheduler the ledger may contradict the rest of the record without
+    mistake: lost events may be in another copy, or missing. The pipelines' own records are whole, and are judged
+    throughout.
+    """
+    begins: list[int] = []
+    for index, entry in enumerate(entries):
+        if type(entry.event) is ev.SchedulerStarted and not entry.event.complete:
+            before = index
+            while before > 0 and (
+                entries[before - 1].source != SCHEDULER or type(entries[before - 1].event) in _BEGINNING
+            ):
+                before -= 1
+            begins.append(before)
+    return begins

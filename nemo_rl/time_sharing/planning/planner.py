@@ -16,10 +16,9 @@ from typing import NamedTuple
 
 from nemo_rl.time_sharing.log.ledger import PipelineState, QueuedWant
 from nemo_rl.time_sharing.planning import apportionment
-from nemo_rl.time_sharing.planning.building import build_ahead
-from nemo_rl.time_sharing.planning.plan import Grant, Plan, PriorityChange, Reason, Snapshot, Wait
+from nemo_rl.time_sharing.planning.plan import Expand, Grant, Plan, PriorityChange, Reason, Snapshot, Wait
 from nemo_rl.time_sharing.planning.plan_state import BLOCKED, FREE, FREEING, PlanState, Reservation
-from nemo_rl.time_sharing.planning.waking import guaranteed_seconds
+from nemo_rl.time_sharing.planning.waking import candidates, guaranteed_seconds, trained_on_within
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, WAKE_PHASES, Phase, Priority
 
 _BUILDING = (Phase.WAKING, Phase.DRAINING)
@@ -101,7 +100,7 @@ def _plan(snapshot: Snapshot, now: float) -> Plan:
         else:
             _serve(plan_state, result, item, pipeline, item.queued)
     apportionment.share(plan_state, result)
-    build_ahead(plan_state, result)
+    _build_ahead(plan_state, result)
     return result
 
 
@@ -232,3 +231,25 @@ def _check_backfill(plan_state: PlanState, pipeline: PipelineState, priority: Pr
 
 def _names(victims: set[tuple[str, int]]) -> str:
     return ", ".join(f"{name}/{rank}" for name, rank in sorted(victims))
+
+
+def _build_ahead(plan_state: PlanState, result: Plan) -> None:
+    """Has engines that do not stand yet built on GPUs that are left over, so that their first wakes are short.
+
+    A build cannot be broken off. It begins where no pipeline trains, elsewhere only if past steps and builds show that
+    it will have ended when the next training is asked for. Call it last.
+    """
+    for name, pipeline in plan_state.pipelines.items():
+        if not pipeline.builds or pipeline.withdraws or pipeline.fenced:
+            continue
+        if len(pipeline.warm) == len(pipeline.topology.ranks):
+            continue
+        for rank in candidates(plan_state, pipeline):
+            gpus = pipeline.topology.ranks[rank]
+            if (
+                rank not in pipeline.warm
+                and all(plan_state.kind[gpu] == FREE and gpu not in plan_state.reserved for gpu in gpus)
+                and not trained_on_within(plan_state, gpus, pipeline.build_s)
+            ):
+                plan_state.claim(gpus)
+                result.expands.append(Expand(name, rank, gpus, guaranteed=False, because=("ahead",), ahead=True))

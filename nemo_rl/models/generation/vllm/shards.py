@@ -152,6 +152,7 @@ class ElasticShards:
         self._state[shard] = ShardState.ASLEEP
 
     def await_rebuild(self, rebuilds: bool) -> None:
+        """Whether requests wait for lost shards from here on, or fail once all are lost."""
 
         async def change() -> None:
             self._dispatcher.await_rebuild(rebuilds)
@@ -160,11 +161,13 @@ class ElasticShards:
 
     def rebuilt(self, shard: int) -> None:
         """A quarantined shard has a new engine: awake, without weights, not routed."""
+        self._state[shard] = ShardState.INACTIVE
+        self._end_quarantine(shard)
 
+    def _end_quarantine(self, shard: int) -> None:
         async def revive() -> None:
             self._dispatcher.revive(shard)
 
-        self._state[shard] = ShardState.INACTIVE
         self._on_loop(revive())
 
     def build(self, shards: Iterable[int]) -> list[int]:
@@ -176,11 +179,7 @@ class ElasticShards:
             if self._start is None or (shard not in self._unbuilt and self.state(shard) is not ShardState.FAILED):
                 continue
             self._unbuilt.add(shard)
-
-            async def revive(shard: int = shard) -> None:
-                self._dispatcher.revive(shard)
-
-            self._on_loop(revive())
+            self._end_quarantine(shard)
             try:
                 self._start(shard)
             except WorkerError as error:
