@@ -39,6 +39,10 @@ hypothesis.settings.load_profile("nemo_rl")
 # Not while tests are collected, which imports torch and much else: a quarter of the time went into this search.
 gc.disable()
 
+# Cores are shared with other sessions and with what tests start. A thread that waits would else spin meanwhile, in this
+# process and in all that it starts, and take up to twenty times the processor seconds of its work.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # The session has a cluster of its own, whatever else runs on this machine.
 os.environ.setdefault("RAY_ADDRESS", "local")
 
@@ -48,6 +52,9 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
     collect_rarely()
+    if (torch := sys.modules.get("torch")) is not None:
+        # Each session has about one core.
+        torch.set_num_threads(1)
 
 
 def pytest_unconfigure() -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from nemo_rl.distributed.ports import free_ports
-from nemo_rl.distributed.processes import importing
+from nemo_rl.distributed.processes import collect_rarely, importing
 
 _WORKER = "nemo_rl.models.policy.worker"
 # What a worker imports once it knows its backend and model.
@@ -200,6 +200,9 @@ def _rank(call: _Call, rank: int, port: int, answers: Any) -> None:
         "OMP_NUM_THREADS": "1",
     }
     os.chdir(call.folder)
+    collect_rarely()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)  # the launcher imported it with another environment
     try:
         function, args = pickle.loads(call.pickled)
         answers.put((rank, function(*args), None))

@@ -122,8 +122,8 @@ def test_a_taskset_of_verifiers_with_a_tool_is_trained_on(warm: Path, verifiers_
     written = subprocess.run([*agent, *tasks], capture_output=True, text=True, timeout=300, check=True)
     (warm / "sums.jsonl").write_text(written.stdout)
     own = [f"env.taskset.{key}" for key in (f"python={verifiers_python}", "max_operand=9", "count=32")]
-    # Each sample starts a program of verifiers, so two steps of a few samples; the test above shows learning.
-    series = train(warm, "grpo_arithmetic_verifiers_cpu", 4, 2, *own)
+    # Each sample starts a program of verifiers, so one step of a few samples; the test above shows learning.
+    series = train(warm, "grpo_arithmetic_verifiers_cpu", 2, 1, *own)
     assert max(series["train/grad_norm"].values()) > 0.0
     # The reward goes by the name that the taskset gives it.
-    assert series["train/reward/right"][2] == series["train/reward"][2] > 0.0
+    assert series["train/reward/right"][1] == series["train/reward"][1] > 0.0

@@ -6,7 +6,6 @@ import json
 import os
 import secrets
 import shutil
-import subprocess
 import sys
 import time
 import tracemalloc
@@ -23,6 +22,8 @@ from nemo_rl.environments.code_environment import CodeEnvironment, CodeTestsEnvi
 from nemo_rl.environments.code_sandbox import running
 from nemo_rl.environments.code_sandbox.running import STATE, run_cell, run_python, usable_sandbox
 from nemo_rl.environments.interfaces import EnvironmentFailure
+from tests import forks
+from tests.conftest import ROOT
 
 
 def stepped(responses: list[str], metadata: list[dict[str, Any]], **cfg: Any) -> Any:
@@ -117,7 +118,7 @@ def test_nothing_that_a_response_started_stays_behind(sandbox: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_response_reads_no_secret_of_the_run() -> None:
+def test_a_response_reads_no_secret_of_the_run(tmp_path: Path) -> None:
     reads = (
         "import os\nfound = [dict(os.environ)]\nfor pid in filter(str.isdigit, os.listdir('/proc')):\n"
         "  for name in ('environ', 'fd', 'mem'):\n    try:\n"
@@ -128,12 +129,9 @@ def test_a_response_reads_no_secret_of_the_run() -> None:
         "from nemo_rl.environments.code_environment import *\nfor sandbox in ('auto', 'limits'):\n"
         f"  environment = CodeTestsEnvironment({{'sandbox': sandbox}})\n  print(run_python({reads!r}, 30.0, '', environment.sandbox))"
     )
-    variables = {
-        **os.environ,
-        "HF_TOKEN": "hf_secret",
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-    }
-    ended = subprocess.run([sys.executable, "-c", run], env=variables, capture_output=True, text=True, check=True)
+    script = tmp_path / "run.py"
+    script.write_text(run)
+    ended = forks.run([str(script)], {**os.environ, "HF_TOKEN": "hf_secret", "PYTHONPATH": str(ROOT)}, timeout_s=100)
     assert ended.stdout.count("output='none', succeeded=True") == 2
 
 

@@ -130,6 +130,24 @@ def gradients(worker: PolicyWorker) -> dict[str, Any]:
     return dict(sorted(found.items()))
 
 
+def kept_gradients(worker: PolicyWorker) -> dict[str, np.ndarray]:
+    """Every gradient in full under its name, of the last step that is finished from here on."""
+    norm, found = worker.backend.gradient_norm, dict[str, np.ndarray]()
+
+    def read_gradients() -> torch.Tensor:
+        value = norm()  # completes the gradients that tensor-parallel ranks hold in parts
+        found.update({name: gradient.cpu().numpy().copy() for name, gradient in gradients(worker).items()})
+        return value
+
+    worker.backend.gradient_norm = read_gradients  # type: ignore[method-assign]
+    return found
+
+
+def in_one_vector(found: dict[str, np.ndarray]) -> np.ndarray:
+    """All gradients, one after the other."""
+    return np.concatenate([gradient.flatten() for gradient in found.values()])
+
+
 def full_gradients(worker: PolicyWorker) -> torch.Tensor:
     """Every gradient in full, in one vector."""
     return torch.cat([gradient.flatten() for gradient in gradients(worker).values()])
@@ -151,31 +169,38 @@ def one_step(
     loss_fn = loss or ClippedPGLossFn(config.loss_fn)
     data = training_batch() if data is None else data
     scored = worker.get_logprobs(shard_of(worker, data, training=False))["logprobs"]
-    worker.begin_train_step(loss_fn)
-    worker.train_microbatches(shard_of(worker, data))
-    worker.backend.gradient_norm()  # completes the gradients that tensor-parallel ranks hold in parts
-    seen: dict[str, Any] = {"gradient": full_gradients(worker).cpu().numpy(), "logprobs": scored.numpy()}
-    if weights is not None:
-        seen["gradients"] = {name: gradient.cpu().numpy() for name, gradient in gradients(worker).items()}
-    worker.abort_train_step()
     # A step that is given up between microbatches leaves nothing to the next, wherever its gradients are.
     worker.begin_train_step(loss_fn)
     worker.train_microbatches(shard_of(worker, data))
     worker.abort_train_step()
+    found = kept_gradients(worker)
     answer = worker.train(
         shard_of(worker, data), loss_fn, eval_mode=False, gbs=ROWS, mbs=config.policy.train_micro_batch_size
     )
     evaluated = worker.train(
         shard_of(worker, data), loss_fn, eval_mode=True, gbs=ROWS, mbs=config.policy.train_micro_batch_size
     )
-    seen |= {
+    seen = {
+        "gradient": in_one_vector(found),
+        "logprobs": scored.numpy(),
         "loss": answer["loss"],
         "grad_norm": answer["grad_norm"],
         "metrics": answer["all_mb_metrics"],
         "tokens": answer["work"].tokens,
         "next_loss": evaluated["loss"],
     }
-    return seen
+    return seen if weights is None else seen | {"gradients": found}
+
+
+def trained_step(model: str, world: int, overrides: list[str], loss: Any, data: BatchedDataDict[Any]) -> dict[str, Any]:
+    """Loss, gradient and gradient norm of one global batch, and nothing else of `one_step`."""
+    config = run_config(model, world, *overrides)
+    worker = make_worker(config)
+    found = kept_gradients(worker)
+    answer = worker.train(
+        shard_of(worker, data), loss, eval_mode=False, gbs=ROWS, mbs=config.policy.train_micro_batch_size
+    )
+    return {"gradient": in_one_vector(found), "loss": answer["loss"], "grad_norm": answer["grad_norm"]}
 
 
 def first_step(model: str, world: int, overrides: list[str]) -> dict[str, Any]:
@@ -443,10 +468,10 @@ def dropped_communicators(model: str, world: int, cases: dict[str, list[str]]) -
         config = run_config(model, world, *overrides)
         loss, data = ClippedPGLossFn(config.loss_fn), training_batch()
         keeping = make_worker(config)
-        kept = [_train(keeping, data, loss) for _ in range(5)]
+        kept = [_train(keeping, data, loss) for _ in range(3)]
         kept_weights = keeping.weight_checksums()
         worker, results, groups = make_worker(config), [], []
-        for _ in range(5):
+        for _ in range(3):
             worker.drop_communicators()
             groups.append(len(torch.distributed.distributed_c10d._world.pg_map))
             results.append(_train(worker, data, loss))

@@ -21,7 +21,7 @@ from nemo_rl.models.policy.model_config import CheckpointMismatchError
 from tests.models.policy_ranks import (
     ROWS,
     WIDTH,
-    gradients,
+    kept_gradients,
     make_worker,
     run_config,
     shard_of,
@@ -50,15 +50,12 @@ def predicted_step(model: str, world: int, overrides: list[str]) -> dict[str, An
     config = run_config(model, world, *overrides)
     worker, data = make_worker(config), training_batch()
     loss_fn, mbs = ClippedPGLossFn(config.loss_fn), config.policy.train_micro_batch_size
-    mine = shard_of(worker, data)
+    mine, found = shard_of(worker, data), kept_gradients(worker)
     worker.begin_train_step(loss_fn, mbs=mbs)
     packed = config.policy.sequence_packing.enabled
     for start in range(0, mine.size, mine.size if packed else mbs):
         worker.train_microbatches(mine if packed else mine.slice(start, start + mbs))
-    worker.backend.gradient_norm()
-    found = {name: gradient.numpy() for name, gradient in gradients(worker).items()}
-    worker.abort_train_step()
-    answer: Any = worker.train(shard_of(worker, data), loss_fn, eval_mode=False, gbs=ROWS, mbs=mbs)
+    answer: Any = worker.finish_train_step()
     sums = [sum(values) for name, values in sorted(answer["all_mb_metrics"].items()) if name.startswith("mtp/")]
     said = worker.backend.sum_over_data(torch.tensor(sums, dtype=torch.float64))
     return {

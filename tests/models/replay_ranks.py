@@ -20,8 +20,9 @@ from nemo_rl.models.policy.logits import filter_logits
 from tests.models.policy_ranks import (
     ROWS,
     WIDTH,
-    full_gradients,
     gradients,
+    in_one_vector,
+    kept_gradients,
     make_worker,
     run_config,
     shard_of,
@@ -88,26 +89,24 @@ def recorded_batch(model: str, *, noise: float) -> BatchedDataDict[Any]:
 
 
 def replayed_step(model: str, world: int, overrides: list[str], data: BatchedDataDict[Any]) -> dict[str, Any]:
-    """Log-probabilities, and a step on them in chunks and as one."""
+    """Log-probabilities, and a step on them in chunks."""
     config = run_config(model, world, *overrides)
     worker = make_worker(config)
     loss_fn: Any = ClippedPGLossFn(config.loss_fn)
     mine = shard_of(worker, data)
     mine["prev_logprobs"] = worker.get_logprobs(mine)["logprobs"] * mine["token_mask"]
+    found = kept_gradients(worker)
     worker.begin_train_step(loss_fn)
     if config.policy.sequence_packing.enabled:
         worker.train_microbatches(mine)
     else:
         for start in range(0, mine.size, 2):
             worker.train_microbatches(mine.slice(start, start + 2))
-    worker.backend.gradient_norm()
-    gradient = full_gradients(worker)
-    worker.abort_train_step()
-    answer = worker.train(mine, loss_fn, eval_mode=False, gbs=ROWS, mbs=config.policy.train_micro_batch_size)
+    answer: Any = worker.finish_train_step()
     sums = torch.tensor([sum(answer["all_mb_metrics"]["token_mult_prob_error"])], dtype=torch.float64)
     shares = {name: answer["all_mb_metrics"].get(name, [None])[0] for name in SHARES}
     return {
-        "gradient": gradient.numpy(),
+        "gradient": in_one_vector(found),
         "logprobs": mine["prev_logprobs"].numpy(),
         "loss": answer["loss"][0],
         "grad_norm": answer["grad_norm"],

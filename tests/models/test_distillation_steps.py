@@ -12,7 +12,7 @@ import torch
 from nemo_rl.config.algorithms import TeacherKLConfig
 from nemo_rl.data_plane.schema import TOPK_IDS, TOPK_LOGPROBS
 from nemo_rl.loss.distillation import DistillationLossFn
-from tests.models.policy_ranks import MEGATRON, ROWS, WIDTH, one_step, training_batch
+from tests.models.policy_ranks import MEGATRON, ROWS, WIDTH, trained_step, training_batch
 from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -71,7 +71,7 @@ def steps(model: str, world: int, cases: dict[str, list[str]]) -> dict[str, Any]
         for name in _losses(case):
             keys, k = LOSSES[name]
             loss = DistillationLossFn(TeacherKLConfig(**keys))
-            seen[case, name] = one_step(model, world, overrides, loss, distillation_batch(k))
+            seen[case, name] = trained_step(model, world, overrides, loss, distillation_batch(k))
     return seen
 
 
