@@ -135,8 +135,8 @@ def evaluate(config: EvalMasterConfig, placement: Placement | None = None) -> Sc
     Args:
         placement: Provides accelerators; by default slots of its own.
 
-    Raises ConfigError, DataError, ModelNotFoundError, DeviceUnavailableError: the configuration asks for what is not;
-    there. GenerationError, EnvironmentFailure, WorkerError: The evaluation cannot go on.
+    Raises ConfigError, DataError, ModelNotFoundError, DeviceUnavailableError: the configuration names
+    something that does not exist; GenerationError, EnvironmentFailure, WorkerError: the evaluation cannot go on.
     """
     placement, say = placement or OwnPlacement(), StartPhases().say
     _find_model(config)

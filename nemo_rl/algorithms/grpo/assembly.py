@@ -72,9 +72,9 @@ def setup(config: MasterConfig, start: StartPhases | None = None, placement: Pla
         start: Shows the phases of the start.
         placement: Provides accelerators; by default slots of its own.
 
-    Raises ConfigError, DataError, ModelNotFoundError, DeviceUnavailableError: the configuration asks for what is not;
-    there. CheckpointError: A checkpoint exists but cannot be resumed. ResumeError: It belongs to another run;
-    NothingToDo: the run is over already.
+    Raises ConfigError, DataError, ModelNotFoundError, DeviceUnavailableError: the configuration names
+    something that does not exist; CheckpointError: a checkpoint exists but cannot be resumed; ResumeError: it belongs
+    to another run; NothingToDo: the run is over already.
     """
     start, placement = start or StartPhases(), placement or OwnPlacement()
     with prepared(config, _algorithm(config, placement), placement, start) as ready:

@@ -196,6 +196,24 @@ def plain_groups(run: GRPORun, groups: Sequence[BufferedGroup]) -> list[dict[str
     ]
 
 
+def saved_rollouts(run: GRPORun, kind: str) -> dict[str, Any] | None:
+    """`rollouts.pt` of the checkpoint that the run resumes from; None if there is none, another source wrote it, or it
+    holds batches of another shape or of other datasets. `kind`: the key under which this source keeps its prompts.
+    """
+    if run.resumed_from is None or not (run.resumed_from / ROLLOUTS_FILE).exists():
+        return None
+    saved: dict[str, Any] = torch.load(run.resumed_from / ROLLOUTS_FILE, weights_only=True)
+    shape = batch_shape(run)
+    if kind in saved and saved["shape"] == shape:
+        return saved
+    logger.warning(
+        "resume=buffer_ignored reason=batch_shape_or_datasets_changed_or_other_source saved=%s now=%s",
+        saved["shape"],
+        shape,
+    )
+    return None
+
+
 def saved_groups(run: GRPORun, wanted: Callable[[BufferedGroup], bool]) -> list[BufferedGroup]:
     """Loads the wanted groups of the checkpoint into the store."""
     groups: list[BufferedGroup] = []
@@ -216,17 +234,10 @@ def restore_collector(run: GRPORun, collector: TrajectoryCollector) -> None:
     Drops groups of past steps and groups that are too old now; their prompts are generated again. If the batch shape or
     the datasets changed, drops all groups.
     """
-    if run.resumed_from is None or not (run.resumed_from / ROLLOUTS_FILE).exists():
+    saved = saved_rollouts(run, "draws")
+    if saved is None:
         return
-    rollouts = torch.load(run.resumed_from / ROLLOUTS_FILE, weights_only=True)
-    if "draws" not in rollouts or rollouts["shape"] != batch_shape(run):
-        logger.warning(
-            "resume=buffer_ignored reason=batch_shape_or_datasets_changed saved=%s now=%s",
-            rollouts["shape"],
-            batch_shape(run),
-        )
-        return
-    draws = [SavedDraw(*draw) for draw in rollouts["draws"]]
+    draws = [SavedDraw(*draw) for draw in saved["draws"]]
     max_age = run.config.grpo.async_grpo.max_trajectory_age_steps
     groups = saved_groups(run, lambda group: group.key.target >= run.state.step and not group.is_stale(max_age))
     collector.restore(draws, groups)

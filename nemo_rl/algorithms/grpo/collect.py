@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl.algorithms.grpo.run import GRPORun
-from nemo_rl.algorithms.grpo.stages import Experience, filter_rows, score_rewards, valid_rewards
+from nemo_rl.algorithms.grpo.stages import Experience, filter_rows, joined_experience, score_rewards, valid_rewards
 from nemo_rl.config import GRPOConfig
 from nemo_rl.config.async_rl import NativeTimeoutsConfig
 from nemo_rl.config.errors import UserError
 from nemo_rl.data_plane.schema import PROMPT, PROMPT_TOKENS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.columns import joined_rows, sample_of_row, sample_starts
+from nemo_rl.experience.columns import sample_of_row, sample_starts
 from nemo_rl.experience.prompts import EpochPrompts
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, number_samples
 from nemo_rl.models.generation.interfaces import VALIDATION_STEP_OFFSET, GenerationSamplingParams
@@ -220,7 +220,7 @@ def gather_experience(run: GRPORun, next_experience: Callable[[int], Experience]
             selections.append(selection)
             kept.append(_keep(run, experience, selection))
         if selection.complete:
-            joined = _join(run, kept)
+            joined = joined_experience(kept, run.store, lambda parts: dict(parts[-1].metrics))
             joined.metrics |= sampling_metrics(selections, torch.cat(generated_rewards), valid_rewards(joined.rows))
             joined.metrics |= filter_rows(joined.rows, cfg)
             return joined
@@ -278,10 +278,3 @@ def _keep(run: GRPORun, experience: Experience, selection: Selection) -> Experie
 def _record_dropped(run: GRPORun, groups: Iterable[int], reason: str) -> None:
     for group in sorted(set(groups)):
         run.record.emit(GroupDropped(group_id(run.state.step, group), reason))
-
-
-def _join(run: GRPORun, parts: list[Experience]) -> Experience:
-    if len(parts) == 1:
-        return parts[0]
-    rows = joined_rows([part.rows for part in parts])
-    return Experience(run.store.concat([part.handle for part in parts]), rows, dict(parts[-1].metrics))

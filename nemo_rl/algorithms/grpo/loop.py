@@ -17,7 +17,7 @@ from nemo_rl.algorithms.grpo.experience_source import ExperienceSource
 from nemo_rl.algorithms.grpo.metrics import report_step, step_metrics
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.grpo.stages import Experience
-from nemo_rl.algorithms.grpo.step_trainer import StepTrainer, Trained, consult, score, weigh
+from nemo_rl.algorithms.grpo.step_trainer import StepTrainer, Trained, ask_served_teachers, score, weigh
 from nemo_rl.algorithms.grpo.streaming import StreamingSource
 from nemo_rl.algorithms.grpo.synchronous_source import SynchronousSource
 from nemo_rl.algorithms.grpo.validation import validate
@@ -94,7 +94,7 @@ class GRPOSteps(Steps[GRPORun]):
         run.record.emit(StepBegun(step, run.adapter))
         with StepTrainer(run, in_parts=source.in_parts) as trainer, closing(source.parts()) as parts:
             for part in parts:
-                consult(run, part, step)
+                ask_served_teachers(run, part, step)
                 run.control.lend_training(step)
                 score(run, part, step_open=trainer.rows > 0)
                 weigh(run, part, first_row=trainer.rows)

@@ -10,7 +10,7 @@ Shapes: B samples, S tokens of a padded row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -28,7 +28,7 @@ from nemo_rl.algorithms.grpo.rewards import COMPONENT_PREFIX, process_rewards
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig, RouterReplayConfig
 from nemo_rl.data_plane.schema import TOPK_IDS, TOPK_LOGPROBS, columns_of_others, replayed_fields
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.columns import sample_of_row, sample_starts
+from nemo_rl.experience.columns import joined_rows, sample_of_row, sample_starts
 from nemo_rl.experience.store import ExperienceStore, StageOutput, TokenStage
 from nemo_rl.loss.clipped_pg import positive_nll_scale
 from nemo_rl.loss.normalization import masked_mean
@@ -145,6 +145,19 @@ class Experience:
     rows: BatchedDataDict  # its small columns [B] in the driver
     metrics: dict[str, Any] = field(default_factory=dict)
     group_names: Mapping[int, str] = field(default_factory=dict)
+
+
+def joined_experience(
+    parts: Sequence[Experience],
+    store: ExperienceStore,
+    join_metrics: Callable[[Sequence[Experience]], dict[str, Any]],
+) -> Experience:
+    """Joins batches into one, in order. A single one is returned as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    names = {number: name for part in parts for number, name in part.group_names.items()}
+    rows = joined_rows([part.rows for part in parts])
+    return Experience(store.concat([part.handle for part in parts]), rows, join_metrics(parts), names)
 
 
 def run_stage(experience: Experience, store: ExperienceStore, stage: TokenStage) -> dict[str, torch.Tensor]:

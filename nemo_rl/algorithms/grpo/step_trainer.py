@@ -20,12 +20,13 @@ from nemo_rl.algorithms.grpo.stages import (
     compare_routing,
     compares_routing,
     compute_logprobs,
+    joined_experience,
     mask_and_weigh,
     needs_previous_logprobs,
     needs_reference_logprobs,
 )
 from nemo_rl.distributed.worker_groups import PendingCall
-from nemo_rl.experience.columns import joined_rows, sample_of_row, sample_starts
+from nemo_rl.experience.columns import sample_of_row, sample_starts
 from nemo_rl.models.policy.interfaces import BatchHandle, TrainResult
 from nemo_rl.utils.record_events import StepSpan
 from nemo_rl.utils.step_timeline import LOGPROBS, TRAINING
@@ -61,9 +62,9 @@ def score(run: GRPORun, part: Experience, *, step_open: bool) -> None:
         _ask_teachers(run, run.teachers, part)
 
 
-def consult(run: GRPORun, part: Experience, step: int) -> None:
+def ask_served_teachers(run: GRPORun, part: Experience, step: int) -> None:
     """Adds the columns of teachers that other jobs serve, before training's accelerators are asked for: they may be
-    those that the teacher needs.
+    those that the teachers need.
     """
     if run.teachers is not None and run.teachers.served:
         run.control.yield_training(step)
@@ -147,7 +148,7 @@ class StepTrainer:
                 earlier, pending = self._submit(self._parts[0])
             meanwhile()
             result = merged_results([*earlier, pending.result()])
-        return Trained(_joined(run, self._parts), result)
+        return Trained(joined_experience(self._parts, run.store, joined_metrics), result)
 
     def _submit(self, part: Experience) -> tuple[list[TrainResult], PendingCall[TrainResult]]:
         """Trains a whole step; the results of its optimizer steps but the last, and that one as it runs.
@@ -189,15 +190,6 @@ def merged_results(results: Sequence[TrainResult]) -> TrainResult:
         if "total_flops" in merged:
             merged["total_flops"] = sum(result.get("total_flops", 0.0) for result in results)
     return merged
-
-
-def _joined(run: GRPORun, parts: Sequence[Experience]) -> Experience:
-    """Joins all parts of a step, for its metrics and samples."""
-    if len(parts) == 1:
-        return parts[0]
-    rows = joined_rows([part.rows for part in parts])
-    names = {number: name for part in parts for number, name in part.group_names.items()}
-    return Experience(run.store.concat([part.handle for part in parts]), rows, joined_metrics(parts), names)
 
 
 def joined_metrics(parts: Sequence[Experience]) -> dict[str, object]:

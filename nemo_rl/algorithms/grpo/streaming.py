@@ -22,6 +22,7 @@ from nemo_rl.algorithms.grpo.async_source import (
     collector_parts,
     plain_groups,
     saved_groups,
+    saved_rollouts,
 )
 from nemo_rl.algorithms.grpo.control_plane import ReportProgress
 from nemo_rl.algorithms.grpo.stages import (
@@ -219,11 +220,8 @@ def _restore(run: GRPORun, cfg: AsyncRLConfig, collector: StreamCollector) -> No
     Drops groups that are too old for the sampler or were selected by another sampler; their prompts are generated
     again. If the batch shape or the datasets changed, drops everything.
     """
-    if run.resumed_from is None or not (run.resumed_from / ROLLOUTS_FILE).exists():
-        return
-    saved = torch.load(run.resumed_from / ROLLOUTS_FILE, weights_only=True)
-    if "batches" not in saved or saved["shape"] != batch_shape(run):
-        logger.warning("resume=buffer_ignored reason=batch_shape_or_datasets_or_driver_changed")
+    saved = saved_rollouts(run, "batches")
+    if saved is None:
         return
     batches = [SavedBatch(batch, rows, tuple((r, a, n) for r, a, n in left)) for batch, rows, left in saved["batches"]]
     groups: list[BufferedGroup] = []

@@ -44,10 +44,10 @@ def setup(config: SFTMasterConfig, start: StartPhases | None = None, placement: 
         start: Where the phases of the start are shown.
         placement: Gives the run its accelerators; by default it has slots of its own.
 
-    Raises ConfigError, DataError, ModelNotFoundError, DeviceUnavailableError: the configuration asks for what is not;
-    there. OptimizerConfigError, UnsupportedModelError: Names of optimizer or schedule are wrong; the model does not;
-    divide over ranks. CheckpointError: A checkpoint exists but cannot be resumed, or none can be written; ResumeError:
-    it belongs to another run. NothingToDo: The run is over already.
+    Raises ConfigError, DataError, ModelNotFoundError, DeviceUnavailableError: the configuration names
+    something that does not exist; OptimizerConfigError: a name of optimizer or schedule is wrong;
+    UnsupportedModelError: the model does not divide over ranks; CheckpointError: a checkpoint exists but cannot be
+    resumed, or none can be written; ResumeError: it belongs to another run; NothingToDo: the run is over already.
     """
     start, placement = start or StartPhases(), placement or OwnPlacement()
     with prepared(config, _algorithm(config, placement), placement, start) as ready:

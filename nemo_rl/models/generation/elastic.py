@@ -73,11 +73,8 @@ class ElasticGeneration:
         self._served()
         failed: dict[int, str] = {}
         with self._alone("expand"):
-            wanted = [
-                shard
-                for shard in sorted(set(dp_ranks))
-                if self._generation.shards.state(shard) is not ShardState.ACTIVE
-            ]
+            state = self._generation.shards.state
+            wanted = [shard for shard in sorted(set(dp_ranks)) if state(shard) is not ShardState.ACTIVE]
             self._wake(wanted, failed, "weights")
             report = self._sync_all(wanted, failed)
             self._wake(wanted, failed, "kv_cache")
@@ -194,7 +191,7 @@ class ElasticGeneration:
     @contextmanager
     def _alone(self, what: str) -> Generator[None]:
         if not self._turn.acquire(timeout=_TURN_S):
-            raise ShardStateError(f"{what}: another move of shards has not ended within {_TURN_S:.0f} s")
+            raise ShardStateError(f"{what}: another resize is still running after {_TURN_S:.0f} s")
         try:
             yield
         finally:
@@ -213,11 +210,8 @@ class ElasticGeneration:
         try:
             self._generation.wake_up_partial(wanted, skip_activate=True, tags=[tag])
         except WorkerError as error:
-            lost = [
-                shard
-                for shard in wanted
-                if self._generation.shards.state(shard) in (ShardState.ASLEEP, ShardState.FAILED)
-            ]
+            state = self._generation.shards.state
+            lost = [shard for shard in wanted if state(shard) in (ShardState.ASLEEP, ShardState.FAILED)]
             if not lost:
                 raise
             failed |= dict.fromkeys(lost, f"{tag} did not wake: {error}")

@@ -25,12 +25,32 @@ from nemo_rl.models.generation.decisions import SamplingMasks, TokenRoutes
 
 FinishReason = Literal["stop", "length", "abort", "no_room"]
 
+REQUEST_TIMEOUT_VARIABLE = "NRL_VLLM_ASYNC_TIMEOUT_SECONDS"
+VALIDATION_STEP_OFFSET = 1 << 40
+
 
 class GenerationError(UserError, RuntimeError):
     """The engine could not serve a request; the message names the shard."""
 
 
-REQUEST_TIMEOUT_VARIABLE = "NRL_VLLM_ASYNC_TIMEOUT_SECONDS"
+class ShardPreemptedError(GenerationError):
+    """The shard of a request was taken away before it answered; the request continues on another."""
+
+
+class ShardStateError(GenerationError):
+    """A shard was asked for what its state does not allow, such as a sync while it sleeps."""
+
+
+class MemoryNotFreedError(GenerationError):
+    """A shard slept, but its memory did not come back."""
+
+
+class WakeError(GenerationError):
+    """A shard could not make its memory resident again; it stays asleep, and the others are unaffected."""
+
+
+class StaleVersionError(GenerationError):
+    """Weights were offered that are older than what the shard has."""
 
 
 def request_timeout_s() -> float:
@@ -184,6 +204,20 @@ def results_to_batch(
     )
 
 
+def request_seed(run_seed: int, step: int, prompt: int, sample: int, turn: int = 0) -> int:
+    """A 31-bit seed for one request.
+
+    Args:
+        run_seed: `grpo.seed`.
+        step: RL step, from 0; validation adds `VALIDATION_STEP_OFFSET` so that it never shares a draw with training.
+        prompt: Number of the prompt inside the step, counting refills of dynamic sampling.
+        sample: Number of the sample inside its prompt group.
+        turn: Turn of a multi-turn rollout.
+    """
+    text = f"{run_seed}/{step}/{prompt}/{sample}/{turn}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") & 0x7FFFFFFF
+
+
 class GenerationInterface(ABC):
     """A generation backend as drivers and rollouts see it."""
 
@@ -216,39 +250,3 @@ class GenerationInterface(ABC):
 
 # NeMo-RL's names besides.
 __getattr__, __dir__ = names_of(__name__)
-
-VALIDATION_STEP_OFFSET = 1 << 40
-
-
-def request_seed(run_seed: int, step: int, prompt: int, sample: int, turn: int = 0) -> int:
-    """A 31-bit seed for one request.
-
-    Args:
-        run_seed: `grpo.seed`.
-        step: RL step, from 0; validation adds `VALIDATION_STEP_OFFSET` so that it never shares a draw with training.
-        prompt: Number of the prompt inside the step, counting refills of dynamic sampling.
-        sample: Number of the sample inside its prompt group.
-        turn: Turn of a multi-turn rollout.
-    """
-    text = f"{run_seed}/{step}/{prompt}/{sample}/{turn}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") & 0x7FFFFFFF
-
-
-class ShardPreemptedError(GenerationError):
-    """The shard of a request was taken away before it answered; the request continues on another."""
-
-
-class ShardStateError(GenerationError):
-    """A shard was asked for what its state does not allow, such as a sync while it sleeps."""
-
-
-class MemoryNotFreedError(GenerationError):
-    """A shard slept, but its memory did not come back."""
-
-
-class WakeError(GenerationError):
-    """A shard could not make its memory resident again; it stays asleep, and the others are unaffected."""
-
-
-class StaleVersionError(GenerationError):
-    """Weights were offered that are older than what the shard has."""
