@@ -34,7 +34,6 @@ SURVIVED = ("engine", "engines", "scheduler", "engine stopped")
 KINDS = (*TARGETS, *STOPPED, *DAMAGES)
 _HANGS_AFTER_S = 120
 FOREVER = 10**6
-LAST_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -91,13 +90,13 @@ def disturb(run: Run, options: argparse.Namespace) -> tuple[list[Kill], int]:
             run.wait_until_whole()
         last = number >= len(kinds) and time.monotonic() > end
         if last and kind not in SURVIVED:
-            steps = run.saved() + LAST_STEPS
+            steps = run.saved() + options.last_steps
         kills.append((damage if kind in DAMAGES else kill)(run, kind, draw, steps))
         if last:
             break
     if steps == FOREVER:
         stop(run)
-        steps = run.saved() + LAST_STEPS
+        steps = run.saved() + options.last_steps
         run.start(steps, shared=False)
     if code := run.ended(3600.0):
         raise Failed(f"the run ended with exit code {code}; see {run.folder}/output.txt")
@@ -267,6 +266,7 @@ def main() -> int:
     parser.add_argument(
         "--band", type=float, default=0.1, help="by how much the accuracy may differ; 1 to compare with nothing"
     )
+    parser.add_argument("--last-steps", type=int, default=8, help="trained after the last kill, whose accuracy counts")
     options, overrides = parser.parse_known_args()
     if options.folder.exists():
         parser.error(f"{options.folder} exists; remove it, or name another with --folder")

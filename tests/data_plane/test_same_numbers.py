@@ -58,11 +58,6 @@ ROUTES = "policy.router_replay.enabled=true"
 COMPARED = "policy.router_replay.compare_period=2"
 MASKS = ("policy.sampling_mask_replay=true", "policy.generation.top_p=0.9")
 CASES = {
-    "plain_dp2_dynamic_sampling": (
-        "cluster.gpus_per_node=2",
-        "grpo.use_dynamic_sampling=true",
-        "loss_fn.class=tests.data_plane.plane_ranks.LossOfMore",
-    ),
     "packed_tp2": (
         "cluster.gpus_per_node=2",
         "policy.dtensor_cfg.tensor_parallel_size=2",
@@ -72,6 +67,7 @@ CASES = {
     "dynamic_dp2_whitened": (
         "cluster.gpus_per_node=2",
         "policy.dynamic_batching.enabled=true",
+        "loss_fn.class=tests.data_plane.plane_ranks.LossOfMore",
         *WHITENED,
         ROUTES,
         COMPARED,
@@ -100,7 +96,11 @@ TEACHERS_BY_TASK = (
     "on_policy_distillation.default_teacher_alias=odd",
 )
 CASES |= {
-    "teacher_dp2": ("cluster.gpus_per_node=2", *TEACHER_KL),
+    "teacher_dp2_dynamic_sampling": (
+        "cluster.gpus_per_node=2",
+        "grpo.use_dynamic_sampling=true",
+        *TEACHER_KL,
+    ),
     "teachers_by_task_dp2_packed": (
         "cluster.gpus_per_node=2",
         "policy.sequence_packing.enabled=true",
@@ -109,11 +109,10 @@ CASES |= {
 }
 # A storage knows nothing of how batches are cut: each way is tried on one.
 BACKENDS = {
-    "plain_dp2_dynamic_sampling": "simple",
     "packed_tp2": "mooncake_cpu",
     "dynamic_dp2_whitened": "simple",
     "megatron_pp2_packed": "simple",
-    "teacher_dp2": "simple",
+    "teacher_dp2_dynamic_sampling": "simple",
     "teachers_by_task_dp2_packed": "simple",
 }
 
