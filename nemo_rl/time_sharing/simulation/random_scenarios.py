@@ -90,54 +90,6 @@ def _on_slots(drawn: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     return drawn | {"pool": pool, "jobs": jobs, "limits": drawn["limits"] | limits}
 
 
-def random_adapters(seed: int) -> Scenario:
-    """The random scenario of a seed, made smaller, beside jobs of adapters that are added and removed at random.
-    Adapters of different jobs have equal names.
-    """
-    scenario, rng = random_scenario(seed), random.Random(f"adapters/{seed}")
-    pool = scenario.gpu_pool.slots
-    few = scenario.jobs[: rng.choice((1, 1, 2))]
-    small = {"steps": 2, "groups": 2, "samples_per_group": 4}
-    jobs = tuple(job.model_copy(update=small) for job in few)
-    faults = scenario.faults.model_copy(update={"agent_crashes": rng.choice((0.0, 40.0, 120.0)), "until_s": 200.0})
-    # Steps have to end before GPUs are taken by force, most of the time.
-    stop = {"stop_s": rng.choice((5.0, 60.0, 60.0))}
-    plans = [_adapter_job(rng, number, pool) | stop for number in range(rng.choice((1, 1, 2)))]
-    changed = {"jobs": jobs, "faults": faults}
-    return parse_scenario(scenario.model_copy(update=changed).model_dump() | {"adapter_jobs": plans})
-
-
-def _adapter_job(rng: random.Random, number: int, pool: int) -> dict[str, Any]:
-    names = ["add", "subtract", "reverse", "sort", "count"][: rng.randint(2, 5)]
-    return {
-        "name": f"adapters{number}",
-        "infer": sorted(rng.sample(range(pool), rng.randint(1, min(pool, 3)))),
-        "adapters": [_adapter(rng, name) for name in names],
-        "slots": rng.choice((1, 2, 3, 8)),
-        "pass_tokens": rng.choice((None, 200, 2000)),
-        "pass_share": rng.choice((0.3, 0.5, 1.0)),
-        "wait_s": rng.choice((0.0, 0.5, 5.0)),
-        "train_s": rng.uniform(0.2, 3.0),
-        "save_period": rng.choice((1, 1, 3)),
-        "tokens": {"median": rng.choice((20, 100)), "sigma": 0.8, "max": 1000},
-        "engine": {"half_batch": rng.choice((8, 64)), "max_running": rng.choice((4, 256))},
-        "arrive_s": rng.choice((0.0, rng.uniform(0, 60))),
-    }
-
-
-def _adapter(rng: random.Random, name: str) -> dict[str, Any]:
-    joins = rng.choice((0.0, 0.0, rng.uniform(0, 100)))
-    return {
-        "name": name,
-        "steps": rng.randint(1, 6),
-        "groups": rng.choice((1, 2, 4)),
-        "samples_per_group": rng.choice((2, 4)),
-        "weight": rng.choice((1.0, 1.0, 3.0)),
-        "joins_s": joins,
-        "leaves_s": rng.choice((None, None, joins + rng.uniform(0, 120))),
-    }
-
-
 def _turns(rng: random.Random) -> dict[str, Any]:
     if rng.random() < 0.7:
         return {}
