@@ -117,11 +117,11 @@ def _kind(field: FieldInfo) -> str:
 
 
 def _range(field: FieldInfo) -> str:
+    # A field's own bound stands beside that of its type.
     bounds = {
-        name: getattr(rule, name)
-        for rule in field.metadata
-        for name in ("ge", "gt", "le")
-        if getattr(rule, name, None) is not None
+        name: tightest(found)
+        for name, tightest in (("ge", max), ("gt", max), ("le", min))
+        if (found := [bound for rule in field.metadata if (bound := getattr(rule, name, None)) is not None])
     }
     low = f"more than {bounds['gt']:g}" if "gt" in bounds else f"at least {bounds['ge']:g}" if "ge" in bounds else ""
     high = f"at most {bounds['le']:g}" if "le" in bounds else ""
