@@ -271,6 +271,7 @@ def test_a_jobs_report_and_logs_are_shown_and_nothing_beside_them(bench: Bench, 
         server.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here")
 def test_a_browser_draws_the_page(page: PageServer, tmp_path: Path) -> None:
     picture = tmp_path / "page.png"
