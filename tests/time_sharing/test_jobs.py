@@ -20,11 +20,11 @@ from nemo_rl.time_sharing.arguments import refused_variables
 from nemo_rl.time_sharing.launcher import launcher_parser, limits_of, run_together
 from nemo_rl.time_sharing.log.pool_state import Outcome, Progress, Standing
 from nemo_rl.time_sharing.opening import LIVE_LIMITS
-from nemo_rl.time_sharing.pipelines.command_config import KILLED_S, LONGEST_STOP_S
 from nemo_rl.time_sharing.pipelines.job import Job, Kind, read_jobs
 from nemo_rl.time_sharing.pipelines.residents import SlotMemory
 from nemo_rl.time_sharing.pipelines.sft import LentTraining
 from nemo_rl.time_sharing.pool import variables_of
+from nemo_rl.time_sharing.protocol.stop_times import KILLED_S, LONGEST_STOP_S
 from nemo_rl.time_sharing.protocol.topology import Pool, RegistrationError
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Demand, Priority, Verb, Want
 from tests.time_sharing.bench import Bench

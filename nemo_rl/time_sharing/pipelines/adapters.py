@@ -14,10 +14,10 @@ from typing import Any
 from nemo_rl.config import ConfigError
 from nemo_rl.config.multi_lora import AdapterConfig, check_adapter, load_adapter, load_base
 from nemo_rl.config.placement import cluster_world_size
-from nemo_rl.time_sharing.pipelines.command_config import LONGEST_STOP_S, CommandConfig
+from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
+from nemo_rl.time_sharing.protocol.stop_times import ADAPTERS_STOP_S, LONGEST_STOP_S
 
 ADAPTERS, STOP_S = "adapters", "stop_s"
-_STOP_S = 900.0
 
 
 class AdaptersConfig(CommandConfig):
@@ -105,7 +105,7 @@ def adapters_command(wrapper: Mapping[str, object], base_file: Path, overrides: 
 
     Raises ConfigError: `stop_s` is out of bounds; for others see `AdaptersConfig.checked`.
     """
-    stop_s = _STOP_S if wrapper.get(STOP_S) is None else wrapper[STOP_S]
+    stop_s = ADAPTERS_STOP_S if wrapper.get(STOP_S) is None else wrapper[STOP_S]
     if isinstance(stop_s, bool) or not isinstance(stop_s, int | float) or not 0 < stop_s <= LONGEST_STOP_S:
         raise ConfigError([f"{STOP_S}: {stop_s!r} must be seconds above 0, at most {LONGEST_STOP_S:g}"], str(base_file))
     names = wrapper.get(ADAPTERS)

@@ -27,9 +27,10 @@ from nemo_rl.time_sharing.agents.actors import RayLink
 from nemo_rl.time_sharing.agents.external import ExternalJob
 from nemo_rl.time_sharing.log.pool_state import Outcome, Progress
 from nemo_rl.time_sharing.pipelines.adapters import STOP_S, AdaptersConfig
-from nemo_rl.time_sharing.pipelines.command_config import KILLED_S, CommandConfig
+from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
 from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job
+from nemo_rl.time_sharing.protocol.stop_times import KILLED_S
 from nemo_rl.time_sharing.protocol.types import Command, Reply
 
 logger = logging.getLogger(__name__)

@@ -11,11 +11,9 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from nemo_rl.config import ConfigError, Section
+from nemo_rl.time_sharing.protocol.stop_times import KILLED_S, LONGEST_STOP_S
 
 EXTERNAL = "external"
-LONGEST_STOP_S = 1800.0
-KILLED_S = 30.0
-"""How long processes that are killed may take to be gone."""
 
 
 class CommandConfig(Section):

@@ -30,9 +30,10 @@ from nemo_rl.time_sharing.protocol.types import (
 from nemo_rl.time_sharing.protocol.wellformed import MAX_COUNT, is_whole, shown
 
 MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1000.0
-MAX_SLICE_S = 3600.0
 """A pipeline that counts more than a thousand others is alone on the pool for all practical purposes; within these,
 weighted work stays finite."""
+MAX_SECONDS = 3600.0
+"""The longest slice, and the longest drain, of a registration."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _MAX_ID = 256
 
@@ -309,8 +310,8 @@ def check_numbers(
             pipeline=pipeline,
         )
     for name, value in seconds:
-        if not 0 <= value <= MAX_SLICE_S:
-            raise BadShare(f"{name}={shown(value)} must be from 0 to {MAX_SLICE_S:g} seconds", pipeline=pipeline)
+        if not 0 <= value <= MAX_SECONDS:
+            raise BadShare(f"{name}={shown(value)} must be from 0 to {MAX_SECONDS:g} seconds", pipeline=pipeline)
     bound = 0 if staleness is None else staleness
     for name, count, least in (("staleness", bound, 0), ("rank_batch", rank_batch, 1)):
         if not is_whole(count, least):

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_rl.time_sharing.planning import placement
+from nemo_rl.time_sharing.protocol.stop_times import ADAPTERS_STOP_S, KILLED_S, LONGEST_STOP_S
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Limits, limits_from
 from nemo_rl.time_sharing.simulation.scenario_checks import FLEET_GIVES, MOST_SAMPLES, problems_of
@@ -25,8 +26,6 @@ Bool = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(strict=True)]
 Seconds = Annotated[float, Field(strict=True, ge=0.0, le=1e7, allow_inf_nan=False)]
 Probability = Annotated[float, Field(strict=True, ge=0.0, le=1.0, allow_inf_nan=False)]
-_KILLED_S = 30.0  # how long the processes of a command that is killed may take to be gone
-
 Rate = Annotated[float, Field(strict=True, ge=0.0, le=1e4, allow_inf_nan=False)]
 
 
@@ -314,7 +313,9 @@ class AdapterJob(_Section):
     pass_share: Number = _key(0.5, "Share of the adapters in a training pass, at most, rounded up.", gt=0, le=1)
     wait_s: Seconds = _key(0.5, "How long a ready adapter waits for others to share its training pass.")
     train_s: Seconds = _key(2.0, "Seconds of a training pass for each adapter in it.")
-    stop_s: Seconds = _key(900.0, "How long adapters may take to finish their steps before it is killed.", le=1800)
+    stop_s: Seconds = _key(
+        ADAPTERS_STOP_S, "How long adapters may take to finish their steps before it is killed.", le=LONGEST_STOP_S
+    )
     save_period: Int = _key(1, "Steps of an adapter between two of its checkpoints.", ge=1)
     tokens: Tokens = _key(Tokens(), "Completion lengths: keys as of a job's `tokens`.")
     engine: Engine = _key(Engine(), "How fast a rank generates: keys as of a job's `engine`.")
@@ -324,7 +325,7 @@ class AdapterJob(_Section):
         """What it is to a scheduler: a job that trains nothing and whose weights never change."""
         names = ("name", "infer", "tp", "weight", "tokens", "engine", "arrive_s")
         shared = {name: getattr(self, name) for name in names}
-        return Job(**shared, train=(), steps=1, staleness=0, drain_s=self.stop_s + _KILLED_S)
+        return Job(**shared, train=(), steps=1, staleness=0, drain_s=self.stop_s + KILLED_S)
 
 
 class Fleet(_Section):
