@@ -40,6 +40,7 @@ _BATCHES = 8
 _FOREVER = 10**6
 _POLL_S = 0.2
 _TAIL = 3000
+_REASON = 200  # characters
 
 
 class Kills:
@@ -103,7 +104,7 @@ class Kills:
 
         names = {self._configs[job].stem: job for job in self.jobs}
         ended = [one for one in PoolState.read(self._log_dir / "pool.json").submissions if one.outcome]
-        return {names[one.name]: f"{one.outcome.kind}: {one.outcome.reason.partition(': ')[0]}" for one in ended}
+        return {names[one.name]: f"{one.outcome.kind}: {one.outcome.reason[:_REASON]}" for one in ended}
 
     def submit(self, *jobs: str) -> None:
         """Submits jobs at the same time, and waits until the pool has taken them."""

@@ -9,6 +9,7 @@ import json
 import logging
 import re
 import shutil
+import sys
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
@@ -206,9 +207,16 @@ class CheckpointManager:
         return final
 
     def shutdown(self) -> None:
-        """Finish pending work. Raises CheckpointError: the checkpoint in the background failed."""
+        """Finishes pending work. Raises CheckpointError: the checkpoint in the background failed. While another error
+        ends the run this is logged instead: that error is the reason, and a killed worker takes its checkpoint along.
+        """
+        ends_the_run = sys.exception()
         try:
             self.finalize_pending()
+        except CheckpointError as error:
+            if ends_the_run is None:
+                raise
+            logger.error("checkpoint=failed: %s", error)
         finally:
             if self._executor is not None:
                 self._executor.shutdown(wait=False)

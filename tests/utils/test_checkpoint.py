@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import wait
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,20 @@ def test_a_failed_writer_is_raised_later_and_leaves_the_last_good_one(tmp_path: 
     checkpoints.begin_finalization(checkpoints.init_tmp_checkpoint(4, {}), wait_fn=lost_worker)
     with pytest.raises(CheckpointError, match="rank 3 is gone"):
         checkpoints.shutdown()
+
+
+def test_a_checkpoint_that_a_dying_run_takes_along_does_not_hide_why_it_died(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lost_worker() -> None:
+        raise ConnectionError("worker 1 died")
+
+    checkpoints = CheckpointManager(tmp_path)
+    with pytest.raises(ZeroDivisionError, match="why it died"), ExitStack() as run:
+        run.callback(checkpoints.shutdown)
+        checkpoints.begin_finalization(checkpoints.init_tmp_checkpoint(4, {}), wait_fn=lost_worker)
+        raise ZeroDivisionError("why it died")
+    assert "checkpoint=failed" in caplog.text and "worker 1 died" in caplog.text
 
 
 def test_a_failed_checkpoint_is_noticed_at_the_next_step_and_written_with_it(
