@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest.mock import patch
 
 import hypothesis
@@ -183,6 +184,16 @@ def tiny_moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny_moe"
     example("make_tiny_model").save_tiny_model(folder, layers=2, hidden=128, experts=4)
     return folder
+
+
+@pytest.fixture(scope="session")
+def whole(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A `Command` of `tests.end_to_end.test_runs` that ran to its end undisturbed, with its rollouts recorded."""
+    from tests.end_to_end.test_runs import Command
+
+    command = Command(tiny_model, tmp_path_factory.mktemp("whole"))
+    command.finish(f"grpo.rollout_record={command.folder}/rollouts")
+    return command
 
 
 def example(name: str) -> ModuleType:

@@ -4,16 +4,20 @@ after; nothing is lost or left.
 
 from __future__ import annotations
 
-import os
+import importlib
 import re
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
+from unittest.mock import patch
 
 import pytest
 
+from tests import forks
 from tests.end_to_end.test_runs import ROOT
-from tests.forks import forking_environment
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -28,27 +32,26 @@ SMALL = (
 )
 
 
-def test_a_run_survives_the_death_of_its_parts_and_trains_every_prompt_once(tiny_model: Path, tmp_path: Path) -> None:
-    line = [
-        sys.executable,
-        "tools/chaos.py",
-        "--minutes",
-        "0",
-        "--every",
-        "0",
-        "--band",
-        "1",
-        "--last-steps",
-        "2",
-        "--kinds",
-        ",".join(KINDS),
-    ]
+def as_fork(line: Sequence[str], *, cwd: Path, env: Mapping[str, str], stdout: IO[bytes], **_: object) -> Any:
+    """Starts a life of the run as a fork, which has imported what it needs."""
+    return forks.start(line[1:], env, stdout.fileno(), folder=cwd)
+
+
+def test_a_run_survives_the_death_of_its_parts_and_trains_every_prompt_once(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    monkeypatch.setenv("NRL_OBJECT_STORE_BYTES", str(256 << 20))
+    line = ["--minutes", "0", "--every", "0", "--band", "1", "--last-steps", "2", "--kinds", ",".join(KINDS)]
     line += ["--model", str(tiny_model), "--folder", str(tmp_path / "chaos"), *SMALL]
-    environment = os.environ | forking_environment() | {"NRL_OBJECT_STORE_BYTES": str(256 << 20)}
-    ended = subprocess.run(line, check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1100)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    killed = re.findall(r"kill=([a-z ]+) \[", ended.stdout)
+    monkeypatch.setattr(sys, "argv", ["chaos.py", *line])
+    chaos = importlib.import_module("chaos")
+    with patch("chaos_run.subprocess", SimpleNamespace(Popen=as_fork, TimeoutExpired=subprocess.TimeoutExpired)):
+        code = chaos.main()
+    said = capsys.readouterr().out
+    assert code == 0, said
+    killed = re.findall(r"kill=([a-z ]+) \[", said)
     assert sorted(killed) == sorted(KINDS)
-    passed = re.search(r"chaos=passed steps=(\d+) prompts=(\d+) kills=3 lives=2", ended.stdout)
-    assert passed is not None, ended.stdout
+    passed = re.search(r"chaos=passed steps=(\d+) prompts=(\d+) kills=3 lives=2", said)
+    assert passed is not None, said
     assert int(passed[2]) == 4 * int(passed[1])

@@ -44,7 +44,7 @@ BASE = (
     "policy.train_micro_batch_size=8",
     "policy.logprob_batch_size=8",
     "policy.sequence_packing.train_mb_tokens=64",
-    "policy.optimizer.kwargs.lr=0.01",
+    "policy.optimizer.kwargs.lr=0.001",
     "checkpointing.save_period=2",
     "checkpointing.metric_name=null",
     "checkpointing.keep_top_k=null",
@@ -139,14 +139,6 @@ class Command:
 def assert_equal_weights(got: dict[str, Any], want: dict[str, Any]) -> None:
     assert list(got) == list(want)
     assert all((got[name] == want[name]).all() for name in want)
-
-
-@pytest.fixture(scope="module")
-def whole(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
-    """Six steps in one run, recorded."""
-    command = Command(tiny_model, tmp_path_factory.mktemp("whole"))
-    command.finish(f"grpo.rollout_record={command.folder}/rollouts")
-    yield command
 
 
 def test_a_run_learns_and_its_engines_agree(whole: Command) -> None:

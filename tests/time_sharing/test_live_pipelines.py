@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.t
 
 STEPS = 2
 LIVES, LONG = 8, 400
-SHARED = (*BASE, f"grpo.max_num_steps={STEPS}", "checkpointing.save_period=1", "policy.optimizer.kwargs.lr=0.001")
+SHARED = (*BASE, f"grpo.max_num_steps={STEPS}", "checkpointing.save_period=1")
 # A request that loses its shard starts its turn again with its own seed, so that who shares draws what it draws alone.
 SYNCHRONOUS = ("policy.generation.on_preempt=redo_turn",)
 STREAMED_BY_MEGATRON = {
@@ -73,7 +73,9 @@ def weights(folder: Path, name: str, step: int = STEPS) -> bytes:
     return (folder / name / "checkpoints" / f"step_{step}" / "policy" / "weights" / "model.safetensors").read_bytes()
 
 
-def test_a_pipeline_trains_beside_others_of_every_kind_what_it_trains_alone(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_pipeline_trains_beside_others_of_every_kind_what_it_trains_alone(
+    tiny_model: Path, tmp_path: Path, whole: Command
+) -> None:
     """GRPO trains on slot 0 and generates on both; fine-tuning and a command take turns on slot 1; an evaluation
     generates on slot 0.
     """
@@ -124,12 +126,8 @@ def test_a_pipeline_trains_beside_others_of_every_kind_what_it_trains_alone(tiny
     assert (tmp_path / "worked").read_text() == "20"
     assert json.loads((tmp_path / "evaluated" / "summary.json").read_text())["problems"] == 16
 
-    alone = Command(tiny_model, tmp_path / "alone")
-    alone.folder.mkdir()
-    alone.finish(*SHARED, *SYNCHRONOUS)
-    assert (alone.checkpoint(STEPS) / "policy" / "weights" / "model.safetensors").read_bytes() == weights(
-        tmp_path, "inner"
-    )
+    alone = whole.checkpoint(STEPS) / "policy" / "weights" / "model.safetensors"
+    assert alone.read_bytes() == weights(tmp_path, "inner")
 
 
 @pytest.mark.parametrize("driver", ["grpo", "sft"])
