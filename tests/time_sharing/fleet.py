@@ -42,22 +42,7 @@ class Fleet:
         mapping = {ACTOR_TRAIN: train, ACTOR_INFER: infer} if train else {ACTOR_INFER: infer}
         tps = {ACTOR_TRAIN: 1, ACTOR_INFER: tp} if train else {ACTOR_INFER: tp}
         spec = register(self.state.pool, name, "ns", tps, mapping, weight=weight, full_overlap=True, **options).spec  # type: ignore[arg-type]
-        self.state.apply(
-            Registered(
-                name,
-                0,
-                "ns",
-                spec.clusters,
-                weight,
-                spec.min_share,
-                spec.max_share,
-                spec.staleness,
-                spec.rank_batch,
-                spec.slice_s,
-                spec.drain_s,
-            ),
-            at,
-        )
+        self.state.apply(Registered(name, 0, "ns", spec.clusters, **spec.options()), at)
         if demand:
             self.demand(name, demand, at=at)
 

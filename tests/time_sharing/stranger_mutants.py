@@ -74,8 +74,10 @@ MUTANTS = (
     Mutant(
         "shares-swapped",
         _TOPOLOGY,
-        "shares = (weight, min_share, max_share)",
-        "shares = (weight, max_share, min_share)",
+        "    topology = Topology(PipelineSpec(",
+        "    given = PipelineOptions(**options)\n"
+        "    options |= {'min_share': given.max_share, 'max_share': given.min_share}\n"
+        "    topology = Topology(PipelineSpec(",
         "minimum and maximum share are swapped at registration",
     ),
     # What is known, and restored.

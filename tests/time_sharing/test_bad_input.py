@@ -8,6 +8,7 @@ import inspect
 import json
 import zlib
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from nemo_rl.time_sharing.protocol.types import (
     GivenBack,
     Held,
     Outcome,
+    PipelineOptions,
     Priority,
     Status,
     Verb,
@@ -158,7 +160,10 @@ BAD: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("field", [name for name in inspect.signature(register).parameters if name != "pool"])
+FIELDS = [*inspect.signature(register).parameters, *(option.name for option in fields(PipelineOptions))]
+
+
+@pytest.mark.parametrize("field", [name for name in FIELDS if name not in ("pool", "options")])
 def test_every_field_of_a_registration_is_checked_and_named(field: str) -> None:
     register(Pool(1, 4), **GOOD)
     value, message = BAD[field]

@@ -40,7 +40,7 @@ def registered(
     name: str, weight: float = 1.0, infer: tuple[int, ...] = (0, 1, 2, 3), **fixed: tuple[int, ...]
 ) -> ev.Registered:
     clusters = [ClusterSpec(cluster, 1, gpus) for cluster, gpus in fixed.items()]
-    return ev.Registered(name, 0, "ns", (*clusters, ClusterSpec(ACTOR_INFER, 1, infer)), weight)
+    return ev.Registered(name, 0, "ns", (*clusters, ClusterSpec(ACTOR_INFER, 1, infer)), weight=weight)
 
 
 A = registered("a", actor_train=(0, 1))

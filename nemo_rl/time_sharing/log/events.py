@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from nemo_rl.time_sharing.protocol.topology import Pool
-from nemo_rl.time_sharing.protocol.types import ClusterSpec, Phase, Priority
+from nemo_rl.time_sharing.protocol.types import ClusterSpec, Phase, PipelineOptions, Priority
 from nemo_rl.utils.record_events import event_kind
 
 
@@ -69,20 +69,13 @@ class InventoryDone:
 
 @event_kind("ts_registered")
 @dataclass(frozen=True, slots=True)
-class Registered:
+class Registered(PipelineOptions):
     """A pipeline was registered and admitted, with everything that planning and checking need to know of it."""
 
     pipeline: str
     incarnation: int
     namespace: str
     clusters: tuple[ClusterSpec, ...]
-    weight: float = 1.0
-    min_share: float = 0.0
-    max_share: float = 1.0
-    staleness: int | None = 1
-    rank_batch: int = 1
-    slice_s: float = 0.0
-    drain_s: float = 0.0
 
 
 @event_kind("ts_demand")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.ledger import (
@@ -189,8 +189,7 @@ def _inventory_done(state: SchedulerState, event: ev.InventoryDone, at: float) -
 def _registered(state: SchedulerState, event: ev.Registered, at: float) -> None:
     if event.pipeline in state.pipelines:
         raise InconsistentLog(f"pipeline {event.pipeline!r} is already registered")
-    registered = {member.name: getattr(event, member.name) for member in fields(PipelineSpec)}
-    spec = PipelineSpec(**registered)
+    spec = PipelineSpec(event.pipeline, event.namespace, event.clusters, **event.options())
     state.pipelines[event.pipeline] = PipelineState(Topology(spec), event.incarnation, at)
     state.incarnations[event.pipeline] = max(
         event.incarnation, state.incarnations.get(event.pipeline, event.incarnation)

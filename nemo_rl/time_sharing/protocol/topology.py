@@ -25,6 +25,7 @@ from nemo_rl.time_sharing.protocol.types import (
     ACTOR_TRAIN,
     CLUSTER_NAMES,
     ClusterSpec,
+    PipelineOptions,
     PipelineSpec,
 )
 from nemo_rl.time_sharing.protocol.wellformed import MAX_COUNT, is_whole, shown
@@ -211,27 +212,22 @@ def register(
     cluster_tp_configs: Mapping[str, int],
     cluster_device_mappings: Mapping[str, Sequence[int]],
     *,
-    weight: float = 1.0,
-    min_share: float = 0.0,
-    max_share: float = 1.0,
-    staleness: int | None = 1,
-    rank_batch: int = 1,
-    slice_s: float = 0.0,
-    drain_s: float = 0.0,
     full_overlap: bool = False,
+    **options: Any,
 ) -> Topology:
     """Checks everything a pipeline registers and returns its topology.
 
-    cluster_tp_configs: GPUs per rank by cluster name. cluster_device_mappings: global GPU ids by cluster name,
-    ascending. weight: its claim on contended GPUs relative to others, 1e-6 to 1000. min_share, max_share: bounds on its
-    part of the GPUs it is mapped to, 0 to 1. staleness: versions, a whole number from 0, or None for no bound.
-    rank_batch: samples that one rank runs at once, a whole number from 1. slice_s: seconds that a rank must serve to be
-    of use, 0 to 3600. drain_s: seconds that taking its work off a rank may take, 0 to 3600; the limit of all counts
-    if it is longer. full_overlap admits pipelines whose training covers every inference rank (colocated turns, no
-    generation beside training). Raises a RegistrationError that names the pipeline, the cluster and the GPU.
+    Args:
+        cluster_tp_configs: GPUs per rank by cluster name.
+        cluster_device_mappings: Global GPU ids by cluster name, ascending.
+        full_overlap: Admits pipelines whose training covers every inference rank (colocated turns, no generation
+            beside training).
+        options: Of `PipelineOptions`.
+
+    Raises RegistrationError: what is wrong, with the pipeline, the cluster and the GPU.
     """
     _check_names(pipeline, namespace, cluster_tp_configs, cluster_device_mappings)
-    check_numbers(pipeline, weight, min_share, max_share, staleness, rank_batch, slice_s, drain_s)
+    check_numbers(pipeline, PipelineOptions(**options))
     clusters = []
     for name in CLUSTER_NAMES:
         if name not in cluster_device_mappings:
@@ -242,9 +238,7 @@ def register(
             _check_collective(pool, pipeline, name, mapping)
             mapping += tuple(pool.turns_of(mapping))
         clusters.append(ClusterSpec(name, cluster_tp_configs[name], mapping))
-    shares = (weight, min_share, max_share)
-    spec = PipelineSpec(pipeline, namespace, tuple(clusters), *shares, staleness, rank_batch, slice_s, drain_s)
-    topology = Topology(spec)
+    topology = Topology(PipelineSpec(pipeline, namespace, tuple(clusters), **options))
     _check_overlap(pool, topology, full_overlap)
     return topology
 
@@ -282,18 +276,10 @@ def _check_names(pipeline: str, namespace: str, tps: Mapping[str, int], mappings
         )
 
 
-def check_numbers(
-    pipeline: str,
-    weight: float,
-    min_share: float,
-    max_share: float,
-    staleness: int | None,
-    rank_batch: int,
-    slice_s: float,
-    drain_s: float,
-) -> None:
+def check_numbers(pipeline: str, options: PipelineOptions) -> None:
     """Raises BadShare for numbers that no plan could be made with."""
-    seconds = (("slice_s", slice_s), ("drain_s", drain_s))
+    weight, min_share, max_share = options.weight, options.min_share, options.max_share
+    seconds = (("slice_s", options.slice_s), ("drain_s", options.drain_s))
     for name, value in (("weight", weight), ("min_share", min_share), ("max_share", max_share), *seconds):
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise BadShare(f"{name}={shown(value)} must be a number", pipeline=pipeline)
@@ -312,8 +298,8 @@ def check_numbers(
     for name, value in seconds:
         if not 0 <= value <= MAX_SECONDS:
             raise BadShare(f"{name}={shown(value)} must be from 0 to {MAX_SECONDS:g} seconds", pipeline=pipeline)
-    bound = 0 if staleness is None else staleness
-    for name, count, least in (("staleness", bound, 0), ("rank_batch", rank_batch, 1)):
+    bound = 0 if options.staleness is None else options.staleness
+    for name, count, least in (("staleness", bound, 0), ("rank_batch", options.rank_batch, 1)):
         if not is_whole(count, least):
             raise BadShare(
                 f"{name}={shown(count)} must be at least {least}, and a whole number of at most {MAX_COUNT:.0e}",

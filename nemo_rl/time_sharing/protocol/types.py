@@ -8,7 +8,7 @@ Only values live here, all frozen. Nothing knows a clock, a log or Ray. A lower 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum, IntEnum
 from typing import Any, NamedTuple
 
@@ -96,21 +96,22 @@ class ClusterSpec(NamedTuple):
     gpus: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineSpec:
-    """What a pipeline registers. Build it with `topology.register`, which checks every rule.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineOptions:
+    """How a pipeline shares GPUs, chosen when it is registered.
 
-    weight: its claim on contended GPUs relative to others. min_share, max_share: bounds on its part of the GPUs it is
-    mapped to (0 to 1), while it has demand. staleness: how many versions old the tokens of a trained group may be; None
-    for no bound. rank_batch: how many samples one rank runs at once at good speed; more ranks than remaining samples /
-    rank_batch are of no use to it. slice_s: seconds that a rank must serve to be of use, 0 for any time: what takes
-    long to start makes no progress in shorter ones. drain_s: seconds that taking its work off a rank may take, where
-    that is more than the limit of all.
+    Attributes:
+        weight: Its claim on contended GPUs relative to others, 1e-6 to 1000.
+        min_share: Least part of the GPUs it is mapped to while it has demand, 0 to `max_share`.
+        max_share: Largest such part, up to 1.
+        staleness: How many versions old the tokens of a trained group may be, from 0; None for no bound.
+        rank_batch: How many samples one rank runs at once at good speed, from 1; more ranks than remaining samples /
+            rank_batch are of no use to it.
+        slice_s: Seconds that a rank must serve to be of use, 0 (any time) to 3600: what takes long to start makes no
+            progress in shorter ones.
+        drain_s: Seconds that taking its work off a rank may take, 0 to 3600; the limit of all counts if it is longer.
     """
 
-    pipeline: str
-    namespace: str
-    clusters: tuple[ClusterSpec, ...]
     weight: float = 1.0
     min_share: float = 0.0
     max_share: float = 1.0
@@ -118,6 +119,19 @@ class PipelineSpec:
     rank_batch: int = 1
     slice_s: float = 0.0
     drain_s: float = 0.0
+
+    def options(self) -> dict[str, Any]:
+        """These options by name, without the fields of a class that has more."""
+        return {option.name: getattr(self, option.name) for option in fields(PipelineOptions)}
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSpec(PipelineOptions):
+    """What a pipeline registers. Build it with `topology.register`, which checks every rule."""
+
+    pipeline: str
+    namespace: str
+    clusters: tuple[ClusterSpec, ...]
 
 
 class Demand(NamedTuple):

@@ -93,10 +93,8 @@ def refuse_the_unplannable(state: SchedulerState, executor: Executor, emit: Call
     for name, pipeline in list(state.pipelines.items()):
         if pipeline.fenced:
             continue
-        spec = pipeline.spec
         try:
-            shares = (spec.weight, spec.min_share, spec.max_share)
-            check_numbers(name, *shares, spec.staleness, spec.rank_batch, spec.slice_s, spec.drain_s)
+            check_numbers(name, pipeline.spec)
         except BadShare as problem:
             logger.error("event=unplannable %s", problem)
             executor.fence(name, str(problem))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.ledger import PipelineState
@@ -135,38 +136,19 @@ class Scheduler:
         reading: float,
         *,
         incarnation: int = 0,
-        weight: float = 1.0,
-        min_share: float = 0.0,
-        max_share: float = 1.0,
-        staleness: int | None = 1,
-        rank_batch: int = 1,
-        slice_s: float = 0.0,
-        drain_s: float = 0.0,
         full_overlap: bool = False,
+        **options: Any,
     ) -> Topology:
         """Registers and admits a pipeline; repeating the same registration changes nothing while it lasts. See
-        `topology.register` for the options.
+        `topology.register` for `full_overlap` and the options.
 
         incarnation: larger than any that this name was registered under before. Raises RegistrationError for a mistake
         of the user, StillRegistered while an earlier incarnation is being taken down, IncarnationUsed for one that has
         been.
         """
         self._advance(reading)
-        topology = register(
-            self.state.pool,
-            pipeline,
-            namespace,
-            tps,
-            mappings,
-            weight=weight,
-            min_share=min_share,
-            max_share=max_share,
-            staleness=staleness,
-            rank_batch=rank_batch,
-            slice_s=slice_s,
-            drain_s=drain_s,
-            full_overlap=full_overlap,
-        )
+        pool = self.state.pool
+        topology = register(pool, pipeline, namespace, tps, mappings, full_overlap=full_overlap, **options)
         known = self.state.pipelines.get(pipeline)
         if known is not None and (known.incarnation, known.spec, known.fenced) == (incarnation, topology.spec, False):
             return known.topology
@@ -180,21 +162,7 @@ class Scheduler:
             )
         self._check_incarnation(pipeline, incarnation)
         spec = topology.spec
-        self._emit(
-            ev.Registered(
-                pipeline,
-                incarnation,
-                namespace,
-                spec.clusters,
-                spec.weight,
-                spec.min_share,
-                spec.max_share,
-                spec.staleness,
-                spec.rank_batch,
-                spec.slice_s,
-                spec.drain_s,
-            )
-        )
+        self._emit(ev.Registered(pipeline, incarnation, namespace, spec.clusters, **spec.options()))
         self._liveness.heard(pipeline, self.clock.now)
         self._inventoried.add(pipeline)
         # The caller builds on being registered, so a scheduler that is killed now must still know of it afterwards.
