@@ -36,10 +36,10 @@ WHOLE = os.environ.get("NRL_FIRST_HOUR") == "whole"
 PAGE = ROOT / "docs" / "index.md"
 TRANSCRIPT = "The first hour"
 _SHORT_GRPO = (
-    "grpo.num_prompts_per_step=8",
-    "policy.train_global_batch_size=64",
-    "grpo.max_val_samples=64",
-    "grpo.val_batch_size=64",
+    "grpo.num_prompts_per_step=4",
+    "policy.train_global_batch_size=32",
+    "grpo.max_val_samples=16",
+    "grpo.val_batch_size=16",
 )
 SHORT = {
     "run_sft.py": ("sft.max_num_steps=4", "sft.val_global_batch_size=64", "data.validation.held_out=64"),
@@ -53,7 +53,7 @@ CHANGES = {
     "model": ("policy.model_name=results/arithmetic/base",),
     "optimizer": ("policy.optimizer.name=torch.optim.Adam",),
     "seed": ("grpo.seed=7",),
-    "batch": ("grpo.num_prompts_per_step=4",),
+    "batch": ("grpo.num_prompts_per_step=2",),
 }
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?")
 _DURATION = re.compile(r"\b\d+(s|m \d+s|h \d+m)\b")
@@ -232,7 +232,7 @@ def test_a_run_of_ones_own_is_interrupted_saved_and_goes_on(hour: Hour, typed: T
 def test_a_change_that_makes_another_run_is_refused_by_name_and_can_be_allowed(name: str, typed: Typed) -> None:
     command = f"{demo()[1]} {' '.join(CHANGES[name])}"
     shown = name == "loss"
-    small = (*shortened("run_grpo.py"), "policy.train_global_batch_size=32")
+    small = (*shortened("run_grpo.py"), "policy.train_global_batch_size=16")
     code, said = typed(demo()[1], *small, *CHANGES[name], shown=False)
     if shown:
         typed.hour.said.append((command, said))

@@ -32,7 +32,7 @@ from nemo_rl.utils.record_events import WaitBegun, WaitEnded
 from tests.models.elastic_engines import Elastic
 
 SEED = int(os.environ.get("NRL_STRESS_SEED", "1"))
-STEPS = int(os.environ.get("NRL_STRESS_STEPS", "6"))
+STEPS = int(os.environ.get("NRL_STRESS_STEPS", "3"))
 SHARDS, PROMPTS, SAMPLES = 2, 24, 2
 TRANSITIONS, TOKENS, TURNS = 5 * STEPS, 24, 2
 

@@ -1,9 +1,9 @@
 """Real engines that leave, come back, take new weights below running requests, hang and die: no token is lost or
 mislabelled.
 
-First the stress run: more than a hundred prompt groups through engines that are never left alone, each of which
-arrives once, each token of its version. It is recomputed under the version it is labelled with, and a label that is off
-by one must be seen. Then every move by itself, on the same engines.
+First the stress run: prompt groups through engines that are never left alone, each of which arrives once, each token
+of its version. It is recomputed under the version it is labelled with, and a label that is off by one must be seen.
+Then every move by itself, on the same engines.
 """
 
 from __future__ import annotations
