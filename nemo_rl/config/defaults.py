@@ -80,7 +80,13 @@ def complete(raw: Mapping[str, object], root: type[Section]) -> dict[str, object
 
 def with_defaults(raw: Mapping[str, object], root: type[Section]) -> dict[str, object]:
     """A copy of `raw` with every omitted key of `root` filled in; interpolations stay as they are."""
-    return _fill(raw, root, root.model_construct(), {})
+    return _fill(raw, root, _defaults_of(root), {})
+
+
+@functools.cache
+def _defaults_of(schema: type[Section]) -> Section:
+    # Only read: `plain` and `complete` copy what they take from it.
+    return schema.model_construct()
 
 
 def resolve(raw: Mapping[str, object]) -> dict[str, object]:
@@ -206,4 +212,4 @@ def plain(value: object) -> Any:
         return value.model_dump(by_alias=True, exclude_unset=True)
     if isinstance(value, list):
         return [plain(item) for item in value]
-    return value
+    return deepcopy(value) if isinstance(value, dict) else value

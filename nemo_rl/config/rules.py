@@ -7,6 +7,7 @@ is found out later. Invariant: no rule depends on another's result.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, get_type_hints
@@ -42,8 +43,13 @@ def cautions(config: CompleteConfig) -> list[str]:
 
 
 def _lines(rules: list[Rule], config: CompleteConfig) -> list[Problem]:
-    asked = [check for check in rules if isinstance(config, get_type_hints(check)["config"])]
+    asked = [check for check in rules if isinstance(config, _kind_of(check))]
     return [_spelled(line, config) for check in asked for line in check(config)]
+
+
+@functools.cache
+def _kind_of(check: Rule) -> Any:
+    return get_type_hints(check)["config"]
 
 
 def _spelled(line: Problem, config: CompleteConfig) -> Problem:

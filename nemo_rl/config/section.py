@@ -7,6 +7,7 @@ Invariant: a default lives in the schema and nowhere else; removing a `NotYet` i
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -201,8 +202,8 @@ def idle_refusals(section: Section) -> Iterator[NotBuilt]:
 
 
 def _refusals(section: Section, prefix: str = "", *, asked_for: bool = True) -> Iterator[tuple[NotBuilt, bool]]:
-    for name, field in type(section).model_fields.items():
-        value, mark = getattr(section, name), annotation_of(field, NotYet)
+    for name, field, mark in _marked_fields(type(section)):
+        value = getattr(section, name)
         key = f"{prefix}{field.alias or name}"
         if mark is not None:
             found = _refused(key, value, field.get_default(call_default_factory=True), mark)
@@ -210,6 +211,11 @@ def _refusals(section: Section, prefix: str = "", *, asked_for: bool = True) -> 
         elif isinstance(value, Section):
             enabled = "enabled" not in value or bool(value["enabled"])
             yield from _refusals(value, f"{key}.", asked_for=asked_for and enabled)
+
+
+@functools.cache
+def _marked_fields(schema: type[Section]) -> list[tuple[str, FieldInfo, NotYet | None]]:
+    return [(name, field, annotation_of(field, NotYet)) for name, field in schema.model_fields.items()]
 
 
 def not_built(key: str, value: object, part: str, instead: str) -> NotBuilt:

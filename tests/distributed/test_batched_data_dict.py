@@ -4,7 +4,6 @@ import copy
 import math
 import pickle
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
+from tests.ranks import run_ranks
 
 CAP = 48
 
@@ -286,8 +286,9 @@ def test_a_shard_keeps_its_plan_over_pickling_and_copying() -> None:
         assert twin["row"].tolist() == part["row"].tolist()
 
 
-def _gather(rank: int, init_method: str) -> None:
-    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=init_method)
+def _gather() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
     try:
         local = batch_of([3, 4, 5][: rank + 1], width=5)
         gathered = local.all_gather(dist.group.WORLD)
@@ -302,5 +303,5 @@ def _gather(rank: int, init_method: str) -> None:
 
 
 @pytest.mark.slow
-def test_all_gather_joins_uneven_rows_in_rank_order(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_gather, args=(f"file://{tmp_path}/rendezvous",), nprocs=2)
+def test_all_gather_joins_uneven_rows_in_rank_order() -> None:
+    run_ranks(_gather, 2)

@@ -413,8 +413,9 @@ def processes_of(pool: VerifierPool) -> list[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["idle", "starting", "at work"])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize(
+    ("when", "how"), [("idle", signal.SIGKILL), ("starting", signal.SIGSEGV), ("at work", signal.SIGSEGV)]
+)
 def test_a_verifier_process_that_is_killed_is_replaced_and_costs_no_reward(when: str, how: signal.Signals) -> None:
     pool = VerifierPool("hf_math_verify", 1, deadline_s=20.0)
     pairs = [("\\boxed{x+x}", "2x"), ("\\boxed{1/2}", "0.5"), ("\\boxed{3}", "4")]

@@ -20,7 +20,7 @@ from nemo_rl.experience.samplers import (
 )
 from tests.experience.stream_simulation import StreamSimulation, prompts_of
 
-SCHEDULES = 4_000
+SCHEDULES = 1_500
 
 
 @pytest.mark.slow

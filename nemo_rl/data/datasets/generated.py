@@ -136,11 +136,13 @@ class Problem:
         return Problem(self.right, self.sign, self.left) if self.sign in _COMMUTES else self
 
 
+@functools.lru_cache(maxsize=4)
 def arithmetic_problems(
     num_problems: int, held_out: int, max_operand: int, operators: tuple[str, ...], seed: int
-) -> tuple[list[Problem], list[Problem]]:
-    """Distinct training problems and distinct held-out problems. `max_operand`: operands are 0 to this. `seed`: which
-    problems, and their order. Raises DataError: an operator is unknown, or there are not so many distinct problems.
+) -> tuple[Sequence[Problem], Sequence[Problem]]:
+    """Distinct training problems and distinct held-out problems; cached, since both splits need them. `max_operand`:
+    operands are 0 to this. `seed`: which problems, and their order. Raises DataError: an operator is unknown, or there
+    are not so many distinct problems.
     """
     for sign in operators:
         if sign not in _OPERATORS:
@@ -160,7 +162,7 @@ def arithmetic_problems(
             f"arithmetic: operands up to {max_operand} and operators {' '.join(operators)} give {len(universe)} "
             f"distinct problems, too few for num_problems {num_problems} and held_out {held_out}; raise max_operand"
         )
-    return train, kept
+    return tuple(train), tuple(kept)
 
 
 class _Slips:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 _ROWS_PER_CHUNK = 4096
+# Pictures are decoded when a batch is read.
+_ROWS_PER_BATCH = 64
 _SHOWN_ERRORS = 5
 # So many rows with a key are rendered at the start with and without it.
 _EXAMPLES = 4
@@ -231,7 +233,7 @@ def check_rows(dataset: RawDataset, key: str) -> None:
     read = used_messages(dataset.processor) if dataset.preprocessor is None else None
     places = range(rows) if isinstance(found, Dataset) else evenly_spread(rows)
     digest, handed_on = hashlib.blake2b(digest_size=12), dict[str, list[HandedOn]]()
-    checked_rows: Iterable[Any] = found if isinstance(found, Dataset) else map(found.__getitem__, places)
+    checked_rows: Iterable[Any] = _rows_of(found) if isinstance(found, Dataset) else map(found.__getitem__, places)
     for place, row in zip(places, checked_rows, strict=True):
         digest.update(json.dumps(row, default=lambda value: type(value).__name__).encode())
         where = f"{key}: row {place + 1} (from 1) of {dataset.task_name}"
@@ -241,6 +243,14 @@ def check_rows(dataset: RawDataset, key: str) -> None:
         except RowError as error:
             raise DataError(f"{where}: {error}") from error
     dataset.contents, dataset.handed_on = f"{rows} rows, digest {digest.hexdigest()}", handed_on
+
+
+def _rows_of(dataset: Dataset) -> Iterator[dict[str, Any]]:
+    """Yields rows in batches: `datasets` converts single rows far more slowly."""
+    batches: Iterator[Any] = dataset.iter(_ROWS_PER_BATCH)
+    for batch in batches:
+        for values in zip(*batch.values(), strict=True):
+            yield dict(zip(batch, values, strict=True))
 
 
 def conversation(question: str, answer: str) -> list[dict[str, str]]:
