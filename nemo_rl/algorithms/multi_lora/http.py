@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 ADDRESS_FILE = "adapters.json"
 _TIMEOUT_S = 60.0
+_POLL_S = 0.05  # the end of a job waits so long for its server
 _MOST_BYTES = 1 << 20
 
 
@@ -40,7 +41,7 @@ def serve(job: MultiLoraJob, base: Mapping[str, object], log_dir: Path, port: in
     """
     token = secrets.token_hex(16)
     server = ThreadingHTTPServer(("127.0.0.1", port), _handler(job, base, token))
-    thread = threading.Thread(target=server.serve_forever, name="adapters-http", daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(_POLL_S,), name="adapters-http", daemon=True)
     thread.start()
     address = f"http://127.0.0.1:{server.server_address[1]}"
     log_dir.mkdir(parents=True, exist_ok=True)
