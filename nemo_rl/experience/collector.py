@@ -1,7 +1,9 @@
-"""What collectors share that generate rollouts in parallel with training: waits, errors, record events, shutdown.
+"""Generates rollouts ahead of training, or beside it, and gives a step its groups.
 
-Rollouts are coroutines on the dispatch loop; the driver calls from its own thread. Invariants: every wait has a
-deadline and names what it waited for; after `stop` nothing runs, and every untrained group is recorded as dropped.
+`PromptQueue` decides which prompts are drawn, begin and belong to a step; this draws them in the driver's thread, runs
+rollouts as coroutines on the dispatch loop, keeps finished groups, and writes the run record. Invariants: the queue's
+decisions are carried out under one lock; every drawn group is trained once, dropped with a reason, or held by a
+checkpoint; every wait has a deadline and names what it waited for; after `stop` nothing runs.
 """
 
 from __future__ import annotations
@@ -10,121 +12,350 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
-from ray.exceptions import RayError, RayTaskError
-
-from nemo_rl.config.errors import UserError
-from nemo_rl.experience.columns import RolloutColumns
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments.interfaces import EnvironmentFailure
 from nemo_rl.experience.environment_batcher import environment_lines
-from nemo_rl.experience.prompts import EpochPrompts
-from nemo_rl.experience.replay_buffer import BufferedGroup, GroupKey
-from nemo_rl.experience.rollout_source import LiveRollouts
-from nemo_rl.experience.rollouts import RolloutPlan
+from nemo_rl.experience.failures import CollectorError, CollectorStalled, FailurePolicy, Failures, StallPolicy
+from nemo_rl.experience.prompt_group import BufferedGroup, GroupKey, StaleGroupError, group_name
+from nemo_rl.experience.prompt_queue import Drawn, PromptQueue
+from nemo_rl.experience.prompts import EpochPrompts, Position
+from nemo_rl.experience.rollout_source import LiveRollouts, Rollout
+from nemo_rl.experience.rollout_tasks import RolloutTasks, Start
+from nemo_rl.experience.rollouts import RolloutPlan, number_samples
+from nemo_rl.experience.samplers import SlotStatus
 from nemo_rl.experience.store import ExperienceStore
 from nemo_rl.models.generation.interfaces import GenerationError
 from nemo_rl.utils.record import Record
-from nemo_rl.utils.record_events import GroupCommitted, GroupDropped, WaitBegun, WaitEnded
+from nemo_rl.utils.record_events import GroupAdmitted, GroupDropped, WaitBegun, WaitEnded
 
 if TYPE_CHECKING:
     from nemo_rl.models.policy.interfaces import BatchHandle
 
 logger = logging.getLogger(__name__)
 
-_CAUSES = 8
 _POLL_S = 5.0
-_LAUNCH_S = 60.0
 _STORE_WRITES = 8
-
-
-class CollectorError(UserError, RuntimeError):
-    """The collector cannot deliver: too many rollouts failed, it was stopped, or nothing arrived in time."""
-
-
-class CollectorStalled(CollectorError):
-    """No group was finished in time."""
-
-
-@dataclass(frozen=True)
-class StallPolicy:
-    """What a wait for groups does when none finishes."""
-
-    timeout_s: float = 600.0  # seconds without a finished group that count as a stall
-    aborts: bool = True  # whether a stall ends the run; it is logged otherwise
-    advice: str = ""  # what to do about it
 
 
 @dataclass(frozen=True)
 class CollectorParts:
-    """What a collector works with. `start`: starts a coroutine on the loop where requests are dispatched."""
+    """What a collector works with."""
 
     prompts: EpochPrompts
     rollouts: LiveRollouts
     store: ExperienceStore  # where finished groups wait for their step
     plan: Callable[[int], RolloutPlan]  # how the rollouts of a batch are drawn
-    start: Callable[[Coroutine[object, object, object]], Future[Any]]
+    start: Start
     generations: int
     record: Record
 
 
-class Collector:
-    """The common part. `stall`: what becomes of a wait without end."""
+class SavedBatch(NamedTuple):
+    """A drawn batch in a checkpoint: its number, its prompts, and `(row, attempt, number)` of those not yet trained."""
 
-    def __init__(self, parts: CollectorParts, stall: StallPolicy) -> None:
-        self._parts, self._stall = parts, stall
+    batch: int
+    rows: int
+    open: tuple[tuple[int, int, int], ...]
+
+
+@dataclass
+class _Prompt:
+    """What rolling a prompt out takes."""
+
+    batch: BatchedDataDict
+    identity: str
+
+
+class Collector:
+    """Collects the experience of one run.
+
+    Args:
+        queue: Decides. Its sampler says which groups a step takes, and how old they may be.
+        failures: What becomes of rollouts that fail.
+        stall: What becomes of a wait without end.
+
+    Attributes:
+        tasks: The rollouts that run.
+        evicted: Groups that were started again because no step would have taken them.
+    """
+
+    def __init__(self, parts: CollectorParts, queue: PromptQueue, failures: FailurePolicy, stall: StallPolicy) -> None:
+        self._parts, self.queue, self._policy, self._stall = parts, queue, failures, stall
+        self._failures = Failures(failures)
         self._changed = threading.Condition()
+        self.tasks = RolloutTasks(parts.start, self._changed)
         # Of its own: calls of environments fill the loop's default pool.
         self._writes = ThreadPoolExecutor(_STORE_WRITES, thread_name_prefix="store-write")
-        self._tasks: dict[GroupKey, asyncio.Task[None]] = {}
+        self._restored: list[SavedBatch] = []
+        self._prompt_of: dict[GroupKey, _Prompt] = {}
+        self._buffer: dict[GroupKey, BufferedGroup] = {}
+        self._committing: set[GroupKey] = set()
         self._version: int | None = None
         self._last_progress = time.monotonic()
-        self._fatal: BaseException | None = None
-        self.stopped = False
+        self.evicted = 0
 
-    def finished(self) -> list[BufferedGroup]:
-        """The groups that wait for a step."""
-        raise NotImplementedError
+    def __len__(self) -> int:
+        """Finished groups that wait for a step."""
+        return len(self._buffer)
 
-    def _untrained_groups(self) -> Iterable[GroupKey]:
-        """Admitted groups that were not trained."""
-        raise NotImplementedError
+    # -- prompts in ---------------------------------------------------------------------------------------------------
 
-    def _waits_for(self) -> str:
-        """What the open wait lacks, for people."""
-        raise NotImplementedError
+    def set_weight_version(self, version: int) -> None:
+        """Publishes `version`: restarts groups that are too old for every later step, and draws and starts prompts that
+        are now allowed.
+        """
+        with self._changed:
+            self._version = version
+        self._pump()
+
+    def _pump(self) -> None:
+        """Whatever may happen to prompts now; from the driver's thread."""
+        with self._changed:
+            # One that is being stored is looked at again when it is.
+            stale = [key for key in self.queue.stale() if key not in self._committing]
+            tasks = self.tasks.forget(stale)
+            for key in stale:
+                self._begin_again(key)
+        self.tasks.cancel(tasks)
+        while self._restored and not self.queue.exhausted:
+            self._restore_batch(self._restored.pop(0))
+        while self.queue.wants_batch():
+            self._draw(self.queue.draw)
+        self._launch()
+
+    def _begin_again(self, key: GroupKey) -> None:
+        group, prompt = self._buffer.pop(key, None), self._prompt_of.pop(key)
+        if group is not None:
+            self._parts.store.clear(group.tokens)
+        fresh = self.queue.again(key)
+        self.evicted += 1
+        row = prompt.batch.slice(0, 1)
+        self._parts.record.emit(GroupDropped(group_name(key), "stale"))
+        self._admit(fresh, _Prompt(number_samples(row, self._parts.generations, fresh.number), prompt.identity))
+
+    def draw_ahead(self) -> None:
+        """Draws what the next version admits, while something else takes time. A loader that fails does so where the
+        batch is wanted.
+        """
+        while not self._restored and self.queue.wants_batch(ahead=True) and self._parts.prompts.prefetch():
+            self._draw(self.queue.draw)
+
+    def extend_step(self) -> None:
+        """Draws and starts a further generation batch for the open step, which took all of its groups. Raises
+        StopIteration: the prompts are used up.
+        """
+        if not self._draw(self.queue.extend_step):
+            raise StopIteration
+        self._launch()
+
+    def _draw(self, into_queue: Callable[[int, Position], list[GroupKey]]) -> bool:
+        """Draws a batch; whether there was one. The loader may take a while, so the lock is free meanwhile."""
+        if (drawn := self._next_batch()) is None:
+            return False
+        batch, before = drawn
+        with self._changed:
+            self._admit_batch(batch, dict(enumerate(into_queue(batch.size, before))))
+        return True
+
+    def _restore_batch(self, saved: SavedBatch) -> None:
+        if (drawn := self._next_batch()) is None:
+            return
+        batch, before = drawn
+        keys = {row: GroupKey(saved.batch, attempt, number) for row, attempt, number in saved.open}
+        with self._changed:
+            self.queue.restore(saved.batch, batch.size, keys, before)
+            self._admit_batch(batch, keys)
+
+    def _next_batch(self) -> tuple[BatchedDataDict, Position] | None:
+        """The loader's next batch, and where the loader stood before it; None if the prompts are used up."""
+        before = self._parts.prompts.position()
+        try:
+            return self._parts.prompts.next(), before
+        except StopIteration:
+            with self._changed:
+                self.queue.exhausted = True
+            return None
+
+    def _admit_batch(self, batch: BatchedDataDict, keys: dict[int, GroupKey]) -> None:
+        for row, key in keys.items():
+            identity = f"{self._parts.prompts.epoch}-{batch['idx'][row]}"
+            samples = number_samples(batch.slice(row, row + 1), self._parts.generations, key.number)
+            self._admit(key, _Prompt(samples, identity))
+            if (held := self._buffer.get(key)) is not None:
+                self.queue.launched(key, held.generated_at)
+                self.queue.ready(key)
+                self._parts.record.emit(held.committed(restored=True))
+
+    def _admit(self, key: GroupKey, prompt: _Prompt) -> None:
+        self._prompt_of[key] = prompt
+        self._parts.record.emit(GroupAdmitted(group_name(key), prompt.identity, self._parts.generations, key.target))
 
     # -- rollouts -----------------------------------------------------------------------------------------------------
 
-    def _begin_task(self, key: GroupKey, rollout: Coroutine[object, object, None]) -> None:
-        """On the loop, under the lock."""
-        self._tasks[key] = task = asyncio.create_task(rollout)
-        task.add_done_callback(lambda ended: self._ended(key, ended))
-
-    def _ended(self, key: GroupKey, task: asyncio.Task[None]) -> None:
+    def _launch(self) -> None:
+        """Begins every rollout that may begin, with one call to the loop. From any thread."""
         with self._changed:
-            # What the collector itself cancels it has forgotten before.
-            forgotten = self._tasks.get(key) is not task
-            if not forgotten:
-                del self._tasks[key]
-            error = None if task.cancelled() else task.exception()
-            if task.cancelled() and not forgotten:
-                error = CollectorError(f"the rollout of group {group_name(key)} was cancelled")
-            if error is not None and not self.stopped:
-                self._fatal = self._fatal or error
+            if self.tasks.stopped or self._version is None:
+                return
+            keys = self.queue.to_launch(self._version)
+            for key in keys:
+                self.queue.launched(key, self._version)
+        if keys:
+            self.tasks.begin(keys, self._collect)
+
+    async def _collect(self, key: GroupKey) -> None:
+        pause_s, longest_s = self._policy.backoff_s
+        version = self._version or 0
+        # It may have been started again before this began.
+        if (prompt := self._prompt_of.get(key)) is None:
+            return
+        while True:
+            try:
+                async with self.tasks.generating():
+                    rollout = await self._parts.rollouts.roll_out_group(prompt.batch, self._parts.plan(key.target))
+            except (GenerationError, EnvironmentFailure) as error:
+                if not self._tries_again(key, error):
+                    break
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, longest_s)
+                continue
+            if not self._may_commit(key):
+                return
+            # The store answers in its own time; requests go on meanwhile.
+            handle = await asyncio.wrap_future(self._writes.submit(self._parts.store.write_pending, rollout.columns))
+            self._commit(key, handle, rollout, version)
+            break
+        self._launch()
+
+    def _tries_again(self, key: GroupKey, error: BaseException) -> bool:
+        """Whether a failed rollout is tried again; its prompt is given up otherwise."""
+        with self._changed:
+            if key not in self._prompt_of:
+                return False
+            if self._failures.tries_again(group_name(key), self.queue.failed(key), error):
+                return True
+            self.queue.give_up(key)
+            self._forget([key])
+            self._parts.record.emit(GroupDropped(group_name(key), "failed"))
+            self._changed.notify_all()
+            return False
+
+    def _may_commit(self, key: GroupKey) -> bool:
+        """Whether a finished rollout is still wanted; afterwards it is not restarted."""
+        with self._changed:
+            wanted = key in self._prompt_of and not self.tasks.stopped
+            if wanted:
+                self._committing.add(key)
+            return wanted
+
+    def _commit(self, key: GroupKey, handle: BatchHandle, rollout: Rollout, version: int) -> None:
+        group = BufferedGroup(key, handle, rollout.columns.rows, dict(rollout.metrics), version)
+        with self._changed:
+            self._committing.discard(key)
+            self.tasks.forget([key])
+            self._parts.record.emit(group.committed())
+            self._buffer[key] = group
+            self.queue.ready(key)
+            self._failures.succeeded()
+            self._last_progress = time.monotonic()
             self._changed.notify_all()
 
-    def _cancel(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """Cancels rollouts and waits until they have ended."""
-        if tasks:
-            self._parts.start(_cancel_all(tasks)).result(timeout=_LAUNCH_S)
+    def _forget(self, keys: Iterable[GroupKey]) -> None:
+        for key in keys:
+            self._prompt_of.pop(key, None)
+        self.tasks.forget(keys)
 
-    async def _write_pending(self, columns: RolloutColumns) -> BatchHandle:
-        """Writes a finished group into the store, which answers in its own time; other requests go on meanwhile."""
-        return await asyncio.wrap_future(self._writes.submit(self._parts.store.write_pending, columns))
+    # -- groups out ---------------------------------------------------------------------------------------------------
+
+    def take(
+        self,
+        enough: Callable[[Sequence[BufferedGroup]], bool] = lambda groups: False,
+        on_progress: Callable[[int, int], None] = lambda ready, of: None,
+        before_wait: Callable[[], None] = lambda: None,
+    ) -> list[BufferedGroup]:
+        """The groups that the open step takes next, once they are enough, or no others come for it; empty when it has
+        all that it gets.
+
+        Args:
+            enough: Whether these groups are worth a pass; by default only all that the step waits for are.
+            on_progress: Called with the groups that the step has or could take, and its total, as they grow.
+            before_wait: Called once, before the first wait, where the groups are not there yet.
+
+        Raises StopIteration: the prompts are used up, and the open step is too small without them; CollectorError:
+        rollouts failed, too many prompts of the step were dropped, or nothing arrived in time; StaleGroupError: a group
+        is older than the sampler allows.
+        """
+        waits = False
+        with self._waiting(f"groups of step {self.queue.step.version}"):
+            while True:
+                self._pump()
+                with self._changed:
+                    self.tasks.check_health()
+                    ready, of = self.queue.ready_for_step(), self.queue.step.wanted - len(self.queue.step.dropped)
+                # It may wait for the loop where requests are dispatched, which takes the lock.
+                on_progress(ready, of)
+                with self._changed:
+                    if self.queue.ready_for_step() != ready:
+                        # Progress is reported up to the last group.
+                        continue
+                    keys = self.queue.select(lambda keys: enough([self._buffer[key] for key in keys]))
+                    if keys is not None:
+                        self._check_size(keys)
+                        groups = [self._buffer.pop(key) for key in keys]
+                        self._check_age(groups)
+                        return groups
+                    if waits:
+                        self._wait_for_change()
+                if not waits:
+                    before_wait()
+                    waits = True
+
+    def _check_size(self, taken: Sequence[GroupKey]) -> None:
+        step = self.queue.step
+        if step.dropped and self.queue.too_small():
+            raise CollectorError(
+                f"step {step.version} lost {len(step.dropped)} of its {step.wanted} prompts, and less than "
+                "async_rl.rollout_failure.min_step_batch_fraction is left; "
+                "async_rl.rollout_failure.on_dropped_prompt: replace takes others"
+            )
+        if not taken and self.queue.too_small():
+            raise StopIteration
+
+    def _check_age(self, groups: Sequence[BufferedGroup]) -> None:
+        step, max_age = self.queue.version, self.queue.max_lag
+        for group in groups:
+            if group.is_stale(step, max_age):
+                raise StaleGroupError(
+                    f"group {group_name(group.key)} has tokens of version {group.oldest}; step {step} allows at most "
+                    f"{max_age} versions of age"
+                )
+
+    def hand_over(self, groups: Sequence[BufferedGroup]) -> None:
+        """Leaves groups of the open step to the caller, who records what becomes of those that are not trained."""
+        with self._changed:
+            self._forget([group.key for group in groups])
+
+    def numbers(self) -> dict[GroupKey, int]:
+        """The groups that the open step took, with their numbers in it."""
+        with self._changed:
+            return dict(self.queue.taken_in_order())
+
+    def finish_step(self, step: int) -> Position:
+        """Closes the trained step; returns the loader's position before the untrained prompts."""
+        with self._changed:
+            self._forget(self.queue.finish_step().taken)
+        return self.position()
+
+    def count_intended_for_step(self, version: int) -> int:
+        """Groups that the step which starts from `version` took, or could take if it began now."""
+        with self._changed:
+            return self.queue.ready_for_step(version)
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
@@ -160,18 +391,39 @@ class Collector:
             self._last_progress, left = time.monotonic(), self._stall.timeout_s
         self._changed.wait(min(left, _POLL_S))
 
-    def check_health(self) -> None:
-        """Raises what ended the collector, if something did. Raises CollectorError: rollouts failed or the collector
-        was stopped.
-        """
-        if isinstance(self._fatal, CollectorError):
-            raise self._fatal
-        if self._fatal is not None:
-            raise CollectorError(f"a rollout ended the run: {self._fatal}") from self._fatal
-        if self.stopped:
-            raise CollectorError("the collector was stopped while the run still waits for it")
+    def _waits_for(self) -> str:
+        slots = self.queue.slots()
+        by_status = {status.value: sum(slot.status is status for slot in slots) for status in SlotStatus}
+        rolling = [group_name(slot.key) for slot in slots if slot.status is SlotStatus.ROLLING]
+        return (
+            f"step {self.queue.step.version} waits for {self.queue.step.missing} of {self.queue.step.wanted} groups, "
+            f"of all groups {by_status}, rolling {rolling[:8]}"
+        )
 
-    # -- end ----------------------------------------------------------------------------------------------------------
+    # -- checkpoints and end ------------------------------------------------------------------------------------------
+
+    def position(self) -> Position:
+        """Where the loader stood before the first batch that is not wholly trained."""
+        with self._changed:
+            drawn = self.queue.drawn()
+            before = drawn[0].before if drawn else None
+            return before if before is not None else self._parts.prompts.position()
+
+    def finished(self) -> list[BufferedGroup]:
+        """The groups that wait for a step."""
+        with self._changed:
+            return [self._buffer[key] for key in sorted(self._buffer)]
+
+    def draws(self) -> list[SavedBatch]:
+        """Every batch since `position`, in the order in which they were drawn."""
+        with self._changed:
+            return [_saved(drawn) for drawn in self.queue.drawn()] + self._restored
+
+    def restore(self, draws: Sequence[SavedBatch], groups: Iterable[BufferedGroup]) -> None:
+        """Resumes from a checkpoint: the loader's position is before `draws`, of which `groups` are finished."""
+        with self._changed:
+            self._restored = list(draws)
+            self._buffer = {group.key: group for group in groups}
 
     def clear(self) -> None:
         """Drops the waiting groups, at the end of a run."""
@@ -180,47 +432,13 @@ class Collector:
 
     def stop(self) -> None:
         """Ends all rollouts and records untrained groups as dropped. Safe to call twice."""
-        with self._changed:
-            if self.stopped:
-                return
-            self.stopped = True
-            tasks = list(self._tasks.values())
-            self._changed.notify_all()
-        self._cancel(tasks)
+        if self.tasks.stopped:
+            return
+        self.tasks.stop()
         self._writes.shutdown(wait=False)
-        for key in sorted(self._untrained_groups()):
+        for key in sorted(self._prompt_of):
             self._parts.record.emit(GroupDropped(group_name(key), "end_of_run"))
 
 
-async def _cancel_all(tasks: Sequence[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def committed(group: BufferedGroup, *, restored: bool = False) -> GroupCommitted:
-    """The record event of a finished group."""
-    newest, tokens = int(group.rows["newest_version"].max()), int(group.rows["generated_lengths"].sum())
-    return GroupCommitted(group_name(group.key), newest, tokens, restored)
-
-
-def group_name(key: GroupKey) -> str:
-    """Identity of a group in the run record."""
-    return f"{key.target}-{key.number}"
-
-
-def is_infrastructure(error: BaseException) -> bool:
-    """Whether a rollout failed for what the machinery did, rather than for its prompt: an engine, a timeout, a
-    connection or a Ray process, somewhere among its causes.
-    """
-    cause: BaseException | None = error
-    for _ in range(_CAUSES):
-        if cause is None:
-            return False
-        if isinstance(cause, (GenerationError, TimeoutError, ConnectionError)):
-            return True
-        # What the code of an environment raised in its actor comes back as a task error.
-        if isinstance(cause, RayError) and not isinstance(cause, RayTaskError):
-            return True
-        cause = cause.__cause__ or cause.__context__
-    return False
+def _saved(drawn: Drawn) -> SavedBatch:
+    return SavedBatch(drawn.batch, drawn.rows, tuple((row, key.attempt, key.number) for row, key in drawn.open.items()))

@@ -1,4 +1,4 @@
-"""The prompts of a streaming run, from the loader to their optimizer step: drawn, rolling, ready, taken.
+"""The prompts of a run that generates ahead, from the loader to their optimizer step: drawn, rolling, ready, taken.
 
 A state machine without threads, clocks or tokens. The open `Step` owns the groups it took and the prompts given up in
 it. Invariants: every drawn prompt is trained once, given up with a reason, or saved in a checkpoint; rolling and ready
@@ -7,10 +7,12 @@ groups never exceed the capacity; a step takes only what its sampler allows.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from nemo_rl.experience.replay_buffer import GroupKey
+from nemo_rl.experience.prompt_group import BufferedGroup, GroupKey
+from nemo_rl.experience.prompts import Position
 from nemo_rl.experience.samplers import Sampler, Slot, SlotStatus
 
 
@@ -26,7 +28,7 @@ class QueueLimits:
 
     wanted: int  # prompt groups of a step
     last_step: int  # no prompt is drawn for this step or later ones
-    capacity: int  # groups that may be rolling or ready at a time
+    capacity: int = sys.maxsize  # groups that may be rolling or ready at a time
     max_inflight: int | None = None  # groups that may be rolling at a time; None for as many as the capacity allows
     min_fraction: float = 1.0  # share of a step's groups without which it is not trained
     replaces: bool = False
@@ -41,6 +43,7 @@ class Step:
     taken: list[GroupKey] = field(default_factory=list)  # groups that were given to training, in that order
     dropped: list[GroupKey] = field(default_factory=list)  # prompts that were given up and make it smaller
     replaced: list[GroupKey] = field(default_factory=list)
+    batches: int = 1  # generation batches that were drawn for it
 
     @property
     def missing(self) -> int:
@@ -57,11 +60,14 @@ def worth_a_pass(ready: int, step: Step, least: int) -> bool:
 
 @dataclass
 class Drawn:
-    """One batch of prompts: which of its rows are not trained yet, and the attempt that each of them is in."""
+    """One batch of prompts: which of its rows are not trained yet, and the attempt that each of them is in. `before`:
+    where the loader stood.
+    """
 
     batch: int
     rows: int
     open: dict[int, GroupKey]
+    before: Position | None = None
 
 
 class PromptQueue:
@@ -82,6 +88,11 @@ class PromptQueue:
     def version(self) -> int:
         """Of the weights that the open step starts from."""
         return self.step.version
+
+    @property
+    def max_lag(self) -> int | None:
+        """How many versions old a group may be when it is trained; None for any number."""
+        return self._sampler.max_lag
 
     def slots(self) -> list[Slot]:
         """Every group that is neither taken nor given up, by its place."""
@@ -109,17 +120,31 @@ class PromptQueue:
             return False
         return self._sampler.paced or len(self._slots) < self._limits.capacity
 
-    def draw(self, rows: int) -> list[GroupKey]:
+    def draw(self, rows: int, before: Position | None = None) -> list[GroupKey]:
         """A batch of `rows` prompts came from the loader; its groups, in order."""
         batch = self._next_batch
         keys = [GroupKey(batch, 0, row) for row in range(rows)]
         self._next_batch += 1
-        self._add(Drawn(batch, rows, dict(enumerate(keys))))
+        self._add(Drawn(batch, rows, dict(enumerate(keys)), before))
         return keys
 
-    def restore(self, batch: int, rows: int, open: dict[int, GroupKey]) -> None:
+    def extend_step(self, rows: int, before: Position | None = None) -> list[GroupKey]:
+        """A further batch of `rows` prompts came for the open step, which grows by them; its groups, in order. Raises
+        QueueProtocolError: the step has not taken what it waited for, or takes groups of any batch.
+        """
+        step = self.step
+        if step.missing or not self._fixed:
+            raise QueueProtocolError(f"step {step.version} still waits for {step.missing} of its groups")
+        # The places of the groups that it took are free.
+        keys = [GroupKey(step.version, step.batches, step.batches * rows + row) for row in range(rows)]
+        step.batches += 1
+        step.wanted += rows
+        self._add(Drawn(step.version, rows, dict(enumerate(keys)), before))
+        return keys
+
+    def restore(self, batch: int, rows: int, open: dict[int, GroupKey], before: Position | None = None) -> None:
         """A batch that a checkpoint held; batches come in their order, before any other is drawn."""
-        self._next_batch = batch + 1
+        self._next_batch = max(self._next_batch, batch + 1)
         if self._fixed:
             # What is neither open nor of an earlier step was given up before the restart.
             places = {row: batch * self._limits.wanted + row for row in range(rows) if row not in open}
@@ -127,14 +152,14 @@ class PromptQueue:
                 (place, GroupKey(batch, 0, row)) for row, place in places.items() if place >= self._first
             ]
             self.step.dropped = self._dropped_of_step()
-        self._add(Drawn(batch, rows, dict(open)))
+        self._add(Drawn(batch, rows, dict(open), before))
 
     def _add(self, drawn: Drawn) -> None:
         self._drawn.append(drawn)
         for row in sorted(drawn.open):
             place = drawn.batch * self._limits.wanted + row if self._fixed else self._next_place
             self._slots[drawn.open[row]] = Slot(drawn.open[row], place)
-            self._next_place = place + 1
+            self._next_place = max(self._next_place, place + 1)
 
     @property
     def _fixed(self) -> bool:
@@ -213,13 +238,16 @@ class PromptQueue:
         return [key for place, key in self._given_up if self._first <= place < self._first + self._limits.wanted]
 
     def _close(self, key: GroupKey) -> None:
-        drawn = next(one for one in self._drawn if one.batch == key.target)
+        drawn = self._drawn_with(key)
         del drawn.open[key.number % drawn.rows]
+
+    def _drawn_with(self, key: GroupKey) -> Drawn:
+        return next(one for one in self._drawn if one.open.get(key.number % one.rows) == key)
 
     def again(self, key: GroupKey) -> GroupKey:
         """Restarts a group whose rollouts became useless, under a new key, in its place."""
         slot = self._slots.pop(key)
-        drawn = next(one for one in self._drawn if one.batch == key.target)
+        drawn = self._drawn_with(key)
         fresh = GroupKey(key.target, key.attempt + 1, key.number + drawn.rows)
         drawn.open[key.number % drawn.rows] = fresh
         self._slots[fresh] = Slot(fresh, slot.place, attempts=slot.attempts)
@@ -228,6 +256,12 @@ class PromptQueue:
     def stale(self) -> list[GroupKey]:
         """Groups, ready or rolling, that no step will take as they are."""
         return [slot.key for slot in self._sampler.stale(self.slots(), self.version)]
+
+    def may_still_take(self, group: BufferedGroup) -> bool:
+        """Whether a finished group of a checkpoint is young enough for the step that would take it."""
+        if self._fixed:
+            return group.key.target >= self.version and not group.is_stale(group.key.target, self.max_lag)
+        return self.max_lag is None or group.generated_at >= self.version - self.max_lag
 
     # -- groups out ---------------------------------------------------------------------------------------------------
 
@@ -302,6 +336,11 @@ class PromptQueue:
             self._next_place = self._first + len(self._slots)
         return done
 
-    def ready_for_step(self) -> int:
-        """Groups that the open step took or could take now."""
-        return min(self.step.wanted, len(self.step.taken) + len(self._eligible(self.slots())))
+    def ready_for_step(self, version: int | None = None) -> int:
+        """Groups that the open step took or could take now; with `version` those that a later step could take, if it
+        began now.
+        """
+        if version is None or version == self.step.version:
+            return min(self.step.wanted, len(self.step.taken) + len(self._eligible(self.slots())))
+        wanted = self._limits.wanted
+        return min(wanted, len(self._sampler.eligible(self.slots(), version, version * wanted, wanted)))

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from nemo_rl.config.errors import UserError
-from nemo_rl.experience.replay_buffer import GroupKey
+from nemo_rl.experience.prompt_group import GroupKey
 
 
 class SamplerError(UserError, ValueError):
@@ -52,9 +52,13 @@ class Slot:
 class Sampler(Protocol):
     """Chooses groups."""
 
-    max_lag: int | None  # how many versions old a group may be when it is trained; None for any number
     paced: bool  # whether prompts are dispatched for at most `max_lag + 1` steps at a time
     in_order: bool  # whether a step takes exactly the groups whose place is its own
+
+    @property
+    def max_lag(self) -> int | None:
+        """How many versions old a group may be when it is trained; None for any number."""
+        ...
 
     def window(self) -> int:
         """How many versions early prompts are dispatched."""

@@ -18,10 +18,10 @@ from nemo_rl.algorithms.grpo.step_trainer import joined_metrics
 from nemo_rl.algorithms.grpo.streaming import check_streaming
 from nemo_rl.config import ConfigError, load_master_config
 from nemo_rl.environments.interfaces import EnvironmentFailure
-from nemo_rl.experience.collector import CollectorError
-from nemo_rl.experience.stream_collector import StreamCollector
+from nemo_rl.experience.collector import Collector
+from nemo_rl.experience.failures import CollectorError
 from nemo_rl.models.generation.interfaces import GenerationError
-from nemo_rl.utils.record_events import GroupAdmitted, GroupDropped, GroupTrained, StepFinished
+from nemo_rl.utils.record_events import GroupAdmitted, GroupCommitted, GroupDropped, GroupTrained, StepFinished
 from tests.algorithms.driver_world import PROMPTS, SAMPLES, Loader, World, save_in_memory
 from tests.experience.plane_in_process import plane_in_process
 
@@ -167,6 +167,38 @@ def test_a_restart_from_any_checkpoint_trains_every_prompt_once(tmp_path: Path, 
         again.every_prompt_is_accounted_for()
 
 
+def test_asynchronous_and_streaming_runs_go_on_from_each_others_checkpoints(tmp_path: Path) -> None:
+    whole = World(tmp_path, "checkpointing.save_period=1", loader=Loader(6))
+    drive(whole.run)
+    in_order = ("async_rl.sampler.name=in_order", "checkpointing.save_period=1", "grpo.max_num_steps=5")
+
+    def go_on(world: type[World], saved: tuple[dict[str, Any], dict[str, Any]], step: int, *overrides: str) -> World:
+        loader, files = saved
+        folder = tmp_path / f"{world.__name__}_{step}_{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        for file, content in files.items():
+            torch.save(content, folder / file)
+        state = GRPOState(step=step, step_in_epoch=step)
+        again = world(folder, *overrides, loader=Loader(6, at=loader["at"]), state=state, resumed_from=folder)
+        again.run.total_steps = 5
+        drive(again.run)
+        committed = [one.event for one in again.run.record.entries if isinstance(one.event, GroupCommitted)]
+        assert sum(event.restored for event in committed) == len(files["replay_buffer.pt"]["groups"]) > 0
+        return again
+
+    streamed = go_on(Streamed, whole.saved[2], 2, *in_order)
+    back = go_on(World, streamed.saved[3], 3)
+    # As asynchronous runs wrote them once: which batches were drawn, and whether they are trained.
+    loader, files = whole.saved[2]
+    draws = [[batch, 0, not left] for batch, _, left in files["rollouts.pt"]["batches"]]
+    old = files | {"rollouts.pt": {"draws": draws, "shape": files["rollouts.pt"]["shape"]}}
+    older = go_on(World, (loader, old), 2)
+    first = whole.trained[: 2 * PROMPTS]
+    assert first + older.trained == whole.trained
+    for trained in (streamed.trained, streamed.trained[:PROMPTS] + back.trained):
+        assert sorted(first + trained) == whole.trained
+
+
 def test_a_group_that_becomes_too_old_while_it_is_stored_is_generated_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,7 +206,7 @@ def test_a_group_that_becomes_too_old_while_it_is_stored_is_generated_anew(
     world = Streamed(tmp_path, *sampler, loader=Loader(2))
     published, store = threading.Event(), world.run.store.write_pending
 
-    def publish(collector: Any, version: int, publish: Any = StreamCollector.set_weight_version) -> None:
+    def publish(collector: Any, version: int, publish: Any = Collector.set_weight_version) -> None:
         publish(collector, version)
         if version == 1:
             published.set()
@@ -184,7 +216,7 @@ def test_a_group_that_becomes_too_old_while_it_is_stored_is_generated_anew(
             assert published.wait(60.0)
         return store(columns)
 
-    monkeypatch.setattr(StreamCollector, "set_weight_version", publish)
+    monkeypatch.setattr(Collector, "set_weight_version", publish)
     monkeypatch.setattr(world.run.store, "write_pending", write_pending)
     world.drive()
     assert sorted(world.trained) == list(range(2 * PROMPTS))
@@ -297,7 +329,7 @@ def test_a_stall_is_said_with_what_waits_for_what(
 
     # Where nothing runs at all, there is nothing to wait for either.
     world = Streamed(tmp_path / "nothing", *watchdog, "async_rl.stall_watchdog.stall_action=abort")
-    monkeypatch.setattr(StreamCollector, "_launch", lambda collector: None)
+    monkeypatch.setattr(Collector, "_launch", lambda collector: None)
     with pytest.raises(CollectorError, match=r"step 0 waits for 3 of 3 groups, of all groups .*rolling \[\]"):
         world.drive()
     world.every_prompt_is_accounted_for()

@@ -18,13 +18,15 @@ import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentReturn
-from nemo_rl.experience.collector import CollectorParts
+from nemo_rl.experience.collector import Collector, CollectorParts
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
+from nemo_rl.experience.failures import FailurePolicy, StallPolicy
+from nemo_rl.experience.prompt_queue import PromptQueue, QueueLimits
 from nemo_rl.experience.prompts import EpochPrompts
 from nemo_rl.experience.rollout_source import LiveRollouts
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunner
+from nemo_rl.experience.samplers import InOrder
 from nemo_rl.experience.store import InProcessStore
-from nemo_rl.experience.trajectory_collector import CollectorLimits, TrajectoryCollector
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult
 from nemo_rl.models.generation.vllm.shards import ShardState
 from nemo_rl.time_sharing.history.prompts import PromptChecks
@@ -161,7 +163,7 @@ class Chaos:
         self.transitions += len(moved)
 
 
-def collector_of(engines: Elastic, kept: Kept, seen: Seen) -> TrajectoryCollector:
+def collector_of(engines: Elastic, kept: Kept, seen: Seen) -> Collector:
     runner = RolloutRunner(kept, engines.tokenizer, {"seen": EnvironmentHandle("seen", (seen,), 60.0)}, engines.record)
     sampling = engines.generation.default_sampling()
     parts = CollectorParts(
@@ -173,7 +175,12 @@ def collector_of(engines: Elastic, kept: Kept, seen: Seen) -> TrajectoryCollecto
         generations=SAMPLES,
         record=engines.record,
     )
-    return TrajectoryCollector(parts, CollectorLimits(max_age=1, last_step=STEPS, stall_s=120.0))
+    return Collector(
+        parts,
+        PromptQueue(InOrder(1), QueueLimits(PROMPTS, STEPS)),
+        FailurePolicy(in_a_row=0),
+        StallPolicy(120.0),
+    )
 
 
 def moved_boundary(result: GenerationResult) -> GenerationResult:

@@ -82,7 +82,7 @@ def test_no_token_is_lost_or_mislabelled_while_shards_come_and_go(engines: Elast
     with Chaos(engines, SEED) as chaos:
         collector.set_weight_version(0)
         for step in range(STEPS):
-            groups += collector.take(step, 0)
+            groups += collector.take()
             collector.finish_step(step)
             # The weights change below running requests of the next step, and while shards come and go.
             if step + 1 < STEPS:

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.algorithms.distillation import teachers as teaching
+from nemo_rl.algorithms.grpo.collect import prompts_per_batch
 from nemo_rl.algorithms.grpo.control_plane import ControlPlane, check_control_plane
 from nemo_rl.algorithms.grpo.placement import Built, Clusters, OwnPlacement, Placement
 from nemo_rl.algorithms.grpo.run import DeviceCount, GRPORun, GRPOState
-from nemo_rl.algorithms.grpo.sources import make_loaders, make_rollout_sources, make_store, prompts_per_step
+from nemo_rl.algorithms.grpo.sources import make_loaders, make_rollout_sources, make_store
 from nemo_rl.algorithms.grpo.streaming import check_streaming
 from nemo_rl.algorithms.placement import begin_policy, check_policy, start_policy
 from nemo_rl.algorithms.profiling import profile_of_run
@@ -113,7 +114,7 @@ def _algorithm(config: MasterConfig, placement: Placement) -> Algorithm[GRPOStat
         state=GRPOState(),
         resumed=lambda resume: GRPOState.from_training_info(resume.info),
         seed=grpo.seed,
-        limits=Limits(f"{config.section()}.max_num_steps", grpo.max_num_steps, epochs, prompts_per_step(config)),
+        limits=Limits(f"{config.section()}.max_num_steps", grpo.max_num_steps, epochs, prompts_per_batch(grpo)),
         check_directories=lambda checkpointer, resume: check_data_plane(config.data_plane),
         check=lambda: _check(config),
         loaders=lambda datasets, tokenizer: make_loaders(config, datasets),

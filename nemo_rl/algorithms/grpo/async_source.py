@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nemo_rl.algorithms.grpo.collect import gather_experience, prompts_of, training_plan
+from nemo_rl.algorithms.grpo.collect import gather_experience, prompts_of, prompts_per_batch, training_plan
 from nemo_rl.algorithms.grpo.control_plane import ReportProgress
 from nemo_rl.algorithms.grpo.experience_source import WholeSteps
 from nemo_rl.algorithms.grpo.stages import Experience, apply_staleness_policy
@@ -22,12 +22,13 @@ from nemo_rl.algorithms.run_checkpoint import dataset_names
 from nemo_rl.data.loader import HasState
 from nemo_rl.data_plane.schema import ROUTE_FIELDS, SAMPLING_MASK_FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.collector import CollectorParts
+from nemo_rl.experience.collector import Collector, CollectorParts, SavedBatch
 from nemo_rl.experience.columns import RolloutColumns, joined_rows
-from nemo_rl.experience.replay_buffer import BufferedGroup, GroupKey
+from nemo_rl.experience.failures import FailurePolicy, StallPolicy
+from nemo_rl.experience.prompt_group import BufferedGroup, GroupKey
+from nemo_rl.experience.prompt_queue import PromptQueue, QueueLimits
 from nemo_rl.experience.rollouts import merged_rollout_metrics
-from nemo_rl.experience.stream_collector import StreamCollector
-from nemo_rl.experience.trajectory_collector import CollectorLimits, SavedDraw, TrajectoryCollector
+from nemo_rl.experience.samplers import InOrder
 from nemo_rl.models.generation.interfaces import request_timeout_s
 
 if TYPE_CHECKING:
@@ -36,20 +37,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NEVER_S = 10 * 365 * 86400.0
+_RETRY_S = (0.1, 5.0)
 BUFFER_FILE, ROLLOUTS_FILE = "replay_buffer.pt", "rollouts.pt"
 
 
-Collector = TypeVar("Collector", TrajectoryCollector, StreamCollector)
-
-
-class AheadSource(Generic[Collector]):
+class AheadSource:
     """Base of sources whose rollouts run beside training."""
 
     generates_ahead = True
 
-    def __init__(self, run: GRPORun, collector: Collector) -> None:
+    def __init__(self, run: GRPORun, collector: Collector, sampler: str) -> None:
         self._run = run
         self.collector = collector
+        self._sampler = sampler  # name of the rule by which steps take groups; a checkpoint holds it
 
     @property
     def version(self) -> int:
@@ -83,6 +83,34 @@ class AheadSource(Generic[Collector]):
         """The loader position before the first prompt that is not trained."""
         return self.collector.position()
 
+    def saved(self) -> Mapping[str, object]:
+        """Drawn batches that are not trained, and their finished groups."""
+        draws = [[draw.batch, draw.rows, [list(row) for row in draw.open]] for draw in self.collector.draws()]
+        return {
+            BUFFER_FILE: {"groups": _plain_groups(self._run, self.collector.finished())},
+            ROLLOUTS_FILE: {"batches": draws, "shape": batch_shape(self._run), "sampler": self._sampler},
+        }
+
+    def start(self) -> None:
+        """Restores the prompts and finished groups of the checkpoint.
+
+        Groups that are too old now, or that another sampler selected, are dropped, and their prompts are generated
+        again. If the batch shape or the datasets changed, everything is dropped.
+        """
+        run, queue = self._run, self.collector.queue
+        saved = _saved_rollouts(run)
+        if saved is None:
+            return
+        batches = _saved_batches(saved)
+        groups: list[BufferedGroup] = []
+        if saved.get("sampler", "in_order") == self._sampler:
+            known = {GroupKey(draw.batch, attempt, number) for draw in batches for _, attempt, number in draw.open}
+            groups = _saved_groups(run, lambda group: group.key in known and queue.may_still_take(group))
+        else:
+            logger.warning("resume=groups_generated_anew reason=sampler_was_%s", saved["sampler"])
+        self.collector.restore(batches, groups)
+        logger.info("resume=buffer groups=%d batches=%d", len(groups), len(batches))
+
     def stop(self) -> None:
         """Stops all rollouts."""
         self.collector.stop()
@@ -92,16 +120,12 @@ class AheadSource(Generic[Collector]):
         self.collector.clear()
 
 
-class AsynchronousSource(WholeSteps, AheadSource[TrajectoryCollector]):
+class AsynchronousSource(WholeSteps, AheadSource):
     """Rollouts run ahead of training; every prompt group belongs to one step from its draw on."""
 
     def __init__(self, run: GRPORun) -> None:
-        super().__init__(run, build_collector(run))
+        super().__init__(run, build_collector(run), "in_order")
         self._settings = run.config.grpo.async_grpo
-
-    def start(self) -> None:
-        """Restores the groups of the checkpoint."""
-        restore_collector(self._run, self.collector)
 
     def next_experience(self) -> Experience:
         """Waits for the groups of the current step and applies the staleness policy. Raises StopIteration: the prompts
@@ -112,16 +136,19 @@ class AsynchronousSource(WholeSteps, AheadSource[TrajectoryCollector]):
         with run.control.demand(step, *self.waited_for()) as report, run.timer.time("exposed_generation"):
             experience = gather_experience(run, lambda attempt: self._collected(attempt, report))
         apply_staleness_policy(experience, run.store, self._settings.mixed_versions, step)
-        experience.metrics["buffer_size"] = float(len(self.collector.buffer))
+        experience.metrics["buffer_size"] = float(len(self.collector))
         experience.metrics["avg_trajectory_age"] = experience.metrics["lag/mean"]
         return experience
 
     def _collected(self, attempt: int, on_progress: ReportProgress) -> Experience:
-        groups = self.collector.take(self._run.state.step, attempt, on_progress)
-        rows = joined_rows([group.rows for group in groups])
-        store = self._run.store
-        handle = store.concat([store.write(group.tokens) for group in groups])
-        return Experience(handle, rows, merged_rollout_metrics([group.metrics for group in groups]))
+        """A generation batch of the step, in the order of its prompts."""
+        if attempt:
+            self.collector.extend_step()
+        groups = sorted(self.collector.take(on_progress=on_progress), key=lambda group: group.key)
+        if self._run.config.grpo.use_dynamic_sampling:
+            # It records which of them it drops.
+            self.collector.hand_over(groups)
+        return joined_groups(self._run, groups)
 
     def recompute_kv(self) -> bool:
         """As configured; always true if running requests end before a refit."""
@@ -133,28 +160,26 @@ class AsynchronousSource(WholeSteps, AheadSource[TrajectoryCollector]):
         in_flight, turns = self._settings.in_flight_weight_updates, self._run.config.grpo.max_rollout_turns
         if not in_flight:
             with self._run.timer.time("idle/refit_bubble"):
-                self.collector.prepare_for_refit(timeout_s=turns * request_timeout_s())
+                self.collector.tasks.hold_back(timeout_s=turns * request_timeout_s())
         try:
             yield
         finally:
-            self.collector.resume_after_refit()
-
-    def saved(self) -> Mapping[str, object]:
-        """The checkpoint files of the collector."""
-        return saved_collector(self._run, self.collector)
+            self.collector.tasks.let_go()
 
 
-def build_collector(run: GRPORun) -> TrajectoryCollector:
-    """The run's collector; rollouts begin with its first weight version."""
+def build_collector(run: GRPORun) -> Collector:
+    """The run's collector: steps take their groups in order, and rollouts begin with the first weight version."""
     cfg, ahead = run.config.grpo, run.config.grpo.async_grpo
-    limits = CollectorLimits(
-        max_age=ahead.max_trajectory_age_steps,
-        last_step=cfg.max_num_steps,
-        max_failures=ahead.max_generation_failures,
-        # On lent shards generation stands still by order, for as long as the scheduler likes.
-        stall_s=_NEVER_S if getattr(run.generation, "lent", False) else 2 * cfg.max_rollout_turns * request_timeout_s(),
+    limits = QueueLimits(wanted=prompts_per_batch(cfg), last_step=cfg.max_num_steps)
+    # On lent shards generation stands still by order, for as long as the scheduler likes.
+    lent = getattr(run.generation, "lent", False)
+    stall = StallPolicy(_NEVER_S if lent else 2 * cfg.max_rollout_turns * request_timeout_s())
+    return Collector(
+        collector_parts(run),
+        PromptQueue(InOrder(ahead.max_trajectory_age_steps), limits, run.state.step),
+        FailurePolicy(in_a_row=ahead.max_generation_failures, backoff_s=_RETRY_S),
+        stall,
     )
-    return TrajectoryCollector(collector_parts(run), limits)
 
 
 def collector_parts(run: GRPORun) -> CollectorParts:
@@ -173,16 +198,14 @@ def collector_parts(run: GRPORun) -> CollectorParts:
     )
 
 
-def saved_collector(run: GRPORun, collector: TrajectoryCollector) -> dict[str, object]:
-    """The collector's checkpoint files: drawn batches that are not trained, and their finished groups."""
-    draws = [list(draw) for draw in collector.draws()]
-    return {
-        BUFFER_FILE: {"groups": plain_groups(run, collector.finished())},
-        ROLLOUTS_FILE: {"draws": draws, "shape": batch_shape(run)},
-    }
+def joined_groups(run: GRPORun, groups: Sequence[BufferedGroup]) -> Experience:
+    """Finished groups as one experience."""
+    rows = joined_rows([group.rows for group in groups])
+    handle = run.store.concat([run.store.write(group.tokens) for group in groups])
+    return Experience(handle, rows, merged_rollout_metrics([group.metrics for group in groups]))
 
 
-def plain_groups(run: GRPORun, groups: Sequence[BufferedGroup]) -> list[dict[str, Any]]:
+def _plain_groups(run: GRPORun, groups: Sequence[BufferedGroup]) -> list[dict[str, Any]]:
     """Finished groups as plain values for a checkpoint."""
     return [
         {
@@ -196,15 +219,16 @@ def plain_groups(run: GRPORun, groups: Sequence[BufferedGroup]) -> list[dict[str
     ]
 
 
-def saved_rollouts(run: GRPORun, kind: str) -> dict[str, Any] | None:
-    """`rollouts.pt` of the checkpoint that the run resumes from; None if there is none, another source wrote it, or it
-    holds batches of another shape or of other datasets. `kind`: the key under which this source keeps its prompts.
+def _saved_rollouts(run: GRPORun) -> dict[str, Any] | None:
+    """`rollouts.pt` of the checkpoint that the run resumes from; None if there is none, or it holds batches of another
+    shape, of other datasets, or trained in part while this run trains whole ones.
     """
     if run.resumed_from is None or not (run.resumed_from / ROLLOUTS_FILE).exists():
         return None
     saved: dict[str, Any] = torch.load(run.resumed_from / ROLLOUTS_FILE, weights_only=True)
     shape = batch_shape(run)
-    if kind in saved and saved["shape"] == shape:
+    whole = all(len(batch.open) in (0, batch.rows) for batch in _saved_batches(saved))
+    if saved["shape"] == shape and (whole or run.config.async_rl is not None):
         return saved
     logger.warning(
         "resume=buffer_ignored reason=batch_shape_or_datasets_changed_or_other_source saved=%s now=%s",
@@ -214,7 +238,21 @@ def saved_rollouts(run: GRPORun, kind: str) -> dict[str, Any] | None:
     return None
 
 
-def saved_groups(run: GRPORun, wanted: Callable[[BufferedGroup], bool]) -> list[BufferedGroup]:
+def _saved_batches(saved: Mapping[str, Any]) -> list[SavedBatch]:
+    """The drawn batches of a checkpoint."""
+    if "draws" in saved:
+        # As asynchronous runs wrote them before both kinds of runs shared the collector.
+        size = saved["shape"][0]
+        return [
+            SavedBatch(
+                step, size, () if trained else tuple((row, attempt, attempt * size + row) for row in range(size))
+            )
+            for step, attempt, trained in saved["draws"]
+        ]
+    return [SavedBatch(batch, rows, tuple((r, a, n) for r, a, n in left)) for batch, rows, left in saved["batches"]]
+
+
+def _saved_groups(run: GRPORun, wanted: Callable[[BufferedGroup], bool]) -> list[BufferedGroup]:
     """Loads the wanted groups of the checkpoint into the store."""
     groups: list[BufferedGroup] = []
     if run.resumed_from is None:
@@ -228,27 +266,11 @@ def saved_groups(run: GRPORun, wanted: Callable[[BufferedGroup], bool]) -> list[
     return groups
 
 
-def restore_collector(run: GRPORun, collector: TrajectoryCollector) -> None:
-    """Restores the groups of the checkpoint that the run resumes from.
-
-    Drops groups of past steps and groups that are too old now; their prompts are generated again. If the batch shape or
-    the datasets changed, drops all groups.
-    """
-    saved = saved_rollouts(run, "draws")
-    if saved is None:
-        return
-    draws = [SavedDraw(*draw) for draw in saved["draws"]]
-    max_age = run.config.grpo.async_grpo.max_trajectory_age_steps
-    groups = saved_groups(run, lambda group: group.key.target >= run.state.step and not group.is_stale(max_age))
-    collector.restore(draws, groups)
-    logger.info("resume=buffer groups=%d batches=%d", len(groups), len(draws))
-
-
 def batch_shape(run: GRPORun) -> list[Any]:
     """The settings that determine the drawn batches and their columns."""
     cfg, policy = run.config.grpo, run.config.policy
     return [
-        int(cfg.num_prompts_per_step * cfg.batch_multiplier),
+        prompts_per_batch(cfg),
         cfg.num_generations_per_prompt,
         cfg.seed,
         *dataset_names(run.config),

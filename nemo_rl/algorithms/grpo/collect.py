@@ -142,12 +142,17 @@ def _limits(run: GRPORun) -> RolloutLimits:
     )
 
 
+def prompts_per_batch(cfg: GRPOConfig) -> int:
+    """Prompts of one generation batch."""
+    return int(cfg.num_prompts_per_step * cfg.batch_multiplier)
+
+
 def prompts_of(run: GRPORun) -> EpochPrompts:
     """The run's prompts, batch by batch across epochs."""
     cfg = run.config.grpo
     return EpochPrompts(
         run.train_loader,
-        batch_size=int(cfg.num_prompts_per_step * cfg.batch_multiplier),
+        batch_size=prompts_per_batch(cfg),
         epoch=run.state.epoch,
         max_epochs=cfg.max_num_epochs,
     )

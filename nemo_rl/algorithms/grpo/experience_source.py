@@ -14,8 +14,7 @@ from nemo_rl.algorithms.grpo.stages import Experience
 from nemo_rl.data.loader import HasState
 
 if TYPE_CHECKING:
-    from nemo_rl.experience.stream_collector import StreamCollector
-    from nemo_rl.experience.trajectory_collector import TrajectoryCollector
+    from nemo_rl.experience.collector import Collector
 
 
 class ExperienceSource(Protocol):
@@ -25,7 +24,7 @@ class ExperienceSource(Protocol):
     in_parts: bool  # whether `parts` may yield several parts per step
 
     @property
-    def collector(self) -> TrajectoryCollector | StreamCollector | None:
+    def collector(self) -> Collector | None:
         """The collector that generates ahead, or None."""
         ...
 

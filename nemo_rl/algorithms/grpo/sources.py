@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from nemo_rl.algorithms.grpo.collect import prompts_per_batch
 from nemo_rl.algorithms.grpo.validation import batch_size as validation_batch_size
 from nemo_rl.algorithms.startup import Loaders
 from nemo_rl.config import MasterConfig
@@ -30,11 +31,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def prompts_per_step(config: MasterConfig) -> int:
-    """Prompts that are generated for one step."""
-    return int(config.grpo.num_prompts_per_step * config.grpo.batch_multiplier)
-
-
 def make_loaders(config: MasterConfig, datasets: TaskDatasets) -> Loaders[Loader]:
     """Checks the rows, and makes the loaders of training and validation prompts. Raises ConfigError: a row lacks what
     the function that rewards it reads.
@@ -53,7 +49,7 @@ def make_loaders(config: MasterConfig, datasets: TaskDatasets) -> Loaders[Loader
         }
         train: Loader = MultipleLoaders(by_task, max(1, grpo.num_prompts_per_step // each), _custom_loader(config))
     else:
-        size = prompts_per_step(config)
+        size = prompts_per_batch(grpo)
         train = make_loader(datasets.train, size, shuffle=data.shuffle, drop_last=True, name="data.train", **common)
     validation = None
     if datasets.validation is not None:

@@ -8,21 +8,16 @@ every group of a step is yielded once, in a part that is large enough to fill th
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 
 from nemo_rl.algorithms.grpo.async_source import (
-    BUFFER_FILE,
-    ROLLOUTS_FILE,
     AheadSource,
-    batch_shape,
     collector_parts,
-    plain_groups,
-    saved_groups,
-    saved_rollouts,
+    joined_groups,
 )
 from nemo_rl.algorithms.grpo.control_plane import ReportProgress
 from nemo_rl.algorithms.grpo.stages import (
@@ -34,13 +29,11 @@ from nemo_rl.algorithms.grpo.stages import (
 )
 from nemo_rl.config import AsyncRLConfig, ConfigError, MasterConfig
 from nemo_rl.config.placement import data_parallel_size
-from nemo_rl.experience.collector import StallPolicy, group_name
-from nemo_rl.experience.columns import joined_rows
+from nemo_rl.experience.collector import Collector
+from nemo_rl.experience.failures import FailurePolicy, StallPolicy
+from nemo_rl.experience.prompt_group import BufferedGroup, group_name
 from nemo_rl.experience.prompt_queue import PromptQueue, QueueLimits, worth_a_pass
-from nemo_rl.experience.replay_buffer import BufferedGroup, GroupKey
-from nemo_rl.experience.rollouts import merged_rollout_metrics
 from nemo_rl.experience.samplers import BUILT_IN, Sampler, SamplerError, custom_sampler
-from nemo_rl.experience.stream_collector import FailurePolicy, SavedBatch, StreamCollector
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.grpo.run import GRPORun
@@ -89,7 +82,7 @@ def check_streaming(config: MasterConfig) -> None:
         )
 
 
-class StreamingSource(AheadSource[StreamCollector]):
+class StreamingSource(AheadSource):
     """Rollouts run beside training, and a step takes groups as they finish."""
 
     in_parts = True
@@ -97,11 +90,7 @@ class StreamingSource(AheadSource[StreamCollector]):
     def __init__(self, run: GRPORun) -> None:
         self._parts = 0
         self._cfg = run.config.async_rl or AsyncRLConfig()
-        super().__init__(run, _build_collector(run, self._cfg))
-
-    def start(self) -> None:
-        """Restores the prompts and groups of the checkpoint."""
-        _restore(self._run, self._cfg, self.collector)
+        super().__init__(run, _build_collector(run, self._cfg), self._cfg.sampler.name)
 
     def parts(self) -> Generator[Experience]:
         """Yields groups of the current step as they finish, scored and filtered, in parts large enough for a pass.
@@ -150,19 +139,18 @@ class StreamingSource(AheadSource[StreamCollector]):
         return tokens >= packing.train_mb_tokens * data_parallel_size(self._run.config)
 
     def _experience(self, groups: Sequence[BufferedGroup]) -> Experience:
-        store, numbers = self._run.store, self.collector.numbers()
+        numbers = self.collector.numbers()
         for group in groups:
             group.rows["prompt_number"] = torch.full_like(group.rows["prompt_number"], numbers[group.key])
-        rows = joined_rows([group.rows for group in groups])
-        handle = store.concat([store.write(group.tokens) for group in groups])
-        names = {numbers[group.key]: group_name(group.key) for group in groups}
-        return Experience(handle, rows, merged_rollout_metrics([group.metrics for group in groups]), names)
+        experience = joined_groups(self._run, groups)
+        experience.group_names = {numbers[group.key]: group_name(group.key) for group in groups}
+        return experience
 
     def metrics(self) -> dict[str, float]:
         """The number of parts, and the prompts dropped, replaced and evicted since the last step."""
         step, collector = self.collector.queue.step, self.collector
         evicted, collector.evicted = collector.evicted, 0
-        lag_s, collector.loop_lag_s = collector.loop_lag_s, 0.0
+        lag_s, collector.tasks.loop_lag_s = collector.tasks.loop_lag_s, 0.0
         return {
             "streaming/parts": float(self._parts),
             "dropped_prompt_groups": float(len(step.dropped)),
@@ -179,16 +167,8 @@ class StreamingSource(AheadSource[StreamCollector]):
         """Does nothing: weights are replaced below running requests."""
         return nullcontext()
 
-    def saved(self) -> Mapping[str, object]:
-        """Drawn prompts that are not trained, and their finished groups."""
-        draws = [[draw.batch, draw.rows, [list(row) for row in draw.open]] for draw in self.collector.draws()]
-        return {
-            BUFFER_FILE: {"groups": plain_groups(self._run, self.collector.finished())},
-            ROLLOUTS_FILE: {"batches": draws, "shape": batch_shape(self._run), "sampler": self._cfg.sampler.name},
-        }
 
-
-def _build_collector(run: GRPORun, cfg: AsyncRLConfig) -> StreamCollector:
+def _build_collector(run: GRPORun, cfg: AsyncRLConfig) -> Collector:
     failure, watchdog, grpo = cfg.rollout_failure, cfg.stall_watchdog, run.config.grpo
     # On lent shards generation stands still by order, for as long as the scheduler likes.
     aborts = watchdog.stall_action == "abort" and not getattr(run.generation, "lent", False)
@@ -200,37 +180,15 @@ def _build_collector(run: GRPORun, cfg: AsyncRLConfig) -> StreamCollector:
         min_fraction=failure.min_step_batch_fraction,
         replaces=failure.on_dropped_prompt == "replace",
     )
-    return StreamCollector(
+    return Collector(
         collector_parts(run),
         PromptQueue(sampler_of(cfg), limits, run.state.step),
         FailurePolicy(
-            failure.max_infra_attempts_per_prompt,
-            failure.max_data_attempts_per_prompt,
-            (failure.backoff_base_s, failure.max_backoff_s),
-            failure.max_skipped_prompts,
-            failure.max_consecutive_dropped_prompts,
+            infra_attempts=failure.max_infra_attempts_per_prompt,
+            data_attempts=failure.max_data_attempts_per_prompt,
+            backoff_s=(failure.backoff_base_s, failure.max_backoff_s),
+            max_skipped=failure.max_skipped_prompts,
+            max_skipped_in_a_row=failure.max_consecutive_dropped_prompts,
         ),
         StallPolicy(watchdog.stall_timeout_s, aborts, _STALL_ADVICE[aborts]),
     )
-
-
-def _restore(run: GRPORun, cfg: AsyncRLConfig, collector: StreamCollector) -> None:
-    """Restores the prompts and finished groups of the checkpoint that the run resumes from.
-
-    Drops groups that are too old for the sampler or were selected by another sampler; their prompts are generated
-    again. If the batch shape or the datasets changed, drops everything.
-    """
-    saved = saved_rollouts(run, "batches")
-    if saved is None:
-        return
-    batches = [SavedBatch(batch, rows, tuple((r, a, n) for r, a, n in left)) for batch, rows, left in saved["batches"]]
-    groups: list[BufferedGroup] = []
-    if saved["sampler"] == cfg.sampler.name:
-        known = {GroupKey(draw.batch, attempt, number) for draw in batches for _, attempt, number in draw.open}
-        sampler = sampler_of(cfg)
-        oldest = run.state.step - sampler.max_lag if sampler.max_lag is not None else 0
-        groups = saved_groups(run, lambda group: group.generated_at >= oldest and group.key in known)
-    else:
-        logger.warning("resume=groups_generated_anew reason=sampler_was_%s", saved["sampler"])
-    collector.restore(batches, groups)
-    logger.info("resume=buffer groups=%d batches=%d", len(groups), len(batches))

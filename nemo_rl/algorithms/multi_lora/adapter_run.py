@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, cast
 from rich.console import Console
 
 from nemo_rl.algorithms.grpo.assembly import assembled, make_loss
+from nemo_rl.algorithms.grpo.collect import prompts_per_batch
 from nemo_rl.algorithms.grpo.placement import OwnPlacement
 from nemo_rl.algorithms.grpo.run import DeviceCount, GRPORun, GRPOState
-from nemo_rl.algorithms.grpo.sources import make_loaders, make_rollout_sources, prompts_per_step
+from nemo_rl.algorithms.grpo.sources import make_loaders, make_rollout_sources
 from nemo_rl.algorithms.multi_lora.engines import AdapterControl, AdapterEngines, AdapterGeneration
 from nemo_rl.algorithms.multi_lora.passes import AdapterPolicy, SharedPasses
 from nemo_rl.algorithms.multi_lora.records import AdapterRecords
@@ -182,7 +183,7 @@ def _algorithm(adapter: AdapterConfig, environments: SharedEnvironments) -> Algo
         state=GRPOState(),
         resumed=lambda resume: GRPOState.from_training_info(resume.info),
         seed=grpo.seed,
-        limits=Limits("grpo.max_num_steps", grpo.max_num_steps, epochs, prompts_per_step(config)),
+        limits=Limits("grpo.max_num_steps", grpo.max_num_steps, epochs, prompts_per_batch(grpo)),
         check_directories=lambda checkpointer, resume: None,
         check=check,
         loaders=lambda datasets, tokenizer: make_loaders(config, datasets),

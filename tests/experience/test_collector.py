@@ -16,15 +16,17 @@ import torch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentFailure
 from nemo_rl.experience import environment_batcher
-from nemo_rl.experience.collector import CollectorError, CollectorParts
+from nemo_rl.experience.collector import Collector, CollectorParts
 from nemo_rl.experience.columns import RolloutColumns
 from nemo_rl.experience.environment_batcher import EnvironmentBatcher, EnvironmentHandle
+from nemo_rl.experience.failures import CollectorError, FailurePolicy, StallPolicy
+from nemo_rl.experience.prompt_group import BufferedGroup, GroupKey, StaleGroupError
+from nemo_rl.experience.prompt_queue import PromptQueue, QueueLimits
 from nemo_rl.experience.prompts import EpochPrompts, Position
-from nemo_rl.experience.replay_buffer import BufferedGroup, BufferProtocolError, GroupKey, ReplayBuffer, StaleGroupError
 from nemo_rl.experience.rollout_source import Rollout
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan
+from nemo_rl.experience.samplers import InOrder
 from nemo_rl.experience.store import InProcessStore
-from nemo_rl.experience.trajectory_collector import CollectorLimits, TrajectoryCollector
 from nemo_rl.models.generation.interfaces import GenerationError, GenerationSamplingParams
 from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.utils.record_events import GroupAdmitted, GroupCommitted, GroupDropped, WaitBegun, WaitEnded
@@ -111,10 +113,17 @@ class Rollouts:
 
 
 def collector_of(
-    loop: Loop, rollouts: Rollouts, loader: Loader | None = None, *, epoch: int = 0, **limits: Any
-) -> tuple[TrajectoryCollector, MemoryRecord]:
+    loop: Loop,
+    rollouts: Rollouts,
+    loader: Loader | None = None,
+    *,
+    epoch: int = 0,
+    step: int = 0,
+    max_age: int = 1,
+    max_failures: int = 0,
+    stall_s: float = 20.0,
+) -> tuple[Collector, MemoryRecord]:
     record = MemoryRecord()
-    bounds = CollectorLimits(**({"max_age": 1, "last_step": 50, "stall_s": 20.0} | limits))
     parts = CollectorParts(
         prompts=EpochPrompts(loader or Loader(), batch_size=BATCH, epoch=epoch, max_epochs=1),
         rollouts=rollouts,
@@ -124,28 +133,41 @@ def collector_of(
         generations=2,
         record=record,
     )
-    return TrajectoryCollector(parts, bounds), record
+    queue = PromptQueue(InOrder(max_age), QueueLimits(wanted=BATCH, last_step=50), step)
+    failures = FailurePolicy(in_a_row=max_failures, backoff_s=(0.1, 5.0))
+    return Collector(parts, queue, failures, StallPolicy(stall_s)), record
+
+
+def take(collector: Collector) -> list[BufferedGroup]:
+    """A generation batch of the open step, in the order of its prompts."""
+    return sorted(collector.take(), key=lambda group: group.key)
+
+
+def take_more(collector: Collector) -> list[BufferedGroup]:
+    """One more of the same step."""
+    collector.extend_step()
+    return take(collector)
 
 
 def prompts_of(groups: list[BufferedGroup]) -> list[int]:
     return [int(group.tokens["prompt"][0]) for group in groups]
 
 
+def admitted_steps(record: MemoryRecord) -> set[int]:
+    return {entry.event.target_step for entry in record.entries if isinstance(entry.event, GroupAdmitted)}
+
+
 def test_rollouts_begin_as_far_ahead_as_the_bound_allows_and_no_further(loop: Loop) -> None:
     rollouts = Rollouts()
     collector, record = collector_of(loop, rollouts, max_age=2)
     collector.set_weight_version(0)
-    assert prompts_of(collector.take(0, 0)) == [0, 1, 2]
-    assert prompts_of(collector.take(1, 0)) == [3, 4, 5]
-    assert {event.event.target_step for event in record.entries if isinstance(event.event, GroupAdmitted)} == {0, 1, 2}
+    assert prompts_of(take(collector)) == [0, 1, 2]
+    assert admitted_steps(record) == {0, 1, 2}
     collector.finish_step(0)
+    assert prompts_of(take(collector)) == [3, 4, 5]
+    assert {step for step, _ in rollouts.done} <= {0, 1, 2}, "version 1 is not published"
     collector.set_weight_version(1)
-    assert {event.event.target_step for event in record.entries if isinstance(event.event, GroupAdmitted)} == {
-        0,
-        1,
-        2,
-        3,
-    }
+    assert admitted_steps(record) == {0, 1, 2, 3}
     collector.stop()
 
 
@@ -156,7 +178,7 @@ def test_every_group_is_admitted_committed_and_taken_once(loop: Loop) -> None:
     for step in range(5):
         rollouts.version = step
         collector.set_weight_version(step)
-        taken += prompts_of(collector.take(step, 0))
+        taken += prompts_of(take(collector))
         collector.finish_step(step)
     collector.stop()
     collector.stop()
@@ -174,10 +196,12 @@ def test_every_group_is_admitted_committed_and_taken_once(loop: Loop) -> None:
 def test_more_generation_batches_of_one_step_have_numbers_of_their_own(loop: Loop) -> None:
     collector, _ = collector_of(loop, Rollouts())
     collector.set_weight_version(0)
-    first, second = collector.take(0, 0), collector.take(0, 1)
+    first, second = take(collector), take_more(collector)
     assert [group.key.number for group in first + second] == [0, 1, 2, 3, 4, 5]
     # Batch 1 of step 0 was asked for after batch 0 of step 1 had been drawn.
     assert prompts_of(second) == [6, 7, 8]
+    collector.finish_step(0)
+    assert prompts_of(take(collector)) == [3, 4, 5]
     collector.stop()
 
 
@@ -186,7 +210,7 @@ def test_a_failed_rollout_is_tried_again_and_too_many_in_a_row_end_the_run(loop:
     rollouts.fail = [GenerationError("planted")] * 2
     collector, _ = collector_of(loop, rollouts, max_failures=2)
     collector.set_weight_version(0)
-    assert prompts_of(collector.take(0, 0)) == [0, 1, 2]
+    assert prompts_of(take(collector)) == [0, 1, 2]
     collector.stop()
 
     rollouts.fail = [GenerationError("planted")] * 9
@@ -196,7 +220,7 @@ def test_a_failed_rollout_is_tried_again_and_too_many_in_a_row_end_the_run(loop:
         CollectorError,
         match=r"3 rollouts in a row failed, grpo.async_grpo.max_generation_failures allows 2; the last, .*: planted",
     ):
-        collector.take(0, 0)
+        take(collector)
     collector.stop()
 
 
@@ -206,16 +230,16 @@ def test_a_killed_rollout_and_a_stopped_collector_are_errors_of_whoever_waits(lo
     collector, _ = collector_of(loop, rollouts)
     collector.set_weight_version(0)
     loop.start(asyncio.sleep(0.01)).result(timeout=60.0)
-    loop.loop.call_soon_threadsafe(next(iter(collector._tasks.values())).cancel)
+    loop.loop.call_soon_threadsafe(next(iter(collector.tasks._tasks.values())).cancel)
     with pytest.raises(CollectorError, match="the rollout of group 0-0 was cancelled"):
-        collector.take(0, 0)
+        take(collector)
     collector.stop()
 
     collector, _ = collector_of(loop, rollouts)
     collector.set_weight_version(0)
     threading.Timer(0.1, collector.stop).start()
     with pytest.raises(CollectorError, match="was stopped while the run still waits"):
-        collector.take(0, 0)
+        take(collector)
 
 
 def test_an_error_that_nobody_expects_ends_the_run_with_it(loop: Loop) -> None:
@@ -224,7 +248,7 @@ def test_an_error_that_nobody_expects_ends_the_run_with_it(loop: Loop) -> None:
     collector, _ = collector_of(loop, rollouts, max_failures=5)
     collector.set_weight_version(0)
     with pytest.raises(CollectorError, match="riddle"):
-        collector.take(0, 0)
+        take(collector)
     collector.stop()
 
 
@@ -233,8 +257,11 @@ def test_waiting_for_groups_that_never_come_ends_at_the_deadline(loop: Loop) -> 
     rollouts.hold = asyncio.Event()
     collector, record = collector_of(loop, rollouts, stall_s=0.2)
     collector.set_weight_version(0)
-    with pytest.raises(CollectorError, match=r"no group was finished for 0 s; step 0 waits for groups \[0, 1, 2\]"):
-        collector.take(0, 0)
+    with pytest.raises(
+        CollectorError,
+        match=r"for 0 s; step 0 waits for 3 of 3 groups.*rolling \['0-0', '0-1'",
+    ):
+        take(collector)
     assert [entry.event.outcome for entry in record.entries if isinstance(entry.event, WaitEnded)] == ["expired"]
     collector.stop()
 
@@ -247,17 +274,18 @@ def test_a_refit_waits_for_running_rollouts_and_holds_new_ones_back(loop: Loop) 
     collector.set_weight_version(0)
     loop.start(asyncio.sleep(0.01)).result(timeout=60.0)
     with pytest.raises(CollectorError, match=r"\d rollouts did not end within 0 s.*in_flight_weight_updates"):
-        collector.prepare_for_refit(0.2)
+        collector.tasks.hold_back(0.2)
     loop.loop.call_soon_threadsafe(rollouts.hold.set)
-    collector.prepare_for_refit(10.0)
-    collector.take(0, 0)
+    collector.tasks.hold_back(10.0)
+    take(collector)
     collector.finish_step(0)
     collector.set_weight_version(1)
     assert {step for step, _ in rollouts.done} == {0, 1}
     rollouts.version = 1
-    collector.resume_after_refit()
-    collector.take(1, 0)
-    collector.take(2, 0)
+    collector.tasks.let_go()
+    take(collector)
+    collector.finish_step(1)
+    take(collector)
     assert {step for step, _ in rollouts.done} == {0, 1, 2}
     collector.stop()
 
@@ -265,46 +293,50 @@ def test_a_refit_waits_for_running_rollouts_and_holds_new_ones_back(loop: Loop) 
 def test_exhausted_prompts_end_with_what_was_drawn(loop: Loop) -> None:
     collector, _ = collector_of(loop, Rollouts(), Loader(batches=2))
     collector.set_weight_version(0)
-    assert prompts_of(collector.take(0, 0)) + prompts_of(collector.take(1, 0)) == [0, 1, 2, 3, 4, 5]
+    for step in range(2):
+        assert prompts_of(take(collector)) == [3 * step, 3 * step + 1, 3 * step + 2]
+        collector.finish_step(step)
+        collector.set_weight_version(step + 1)
     with pytest.raises(StopIteration):
-        collector.take(2, 0)
+        take(collector)
     collector.stop()
+
+
+def test_exhausted_prompts_end_a_step_that_needs_another_generation_batch(loop: Loop) -> None:
+    collector, record = collector_of(loop, Rollouts(), Loader(batches=2))
+    collector.set_weight_version(0)
+    groups = take(collector)
+    collector.hand_over(groups)
+    with pytest.raises(StopIteration):
+        take_more(collector)
+    collector.stop()
+    dropped = {entry.event.group_id for entry in record.entries if isinstance(entry.event, GroupDropped)}
+    assert dropped == {"1-0", "1-1", "1-2"}, "the step says what becomes of its own"
 
 
 def test_a_restart_trains_every_prompt_exactly_once_and_generates_no_finished_group_again(loop: Loop) -> None:
     rollouts = Rollouts()
-    collector, _ = collector_of(loop, rollouts, max_age=2)
-    collector.set_weight_version(0)
-    trained = prompts_of(collector.take(0, 0)) + prompts_of(collector.take(0, 1))
-    collector.finish_step(0)
-    collector.take(1, 0)  # all of step 1 is finished
-    # As a checkpoint after step 0 sees it: step 1 has finished groups, step 2 half of them.
-    again, _ = collector_of(loop, rollouts, max_age=2)
-    again.set_weight_version(0)
-    again.take(0, 0)
-    again.take(0, 1)
-    position = again.finish_step(0)
-    again.set_weight_version(1)
-    while again.buffer.ready(1, 0) < BATCH or again.buffer.ready(2, 0) < BATCH:
+    before, _ = collector_of(loop, rollouts, max_age=2)
+    before.set_weight_version(0)
+    trained = prompts_of(take(before)) + prompts_of(take_more(before))
+    position = before.finish_step(0)
+    before.set_weight_version(1)
+    while before.count_intended_for_step(1) < BATCH or before.count_intended_for_step(2) < BATCH:
         threading.Event().wait(0.01)
-    finished = [
-        group
-        for group in again.buffer.groups()
-        if group.key.target == 1 or (group.key.target == 2 and group.key.number == 1)
-    ]
-    draws = again.draws()
-    again.stop()
-    collector.stop()
+    # As a checkpoint after step 0 sees it: step 1 has finished groups, step 2 one of them.
+    finished = [group for group in before.finished() if group.key.target == 1 or group.key[::2] == (2, 1)]
+    draws = before.draws()
+    before.stop()
 
     rollouts.done.clear()
     loader = Loader()
     loader.at = position.loader_state["at"]
-    resumed, _ = collector_of(loop, rollouts, loader, epoch=position.epoch, max_age=2)
+    resumed, _ = collector_of(loop, rollouts, loader, epoch=position.epoch, step=1, max_age=2)
     resumed.restore(draws, finished)
     for step in (1, 2, 3, 4):
         rollouts.version = step
         resumed.set_weight_version(step)
-        trained += prompts_of(resumed.take(step, 0))
+        trained += prompts_of(take(resumed))
         resumed.finish_step(step)
     resumed.stop()
     assert sorted(trained) == list(range(len(trained)))
@@ -324,47 +356,23 @@ def test_a_position_is_where_the_next_batch_begins() -> None:
             prompts.next()
 
 
-def group(target: int, number: int, version: int, attempt: int = 0) -> BufferedGroup:
-    rows: BatchedDataDict[Any] = BatchedDataDict(weight_version=torch.tensor([version, version + 1]))
-    return BufferedGroup(GroupKey(target, attempt, number), BatchedDataDict(), rows)
-
-
-def test_the_buffer_gives_whole_batches_in_order_and_only_once() -> None:
-    buffer = ReplayBuffer(max_age=1)
-    buffer.expect(4, 0, [0, 1])
-    buffer.add(group(4, 1, 3))
-    assert (
-        buffer.ready(4, 0),
-        buffer.missing(4, 0),
-        buffer.count_intended_for_step(4),
-        buffer.count_intended_for_step(5),
-    ) == (1, [0], 1, 0)
-    with pytest.raises(BufferProtocolError, match=r"\[0\] are missing"):
-        buffer.take(4, 0)
-    with pytest.raises(BufferProtocolError, match="group 1 of step 4 arrived twice"):
-        buffer.add(group(4, 1, 3))
-    with pytest.raises(BufferProtocolError, match="was not expected"):
-        buffer.add(group(5, 1, 3))
-    buffer.add(group(4, 0, 4))
-    assert [taken.key.number for taken in buffer.take(4, 0)] == [0, 1]
-    assert len(buffer) == 0 and not buffer.complete(4, 0)
-
-
-def test_a_group_older_than_the_bound_is_never_trained() -> None:
-    buffer = ReplayBuffer(max_age=1)
-    buffer.expect(4, 0, [0])
-    buffer.add(group(4, 0, 2))
-    with pytest.raises(StaleGroupError, match="has tokens of version 2; at most 1 versions of age"):
-        buffer.take(4, 0)
+def test_a_group_older_than_the_bound_is_never_trained(loop: Loop) -> None:
+    rollouts = Rollouts()
+    rollouts.version = 2
+    collector, _ = collector_of(loop, rollouts, step=4)
+    collector.set_weight_version(4)
+    with pytest.raises(StaleGroupError, match="has tokens of version 2; step 4 allows at most 1 versions of age"):
+        take(collector)
+    collector.stop()
 
 
 def test_a_sample_without_tokens_does_not_hide_how_old_its_group_is() -> None:
     def group(*versions: int) -> BufferedGroup:
         return BufferedGroup(GroupKey(5, 0, 0), None, BatchedDataDict(weight_version=torch.tensor(versions)))
 
-    assert group(-1, 3, 4).is_stale(1) and group(-1, 3, 4).oldest == 3
-    assert not group(-1, 4).is_stale(1)
-    assert not group(-1, -1).is_stale(1)
+    assert group(-1, 3, 4).is_stale(5, 1) and group(-1, 3, 4).oldest == 3
+    assert not group(-1, 4).is_stale(5, 1)
+    assert not group(-1, -1).is_stale(5, 1)
 
 
 def test_environments_that_hang_hold_up_no_other_thread_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:

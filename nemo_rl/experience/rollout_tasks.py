@@ -1,0 +1,159 @@
+"""Rollouts as tasks on the dispatch loop: begun, held back during a refit, cancelled, and watched for errors.
+
+Invariants: the first unexpected error of a task is kept and raised by `check_health`; a cancelled task that was not
+forgotten first is an error; after `stop` no task runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from typing import Any
+
+from nemo_rl.experience.failures import CollectorError
+from nemo_rl.experience.prompt_group import GroupKey, group_name
+
+_CANCEL_S = 60.0
+_GATE_S = 30.0
+_TICK_S = 0.05
+
+Start = Callable[[Coroutine[object, object, object]], Future[Any]]
+"""Starts a coroutine on the loop where requests are dispatched."""
+
+
+class RolloutTasks:
+    """The running rollouts of one collector.
+
+    Args:
+        changed: Guards the tasks; notified whenever one ends.
+
+    Attributes:
+        loop_lag_s: Worst delay of the loop since it was last set to 0.
+    """
+
+    def __init__(self, start: Start, changed: threading.Condition) -> None:
+        self._start, self._changed = start, changed
+        self._tasks: dict[GroupKey, asyncio.Task[None]] = {}
+        self._may_begin = asyncio.Event()
+        self._may_begin.set()
+        self._in_rollout = 0
+        self._watch: Future[None] | None = None
+        self._fatal: BaseException | None = None
+        self.stopped = False
+        self.loop_lag_s = 0.0
+
+    def begin(self, keys: Sequence[GroupKey], collect: Callable[[GroupKey], Coroutine[object, object, None]]) -> None:
+        """Starts `collect` for each group, with one call to the loop."""
+        if self._watch is None:
+            self._watch = self._start(self._watch_loop())
+        self._start(self._begin(keys, collect))
+
+    async def _begin(
+        self, keys: Sequence[GroupKey], collect: Callable[[GroupKey], Coroutine[object, object, None]]
+    ) -> None:
+        with self._changed:
+            if self.stopped:
+                return
+            for key in keys:
+                self._tasks[key] = task = asyncio.create_task(collect(key))
+                task.add_done_callback(lambda ended, key=key: self._ended(key, ended))
+
+    def _ended(self, key: GroupKey, task: asyncio.Task[None]) -> None:
+        with self._changed:
+            # What is cancelled on purpose was forgotten before.
+            forgotten = self._tasks.get(key) is not task
+            if not forgotten:
+                del self._tasks[key]
+            error = None if task.cancelled() else task.exception()
+            if task.cancelled() and not forgotten:
+                error = CollectorError(f"the rollout of group {group_name(key)} was cancelled")
+            if error is not None and not self.stopped:
+                self._fatal = self._fatal or error
+            self._changed.notify_all()
+
+    def forget(self, keys: Iterable[GroupKey]) -> list[asyncio.Task[None]]:
+        """Forgets the tasks of groups; those that may still run, for `cancel`."""
+        return [self._tasks.pop(key) for key in keys if key in self._tasks]
+
+    def cancel(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        """Cancels tasks and waits until they have ended. Must be called without the lock."""
+        if tasks:
+            self._start(_cancel_all(tasks)).result(timeout=_CANCEL_S)
+
+    def check_health(self) -> None:
+        """Raises CollectorError: a task failed, or `stop` was called."""
+        if isinstance(self._fatal, CollectorError):
+            raise self._fatal
+        if self._fatal is not None:
+            raise CollectorError(f"a rollout ended the run: {self._fatal}") from self._fatal
+        if self.stopped:
+            raise CollectorError("the collector was stopped while the run still waits for it")
+
+    async def _watch_loop(self) -> None:
+        while not self.stopped:
+            begun = time.monotonic()
+            await asyncio.sleep(_TICK_S)
+            self.loop_lag_s = max(self.loop_lag_s, time.monotonic() - begun - _TICK_S)
+
+    # -- refits -------------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def generating(self) -> AsyncGenerator[None]:
+        """Around the generation of a group; waits while `hold_back` is in force."""
+        await self._may_begin.wait()
+        self._in_rollout += 1
+        try:
+            yield
+        finally:
+            self._in_rollout -= 1
+            with self._changed:
+                self._changed.notify_all()
+
+    def hold_back(self, timeout_s: float) -> None:
+        """Lets no generation begin, and waits for those that run. Raises CollectorError: some still run after
+        `timeout_s`, or failed.
+        """
+        self._start(self._set_gate(is_open=False)).result(timeout=timeout_s)
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while self._in_rollout:
+                self.check_health()
+                if time.monotonic() > deadline:
+                    raise CollectorError(
+                        f"{self._in_rollout} rollouts did not end within {timeout_s:.0f} s, so the weights "
+                        "cannot be replaced; "
+                        "grpo.async_grpo.in_flight_weight_updates: true replaces them below running requests"
+                    )
+                self._changed.wait(1.0)
+
+    def let_go(self) -> None:
+        """Generation may begin again."""
+        self._start(self._set_gate(is_open=True)).result(timeout=_GATE_S)
+
+    async def _set_gate(self, *, is_open: bool) -> None:
+        if is_open:
+            self._may_begin.set()
+        else:
+            self._may_begin.clear()
+
+    # -- end ----------------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Ends all tasks."""
+        with self._changed:
+            self.stopped = True
+            tasks = list(self._tasks.values())
+            self._changed.notify_all()
+        self.cancel(tasks)
+        if self._watch is not None:
+            self._watch.cancel()
+
+
+async def _cancel_all(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
