@@ -112,7 +112,6 @@ class RemoteRollouts:
         for entry in rollout.events:
             self._record.bind(entry.source, clock=lambda entry=entry: entry.time).emit(entry.event)
         if self._owner is not None:
-            for shard, reason in rollout.lost_shards.items():
-                if serving is not None and shard in serving:
-                    self._owner.quarantine([shard], reason)
+            lost = rollout.lost_shards.items()
+            self._owner.fleet.fail({shard: reason for shard, reason in lost if shard in (serving or {})})
         return rollout

@@ -17,7 +17,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from nemo_rl.utils.record_events import SyncFinished
 from nemo_rl.weight_sync.layout import LayoutError, TensorMeta, plan_buckets, plan_windows
 from nemo_rl.weight_sync.receiver import encode_buckets
 from nemo_rl.weight_sync.routes import RoutePlan, place_of, plan_routes
@@ -302,11 +301,3 @@ def pause_quantiles(pauses_s: Sequence[float]) -> dict[str, float]:
         return {}
     cuts = statistics.quantiles(serving, n=100, method="inclusive") if len(serving) > 1 else serving * 99
     return {"pause_s/p50": cuts[49], "pause_s/p99": cuts[98]}
-
-
-def finished_event(session: SyncSession, shards: Sequence[int], report: SyncReport | None) -> SyncFinished:
-    """The record event of an ended session; without a report it failed."""
-    if report is None:
-        return SyncFinished(session.session_id, session.version, "failed")
-    checksums = {str(shard): report.checksum for shard in shards} if report.checksum else {}
-    return SyncFinished(session.session_id, session.version, "done", report.nbytes, checksums)

@@ -36,6 +36,14 @@ class Shards:
         self.holds: dict[int, dict[str, int]] = {0: {}, 1: {}}
         self.fails: WorkerError | None = None
 
+    def rebuild_lost(self) -> None: ...
+
+    def revive_lost(self, bring_back: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+    def activate_healthy(self, shards: Any) -> None: ...
+
     def await_rebuild(self, rebuilds: bool) -> None: ...
 
     def healthy(self) -> list[int]:
@@ -54,10 +62,8 @@ class Shards:
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[AdapterEngines, Shards]]:
     shards = Shards()
-    quiet: Any = SimpleNamespace(begin=lambda: None, take_back=list, lost=lambda: [0], close=lambda: None)
-    monkeypatch.setattr(module, "ShardRepair", lambda generation: quiet)
     monkeypatch.setattr(module.ray, "put", lambda value: value)
-    generation: Any = SimpleNamespace(shards=shards, activate_healthy=lambda wanted: None)
+    generation: Any = SimpleNamespace(fleet=shards)
     policy: Any = SimpleNamespace(slot_factors=lambda slot: {"q.lora_A": torch.zeros(2, 3)})
     engines = AdapterEngines(generation, policy)
     yield engines, shards

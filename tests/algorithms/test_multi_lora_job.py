@@ -153,7 +153,7 @@ def test_adapters_join_fail_and_leave_alone_and_go_on_where_they_were(parts: tup
             job.remove("long")
         assert (logs / ADDRESS_FILE).stat().st_mode & 0o077 == 0
     assert job.wait(1.0) and shared.engines.version("one") is None
-    versions: Any = shared.engines.generation.shards.call([0], "adapter_versions")
+    versions: Any = shared.engines.generation.fleet.call([0], "adapter_versions")
     assert versions == [{}]
     with pytest.raises(JobUnreachable, match="no job of adapters runs"):
         call(logs, "GET", "/adapters")
@@ -256,8 +256,8 @@ def test_random_schedules_lose_no_prompt_and_mix_no_adapter(parts: tuple[Workpla
         seen.update(type(entry.event).__name__ for entry in entries)
         seen.update(phase.value for phase in phases.values())
         seen.update({"removals": schedule.removed, "full": schedule.full, "kills": schedule.killed})
-        assert shared.engines.generation.shards.healthy() == [0]
-        versions: Any = shared.engines.generation.shards.call([0], "adapter_versions")
+        assert shared.engines.generation.fleet.healthy() == [0]
+        versions: Any = shared.engines.generation.fleet.call([0], "adapter_versions")
         assert versions == [{}], (_SEED, number)
     assert seen["TokensGenerated"] and seen["StepFinished"] and seen["removals"]
     sys.stderr.write(f"{_SCHEDULES} schedules of seed {_SEED}: {dict(seen)}\n")

@@ -2,59 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms.grpo import refit
 from nemo_rl.algorithms.grpo.refit import Refitter
 from nemo_rl.config import WeightSyncConfig
 from nemo_rl.distributed.worker_calls import WorkerDiedError, WorkerError
+from nemo_rl.models.generation import refit
 from nemo_rl.models.generation.interfaces import GenerationError, ShardStateError
-from nemo_rl.models.generation.vllm.repair import ShardRepair
-from nemo_rl.models.generation.vllm.shards import ShardState
 from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.utils.record_events import SyncFinished, SyncStarted, VersionPublished
 from nemo_rl.weight_sync.session import SyncReport
+from tests.models.local_fleet import LocalFleet, LocalWorker
+
+
+class Targets:
+    """Targets of a session, as a test would have it fail."""
+
+    def __init__(self, both: Both, shards: Sequence[int]) -> None:
+        self.both, self.shards = both, tuple(shards)
+        self.culprits, self.died = both.culprits, both.died
+
+    def staging_fits(self, nbytes: int) -> bool:
+        return self.both.fits
+
+
+class Fleet(LocalFleet):
+    """Two engines by the number of their starts that fail before one succeeds."""
+
+    def __init__(self, both: Both, record: MemoryRecord, failures: Sequence[int]) -> None:
+        super().__init__(
+            [LocalWorker() for _ in failures], record=record, start=self._start_or_fail, end=both.ended.append
+        )
+        self._both, self.starts_left = both, list(failures)
+        self.happened = both.happened
+
+    def _start_or_fail(self, shard: int) -> None:
+        self.starts_left[shard] -= 1
+        if self.starts_left[shard] >= 0:
+            raise WorkerError(f"shard {shard} cannot start\nwith more below")
+
+    def targets(self, shards: Sequence[int], *, recompute_kv: bool = True) -> Any:
+        self._both.before_targets()
+        return Targets(self._both, shards)
+
+    def lose(self, *shards: int) -> None:
+        """Quarantines shards for what no refit did."""
+        super(LocalFleet, self).fail(dict.fromkeys(shards, "it died"))
 
 
 class Both:
     """Policy and generation in one, writing down what happens to them."""
 
-    shards: Any = (0, 1)
-    fits = True
+    fits, died = True, True
 
-    def __init__(self, free_bytes: int = 1 << 40) -> None:
+    def __init__(self, record: MemoryRecord, free_bytes: int, failures: Sequence[int]) -> None:
         self.happened: list[str] = []
+        self.ended: list[int] = []
         self.culprits: dict[int, str] = {}
-        self.died = True
-        self.weights_resident = True
         self.staged: bool | None = None
+        self.before_targets: Callable[[], None] = lambda: None
         self._free, self.cached = free_bytes, 0
+        self.fleet = Fleet(self, record, failures)
+
+    def sleep(self) -> None:
+        self.fleet.sleep(self.fleet.healthy(), in_place=True)
 
     def prepare_for_generation(self, tags: Sequence[str]) -> None:
-        self.happened.append("wake " + " ".join(tags))
+        self.fleet.wake(self.fleet.healthy(), tags, in_place=True)
 
-    def sleep(self) -> list[dict[str, int]]:
-        self.happened.append("sleep")
-        self.weights_resident = False
-        return [{"before": 100, "after": 10}]
-
-    def get_model_update_receiver(self, *, recompute_kv: bool) -> Both:
-        self.happened.append(f"targets recompute={recompute_kv}")
-        return self
-
-    def quarantine(self, dp_ranks: Sequence[int], reason: str) -> None:
-        self.happened.append(f"quarantine {dp_ranks} {reason}")
-        if isinstance(self.shards, Engines):
-            self.shards.lost |= set(dp_ranks)
-
-    def activate_healthy(self, dp_ranks: Sequence[int]) -> None:
-        self.happened.append(f"activate {dp_ranks}")
-
-    def staging_fits(self, nbytes: int) -> bool:
-        return self.fits
+    def released_bytes(self) -> int:
+        return max(shard.freed for shard in self.fleet.shards.values())
 
     def tensor_metas(self) -> list[Any]:
         return []
@@ -83,46 +103,37 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
         colocated: bool = True,
         cuda: bool = False,
         free_bytes: int = 1 << 40,
-        slept: Any = (),
-        lost: tuple[int, ...] = (),
+        slept: bool = False,
+        failures: tuple[int, ...] = (),
     ) -> tuple[Refitter, Both, MemoryRecord, list[int]]:
-        both, record, failing = Both(free_bytes), MemoryRecord(), []
+        record, failing = MemoryRecord(), []
+        both = Both(record, free_bytes, failures or (0, 0))
 
         class Session:
             session_id = "s"
 
-            def __init__(self, *_: Any, version: int, staged: bool, **__: Any) -> None:
-                self._version = self.version = version
-                both.happened.pop()
+            def __init__(self, _: Any, targets: Targets, *, version: int, staged: bool, **__: Any) -> None:
+                self.version, self._shards = version, targets.shards
                 both.staged = staged
 
             def run(self) -> SyncReport:
-                both.happened.append(f"send {self._version}")
+                both.happened.append(f"send {self.version}")
+                both.fleet.brought_to(self._shards, None)
                 if failing:
                     raise failing.pop() if isinstance(failing[-1], Exception) else RuntimeError("planted")
-                both.weights_resident = True
-                return SyncReport(self._version, "host", 1 << 20, 1, {"total": 0.1}, [0.2, 0.4])
+                both.fleet.brought_to(self._shards, self.version)
+                for shard in self._shards:
+                    both.fleet.workers[shard].version = self.version
+                return SyncReport(self.version, "host", 1 << 20, 1, {"total": 0.1}, [0.2, 0.4])
 
         monkeypatch.setattr(refit, "SyncSession", Session)
-        repair = None
-        if lost:
-            both.shards = Engines(*lost)
-            repair = ShardRepair(both.shards)
-        return (
-            Refitter(
-                both,
-                both,
-                WeightSyncConfig(),
-                colocated=colocated,
-                cuda=cuda,
-                record=record,
-                slept=slept,
-                repair=repair,
-            ),
-            both,
-            record,
-            failing,
-        )
+        if failures:
+            both.fleet.rebuild_lost()
+        if slept:
+            both.sleep()
+            both.happened.clear()
+        made = Refitter(both, both, WeightSyncConfig(), colocated=colocated, cuda=cuda, record=record)
+        return made, both, record, failing
 
     return make
 
@@ -147,7 +158,7 @@ def test_weights_wake_before_the_sync_and_the_cache_after_it(parts: Any) -> None
 
 
 def test_generation_that_slept_before_training_took_its_memory_wakes_with_the_first_weights(parts: Any) -> None:
-    refitter, both, _, _ = parts(cuda=True, free_bytes=50, slept=[{"before": 100, "after": 10}])
+    refitter, both, _, _ = parts(cuda=True, free_bytes=50, slept=True)
     refitter.bring_to(0)
     assert both.happened == [
         "release cached",
@@ -224,128 +235,100 @@ def test_a_shard_that_dies_in_the_session_is_left_out_and_the_others_get_the_ver
     both.culprits = {1: "it died"}
     failing.append(WorkerDiedError("shard 1 died"))
     refitter.bring_to(0)
-    assert both.happened == ["send 0", "quarantine [1] it died", "send 0"] and refitter.version == 0
+    assert both.happened == ["send 0", "quarantine [1]", "send 0"]
+    assert both.fleet.failures([0, 1]) == {1: "it died"}
     # When all fail it is no shard's fault, and none is taken from the run for it.
-    both.culprits = {0: "no answer", 1: "no answer"}
+    both.culprits = {0: "no answer"}
     failing.append(WorkerDiedError("no answer"))
     with pytest.raises(WorkerDiedError):
         refitter.bring_to(1)
-    assert both.happened[-1] == "send 1" and refitter.version is None
+    assert both.happened[-1] == "send 1" and both.fleet.healthy() == [0]
 
 
-class Engines:
-    """Shards by the number of starts that fail before one succeeds."""
-
-    def __init__(self, *failures: int) -> None:
-        self.failures = list(failures)
-        self.lost = set(range(len(failures)))
-        self.ended: list[int] = []
-        self.shards = self
-
-    def having(self, *states: ShardState) -> list[int]:
-        return sorted(self.lost) if ShardState.FAILED in states else []
-
-    def __len__(self) -> int:
-        return len(self.healthy())
-
-    def healthy(self) -> list[int]:
-        return [shard for shard in range(len(self.failures)) if shard not in self.lost]
-
-    def rebuilt(self, shard: int) -> None:
-        self.lost.discard(shard)
-
-    def on_failure(self, tell: Any) -> None:
-        self.tell = tell
-
-    def end_shard(self, shard: int) -> None:
-        self.ended.append(shard)
-
-    def start_shard(self, shard: int) -> None:
-        self.failures[shard] -= 1
-        if self.failures[shard] >= 0:
-            raise WorkerError(f"shard {shard} cannot start\nwith more below")
-
-
-def test_a_lost_shard_is_built_anew_and_given_up_when_it_never_starts(caplog: pytest.LogCaptureFixture) -> None:
-    engines = Engines(0, 1, 99)
-    repair = ShardRepair(engines)
-    engines.tell(0, "it died")
-    assert engines.ended == [0]
+def test_a_lost_shard_is_built_anew_and_given_up_when_it_never_starts(
+    parts: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, both, _, _ = parts(failures=(0, 1, 99))
+    fleet = both.fleet
+    fleet.lose(0, 1, 2)
+    assert both.ended == [0, 1, 2]
     backs = []
-    while repair.lost():
-        repair.begin()
-        repair.begin()
-        repair.finish(10.0)
-        backs.append(repair.take_back())
-    assert backs == [[0], [1], []] and engines.lost == {2} and engines.failures[2] == 96
+    while fleet.lost():
+        fleet.rebuild()
+        fleet.rebuild()
+        backs.append(fleet.take_back(10.0))
+    assert backs == [[0], [1], []] and fleet.starts_left[2] == 96
+    assert [fleet.state(shard).value for shard in range(3)] == ["inactive", "inactive", "failed"]
     said = [entry.getMessage() for entry in caplog.records if "given_up=true" in entry.getMessage()]
     assert said == ["shard=2 rebuild=failed attempt=3 of=3 given_up=true reason=shard 2 cannot start"]
-    repair.close()
+    fleet.close()
 
 
 def test_when_every_shard_is_lost_the_first_that_is_built_anew_gets_the_version_again(parts: Any) -> None:
-    refitter, both, _, _ = parts(colocated=False, lost=(1, 99))
-    both.shards.lost.clear()
+    refitter, both, _, _ = parts(colocated=False, failures=(1, 99))
     refitter.bring_to(4)
-    both.shards.lost = {0}
+    both.fleet.lose(1)
     refitter.revive(4)
     assert both.happened == ["send 4"], "the other shard serves on"
-    both.shards.lost = {0, 1}
+    both.fleet.lose(0)
     refitter.revive(4)
-    assert both.happened == ["send 4", "send 4", "activate [0]"] and both.shards.lost == {1}
+    assert both.happened == ["send 4", "send 4", "route [0]"] and both.fleet.healthy() == [0]
     # The next refit of a run that was training meanwhile waits for them too.
-    both.shards.lost = {0, 1}
+    both.fleet.lose(0)
     refitter.bring_to(5)
-    assert both.happened[-2:] == ["send 5", "activate [0]"] and refitter.version == 5
+    assert both.happened[-2:] == ["send 5", "route [0]"] and both.fleet.shards[0].version == 5
     refitter.close()
 
 
 def test_when_every_shard_dies_in_a_refit_it_waits_for_the_first_that_is_built_anew(parts: Any) -> None:
-    refitter, both, _, failing = parts(colocated=False, lost=(0, 0))
-    both.shards.lost.clear()
+    refitter, both, _, failing = parts(colocated=False, failures=(0, 0))
     # One is lost to the session, the other to a request a moment later: the next session is refused.
     both.culprits = {1: "it died"}
     failing += [ShardStateError("quarantined"), WorkerDiedError("shard 1 died")]
-    refused = both.get_model_update_receiver
 
-    def receiver(*, recompute_kv: bool) -> Both:
-        if both.shards.lost == {1}:
+    def lost_meanwhile() -> None:
+        if both.fleet.healthy() == [0]:
             both.culprits = {0: "it is quarantined"}
-            both.quarantine([0], "a request failed")
-        return refused(recompute_kv=recompute_kv)
+            both.fleet.lose(0)
 
-    both.get_model_update_receiver = receiver  # type: ignore[method-assign]
+    both.before_targets = lost_meanwhile
     refitter.bring_to(3)
-    assert both.happened[-2:] == ["send 3", "activate [0, 1]"]
-    assert both.shards.lost == set() and refitter.version == 3
+    assert both.happened[-2:] == ["send 3", "route [0, 1]"]
+    assert both.fleet.healthy() == [0, 1]
     refitter.close()
 
 
 @pytest.mark.parametrize(("died", "sends"), [(False, 1), (True, 2)])
 def test_a_refit_that_ends_every_engine_is_not_tried_for_ever(parts: Any, died: bool, sends: int) -> None:
-    refitter, both, _, failing = parts(colocated=False, lost=(0, 0))
-    both.shards.lost.clear()
+    refitter, both, _, failing = parts(colocated=False, failures=(0, 0))
     both.culprits, both.died = {0: "it broke", 1: "it broke"}, died
     failing += [WorkerError("it broke")] * 3
     with pytest.raises(WorkerError, match="it broke"):
         refitter.bring_to(3)
-    assert both.happened.count("send 3") == sends and refitter.version is None
+    assert both.happened.count("send 3") == sends
     refitter.close()
 
 
 def test_when_no_engine_starts_any_more_the_run_ends_with_one_line(parts: Any) -> None:
-    refitter, both, _, _ = parts(colocated=False, lost=(99, 99))
+    refitter, both, _, _ = parts(colocated=False, failures=(99, 99))
+    both.fleet.lose(0, 1)
     with pytest.raises(GenerationError, match="every generation shard is lost and none could be restarted"):
         refitter.revive(0)
-    assert both.happened == [] and both.shards.failures == [96, 96]
+    assert both.happened == [] and both.fleet.starts_left == [96, 96]
     refitter.close()
 
 
-def test_shards_on_the_slots_of_training_are_not_waited_for(parts: Any) -> None:
-    refitter, both, _, _ = parts(colocated=True, lost=(0, 0))
+def test_shards_on_the_slots_of_training_are_rebuilt_by_the_next_refit_alone(parts: Any) -> None:
+    refitter, both, _, _ = parts(colocated=True, failures=(0, 0))
+    both.fleet.lose(0, 1)
     refitter.revive(0)
     refitter.await_rebuild(True)
     assert both.happened == []
+    # The next refit builds them, or ends the run.
+    both.fleet.starts_left = [99, 99]
+    for _ in range(3):
+        with pytest.raises(GenerationError, match="every generation shard is lost and none could be restarted"):
+            refitter.bring_to(0)
 
 
 def test_the_last_refit_is_measured(parts: Any) -> None:

@@ -19,7 +19,7 @@ from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.config import MasterConfig, load_master_config
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.models.generation.vllm.receiver_methods import bucket_stats
-from nemo_rl.models.generation.vllm.shards import ShardState
+from nemo_rl.models.generation.vllm.shard_state import ShardState
 from nemo_rl.time_sharing.pipelines.shared_cluster import SharedCluster, reserve_pool
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.utils.metrics_file import read_metrics
@@ -85,7 +85,7 @@ class Plane:
     def before_training(self, step: int) -> None:
         self.said.append(f"train {step}")
         self._generation.sleep_partial([OVERLAPPING], level=2)
-        states = [self._generation.shards.state(shard) for shard in (OVERLAPPING, OTHER)]
+        states = [self._generation.fleet.state(shard) for shard in (OVERLAPPING, OTHER)]
         assert states == [ShardState.ASLEEP, ShardState.ACTIVE]
 
     def before_weight_sync(self, step: int) -> None:

@@ -139,7 +139,7 @@ def without_place(results: Sequence[GenerationResult]) -> list[GenerationResult]
 
 def engine_pids(generation: VllmGeneration) -> list[int]:
     """Every process below the engines' actors, and the engine workers."""
-    workers = {worker["pid"] for shard in generation._workers for worker in shard}
+    workers = {rank["pid"] for shard in generation.fleet.shards.values() for rank in shard.ranks}
     above = {
         parent.pid
         for pid in workers

@@ -116,12 +116,12 @@ class EnginesAndPolicy:
 
     def versions(self) -> list[dict[str, int]]:
         """The adapters of every shard."""
-        return self.generation.shards.call(self.generation.shards.healthy(), "adapter_versions")
+        return self.generation.fleet.call(self.generation.fleet.healthy(), "adapter_versions")
 
     def lose_engine(self) -> None:
         """Ends the first shard's process; returns once a request got an answer from the new one."""
         ray.kill(self.generation.group.workers[0])
-        self.generation.quarantine([0], "killed by the test")
+        self.generation.fleet.fail({0: "killed by the test"})
         deadline = time.monotonic() + _TIMEOUT_S
         while not self.generation.router.active and time.monotonic() < deadline:
             time.sleep(0.2)

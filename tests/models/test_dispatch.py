@@ -28,9 +28,9 @@ from nemo_rl.models.generation.resumable_request import OnPreempt
 from nemo_rl.models.generation.router import Router
 from nemo_rl.models.generation.vllm.detached import DetachedGenerator, ServingShard
 from nemo_rl.models.generation.vllm.dispatch import Dispatcher
+from nemo_rl.models.generation.vllm.fleet import EngineFleet
 from nemo_rl.models.generation.vllm.loops import wait_on_loop
 from nemo_rl.models.generation.vllm.request_state import RequestFailure
-from nemo_rl.models.generation.vllm.shards import ElasticShards
 from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.utils.record_events import RequestFinished, RequestSubmitted, ShardRouted, ShardUnrouted
 from tests.virtual_time import run_in_virtual_time
@@ -268,9 +268,17 @@ def test_a_shard_taken_away_stays_away_while_its_routing_is_still_on_its_way(cal
         on_loop: list[Coroutine[Any, Any, Any]] = []
         workers: Any = fleet.shards
         identities = [WorkerIdentity("generation", number, "127.0.0.1") for number in (0, 1)]
-        shards = ElasticShards(workers, identities, fleet.dispatcher, run_in_virtual_time)
+        engines = EngineFleet(
+            workers,
+            identities,
+            fleet.dispatcher,
+            run_in_virtual_time,
+            on_loop.append,
+            start=lambda shard, restart: [],
+            end=lambda shard: None,
+        )
         for active in calls:
-            shards.set_routable(1, active, on_loop.append)
+            engines.set_routable(1, active)
             if not active:
                 assert fleet.router.active == {0}
         for change in on_loop:

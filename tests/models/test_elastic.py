@@ -13,13 +13,14 @@ import torch
 
 from nemo_rl.distributed.worker_calls import WorkerError
 from nemo_rl.models.generation.elastic import ElasticGeneration
-from nemo_rl.models.generation.vllm.shards import ShardState
+from nemo_rl.models.generation.vllm.shard_state import ShardState
 from nemo_rl.utils.record import MemoryRecord
-from nemo_rl.utils.record_events import SyncFinished, VersionPublished
+from nemo_rl.utils.record_events import ShardRouted, SyncFinished, VersionPublished
 from nemo_rl.weight_sync.cache import BucketCache, CacheBuilder, CacheError, CacheManifest
 from nemo_rl.weight_sync.layout import TensorMeta
 from nemo_rl.weight_sync.session import SyncOptions
 from nemo_rl.weight_sync.transports.base import TransportError
+from tests.models.local_fleet import LocalFleet, LocalWorker
 from tests.weight_sync.models import DictModel, Engines, weights
 
 OPTIONS = SyncOptions(bucket_bytes=4096, verify=True, timeout_s=120.0)
@@ -28,69 +29,46 @@ OPTIONS = SyncOptions(bucket_bytes=4096, verify=True, timeout_s=120.0)
 class Targets(Engines):
     """Receivers of some shards; one of them may break."""
 
-    def __init__(self, generation: Generation, shards: Sequence[int]) -> None:
+    def __init__(self, fleet: Fleet, shards: Sequence[int]) -> None:
         super().__init__()
-        self._generation = generation
+        self._fleet = fleet
         self.shards = tuple(shards)
-        self.models = tuple(generation.engines.models[shard] for shard in shards)
-        self.receivers = [generation.engines.receivers[shard] for shard in shards]
+        self.models = tuple(fleet.engines.models[shard] for shard in shards)
+        self.receivers = [fleet.engines.receivers[shard] for shard in shards]
         self.culprits: dict[int, str] = {}
 
     def staging_fits(self, nbytes: int) -> bool:
-        return self._generation.fits
+        return self._fleet.fits
 
     def receive_window(self, window: dict[str, Any], timeout_s: float) -> None:
-        broken = [shard for shard in self.shards if shard in self._generation.broken]
+        if not self._fleet.fits:
+            self._fleet.brought_to(self.shards, None, half_new=True)
+        broken = [shard for shard in self.shards if shard in self._fleet.broken]
         if broken:
             self.culprits = dict.fromkeys(broken, "planted: wrong bytes")
             raise WorkerError("planted")
         super().receive_window(window, timeout_s)
 
     def finish(self, version: int, timeout_s: float) -> list[float]:
-        self._generation.before_load()
-        self._generation.happened.append(f"load {list(self.shards)}")
+        self._fleet.before_load()
+        self._fleet.happened.append(f"load {list(self.shards)}")
         super().finish(version, timeout_s)
+        self._fleet.brought_to(self.shards, version)
         return [0.25] * len(self.shards)
 
 
-class Generation:
-    """Shards that write down what happens to them."""
+class Fleet(LocalFleet):
+    """Shards that take weights from a session."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, record: MemoryRecord) -> None:
+        super().__init__([LocalWorker() for _ in range(count)], record=record)
         self.engines = Engines(*(DictModel() for _ in range(count)))
-        self.states = dict.fromkeys(range(count), ShardState.ACTIVE)
-        self.happened: list[str] = []
-        self.no_memory: set[tuple[int, str]] = set()
         self.broken: set[int] = set()
         self.fits = True
         self.before_load: Callable[[], None] = lambda: None
-        self.shards = SimpleNamespace(
-            state=self.states.__getitem__,
-            having=lambda *wanted: [s for s, state in self.states.items() if state in wanted],
-        )
 
-    def sleep_partial(self, ranks: Sequence[int]) -> None:
-        self.happened.append(f"sleep {list(ranks)}")
-        self.states |= {rank: ShardState.ASLEEP for rank in ranks if self.states[rank] is not ShardState.FAILED}
-
-    def wake_up_partial(self, ranks: Sequence[int], *, skip_activate: bool, tags: Sequence[str]) -> None:
-        self.happened.append(f"wake {tags[0]} {list(ranks)}")
-        short = [rank for rank in ranks if (rank, tags[0]) in self.no_memory]
-        self.states |= {rank: ShardState.INACTIVE for rank in ranks if rank not in short}
-        if short:
-            self.states |= dict.fromkeys(short, ShardState.ASLEEP)
-            raise WorkerError("planted: no memory")
-
-    def activate_dp_ranks(self, ranks: Sequence[int]) -> None:
-        self.happened.append(f"route {list(ranks)}")
-        self.states |= dict.fromkeys(ranks, ShardState.ACTIVE)
-
-    def quarantine(self, ranks: Sequence[int], reason: str) -> None:
-        self.happened.append(f"quarantine {list(ranks)}")
-        self.states |= dict.fromkeys(ranks, ShardState.FAILED)
-
-    def get_model_update_receiver(self, ranks: Sequence[int], *, recompute_kv: bool = True) -> Targets:
-        return Targets(self, ranks)
+    def targets(self, shards: Sequence[int], *, recompute_kv: bool = True) -> Any:
+        return Targets(self, shards)
 
 
 class World:
@@ -99,9 +77,9 @@ class World:
     def __init__(self, shards: int = 3) -> None:
         self.builder = CacheBuilder(OPTIONS.bucket_bytes, torch.device("cpu"))
         self.cache = BucketCache(self._build)
-        self.generation = Generation(shards)
         self.record = MemoryRecord()
-        self.elastic = ElasticGeneration(self.generation, self.cache, OPTIONS, record=self.record)
+        self.fleet = Fleet(shards, self.record)
+        self.elastic = ElasticGeneration(SimpleNamespace(fleet=self.fleet), self.cache, OPTIONS, record=self.record)
 
     def _build(self, version: int, served: str | None) -> CacheManifest:
         tensors = weights(float(version))
@@ -114,7 +92,7 @@ class World:
 
     @property
     def versions(self) -> list[int | None]:
-        return self.generation.engines.versions
+        return self.fleet.engines.versions
 
 
 @pytest.fixture
@@ -127,24 +105,24 @@ def world() -> Iterator[World]:
 def test_shards_come_back_in_the_order_that_memory_and_versions_need(world: World) -> None:
     world.cache.build(4)
     assert world.elastic.shrink([2, 0]).shards == [0, 2]
-    world.generation.happened.clear()
+    world.fleet.happened.clear()
     resized = world.elastic.expand([0, 1, 2])
     assert (resized.shards, resized.failed) == ([0, 2], {})
-    assert world.generation.happened == ["wake weights [0, 2]", "load [0, 2]", "wake kv_cache [0, 2]", "route [0, 2]"]
+    assert world.fleet.happened == ["wake weights [0, 2]", "load [0, 2]", "wake kv_cache [0, 2]", "route [0, 2]"]
     assert world.versions == [4, None, 4]
-    world.generation.happened.clear()
-    assert world.elastic.expand([0, 1, 2]).shards == [] and world.generation.happened == []
+    world.fleet.happened.clear()
+    assert world.elastic.expand([0, 1, 2]).shards == [] and world.fleet.happened == []
 
 
 @pytest.mark.parametrize("tag", ["weights", "kv_cache"])
 def test_a_shard_without_memory_sleeps_on_and_the_others_come_back(world: World, tag: str) -> None:
     world.cache.build(1)
     world.elastic.shrink([0, 1, 2])
-    world.generation.no_memory = {(1, tag)}
+    world.fleet.workers[1].no_memory = {tag}
     resized = world.elastic.expand([0, 1, 2])
     assert resized.shards == [0, 2] and "planted: no memory" in resized.failed[1]
-    assert world.generation.states == {0: ShardState.ACTIVE, 1: ShardState.ASLEEP, 2: ShardState.ACTIVE}
-    world.generation.no_memory.clear()
+    assert world.fleet.having(ShardState.ASLEEP) == [1] and world.fleet.having(ShardState.ACTIVE) == [0, 2]
+    world.fleet.workers[1].no_memory = set()
     assert world.elastic.expand([1]).shards == [1]
 
 
@@ -153,10 +131,10 @@ def test_shards_leave_before_others_come(world: World) -> None:
     world.elastic.shrink([0])
     with pytest.raises(ValueError, match=r"shards \[1\] are to be removed and added"):
         world.elastic.resize_infer([1, 2], [0, 1])
-    assert world.generation.states[2] is ShardState.ACTIVE
+    assert world.fleet.state(2) is ShardState.ACTIVE
     removed, added = world.elastic.resize_infer([1, 2], [0])
     assert (removed.shards, added.shards) == ([1, 2], [0])
-    assert [world.generation.states[shard] for shard in range(3)] == [
+    assert [world.fleet.state(shard) for shard in range(3)] == [
         ShardState.ACTIVE,
         ShardState.ASLEEP,
         ShardState.ASLEEP,
@@ -166,10 +144,10 @@ def test_shards_leave_before_others_come(world: World) -> None:
 def test_a_shard_with_wrong_bytes_is_quarantined_and_the_others_are_synced_again(world: World) -> None:
     world.cache.build(1)
     world.elastic.shrink([0, 1, 2])
-    world.generation.broken = {1}
+    world.fleet.broken = {1}
     resized = world.elastic.expand([0, 1, 2])
     assert resized.shards == [0, 2] and resized.failed == {1: "planted: wrong bytes"}
-    assert world.generation.states[1] is ShardState.FAILED and world.versions == [1, None, 1]
+    assert world.fleet.state(1) is ShardState.FAILED and world.versions == [1, None, 1]
     failed, done = [entry.event for entry in world.record.entries if isinstance(entry.event, SyncFinished)]
     assert (failed.outcome, failed.checksums, done.outcome, sorted(done.checksums)) == (
         "failed",
@@ -194,48 +172,69 @@ def test_a_refresh_reaches_those_that_serve_and_measures_their_pause(world: Worl
     assert world.elastic.refresh().sync is None
 
 
+def test_a_shard_that_is_routed_again_after_a_refresh_has_its_new_version_in_the_record(world: World) -> None:
+    world.cache.build(4)
+    world.elastic.refresh()
+    world.fleet.set_routable(0, False)
+    world.fleet.set_routable(0, True)
+    routed = [entry.event for entry in world.record.entries if isinstance(entry.event, ShardRouted)]
+    assert [(event.shard, event.version) for event in routed] == [(0, 4)]
+
+
 def test_a_failed_refresh_costs_only_what_it_must(world: World) -> None:
     world.cache.build(1)
-    world.generation.broken = {2}
+    world.fleet.broken = {2}
     resize = world.elastic.refresh()
     assert (resize.shards, resize.failed) == ([0, 1], {2: "planted: wrong bytes"})
-    assert world.generation.happened[-2:] == ["quarantine [2]", "load [0, 1]"]
+    assert world.fleet.happened[-2:] == ["quarantine [2]", "load [0, 1]"]
     assert world.versions == [1, 1, None]
     world.cache.build(2)
     # Those that staged beside their live weights still serve them, and nothing but the culprits is lost.
-    world.generation.broken = {0, 1}
+    world.fleet.broken = {0, 1}
     with pytest.raises(WorkerError, match="planted"):
         world.elastic.refresh([1])
-    assert world.generation.happened[-1] == "quarantine [1]" and world.versions == [1, 1, None]
+    assert world.fleet.happened[-1] == "quarantine [1]" and world.versions == [1, 1, None]
 
 
 def test_a_refresh_without_staging_brings_whole_weights_to_the_others_or_ends_them(world: World) -> None:
     world.cache.build(1)
-    world.generation.fits = False
-    world.generation.broken = {0}
+    world.fleet.fits = False
+    world.fleet.broken = {0}
     resize = world.elastic.refresh()
     assert (resize.shards, list(resize.failed)) == ([1, 2], [0]) and world.versions == [None, 1, 1]
     world.cache.build(2)
-    nowhere = ElasticGeneration(world.generation, world.cache, replace(OPTIONS, transport="nccl"))
+    nowhere = ElasticGeneration(SimpleNamespace(fleet=world.fleet), world.cache, replace(OPTIONS, transport="nccl"))
     with pytest.raises(TransportError, match="weight_sync.transport=nccl needs GPUs"):
         nowhere.refresh()
-    assert world.generation.happened[-1] == "quarantine [1, 2]"
+    assert world.fleet.having(ShardState.ACTIVE) == [1, 2], "nothing was sent: they serve their old weights"
+
+    def sender_gone() -> None:
+        raise TransportError("planted: the sender is gone")
+
+    world.fleet.before_load = sender_gone
+    with pytest.raises(TransportError, match="planted"):
+        world.elastic.refresh()
+    assert world.fleet.failures(range(3)) == {
+        0: "planted: wrong bytes",
+        1: "its weights may be half new",
+        2: "its weights may be half new",
+    }
 
 
 def test_a_session_that_fails_through_no_shards_fault_leaves_them_asleep(world: World) -> None:
     world.cache.build(1)
     world.elastic.shrink([0, 1])
-    nowhere = ElasticGeneration(world.generation, world.cache, replace(OPTIONS, transport="nccl"))
+    nowhere = ElasticGeneration(SimpleNamespace(fleet=world.fleet), world.cache, replace(OPTIONS, transport="nccl"))
     with pytest.raises(TransportError, match="weight_sync.transport=nccl needs GPUs"):
         nowhere.expand([0, 1])
-    assert world.generation.states == {0: ShardState.ASLEEP, 1: ShardState.ASLEEP, 2: ShardState.ACTIVE}
+    assert world.fleet.having(ShardState.ASLEEP) == [0, 1] and world.fleet.having(ShardState.ACTIVE) == [2]
     assert world.elastic.expand([0, 1]).shards == [0, 1]
 
 
 @pytest.mark.parametrize("wakes", [True, False])
 def test_a_version_that_is_built_while_shards_are_synced_is_the_one_they_get(world: World, wakes: bool) -> None:
     world.cache.build(1)
-    world.generation.fits = False
+    world.fleet.fits = False
     if wakes:
         world.elastic.shrink([0, 1])
     source = world.cache.source
@@ -250,7 +249,7 @@ def test_a_version_that_is_built_while_shards_are_synced_is_the_one_they_get(wor
     report = (world.elastic.expand([0, 1]) if wakes else world.elastic.refresh([0, 1])).sync
     assert report is not None and report.version == 2
     assert world.versions == [2, 2, None]
-    assert not [line for line in world.generation.happened if line.startswith("quarantine")]
+    assert not [line for line in world.fleet.happened if line.startswith("quarantine")]
 
 
 def test_moves_and_refreshes_take_turns(world: World) -> None:
@@ -263,19 +262,19 @@ def test_moves_and_refreshes_take_turns(world: World) -> None:
         refreshing.set()
         go_on.wait(60.0)
 
-    world.generation.before_load = hold
+    world.fleet.before_load = hold
     threads = [threading.Thread(target=world.elastic.refresh)]
     threads[0].start()
     refreshing.wait(60.0)
-    world.generation.before_load = lambda: None
+    world.fleet.before_load = lambda: None
     threads.append(threading.Thread(target=world.elastic.expand, args=([1],)))
     threads[1].start()
     threads[1].join(timeout=0.1)
-    assert "wake weights [1]" not in world.generation.happened
+    assert "wake weights [1]" not in world.fleet.happened
     go_on.set()
     for thread in threads:
         thread.join()
-    assert world.generation.happened[-5:] == [
+    assert world.fleet.happened[-5:] == [
         "load [0, 2]",
         "wake weights [1]",
         "load [1]",
@@ -289,4 +288,4 @@ def test_nothing_is_woken_from_an_empty_cache(world: World) -> None:
     world.elastic.shrink([0])
     with pytest.raises(CacheError, match="the weight cache is empty; build a version before shards are woken"):
         world.elastic.expand([0])
-    assert world.generation.states[0] is ShardState.ASLEEP
+    assert world.fleet.state(0) is ShardState.ASLEEP

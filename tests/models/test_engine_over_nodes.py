@@ -10,9 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nemo_rl.algorithms.grpo.refit import Refitter
 from nemo_rl.models.generation.interfaces import GenerationError
-from nemo_rl.models.generation.vllm.repair import ShardRepair
 from tests.models.engines import Colocated, colocated, kill, wait_until_gone, without_place
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow]
@@ -26,7 +24,7 @@ def engine(ray_session: None, tiny_model: Path) -> Iterator[Colocated]:
 
 
 def _ranks(engine: Colocated) -> list[int]:
-    return [worker["pid"] for worker in engine.generation._workers[0]]
+    return [worker["pid"] for worker in engine.generation.fleet.shards[0].ranks]
 
 
 def _actor_of(pid: int) -> str:
@@ -42,7 +40,7 @@ def test_ranks_on_two_nodes_agree_with_the_policy_before_and_after_sleep_and_ref
     resident = [rank for shard in engine.generation.group.run("model_bytes") for rank in shard]
     assert len(resident) == 2
     engine.refitter.release_device()
-    assert engine.refitter._released_bytes >= 0.9 * sum(rank["weights"] + rank["kv_cache"] for rank in resident)
+    assert engine.generation.released_bytes() >= 0.9 * sum(rank["weights"] + rank["kv_cache"] for rank in resident)
     engine.train_step()
     engine.refitter.bring_to(1)
     after = engine.run(requests)
@@ -52,16 +50,13 @@ def test_ranks_on_two_nodes_agree_with_the_policy_before_and_after_sleep_and_ref
 
 def test_the_loss_of_a_rank_ends_the_engine_which_is_rebuilt_on_both_nodes(engine: Colocated) -> None:
     generation, requests, old = engine.generation, engine.requests(4), _ranks(engine)
-    repair = ShardRepair(generation)
+    generation.fleet.rebuild_lost()
     kill(old[1])
     with pytest.raises(GenerationError, match="is gone while request"):
         engine.run(requests)
     wait_until_gone(old)
     engine.train_step()
-    sync = engine.config.weight_sync
-    Refitter(engine.policy, generation, sync, colocated=True, cuda=False, record=engine.record, repair=repair).bring_to(
-        2
-    )
+    engine.refitter.bring_to(2)
     assert not set(_ranks(engine)) & set(old)
     results = engine.run(requests)
     assert {span.version for result in results for span in result.spans} == {2}

@@ -29,7 +29,7 @@ from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunne
 from nemo_rl.models.generation.endpoint.server import start_endpoint
 from nemo_rl.models.generation.recording import VALIDATE, Recording
 from nemo_rl.models.generation.vllm import engine_actors
-from nemo_rl.models.generation.vllm.shards import ShardState
+from nemo_rl.models.generation.vllm.shard_state import ShardState
 from tests.conftest import example
 from tests.experience.test_rollout_flow import Counts, prompts
 from tests.models.elastic_engines import Elastic, elastic_engines
@@ -111,7 +111,7 @@ class Moves:
 
     def death(self) -> None:
         time.sleep(0.1)
-        os.kill(self._engines.generation._workers[1][0]["pid"], signal.SIGKILL)
+        os.kill(self._engines.generation.fleet.shards[1].ranks[0]["pid"], signal.SIGKILL)
 
 
 def rolled_out(engines: Elastic, number: int, move: Callable[[], None], longest: int = 96) -> Any:
@@ -296,7 +296,7 @@ def test_every_trained_token_has_what_the_engines_wrote_down_whatever_happened(
     done = [(number, rolled_out(engines, number, moves.some)) for number in range(SCHEDULES)]
     assert engines.generation._dispatcher.preempted >= 5 and moves.version >= 105
     done.append((SCHEDULES, rolled_out(engines, SCHEDULES, moves.death)))
-    assert engines.generation.shards.state(1) is ShardState.FAILED
+    assert engines.generation.fleet.state(1) is ShardState.FAILED
     log = Log(log_file)
     checked = [log.check(columns, number) for number, columns in done]
     assert sum(trained for trained, _ in checked) > 100 * SCHEDULES

@@ -5,7 +5,7 @@ with the weights of the next refit.
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -13,8 +13,7 @@ import ray
 
 from nemo_rl.algorithms.grpo.refit import Refitter
 from nemo_rl.models.generation.interfaces import GenerationError
-from nemo_rl.models.generation.vllm.repair import ShardRepair
-from nemo_rl.models.generation.vllm.shards import ShardState
+from nemo_rl.models.generation.vllm.shard_state import ShardState
 from tests.models.engines import Colocated, colocated, engine_pids, kill, wait_until_gone
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -34,7 +33,7 @@ def test_a_shard_that_was_killed_between_requests_costs_nothing_but_itself_and_c
 ) -> None:
     with colocated(tiny_model, 1, "policy.generation.vllm_cfg.engines_per_gpu=2") as engines:
         generation = engines.generation
-        repair = ShardRepair(generation)
+        generation.fleet.rebuild_lost()
         taking_turns = Refitter(
             engines.policy,
             generation,
@@ -42,21 +41,20 @@ def test_a_shard_that_was_killed_between_requests_costs_nothing_but_itself_and_c
             colocated=True,
             cuda=False,
             record=engines.record,
-            repair=repair,
         )
         taking_turns.bring_to(0)
         assert serving(engines, 0) == {0, 1}
         resident = [rank for shard in generation.group.run("model_bytes") for rank in shard]
         taking_turns.release_device()
-        assert taking_turns._released_bytes >= 0.9 * sum(rank["weights"] + rank["kv_cache"] for rank in resident)
+        assert generation.released_bytes() >= 0.9 * sum(rank["weights"] + rank["kv_cache"] for rank in resident)
         taking_turns.bring_to(0)
 
         # The engine's own process, while nothing runs; the actor around it lives on.
-        pids = sorted({worker["pid"] for worker in generation._workers[1]})
+        pids = sorted({worker["pid"] for worker in generation.fleet.shards[1].ranks})
         for pid in pids:
             kill(pid)
         taking_turns.release_device()
-        assert generation.shards.state(1) is ShardState.FAILED
+        assert generation.fleet.state(1) is ShardState.FAILED
         engines.train_step()
         taking_turns.bring_to(1)
         assert serving(engines, 1) == {0, 1}
@@ -77,12 +75,12 @@ def test_a_shard_that_was_killed_between_requests_costs_nothing_but_itself_and_c
             colocated=False,
             cuda=False,
             record=engines.record,
-            repair=repair,
         )
         engines.train_step()
         beside.bring_to(3)
         assert serving(engines, 3) == {1}
-        repair.finish(120.0)
+        builds = [shard.build for shard in generation.fleet.shards.values() if shard.build is not None]
+        assert builds and wait(builds, timeout=120.0)
         engines.train_step()
         beside.bring_to(4)
         assert serving(engines, 4) == {0, 1}
@@ -97,7 +95,7 @@ def test_a_shard_that_was_killed_between_requests_costs_nothing_but_itself_and_c
             for pid in engine_pids(generation):
                 kill(pid)
             deadline = time.monotonic() + 60.0
-            while generation.shards.healthy():
+            while generation.fleet.healthy():
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
             beside.revive(4)

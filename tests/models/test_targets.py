@@ -16,6 +16,13 @@ from nemo_rl.models.generation.vllm.targets import ShardTargets
 pytestmark = pytest.mark.ray
 
 
+def fleet(workers: list[Any], devices: list[list[str]]) -> Any:
+    """What targets need of a fleet."""
+    identities = [WorkerIdentity("vllm", shard, "") for shard in range(len(workers))]
+    shards = [SimpleNamespace(ranks=[{"device": device} for device in ranks]) for ranks in devices]
+    return SimpleNamespace(workers=workers, identities=identities, shards=shards)
+
+
 @pytest.mark.parametrize(
     ("devices", "fits"),
     [
@@ -31,11 +38,7 @@ def test_copies_on_one_device_must_fit_together(ray_session: None, devices: list
     def worker(ranks: int) -> Any:
         return SimpleNamespace(free_memory=SimpleNamespace(remote=lambda: ray.put([200] * ranks)))
 
-    shards = range(len(devices))
-    workers: list[Any] = [worker(len(ranks)) for ranks in devices]
-    identities = [WorkerIdentity("vllm", shard, "") for shard in shards]
-    states: Any = None
-    targets = ShardTargets(states, shards, workers, identities, devices, True)
+    targets = ShardTargets(fleet([worker(len(ranks)) for ranks in devices], devices), range(len(devices)), True)
     assert targets.staging_fits(100) == fits
     assert targets.staging_fits(50)
 
@@ -71,10 +74,8 @@ def test_a_shard_that_hangs_counts_as_dead_unless_another_one_raised(
     ray.get(answer.remote("in time"))
     refs = [answer.remote(how) for how in answers]
     workers: list[Any] = [SimpleNamespace(free_memory=SimpleNamespace(remote=lambda ref=ref: ref)) for ref in refs]
-    identities = [WorkerIdentity("vllm", shard, "") for shard in range(len(answers))]
-    states: Any = None
     devices = [[f"cpu{shard}@a"] for shard in range(len(answers))]
-    targets = ShardTargets(states, range(len(answers)), workers, identities, devices, True)
+    targets = ShardTargets(fleet(workers, devices), range(len(answers)), True)
     with pytest.raises(WorkerError):
         targets.staging_fits(100)
     assert targets.culprits.keys() == culprits.keys() and targets.died == died

@@ -161,7 +161,7 @@ def test_sleep_gives_the_memory_back_and_waking_restores_every_token(engine: Col
     resident = engine.generation.group.run("model_bytes")[0][0]
     engine.refitter.release_device()
     engine.refitter.release_device()
-    assert engine.refitter._released_bytes >= 0.9 * (resident["weights"] + resident["kv_cache"])
+    assert engine.generation.released_bytes() >= 0.9 * (resident["weights"] + resident["kv_cache"])
     assert resident["kv_cache"] >= 60 << 20
     engine.refitter.bring_to(0)
     assert engine.run(requests) == before

@@ -36,7 +36,7 @@ def test_both_sides_cut_in_two_agree_before_and_after_a_refit(engine: Colocated)
     assert engine.disagreement(requests, before) <= 1.001
     resident = [rank for shard in engine.generation.group.run("model_bytes") for rank in shard]
     engine.refitter.release_device()
-    assert engine.refitter._released_bytes >= 0.9 * sum(rank["weights"] + rank["kv_cache"] for rank in resident)
+    assert engine.generation.released_bytes() >= 0.9 * sum(rank["weights"] + rank["kv_cache"] for rank in resident)
     engine.refitter.bring_to(0)
     assert engine.run(requests) == before
     engine.refitter.release_device()

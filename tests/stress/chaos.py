@@ -28,7 +28,7 @@ from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunne
 from nemo_rl.experience.samplers import InOrder
 from nemo_rl.experience.store import InProcessStore
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult
-from nemo_rl.models.generation.vllm.shards import ShardState
+from nemo_rl.models.generation.vllm.shard_state import ShardState
 from nemo_rl.time_sharing.history.prompts import PromptChecks
 from nemo_rl.utils.record_events import WaitBegun, WaitEnded
 from tests.models.elastic_engines import Elastic
@@ -152,14 +152,14 @@ class Chaos:
 
     def move(self) -> None:
         """One shard or some change sides."""
-        elastic, shards = self._engines.elastic, self._engines.generation.shards
-        asleep = shards.having(ShardState.ASLEEP)
-        awake = shards.having(ShardState.ACTIVE)
+        elastic, fleet = self._engines.elastic, self._engines.generation.fleet
+        asleep = fleet.having(ShardState.ASLEEP)
+        awake = fleet.having(ShardState.ACTIVE)
         if asleep and (not awake or self._random.random() < 0.55):
             moved = elastic.expand(self._random.sample(asleep, self._random.randint(1, len(asleep)))).shards
         else:
             moved = elastic.shrink(self._random.sample(awake, self._random.randint(1, len(awake)))).shards
-            self.to_zero += not shards.having(ShardState.ACTIVE)
+            self.to_zero += not fleet.having(ShardState.ACTIVE)
         self.transitions += len(moved)
 
 

@@ -24,7 +24,7 @@ import ray
 from nemo_rl.distributed.worker_calls import WorkerError
 from nemo_rl.models.generation.interfaces import GenerationError, ShardStateError
 from nemo_rl.models.generation.vllm import engine_actors
-from nemo_rl.models.generation.vllm.shards import ShardState
+from nemo_rl.models.generation.vllm.shard_state import ShardState
 from nemo_rl.utils.record_events import (
     GroupCommitted,
     ShardRouted,
@@ -188,7 +188,7 @@ def test_sleep_frees_the_memory_is_idempotent_and_zero_shards_is_legal(engines: 
         )
     assert engines.generation.sleep_partial([0, 1]) == {}
     assert engines.generation.router.active == frozenset()
-    assert engines.generation.shards.having(ShardState.ASLEEP) == [0, 1]
+    assert engines.generation.fleet.having(ShardState.ASLEEP) == [0, 1]
 
     async def wait_for_a_shard() -> None:
         requests = engines.requests(6)
@@ -319,7 +319,7 @@ def test_a_sync_service_that_drives_the_receivers_itself_brings_whole_versions(e
     engines.refresh(40)
     generation.sleep_partial([0], level=2)
     with pytest.raises(WorkerError, match="sleeps: wake its weights"):
-        generation.shards.call([0], "rlix_model_update_rpc", name="broadcast_parameter")
+        generation.fleet.call([0], "rlix_model_update_rpc", name="broadcast_parameter")
     generation.wake_up_partial([0], skip_activate=True)
     with pytest.raises(WorkerError, match="has had no weights"):
         generation.activate_dp_ranks([0])
@@ -376,7 +376,7 @@ def test_after_a_session_that_broke_off_half_way_the_next_one_brings_the_whole_v
         # A shard that wakes sleeps again when its weights do not come.
         with pytest.raises(TransportError, match="planted"):
             engines.elastic.expand([1])
-    assert engines.generation.shards.state(1) is ShardState.ASLEEP
+    assert engines.generation.fleet.state(1) is ShardState.ASLEEP
     slept = [entry.event for entry in engines.record.entries if isinstance(entry.event, ShardSlept)][-1]
     assert slept.freed_bytes > 30 << 20
     engines.generation.wake_up_partial([1], skip_activate=True, tags=["weights"])
@@ -395,7 +395,7 @@ def test_an_engine_out_of_memory_at_wake_sleeps_again_and_the_others_live(engine
     resized = engines.elastic.expand([0])
     no_memory.unlink()
     assert resized.shards == [] and "planted: no memory is left" in resized.failed[0]
-    assert engines.generation.shards.state(0) is ShardState.ASLEEP
+    assert engines.generation.fleet.state(0) is ShardState.ASLEEP
     requests = engines.requests(6)
     assert shards_of(asyncio.run(engines.run(requests))) == {1}
     assert engines.elastic.expand([0]).shards == [0]
@@ -421,7 +421,7 @@ def test_a_shard_with_wrong_weights_is_quarantined_and_the_others_live(engines: 
         segment.write(bytes([byte ^ 1]))
     resized = engines.elastic.expand([1])
     assert resized.shards == [] and "received" in resized.failed[1] and "sent" in resized.failed[1]
-    assert engines.generation.shards.state(1) is ShardState.FAILED
+    assert engines.generation.fleet.state(1) is ShardState.FAILED
     with pytest.raises(ShardStateError, match=r"shards \[1\] are quarantined"):
         engines.generation.activate_dp_ranks([1])
     requests = engines.requests(9)
@@ -435,7 +435,7 @@ def test_a_shard_with_wrong_weights_is_quarantined_and_the_others_live(engines: 
 def test_when_the_last_shard_hangs_its_requests_fail_by_name(engines: Elastic) -> None:
     dispatcher = engines.generation._dispatcher
     dispatcher.hang_s, dispatcher.poll_s = 3.0, 1.0
-    pid = engines.generation._workers[0][0]["pid"]
+    pid = engines.generation.fleet.shards[0].ranks[0]["pid"]
 
     async def hang() -> None:
         await engines.under_load(lambda: os.kill(pid, signal.SIGSTOP))

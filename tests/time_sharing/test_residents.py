@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,6 +89,12 @@ class Shards:
         self.moves.append("built")
         return ranks
 
+    def sleep(self, ranks: list[int], level: int | None) -> None:
+        self.moves.append(f"asleep at {level}")
+
+    def wake(self, ranks: list[int]) -> None:
+        self.moves.append("woken")
+
     def call(self, ranks: list[int], what: str) -> list[list[int]]:
         used = self.others + (62 * GIB if self.moves[-1] in ("built", "woken") else 2 * GIB)
         return [[used if what == "memory_in_use" else 80 * GIB - used]]
@@ -120,13 +125,8 @@ def test_the_engine_of_an_evaluation_is_entered_when_it_first_sleeps(
     monkeypatch.setattr(pool, "unregister_pipeline", ended.append)
     pipeline = evaluation(pool, tmp_path, monkeypatch)
     pool._submissions["score"] = life = Submission("score", 0, (), (0, 1), 0.0)
-    shards = Shards(others)
-    generation: Any = SimpleNamespace(
-        shards=shards,
-        sleep_partial=lambda ranks, level: shards.moves.append(f"asleep at {level}"),
-        wake_up_partial=lambda ranks, skip_activate: shards.moves.append("woken"),
-    )
-    engine = FixedWeights(generation, pipeline.engine_built)
+    shards: Any = Shards(others)
+    engine = FixedWeights(shards, pipeline.engine_built)
     if fits:
         for _ in range(2):
             engine.wake(1)

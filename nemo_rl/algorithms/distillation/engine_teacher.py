@@ -30,7 +30,6 @@ from nemo_rl.models.generation.interfaces import (
     request_timeout_s,
 )
 from nemo_rl.models.generation.vllm.engine_actors import EngineActors, start_engine_actors
-from nemo_rl.models.generation.vllm.repair import ShardRepair
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.utils.record import Record
 
@@ -104,18 +103,17 @@ class EngineTeacher:
 
     def __init__(self, actors: EngineActors, tokenizer: PreTrainedTokenizerBase, *, shares: bool) -> None:
         self._generation = scoring_engines(actors, tokenizer)
-        self._shares = shares
-        self._repair = ShardRepair(self._generation)
+        self._fleet, self._shares = self._generation.fleet, shares
+        self._fleet.rebuild_lost()
 
     def wait_until_started(self) -> None:
         """Waits for the engines. Raises WorkerError: one did not start."""
         self._generation.wait_until_started()
-        self._generation.shards.await_rebuild(True)
+        self._fleet.await_rebuild(True)
 
     def memory_in_use(self) -> int:
         """Bytes in use on the fullest device."""
-        shards = self._generation.shards.healthy()
-        return max(max(devices) for devices in self._generation.shards.call(shards, "memory_in_use"))
+        return max(max(devices) for devices in self._fleet.call(self._fleet.healthy(), "memory_in_use"))
 
     def prepare_for_lp_inference(self) -> None:
         """Wakes the engines; one that dies meanwhile is rebuilt when it is used."""
@@ -125,14 +123,14 @@ class EngineTeacher:
     def offload_to_cpu(self) -> None:
         """Puts the engines to sleep, with their weights on the host."""
         if self._shares:
-            self._move(lambda shards: self._generation.sleep_partial(shards, level=_KEEP_WEIGHTS))
+            self._move(lambda shards: self._fleet.sleep(shards, _KEEP_WEIGHTS))
 
     def _move(self, move: Callable[[Sequence[int]], object]) -> None:
-        for shard in self._generation.shards.healthy():
+        for shard in self._fleet.healthy():
             try:
                 move([shard])
             except WorkerError as error:
-                if isinstance(error.__cause__, WakeError) or shard in self._generation.shards.healthy():
+                if isinstance(error.__cause__, WakeError) or shard in self._fleet.healthy():
                     raise
 
     def get_topk_logits(self, batch: BatchedDataDict, k: int) -> BatchedDataDict:
@@ -144,14 +142,7 @@ class EngineTeacher:
         return logprobs_of_prompts(self._generation, batch, while_waiting=self._rebuild)
 
     def _rebuild(self) -> None:
-        back = self._repair.take_back()
-        if back:
-            self._generation.activate_dp_ranks(back)
-        self._repair.begin()
-        shards = self._generation.shards
-        # Requests would wait until their deadline for engines that do not start any more.
-        if not shards.healthy() and not self._repair.lost():
-            shards.await_rebuild(False)
+        self._fleet.revive_lost(self._fleet.activate)
 
     def kernels(self) -> str:
         """What computes it, in words."""
@@ -160,7 +151,7 @@ class EngineTeacher:
 
     def shutdown(self) -> None:
         """Ends the engines. Safe to call twice."""
-        self._repair.close()
+        self._fleet.close()
         self._generation.shutdown()
 
 

@@ -199,17 +199,17 @@ def check_model(config: MasterConfig) -> PretrainedConfig:
     return model
 
 
-def _slept_engines(
+def _sleep_before_training(
     generation: VllmGeneration | None, ready: Prepared[GRPOState, Loader, _RayParts], start: StartPhases
-) -> list[dict[str, int]]:
-    """The bytes in use before and after the engines slept, where training follows on their GPUs."""
+) -> None:
+    """Puts the engines to sleep where training follows on their GPUs."""
     if generation is None or not (generation.colocated and ready.accelerator.is_cuda):
-        return []
+        return
     # An engine takes its share of the memory that is free, and measures it while it starts: training takes its own
     # afterwards.
     with start.phase("engines"):
         generation.wait_until_started()
-        return generation.sleep()
+        generation.sleep()
 
 
 def _build(
@@ -238,7 +238,7 @@ def _build(
     endpoint = _start_endpoint(config, ready, generation, start)
     if endpoint is not None:
         undo.callback(endpoint.close)
-    slept = _slept_engines(generation, ready, start)
+    _sleep_before_training(generation, ready, start)
     with placement.training_accelerators():
         with start.phase("policy, beside the data plane" if config.data_plane.enabled else "policy"):
             policy = start_policy(config, clusters.training, tokenizer, ready.ray_parts.policy)
@@ -258,7 +258,7 @@ def _build(
             with start.phase("engines, beside the policy"):
                 generation.wait_until_started()
             ready.seconds["vllm_init_time_s"] = time.monotonic() - began
-        built = Built(config, policy, generation, ready.state.step, record, timer, progress, slept)
+        built = Built(config, policy, generation, ready.state.step, record, timer, progress)
         control = placement.control_plane(built)
     slots = [cluster.world_size() for cluster in clusters.distinct()]
     return assembled(

@@ -6,7 +6,7 @@ only code inside `training_accelerators`, and engines that the placement starts,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -19,7 +19,6 @@ from nemo_rl.config import ConfigError, MasterConfig, generation_world_size, tra
 from nemo_rl.config.teachers import Teacher, teachers_of
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.models.generation.vllm.repair import ShardRepair
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.progress import RunProgress
@@ -45,9 +44,7 @@ class Clusters:
 
 @dataclass(frozen=True)
 class Built:
-    """Parts of a run that a control plane needs. `slept`: memory reports of the engines from when they were put to
-    sleep before their first use.
-    """
+    """Parts of a run that a control plane needs."""
 
     config: MasterConfig
     policy: Policy
@@ -56,7 +53,6 @@ class Built:
     record: Record
     timer: Timer  # times of the current step
     progress: RunProgress
-    slept: Sequence[Mapping[str, int]] = ()
 
 
 class Placement(Protocol):
@@ -159,6 +155,7 @@ class OwnPlacement(OwnSlots):
         """Refits generation from the live policy."""
         refitter = None
         if built.generation is not None:
+            built.generation.fleet.rebuild_lost()
             refitter = Refitter(
                 built.policy,
                 built.generation,
@@ -166,8 +163,6 @@ class OwnPlacement(OwnSlots):
                 colocated=built.generation.colocated,
                 cuda=self._cuda,
                 record=built.record.bind("refit"),
-                slept=built.slept,
-                repair=ShardRepair(built.generation),
             )
         return OwnAccelerators(refitter, built.timer, built.progress.phase)
 

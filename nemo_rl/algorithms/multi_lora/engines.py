@@ -24,8 +24,7 @@ from nemo_rl.algorithms.multi_lora.passes import AdapterPolicy
 from nemo_rl.config.errors import first_line
 from nemo_rl.distributed.worker_calls import WorkerError
 from nemo_rl.models.generation.interfaces import GenerationError, GenerationRequest, GenerationResult
-from nemo_rl.models.generation.vllm.repair import ShardRepair
-from nemo_rl.models.generation.vllm.shards import is_lost
+from nemo_rl.models.generation.vllm.shard_state import is_lost
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.models.multi_lora.policy import MultiLoraPolicy
 from nemo_rl.utils.adapters import AdapterInfo
@@ -66,8 +65,9 @@ class AdapterEngines:
         self._held: dict[str, _Held] = {}
         self._lock = threading.RLock()
         self._restored = 0
-        self._repair = ShardRepair(generation)
-        generation.shards.await_rebuild(True)
+        self._fleet = generation.fleet
+        self._fleet.rebuild_lost()
+        self._fleet.await_rebuild(True)
         self._over = threading.Event()
         self._watch = threading.Thread(target=self._keep_repaired, name="adapter-engines", daemon=True)
         self._watch.start()
@@ -92,7 +92,7 @@ class AdapterEngines:
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in factors.values())
         with self._lock:
             self._held[name] = _Held(version, info, ray.put(factors), nbytes, record)
-            shards = self.generation.shards.healthy()
+            shards = self._fleet.healthy()
         # Adapters are sent beside each other. A shard that comes back meanwhile gets the new version by `restore`.
         try:
             self._load(shards, name)
@@ -105,7 +105,7 @@ class AdapterEngines:
 
     def _load(self, shards: Sequence[int], name: str) -> None:
         held = self._held[name]
-        self.generation.shards.call_healthy(
+        self._fleet.call_healthy(
             "load_adapter", shards, name=name, version=held.version, info=held.info, factors=held.factors
         )
 
@@ -115,7 +115,7 @@ class AdapterEngines:
             if self._held.pop(name, None) is None:
                 return
             try:
-                self.generation.shards.call_healthy("remove_adapter", name=name)
+                self._fleet.call_healthy("remove_adapter", name=name)
             except WorkerError as error:
                 # The engines go on with an adapter that nothing asks for.
                 logger.warning("adapter=%s removal=failed reason=%s", name, first_line(error))
@@ -132,27 +132,20 @@ class AdapterEngines:
                 held.record.emit(SyncStarted(sync, held.version, wanted, "adapter", recompute_kv=True, adapter=name))
                 self._load(wanted, name)
                 held.record.emit(SyncFinished(sync, held.version, "done", held.nbytes))
-            self.generation.activate_healthy(wanted)
+            self._fleet.activate_healthy(wanted)
 
     def _keep_repaired(self) -> None:
         """Rebuilds shards that were lost; requests wait for them until none can be rebuilt."""
-        waits = True
         while not self._over.wait(_WATCH_S):
             try:
-                self._repair.begin()
-                if back := self._repair.take_back():
-                    self.restore(back)
-                hopeless = not self.generation.shards.healthy() and not self._repair.lost()
-                if waits and hopeless:
-                    waits = False
-                    self.generation.shards.await_rebuild(False)
+                self._fleet.revive_lost(self.restore)
             except (WorkerError, GenerationError) as error:
                 logger.error("shards=rebuild failed reason=%s", first_line(error))
 
     def close(self) -> None:
         """Stops rebuilding shards."""
         self._over.set()
-        self._repair.close()
+        self._fleet.close()
         self._watch.join(timeout=_CLOSE_S)
 
 
@@ -243,7 +236,7 @@ class AdapterControl:
         """Sends the adapter unless the engines have that version."""
         if self._engines.version(self._name) == version:
             return
-        shards, sync = tuple(self._engines.generation.shards.healthy()), f"{self._name}@{version}"
+        shards, sync = tuple(self._engines.generation.fleet.healthy()), f"{self._name}@{version}"
         self._record.emit(SyncStarted(sync, version, shards, "adapter", recompute_kv=True, adapter=self._name))
         outcome = "failed"
         try:

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl.distributed.worker_calls import WorkerError
 from nemo_rl.models.generation.interfaces import ShardStateError
-from nemo_rl.models.generation.vllm.shards import ShardState
+from nemo_rl.models.generation.refit import Weights, refit, sync
+from nemo_rl.models.generation.vllm.shard_state import ShardState
 from nemo_rl.utils.record import NullRecord, Record
-from nemo_rl.utils.record_events import SyncStarted, VersionPublished
 from nemo_rl.weight_sync.cache import CacheError
-from nemo_rl.weight_sync.session import SyncOptions, SyncReport, SyncSession, finished_event, pause_quantiles
+from nemo_rl.weight_sync.session import SyncOptions, SyncReport, pause_quantiles
 
 if TYPE_CHECKING:
     from nemo_rl.models.policy.weights import PolicyWeightCache
@@ -41,14 +41,12 @@ class Resize:
 
 
 class ElasticGeneration:
-    """Resizes one generation backend. `recompute_kv`: whether requests that run through a refresh recompute keys and
-    values.
-    """
+    """Resizes `generation`. `recompute_kv`: whether requests that run through a refresh recompute keys and values."""
 
     def __init__(
         self, generation: Any, cache: PolicyWeightCache, options: SyncOptions, *, record: Record | None = None
     ) -> None:
-        self._generation = generation
+        self.generation, self._fleet = generation, generation.fleet
         self._cache = cache
         self._options = options
         self._record: Record = record or NullRecord()
@@ -62,27 +60,38 @@ class ElasticGeneration:
         """
         wanted = sorted(set(dp_ranks))
         with self._alone("shrink"):
-            self._generation.sleep_partial(wanted)
-        return Resize([shard for shard in wanted if self._generation.shards.state(shard) is ShardState.ASLEEP])
+            self._fleet.sleep(wanted)
+        return Resize(
+            [shard for shard in wanted if self._fleet.state(shard) in (ShardState.ASLEEP, ShardState.UNBUILT)]
+        )
 
-    def expand(self, dp_ranks: Iterable[int]) -> Resize:
-        """Wakes shards with the cache's weights and routes them. Returns which came back. A shard that could not wake
-        sleeps on; one with wrong weights, or that died, is quarantined. Raises CacheError: the cache is empty;
-        TransportError, WorkerError: the session failed through no shard's fault; they sleep as before.
+    def expand(self, dp_ranks: Iterable[int], *, routes: bool = True) -> Resize:
+        """Wakes shards with the cache's weights, all in one session. Returns which came back. A shard that could not
+        wake sleeps on; one with wrong weights, or that died, is quarantined. `routes`: whether they take requests at
+        once, or are only ready to be routed. Raises CacheError: the cache is empty; TransportError, WorkerError: the
+        session failed through no shard's fault; they sleep as before.
         """
-        self._served()
+        self._version()
         failed: dict[int, str] = {}
+        report = None
         with self._alone("expand"):
-            state = self._generation.shards.state
-            wanted = [shard for shard in sorted(set(dp_ranks)) if state(shard) is not ShardState.ACTIVE]
-            self._wake(wanted, failed, "weights")
-            report = self._sync_all(wanted, failed)
-            self._wake(wanted, failed, "kv_cache")
-            if wanted:
-                self._generation.activate_dp_ranks(wanted)
+            wanted = [shard for shard in sorted(set(dp_ranks)) if self._fleet.state(shard) is not ShardState.ACTIVE]
+            woken = self._woken(wanted, failed, "weights")
+            try:
+                report = self._refit(woken)
+            except Exception:
+                if left := self._fleet.healthy(woken):
+                    self._fleet.sleep(left)
+                    raise
+            failed |= self._fleet.failures(woken)
+            back = self._woken(self._fleet.healthy(woken), failed, "kv_cache")
+            if back and routes:
+                self._fleet.activate(back)
+            elif back:
+                self._fleet.accept(back)
         for shard, reason in failed.items():
             logger.error("shard=%d expand=failed reason=%s", shard, reason)
-        return Resize(wanted, failed, report)
+        return Resize(back, failed, report)
 
     def resize_infer(self, dp_ranks_to_remove: Iterable[int], dp_ranks_to_add: Iterable[int]) -> tuple[Resize, Resize]:
         """`shrink` and then `expand`, for a control plane that moves shards both ways at once. Returns what became of
@@ -95,72 +104,29 @@ class ElasticGeneration:
         return self.shrink(removed), self.expand(added)
 
     def wake_weights(self, dp_ranks: Iterable[int]) -> None:
-        """Builds missing engines and wakes the weights of the others: the first half of `expand`. Raises WorkerError: a
-        shard could not wake, or its engine did not start.
-        """
-        wanted = sorted(set(dp_ranks))
-        # Building takes a minute and moves no other shard: it needs no lock.
-        self._generation.shards.build(wanted)
+        """Makes room for the weights of shards, before `expand`. Raises WorkerError: a shard could not wake."""
         with self._alone("wake"):
-            self._generation.wake_up_partial(wanted, skip_activate=True, tags=["weights"])
-
-    def load(self, dp_ranks: Iterable[int]) -> Resize:
-        """Brings the cache's version to shards that woke, in one session, and makes them ready to be routed: the second
-        half of `expand`. Returns which are ready; the others are quarantined. Raises CacheError: the cache is empty;
-        TransportError, WorkerError: the session failed through no shard's fault; all of them sleep.
-        """
-        self._served()
-        failed: dict[int, str] = {}
-        wanted = sorted(set(dp_ranks))
-        with self._alone("load"):
-            report = self._sync_all(wanted, failed)
-            self._wake(wanted, failed, "kv_cache")
-            if wanted:
-                self._generation.shards.accept(wanted)
-        return Resize(wanted, failed, report)
+            self._fleet.wake(dp_ranks, ["weights"])
 
     def refresh(self, dp_ranks: Iterable[int] | None = None) -> Resize:
         """Brings shards that serve to the cache's version, all of them by default. Returns which have it; the others
         are quarantined. Without a session where none serves. Raises WorkerError, TransportError: the session failed
-        through no shard's fault, or on all of them; targets that staged serve their old weights, others are
-        quarantined.
+        through no shard's fault, or on all of them; targets whose weights may be half new are quarantined, the others
+        serve their old ones.
         """
         with self._alone("refresh"):
-            active = self._generation.shards.having(ShardState.ACTIVE)
-            wanted = active if dp_ranks is None else sorted(set(dp_ranks))
-            return self._refresh(wanted) if wanted else Resize([])
-
-    def _refresh(self, wanted: list[int]) -> Resize:
-        failed: dict[int, str] = {}
-        half_new = False
-        while True:
-            version, recompute_kv, staged = self._served(), self.recompute_kv, True
-            targets = self._generation.get_model_update_receiver(wanted, recompute_kv=recompute_kv)
+            wanted = self._fleet.having(ShardState.ACTIVE) if dp_ranks is None else sorted(set(dp_ranks))
+            if not wanted:
+                return Resize([])
             try:
-                source = self._cache.source(version)
-                staged = targets.staging_fits(sum(meta.nbytes for meta in source.tensor_metas()))
-                report = self._run(source, targets, version, staged=staged, recompute_kv=recompute_kv)
-            except Exception as error:
-                if isinstance(error, CacheError) and self._served() != version:
-                    # Nothing was loaded yet. A newer version that was built meanwhile is as good.
-                    continue
-                # Without staging the engines stand still over weights that may be half new, whatever it was that
-                # failed, until another session brings them whole ones.
-                half_new |= not staged
-                lost = targets.culprits
-                again = bool(lost) and len(lost) < len(wanted)
-                if half_new and not again:
-                    lost = dict.fromkeys(wanted, "its weights may be half new")
-                if lost:
-                    self._generation.quarantine(list(lost), "; ".join(sorted(set(lost.values()))))
-                if not again:
-                    raise
-                failed |= lost
-                wanted = [shard for shard in wanted if shard not in lost]
-                continue
-            self.pauses_s += report.pauses_s
-            self._record.emit(VersionPublished(version, tuple(wanted)))
-            return Resize(wanted, failed, report)
+                report = self._refit(wanted, stages=True, publishes=True, recompute_kv=self.recompute_kv)
+            except Exception:
+                # They stand still until another session brings them whole weights, which may never be asked for.
+                half_new = [shard for shard in self._fleet.healthy(wanted) if self._fleet.shards[shard].half_new]
+                self._fleet.fail(dict.fromkeys(half_new, "its weights may be half new"))
+                raise
+            self.pauses_s += report.pauses_s if report is not None else []
+            return Resize(self._fleet.healthy(wanted), self._fleet.failures(wanted), report)
 
     def sync_selected_workers(self, tgt_dp_ranks: Sequence[int], verify: bool = False) -> SyncReport:
         """Syncs shards that are awake and not routed, and nothing else. Raises WorkerError, TransportError: the session
@@ -168,21 +134,9 @@ class ElasticGeneration:
         """
         options = replace(self._options, verify=verify or self._options.verify)
         with self._alone("sync"):
-            version = self._served()
-            return self._run(
-                self._cache.source(version),
-                self._generation.get_model_update_receiver(tgt_dp_ranks),
-                version,
-                options=options,
-            )
-
-    def requests_under_way(self) -> int:
-        """Requests that run, or wait for a shard."""
-        return self._generation.requests_under_way
-
-    def good_batch(self) -> int | None:
-        """How many requests a rank runs at once at good speed, as measured; None before that is known."""
-        return self._generation.good_batch()
+            version = self._version()
+            targets = self._fleet.targets(sorted(set(tgt_dp_ranks)))
+            return sync(self._cache.source(version), targets, version, options, self._record)
 
     def pause_metrics(self) -> dict[str, float]:
         """p50 and p99 of the seconds for which a serving shard stood still per refresh."""
@@ -197,60 +151,24 @@ class ElasticGeneration:
         finally:
             self._turn.release()
 
-    def _served(self) -> int:
+    def _version(self) -> int:
         version = self._cache.version
         if version is None:
             raise CacheError("the weight cache is empty; build a version before shards are woken or refreshed")
         return version
 
-    def _wake(self, wanted: list[int], failed: dict[int, str], tag: str) -> None:
-        """Wakes one tag on all shards; those that cannot leave `wanted`."""
-        if not wanted:
-            return
+    def _refit(self, wanted: Sequence[int], **rules: Any) -> SyncReport | None:
+        weights = Weights(self._version, self._cache.source)
+        return refit(self._fleet, lambda: self._fleet.healthy(wanted), weights, self._options, self._record, **rules)
+
+    def _woken(self, wanted: list[int], failed: dict[int, str], tag: str) -> list[int]:
+        """Wakes one tag on all shards; those that have it, without those that could not."""
         try:
-            self._generation.wake_up_partial(wanted, skip_activate=True, tags=[tag])
+            self._fleet.wake(wanted, [tag])
         except WorkerError as error:
-            state = self._generation.shards.state
-            lost = [shard for shard in wanted if state(shard) in (ShardState.ASLEEP, ShardState.FAILED)]
+            lost = [shard for shard in wanted if self._fleet.state(shard) in (ShardState.ASLEEP, ShardState.FAILED)]
             if not lost:
                 raise
             failed |= dict.fromkeys(lost, f"{tag} did not wake: {error}")
-            wanted[:] = [shard for shard in wanted if shard not in lost]
-
-    def _sync_all(self, wanted: list[int], failed: dict[int, str]) -> SyncReport | None:
-        while wanted:
-            version = self._served()
-            targets = self._generation.get_model_update_receiver(wanted)
-            try:
-                return self._run(self._cache.source(version), targets, version)
-            except Exception as error:
-                if isinstance(error, CacheError) and self._served() != version:
-                    # A newer version was built before the session could read this one.
-                    continue
-                if not targets.culprits:
-                    self._generation.sleep_partial(wanted)
-                    raise
-                self._generation.quarantine(list(targets.culprits), "; ".join(sorted(set(targets.culprits.values()))))
-                failed |= targets.culprits
-                wanted[:] = [shard for shard in wanted if shard not in targets.culprits]
-        return None
-
-    def _run(
-        self,
-        source: Any,
-        targets: Any,
-        version: int,
-        *,
-        staged: bool = False,
-        options: SyncOptions | None = None,
-        recompute_kv: bool = True,
-    ) -> SyncReport:
-        session = SyncSession(source, targets, version=version, options=options or self._options, staged=staged)
-        transport = self._options.transport
-        self._record.emit(SyncStarted(session.session_id, version, targets.shards, transport, recompute_kv))
-        report = None
-        try:
-            report = session.run()
-            return report
-        finally:
-            self._record.emit(finished_event(session, targets.shards, report))
+            return [shard for shard in wanted if shard not in lost]
+        return wanted

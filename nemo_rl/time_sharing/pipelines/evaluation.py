@@ -12,16 +12,22 @@ from pathlib import Path
 
 from nemo_rl.config import EvalMasterConfig
 from nemo_rl.distributed.accelerators import Accelerator
-from nemo_rl.models.generation.vllm.shards import ShardState
+from nemo_rl.models.generation.vllm.fleet import EngineFleet
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
-from nemo_rl.time_sharing.agents.runtime import AgentRuntime, EngineError
+from nemo_rl.time_sharing.agents.runtime import AgentRuntime
 from nemo_rl.time_sharing.agents.standing_demand import standing_demand
 from nemo_rl.time_sharing.log.pool_state import Outcome, Progress
 from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job
 from nemo_rl.time_sharing.pipelines.lent import RequestsOnly
 from nemo_rl.time_sharing.pipelines.shared_cluster import SharedCluster
-from nemo_rl.time_sharing.pipelines.vllm_engine import EngineSlot, FirstSlept, build_engine, engine_errors
+from nemo_rl.time_sharing.pipelines.vllm_engine import (
+    BuildableEngines,
+    EngineSlot,
+    FirstSlept,
+    build_engine,
+    engine_errors,
+)
 from nemo_rl.utils.record import Record
 
 logger = logging.getLogger(__name__)
@@ -30,51 +36,25 @@ _LEAVE_S = 300.0
 _KEEP_WEIGHTS = 1
 
 
-class FixedWeights:
-    """Implements `runtime.Engine` over shards that loaded their model from disk. `on_first_sleep`: see
-    `build_engine`.
+class FixedWeights(BuildableEngines):
+    """Implements `runtime.Engine` over shards that loaded their model from disk, and keep it on the host while they
+    sleep. `on_first_sleep`: see `build_engine`.
     """
 
-    def __init__(self, generation: VllmGeneration, on_first_sleep: FirstSlept) -> None:
-        self._generation, self._on_first_sleep = generation, on_first_sleep
-
-    def drain(self, rank: int) -> None:
-        """Ends the rank's requests, which go on elsewhere, and waits until it is idle."""
-        with engine_errors(f"drain of rank {rank}"):
-            self._generation.mark_dp_ranks_inactive([rank])
-        self._check(rank, ShardState.INACTIVE, "did not end its requests")
-
-    def sleep(self, rank: int) -> None:
-        """Gives the rank's memory back, with its weights on the host, and verifies it."""
-        with engine_errors(f"sleep of rank {rank}"):
-            self._generation.sleep_partial([rank], level=_KEEP_WEIGHTS)
-        self._check(rank, ShardState.ASLEEP, "failed while it was put to sleep")
-
-    def _check(self, rank: int, expected: ShardState, what: str) -> None:
-        state = self._generation.shards.state(rank)
-        if state is ShardState.FAILED and state is not expected:
-            raise EngineError(f"rank {rank} {what}")
+    def __init__(self, fleet: EngineFleet, on_first_sleep: FirstSlept) -> None:
+        super().__init__(fleet, on_first_sleep, _KEEP_WEIGHTS)
 
     def wake(self, rank: int) -> None:
         """Wakes the rank's engine, or builds one where none stands."""
         with engine_errors(f"wake of rank {rank}"):
-            build_engine(self._generation, rank, self._on_first_sleep, _KEEP_WEIGHTS)
-            self._generation.wake_up_partial([rank], skip_activate=True)
+            build_engine(self._fleet, rank, self._on_first_sleep, _KEEP_WEIGHTS)
+            self._fleet.wake([rank])
 
     def load(self, rank: int, version: int) -> int:
         """Its weights came with it."""
         with engine_errors(f"load of rank {rank}"):
-            self._generation.shards.accept([rank])
+            self._fleet.accept([rank])
         return version
-
-    def set_routable(self, rank: int, active: bool) -> None:
-        """Routes the rank or takes it out of routing; returns at once."""
-        self._generation.shards.set_routable(rank, active, self._generation.start_on_dispatch_loop)
-
-    def ended(self, rank: int) -> None:
-        """The rank's processes were ended from outside: its requests go on elsewhere, and its next wake builds it."""
-        self._generation.quarantine([rank], "its processes were ended by the scheduler")
-        self._generation.shards.ended(rank)
 
 
 class LentEngines:
@@ -115,8 +95,8 @@ class LentEngines:
     def serving(self, generation: VllmGeneration, problems: int, answers: int) -> Generator[Callable[[int], None]]:
         """The demand stands while problems are open; afterwards the ranks go to sleep and the registration ends."""
         self.of = problems
-        self._engines.put(FixedWeights(generation, self._on_first_sleep))
-        generation.on_failure(lambda rank, reason: self._runtime.rank_broken_soon(rank))
+        self._engines.put(FixedWeights(generation.fleet, self._on_first_sleep))
+        generation.fleet.on_failure(lambda rank, reason: self._runtime.rank_broken_soon(rank))
         with standing_demand(self._runtime, lambda: generation.requests_under_way, answers) as report:
 
             def tell(done: int) -> None:

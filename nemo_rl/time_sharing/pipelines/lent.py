@@ -120,7 +120,7 @@ class LentPlacement:
 
     def generation_prepared(self, generation: VllmGeneration) -> None:
         """Engines may be built from here on, on idle GPUs, beside the policy."""
-        self._engines.put(BuildableEngines(generation, self._on_first_sleep))
+        self._engines.put(BuildableEngines(generation.fleet, self._on_first_sleep))
         self._runtime.builds_ahead()
 
     @contextmanager
@@ -142,9 +142,9 @@ class LentPlacement:
         )
         options = SyncOptions(sync.transport, sync.bucket_bytes, sync.verify, sync.timeout_s, keep_group=False)
         elastic = ElasticGeneration(built.generation, cache, options)
-        engine = VllmEngine(built.generation, elastic, lambda: cache.version, self._on_first_sleep)
+        engine = VllmEngine(built.generation.fleet, elastic, lambda: cache.version, self._on_first_sleep)
         self._engines.put(engine)
-        built.generation.on_failure(lambda rank, reason: self._runtime.rank_broken_soon(rank))
+        built.generation.fleet.on_failure(lambda rank, reason: self._runtime.rank_broken_soon(rank))
         cache.build(built.version)
         self._runtime.begin_at(built.version)
         share = built.config.policy.generation.vllm_cfg.gpu_memory_utilization
@@ -244,12 +244,14 @@ class LentAccelerators:
     @contextmanager
     def demand(self, step: int, groups: int, ready: int, kind: DemandKind = "training") -> Generator[ReportProgress]:
         """The scheduler hears what is waited for before the wait begins, and of whatever changes."""
-        batch = self._elastic.good_batch() if self._measures_batch else None
+        batch = self._elastic.generation.good_batch() if self._measures_batch else None
         if batch is not None:
             self._runtime.batch_measured(batch)
         # Validation answers a prompt once.
         with standing_demand(
-            self._runtime, self._elastic.requests_under_way, self._samples if kind == "training" else 1
+            self._runtime,
+            lambda: self._elastic.generation.requests_under_way,
+            self._samples if kind == "training" else 1,
         ) as report:
             report(ready, groups)
             yield report

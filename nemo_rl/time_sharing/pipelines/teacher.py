@@ -74,8 +74,8 @@ class TeacherPipeline(LentPipeline):
         requests = RequestsOnly(record.bind(f"{job.name}/generation"))
         self._generation = generation = scoring_engines(actors, tokenizer, requests)
         try:
-            engines.put(FixedWeights(generation, self.engine_built))
-            generation.on_failure(lambda rank, reason: runtime.rank_broken_soon(rank))
+            engines.put(FixedWeights(generation.fleet, self.engine_built))
+            generation.fleet.on_failure(lambda rank, reason: runtime.rank_broken_soon(rank))
             self._serving.set()
             self._until_nobody_needs_it(runtime)
             self._serving.clear()

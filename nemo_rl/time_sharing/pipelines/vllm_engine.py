@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from nemo_rl.distributed.worker_calls import WorkerError
 from nemo_rl.models.generation.elastic import ElasticGeneration
 from nemo_rl.models.generation.interfaces import GenerationError, ShardStateError
-from nemo_rl.models.generation.vllm.shards import ShardState
-from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
+from nemo_rl.models.generation.vllm.fleet import EngineFleet
+from nemo_rl.models.generation.vllm.shard_state import ShardState
 from nemo_rl.time_sharing.agents.runtime import EngineError, Ranks
 from nemo_rl.time_sharing.pipelines.residents import SlotMemory
 from nemo_rl.weight_sync.cache import CacheError
@@ -44,7 +44,7 @@ FirstSlept = Callable[[int, FirstSleep], None]
 """Is called with a rank whose engine was built and sleeps."""
 
 
-def build_engine(generation: VllmGeneration, rank: int, on_first_sleep: FirstSlept, level: int | None = None) -> None:
+def build_engine(fleet: EngineFleet, rank: int, on_first_sleep: FirstSlept, level: int | None = None) -> None:
     """Builds the rank's engine where none stands, and puts it to sleep: its next wake, which may follow a neighbour's
     training, is not the first use that it makes of an allocator.
 
@@ -53,12 +53,12 @@ def build_engine(generation: VllmGeneration, rank: int, on_first_sleep: FirstSle
 
     Raises WorkerError: it did not start, or did not fall asleep.
     """
-    began, shards = time.monotonic(), generation.shards
-    if not shards.build([rank]):
+    began = time.monotonic()
+    if not fleet.build([rank]):
         return
-    awake: list[int] = shards.call([rank], "memory_in_use")[0]
-    generation.sleep_partial([rank], level)
-    used, free = (shards.call([rank], what)[0] for what in ("memory_in_use", "free_memory"))
+    awake: list[int] = fleet.call([rank], "memory_in_use")[0]
+    fleet.sleep([rank], level)
+    used, free = (fleet.call([rank], what)[0] for what in ("memory_in_use", "free_memory"))
     measured = [SlotMemory(stays, stays + rest) for stays, rest in zip(used, free, strict=True)]
     needs = [max(0, before - stays) for before, stays in zip(awake, used, strict=True)]
     on_first_sleep(rank, FirstSleep(time.monotonic() - began, measured, needs))
@@ -66,30 +66,30 @@ def build_engine(generation: VllmGeneration, rank: int, on_first_sleep: FirstSle
 
 class BuildableEngines:
     """The shards of one generation backend while there are no weights for them: they can be built and sleep.
-    `on_first_sleep`: see `build_engine`.
+    `on_first_sleep`: see `build_engine`. `level`: at which they sleep; the configured one by default.
     """
 
-    def __init__(self, generation: VllmGeneration, on_first_sleep: FirstSlept) -> None:
-        self._generation, self._on_first_sleep = generation, on_first_sleep
+    def __init__(self, fleet: EngineFleet, on_first_sleep: FirstSlept, level: int | None = None) -> None:
+        self._fleet, self._on_first_sleep, self._level = fleet, on_first_sleep, level
 
     def drain(self, rank: int) -> None:
         """Ends the rank's requests, which go on elsewhere with the tokens they have, and waits until it is idle."""
         with engine_errors(f"drain of rank {rank}"):
-            self._generation.mark_dp_ranks_inactive([rank])
-        if self._generation.shards.state(rank) is ShardState.FAILED:
+            self._fleet.drain([rank])
+        if self._fleet.state(rank) is ShardState.FAILED:
             raise EngineError(f"rank {rank} did not end its requests")
 
     def sleep(self, rank: int) -> None:
         """Gives the rank's memory back, and verifies it."""
         with engine_errors(f"sleep of rank {rank}"):
-            self._generation.sleep_partial([rank])
-        if self._generation.shards.state(rank) is not ShardState.ASLEEP:
+            self._fleet.sleep([rank], self._level)
+        if self._fleet.state(rank) not in (ShardState.ASLEEP, ShardState.UNBUILT):
             raise EngineError(f"rank {rank} failed while it was put to sleep")
 
     def wake(self, rank: int) -> None:
         """Builds the rank's engine where none stands; it sleeps on."""
         with engine_errors(f"build of rank {rank}"):
-            build_engine(self._generation, rank, self._on_first_sleep)
+            build_engine(self._fleet, rank, self._on_first_sleep, self._level)
 
     def load(self, rank: int, version: int) -> int:
         """There is nothing to load yet. Raises EngineError: always."""
@@ -97,12 +97,11 @@ class BuildableEngines:
 
     def set_routable(self, rank: int, active: bool) -> None:
         """Routes the rank or takes it out of routing; returns at once."""
-        self._generation.shards.set_routable(rank, active, self._generation.start_on_dispatch_loop)
+        self._fleet.set_routable(rank, active)
 
     def ended(self, rank: int) -> None:
         """The rank's processes were ended from outside: its requests go on elsewhere, and its next wake builds it."""
-        self._generation.quarantine([rank], "its processes were ended by the scheduler")
-        self._generation.shards.ended(rank)
+        self._fleet.fail({rank: "its processes were ended by the scheduler"})
 
 
 class VllmEngine(BuildableEngines):
@@ -112,19 +111,19 @@ class VllmEngine(BuildableEngines):
 
     def __init__(
         self,
-        generation: VllmGeneration,
+        fleet: EngineFleet,
         elastic: ElasticGeneration,
         version: Callable[[], int | None],
         on_first_sleep: FirstSlept,
     ) -> None:
-        super().__init__(generation, on_first_sleep)
+        super().__init__(fleet, on_first_sleep)
         self._elastic, self._version = elastic, version
         self._loads = Together(self._load_all, _GATHER_S)
 
     def wake(self, rank: int) -> None:
         """Makes room for the rank's weights: wakes its engine, or builds one where none stands."""
         with engine_errors(f"wake of rank {rank}"):
-            build_engine(self._generation, rank, self._on_first_sleep)
+            build_engine(self._fleet, rank, self._on_first_sleep)
             self._elastic.wake_weights([rank])
 
     def load(self, rank: int, version: int) -> int:
@@ -136,15 +135,14 @@ class VllmEngine(BuildableEngines):
         return version if served is None else max(version, served)
 
     def _load_all(self, ranks: Sequence[int]) -> dict[int, str]:
-        shards = self._generation.shards
-        serving = [rank for rank in ranks if shards.state(rank) is ShardState.ACTIVE]
+        serving = [rank for rank in ranks if self._fleet.state(rank) is ShardState.ACTIVE]
         woken = [rank for rank in ranks if rank not in serving]
         failed: dict[int, str] = {}
         with engine_errors(f"load of ranks {list(ranks)}"):
             if serving:
                 failed |= self._elastic.refresh(serving).failed
             if woken:
-                failed |= self._elastic.load(woken).failed
+                failed |= self._elastic.expand(woken, routes=False).failed
         return failed
 
 

@@ -87,7 +87,7 @@ class Dispatcher:
         on_failure: Callable[[int, str], None] = lambda shard, reason: None,
     ) -> None:
         self._workers = workers
-        self._router, self.meter = router, BatchMeter()
+        self.router, self.meter = router, BatchMeter()
         self._names = names
         self._on_preempt: OnPreempt = on_preempt
         self.record: Record = record or NullRecord()
@@ -188,7 +188,7 @@ class Dispatcher:
             raise
         finally:
             self._pending.pop(request.request_id, None)
-            self._router.finish(shard, tokens)
+            self.router.finish(shard, tokens)
             self.meter.end(shard, began, count)
             self.record.emit(RequestFinished(request.request_id, shard, outcome, count))
 
@@ -208,7 +208,7 @@ class Dispatcher:
             await self._until_routed(request, timeout_s)
             with self._booking:
                 try:
-                    shard = self._router.reserve(tokens)
+                    shard = self.router.reserve(tokens)
                 except NoActiveShardError:
                     continue
                 self.record.emit(RequestSubmitted(request.request_id, shard, sample))
@@ -216,7 +216,7 @@ class Dispatcher:
 
     async def _until_routed(self, request: GenerationRequest, timeout_s: float) -> None:
         deadline = asyncio.get_running_loop().time() + timeout_s
-        while not self._router.active:
+        while not self.router.active:
             if self._nobody_comes_back():
                 raise self._none_left(request)
             left = deadline - asyncio.get_running_loop().time()
@@ -309,7 +309,7 @@ class Dispatcher:
 
     # -- shards come and go -------------------------------------------------------------------------------------------
 
-    def route(self, shards: Sequence[int], versions: Sequence[int] | None = None) -> int:
+    def route(self, shards: Sequence[int], versions: Sequence[int | None] | None = None) -> int:
         """Lets shards take requests; returns the router's generation number. Recorded only if versions are given.
         Raises ShardStateError: a shard is quarantined.
         """
@@ -319,13 +319,13 @@ class Dispatcher:
                 f"shards {bad} are quarantined and take no requests: {'; '.join(self.failed[shard] for shard in bad)}"
             )
         with self._booking:
-            before = self._router.active
-            generation = self._router.set_active(before | set(shards))
-            new = self._router.active - before
+            before = self.router.active
+            generation = self.router.set_active(before | set(shards))
+            new = self.router.active - before
         for shard, version in zip(shards, versions or [None] * len(shards), strict=True):
             if shard in new and version is not None:
                 self.record.emit(ShardRouted(shard, generation, version))
-        if self._router.active:
+        if self.router.active:
             self._routed.set()
         if new:
             self._even_out()
@@ -335,7 +335,7 @@ class Dispatcher:
         """Moves requests from shards that have more than their even part. A synchronous step hands out all of its
         requests at once: without this, a shard that comes a moment later has nothing to do until the next step.
         """
-        held: dict[int, list[str]] = {shard: [] for shard in self._router.active}
+        held: dict[int, list[str]] = {shard: [] for shard in self.router.active}
         for request_id, pending in self._pending.items():
             if pending.shard in held:
                 held[pending.shard].append(request_id)
@@ -363,10 +363,10 @@ class Dispatcher:
         """Shards take no new request from now on, and what was not yet handed to them goes elsewhere; the router's
         generation number.
         """
-        gone = sorted(set(shards) & self._router.active)
+        gone = sorted(set(shards) & self.router.active)
         with self._booking:
-            generation = self._router.set_active(self._router.active - set(shards))
-        if not self._router.active:
+            generation = self.router.set_active(self.router.active - set(shards))
+        if not self.router.active:
             self._routed.clear()
         for shard in gone:
             self.record.emit(ShardUnrouted(shard, generation))
@@ -380,12 +380,12 @@ class Dispatcher:
         thread; `unroute` on the loop does the rest.
         """
         with self._booking:
-            self._router.close(shards)
+            self.router.close(shards)
 
     def allow_routing(self, shards: Sequence[int]) -> None:
         """The next `route` of these shards counts again. From any thread."""
         with self._booking:
-            self._router.reopen(shards)
+            self.router.reopen(shards)
 
     async def until_idle(self, shards: Sequence[int], timeout_s: float) -> None:
         """Waits until no result of these shards is outstanding. Raises ShardStateError: results are outstanding after

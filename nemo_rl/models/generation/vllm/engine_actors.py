@@ -299,7 +299,7 @@ def _environment(policy: PolicyConfig, *, cuda: bool, threads: int) -> dict[str,
 @dataclass(frozen=True)
 class EngineActors:
     """What `VllmGeneration` is made of. `lent`: whether a scheduler lends the slots shard by shard: engines are then
-    built one by one (`shards.build`), and nothing is routed at first.
+    built one by one (`fleet.build`), and nothing is routed at first.
     """
 
     cfg: GenerationConfig

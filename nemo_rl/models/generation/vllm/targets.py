@@ -14,11 +14,12 @@ import ray
 from nemo_rl.config.errors import first_line
 from nemo_rl.distributed.worker_calls import WorkerError, wait_for_workers, worker_failure
 from nemo_rl.models.generation.interfaces import ShardStateError
-from nemo_rl.models.generation.vllm.shards import ElasticShards, is_lost
+from nemo_rl.models.generation.vllm.shard_state import ShardState, is_lost
 
 if TYPE_CHECKING:
     from ray import ObjectRef
-    from ray.actor import ActorHandle
+
+    from nemo_rl.models.generation.vllm.fleet import EngineFleet
 
 _ANSWER_S = 30.0
 _CULPRITS_S = 5.0
@@ -26,33 +27,20 @@ _STAGING_MARGIN = 1.2
 
 
 class ShardTargets:
-    """Targets of one session.
-
-    Args:
-        workers: Generation actors, one per shard.
-        devices: Device identities of each shard's ranks.
-        recompute_kv: Whether running requests recompute keys and values under the new weights.
+    """Targets of one session. `recompute_kv`: whether running requests recompute keys and values under the new weights.
 
     Attributes:
         culprits: After a failure, the shards that caused it and their errors.
         died: Whether the culprits are gone rather than raised.
     """
 
-    def __init__(
-        self,
-        shards: ElasticShards,
-        wanted: Sequence[int],
-        workers: Sequence[ActorHandle[object]],
-        identities: Sequence[Any],
-        devices: Sequence[Sequence[str]],
-        recompute_kv: bool,
-    ) -> None:
+    def __init__(self, fleet: EngineFleet, wanted: Sequence[int], recompute_kv: bool) -> None:
         self.shards = tuple(wanted)
-        self._states = shards
-        self._workers = [workers[shard] for shard in wanted]
-        self._identities = [identities[shard] for shard in wanted]
-        self._devices = [devices[shard] for shard in wanted]
-        self._recompute_kv = recompute_kv
+        self._fleet = fleet
+        self._workers = [fleet.workers[shard] for shard in wanted]
+        self._identities = [fleet.identities[shard] for shard in wanted]
+        self._devices = [[rank["device"] for rank in fleet.shards[shard].ranks] for shard in wanted]
+        self._recompute_kv, self._staged = recompute_kv, False
         self.culprits: dict[int, str] = {}
         self.died = False
 
@@ -69,11 +57,8 @@ class ShardTargets:
         """Opens the session on every target, each rank by its own route. Raises ShardStateError: a target sleeps or is
         quarantined; WorkerError: a target refused: its version is newer, or another session is open.
         """
-        out = {
-            shard: self._states.state(shard).value
-            for shard in self.shards
-            if self._states.state(shard).value in ("asleep", "failed")
-        }
+        absent = self._fleet.having(ShardState.UNBUILT, ShardState.ASLEEP, ShardState.FAILED)
+        out = {shard: self._fleet.state(shard).value for shard in self.shards if shard in absent}
         if out:
             # One may have died since it was chosen.
             self.culprits = {shard: "it is quarantined" for shard, state in out.items() if state == "failed"}
@@ -82,6 +67,7 @@ class ShardTargets:
                 f"session {session['id']} cannot sync shards that are {out}; wake their weights first, or "
                 "leave them out"
             )
+        self._staged = bool(session["staged"])
         message = session | {"recompute_kv": self._recompute_kv}
         refs: list[ObjectRef[object]] = []
         first = 0
@@ -96,6 +82,8 @@ class ShardTargets:
 
     def receive_window(self, window: dict[str, object], timeout_s: float) -> None:
         """Takes a window on every target."""
+        if not self._staged:
+            self._fleet.brought_to(self.shards, None, half_new=True)
         self._wait(
             [worker.receive_window.remote(window=window, timeout_s=timeout_s) for worker in self._workers],
             "receive_window",
@@ -104,11 +92,15 @@ class ShardTargets:
 
     def finish(self, version: int, timeout_s: float) -> list[float]:
         """Finalises every target; seconds for which each stopped serving."""
-        return self._wait(
+        # What was staged is loaded here.
+        self._fleet.brought_to(self.shards, None, half_new=True)
+        pauses_s = self._wait(
             [worker.finish_sync.remote(version=version, timeout_s=timeout_s) for worker in self._workers],
             "finish_sync",
             timeout_s,
         )
+        self._fleet.brought_to(self.shards, version)
+        return pauses_s
 
     def abort(self, session_id: str) -> None:
         """Ends the session on every target that still answers."""

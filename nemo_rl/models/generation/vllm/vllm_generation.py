@@ -13,7 +13,7 @@ import logging
 import threading
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -41,8 +41,8 @@ from nemo_rl.models.generation.vllm.engine_actors import EngineActors
 from nemo_rl.models.generation.vllm.engine_nodes import Rendezvous
 from nemo_rl.models.generation.vllm.engine_processes import remove_abandoned
 from nemo_rl.models.generation.vllm.engine_stats import EngineSample, generation_metrics
+from nemo_rl.models.generation.vllm.fleet import EngineFleet
 from nemo_rl.models.generation.vllm.loops import LOOP_TIMEOUT_S, wait_on_loop
-from nemo_rl.models.generation.vllm.shards import ElasticShards
 from nemo_rl.models.generation.vllm.targets import ShardTargets
 from nemo_rl.utils.record import Record
 
@@ -79,16 +79,13 @@ class VllmGeneration(GenerationInterface):
         self._pad_token_id, self._stop_token_ids = pad_token_id, stop_token_ids
         self._request_timeout_s = request_timeout_s
         shards, lent = self.group.workers, actors.lent
-        # Engines on lent slots are built one by one, by order.
-        self._unused = set(range(len(shards))) if lent else set()
         self._starting: MultiWorkerFuture | None = None
+        # Engines on lent slots are built one by one, by order.
         if not lent:
             places = [self._rendezvous(shard) for shard in range(len(shards))]
             self._starting = self.group.run_all_workers_multiple_data(
                 "start", {"stop_token_ids": stop_token_ids}, rendezvous=places
             )
-        self._workers: list[list[dict[str, Any]]] = [[] for _ in shards]
-        self._started = [0] * len(shards)
         self.router = Router(len(shards), self.cfg.router)
         if lent:
             self.router.set_active(())
@@ -100,17 +97,19 @@ class VllmGeneration(GenerationInterface):
             self.group.workers, self.router, names, on_preempt=self.cfg.on_preempt, record=record
         )
         self._dispatcher.lends_shards = lent
-        self.shards = ElasticShards(
+        self.fleet = EngineFleet(
             self.group.workers,
             self.group.identities,
             self._dispatcher,
             # A move waits for the shard to leave and then for its results.
             lambda work: self.run_on_dispatch_loop(work, 3 * _TRANSITION_TIMEOUT_S),
+            self.start_on_dispatch_loop,
+            start=self._start_engine,
+            end=self._end_engine,
+            sleep_level=self.cfg.vllm_cfg.sleep_level,
             timeout_s=_TRANSITION_TIMEOUT_S,
-            start=self.start_shard,
             built=not lent,
         )
-        self.weights_resident = True
         self.dp_openai_server_base_urls: list[str] = []  # of the run's endpoint, one per engine; empty without one
 
     def wait_until_started(self) -> None:
@@ -120,18 +119,13 @@ class VllmGeneration(GenerationInterface):
         starting, self._starting = self._starting, None
         if starting is not None:
             for shard, answer in enumerate(self.group.get_all_worker_results(starting)):
-                self._workers[shard] = answer
+                self.fleet.started(shard, answer)
 
     def _rendezvous(self, shard: int) -> Rendezvous | None:
         return None if self._nodes is None else self._nodes.rendezvous(shard)
 
-    def start_shard(self, shard: int) -> None:
-        """Starts the engine of a shard, in the place of one that was there before, and returns once it is up. Raises
-        WorkerError: it did not start.
-        """
-        if shard in self._unused:
-            self._unused.discard(shard)
-        else:
+    def _start_engine(self, shard: int, restart: bool) -> list[dict[str, Any]]:
+        if restart:
             if self._nodes is not None:
                 self._nodes.restart(shard)
             self.group.start_worker(shard)
@@ -140,19 +134,14 @@ class VllmGeneration(GenerationInterface):
         except (RayError, ResourceInsufficientError) as error:
             raise WorkerError(f"shard {shard}: no place where its ranks could meet: {first_line(error)}") from error
         start = {"stop_token_ids": self._stop_token_ids, "rendezvous": rendezvous}
-        answer = self.shards.call([shard], "start", timeout_s=START_TIMEOUT_S, **start)[0]
-        self._workers[shard] = answer
-        self._started[shard] += 1
+        ranks: list[dict[str, Any]] = self.fleet.call([shard], "start", timeout_s=START_TIMEOUT_S, **start)[0]
+        return ranks
 
-    def end_shard(self, shard: int) -> None:
-        """Ends the processes of a shard, which must be quarantined; its engine notices that its actor is gone."""
+    def _end_engine(self, shard: int) -> None:
+        # Its engine notices that its actor is gone.
         ray.kill(self.group.workers[shard])
         if self._nodes is not None:
             self._nodes.end(shard)
-
-    def on_failure(self, notify: Callable[[int, str], None]) -> None:
-        """Calls `notify` with every shard that is quarantined later, and the reason; it must not block."""
-        self._dispatcher.on_failure = notify
 
     @property
     def dp_size(self) -> int:
@@ -163,8 +152,8 @@ class VllmGeneration(GenerationInterface):
         """Has the shards that run under Nsight Systems record from here on, or write what they recorded. Raises
         WorkerError: one could not.
         """
-        shards = [shard for shard in self.shards.healthy() if shard in self.group.profiled]
-        self.shards.call(shards, "profile", timeout_s=_PROFILE_TIMEOUT_S, on=on)
+        shards = [shard for shard in self.fleet.healthy() if shard in self.group.profiled]
+        self.fleet.call(shards, "profile", timeout_s=_PROFILE_TIMEOUT_S, on=on)
 
     def default_sampling(self, *, greedy: bool = False) -> GenerationSamplingParams:
         """The training sampling parameters of the configuration."""
@@ -208,7 +197,8 @@ class VllmGeneration(GenerationInterface):
     def serving(self) -> dict[int, ServingShard]:
         """The shards that take requests, for another process that sends some."""
         return {
-            shard: ServingShard(self._started[shard], self.group.workers[shard]) for shard in sorted(self.router.active)
+            shard: ServingShard(self.fleet.shards[shard].starts, self.group.workers[shard])
+            for shard in sorted(self.router.active)
         }
 
     def for_other_process(self, record: Record) -> DetachedGenerator:
@@ -267,7 +257,7 @@ class VllmGeneration(GenerationInterface):
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> bool:
         """Makes weights and KV cache (or one of them) resident on every shard that is not quarantined."""
-        self.shards.call_healthy("wake_up", tags=list(tags or ("weights", "kv_cache")))
+        self.fleet.wake(self.fleet.healthy(), tags or ("weights", "kv_cache"), in_place=True)
         return True
 
     def finish_generation(self, release_gpu: bool = True) -> bool:
@@ -278,20 +268,20 @@ class VllmGeneration(GenerationInterface):
             self.invalidate_kv_cache()
         return True
 
-    def sleep(self, dp_ranks: Sequence[int] | None = None) -> list[dict[str, int]]:
-        """Sleeps shards, all that are not quarantined by default, none of which may run requests; bytes in use before
-        and after, per accelerator: those of its engines, which sleep one after the other, in one sum.
-        """
-        freed: dict[int, Counter[str]] = {}
-        for shard, moved in self.shards.call_healthy("sleep", dp_ranks).items():
-            freed.setdefault(shard // self.cfg.vllm_cfg.engines_per_gpu, Counter()).update(moved)
-        if self.cfg.vllm_cfg.sleep_level == 2:
-            self.weights_resident = False
-        return [dict(bytes_in_use) for bytes_in_use in freed.values()]
+    def sleep(self) -> None:
+        """Sleeps all shards that are not quarantined, none of which may run requests."""
+        self.fleet.sleep(self.fleet.healthy(), in_place=True)
+
+    def released_bytes(self) -> int:
+        """Bytes that the fullest accelerator got back when its engines last slept."""
+        freed: Counter[int] = Counter()
+        for shard, known in self.fleet.shards.items():
+            freed[shard // self.cfg.vllm_cfg.engines_per_gpu] += known.freed
+        return max(freed.values(), default=0)
 
     def invalidate_kv_cache(self) -> None:
         """Drops cached prefixes on every shard."""
-        self.shards.call_healthy("reset_prefix_cache")
+        self.fleet.call_healthy("reset_prefix_cache")
 
     def engine_metrics(self) -> dict[str, float]:
         """The `generation_metrics/` since the last call; empty if `vllm_cfg.enable_vllm_metrics_logger` is off. Engines
@@ -299,7 +289,7 @@ class VllmGeneration(GenerationInterface):
         """
         if not self.cfg.vllm_cfg.enable_vllm_metrics_logger:
             return {}
-        refs = [self.group.workers[shard].take_stats.remote() for shard in self.shards.healthy()]
+        refs = [self.group.workers[shard].take_stats.remote() for shard in self.fleet.healthy()]
         answered, _ = ray.wait(refs, num_returns=len(refs), timeout=_STATS_TIMEOUT_S) if refs else ([], [])
         samples: list[EngineSample] = []
         for ref in refs:
@@ -312,39 +302,26 @@ class VllmGeneration(GenerationInterface):
     # -- some shards only ---------------------------------------------------------------------------------------------
 
     def sleep_partial(self, dp_ranks: Sequence[int], level: int | None = None) -> dict[int, dict[str, int]]:
-        """Takes shards away: unroute, end their requests (which go on elsewhere), sleep, verify that the memory is
-        free. Idempotent.
-
-        Args:
-            dp_ranks: Shards; all of them is legal.
-            level: Sleep level; `vllm_cfg.sleep_level` by default.
-
-        Returns bytes in use before and after, per shard that was awake. Raises WorkerError: a shard did not sleep or
-        its memory did not come back; it is quarantined.
-        """
-        return self.shards.sleep(dp_ranks, level or self.cfg.vllm_cfg.sleep_level)
+        """Takes shards away, all of them is legal; see `EngineFleet.sleep`."""
+        return self.fleet.sleep(dp_ranks, level)
 
     def wake_up_partial(
         self, dp_ranks: Sequence[int], skip_activate: bool = False, tags: Sequence[str] | None = None
     ) -> None:
         """Makes shards resident again, and routes them unless `skip_activate`: shards that slept at level 2 must be
-        synced first. Idempotent. Raises WorkerError: a shard could not wake (it sleeps as before) or has no weights.
+        synced first. See `EngineFleet.wake` and `activate`.
         """
-        self.shards.wake(dp_ranks, tags or ("weights", "kv_cache"))
+        self.fleet.wake(dp_ranks, tags or ("weights", "kv_cache"))
         if not skip_activate:
             self.activate_dp_ranks(dp_ranks)
 
     def mark_dp_ranks_inactive(self, dp_ranks: Sequence[int]) -> int:
         """Shards take no new request, and theirs go on elsewhere; the router's generation number."""
-        return self.shards.deactivate(dp_ranks)
+        return self.fleet.drain(dp_ranks)
 
     def activate_dp_ranks(self, dp_ranks: Sequence[int]) -> int:
         """Shards take requests again; the router's generation number."""
-        return self.shards.activate(dp_ranks)
-
-    def activate_healthy(self, dp_ranks: Sequence[int]) -> int:
-        """Those of the shards that are not quarantined take requests again; the router's generation number."""
-        return self.shards.activate(self.shards.call_healthy("accept", dp_ranks))
+        return self.fleet.activate(dp_ranks)
 
     def get_model_update_receiver(
         self, dp_ranks: Sequence[int] | None = None, *, recompute_kv: bool = True
@@ -353,19 +330,15 @@ class VllmGeneration(GenerationInterface):
         running requests recompute keys and values.
         """
         self.wait_until_started()
-        wanted = self.shards.healthy() if dp_ranks is None else sorted(set(dp_ranks))
-        devices = [[worker["device"] for worker in shard] for shard in self._workers]
-        return ShardTargets(self.shards, wanted, self.group.workers, self.group.identities, devices, recompute_kv)
+        wanted = self.fleet.healthy() if dp_ranks is None else sorted(set(dp_ranks))
+        return self.fleet.targets(wanted, recompute_kv=recompute_kv)
 
     def finalize_weight_update(self, dp_ranks: Sequence[int], version: int | None = None) -> None:
         """Finalises weights that a sync service loaded by the receiver's own methods; the shards may be activated.
         `version`: what tokens carry from here on; by default one more than before.
         """
-        self.shards.call(list(dp_ranks), "rlix_model_update_rpc", name="finalize_weight_update", version=version)
-
-    def quarantine(self, dp_ranks: Sequence[int], reason: str) -> None:
-        """These shards take no request any more; theirs go on elsewhere."""
-        self.shards.quarantine(dp_ranks, reason)
+        self.fleet.call(list(dp_ranks), "rlix_model_update_rpc", name="finalize_weight_update", version=version)
+        self.fleet.brought_to(dp_ranks, version)
 
     def shutdown(self) -> bool:
         """Ends every engine and the dispatcher's thread."""
