@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.grpo.control_plane import OwnAccelerators
-from nemo_rl.algorithms.grpo.rewards import RewardWatch
 from nemo_rl.algorithms.grpo.run import GRPOState
+from nemo_rl.algorithms.grpo.step_reports import DeviceCount, StepReports
 from nemo_rl.config import load_master_config
 from nemo_rl.data_plane.client import StoredClient
 from nemo_rl.data_plane.column_io import read_columns, write_columns
@@ -27,10 +27,8 @@ from nemo_rl.experience.columns import RolloutColumns
 from nemo_rl.experience.data_plane_store import DataPlaneStore
 from nemo_rl.experience.rollout_source import Rollout
 from nemo_rl.experience.rollouts import RolloutPlan, RolloutWatch
-from nemo_rl.experience.sample_log import SampleFiles
 from nemo_rl.experience.store import InProcessStore
 from nemo_rl.models.policy.tq_policy import StoredColumns
-from nemo_rl.utils.backlog import Backlog
 from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.utils.timer import TimeoutChecker, Timer
 
@@ -128,14 +126,14 @@ class World:
                 validated=lambda value, name, step: None,
                 step_done=lambda *a, **k: None,
             ),
-            reward_watch=RewardWatch(),
             validation_watch=RolloutWatch(),
-            sample_files=SampleFiles(),
-            reports=Backlog("step-report", 30.0),
             total_steps=len(loader),
             teachers=None,
-            device_count=SimpleNamespace(total=2, training=1, generation=1),
             resumed_from=resumed_from,
+        )
+        run = self.run
+        self.run.reports = StepReports(
+            run.config, run.store, run.logger, run.record, run.progress, run.generation, DeviceCount(2, 1, 1)
         )
         self.run.control = OwnAccelerators(self, self.run.timer, self.run.progress.phase)  # type: ignore[arg-type]
         self.logged: list[dict[str, Any]] = []

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from nemo_rl.algorithms.grpo.collect import DynamicSamplingError, collect_experience, training_plan, validation_plan
-from nemo_rl.algorithms.grpo.run import GRPOState
+from nemo_rl.algorithms.grpo.collect import (
+    DynamicSamplingError,
+    Gathering,
+    WholeBatches,
+    training_plan,
+    validation_plan,
+)
+from nemo_rl.algorithms.grpo.stages import Experience
 from nemo_rl.config import load_master_config
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import RolloutColumns, joined_rows
@@ -65,7 +69,7 @@ class Rollouts:
         )
 
 
-def run_of(rollouts: Rollouts, *overrides: str) -> Any:
+def whole_batches(rollouts: Any, *overrides: str) -> WholeBatches:
     base = [
         f"grpo.num_prompts_per_step={PROMPTS}",
         f"grpo.num_generations_per_prompt={SAMPLES}",
@@ -74,60 +78,58 @@ def run_of(rollouts: Rollouts, *overrides: str) -> Any:
     config = load_master_config(
         CONFIG, [*base, "policy.train_micro_batch_size=2", "policy.logprob_batch_size=2", *overrides]
     )
-    return SimpleNamespace(
-        config=config,
-        state=GRPOState(step=5),
-        rollouts=rollouts,
-        store=InProcessStore(0),
-        record=MemoryRecord(),
-        timer=Timer(),
-        adapter="",
-    )
+    return WholeBatches(config, rollouts, Gathering(config.grpo, InProcessStore(0), MemoryRecord(), Timer()))
 
 
-def batches() -> Iterator[BatchedDataDict[Any]]:
-    for index in range(10):
-        yield BatchedDataDict(idx=[PROMPTS * index + offset for offset in range(PROMPTS)], length=torch.ones(PROMPTS))
+def step_5(batches: WholeBatches) -> Experience:
+    """Collects step 5 from prompts 0, 1, 2, ... of epoch 0."""
+    indices = iter(range(0, 10 * PROMPTS, PROMPTS))
+
+    def next_batch() -> tuple[BatchedDataDict[Any], int]:
+        first = next(indices)
+        return BatchedDataDict(idx=list(range(first, first + PROMPTS)), length=torch.ones(PROMPTS)), 0
+
+    return batches.collect(5, next_batch)
 
 
-def events(run: Any, kind: type) -> list[Any]:
-    return [entry.event for entry in run.record.entries if isinstance(entry.event, kind)]
+def events(batches: WholeBatches, kind: type) -> list[Any]:
+    record: Any = batches.gathering.record
+    return [entry.event for entry in record.entries if isinstance(entry.event, kind)]
 
 
 def test_without_dynamic_sampling_a_step_is_one_batch_and_every_group_is_recorded() -> None:
-    run = run_of(Rollouts((0, 1), (1, 1), (0, 0)))
-    source = batches()
-    experience = collect_experience(run, lambda: next(source))
+    batches = whole_batches(Rollouts((0, 1), (1, 1), (0, 0)))
+    experience = step_5(batches)
     assert experience.rows.size == experience.handle.size == PROMPTS * SAMPLES
-    assert [event.group_id for event in events(run, GroupAdmitted)] == ["5-0", "5-1", "5-2"]
-    assert [event.group_id for event in events(run, GroupCommitted)] == ["5-0", "5-1", "5-2"]
+    assert [event.group_id for event in events(batches, GroupAdmitted)] == ["5-0", "5-1", "5-2"]
+    assert [event.group_id for event in events(batches, GroupCommitted)] == ["5-0", "5-1", "5-2"]
     assert experience.rows["reward"].tolist() == [0, 1, 1, 1, 0, 0]
 
 
 def test_dynamic_sampling_fills_the_step_with_groups_that_differ() -> None:
-    run = run_of(
+    batches = whole_batches(
         Rollouts((0, 1), (1, 1), (0, 0), (1, 0), (0, 0), (0, 1), (1, 0)),
         "grpo.use_dynamic_sampling=true",
         "grpo.use_leave_one_out_baseline=false",
     )
-    source = batches()
-    experience = collect_experience(run, lambda: next(source))
+    experience = step_5(batches)
     assert experience.handle["content"] == ["0/0", "0/1", "3/0", "3/1", "5/0", "5/1"]
     assert experience.handle.size == experience.rows.size == 6
-    assert run.rollouts.attempts == [0, 1]
-    assert [event.group_id for event in events(run, GroupDropped)] == ["5-1", "5-2", "5-4"]
-    assert len(events(run, GroupAdmitted)) == 6
+    assert batches.rollouts.attempts == [0, 1]
+    assert [event.group_id for event in events(batches, GroupDropped)] == ["5-1", "5-2", "5-4"]
+    assert len(events(batches, GroupAdmitted)) == 6
     assert experience.metrics["dynamic_sampling_num_gen_batches"] == 2.0
 
 
 def test_dynamic_sampling_that_finds_nothing_ends_with_the_keys_that_help() -> None:
-    run = run_of(Rollouts(*[(1, 1)] * 30), "grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=2")
-    source = batches()
+    batches = whole_batches(
+        Rollouts(*[(1, 1)] * 30), "grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=2"
+    )
     with pytest.raises(
         DynamicSamplingError, match="only 0 of 6 samples .* raise grpo.dynamic_sampling_max_gen_batches=2"
     ):
-        collect_experience(run, lambda: next(source))
-    assert run.rollouts.attempts == [0, 1, 2]
+        step_5(batches)
+    assert batches.rollouts.attempts == [0, 1, 2]
 
 
 def test_a_reward_component_that_some_tasks_do_not_give_is_zero_for_them() -> None:
@@ -151,9 +153,8 @@ def test_dynamic_sampling_joins_batches_whose_tasks_give_different_components() 
         return rollout
 
     rollouts.roll_out = with_component
-    run = run_of(rollouts, "grpo.use_dynamic_sampling=true", "grpo.use_leave_one_out_baseline=false")
-    source = batches()
-    assert collect_experience(run, lambda: next(source)).rows["reward/format"].tolist() == [
+    batches = whole_batches(rollouts, "grpo.use_dynamic_sampling=true", "grpo.use_leave_one_out_baseline=false")
+    assert step_5(batches).rows["reward/format"].tolist() == [
         0.0,
         0.0,
         1.0,
@@ -164,8 +165,7 @@ def test_dynamic_sampling_joins_batches_whose_tasks_give_different_components() 
 
 
 def test_validation_draws_the_same_at_every_validation_and_never_what_training_draws() -> None:
-    run = run_of(Rollouts())
-    first, training = validation_plan(run, 0), training_plan(run)
-    run.state.step = 17
-    assert validation_plan(run, 0) == first != validation_plan(run, 1)
+    config = load_master_config(CONFIG, [])
+    first, training = validation_plan(config, 0), training_plan(config, 5)
+    assert validation_plan(config, 0) == first != validation_plan(config, 1)
     assert training.step == 5 != first.step

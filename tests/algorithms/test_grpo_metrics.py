@@ -1,7 +1,6 @@
 """Step metrics: joining microbatches, batch statistics, throughput, validation; seeds and the public path."""
 
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -176,10 +175,9 @@ def test_metrics_of_several_optimizer_steps_are_means_of_sums_and_extremes_of_ex
         prompt_lengths=torch.ones(3),
         total_lengths=torch.full((3,), 4.0),
     )
-    run: Any = SimpleNamespace(config=SimpleNamespace(grpo=GRPOConfig()), state=SimpleNamespace(step=0))
     measured = {"kl": [1.0, 3.0], "ratio_max": [1.0, 3.0], "ratio_min": [1.0, 3.0], "lr": [0.1, 0.3]}
     result: Any = {"loss": torch.tensor([1.0, 2.0]), "grad_norm": 0.5, "all_mb_metrics": measured}
-    found = step_metrics(run, Experience(BatchedDataDict(), rows, {"kept": 1.0}), result)
+    found = step_metrics(GRPOConfig(), 1, Experience(BatchedDataDict(), rows, {"kept": 1.0}), result)
     assert {name: found[name] for name in ("kl", "ratio_max", "ratio_min", "lr", "loss", "kept")} == {
         "kl": 2.0,
         "ratio_max": 3.0,

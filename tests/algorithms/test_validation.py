@@ -14,14 +14,13 @@ from rich.console import Console
 
 from nemo_rl.algorithms.grpo.control_plane import OwnAccelerators
 from nemo_rl.algorithms.grpo.run import GRPOState
+from nemo_rl.algorithms.grpo.step_reports import DeviceCount, StepReports
 from nemo_rl.algorithms.grpo.validation import validate
 from nemo_rl.config import LoggerConfig, load_master_config
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import RolloutColumns, conversation_text
 from nemo_rl.experience.rollouts import RolloutWatch
-from nemo_rl.experience.sample_log import SampleFiles
 from nemo_rl.experience.store import InProcessStore
-from nemo_rl.utils.backlog import Backlog
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.progress import RunProgress
 from nemo_rl.utils.record import MemoryRecord
@@ -77,9 +76,7 @@ def test_validation_shows_as_many_samples_as_asked_for(shown: int, tmp_path: Pat
         run: Any = SimpleNamespace(
             config=config,
             val_loader=[prompts],
-            sample_files=SampleFiles(),
             validation_watch=RolloutWatch(),
-            reports=Backlog("step-report"),
             validation_rollouts=Rollouts(),
             progress=RunProgress(1, console=Console(file=terminal, width=120)),
             timer=Timer(),
@@ -88,8 +85,10 @@ def test_validation_shows_as_many_samples_as_asked_for(shown: int, tmp_path: Pat
             store=store,
             logger=logger,
             environments={},
+            env_of_validation_task={},
             record=MemoryRecord(),
         )
+        run.reports = StepReports(config, store, logger, run.record, run.progress, None, DeviceCount(1, 1, 0))
         validate(run, 0)
         run.reports.wait()
         [said] = [entry.event for entry in run.record.entries]

@@ -17,8 +17,9 @@ from nemo_rl.algorithms.distillation import teachers as teaching
 from nemo_rl.algorithms.grpo.collect import prompts_per_batch
 from nemo_rl.algorithms.grpo.control_plane import ControlPlane, check_control_plane
 from nemo_rl.algorithms.grpo.placement import Built, Clusters, OwnPlacement, Placement
-from nemo_rl.algorithms.grpo.run import DeviceCount, GRPORun, GRPOState
+from nemo_rl.algorithms.grpo.run import GRPORun, GRPOState
 from nemo_rl.algorithms.grpo.sources import make_loaders, make_rollout_sources, make_store
+from nemo_rl.algorithms.grpo.step_reports import DeviceCount, StepReports
 from nemo_rl.algorithms.grpo.streaming import check_streaming
 from nemo_rl.algorithms.placement import begin_policy, check_policy, start_policy
 from nemo_rl.algorithms.profiling import profile_of_run
@@ -334,7 +335,7 @@ def assembled(
         endpoint=endpoint,
         adapter=adapter,
         clusters=clusters,
-        device_count=device_count,
+        reports=StepReports(config, store, ready.logger, record, progress, generation, device_count),
         env_of_validation_task=ready.datasets.env_of_validation_task,
         # Groups that wait in a checkpoint are of its data.
         resumed_from=ready.resume.checkpoint if ready.resume is not None and ready.resume.same_data else None,

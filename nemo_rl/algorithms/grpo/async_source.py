@@ -10,15 +10,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nemo_rl.algorithms.grpo.collect import gather_experience, prompts_of, prompts_per_batch, training_plan
+from nemo_rl.algorithms.grpo.collect import Gathering, prompts_of, prompts_per_batch, training_plan
 from nemo_rl.algorithms.grpo.control_plane import ReportProgress
 from nemo_rl.algorithms.grpo.experience_source import WholeSteps
 from nemo_rl.algorithms.grpo.stages import Experience, apply_staleness_policy
 from nemo_rl.algorithms.run_checkpoint import dataset_names
+from nemo_rl.config import MasterConfig
 from nemo_rl.data.loader import HasState
 from nemo_rl.data_plane.schema import ROUTE_FIELDS, SAMPLING_MASK_FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -29,6 +31,7 @@ from nemo_rl.experience.prompt_group import BufferedGroup, GroupKey
 from nemo_rl.experience.prompt_queue import PromptQueue, QueueLimits
 from nemo_rl.experience.rollouts import merged_rollout_metrics
 from nemo_rl.experience.samplers import InOrder
+from nemo_rl.experience.store import ExperienceStore
 from nemo_rl.models.generation.interfaces import request_timeout_s
 
 if TYPE_CHECKING:
@@ -51,11 +54,6 @@ class AheadSource:
         self.collector = collector
         self._sampler = sampler  # name of the rule by which steps take groups; a checkpoint holds it
 
-    @property
-    def version(self) -> int:
-        """The version of the run's weights."""
-        return self._run.state.step
-
     def published(self, version: int) -> None:
         """Lets rollouts begin whose steps may use this version."""
         self.collector.set_weight_version(version)
@@ -64,11 +62,17 @@ class AheadSource:
         """Draws and numbers the prompts that may begin under the next version."""
         self.collector.draw_ahead()
 
-    def trained(self, step: int) -> None:
+    def trained(self, step: int) -> Mapping[str, float]:
         """Moves the loader's position past the trained step."""
+        metrics = self._metrics()
         position, state = self.collector.finish_step(step), self._run.state
         if position.epoch != state.epoch:
             state.epoch, state.step_in_epoch = position.epoch, 0
+        return metrics
+
+    def _metrics(self) -> Mapping[str, float]:
+        """Metrics of the step that is still open."""
+        return {}
 
     def finished(self) -> bool:
         """Whether steps or epochs are used up."""
@@ -79,16 +83,14 @@ class AheadSource:
         groups = 0 if self.finished() else self._run.config.grpo.num_prompts_per_step
         return groups, self.collector.count_intended_for_step(self._run.state.step)
 
-    def loader(self) -> HasState:
-        """The loader position before the first prompt that is not trained."""
-        return self.collector.position()
-
-    def saved(self) -> Mapping[str, object]:
-        """Drawn batches that are not trained, and their finished groups."""
+    def position(self) -> tuple[HasState, Mapping[str, object]]:
+        """The loader position before the first prompt that is not trained; drawn batches since, and their finished
+        groups.
+        """
         draws = [[draw.batch, draw.rows, [list(row) for row in draw.open]] for draw in self.collector.draws()]
-        return {
-            BUFFER_FILE: {"groups": _plain_groups(self._run, self.collector.finished())},
-            ROLLOUTS_FILE: {"batches": draws, "shape": batch_shape(self._run), "sampler": self._sampler},
+        return self.collector.position(), {
+            BUFFER_FILE: {"groups": _plain_groups(self._run.store, self.collector.finished())},
+            ROLLOUTS_FILE: {"batches": draws, "shape": batch_shape(self._run.config), "sampler": self._sampler},
         }
 
     def start(self) -> None:
@@ -97,15 +99,15 @@ class AheadSource:
         Groups that are too old now, or that another sampler selected, are dropped, and their prompts are generated
         again. If the batch shape or the datasets changed, everything is dropped.
         """
-        run, queue = self._run, self.collector.queue
-        saved = _saved_rollouts(run)
-        if saved is None:
+        store, checkpoint, queue = self._run.store, self._run.resumed_from, self.collector.queue
+        saved = _saved_rollouts(self._run.config, checkpoint) if checkpoint is not None else None
+        if checkpoint is None or saved is None:
             return
         batches = _saved_batches(saved)
         groups: list[BufferedGroup] = []
         if saved.get("sampler", "in_order") == self._sampler:
             known = {GroupKey(draw.batch, attempt, number) for draw in batches for _, attempt, number in draw.open}
-            groups = _saved_groups(run, lambda group: group.key in known and queue.may_still_take(group))
+            groups = _saved_groups(store, checkpoint, lambda group: group.key in known and queue.may_still_take(group))
         else:
             logger.warning("resume=groups_generated_anew reason=sampler_was_%s", saved["sampler"])
         self.collector.restore(batches, groups)
@@ -126,6 +128,7 @@ class AsynchronousSource(WholeSteps, AheadSource):
     def __init__(self, run: GRPORun) -> None:
         super().__init__(run, build_collector(run), "in_order")
         self._settings = run.config.grpo.async_grpo
+        self._gathering = Gathering(run.config.grpo, run.store, run.record, run.timer)
 
     def next_experience(self) -> Experience:
         """Waits for the groups of the current step and applies the staleness policy. Raises StopIteration: the prompts
@@ -134,7 +137,7 @@ class AsynchronousSource(WholeSteps, AheadSource):
         run, step = self._run, self._run.state.step
         run.progress.phase("waiting for rollouts")
         with run.control.demand(step, *self.waited_for()) as report, run.timer.time("exposed_generation"):
-            experience = gather_experience(run, lambda attempt: self._collected(attempt, report))
+            experience = self._gathering.gather(step, lambda attempt: self._collected(attempt, report))
         apply_staleness_policy(experience, run.store, self._settings.mixed_versions, step)
         experience.metrics["buffer_size"] = float(len(self.collector))
         experience.metrics["avg_trajectory_age"] = experience.metrics["lag/mean"]
@@ -148,7 +151,7 @@ class AsynchronousSource(WholeSteps, AheadSource):
         if self._run.config.grpo.use_dynamic_sampling:
             # It records which of them it drops.
             self.collector.hand_over(groups)
-        return joined_groups(self._run, groups)
+        return joined_groups(self._run.store, groups)
 
     def recompute_kv(self) -> bool:
         """As configured; always true if running requests end before a refit."""
@@ -188,29 +191,29 @@ def collector_parts(run: GRPORun) -> CollectorParts:
     if run.generation is None:
         raise RuntimeError("rollouts ahead of training need generation")
     return CollectorParts(
-        prompts=prompts_of(run),
+        prompts=prompts_of(run.config.grpo, run.train_loader, run.state.epoch),
         rollouts=rollouts,
         store=run.store,
-        plan=lambda batch: training_plan(run, batch),
+        plan=lambda step: training_plan(run.config, step),
         start=run.generation.start_on_dispatch_loop,
         generations=run.config.grpo.num_generations_per_prompt,
         record=run.record,
     )
 
 
-def joined_groups(run: GRPORun, groups: Sequence[BufferedGroup]) -> Experience:
+def joined_groups(store: ExperienceStore, groups: Sequence[BufferedGroup]) -> Experience:
     """Finished groups as one experience."""
     rows = joined_rows([group.rows for group in groups])
-    handle = run.store.concat([run.store.write(group.tokens) for group in groups])
+    handle = store.concat([store.write(group.tokens) for group in groups])
     return Experience(handle, rows, merged_rollout_metrics([group.metrics for group in groups]))
 
 
-def _plain_groups(run: GRPORun, groups: Sequence[BufferedGroup]) -> list[dict[str, Any]]:
+def _plain_groups(store: ExperienceStore, groups: Sequence[BufferedGroup]) -> list[dict[str, Any]]:
     """Finished groups as plain values for a checkpoint."""
     return [
         {
             "key": list(group.key),
-            "tokens": run.store.read(group.tokens, run.store.columns(group.tokens)).get_dict(),
+            "tokens": store.read(group.tokens, store.columns(group.tokens)).get_dict(),
             "rows": group.rows.get_dict(),
             "metrics": group.metrics,
             "generated_at": group.generated_at,
@@ -219,16 +222,16 @@ def _plain_groups(run: GRPORun, groups: Sequence[BufferedGroup]) -> list[dict[st
     ]
 
 
-def _saved_rollouts(run: GRPORun) -> dict[str, Any] | None:
-    """`rollouts.pt` of the checkpoint that the run resumes from; None if there is none, or it holds batches of another
-    shape, of other datasets, or trained in part while this run trains whole ones.
+def _saved_rollouts(config: MasterConfig, checkpoint: Path) -> dict[str, Any] | None:
+    """`rollouts.pt` of a checkpoint; None if there is none, or it holds batches of another shape, of other datasets, or
+    trained in part while this run trains whole ones.
     """
-    if run.resumed_from is None or not (run.resumed_from / ROLLOUTS_FILE).exists():
+    if not (checkpoint / ROLLOUTS_FILE).exists():
         return None
-    saved: dict[str, Any] = torch.load(run.resumed_from / ROLLOUTS_FILE, weights_only=True)
-    shape = batch_shape(run)
+    saved: dict[str, Any] = torch.load(checkpoint / ROLLOUTS_FILE, weights_only=True)
+    shape = batch_shape(config)
     whole = all(len(batch.open) in (0, batch.rows) for batch in _saved_batches(saved))
-    if saved["shape"] == shape and (whole or run.config.async_rl is not None):
+    if saved["shape"] == shape and (whole or config.async_rl is not None):
         return saved
     logger.warning(
         "resume=buffer_ignored reason=batch_shape_or_datasets_changed_or_other_source saved=%s now=%s",
@@ -252,28 +255,28 @@ def _saved_batches(saved: Mapping[str, Any]) -> list[SavedBatch]:
     return [SavedBatch(batch, rows, tuple((r, a, n) for r, a, n in left)) for batch, rows, left in saved["batches"]]
 
 
-def _saved_groups(run: GRPORun, wanted: Callable[[BufferedGroup], bool]) -> list[BufferedGroup]:
-    """Loads the wanted groups of the checkpoint into the store."""
+def _saved_groups(
+    store: ExperienceStore, checkpoint: Path, wanted: Callable[[BufferedGroup], bool]
+) -> list[BufferedGroup]:
+    """Loads the wanted groups of a checkpoint into the store."""
     groups: list[BufferedGroup] = []
-    if run.resumed_from is None:
-        return groups
-    for plain in torch.load(run.resumed_from / BUFFER_FILE, weights_only=True)["groups"]:
+    for plain in torch.load(checkpoint / BUFFER_FILE, weights_only=True)["groups"]:
         tokens, rows = BatchedDataDict(plain["tokens"]), BatchedDataDict(plain["rows"])
         group = BufferedGroup(GroupKey(*plain["key"]), tokens, rows, plain["metrics"], plain["generated_at"])
         if wanted(group):
-            group.tokens = run.store.write_pending(RolloutColumns(tokens, rows))
+            group.tokens = store.write_pending(RolloutColumns(tokens, rows))
             groups.append(group)
     return groups
 
 
-def batch_shape(run: GRPORun) -> list[Any]:
+def batch_shape(config: MasterConfig) -> list[Any]:
     """The settings that determine the drawn batches and their columns."""
-    cfg, policy = run.config.grpo, run.config.policy
+    cfg, policy = config.grpo, config.policy
     return [
         prompts_per_batch(cfg),
         cfg.num_generations_per_prompt,
         cfg.seed,
-        *dataset_names(run.config),
+        *dataset_names(config),
         *(ROUTE_FIELDS if policy.router_replay.enabled else ()),
         *(SAMPLING_MASK_FIELDS if policy.sampling_mask_replay else ()),
     ]

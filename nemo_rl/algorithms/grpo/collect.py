@@ -13,19 +13,23 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.grpo.stages import Experience, filter_rows, joined_experience, score_rewards, valid_rewards
-from nemo_rl.config import GRPOConfig
+from nemo_rl.config import GRPOConfig, MasterConfig
 from nemo_rl.config.async_rl import NativeTimeoutsConfig
 from nemo_rl.config.errors import UserError
+from nemo_rl.data.loader import Loader
 from nemo_rl.data_plane.schema import PROMPT, PROMPT_TOKENS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import sample_of_row, sample_starts
 from nemo_rl.experience.prompts import EpochPrompts
+from nemo_rl.experience.rollout_source import RolloutSource
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, number_samples
+from nemo_rl.experience.store import ExperienceStore
 from nemo_rl.models.generation.interfaces import VALIDATION_STEP_OFFSET, GenerationSamplingParams
 from nemo_rl.models.generation.recording import replays
+from nemo_rl.utils.record import Record
 from nemo_rl.utils.record_events import GroupAdmitted, GroupCommitted, GroupDropped
+from nemo_rl.utils.timer import Timer
 
 logger = logging.getLogger(__name__)
 
@@ -100,38 +104,35 @@ def sampling_metrics(
     }
 
 
-NextBatch = Callable[[], BatchedDataDict]
-
-
-def training_plan(run: GRPORun, step: int | None = None) -> RolloutPlan:
-    """How training rollouts of a step (by default the current one) are sampled."""
-    generation = run.config.policy.generation
+def training_plan(config: MasterConfig, step: int) -> RolloutPlan:
+    """How training rollouts of a step are sampled."""
+    generation = config.policy.generation
     sampling = GenerationSamplingParams(generation.temperature, generation.top_p, generation.top_k)
     return RolloutPlan(
-        run.config.grpo.seed,
-        run.state.step if step is None else step,
+        config.grpo.seed,
+        step,
         sampling,
-        _limits(run),
+        _limits(config),
         tuple(generation.stop_strings or ()),
-        replays(run.config.policy),
+        replays(config.policy),
     )
 
 
-def validation_plan(run: GRPORun, batch: int) -> RolloutPlan:
+def validation_plan(config: MasterConfig, batch: int) -> RolloutPlan:
     """How validation batch `batch` is sampled; the same at every validation, so that curves are comparable."""
-    generation = run.config.policy.generation
+    generation = config.policy.generation
     sampling = GenerationSamplingParams(generation.val_temperature, generation.val_top_p, generation.val_top_k)
     return RolloutPlan(
-        run.config.grpo.seed,
+        config.grpo.seed,
         VALIDATION_STEP_OFFSET + batch,
         sampling,
-        _limits(run),
+        _limits(config),
         tuple(generation.stop_strings or ()),
     )
 
 
-def _limits(run: GRPORun) -> RolloutLimits:
-    policy, grpo, streaming = run.config.policy, run.config.grpo, run.config.async_rl
+def _limits(config: MasterConfig) -> RolloutLimits:
+    policy, grpo, streaming = config.policy, config.grpo, config.async_rl
     native = streaming.rollout_failure.native if streaming is not None else NativeTimeoutsConfig()
     return RolloutLimits(
         policy.max_total_sequence_length,
@@ -147,88 +148,97 @@ def prompts_per_batch(cfg: GRPOConfig) -> int:
     return int(cfg.num_prompts_per_step * cfg.batch_multiplier)
 
 
-def prompts_of(run: GRPORun) -> EpochPrompts:
-    """The run's prompts, batch by batch across epochs."""
-    cfg = run.config.grpo
-    return EpochPrompts(
-        run.train_loader,
-        batch_size=prompts_per_batch(cfg),
-        epoch=run.state.epoch,
-        max_epochs=cfg.max_num_epochs,
-    )
+def prompts_of(cfg: GRPOConfig, loader: Loader, epoch: int) -> EpochPrompts:
+    """A run's prompts, batch by batch across epochs, from `epoch` on."""
+    return EpochPrompts(loader, batch_size=prompts_per_batch(cfg), epoch=epoch, max_epochs=cfg.max_num_epochs)
 
 
-def collect_experience(run: GRPORun, next_batch: NextBatch) -> Experience:
-    """Generates the scored and filtered experience of the current step. Raises DynamicSamplingError: too few groups
-    differ in their rewards; StopIteration: the prompts ran out before the step was full.
-    """
-    first_prompt = 0
-
-    def generate(attempt: int) -> Experience:
-        nonlocal first_prompt
-        with run.timer.time("data_processing"):
-            prompts = next_batch()
-            batch = number_samples(prompts, run.config.grpo.num_generations_per_prompt, first_prompt)
-        _record_admission(run, batch, first_prompt, prompts)
-        first_prompt += prompts.size
-        return _roll_out(run, batch, attempt)
-
-    return gather_experience(run, generate)
+def group_id(step: int, prompt: int) -> str:
+    """Identifier of a prompt group in the run record."""
+    return f"{step}-{prompt}"
 
 
-def gather_experience(run: GRPORun, next_experience: Callable[[int], Experience]) -> Experience:
-    """Joins generation batches into the scored and filtered experience of the current step.
+@dataclass(frozen=True)
+class Gathering:
+    """Scores and filters generation batches, and joins them into the experience of a step."""
 
-    Args:
-        next_experience: Returns generation batch `attempt` (from 0), not yet scored.
+    cfg: GRPOConfig
+    store: ExperienceStore
+    record: Record
+    timer: Timer
 
-    Raises DynamicSamplingError: too few groups differ in their rewards.
-    """
-    cfg = run.config.grpo
-    kept: list[Experience] = []
-    selections: list[Selection] = []
-    generated_rewards: list[torch.Tensor] = []
-    while True:
-        try:
-            experience = next_experience(len(selections))
-        except StopIteration:
-            # The step stays incomplete: what was kept for it is not trained.
-            if selections:
-                logger.warning(
-                    "the prompts are used up in step %d: %d samples that dynamic sampling kept of its %d generation "
-                    "batches do not fill it and are not trained",
-                    run.state.step + 1,
-                    sum(_samples(part) for part in kept),
-                    len(selections),
+    def gather(self, step: int, next_experience: Callable[[int], Experience]) -> Experience:
+        """The scored and filtered experience of a step.
+
+        Args:
+            next_experience: Returns generation batch `attempt` (from 0), not yet scored.
+
+        Raises DynamicSamplingError: too few groups differ in their rewards; StopIteration: the prompts ran out before
+        the step was full.
+        """
+        cfg = self.cfg
+        kept: list[Experience] = []
+        selections: list[Selection] = []
+        generated_rewards: list[torch.Tensor] = []
+        while True:
+            try:
+                experience = next_experience(len(selections))
+            except StopIteration:
+                self._drop_incomplete(step, kept)
+                raise
+            with self.timer.time("reward_calculation"):
+                score_rewards(experience.rows, cfg)
+                # A process with only a handle, without the driver's columns, can judge its rows.
+                tags = {name: experience.rows[name] for name in ("std", "baseline")}
+                tags |= {PROMPT: _common_prompts(experience.rows), PROMPT_TOKENS: experience.rows["prompt_lengths"]}
+                experience.handle = self.store.annotate(experience.handle, tags)
+            if not cfg.use_dynamic_sampling:
+                experience.metrics |= filter_rows(experience.rows, cfg)
+                return experience
+            with self.timer.time("dynamic_sampling"):
+                generated_rewards.append(valid_rewards(experience.rows))
+                selection = select_rows(
+                    self.store.tag(experience.handle, "std"),
+                    kept_before=sum(_samples(part) for part in kept),
+                    num_gen_batches=len(selections) + 1,
+                    cfg=cfg,
+                    sample_B=sample_of_row(experience.rows),
                 )
-            for part in kept:
-                _record_dropped(run, part.rows["prompt_number"].tolist(), "prompts_exhausted")
-            raise
-        with run.timer.time("reward_calculation"):
-            score_rewards(experience.rows, cfg)
-            # A process with only a handle, without the driver's columns, can judge its rows.
-            tags = {name: experience.rows[name] for name in ("std", "baseline")}
-            tags |= {PROMPT: _common_prompts(experience.rows), PROMPT_TOKENS: experience.rows["prompt_lengths"]}
-            experience.handle = run.store.annotate(experience.handle, tags)
-        if not cfg.use_dynamic_sampling:
-            experience.metrics |= filter_rows(experience.rows, cfg)
-            return experience
-        with run.timer.time("dynamic_sampling"):
-            generated_rewards.append(valid_rewards(experience.rows))
-            selection = select_rows(
-                run.store.tag(experience.handle, "std"),
-                kept_before=sum(_samples(part) for part in kept),
-                num_gen_batches=len(selections) + 1,
-                cfg=cfg,
-                sample_B=sample_of_row(experience.rows),
+                selections.append(selection)
+                kept.append(self._keep(step, experience, selection))
+            if selection.complete:
+                joined = joined_experience(kept, self.store, lambda parts: dict(parts[-1].metrics))
+                joined.metrics |= sampling_metrics(selections, torch.cat(generated_rewards), valid_rewards(joined.rows))
+                joined.metrics |= filter_rows(joined.rows, cfg)
+                return joined
+
+    def _drop_incomplete(self, step: int, kept: Sequence[Experience]) -> None:
+        """The step stays incomplete: what was kept for it is not trained."""
+        if kept:
+            logger.warning(
+                "the prompts are used up in step %d: %d samples that dynamic sampling kept of its %d generation "
+                "batches do not fill it and are not trained",
+                step + 1,
+                sum(_samples(part) for part in kept),
+                len(kept),
             )
-            selections.append(selection)
-            kept.append(_keep(run, experience, selection))
-        if selection.complete:
-            joined = joined_experience(kept, run.store, lambda parts: dict(parts[-1].metrics))
-            joined.metrics |= sampling_metrics(selections, torch.cat(generated_rewards), valid_rewards(joined.rows))
-            joined.metrics |= filter_rows(joined.rows, cfg)
-            return joined
+        for part in kept:
+            self._record_dropped(step, part.rows["prompt_number"].tolist(), "prompts_exhausted")
+
+    def _keep(self, step: int, experience: Experience, selection: Selection) -> Experience:
+        numbers = experience.rows["prompt_number"]
+        self._record_dropped(step, set(numbers.tolist()) - set(numbers[selection.keep].tolist()), "zero_variance")
+        part = Experience(
+            self.store.select(experience.handle, selection.keep),
+            experience.rows.select_indices(selection.keep),
+            experience.metrics,
+        )
+        self.store.clear(self.store.select(experience.handle, selection.drop))
+        return part
+
+    def _record_dropped(self, step: int, groups: Iterable[int], reason: str) -> None:
+        for group in sorted(set(groups)):
+            self.record.emit(GroupDropped(group_id(step, group), reason))
 
 
 def _common_prompts(rows: BatchedDataDict) -> torch.Tensor:
@@ -240,46 +250,47 @@ def _samples(experience: Experience) -> int:
     return int(sample_starts(experience.rows).sum())
 
 
-def _roll_out(run: GRPORun, batch: BatchedDataDict, attempt: int) -> Experience:
-    with run.timer.time("generation"):
-        rollout = run.rollouts.roll_out(batch, training_plan(run), attempt)
-    columns = rollout.columns
-    for group in columns.rows["prompt_number"].unique().tolist():
-        rows = columns.rows["prompt_number"] == group
-        version = int(columns.rows["weight_version"][rows].max())
-        run.record.emit(
-            GroupCommitted(group_id(run.state.step, group), version, int(columns.rows["generated_lengths"][rows].sum()))
-        )
-    return Experience(run.store.write(columns.tokens), columns.rows, dict(rollout.metrics))
+@dataclass(frozen=True)
+class WholeBatches:
+    """Generates a step's batches whole, in turns with training. `adapter`: which the run trains, of several."""
 
+    config: MasterConfig
+    rollouts: RolloutSource
+    gathering: Gathering
+    adapter: str = ""
 
-def group_id(step: int, prompt: int) -> str:
-    """Identifier of a prompt group in the run record."""
-    return f"{step}-{prompt}"
+    def collect(self, step: int, next_batch: Callable[[], tuple[BatchedDataDict, int]]) -> Experience:
+        """Generates the scored and filtered experience of a step. `next_batch`: the next prompts, and the epoch that
+        they are of. Raises: see `Gathering.gather`.
+        """
+        timer = self.gathering.timer
+        first_prompt = 0
 
+        def generate(attempt: int) -> Experience:
+            nonlocal first_prompt
+            with timer.time("data_processing"):
+                prompts, epoch = next_batch()
+                batch = number_samples(prompts, self.config.grpo.num_generations_per_prompt, first_prompt)
+            self._record_admission(step, batch, first_prompt, prompts, epoch)
+            first_prompt += prompts.size
+            with timer.time("generation"):
+                rollout = self.rollouts.roll_out(batch, training_plan(self.config, step), attempt)
+            self._record_committed(step, rollout.columns.rows)
+            tokens = self.gathering.store.write(rollout.columns.tokens)
+            return Experience(tokens, rollout.columns.rows, dict(rollout.metrics))
 
-def _record_admission(run: GRPORun, batch: BatchedDataDict, first_prompt: int, prompts: BatchedDataDict) -> None:
-    for offset, index in enumerate(prompts["idx"]):
-        identity = group_id(run.state.step, first_prompt + offset)
-        run.record.emit(
-            GroupAdmitted(
-                identity, f"{run.state.epoch}-{index}", batch.size // prompts.size, run.state.step, run.adapter
-            )
-        )
+        return self.gathering.gather(step, generate)
 
+    def _record_committed(self, step: int, rows: BatchedDataDict) -> None:
+        for group in rows["prompt_number"].unique().tolist():
+            of_group = rows["prompt_number"] == group
+            version, tokens = rows["weight_version"][of_group].max(), rows["generated_lengths"][of_group].sum()
+            self.gathering.record.emit(GroupCommitted(group_id(step, group), int(version), int(tokens)))
 
-def _keep(run: GRPORun, experience: Experience, selection: Selection) -> Experience:
-    numbers = experience.rows["prompt_number"]
-    _record_dropped(run, set(numbers.tolist()) - set(numbers[selection.keep].tolist()), "zero_variance")
-    part = Experience(
-        run.store.select(experience.handle, selection.keep),
-        experience.rows.select_indices(selection.keep),
-        experience.metrics,
-    )
-    run.store.clear(run.store.select(experience.handle, selection.drop))
-    return part
-
-
-def _record_dropped(run: GRPORun, groups: Iterable[int], reason: str) -> None:
-    for group in sorted(set(groups)):
-        run.record.emit(GroupDropped(group_id(run.state.step, group), reason))
+    def _record_admission(
+        self, step: int, batch: BatchedDataDict, first_prompt: int, prompts: BatchedDataDict, epoch: int
+    ) -> None:
+        samples = batch.size // prompts.size
+        for offset, index in enumerate(prompts["idx"]):
+            name = group_id(step, first_prompt + offset)
+            self.gathering.record.emit(GroupAdmitted(name, f"{epoch}-{index}", samples, step, self.adapter))

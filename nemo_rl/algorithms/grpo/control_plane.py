@@ -48,8 +48,8 @@ class ControlPlane(Protocol):
 
     saves_before_publish: bool
 
-    def start(self, source: ExperienceSource) -> None:
-        """Prepares for rollouts. If the source generates ahead, generation serves the source's version on return."""
+    def start(self, source: ExperienceSource, version: int) -> None:
+        """Prepares for rollouts. If the source generates ahead, generation serves `version` on return."""
         ...
 
     def serve(self, version: int) -> None:
@@ -112,10 +112,10 @@ class OwnAccelerators:
         self._refitter, self._timer, self._phase = refitter, timer, phase
         self._ahead = False
 
-    def start(self, source: ExperienceSource) -> None:
+    def start(self, source: ExperienceSource, version: int) -> None:
         """Sends the first weights if generation runs ahead. From here on it waits for failed shards to be rebuilt."""
         self._ahead = source.generates_ahead
-        self._refit(source, source.version)
+        self._refit(source, version)
         self._await_rebuild(self._ahead)
 
     def serve(self, version: int) -> None:
@@ -196,11 +196,11 @@ class HookedControlPlane:
         self.saves_before_publish = own is None
         self._holds = False
 
-    def start(self, source: ExperienceSource) -> None:
+    def start(self, source: ExperienceSource, version: int) -> None:
         """Passes the collector to the hooks. If they own the accelerators, they have refitted on return."""
         self._hooks.on_trajectory_collector_created(source.collector)
         if self._own is not None:
-            self._own.start(source)
+            self._own.start(source, version)
 
     def serve(self, version: int) -> None:
         """Refits only if the run owns its accelerators."""

@@ -28,11 +28,6 @@ class ExperienceSource(Protocol):
         """The collector that generates ahead, or None."""
         ...
 
-    @property
-    def version(self) -> int:
-        """The version of the run's weights."""
-        ...
-
     def start(self) -> None:
         """Restores what the checkpoint held. Generation has not started yet."""
         ...
@@ -47,16 +42,12 @@ class ExperienceSource(Protocol):
         """
         ...
 
-    def metrics(self) -> Mapping[str, float]:
-        """Metrics of the source for the current step, for the prefix `train`."""
-        ...
-
     def draw_ahead(self) -> None:
         """Prefetches the next step's prompts while this one trains. Errors are raised by the next draw."""
         ...
 
-    def trained(self, step: int) -> None:
-        """Called once step `step` is trained."""
+    def trained(self, step: int) -> Mapping[str, float]:
+        """Called once step `step` is trained; returns the source's metrics of it, for the prefix `train`."""
         ...
 
     def finished(self) -> bool:
@@ -75,12 +66,8 @@ class ExperienceSource(Protocol):
         """Context manager around a refit."""
         ...
 
-    def loader(self) -> HasState:
-        """The loader position for a checkpoint."""
-        ...
-
-    def saved(self) -> Mapping[str, object]:
-        """Further checkpoint files by name."""
+    def position(self) -> tuple[HasState, Mapping[str, object]]:
+        """The loader position for a checkpoint, and the source's own files of it by name."""
         ...
 
     def stop(self) -> None:
@@ -108,7 +95,3 @@ class WholeSteps:
         except StopIteration:
             return
         yield whole
-
-    def metrics(self) -> Mapping[str, float]:
-        """Returns none."""
-        return {}

@@ -14,9 +14,10 @@ from nemo_rl.algorithms.grpo.async_source import AsynchronousSource
 from nemo_rl.algorithms.grpo.collect import group_id
 from nemo_rl.algorithms.grpo.control_plane import HookedControlPlane, OwnAccelerators
 from nemo_rl.algorithms.grpo.experience_source import ExperienceSource
-from nemo_rl.algorithms.grpo.metrics import report_step, step_metrics
+from nemo_rl.algorithms.grpo.metrics import step_metrics
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.grpo.stages import Experience
+from nemo_rl.algorithms.grpo.step_reports import StepReport
 from nemo_rl.algorithms.grpo.step_trainer import StepTrainer, Trained, ask_served_teachers, score, weigh
 from nemo_rl.algorithms.grpo.streaming import StreamingSource
 from nemo_rl.algorithms.grpo.synchronous_source import SynchronousSource
@@ -65,7 +66,7 @@ class GRPOSteps(Steps[GRPORun]):
         run, source = self.run, self._source
         try:
             source.start()
-            run.control.start(source)
+            run.control.start(source, run.state.step)
             if run.config.grpo.val_at_start and run.state.step == 0:
                 validate(run, 0)
             source.published(run.state.step)
@@ -103,10 +104,10 @@ class GRPOSteps(Steps[GRPORun]):
                 self._used_up = True
                 return None
             self._trained = trained = trainer.finish(meanwhile=source.draw_ahead)
-        metrics = step_metrics(run, trained.experience, trained.result) | dict(source.metrics())
+        metrics = step_metrics(run.config.grpo, step + 1, trained.experience, trained.result)
         run.control.weights_ready(step)
         complete_step(run, trained.experience)
-        source.trained(step)
+        metrics |= source.trained(step)
         with run.timer.time("step_report"):
             run.reports.wait()
         return metrics
@@ -150,12 +151,16 @@ class GRPOSteps(Steps[GRPORun]):
 
     def position(self) -> tuple[HasState, Mapping[str, object]]:
         """The source's loader position and pending groups."""
-        return self._source.loader(), self._source.saved()
+        return self._source.position()
 
     def report(self, done: CompletedStep) -> None:
         """Writes metrics and samples in the background."""
-        if self._trained is not None:
-            report_step(self.run, self._trained.experience, done.metrics, self._trained.result)
+        run, trained = self.run, self._trained
+        if trained is not None:
+            seconds = {name: sum(run.timer.elapsed(name)) for name in run.timer.get_timing_metrics("sum")}
+            refit = dict(run.control.metrics()) if run.generation is not None else {}
+            step, metrics = run.state.step, done.metrics
+            run.reports.put(StepReport(step, trained.experience, metrics, trained.result, seconds, refit))
 
     def await_reports(self) -> None:
         """Waits for background reports and raises their errors."""

@@ -1,4 +1,4 @@
-"""Metrics of a training step: aggregation, batch statistics, rates, and the step's report.
+"""Metrics of a training step: aggregation, batch statistics and rates.
 
 Metric names are those of NeMo-RL's dashboards. Invariants: aggregation does not depend on the cut into microbatches,
 since losses normalise by global counts; the logged step is the number of completed steps, from 1.
@@ -9,16 +9,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from nemo_rl.algorithms.grpo.run import GRPORun
-from nemo_rl.algorithms.grpo.stages import Experience, needs_previous_logprobs, valid_rewards
-from nemo_rl.experience.columns import sample_starts
-from nemo_rl.experience.environment_batcher import environment_metrics_of_step
-from nemo_rl.experience.sample_log import sample_log_stage
+from nemo_rl.algorithms.grpo.stages import Experience, valid_rewards
+from nemo_rl.config import GRPOConfig
 from nemo_rl.loss.normalization import is_extremum
 from nemo_rl.models.policy.interfaces import TrainResult
 
@@ -153,13 +149,13 @@ def accuracy_by_task(rewards_B: torch.Tensor, tasks: Sequence[str]) -> dict[str,
     return {f"accuracy/{name}": rewards_B[rows].double().mean().item() for name, rows in of_task.items()}
 
 
-def step_metrics(run: GRPORun, experience: Experience, result: TrainResult) -> dict[str, Any]:
-    """The `train/` metrics of a step."""
+def step_metrics(cfg: GRPOConfig, step: int, experience: Experience, result: TrainResult) -> dict[str, Any]:
+    """The `train/` metrics of step `step` (from 1)."""
     rows = experience.rows
     metrics: dict[str, Any] = dict(experience.metrics)
     baseline_B = rows["baseline"][rows["valid"]] if bool(rows["valid"].any()) else rows["baseline"]
     in_batch = batch_metrics(valid_rewards(rows), baseline_B, rows["prompt_lengths"], rows["total_lengths"])
-    if run.config.grpo.use_dynamic_sampling:
+    if cfg.use_dynamic_sampling:
         in_batch.pop("reward")
     metrics |= in_batch
     metrics |= aggregate_microbatch_metrics(result["all_mb_metrics"])
@@ -178,110 +174,6 @@ def step_metrics(run: GRPORun, experience: Experience, result: TrainResult) -> d
         metrics["skipped_steps"] = float(result["skipped_steps"])
         logger.warning(
             "step=%d optimizer=skipped reason=no_trained_token: weights, optimizer and schedule stay as they were",
-            run.state.step + 1,
+            step,
         )
     return metrics
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """A completed step as it is reported."""
-
-    step: int  # its number, from 1
-    experience: Experience  # the trained experience; the report clears its rows in the store
-    metrics: Mapping[str, Any]  # its `train/` metrics
-    result: TrainResult
-    seconds: Mapping[str, float]
-    refit: Mapping[str, float]  # metrics of the last refit
-
-
-def report_step(run: GRPORun, experience: Experience, metrics: Mapping[str, object], result: TrainResult) -> None:
-    """Writes the step's metrics and samples in the background. Errors surface at the next `run.reports` call."""
-    seconds = {name: sum(run.timer.elapsed(name)) for name in run.timer.get_timing_metrics("sum")}
-    refit = dict(run.control.metrics()) if run.generation is not None else {}
-    report = StepReport(run.state.step, experience, metrics, result, seconds, refit)
-    run.reports.put(lambda: write_report(run, report))
-
-
-def write_report(run: GRPORun, report: StepReport) -> None:
-    """Writes a step's metrics, times, rates and samples, and clears its rows."""
-    try:
-        _log_step(run, report)
-        _log_samples(run, report.experience, report.step)
-    finally:
-        run.store.clear(report.experience.handle)
-    run.record.flush()
-
-
-def _log_step(run: GRPORun, report: StepReport) -> None:
-    step, rows, seconds = report.step, report.experience.rows, report.seconds
-    run.logger.log_metrics(report.metrics, step, prefix="train")
-    run.logger.log_metrics(environment_metrics_of_step(), step, prefix="environment")
-    if run.generation is not None:
-        run.logger.log_metrics(report.refit, step, prefix="refit")
-    if run.generation is not None and run.config.policy.generation.vllm_cfg.enable_vllm_metrics_logger:
-        run.logger.log_metrics(run.generation.engine_metrics(), step, prefix="generation_metrics")
-    performance = throughput_metrics(
-        int(sample_starts(rows).sum()),
-        float(rows["total_lengths"].sum()),
-        seconds,
-        num_devices=run.device_count.total,
-        train_devices=run.device_count.training,
-        generation_devices=run.device_count.generation,
-        generated_tokens=float(rows["generated_lengths"].sum()),
-    )
-    performance |= _utilisation(report.result, seconds)
-    run.logger.log_metrics(performance, step, prefix="performance")
-    run.logger.log_metrics(seconds, step, prefix="timing/train", step_finished=True)
-    metrics = report.metrics
-    run.progress.step_done(
-        step, reward=metrics["reward"], loss=metrics["loss"], tokens=float(rows["total_lengths"].sum())
-    )
-    said = run.reward_watch.observe(step, rows, metrics["global_valid_toks"]) if _learns_from_rewards(run) else None
-    if said is not None:
-        run.progress.say(said)
-    generation = run.config.policy.generation
-    for line in run.reward_watch.rollouts.observe(
-        f"step {step}",
-        metrics,
-        max_new_tokens=generation.max_new_tokens,
-        max_turns=run.config.grpo.max_rollout_turns,
-    ):
-        run.progress.say(line)
-
-
-def _learns_from_rewards(run: GRPORun) -> bool:
-    return run.config.loss_fn.reads_advantages and run.config.grpo.adv_estimator.name != "opd"
-
-
-def _utilisation(result: TrainResult, seconds: Mapping[str, float]) -> dict[str, float]:
-    if "total_flops" not in result or not seconds.get("policy_training"):
-        return {}
-    per_second = result["total_flops"] / seconds["policy_training"] / result["num_ranks"]
-    metrics = {"train_flops_per_gpu": per_second}
-    if "theoretical_tflops" in result:
-        metrics["train_fp_utilization"] = per_second / 1e12 / (result["theoretical_tflops"] / result["num_ranks"])
-    return metrics
-
-
-def _log_samples(run: GRPORun, experience: Experience, step: int) -> None:
-    """Writes `samples/train_data_stepN.jsonl`: all samples with tokens, masks, rewards and log-probabilities."""
-    columns = {
-        "content": "content",
-        "rewards": "rewards",
-        "input_lengths": "input_lengths",
-        "sample_mask": "sample_loss_mask",
-        "input_ids": "token_ids",
-        "token_mask": "token_loss_mask",
-        "advantages": "advantages",
-        "generation_logprobs": "generation_logprobs",
-    }
-    if not run.config.loss_fn.reads_advantages:
-        columns.pop("advantages")
-    if needs_previous_logprobs(run.config.grpo, run.config.loss_fn):
-        columns["prev_logprobs"] = "prev_logprobs"
-    if "conversation" in run.store.columns(experience.handle):
-        columns["conversation"] = "conversation"
-    stage = sample_log_stage(run.logger.samples_dir / f"train_data_step{step}.jsonl", columns)
-    with run.sample_files.best_effort():
-        run.store.apply(experience.handle, stage)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_rl.algorithms.distillation.teachers import Teachers
 from nemo_rl.algorithms.grpo.control_plane import ControlPlane
 from nemo_rl.algorithms.grpo.placement import Placement
-from nemo_rl.algorithms.grpo.rewards import RewardWatch
+from nemo_rl.algorithms.grpo.step_reports import StepReports
 from nemo_rl.algorithms.run_checkpoint import RunState
 from nemo_rl.algorithms.training_loop import TrainingRun
 from nemo_rl.config import MasterConfig
@@ -18,11 +18,9 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.environments.registry import Actors
 from nemo_rl.experience.rollout_source import RolloutSource
 from nemo_rl.experience.rollouts import RolloutWatch
-from nemo_rl.experience.sample_log import SampleFiles
 from nemo_rl.experience.store import ExperienceStore
 from nemo_rl.models.generation.endpoint.server import Endpoint
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
-from nemo_rl.utils.backlog import Backlog
 from nemo_rl.utils.record import Record
 
 if TYPE_CHECKING:
@@ -69,22 +67,10 @@ class GRPORun(TrainingRun[MasterConfig]):
     environments: Actors
     placement: Placement
     clusters: list[RayVirtualCluster]
-    device_count: DeviceCount  # number of slots of the run, of training and of generation
+    reports: StepReports  # writes step reports in the background
     teachers: Teachers | None = None  # score the run's samples, or None
     endpoint: Endpoint | None = None  # serves the engines over HTTP, or None
     adapter: str = ""  # the adapter that it trains, of several on one base; empty for a run of its own
     resumed_from: Path | None = None  # checkpoint that the run resumes from
-    reward_watch: RewardWatch = field(default_factory=RewardWatch)  # warns about steps that teach nothing
     validation_watch: RolloutWatch = field(default_factory=RolloutWatch)  # warns about cut validation samples
-    sample_files: SampleFiles = field(default_factory=SampleFiles)  # writes sample files; errors do not end the run
-    reports: Backlog = field(default_factory=lambda: Backlog("step-report"))  # writes step reports in the background
     env_of_validation_task: dict[str, str] = field(default_factory=dict)  # environment name per validation task
-
-
-@dataclass(frozen=True)
-class DeviceCount:
-    """Accelerator slots of the run."""
-
-    total: int
-    training: int
-    generation: int

@@ -28,6 +28,7 @@ from nemo_rl.algorithms.grpo.stages import (
 from nemo_rl.distributed.worker_groups import PendingCall
 from nemo_rl.experience.columns import sample_of_row, sample_starts
 from nemo_rl.models.policy.interfaces import BatchHandle, TrainResult
+from nemo_rl.utils.record import Record
 from nemo_rl.utils.record_events import StepSpan
 from nemo_rl.utils.step_timeline import LOGPROBS, TRAINING
 
@@ -37,11 +38,11 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def _recorded_span(run: GRPORun, what: str) -> Generator[None]:
-    """Records the start and end of a phase of the current step."""
-    step, begun = run.state.step, time.time()
+def _recorded_span(record: Record, step: int, what: str) -> Generator[None]:
+    """Records the start and end of a phase of a step."""
+    begun = time.time()
     yield
-    run.record.emit(StepSpan(step, what, begun, time.time()))
+    record.emit(StepSpan(step, what, begun, time.time()))
 
 
 def score(run: GRPORun, part: Experience, *, step_open: bool) -> None:
@@ -54,7 +55,7 @@ def score(run: GRPORun, part: Experience, *, step_open: bool) -> None:
     with timer.time("logprob_inference_prep"):
         if needs_previous_logprobs(cfg, loss_cfg) or needs_reference_logprobs(cfg, loss_cfg) or compares:
             run.policy.prepare_for_lp_inference(keep_train_buffers=step_open)
-    with timer.time("policy_and_reference_logprobs"), _recorded_span(run, LOGPROBS):
+    with timer.time("policy_and_reference_logprobs"), _recorded_span(run.record, run.state.step, LOGPROBS):
         compute_logprobs(part, run.store, run.policy, cfg, loss_cfg, timer)
         if compares:
             compare_routing(part, run.store, run.policy, loss_cfg, timer)
@@ -73,7 +74,7 @@ def ask_served_teachers(run: GRPORun, part: Experience, step: int) -> None:
 
 def _ask_teachers(run: GRPORun, teachers: Teachers, part: Experience) -> None:
     run.progress.phase("teacher")
-    with run.timer.time("teacher_scoring"), _recorded_span(run, LOGPROBS):
+    with run.timer.time("teacher_scoring"), _recorded_span(run.record, run.state.step, LOGPROBS):
         part.handle = teachers.score(part.handle, part.rows["task_name"], run.store, run.timer)
 
 
@@ -129,7 +130,7 @@ class StepTrainer:
         self._parts.append(part)
         if not self._in_parts:
             return
-        with run.timer.time("policy_training"), _recorded_span(run, TRAINING):
+        with run.timer.time("policy_training"), _recorded_span(run.record, run.state.step, TRAINING):
             run.policy.train_microbatches(self._columns(part), timer=run.timer)
 
     def finish(self, meanwhile: Callable[[], None]) -> Trained:
@@ -140,7 +141,7 @@ class StepTrainer:
         if self._in_parts:
             # The training accelerators may have been released since the last part.
             run.policy.prepare_for_training()
-        with run.timer.time("policy_training"), _recorded_span(run, TRAINING):
+        with run.timer.time("policy_training"), _recorded_span(run.record, run.state.step, TRAINING):
             earlier: list[TrainResult] = []
             if self._in_parts:
                 pending = run.policy.submit_finish_train_step()

@@ -8,7 +8,7 @@ every group of a step is yielded once, in a part that is large enough to fill th
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -142,11 +142,11 @@ class StreamingSource(AheadSource):
         numbers = self.collector.numbers()
         for group in groups:
             group.rows["prompt_number"] = torch.full_like(group.rows["prompt_number"], numbers[group.key])
-        experience = joined_groups(self._run, groups)
+        experience = joined_groups(self._run.store, groups)
         experience.group_names = {numbers[group.key]: group_name(group.key) for group in groups}
         return experience
 
-    def metrics(self) -> dict[str, float]:
+    def _metrics(self) -> Mapping[str, float]:
         """The number of parts, and the prompts dropped, replaced and evicted since the last step."""
         step, collector = self.collector.queue.step, self.collector
         evicted, collector.evicted = collector.evicted, 0

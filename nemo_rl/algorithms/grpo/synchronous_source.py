@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sized
 from contextlib import AbstractContextManager, nullcontext
 
-from nemo_rl.algorithms.grpo.collect import collect_experience, prompts_of
+from nemo_rl.algorithms.grpo.collect import Gathering, WholeBatches, prompts_of
 from nemo_rl.algorithms.grpo.experience_source import WholeSteps
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.grpo.stages import Experience
@@ -20,16 +20,13 @@ class SynchronousSource(WholeSteps):
 
     def __init__(self, run: GRPORun) -> None:
         self._run = run
-        self._prompts = prompts_of(run)
+        self._prompts = prompts_of(run.config.grpo, run.train_loader, run.state.epoch)
+        gathering = Gathering(run.config.grpo, run.store, run.record, run.timer)
+        self._batches = WholeBatches(run.config, run.rollouts, gathering, run.adapter)
 
     @property
     def collector(self) -> None:
         """None: no rollout runs beside training."""
-
-    @property
-    def version(self) -> int:
-        """The version of the run's weights."""
-        return self._run.state.step
 
     def start(self) -> None:
         """Does nothing: the loader is already restored."""
@@ -44,12 +41,12 @@ class SynchronousSource(WholeSteps):
         with run.timer.time("prepare_for_generation/total"):
             run.control.serve(run.state.step)
         with run.control.demand(run.state.step, *self.waited_for()):
-            return collect_experience(run, self._next_prompts)
+            return self._batches.collect(run.state.step, self._next_prompts)
 
-    def _next_prompts(self) -> BatchedDataDict:
+    def _next_prompts(self) -> tuple[BatchedDataDict, int]:
         state = self._run.state
         try:
-            return self._prompts.next()
+            return self._prompts.next(), self._prompts.epoch
         finally:
             if self._prompts.epoch != state.epoch:
                 state.epoch, state.step_in_epoch = self._prompts.epoch, 0
@@ -59,8 +56,9 @@ class SynchronousSource(WholeSteps):
         if not self.finished():
             self._prompts.prefetch()
 
-    def trained(self, step: int) -> None:
-        """Does nothing: a trained step leaves no state."""
+    def trained(self, step: int) -> Mapping[str, float]:
+        """Has no metrics: a trained step leaves no state."""
+        return {}
 
     def finished(self) -> bool:
         """Whether steps or epochs are used up."""
@@ -86,13 +84,9 @@ class SynchronousSource(WholeSteps):
         """No rollout runs between steps."""
         return nullcontext()
 
-    def loader(self) -> HasState:
+    def position(self) -> tuple[HasState, Mapping[str, object]]:
         """The loader position, before any prefetched batch."""
-        return self._prompts.position()
-
-    def saved(self) -> Mapping[str, object]:
-        """No further files."""
-        return {}
+        return self._prompts.position(), {}
 
     def stop(self) -> None:
         """Does nothing: no rollout runs between steps."""

@@ -8,31 +8,28 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from rich.console import Console
 
 from nemo_rl.algorithms.grpo.collect import validation_plan
 from nemo_rl.algorithms.grpo.metrics import validation_metrics
 from nemo_rl.algorithms.grpo.run import GRPORun
-from nemo_rl.config import GRPOConfig
+from nemo_rl.config import GRPOConfig, MasterConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.call import environment_metrics
+from nemo_rl.environments.registry import Actors
 from nemo_rl.experience.columns import joined_rows
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollout_source import RolloutSource
 from nemo_rl.experience.rollouts import number_samples
 from nemo_rl.experience.sample_log import sample_log_stage
-from nemo_rl.experience.store import TokenStage
-from nemo_rl.utils.logger import best_to_worst, print_message_log_samples
+from nemo_rl.utils.logger import Logger, best_to_worst, print_message_log_samples
 from nemo_rl.utils.record_events import Validated
-
-if TYPE_CHECKING:
-    from nemo_rl.models.policy.interfaces import BatchHandle
 
 
 def batch_size(grpo: GRPOConfig, prompts: int) -> int:
@@ -94,7 +91,7 @@ def validate(run: GRPORun, step: int) -> dict[str, float]:
         best_at_k=cfg.use_best_at_k,
     )
     metrics |= {name: float(values.mean()) for name, values in done.components.items()}
-    metrics |= _measured_by_environments(run, done)
+    metrics |= _measured_by_environments(run.environments, run.env_of_validation_task, run.config, done)
     run.logger.log_metrics(metrics, step, prefix="validation")
     run.logger.log_metrics(
         {"total_validation_time": run.timer.reduce("total_validation_time", "sum")}, step, prefix="timing/validation"
@@ -109,13 +106,13 @@ def validate(run: GRPORun, step: int) -> dict[str, float]:
     ):
         run.progress.say(line)
     if done.samples:
-        _show(run, done, step)
+        _show(run.logger, run.progress.console, done, step, run.config.logger.num_val_samples_to_print)
     run.state.val_metrics = metrics
     return metrics
 
 
-def _show(run: GRPORun, done: _Validated, step: int) -> None:
-    """Shows samples with their turns and the expected answer, right and wrong ones, in trackers and on the terminal."""
+def _show(logger: Logger, console: Console, done: _Validated, step: int, shown: int) -> None:
+    """Shows `shown` samples, right and wrong ones, with turns and expected answers, in trackers and on the terminal."""
     rewards = done.rewards.tolist()[: len(done.samples)]
     logs, expected = ([sample[name] for sample in done.samples] for name in ("messages", "expected"))
     rows = best_to_worst(rewards, _TABLE_ROWS)
@@ -125,28 +122,29 @@ def _show(run: GRPORun, done: _Validated, step: int) -> None:
         "reward": [rewards[row] for row in rows],
         "task": [done.tasks[row] for row in rows],
     }
-    run.logger.log_table(table, step, "validation/samples")
-    shown, console = run.config.logger.num_val_samples_to_print, run.progress.console
+    logger.log_table(table, step, "validation/samples")
     print_message_log_samples(logs, rewards, shown, step, console, expected)
 
 
-def _measured_by_environments(run: GRPORun, done: _Validated) -> dict[str, float]:
+def _measured_by_environments(
+    environments: Actors, env_of_task: Mapping[str, str], config: MasterConfig, done: _Validated
+) -> dict[str, float]:
     found: dict[str, float] = {}
     columns = {
         "rewards": done.rewards,
         "generated_lengths": done.lengths,
         "truncated": done.truncated,
         # Samples of a prompt are next to each other.
-        "prompt_number": torch.arange(len(done.rewards)) // run.config.grpo.val_num_generations_per_prompt,
+        "prompt_number": torch.arange(len(done.rewards)) // config.grpo.val_num_generations_per_prompt,
         **done.components,
     }
-    for name, replicas in run.environments.items():
-        own = [row for row, task in enumerate(done.tasks) if run.env_of_validation_task.get(task) == name]
+    for name, replicas in environments.items():
+        own = [row for row, task in enumerate(done.tasks) if env_of_task.get(task) == name]
         if not own:
             continue
         batch = BatchedDataDict({key: values[own] for key, values in columns.items()})
         batch["task_name"] = [done.tasks[row] for row in own]
-        timeout_s = EnvironmentHandle.of(name, replicas, run.config.env).timeout_s
+        timeout_s = EnvironmentHandle.of(name, replicas, config.env).timeout_s
         measured = environment_metrics(replicas[0], batch, timeout_s=timeout_s, name=name)
         found |= {f"{name}/{key}": value for key, value in measured.items()}
     return found
@@ -161,7 +159,7 @@ def _roll_out_all(run: GRPORun, source: RolloutSource, batches: Sequence[Batched
     total = 0
     for index, prompts in enumerate(batches):
         batch = number_samples(prompts, cfg.val_num_generations_per_prompt)
-        rollout = source.roll_out(batch, validation_plan(run, index), 0)
+        rollout = source.roll_out(batch, validation_plan(run.config, index), 0)
         columns = rollout.columns
         rows.append(columns.rows)
         total += batch.size
@@ -174,18 +172,9 @@ def _roll_out_all(run: GRPORun, source: RolloutSource, batches: Sequence[Batched
         path = run.logger.samples_dir / f"val_data_step{step}.jsonl"
         written = {"content": "content", "rewards": "rewards", "conversation": "conversation"}
         stage = sample_log_stage(path, written, append=index > 0)
-        run.store.keep(handle)
-        run.reports.put(partial(_write_samples, run, handle, stage))
+        run.reports.put_samples(handle, stage)
     joined = joined_rows(rows)
     ends = {name: value / total for name, value in ends.items()}
     components = {name: joined[name] for name in joined if name.startswith("reward/")}
     lengths, truncated = joined["generated_lengths"], joined["truncated"]
     return _Validated(joined["total_reward"], lengths, truncated, components, tasks, samples, ends)
-
-
-def _write_samples(run: GRPORun, handle: BatchHandle, stage: TokenStage) -> None:
-    try:
-        with run.sample_files.best_effort():
-            run.store.apply(handle, stage)
-    finally:
-        run.store.clear(handle)

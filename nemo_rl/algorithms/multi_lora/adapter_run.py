@@ -19,8 +19,9 @@ from rich.console import Console
 from nemo_rl.algorithms.grpo.assembly import assembled, make_loss
 from nemo_rl.algorithms.grpo.collect import prompts_per_batch
 from nemo_rl.algorithms.grpo.placement import OwnPlacement
-from nemo_rl.algorithms.grpo.run import DeviceCount, GRPORun, GRPOState
+from nemo_rl.algorithms.grpo.run import GRPORun, GRPOState
 from nemo_rl.algorithms.grpo.sources import make_loaders, make_rollout_sources
+from nemo_rl.algorithms.grpo.step_reports import DeviceCount
 from nemo_rl.algorithms.multi_lora.engines import AdapterControl, AdapterEngines, AdapterGeneration
 from nemo_rl.algorithms.multi_lora.passes import AdapterPolicy, SharedPasses
 from nemo_rl.algorithms.multi_lora.records import AdapterRecords

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from nemo_rl.algorithms.grpo.assembly import check_model
 from nemo_rl.algorithms.grpo.placement import OwnPlacement
-from nemo_rl.algorithms.grpo.run import DeviceCount
+from nemo_rl.algorithms.grpo.step_reports import DeviceCount
 from nemo_rl.algorithms.multi_lora.adapter_run import Shared
 from nemo_rl.algorithms.multi_lora.engines import AdapterEngines
 from nemo_rl.algorithms.multi_lora.passes import SharedPasses

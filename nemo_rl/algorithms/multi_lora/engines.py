@@ -228,9 +228,9 @@ class AdapterControl:
         self._engines, self._name, self._slot, self._info = engines, name, slot, info
         self._timer, self._record, self._progress = timer, record, progress
 
-    def start(self, source: ExperienceSource) -> None:
+    def start(self, source: ExperienceSource, version: int) -> None:
         """Sends the first version."""
-        self.serve(source.version)
+        self.serve(version)
 
     def serve(self, version: int) -> None:
         """Sends the adapter unless the engines have that version."""

@@ -228,10 +228,10 @@ class LentAccelerators:
         self._holds = False
         self.waited_s = 0.0
 
-    def start(self, source: ExperienceSource) -> None:
+    def start(self, source: ExperienceSource, version: int) -> None:
         """Generation begins with the first demand: ranks wake with the cached weights."""
         self._elastic.recompute_kv = source.recompute_kv()
-        self._check_served(source.version)
+        self._check_served(version)
 
     def serve(self, version: int) -> None:
         """Every rank that is awake or wakes has that version."""
