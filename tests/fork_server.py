@@ -32,6 +32,7 @@ _IMPORTED = (
     "torch",
     "datasets",
     "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
     "ray._private.node",
     "nemo_rl.algorithms.startup",
     "nemo_rl.utils.report",

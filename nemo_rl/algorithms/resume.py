@@ -26,6 +26,7 @@ from nemo_rl.config.metric_names import MetricName
 from nemo_rl.utils.checkpoint import CheckpointError, CheckpointManager
 from nemo_rl.utils.checkpoint_files import MANIFEST
 from nemo_rl.utils.logger import flatten_dict
+from nemo_rl.utils.yaml_text import load_yaml
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -269,7 +270,7 @@ def check_same_shape(model: PretrainedConfig, checkpoint: Path) -> None:
 def _saved_config(config: RootConfig, checkpoint: Path) -> dict[str, Any] | None:
     """The checkpoint's configuration, flattened, with defaults for newer keys."""
     try:
-        raw = yaml.safe_load((checkpoint / CONFIG_FILE).read_text(encoding="utf-8"))
+        raw = load_yaml((checkpoint / CONFIG_FILE).read_text(encoding="utf-8"))
         return _flat(type(config)(**raw))
     except (OSError, yaml.YAMLError, ValidationError, TypeError):
         return None

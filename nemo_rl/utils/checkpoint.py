@@ -24,6 +24,7 @@ from nemo_rl.config.errors import UserError, disk_is_full, first_line
 from nemo_rl.lazy import names_of
 from nemo_rl.utils.checkpoint_files import MANIFEST, apply_umask, damage, sync, write_manifest
 from nemo_rl.utils.checkpoint_retention import SavedStep, best_step, steps_to_keep
+from nemo_rl.utils.yaml_text import dump_yaml, load_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ class CheckpointManager:
                     if hasattr(run_config, "model_dump")
                     else run_config
                 )
-                (path / "config.yaml").write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
+                (path / "config.yaml").write_text(dump_yaml(plain), encoding="utf-8")
             _write_json(path / INFO_FILE, dict(training_info))
         return path
 
@@ -422,7 +423,7 @@ def verify_weights(weights: Path) -> None:
 def _best_of(root: Path) -> Path:
     newest = root / f"step_{max(saved_steps(root))}"
     try:
-        written = yaml.safe_load((newest / "config.yaml").read_text(encoding="utf-8"))["checkpointing"]
+        written = load_yaml((newest / "config.yaml").read_text(encoding="utf-8"))["checkpointing"]
         names = ("metric_name", "higher_is_better")
         cfg = CheckpointingConfig(checkpoint_dir=str(root), **{name: written[name] for name in names})
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:

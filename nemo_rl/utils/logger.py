@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import orjson
-import yaml
 
 from nemo_rl.config import ConfigError, LoggerConfig
 from nemo_rl.config.errors import first_line
@@ -26,6 +25,7 @@ from nemo_rl.utils import log_backends
 from nemo_rl.utils.log_backends import LoggerInterface, MetricValue, TrackerUnreachable
 from nemo_rl.utils.metrics_file import METRICS_FILE, MetricsFile
 from nemo_rl.utils.terminal import printable
+from nemo_rl.utils.yaml_text import dump_yaml
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -92,9 +92,7 @@ class Logger:
     def log_hyperparams(self, params: Mapping[str, object]) -> None:
         """The configuration, nested; backends get it flat, and it is saved as `config.yaml` beside the metrics."""
         plain = json.loads(json.dumps(params, default=str))
-        (self.log_dir / "config.yaml").write_text(
-            yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=160), encoding="utf-8"
-        )
+        (self.log_dir / "config.yaml").write_text(dump_yaml(plain, allow_unicode=True, width=160), encoding="utf-8")
         flat = flatten_dict(params)
         for backend in self.backends:
             backend.log_hyperparams(flat)

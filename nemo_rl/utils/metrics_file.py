@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nemo_rl.config.errors import UserError, why_not_written
+from nemo_rl.utils.yaml_text import load_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +186,7 @@ def _first_step(part: Path) -> int:
 
 def _checkpoint_dir(part: Path) -> str | None:
     config = part / "config.yaml"
-    loaded = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    loaded = load_yaml(config.read_text(encoding="utf-8")) if config.is_file() else {}
     return str((loaded or {}).get("checkpointing", {}).get("checkpoint_dir"))
 
 

@@ -39,6 +39,15 @@ def require_mooncake() -> None:
         pytest.skip(f"mooncake_cpu did not run: {error}")
 
 
+def has_mooncake() -> bool:
+    """Whether Mooncake can be loaded."""
+    try:
+        load_mooncake()
+    except MooncakeUnavailableError:
+        return False
+    return True
+
+
 def start(backend: str, **options: Any) -> DataPlaneClient:
     """A client with a system of its own."""
     if backend == "mooncake_cpu":
