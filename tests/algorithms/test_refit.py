@@ -118,17 +118,17 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
 
             def run(self) -> SyncReport:
                 both.happened.append(f"send {self.version}")
-                both.fleet.brought_to(self._shards, None)
+                both.fleet.set_version(self._shards, None)
                 if failing:
                     raise failing.pop() if isinstance(failing[-1], Exception) else RuntimeError("planted")
-                both.fleet.brought_to(self._shards, self.version)
+                both.fleet.set_version(self._shards, self.version)
                 for shard in self._shards:
                     both.fleet.workers[shard].version = self.version
                 return SyncReport(self.version, "host", 1 << 20, 1, {"total": 0.1}, [0.2, 0.4])
 
         monkeypatch.setattr(refit, "SyncSession", Session)
         if failures:
-            both.fleet.rebuild_lost()
+            both.fleet.enable_rebuilds()
         if slept:
             both.sleep()
             both.happened.clear()

@@ -42,7 +42,7 @@ class Targets(Engines):
 
     def receive_window(self, window: dict[str, Any], timeout_s: float) -> None:
         if not self._fleet.fits:
-            self._fleet.brought_to(self.shards, None, half_new=True)
+            self._fleet.set_version(self.shards, None, half_new=True)
         broken = [shard for shard in self.shards if shard in self._fleet.broken]
         if broken:
             self.culprits = dict.fromkeys(broken, "planted: wrong bytes")
@@ -53,7 +53,7 @@ class Targets(Engines):
         self._fleet.before_load()
         self._fleet.happened.append(f"load {list(self.shards)}")
         super().finish(version, timeout_s)
-        self._fleet.brought_to(self.shards, version)
+        self._fleet.set_version(self.shards, version)
         return [0.25] * len(self.shards)
 
 

@@ -50,7 +50,7 @@ def test_ranks_on_two_nodes_agree_with_the_policy_before_and_after_sleep_and_ref
 
 def test_the_loss_of_a_rank_ends_the_engine_which_is_rebuilt_on_both_nodes(engine: Colocated) -> None:
     generation, requests, old = engine.generation, engine.requests(4), _ranks(engine)
-    generation.fleet.rebuild_lost()
+    generation.fleet.enable_rebuilds()
     kill(old[1])
     with pytest.raises(GenerationError, match="is gone while request"):
         engine.run(requests)

@@ -33,7 +33,7 @@ def test_a_shard_that_was_killed_between_requests_costs_nothing_but_itself_and_c
 ) -> None:
     with colocated(tiny_model, 1, "policy.generation.vllm_cfg.engines_per_gpu=2") as engines:
         generation = engines.generation
-        generation.fleet.rebuild_lost()
+        generation.fleet.enable_rebuilds()
         taking_turns = Refitter(
             engines.policy,
             generation,

@@ -43,6 +43,27 @@ def test_copies_on_one_device_must_fit_together(ray_session: None, devices: list
     assert targets.staging_fits(50)
 
 
+@pytest.mark.parametrize("staged", [False, True])
+def test_weights_count_as_half_new_from_the_first_that_is_loaded_until_the_session_has_ended(
+    ray_session: None, staged: bool
+) -> None:
+    answers = {"begin_sync": None, "receive_window": None, "finish_sync": 0.5}
+    methods = {
+        name: SimpleNamespace(remote=lambda answer=answer, **_: ray.put(answer)) for name, answer in answers.items()
+    }
+    engines = fleet([SimpleNamespace(**methods)], [["cpu@a"]])
+    engines.having = lambda *states: []
+    known: list[tuple[int | None, bool]] = []
+    engines.set_version = lambda shards, version, half_new=False: known.append((version, half_new))
+    targets = ShardTargets(engines, [0], True)
+    targets.begin({"id": "s", "staged": staged}, [{}], 10.0)
+    assert known == []
+    targets.receive_window({}, 10.0)
+    assert known == ([] if staged else [(None, True)])
+    assert targets.finish(7, 10.0) == [0.5]
+    assert known[-2:] == [(None, True), (7, False)]
+
+
 @pytest.mark.parametrize(
     ("answers", "culprits", "died"),
     [

@@ -104,7 +104,7 @@ class EngineTeacher:
     def __init__(self, actors: EngineActors, tokenizer: PreTrainedTokenizerBase, *, shares: bool) -> None:
         self._generation = scoring_engines(actors, tokenizer)
         self._fleet, self._shares = self._generation.fleet, shares
-        self._fleet.rebuild_lost()
+        self._fleet.enable_rebuilds()
 
     def wait_until_started(self) -> None:
         """Waits for the engines. Raises WorkerError: one did not start."""
@@ -142,7 +142,7 @@ class EngineTeacher:
         return logprobs_of_prompts(self._generation, batch, while_waiting=self._rebuild)
 
     def _rebuild(self) -> None:
-        self._fleet.revive_lost(self._fleet.activate)
+        self._fleet.rebuild_in_background(self._fleet.activate)
 
     def kernels(self) -> str:
         """What computes it, in words."""

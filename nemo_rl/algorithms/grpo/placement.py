@@ -155,7 +155,7 @@ class OwnPlacement(OwnSlots):
         """Refits generation from the live policy."""
         refitter = None
         if built.generation is not None:
-            built.generation.fleet.rebuild_lost()
+            built.generation.fleet.enable_rebuilds()
             refitter = Refitter(
                 built.policy,
                 built.generation,

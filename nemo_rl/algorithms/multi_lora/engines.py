@@ -66,7 +66,7 @@ class AdapterEngines:
         self._lock = threading.RLock()
         self._restored = 0
         self._fleet = generation.fleet
-        self._fleet.rebuild_lost()
+        self._fleet.enable_rebuilds()
         self._fleet.await_rebuild(True)
         self._over = threading.Event()
         self._watch = threading.Thread(target=self._keep_repaired, name="adapter-engines", daemon=True)
@@ -138,7 +138,7 @@ class AdapterEngines:
         """Rebuilds shards that were lost; requests wait for them until none can be rebuilt."""
         while not self._over.wait(_WATCH_S):
             try:
-                self._fleet.revive_lost(self.restore)
+                self._fleet.rebuild_in_background(self.restore)
             except (WorkerError, GenerationError) as error:
                 logger.error("shards=rebuild failed reason=%s", first_line(error))
 

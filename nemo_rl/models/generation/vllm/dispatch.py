@@ -14,7 +14,7 @@ import threading
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
@@ -33,12 +33,13 @@ from nemo_rl.models.generation.interfaces import (
 )
 from nemo_rl.models.generation.resumable_request import OnPreempt, ResumableRequest
 from nemo_rl.models.generation.router import NoActiveShardError, Router
+from nemo_rl.models.generation.vllm.loops import answer_of
 from nemo_rl.models.generation.vllm.request_state import RequestFailure
 from nemo_rl.utils.record import NullRecord, Record
 from nemo_rl.utils.record_events import RequestFinished, RequestSubmitted, ShardRouted, ShardUnrouted
 
 if TYPE_CHECKING:
-    from ray import ObjectRef
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -272,10 +273,10 @@ class Dispatcher:
         while any(pending.shard == shard for pending in self._pending.values()):
             try:
                 results = await asyncio.wait_for(
-                    _answer(worker.collect.remote(self._client, self.poll_s)), self.poll_s + self.hang_s
+                    answer_of(worker.collect.remote(self._client, self.poll_s)), self.poll_s + self.hang_s
                 )
                 if not results:
-                    await asyncio.wait_for(_answer(worker.check_engine.remote(self.hang_s)), 2 * self.hang_s)
+                    await asyncio.wait_for(answer_of(worker.check_engine.remote(self.hang_s)), 2 * self.hang_s)
             except TimeoutError:
                 self.quarantine(shard, f"it hangs: no answer within {self.hang_s:.0f} s")
                 return
@@ -443,7 +444,3 @@ class Dispatcher:
                 pending.answer.set_exception(
                     GenerationError(f"generation was shut down while request {request_id} ran")
                 )
-
-
-async def _answer(ref: ObjectRef[object]) -> Any:
-    return await ref

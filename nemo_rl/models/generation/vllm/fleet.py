@@ -20,6 +20,7 @@ from nemo_rl.config.errors import first_line
 from nemo_rl.distributed.worker_calls import WorkerError, WorkerIdentity, wait_for_workers
 from nemo_rl.models.generation.interfaces import ShardStateError, WakeError
 from nemo_rl.models.generation.vllm.dispatch import Dispatcher
+from nemo_rl.models.generation.vllm.loops import answer_of
 from nemo_rl.models.generation.vllm.shard_state import Shard, ShardState, is_lost
 from nemo_rl.models.generation.vllm.targets import ShardTargets
 from nemo_rl.utils.record_events import ShardSlept, ShardWoken, VersionPublished
@@ -51,7 +52,7 @@ class EngineFleet:
 
     Attributes:
         shards: What is known of each shard, by number.
-        rebuilds: Whether lost shards are rebuilt; see `rebuild_lost`.
+        rebuilds: Whether lost shards are rebuilt; see `enable_rebuilds`.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class EngineFleet:
         wanted = self.shards if shards is None else shards
         return [shard for shard in wanted if self.state(shard) is not ShardState.FAILED]
 
-    def brought_to(self, shards: Iterable[int], version: int | None, *, half_new: bool = False) -> None:
+    def set_version(self, shards: Iterable[int], version: int | None, *, half_new: bool = False) -> None:
         """Writes down what weights shards have from here on; see `Shard`."""
         for shard in shards:
             self.shards[shard].version, self.shards[shard].half_new = version, half_new
@@ -188,7 +189,7 @@ class EngineFleet:
         """Calls `notify` with every shard that is quarantined later, and the reason; it must not block."""
         self._dispatcher.on_failure = notify
 
-    def rebuild_lost(self) -> None:
+    def enable_rebuilds(self) -> None:
         """From here on shards that fail are ended at once, so that their memory is free, and `rebuild` starts them."""
         self.rebuilds = True
         self.on_failure(lambda shard, reason: self._end(shard))
@@ -216,11 +217,12 @@ class EngineFleet:
 
     def _start_engine(self, shard: int, restart: bool) -> None:
         self.started(shard, self._start(shard, restart))
+        self.shards[shard].starts += 1
 
     def started(self, shard: int, ranks: list[dict[str, Any]]) -> None:
         """A shard's engine is up. `ranks`: see `Shard`."""
-        known = self.shards[shard]
-        known.ranks, known.version, known.starts = ranks, None, known.starts + 1
+        self.shards[shard].ranks = ranks
+        self.set_version([shard], None)
 
     def lost(self) -> list[int]:
         """Quarantined shards that are rebuilt, and not given up."""
@@ -265,7 +267,7 @@ class EngineFleet:
             )
         return back
 
-    def revive_lost(self, bring_back: Callable[[list[int]], object]) -> None:
+    def rebuild_in_background(self, bring_back: Callable[[list[int]], object]) -> None:
         """One turn of rebuilding in the background, for engines that no refit takes back: `bring_back` gives the new
         ones their weights and routes them. Once all are given up, requests fail instead of waiting.
         """
@@ -301,7 +303,7 @@ class EngineFleet:
         return self._on_loop(leave())
 
     async def _leave(self, shard: int) -> None:
-        await asyncio.wait_for(_answer(self.workers[shard].leave.remote(self._timeout_s / 2)), self._timeout_s)
+        await asyncio.wait_for(answer_of(self.workers[shard].leave.remote(self._timeout_s / 2)), self._timeout_s)
         await self._dispatcher.until_idle([shard], self._timeout_s)
 
     def sleep(
@@ -375,7 +377,7 @@ class EngineFleet:
         """
         versions: list[int] = self.call(shards, "accept")
         for shard, version in zip(shards, versions, strict=True):
-            self.brought_to([shard], version)
+            self.set_version([shard], version)
         return versions
 
     def set_routable(self, shard: int, active: bool) -> None:
@@ -395,7 +397,3 @@ class EngineFleet:
         else:
             self._dispatcher.stop_routing([shard])
         self._start_on_loop(change())
-
-
-async def _answer(ref: ObjectRef[object]) -> object:
-    return await ref

@@ -83,7 +83,7 @@ class ShardTargets:
     def receive_window(self, window: dict[str, object], timeout_s: float) -> None:
         """Takes a window on every target."""
         if not self._staged:
-            self._fleet.brought_to(self.shards, None, half_new=True)
+            self._fleet.set_version(self.shards, None, half_new=True)
         self._wait(
             [worker.receive_window.remote(window=window, timeout_s=timeout_s) for worker in self._workers],
             "receive_window",
@@ -93,13 +93,13 @@ class ShardTargets:
     def finish(self, version: int, timeout_s: float) -> list[float]:
         """Finalises every target; seconds for which each stopped serving."""
         # What was staged is loaded here.
-        self._fleet.brought_to(self.shards, None, half_new=True)
+        self._fleet.set_version(self.shards, None, half_new=True)
         pauses_s = self._wait(
             [worker.finish_sync.remote(version=version, timeout_s=timeout_s) for worker in self._workers],
             "finish_sync",
             timeout_s,
         )
-        self._fleet.brought_to(self.shards, version)
+        self._fleet.set_version(self.shards, version)
         return pauses_s
 
     def abort(self, session_id: str) -> None:

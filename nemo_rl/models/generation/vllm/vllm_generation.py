@@ -338,7 +338,7 @@ class VllmGeneration(GenerationInterface):
         `version`: what tokens carry from here on; by default one more than before.
         """
         self.fleet.call(list(dp_ranks), "rlix_model_update_rpc", name="finalize_weight_update", version=version)
-        self.fleet.brought_to(dp_ranks, version)
+        self.fleet.set_version(dp_ranks, version)
 
     def shutdown(self) -> bool:
         """Ends every engine and the dispatcher's thread."""
