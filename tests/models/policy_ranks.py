@@ -468,10 +468,10 @@ def dropped_communicators(model: str, world: int, cases: dict[str, list[str]]) -
         config = run_config(model, world, *overrides)
         loss, data = ClippedPGLossFn(config.loss_fn), training_batch()
         keeping = make_worker(config)
-        kept = [_train(keeping, data, loss) for _ in range(3)]
+        kept = [_train(keeping, data, loss) for _ in range(2)]
         kept_weights = keeping.weight_checksums()
         worker, results, groups = make_worker(config), [], []
-        for _ in range(3):
+        for _ in range(2):
             worker.drop_communicators()
             groups.append(len(torch.distributed.distributed_c10d._world.pg_map))
             results.append(_train(worker, data, loss))
@@ -608,18 +608,19 @@ def megatron_of_two(
     cases: dict[str, list[str]],
     experts: dict[str, list[str]],
     deep: dict[str, list[str]],
-    stories: list[str],
+    stories: dict[str, list[str]],
 ) -> dict[str, Any]:
     """All that two ranks on Megatron have to show: one group, for starting one costs more than most cases."""
     ep2 = [*MEGATRON, "policy.megatron_cfg.expert_model_parallel_size=2"]
+    tp2 = [*MEGATRON, "policy.megatron_cfg.tensor_model_parallel_size=2"]
     model, moe = models["tiny"], models["experts"]
     return {
         "deep": many_splits(models["deep"], 2, deep),
         "cases": many_splits(model, 2, cases),
         "experts": many_splits(moe, 2, experts),
-        "stories": {name: training_story(model, 2, f"{folder}/{name[:2]}", cases[name]) for name in stories},
+        "stories": {name: training_story(model, 2, f"{folder}/{name[:2]}", how) for name, how in stories.items()},
         "expert story": expert_story(moe, 2, f"{folder}/ep", ep2),
-        "reference": reference_and_topk(model, 2, cases["tp 2"]),
+        "reference": reference_and_topk(model, 2, tp2),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import numpy as np
@@ -15,7 +16,7 @@ from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationRe
 from nemo_rl.models.generation.resumable_request import ResumableRequest
 from tests.models.engine_simulation import EXPERTS, PER_TOKEN, VOCABULARY, Drawn, Engine, Routes
 
-SCHEDULES = 1000
+SCHEDULES = int(os.environ.get("NRL_SCHEDULES", "300"))
 
 
 def rows(routes: TokenRoutes) -> list[Routes]:

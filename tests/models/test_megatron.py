@@ -42,10 +42,8 @@ TP2 = [f"{KEY}.tensor_model_parallel_size=2"]
 TWO = {
     "dp 2, optimizer shared out": list(MEGATRON),
     "dp 2 packed": [*WHOLE, *PACKED],
-    "tp 2": [*WHOLE, *TP2],
     "tp 2 filtered": [*WHOLE, *TP2, *FILTERED],
     "tp 2, sequence parallel, packed": [*WHOLE, *TP2, *PACKED, f"{KEY}.sequence_parallel=true"],
-    "pp 2": [*WHOLE, f"{KEY}.pipeline_model_parallel_size=2"],
     "pp 2 packed, layers recomputed": [
         *WHOLE,
         *PACKED,
@@ -73,7 +71,10 @@ DEEP = {
         f"{KEY}.num_layers_in_first_pipeline_stage=1",
     ],
 }
-STORIES = ["dp 2, optimizer shared out", "pp 2"]
+STORIES = {
+    "dp 2, optimizer shared out": list(MEGATRON),
+    "pp 2": [*WHOLE, f"{KEY}.pipeline_model_parallel_size=2"],
+}
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,6 @@ TWO = {
     "cp 2 filtered": [*CP2, *PACKED, *FILTERS],
 }
 FOUR = {
-    "dp 2 x tp 2": [*TP2, *PACKED],
     "dp 2 x cp 2": [*CP2, *PACKED],
     "cp 2 x tp 2": [*SP, *CP2, *PACKED, "policy.make_sequence_length_divisible_by=8"],
 }

@@ -5,11 +5,11 @@ those).
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import forks
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,15 +19,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.timeout(400)
 def test_the_example_of_an_external_job_acquires_yields_and_releases(tmp_path: Path) -> None:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    command = [sys.executable, str(ROOT / "examples/time_sharing/external_job.py"), "--log-dir", str(tmp_path)]
-    ran = subprocess.run(
-        command,
-        check=False,
-        env={**os.environ, "RAY_ADDRESS": "local", "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command = [str(ROOT / "examples/time_sharing/external_job.py"), "--log-dir", str(tmp_path)]
+    ran = forks.run(command, {**os.environ, "RAY_ADDRESS": "local", "PYTHONPATH": path}, timeout_s=300)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     lines = ran.stdout.splitlines()
     assert "batch asked for two GPUs and has [0, 1]" in lines
