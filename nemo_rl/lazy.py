@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 
-def names_in(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+def names_in(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
     """`__getattr__` of a package that loads its names when they are first used.
 
     Args:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from nemo_rl.data.loader import Loader
+    from nemo_rl.utils.checkpoint import TrainingInfo
 
 CONFIG_FILE = "config.yaml"
 _LINES = 12
@@ -87,7 +88,7 @@ class Difference:
     """A key whose value differs from the checkpoint's."""
 
     key: str
-    before: Any
+    before: object
     now: object
 
     def __str__(self) -> str:
@@ -99,7 +100,7 @@ class Resume:
     """A checkpoint to resume from."""
 
     checkpoint: Path
-    info: dict[str, Any]
+    info: TrainingInfo
     obeyed: list[Difference]  # differences that apply from now on
     allowed: dict[ResumeChange, list[Difference]]  # differences that make it a different run and were allowed, by name
     rows_before: int = 1  # prompts, or conversations, per step in the checkpoint
@@ -198,9 +199,7 @@ def find_resume(config: RootConfig, checkpointer: CheckpointManager) -> Resume |
     return Resume(checkpoint, info, obeyed, changed, int(rows), same_data="data" not in changed)
 
 
-def _check_position(
-    checkpoint: Path, info: Mapping[str, Any], *, same_data: bool, allowed: Sequence[ResumeChange]
-) -> None:
+def _check_position(checkpoint: Path, info: TrainingInfo, *, same_data: bool, allowed: Sequence[ResumeChange]) -> None:
     """Checks that the checkpoint holds a data position; step 0 needs none."""
     file = checkpoint / LOADER_FILE
     if same_data and info["total_steps"] > 0 and not file.is_file() and "data" not in allowed:
@@ -210,7 +209,7 @@ def _check_position(
         )
 
 
-def _check_not_stopped(config: MasterConfig, checkpoint: Path, info: Mapping[str, Any]) -> None:
+def _check_not_stopped(config: MasterConfig, checkpoint: Path, info: TrainingInfo) -> None:
     name, threshold = config.grpo.stop_at_validation_metric, config.grpo.stop_at_validation_threshold
     value = None if name is None else info.get("val_metrics", {}).get(MetricName.read(name).name)
     if threshold is not None and value is not None and value >= threshold:

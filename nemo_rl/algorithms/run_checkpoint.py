@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -28,6 +28,7 @@ from nemo_rl.utils.record import RecordUnwritable
 
 if TYPE_CHECKING:
     from nemo_rl.data.loader import HasState
+    from nemo_rl.utils.checkpoint import TrainingInfo
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class RunState:
         raise NotImplementedError
 
     @classmethod
-    def resumed(cls, info: dict[str, Any], *, epoch: int, step_in_epoch: int, val_metrics: dict[str, float]) -> Self:
+    def resumed(cls, info: TrainingInfo, *, epoch: int, step_in_epoch: int, val_metrics: dict[str, float]) -> Self:
         """Counters from a checkpoint."""
         totals = (info["consumed_samples"], info["total_valid_tokens"])
         return cls(info["total_steps"], epoch, step_in_epoch, *totals, val_metrics)

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Generator, Iterable, Mapping, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -41,6 +41,8 @@ from nemo_rl.utils.progress import StartPhases
 if TYPE_CHECKING:
     from torchdata.stateful_dataloader import StatefulDataLoader
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from nemo_rl.data.processors import AllTaskProcessedDataset
 
 State = TypeVar("State", bound=RunState)
 RayParts = TypeVar("RayParts", bound="HasShutdown")
@@ -304,7 +306,7 @@ def hold_to_vocabulary(
 
 
 def check_prompt_lengths(
-    key: str, by_task: Mapping[str, Any], limit: int | None, say: Say, mask: Mask | None = None
+    key: str, by_task: Mapping[str, AllTaskProcessedDataset], limit: int | None, say: Say, mask: Mask | None = None
 ) -> None:
     """Prints row counts and one example of each task. Prompts longer than the limit are cut and train nothing.
 

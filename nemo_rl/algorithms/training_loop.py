@@ -142,7 +142,7 @@ class Steps(Generic[Run]):
         return f"{self.section}.max_num_epochs={self.cfg.max_num_epochs} passes over the data are done"
 
 
-def train_to_end(steps: Steps[Any]) -> None:
+def train_to_end(steps: Steps[Run]) -> None:
     """Runs all steps. Raises NonFiniteStepError, WorkerError, GenerationError, EnvironmentFailure, CollectorError,
     CheckpointError: the run cannot go on; the last checkpoint is usable.
     """
@@ -172,7 +172,7 @@ def train_to_end(steps: Steps[Any]) -> None:
         logger.warning("ended after step %d of %s: %s", run.state.step, asked, why)
 
 
-def run_step(steps: Steps[Any]) -> CompletedStep | None:
+def run_step(steps: Steps[Run]) -> CompletedStep | None:
     """One step, with validation, checkpoint and report. None if the data is used up."""
     run = steps.run
     run.timer.reset()
@@ -206,7 +206,7 @@ def run_step(steps: Steps[Any]) -> CompletedStep | None:
     return done
 
 
-def _save_if_due(steps: Steps[Any], done: CompletedStep, *, is_last: bool) -> None:
+def _save_if_due(steps: Steps[Run], done: CompletedStep, *, is_last: bool) -> None:
     run = steps.run
     done.timed_out = run.timeout.check_save()
     run.checkpointer.poll()
@@ -216,7 +216,7 @@ def _save_if_due(steps: Steps[Any], done: CompletedStep, *, is_last: bool) -> No
         save_step(steps, done)
 
 
-def save_step(steps: Steps[Any], done: CompletedStep) -> None:
+def save_step(steps: Steps[Run], done: CompletedStep) -> None:
     """Takes a checkpoint; its files are finished in the background. After a failed write the next step tries again.
     Raises CheckpointError: three checkpoints in a row have failed.
     """
@@ -230,7 +230,7 @@ def save_step(steps: Steps[Any], done: CompletedStep) -> None:
         done.saved = True
 
 
-def _end_with(steps: Steps[Any], newest: CompletedStep | None) -> None:
+def _end_with(steps: Steps[Run], newest: CompletedStep | None) -> None:
     """Validates and saves the newest step as the last one. With dynamic sampling the last step is not known before."""
     if newest is None:
         return

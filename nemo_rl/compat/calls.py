@@ -18,7 +18,7 @@ from nemo_rl.config import RewardScalingConfig, RewardShapingConfig
 class _LogprobsFirst:
     """Calls of a loss with the log-probabilities as the first of four arguments by position."""
 
-    def __call__(self, *given: Any, **named: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def __call__(self, *given: object, **named: object) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The loss and its metrics, of `(data, seqs, toks, next_token_logprobs=...)` or `(next_token_logprobs, data,
         seqs, toks)`.
         """
@@ -36,7 +36,7 @@ class PositionalNLLLossFn(_LogprobsFirst, loss.NLLLossFn):
     """See `nemo_rl.loss.NLLLossFn`."""
 
 
-def scale_rewards(batch: Any, cfg: RewardScalingConfig | Mapping[str, object]) -> Any:
+def scale_rewards(batch: Any, cfg: RewardScalingConfig | Mapping[str, object]) -> object:
     """Scales `total_reward` and every `reward/<name>` of a batch, where `enabled`, and returns the batch; rewards [B]
     alone are scaled as they are.
     """
@@ -50,7 +50,7 @@ def scale_rewards(batch: Any, cfg: RewardScalingConfig | Mapping[str, object]) -
     return batch
 
 
-def apply_reward_shaping(batch: Any, cfg: Any, *ours: Any) -> Any:
+def apply_reward_shaping(batch: Any, cfg: Any, *ours: Any) -> object:
     """Shapes `total_reward` of a batch with `message_log` and perhaps `truncated`, where `enabled`, keeps it as it was
     under `unshaped_total_reward`, and returns the batch. Called as `shape_rewards(rewards, lengths, truncated, cfg)` it
     is that function.

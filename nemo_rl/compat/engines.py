@@ -45,7 +45,7 @@ class ClusterVllmGeneration(vllm_generation.VllmGeneration):
         pad_token_id, model = given.pop("_pad_token_id", None), given.pop("model_name", None)
         if not isinstance(model, str):
             raise ShapeChanged("VllmGeneration(cluster, config): config has no model_name")
-        policy: dict[str, Any] = {"model_name": model, "generation": given}
+        policy: dict[str, object] = {"model_name": model, "generation": given}
         longest = dict(given.get("vllm_cfg") or {}).get("max_model_len")
         if longest is not None:
             policy["max_total_sequence_length"] = longest

@@ -28,9 +28,9 @@ Config = TypeVar("Config", bound=CompleteConfig)
 
 def grpo_setup(
     master_config: MasterConfig | Mapping[str, object],
-    tokenizer: Any = None,
-    dataset: Any = None,
-    val_dataset: Any = None,
+    tokenizer: object = None,
+    dataset: object = None,
+    val_dataset: object = None,
     processor: None = None,
     policy_factory: None = None,
 ) -> GRPORun | GRPOParts:
@@ -51,7 +51,7 @@ def grpo_setup(
     return parts_of(setup(config), tokenizer)
 
 
-def grpo_train(run: Any = None, *others: object, **named: object) -> None:
+def grpo_train(run: object = None, *others: object, **named: object) -> None:
     """Drives a run to its end, rollouts and training in turns, and ends it; given as a run, or as the parts that
     `setup` returned, in any order.
     """
@@ -66,7 +66,7 @@ def grpo_train(run: Any = None, *others: object, **named: object) -> None:
 
 
 def async_grpo_train(
-    run: Any = None, *others: object, rlix_hooks: RLixHooksProtocol | None = None, **named: object
+    run: object = None, *others: object, rlix_hooks: RLixHooksProtocol | None = None, **named: object
 ) -> None:
     """Drives a run to its end with rollouts ahead of training, and ends it; given as `grpo_train` takes it. Raises
     ShapeChanged: the run is not asynchronous, or something else is given.
@@ -103,7 +103,7 @@ def grpo_validate(run: GRPORun, step: int, *others: object, **named: object) -> 
     return validate(run, step)
 
 
-def refit_policy_generation(run: Any = None, *others: object, **named: object) -> None:
+def refit_policy_generation(run: object = None, *others: object, **named: object) -> None:
     """Makes generation serve the policy's weights of the last completed step."""
     whole = _run(run, others, named, "refit_policy_generation")
     whole.control.serve(whole.state.step)
@@ -111,9 +111,9 @@ def refit_policy_generation(run: Any = None, *others: object, **named: object) -
 
 def sft_setup(
     master_config: SFTMasterConfig | Mapping[str, object],
-    tokenizer: Any = None,
-    dataset: Any = None,
-    val_dataset: Any = None,
+    tokenizer: object = None,
+    dataset: object = None,
+    val_dataset: object = None,
 ) -> SFTRun | SFTParts:
     """An SFT run that is ready to be driven. Called with what `get_tokenizer` and `setup_response_data` returned, it
     gives the parts of the run, which `sft_train` takes. Raises ShapeChanged: something else is handed over.
@@ -168,7 +168,7 @@ def run_env_eval(master_config: EvalMasterConfig | Mapping[str, object], *others
     return evaluate(_checked(master_config, EvalMasterConfig))
 
 
-def _check_handed(config: RootConfig, tokenizer: Any, *datasets: Any) -> None:
+def _check_handed(config: RootConfig, tokenizer: object, *datasets: object) -> None:
     check_datasets(config, datasets)
     if not hasattr(tokenizer, "apply_chat_template"):
         raise ShapeChanged(f"setup: {type(tokenizer).__name__} is no tokenizer; {_PAGE}")

@@ -16,28 +16,38 @@ from nemo_rl.config import DataConfig, EnvConfig, MasterConfig, SFTMasterConfig
 from nemo_rl.config.master import RootConfig
 
 if TYPE_CHECKING:
+    from torchdata.stateful_dataloader import StatefulDataLoader
     from transformers import PreTrainedTokenizerBase
 
+    from nemo_rl.algorithms.distillation.teachers import Teachers
     from nemo_rl.algorithms.grpo.run import GRPORun
+    from nemo_rl.algorithms.run_checkpoint import RunState
     from nemo_rl.algorithms.sft.driver import SFTRun
+    from nemo_rl.data.loader import Batch, Loader
+    from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
     from nemo_rl.environments.registry import ResponseData
+    from nemo_rl.loss.interfaces import LossFunction
+    from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
+    from nemo_rl.models.policy.lm_policy import Policy
+    from nemo_rl.utils.checkpoint import CheckpointManager
+    from nemo_rl.utils.logger import Logger
 
 
 class GRPOParts(NamedTuple):
     """What `setup(master_config, tokenizer, dataset, val_dataset)` returns."""
 
-    policy: Any
-    policy_generation: Any
+    policy: Policy
+    policy_generation: VllmGeneration | None
     nemo_gym: None
-    clusters: tuple[Any, Any]  # of training and of generation, which may be one
-    dataloader: Any
-    val_dataloader: Any
-    loss_fn: Any
-    logger: Any
-    checkpointer: Any
-    grpo_state: Any
+    clusters: tuple[RayVirtualCluster, RayVirtualCluster]  # of training and of generation, which may be one
+    dataloader: Loader
+    val_dataloader: StatefulDataLoader[Batch] | None
+    loss_fn: LossFunction
+    logger: Logger
+    checkpointer: CheckpointManager
+    grpo_state: RunState
     master_config: MasterConfig
-    teacher_worker_groups: Any
+    teacher_worker_groups: Teachers | None
     alias_to_group_alias: dict[str, str]
 
 
@@ -46,14 +56,14 @@ class SFTParts(NamedTuple):
     without what only generation, environments and teachers need.
     """
 
-    policy: Any
-    cluster: Any
-    dataloader: Any
-    val_dataloader: Any
-    loss_fn: Any
-    logger: Any
-    checkpointer: Any
-    sft_save_state: Any
+    policy: Policy
+    cluster: RayVirtualCluster
+    dataloader: StatefulDataLoader[Batch]
+    val_dataloader: StatefulDataLoader[Batch] | None
+    loss_fn: LossFunction
+    logger: Logger
+    checkpointer: CheckpointManager
+    sft_save_state: RunState
     master_config: SFTMasterConfig
 
 
@@ -63,13 +73,13 @@ class _Known:
 
     run: GRPORun | SFTRun
     parts: GRPOParts | SFTParts
-    tokenizer: Any
+    tokenizer: object
 
 
 _KNOWN: list[_Known] = []
 # Entries of the data that a dataset was made of, and environments that are not the run's own.
-_ENTRIES: WeakKeyDictionary[Any, list[dict[str, Any]]] = WeakKeyDictionary()
-_ENVIRONMENTS: set[Any] = set()
+_ENTRIES: WeakKeyDictionary[object, list[dict[str, object]]] = WeakKeyDictionary()
+_ENVIRONMENTS: set[object] = set()
 
 
 def setup_response_data(
@@ -77,7 +87,7 @@ def setup_response_data(
     data_config: DataConfig | Mapping[str, object],
     env_configs: EnvConfig | Mapping[str, object] | None = None,
     is_vlm: bool = False,
-) -> ResponseData | tuple[Any, Any]:
+) -> ResponseData | tuple[object, object]:
     """See `nemo_rl.environments.registry.setup_response_data`; what it returns may be handed to `setup`. Without
     environments it is the two datasets of supervised fine-tuning.
     """
@@ -95,7 +105,7 @@ def setup_response_data(
     return found
 
 
-def _keep_entries(train: Any, validation: Any, data: DataConfig) -> None:
+def _keep_entries(train: object, validation: object, data: DataConfig) -> None:
     for dataset, entries in ((train, data.train), (validation, [*data.train, *(data.validation or [])])):
         if dataset is not None:
             _ENTRIES[dataset] = [entry.to_dict() for entry in entries]
@@ -114,7 +124,7 @@ def plain(master_config: MasterConfig | Mapping[str, Any]) -> MasterConfig | dic
     return config
 
 
-def check_datasets(config: RootConfig, datasets: Sequence[Any]) -> None:
+def check_datasets(config: RootConfig, datasets: Sequence[object]) -> None:
     """Raises ShapeChanged: a dataset is not what `setup_response_data` made of this configuration."""
     whole = [entry.to_dict() for entry in [*config.data.train, *(config.data.validation or [])]]
     for dataset in datasets:
@@ -130,7 +140,7 @@ def check_datasets(config: RootConfig, datasets: Sequence[Any]) -> None:
             raise ShapeChanged("setup: the dataset was made of another data section than master_config has")
 
 
-def parts_of(run: GRPORun, tokenizer: Any) -> GRPOParts:
+def parts_of(run: GRPORun, tokenizer: object) -> GRPOParts:
     """The parts of a run, by any of which `run_of` finds it."""
     parts = GRPOParts(
         run.policy,
@@ -151,7 +161,7 @@ def parts_of(run: GRPORun, tokenizer: Any) -> GRPOParts:
     return parts
 
 
-def sft_parts_of(run: SFTRun, tokenizer: Any) -> SFTParts:
+def sft_parts_of(run: SFTRun, tokenizer: object) -> SFTParts:
     """The parts of a run, by any of which `run_of` finds it."""
     parts = SFTParts(
         run.policy,
@@ -168,7 +178,7 @@ def sft_parts_of(run: SFTRun, tokenizer: Any) -> SFTParts:
     return parts
 
 
-def run_of(what: str, given: Sequence[Any], kind: type[GRPOParts | SFTParts] = GRPOParts) -> Any:
+def run_of(what: str, given: Sequence[object], kind: type[GRPOParts | SFTParts] = GRPOParts) -> Any:
     """The run whose parts are given; None where there is no policy of a run among them. A loss of the script's own
     becomes the run's. Raises ShapeChanged: the run is of another kind, or something is given that is not the run's.
     """

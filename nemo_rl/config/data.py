@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
@@ -61,7 +61,7 @@ class DatasetKeys(Section):
     task: str | None = Field(
         None, description="reasoning_gym: name of the task, such as spell_backward; digits: reverse or sort."
     )
-    task_config: dict[str, Any] = Field(
+    task_config: dict[str, object] = Field(
         default_factory=dict, description="reasoning_gym, sliding_puzzle, digits: settings of the task's generator."
     )
     max_operand: PositiveInt = Field(99, description="arithmetic: largest operand.")

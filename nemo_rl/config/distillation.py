@@ -7,7 +7,7 @@ judges samples by rewards. Invariant: every default equals the one of NeMo-RL's 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
@@ -154,7 +154,7 @@ class NonColocatedTeachersConfig(Section):
         False, description="Give every teacher accelerators of its own; false computes in turn with the policy."
     )
     default_teacher_cfg: TeacherSizesConfig = Field(TeacherSizesConfig(), description="How teachers compute.")
-    teacher_overrides: dict[str, dict[str, Any]] = Field(
+    teacher_overrides: dict[str, dict[str, object]] = Field(
         default_factory=dict, description="Other values of these keys, by agent or data set."
     )
 

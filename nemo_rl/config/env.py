@@ -6,7 +6,7 @@ its own keys. Knows no environment's code.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, PositiveInt
 
@@ -217,10 +217,10 @@ class EnvConfig(Section):
         None, description="Answers checked by the reasoning-gym task they belong to."
     )
     sliding_puzzle: SlidingPuzzleEnvConfig | None = Field(None, description="The sliding puzzle, move by move.")
-    reward_model: dict[str, Any] | None = Field(
+    reward_model: dict[str, object] | None = Field(
         None, description="A reward model as judge; not built, and refused where an entry of data names it."
     )
-    vlm: dict[str, Any] | None = Field(
+    vlm: dict[str, object] | None = Field(
         None, description="Answers about images; not built, and refused where an entry of data names it."
     )
     nemo_gym: NemoGymEnvConfig | None = Field(

@@ -97,7 +97,7 @@ class Adapted:
         notes: what was changed, one line each.
     """
 
-    values: dict[str, Any]
+    values: dict[str, object]
     notes: list[str] = field(default_factory=list)
 
 

@@ -5,7 +5,7 @@ Sampling values hold for training rollouts; the trainer applies the same filters
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt
 
@@ -151,7 +151,7 @@ class VllmConfig(Section):
         False, description="Serve an OpenAI-compatible API over the run's engines, for agents and other clients."
     )
     http_server: HttpServerConfig = Field(HttpServerConfig(), description="Where that server listens, and its limits.")
-    http_server_serving_chat_kwargs: Annotated[dict[str, Any], BeforeValidator(lambda given: given or {})] = Field(
+    http_server_serving_chat_kwargs: Annotated[dict[str, object], BeforeValidator(lambda given: given or {})] = Field(
         default_factory=dict,
         description="Arguments of vLLM's OpenAIServingChat, such as enable_auto_tools, tool_parser, reasoning_parser.",
     )
@@ -174,7 +174,7 @@ class VllmConfig(Section):
     env_vars: dict[str, str] = Field(
         default_factory=dict, description="Environment variables of the engine's processes."
     )
-    video: Annotated[dict[str, Any] | None, NotYet("vision-language and audio models")] = Field(
+    video: Annotated[dict[str, object] | None, NotYet("vision-language and audio models")] = Field(
         None, description="Video options."
     )
     reset_encoder_cache_after_weight_update: Annotated[bool, NotYet("vision-language and audio models")] = Field(
@@ -199,8 +199,8 @@ class VllmConfig(Section):
 class RefitConfig(Section):
     """`policy.generation.refit_cfg`: options of the refit transports that are not the default."""
 
-    nixl: dict[str, Any] | None = Field(None, description="Options of the NIXL transport; no effect on the others.")
-    sparse: dict[str, Any] | None = Field(
+    nixl: dict[str, object] | None = Field(None, description="Options of the NIXL transport; no effect on the others.")
+    sparse: dict[str, object] | None = Field(
         None, description="Options of the sparse transports; no effect on the others."
     )
 
@@ -287,7 +287,7 @@ class GenerationConfig(Section):
         "continue", description="A request whose engine is taken away keeps its tokens, or redoes its turn."
     )
     vllm_cfg: VllmConfig = Field(VllmConfig(), description="Options of the vLLM engine.")
-    vllm_kwargs: dict[str, Any] = Field(
+    vllm_kwargs: dict[str, object] = Field(
         default_factory=dict,
         description="Further arguments of vLLM's engine, passed as they are; what has a key of its own is "
         "set there, and what it does not know is refused. Without max_num_seqs and max_num_batched_tokens vLLM "

@@ -8,7 +8,7 @@ sizes in bytes, times in seconds.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
@@ -87,7 +87,9 @@ class LoggerConfig(Section):
     mlflow_enabled: bool = Field(False, description="Log to MLflow.")
     swanlab_enabled: bool = Field(False, description="Log to SwanLab.")
     wandb: WandbConfig = Field(WandbConfig(), description="Weights & Biases.")
-    tensorboard: dict[str, Any] = Field(default_factory=dict, description="Arguments of TensorBoard's SummaryWriter.")
+    tensorboard: dict[str, object] = Field(
+        default_factory=dict, description="Arguments of TensorBoard's SummaryWriter."
+    )
     mlflow: MlflowConfig = Field(MlflowConfig(), description="MLflow.")
     swanlab: SwanlabConfig = Field(SwanlabConfig(), description="SwanLab.")
     monitor_gpus: bool = Field(True, description="Sample accelerator and memory use.")
@@ -235,5 +237,5 @@ class CheckpointingConfig(Section):
 
     @field_validator("resume", mode="before")
     @classmethod
-    def _one_name_is_a_list(cls, value: object) -> Any:
+    def _one_name_is_a_list(cls, value: object) -> object:
         return [value] if isinstance(value, str) else value

@@ -29,7 +29,7 @@ class Layer:
     """Values and where they were written: a file, or an override."""
 
     source: str
-    values: dict[str, Any]
+    values: dict[str, object]
 
 
 class _Loader(get_yaml_loader()):  # type: ignore[misc]  # OmegaConf makes a new class at each call
@@ -40,7 +40,7 @@ class _Loader(get_yaml_loader()):  # type: ignore[misc]  # OmegaConf makes a new
     (octal). Keys are always text, so that a section may be named `no`.
     """
 
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
+    yaml_implicit_resolvers: ClassVar[dict[str, object]] = {
         first: [
             (tag, re.compile(f"(?![^\n]*:)(?:{pattern.pattern})", pattern.flags) if tag == _FLOAT else pattern)
             for tag, pattern in resolvers
@@ -49,7 +49,7 @@ class _Loader(get_yaml_loader()):  # type: ignore[misc]  # OmegaConf makes a new
         for first, resolvers in get_yaml_loader().yaml_implicit_resolvers.items()
     }
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         for key, _ in node.value:
             if key.tag == _BOOL:
                 key.tag = _TEXT
@@ -137,21 +137,21 @@ def _unreadable(error: yaml.YAMLError | UnicodeDecodeError) -> str:
     return f"not readable as YAML: {' '.join(str(error).split())}"
 
 
-def merge(layers: Sequence[Layer]) -> dict[str, Any]:
+def merge(layers: Sequence[Layer]) -> dict[str, object]:
     """Merges all layers: mappings merge key by key, anything else replaces.
 
     A mapping with `_override_: true` replaces the mapping below it, which OmegaConf has no word for; a value `???` lets
     the one below show.
     """
-    merged: dict[str, Any] = {}
+    merged: dict[str, object] = {}
     for layer in layers:
         merged = merge_mappings(merged, layer.values)
     return merged
 
 
-def merge_mappings(below: Mapping[str, object], above: Mapping[str, object]) -> dict[str, Any]:
+def merge_mappings(below: Mapping[str, object], above: Mapping[str, object]) -> dict[str, object]:
     """Merges `above` over `below`, by the rules of `merge`."""
-    merged: dict[str, Any] = {} if above.get(REPLACE) is True else dict(below)
+    merged: dict[str, object] = {} if above.get(REPLACE) is True else dict(below)
     for key, value in above.items():
         if key == REPLACE or (value == MANDATORY and key in merged):
             continue

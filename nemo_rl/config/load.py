@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import NamedTuple, TypeVar, overload
 
 from omegaconf import DictConfig
 
@@ -32,7 +32,7 @@ Config = TypeVar("Config", bound=CompleteConfig)
 class Loaded(NamedTuple):
     """The merged mapping before defaults, the layers it came from, weakest first, and notes on overrides."""
 
-    values: dict[str, Any]
+    values: dict[str, object]
     layers: list[Layer]
     notes: list[str]
 
@@ -105,7 +105,7 @@ def load_layers(
             continue
         loaded.notes.extend(note for earlier in given if (note := _hidden(earlier, override)))
         given.append(override)
-        nested: dict[str, Any] = {}
+        nested: dict[str, object] = {}
         put(nested, override.key, override.value)
         layers.append(Layer(f"override {text!r}", nested))
     if problems:
@@ -145,7 +145,7 @@ def kind_of_file(
 
     For the arguments see `read_layers`.
     """
-    sections: dict[str, Any] = {} if path is None else merge(read_layers(path, mistakes))
+    sections: dict[str, object] = {} if path is None else merge(read_layers(path, mistakes))
     kinds = {
         "sft": SFTMasterConfig,
         "distillation": DistillationMasterConfig,

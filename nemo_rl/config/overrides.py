@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
@@ -42,7 +41,7 @@ class Override:
     text: str
     action: Action
     key: Key
-    value: Any = None
+    value: object = None
 
 
 def parse_override(text: str) -> Override:
@@ -61,7 +60,7 @@ def parse_override(text: str) -> Override:
     return Override(text, action, key, None if match["assigned"] is None else _parse_value(match["text"], text))
 
 
-def _parse_value(text: str, where: str) -> Any:
+def _parse_value(text: str, where: str) -> object:
     text = text.strip()
     if text == "":
         return ""
@@ -77,13 +76,13 @@ def _parse_value(text: str, where: str) -> Any:
     return _split_tight_pairs(value) if text[0] in "[{" else value
 
 
-def _split_tight_pairs(value: object) -> Any:
+def _split_tight_pairs(value: object) -> object:
     """YAML reads `{a:1}` as a key `a:1` without a value; on the command line it means `{a: 1}`."""
     if isinstance(value, list):
         return [_split_tight_pairs(item) for item in value]
     if not isinstance(value, dict):
         return value
-    pairs: dict[str, Any] = {}
+    pairs: dict[str, object] = {}
     for key, item in value.items():
         name, colon, rest = str(key).partition(":")
         tight = item is None and colon and rest
@@ -91,7 +90,7 @@ def _split_tight_pairs(value: object) -> Any:
     return pairs
 
 
-def apply(values: Mapping[str, object], override: Override, schema: type[Section] | None = None) -> dict[str, Any]:
+def apply(values: Mapping[str, object], override: Override, schema: type[Section] | None = None) -> dict[str, object]:
     """Returns a copy of `values` with one override applied; keys that `schema` has may be set though `values` omits
     them, and a deleted key becomes null where that is NeMo-RL's reading.
 

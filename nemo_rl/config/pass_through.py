@@ -9,7 +9,6 @@ import functools
 import importlib.util
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from nemo_rl.config.errors import Problem, did_you_mean
 from nemo_rl.config.evaluation import EvalMasterConfig
@@ -32,7 +31,7 @@ def passed_on_options_are_safe(config: CompleteConfig) -> Iterator[Problem]:
             yield from _judged(config, where, name, value)
 
 
-def _mappings(config: CompleteConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _mappings(config: CompleteConfig) -> Iterator[tuple[str, Mapping[str, object]]]:
     """Free mappings whose options are judged by the file alone, by their dotted keys."""
     if isinstance(config, EvalMasterConfig):
         yield "tokenizer.chat_template_kwargs", config.tokenizer.chat_template_kwargs or {}
@@ -198,7 +197,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _no_numbers(prefix: str, options: Mapping[str, Any]) -> Iterator[str]:
+def _no_numbers(prefix: str, options: Mapping[str, object]) -> Iterator[str]:
     for name, value in _leaves(options):
         last = name.rpartition(".")[2]
         counted = last.startswith(("max_", "min_", "num_")) or last.endswith(
@@ -208,7 +207,7 @@ def _no_numbers(prefix: str, options: Mapping[str, Any]) -> Iterator[str]:
             yield f"{prefix}.{name}: {value!r} is no number; write one without quotes and units"
 
 
-def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(node: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     for name, value in node.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{prefix}{name}.")

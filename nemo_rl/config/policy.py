@@ -32,14 +32,14 @@ class TokenizerConfig(Section):
         description="`default`: the model's own; null: contents are concatenated; a path ending in .jinja: "
         "that file; anything else: the template.",
     )
-    chat_template_kwargs: dict[str, Any] | None = Field(
+    chat_template_kwargs: dict[str, object] | None = Field(
         None, description="Variables for the chat template, e.g. enable_thinking; one that it does not read is refused."
     )
     use_fastokens: bool = Field(False, description="Tokenize with the fastokens package.")
-    audio: Annotated[dict[str, Any] | None, NotYet("vision-language and audio models")] = Field(
+    audio: Annotated[dict[str, object] | None, NotYet("vision-language and audio models")] = Field(
         None, description="Audio processor options."
     )
-    video: Annotated[dict[str, Any] | None, NotYet("vision-language and audio models")] = Field(
+    video: Annotated[dict[str, object] | None, NotYet("vision-language and audio models")] = Field(
         None, description="Video processor options."
     )
 
@@ -135,7 +135,7 @@ class OptimizerConfig(Section):
 
     @field_validator("kwargs")
     @classmethod
-    def _amounts_are_numbers(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _amounts_are_numbers(cls, kwargs: dict[str, Any]) -> dict[str, object]:
         """Readers of YAML 1.1 that do not know `1e-8` for a number hand it on as text."""
         for name in OPTIMIZER_AMOUNTS:
             if isinstance(kwargs.get(name), str):
@@ -285,7 +285,7 @@ class PolicyConfig(Section):
     max_grad_norm: float | None = Field(
         1.0, gt=0, description="Global gradient norm is clipped to this; null only measures it."
     )
-    hf_config_overrides: dict[str, Any] = Field(
+    hf_config_overrides: dict[str, object] = Field(
         default_factory=dict,
         description="Changes to the model's Hugging Face config, for training and generation alike.",
     )
@@ -305,7 +305,7 @@ class PolicyConfig(Section):
     reward_model_cfg: Annotated[RewardModelConfig, NotYet("reward models")] = Field(
         RewardModelConfig(), description="Reward model head."
     )
-    quant_cfg: Annotated[str | dict[str, Any] | None, NotYet("quantisation")] = Field(
+    quant_cfg: Annotated[str | dict[str, object] | None, NotYet("quantisation")] = Field(
         None, description="Quantisation recipe (ModelOpt)."
     )
     quant_calib_data: Annotated[str | None, NotYet("quantisation")] = Field(
@@ -329,7 +329,7 @@ class PolicyConfig(Section):
         description="Record which tokens top_p and top_k left to draw from at every position, and normalise the "
         "policy's probabilities over the same ones, rather than over those that its own logits would leave.",
     )
-    pretrained_checkpoint: Annotated[dict[str, Any] | None, NotYet("Megatron checkpoints as a start")] = Field(
+    pretrained_checkpoint: Annotated[dict[str, object] | None, NotYet("Megatron checkpoints as a start")] = Field(
         None, description="Megatron weights to start from."
     )
     dynamic_batching: DynamicBatchingConfig = Field(

@@ -41,7 +41,7 @@ class KeyInfo:
 
     name: str
     kind: str
-    default: Any
+    default: object
     meaning: str
     not_yet: str | None
     section: type[Section] | None

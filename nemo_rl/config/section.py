@@ -61,7 +61,7 @@ class AbsentIsDefault:
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+")
 
 
-def _kinds(annotation: Any) -> Iterator[Any]:
+def _kinds(annotation: object) -> Iterator[object]:
     """The types that an annotation is made of."""
     yield annotation
     for part in get_args(annotation):
@@ -125,7 +125,7 @@ class Section(BaseModel):
         names = [field.alias or name for name, field in type(self).model_fields.items()]
         return names + list(self.model_extra or {})
 
-    def items(self) -> Iterator[tuple[str, Any]]:
+    def items(self) -> Iterator[tuple[str, object]]:
         """Pairs of YAML key and value, in the schema's order."""
         return ((key, self[key]) for key in self.keys())
 

@@ -10,7 +10,7 @@ import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -233,7 +233,7 @@ def _dotted(key: Key) -> str:
 
 def key_of(error: ErrorDetails, raw: Mapping[str, object]) -> Key:
     """The key a pydantic error is about, without the names of union branches that pydantic puts between."""
-    node: Any = raw
+    node: object = raw
     key: list[str | int] = []
     for part in error["loc"]:
         children = dict(enumerate(node)) if isinstance(node, list) else node

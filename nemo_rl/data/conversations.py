@@ -15,10 +15,7 @@ from decimal import Decimal
 from typing import Any
 
 from nemo_rl.config.errors import did_you_mean
-from nemo_rl.data.interfaces import DataError
-
-Row = Mapping[str, Any]
-Message = dict[str, Any]
+from nemo_rl.data.interfaces import DataError, Message, Row
 
 _PLAIN_ROLES = ("system", "user", "assistant", "tool")
 _ROLES = {
@@ -56,7 +53,7 @@ def _no_number(_: str) -> None:
     """NaN and Infinity of JSON: no value."""
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     made = dict(pairs)
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
@@ -69,7 +66,7 @@ _DECODER = json.JSONDecoder(
 )
 
 
-def decode_json(text: str) -> Any:
+def decode_json(text: str) -> object:
     """JSON whose numbers keep their spelling. Raises ValueError: it is no JSON."""
     return _DECODER.decode(text)
 
@@ -179,7 +176,7 @@ def last_boxed(solution: str) -> str | None:
     return None
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """A value whose numbers are numbers again, for JSON."""
     if isinstance(value, Written):
         return json.loads(value)
@@ -188,7 +185,7 @@ def plain(value: Any) -> Any:
     return [plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
-def without_filling(value: Any) -> Any:
+def without_filling(value: object) -> object:
     """Nested objects without nulls: arrow gives every object of a column the keys of all."""
     if isinstance(value, dict):
         return {key: without_filling(inner) for key, inner in value.items() if inner is not None}
@@ -252,7 +249,7 @@ def _message(raw: object, what: str) -> Message:
     return {"role": name, "content": as_text(content, f"{what}: its content"), **more}
 
 
-def _either(raw: Mapping[str, Any], name: str, other: str, what: str) -> object:
+def _either(raw: Mapping[str, object], name: str, other: str, what: str) -> object:
     both = [raw[key] for key in (name, other) if raw.get(key) is not None]
     if len(both) == 2 and both[0] != both[1]:
         raise RowError(f"{what} has {name!r} and {other!r}, which differ; keep one")

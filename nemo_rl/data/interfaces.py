@@ -20,10 +20,14 @@ from nemo_rl.config.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# A row of a dataset: JSON values by column.
+Row = Mapping[str, Any]
+# One message of a conversation, of whose keys the reader knows the types.
+Message = dict[str, Any]
 # One conversation: dicts with `role`, `content` and `token_ids` (int64 [length]); assistant messages also carry
 # `generation_logprobs`, and losses need `token_loss_mask`. A plain dict because environments and processors of users
 # add keys of their own.
-LLMMessageLogType = list[dict[str, Any]]
+LLMMessageLogType = list[Message]
 _ROOT = Path(__file__).parents[2]
 _COMMAND_OF_LATEX = re.compile(r"(\\[A-Za-z]{2,}\*?)\{0?\}")
 

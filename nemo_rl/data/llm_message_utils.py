@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nemo_rl.data.chat_alignment import align
-from nemo_rl.data.interfaces import DataError, LLMMessageLogType, TaskDataSpec
+from nemo_rl.data.interfaces import DataError, LLMMessageLogType, Message, TaskDataSpec
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 if TYPE_CHECKING:
@@ -272,7 +272,7 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
     return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
 
 
-def _length(message: Mapping[str, Any]) -> int:
+def _length(message: Message) -> int:
     """Tokens of a message, or of a flat log."""
     tensors = (value for value in message.values() if isinstance(value, torch.Tensor) and value.ndim)
     tokens = message.get("token_ids", next(tensors, None))

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from nemo_rl.data.interfaces import DataError
+from nemo_rl.data.interfaces import DataError, DatumSpec
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 Batch = BatchedDataDict
@@ -33,7 +33,7 @@ class Loader(HasState, Protocol):
 
     def __iter__(self) -> Iterator[Batch]: ...
 
-    def load_state_dict(self, state: dict[str, Any], /) -> None:
+    def load_state_dict(self, state: dict[str, object], /) -> None:
         """Continues from `state_dict()`."""
         ...
 
@@ -111,7 +111,7 @@ class _EpochIterator:
 def make_loader(
     dataset: Any,
     batch_size: int,
-    collate_fn: Callable[[Sequence[object]], Batch],
+    collate_fn: Callable[[Sequence[DatumSpec]], Batch],
     *,
     shuffle: bool,
     seed: int,

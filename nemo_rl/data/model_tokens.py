@@ -57,7 +57,7 @@ def stop_tokens(
     model_name: str | None = None,
     *,
     setting: Sequence[int] | None = None,
-    overrides: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, object] | None = None,
     vocabulary: int | None = None,
     key: str = "policy.generation.stop_token_ids",
 ) -> StopTokens:
@@ -88,7 +88,7 @@ def stop_tokens(
 
 
 def listed_stop_ids(
-    tokenizer: PreTrainedTokenizerBase, model_name: str | None = None, overrides: Mapping[str, Any] | None = None
+    tokenizer: PreTrainedTokenizerBase, model_name: str | None = None, overrides: Mapping[str, object] | None = None
 ) -> list[int]:
     """The end-of-sequence ids of the tokenizer and the model's files; arguments and errors as of `stop_tokens`."""
     name = model_name or getattr(tokenizer, "name_or_path", "")
@@ -148,7 +148,7 @@ def _text(tokenizer: PreTrainedTokenizerBase, token: int) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _read(model_name: str, file: str) -> Mapping[str, Any]:
+def _read(model_name: str, file: str) -> Mapping[str, object]:
     """A model's JSON file; empty where the model has none."""
     folder = Path(model_name).expanduser()
     if folder.is_dir():

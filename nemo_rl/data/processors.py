@@ -19,7 +19,6 @@ from nemo_rl.config.errors import ConfigError, did_you_mean
 from nemo_rl.config.foreign import UNBUILT
 from nemo_rl.data.conversations import (
     Message,
-    Row,
     RowError,
     as_messages,
     as_text,
@@ -31,7 +30,14 @@ from nemo_rl.data.conversations import (
     is_untrained,
     without_filling,
 )
-from nemo_rl.data.interfaces import DataError, DatumSpec, LLMMessageLogType, TaskDataProcessFnCallable, TaskDataSpec
+from nemo_rl.data.interfaces import (
+    DataError,
+    DatumSpec,
+    LLMMessageLogType,
+    Row,
+    TaskDataProcessFnCallable,
+    TaskDataSpec,
+)
 from nemo_rl.data.llm_message_utils import get_formatted_message_log, prompted
 
 if TYPE_CHECKING:
@@ -39,7 +45,7 @@ if TYPE_CHECKING:
 
 _CUT_TO = 4
 # Messages, and what the environment is to know.
-Prompt = tuple[list[Message], dict[str, Any]]
+Prompt = tuple[list[Message], dict[str, object]]
 TaskProcessors = Mapping[str, tuple[TaskDataSpec, TaskDataProcessFnCallable]]
 
 
@@ -112,7 +118,7 @@ def multichoice_qa_processor(row: Row) -> Prompt:
         "Options:",
         *(f"{letter}) {as_text(text, f'option {letter}')}" for letter, text in options.items() if text is not None),
     ]
-    info = {"ground_truth": filled_text(cell(row, "answer"), "column 'answer'")}
+    info: dict[str, object] = {"ground_truth": filled_text(cell(row, "answer"), "column 'answer'")}
     if "subject" in row:
         info["subject"] = str(row["subject"])
     return _user("\n".join(lines)), info
@@ -138,7 +144,7 @@ def state_processor(row: Row) -> Prompt:
 
 
 def sft_processor(
-    datum_dict: Mapping[str, Any],
+    datum_dict: Mapping[str, object],
     task_data_spec: TaskDataSpec,
     tokenizer: PreTrainedTokenizerBase,
     max_seq_length: int,
@@ -250,7 +256,7 @@ def _user(content: str) -> list[Message]:
 
 
 def _datum(
-    log: LLMMessageLogType, info: dict[str, Any] | None, row: Mapping[str, object], max_seq_length: int, idx: int
+    log: LLMMessageLogType, info: dict[str, object] | None, row: Mapping[str, object], max_seq_length: int, idx: int
 ) -> DatumSpec:
     length, loss_multiplier = sum(len(message["token_ids"]) for message in log), 1.0
     if length > max_seq_length:
@@ -292,7 +298,7 @@ class AllTaskProcessedDataset:
         default_task_data_spec: TaskDataSpec,
         task_data_processors: TaskProcessors | TaskDataProcessFnCallable,
         max_seq_length: int | None = None,
-        task_data_preprocessors: Mapping[str, Any] | None = None,
+        task_data_preprocessors: Mapping[str, Callable[[Row], Row]] | None = None,
         left_out: int = 0,
     ) -> None:
         self.dataset = dataset

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nemo_rl.data.interfaces import DataError, LLMMessageLogType
 from nemo_rl.data.llm_message_utils import get_formatted_message_log
@@ -75,7 +75,7 @@ def _marked(log: LLMMessageLogType, tokenizer: PreTrainedTokenizerBase) -> str:
         ids = message["token_ids"].tolist()
         trained = message["token_loss_mask"].tolist() if "token_loss_mask" in message else [0] * len(ids)
         tokens += [(token, bool(one)) for token, one in zip(ids, trained, strict=True)]
-    decode: Callable[..., Any] = tokenizer.decode
+    decode: Callable[..., object] = tokenizer.decode
     parts = [
         (is_trained, str(decode([token for token, _ in run], skip_special_tokens=False)))
         for is_trained, run in groupby(tokens, key=lambda pair: pair[1])

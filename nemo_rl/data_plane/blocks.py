@@ -14,7 +14,6 @@ import itertools
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -81,8 +80,8 @@ def encode(columns: Mapping[str, Column], rows: int) -> dict[Layout, list[Buffer
 
 
 def decode_padded(
-    layout: Layout, buffers: Sequence[object], columns: Collection[str], width: int, pad: Mapping[str, float]
-) -> dict[str, object]:
+    layout: Layout, buffers: Sequence[Buffer], columns: Collection[str], width: int, pad: Mapping[str, float]
+) -> dict[str, Column]:
     """Columns of a block as tensors [N, ...]; token columns are padded to `width`, or to their longest row where that
     is longer. `width`: wanted width; 0 for the longest row. `pad`: padding by column; 0 where absent.
     """
@@ -94,7 +93,7 @@ def decode_padded(
     )
 
 
-def decode_jagged(layout: Layout, buffers: Sequence[object], columns: Collection[str]) -> dict[str, object]:
+def decode_jagged(layout: Layout, buffers: Sequence[Buffer], columns: Collection[str]) -> dict[str, Column]:
     """Columns of a block: token columns as `Jagged`, rows' as tensors, objects as lists."""
     return _decode(
         layout, buffers, columns, lambda slot, parts, lengths: Jagged(_typed(parts, slot, sum(lengths)), tuple(lengths))
@@ -103,14 +102,14 @@ def decode_jagged(layout: Layout, buffers: Sequence[object], columns: Collection
 
 def _decode(
     layout: Layout,
-    buffers: Sequence[Any],
+    buffers: Sequence[Buffer],
     columns: Collection[str],
     of_tokens: Callable[[Slot, list[Buffer], list[int]], torch.Tensor | Jagged],
-) -> dict[str, object]:
+) -> dict[str, Column]:
     """Columns of a block; `of_tokens` makes a token column of its rows' bytes."""
     rows = [np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers]
     lengths = _lengths(rows)
-    decoded: dict[str, object] = {}
+    decoded: dict[str, Column] = {}
     for slot, offset, steps in _placed(layout):
         if slot.column not in columns:
             continue
@@ -219,7 +218,7 @@ def _encode_object(name: str, row: int, value: object) -> Buffer:
     return np.frombuffer(header + bytes([mark]) + payload, dtype=np.uint8)
 
 
-def _decode_object(row: Buffer) -> Any:
+def _decode_object(row: Buffer) -> object:
     payload = row[HEADER_BYTES + 1 :].tobytes()
     if row[HEADER_BYTES] == _JSON:
         return json.loads(payload)

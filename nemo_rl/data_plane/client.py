@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from nemo_rl.data_plane.blocks import Column, Jagged, Padded, decode_jagged, decode_padded, encode
+from nemo_rl.data_plane.blocks import Buffer, Column, Jagged, Padded, decode_jagged, decode_padded, encode
 from nemo_rl.data_plane.codec import object_array
 from nemo_rl.data_plane.interfaces import (
     DataPlaneCapacityError,
@@ -164,7 +164,7 @@ class StoredClient(DataPlaneClient):
         self,
         ids: list[str],
         partition_id: str,
-        blocks: Mapping[Layout, Any],
+        blocks: Mapping[Layout, Sequence[Buffer]],
         tags: Sequence[Mapping[str, object]] | None,
     ) -> None:
         rows = self.storage.locate(partition_id, ids, create=True)
@@ -204,7 +204,7 @@ class StoredClient(DataPlaneClient):
     def get_samples(self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]) -> TensorDict:
         from tensordict import TensorDict
 
-        found: dict[str, Any] = {}
+        found: dict[str, Column] = {}
         for layout, buffers, columns in self._fetch(sample_ids, partition_id, select_fields):
             found.update(decode_jagged(layout, buffers, columns))
         return TensorDict(
@@ -228,7 +228,7 @@ class StoredClient(DataPlaneClient):
 
     def _fetch(
         self, sample_ids: Sequence[str], partition_id: str, columns: Sequence[str]
-    ) -> Iterable[tuple[Layout, list[object], list[str]]]:
+    ) -> Iterable[tuple[Layout, list[Buffer], list[str]]]:
         if not len(sample_ids) or not len(columns):
             return
         rows = self.storage.locate(partition_id, sample_ids, create=False)
@@ -380,7 +380,7 @@ def _check_dtype(name: str, column: Column) -> None:
         )
 
 
-def _wire_form(column: Column) -> Any:
+def _wire_form(column: Column) -> object:
     if isinstance(column, Jagged):
         if len(set(column.lengths)) == 1:
             return column.values.view(len(column.lengths), column.lengths[0], *column.values.shape[1:])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 
 from nemo_rl.data_plane.schema import TOKEN_ALIGNED_FIELDS
@@ -85,7 +86,7 @@ def pack_jagged_fields(
     return TensorDict(packed, batch_size=[size])
 
 
-def object_array(values: Any) -> np.ndarray[Any, Any]:
+def object_array(values: Sequence[object] | NDArray[np.object_]) -> NDArray[np.object_]:
     """A one-dimensional array of objects; sequences among them stay objects, which numpy's own conversion would take
     apart.
     """

@@ -17,6 +17,7 @@ from nemo_rl.data_plane.meta import KVBatchMeta
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
+    from nemo_rl.data_plane.blocks import Buffer
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 
@@ -157,7 +158,7 @@ class Located:
     partition_id: str
     sample_ids: tuple[str, ...]
     blocks: tuple[str, ...]  # names of the blocks that all of them have
-    tags: tuple[Mapping[str, Any], ...]
+    tags: tuple[Mapping[str, object], ...]
     native: Any = None
 
 
@@ -169,12 +170,12 @@ class Storage(Protocol):
         ...
 
     def put(
-        self, rows: Located, blocks: Mapping[str, Sequence[object]], tags: Sequence[Mapping[str, object]] | None
+        self, rows: Located, blocks: Mapping[str, Sequence[Buffer]], tags: Sequence[Mapping[str, object]] | None
     ) -> None:
         """Writes blocks, one buffer of uint8 per row each, and replaces tags."""
         ...
 
-    def get(self, rows: Located, blocks: Sequence[str]) -> dict[str, list[Any]]:
+    def get(self, rows: Located, blocks: Sequence[str]) -> dict[str, list[Buffer]]:
         """The buffers of blocks, one per row each."""
         ...
 
@@ -182,7 +183,7 @@ class Storage(Protocol):
         """Drops rows; those that do not exist are left out."""
         ...
 
-    def tags(self, partition_id: str) -> dict[str, dict[str, Any]]:
+    def tags(self, partition_id: str) -> dict[str, dict[str, object]]:
         """Tags of every row."""
         ...
 

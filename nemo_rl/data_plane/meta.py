@@ -40,7 +40,7 @@ class KVBatchMeta:
         """Number of rows."""
         return len(self.sample_ids)
 
-    def set_tags(self, values: dict[str, Sequence[Any]]) -> None:
+    def set_tags(self, values: dict[str, Sequence[object]]) -> None:
         """Sets tags in place, one value per row and name. Raises ValueError: a sequence does not have one value per
         row.
         """

@@ -62,7 +62,7 @@ class MetricsDataPlaneClient(DataPlaneClient):
         # A copy in another process counts what goes through it there.
         return {"inner": self.inner, "_on_event": self._on_event}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._counts = _Counts()
         self._endpoint = None

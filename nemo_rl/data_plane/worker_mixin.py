@@ -27,7 +27,7 @@ FetchPolicy = Literal["auto", "independent", "leader_broadcast"]
 def _presharded(method: str) -> Callable[..., None]:
     """A method that calls a worker's scoring `method` on this rank's rows and writes the results back with them."""
 
-    def score(self: TQWorkerMixin, meta: KVBatchMeta, columns: Mapping[str, str], **options: Any) -> None:
+    def score(self: TQWorkerMixin, meta: KVBatchMeta, columns: Mapping[str, str], **options: object) -> None:
         """`columns`: for each result of the method the column that it goes to. `options`: of the method."""
         result: BatchedDataDict = getattr(self, method)(self._fetch_if_any(meta), **options)
         self._write_back_result(meta, result, columns)
@@ -55,11 +55,11 @@ class TQWorkerMixin:
         return None
 
     @abstractmethod
-    def train(self, data: Any, loss_fn: Any, *, eval_mode: bool, gbs: int, mbs: int) -> dict[str, Any]:
+    def train(self, data: SlicedDataDict, loss_fn: Any, *, eval_mode: bool, gbs: int, mbs: int) -> dict[str, object]:
         """The backend's own training."""
 
     @abstractmethod
-    def train_microbatches(self, data: Any) -> None:
+    def train_microbatches(self, data: SlicedDataDict) -> None:
         """The backend's own chunk of a step."""
 
     # -- attaching ----------------------------------------------------------------------------------------------------
@@ -130,7 +130,9 @@ class TQWorkerMixin:
         if self._is_replica_leader():
             write_columns(self._require_dp_client(), meta, columns)
 
-    def _write_back_result(self, meta: KVBatchMeta, result: Mapping[str, Any], columns: Mapping[str, str]) -> None:
+    def _write_back_result(
+        self, meta: KVBatchMeta, result: Mapping[str, torch.Tensor], columns: Mapping[str, str]
+    ) -> None:
         if missing := {name: column for name, column in columns.items() if name not in result}:
             raise RuntimeError(
                 f"the worker's result lacks {sorted(missing)}, from which the columns {sorted(missing.values())} are "

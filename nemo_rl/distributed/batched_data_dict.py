@@ -30,7 +30,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         elem_counts_per_gb: rows of each global batch in this shard.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.micro_batch_indices: list[list[tuple[int, int]]] | None = None
         self.micro_batch_lengths: list[list[int]] | None = None
@@ -139,7 +139,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         0 at most.
         """
         world = dist.get_world_size(group)
-        sizes: list[Any] = [None] * world
+        sizes = [0] * world
         dist.all_gather_object(sizes, self.size, group=group)
         gathered = type(self)()
         for key, column in self.data.items():
@@ -150,7 +150,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
                 dist.all_gather(parts, padded, group=group)
                 gathered[key] = torch.cat([part[:n] for part, n in zip(parts, sizes, strict=True)])
             else:
-                lists: list[Any] = [None] * world
+                lists: list[list[object]] = [[]] * world
                 dist.all_gather_object(lists, column, group=group)
                 gathered[key] = [item for part in lists for item in part]
         return gathered

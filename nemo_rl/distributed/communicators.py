@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,16 @@ from torch.distributed import distributed_c10d
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.distributed.holders import Holders, Swap
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GroupName
+
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class _Dropped:
-    group: Any
-    name: Any
+    group: dist.ProcessGroup
+    name: GroupName
     ranks: tuple[int, ...]
 
 
@@ -101,7 +104,7 @@ class Communicators:
 
     def _agreed(self, own: Counter[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Every group of any rank, as often as its members have it, in an order that is the same on all."""
-        said: list[Any] = [None] * dist.get_world_size(self._host_group)
+        said: list[Counter[tuple[int, ...]]] = [Counter()] * dist.get_world_size(self._host_group)
         dist.all_gather_object(said, own, group=self._host_group)
         most: Counter[tuple[int, ...]] = Counter()
         for counts in said:
@@ -109,7 +112,7 @@ class Communicators:
         return sorted(most.elements())
 
 
-def _rename(group: Any, name: Any) -> None:
+def _rename(group: dist.ProcessGroup, name: GroupName) -> None:
     # Device meshes know groups by name alone, so that the name must outlast every rebuild, not the next one only.
     _unregister_process_group(group.group_name)
     group._set_group_name(name)

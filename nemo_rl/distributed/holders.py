@@ -129,7 +129,7 @@ def _held_by(holder: object, wanted: set[int]) -> Iterator[tuple[_Place, object]
     elif isinstance(holder, list):
         yield from ((_Place(holder, at), item) for at, item in enumerate(holder) if id(item) in wanted)
     elif not isinstance(holder, (tuple, ModuleType)) and (isinstance(holder, dict) or hasattr(holder, "__dict__")):
-        names: dict[Any, Any] = holder if isinstance(holder, dict) else vars(holder)
+        names: dict[Any, object] = holder if isinstance(holder, dict) else vars(holder)
         yield from ((_Place(names, key), item) for key, item in list(names.items()) if id(item) in wanted)
         yield from ((_Place(names, None, is_key=True), key) for key in list(names) if id(key) in wanted)
 
@@ -138,7 +138,7 @@ def _holds(item: object, old: object) -> bool:
     return item is old or (isinstance(item, tuple) and any(_holds(part, old) for part in item))
 
 
-def _swapped(item: Any, swap: Swap) -> Any:
+def _swapped(item: object, swap: Swap) -> object:
     if item is swap.old:
         return swap.new
     if not isinstance(item, tuple) or not _holds(item, swap.old):

@@ -4,7 +4,6 @@ Invariant: the grid is rectangular and every rank appears exactly once.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +26,7 @@ class NamedSharding:
     3
     """
 
-    def __init__(self, layout: Sequence[Any] | NDArray[Any], names: Sequence[str]) -> None:
+    def __init__(self, layout: Sequence[object] | NDArray[np.int64], names: Sequence[str]) -> None:
         self._layout = _as_rank_grid(layout)
         self._names = list(names)
         if self._layout.ndim != len(self._names):
@@ -121,7 +120,7 @@ class NamedSharding:
         return f"NamedSharding(shape={self.shape}, layout={self._layout.tolist()})"
 
 
-def _as_rank_grid(layout: Sequence[object] | NDArray[Any]) -> NDArray[np.int64]:
+def _as_rank_grid(layout: Sequence[object] | NDArray[np.int64]) -> NDArray[np.int64]:
     try:
         grid = np.asarray(layout)
     except ValueError as error:

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -130,7 +130,7 @@ def _accelerator_of_cluster(device: str) -> Accelerator:
     return resolve_accelerator(device, cluster_gpus=ray.cluster_resources().get("GPU", 0.0))
 
 
-def _joined(echo: bool, runtime_env: dict[str, Any]) -> bool:
+def _joined(echo: bool, runtime_env: Mapping[str, object]) -> bool:
     """Joins a cluster where one is named or runs. Raises RayStartError: the named one does not answer."""
     named = os.environ.get("RAY_ADDRESS")
     address = running_here() if not named else None if named == LOCAL else named
@@ -225,7 +225,7 @@ def _with_idle_agent() -> Generator[None]:
     """Inside the block a raylet starts `idle_agent` as its dashboard agent: without a dashboard nothing asks it."""
     start = services.start_ray_process
 
-    def start_with_idle_agent(command: list[str], *args: Any, **kwargs: Any) -> Any:
+    def start_with_idle_agent(command: list[str], *args: Any, **kwargs: object) -> object:
         options = dict(part.removeprefix("--").split("=", 1) for part in command if "=" in part)
         if {"session_dir", "node_id"} <= options.keys():
             idle = [sys.executable, "-I", "-S", idle_agent.__file__, options["session_dir"], options["node_id"]]
@@ -248,10 +248,10 @@ def _waiting_until(deadline: float, before: set[psutil.Process]) -> Generator[No
     """
     get_node, read_port = services.get_node, node.wait_for_persisted_port
 
-    def port(*args: Any, **kwargs: Any) -> Any:
+    def port(*args: object, **kwargs: object) -> object:
         slices = dict(kwargs, timeout_ms=int(1000 * _LIVENESS_POLL_S))
 
-        def written() -> Any:
+        def written() -> object:
             try:
                 return read_port(*args, **slices)
             except RuntimeError:  # not within this slice
@@ -259,10 +259,10 @@ def _waiting_until(deadline: float, before: set[psutil.Process]) -> Generator[No
 
         return wait_for("gcs_server to listen", written)
 
-    def once_there(gcs_address: str, node_id: str) -> Any:
+    def once_there(gcs_address: str, node_id: str) -> object:
         client = GcsClient(address=gcs_address)
 
-        def registered() -> Any:
+        def registered() -> object:
             try:
                 return client.get_all_node_info()
             except RayError:  # it takes too long to answer
@@ -271,7 +271,7 @@ def _waiting_until(deadline: float, before: set[psutil.Process]) -> Generator[No
         wait_for("raylet to register", registered)
         return get_node(gcs_address, node_id)
 
-    def wait_for(what: str, there: Callable[[], Any]) -> Any:
+    def wait_for(what: str, there: Callable[[], object]) -> Any:
         look_at = 0.0
         while not (found := there()):
             now = time.monotonic()

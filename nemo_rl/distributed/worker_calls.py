@@ -70,7 +70,7 @@ def wait_for_workers(
     *,
     what: str,
     timeout_s: float | None = None,
-) -> list[Any]:
+) -> list[object]:
     """Results in the order of `refs`.
 
     Args:

@@ -47,10 +47,10 @@ class AgentSession:
     seed: int = 0  # a number of this sample, for the agent's own draws
 
 
-Agent = Callable[[dict[str, Any], str, AgentSession], Any]
+Agent = Callable[[dict[str, object], str, AgentSession], Any]
 
 
-def check_agent(path: str, key: str, arguments: Mapping[str, Any]) -> None:
+def check_agent(path: str, key: str, arguments: Mapping[str, object]) -> None:
     """Whether there is an agent behind `env.<name>.agent`; builds nothing.
 
     Args:
@@ -79,14 +79,14 @@ def check_agent(path: str, key: str, arguments: Mapping[str, Any]) -> None:
         raise ConfigError([f"{key}.agent: {path}: {error} (further keys of {key}: {given}); {_FORM}"]) from error
 
 
-def agent_of(path: str, key: str, arguments: Mapping[str, Any]) -> Agent:
+def agent_of(path: str, key: str, arguments: Mapping[str, object]) -> Agent:
     """The agent, built where it is a class. See `check_agent`."""
     check_agent(path, key, arguments)
     found = import_dotted(path, f"{key}.agent")
     return found(**arguments).run if isinstance(found, type) else partial(found, **arguments)
 
 
-class AgentEnvironment(EnvironmentInterface[Any]):
+class AgentEnvironment(EnvironmentInterface[object]):
     """Whole episodes. `cfg`: `agent`, its dotted path; `key`, the environment's dotted key; `arguments`, of the agent;
     `python`, the interpreter that plays it, or None; `calls`, agents at once.
     """
@@ -107,7 +107,7 @@ class AgentEnvironment(EnvironmentInterface[Any]):
     @override
     async def step(  # pyrefly: ignore[bad-override]
         self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[Any]
-    ) -> EnvironmentReturn[Any]:
+    ) -> EnvironmentReturn[object]:
         """Plays B episodes side by side. `metadata`: the session and the row of each."""
         played = await asyncio.gather(
             *(self._play(log, known) for log, known in zip(message_log_batch, metadata, strict=True))
@@ -142,7 +142,7 @@ class AgentEnvironment(EnvironmentInterface[Any]):
         except (Exception, SystemExit) as error:  # noqa: BLE001 - who opened the session knows whether it ran out of room
             return {}, {FAILED: f"{self._path} raised {error!r:.2000}"}
 
-    async def _run(self, task: dict[str, Any], session: AgentSession) -> object:
+    async def _run(self, task: dict[str, object], session: AgentSession) -> object:
         if self._awaits:
             return await self._agent(task, session.base_url, session)
         loop = asyncio.get_running_loop()

@@ -92,8 +92,8 @@ def environment_metrics(handle: Any, batch: Mapping[str, object], *, timeout_s: 
 
 
 def _call_actor(
-    handle: Any, message_logs: Sequence[LLMMessageLogType], metadata: Sequence[Any], timeout_s: float, name: str
-) -> Any:
+    handle: Any, message_logs: Sequence[LLMMessageLogType], metadata: Sequence[object], timeout_s: float, name: str
+) -> object:
     import ray
 
     reference = None
@@ -138,7 +138,7 @@ def _call_object(
 
 
 def _run(
-    future: Future[Any], environment: Any, message_logs: Sequence[LLMMessageLogType], metadata: Sequence[object]
+    future: Future[object], environment: Any, message_logs: Sequence[LLMMessageLogType], metadata: Sequence[object]
 ) -> None:
     try:
         returned = environment.step(list(message_logs), list(metadata))
@@ -265,7 +265,7 @@ def _refuse_rows(bad: torch.Tensor, values: torch.Tensor, what: str, problem: st
         )
 
 
-def _is_list(values: object) -> TypeGuard[Sequence[Any]]:
+def _is_list(values: object) -> TypeGuard[Sequence[object]]:
     return isinstance(values, Sequence) and not isinstance(values, (str, bytes))
 
 

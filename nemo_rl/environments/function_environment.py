@@ -33,7 +33,7 @@ _FORM = "write it as def reward(response: str, expected: str | None, **row) -> f
 
 def reward_function(
     path: str, key: str, arguments: Iterable[str] = (), row: Iterable[str] | None = None
-) -> Callable[..., Any]:
+) -> Callable[..., object]:
     """The function behind `env.<name>.function`.
 
     Args:
@@ -78,7 +78,7 @@ def reward_function(
     return function
 
 
-class FunctionEnvironment(EnvironmentInterface[Any]):
+class FunctionEnvironment(EnvironmentInterface[object]):
     """Episodes of one turn that a function rewards; an `async` function judges the responses of a call side by side.
     `cfg`: `function`, its dotted path; `key`, the environment's dotted key; `arguments`, keyword arguments.
     """
@@ -91,7 +91,9 @@ class FunctionEnvironment(EnvironmentInterface[Any]):
         self._names = {one.name for one in parameters}
 
     @override
-    def step(self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[Any]) -> EnvironmentReturn[Any]:
+    def step(
+        self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[object]
+    ) -> EnvironmentReturn[object]:
         """Rewards B responses."""
         responses = [response_of(log) for log in message_log_batch]
         calls = [
@@ -114,14 +116,14 @@ class FunctionEnvironment(EnvironmentInterface[Any]):
             answers=[response.strip() for response in responses],
         )
 
-    def _call(self, arguments: Mapping[str, Any]) -> object:
+    def _call(self, arguments: Mapping[str, object]) -> object:
         taken = {name: value for name, value in arguments.items() if self._takes_any or name in self._names}
         try:
             return self._function(**taken)
         except Exception as error:
             raise self._failure(f"raised {error!r}", arguments) from error
 
-    def _read(self, result: object, arguments: Mapping[str, Any]) -> float | dict[str, float]:
+    def _read(self, result: object, arguments: Mapping[str, object]) -> float | dict[str, float]:
         if isinstance(result, Exception):
             raise self._failure(f"raised {result!r}", arguments) from result
         parts = result if isinstance(result, Mapping) else {"": result}
@@ -135,7 +137,7 @@ class FunctionEnvironment(EnvironmentInterface[Any]):
             raise self._failure("returned an empty dict", arguments)
         return numbers if isinstance(result, Mapping) else numbers[""]
 
-    def _failure(self, what: str, arguments: Mapping[str, Any]) -> EnvironmentFailure:
+    def _failure(self, what: str, arguments: Mapping[str, object]) -> EnvironmentFailure:
         return EnvironmentFailure(
             f"{self._path} {what} for the response {arguments['response']!r:.200}, "
             f"expected {arguments['expected']!r:.100}"
@@ -143,7 +145,7 @@ class FunctionEnvironment(EnvironmentInterface[Any]):
 
 
 # No method: Ray would take the class for one whose methods all run on an event loop.
-async def _side_by_side(answers: Sequence[Any]) -> list[Any]:
+async def _side_by_side(answers: Sequence[Any]) -> list[object]:
     return await asyncio.gather(*answers, return_exceptions=True)
 
 

@@ -16,7 +16,7 @@ import torch
 from typing_extensions import TypeVar
 
 from nemo_rl.config.errors import UserError
-from nemo_rl.data.interfaces import LLMMessageLogType
+from nemo_rl.data.interfaces import LLMMessageLogType, Message
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 MetadataT = TypeVar("MetadataT", default=object)
@@ -33,7 +33,7 @@ class UnknownEnvironment(UserError, ValueError):
     """A name that no environment has."""
 
 
-class Conversation(list[dict[str, Any]]):
+class Conversation(list[Message]):
     """Messages {role, content} of the prompt and the rollout, as environments get them.
 
     The prompt may contain assistant messages; `response_of` separates them from the rollout's.
@@ -73,7 +73,7 @@ _PROMPT_ROLES = ("system", "developer", "user")
 _EXPECTED = ("ground_truth", "expected_answer", "answer")
 
 
-def expected_of(metadata: object) -> Any:
+def expected_of(metadata: object) -> object:
     """The expected answer that a prompt's metadata hold; None without one."""
     if not isinstance(metadata, Mapping):
         return None

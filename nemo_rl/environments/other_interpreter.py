@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nemo_rl.config.errors import ConfigError, UserError
 from nemo_rl.distributed.processes import OutputTail
@@ -79,7 +79,7 @@ class OtherInterpreter:
     Raises ConfigError: the agent cannot be imported or built there, or is not ready within five minutes.
     """
 
-    def __init__(self, python: str, agent: str, arguments: Mapping[str, Any], *, calls: int, key: str) -> None:
+    def __init__(self, python: str, agent: str, arguments: Mapping[str, object], *, calls: int, key: str) -> None:
         check_interpreter(python, key)
         self._python, self._agent, self._key = os.path.expanduser(python), agent, key
         self._settings = json.dumps(
@@ -89,7 +89,7 @@ class OtherInterpreter:
         self._lock = threading.Lock()
         self._running = self._started()
 
-    async def run(self, task: Mapping[str, Any], base_url: str, session: AgentSession) -> object:
+    async def run(self, task: Mapping[str, object], base_url: str, session: AgentSession) -> object:
         """Plays one episode; what the agent returned. Raises AgentError: it raised, or its process ended."""
         number, loop = next(self._numbers), asyncio.get_running_loop()
         answer: asyncio.Future[object] = loop.create_future()
@@ -111,7 +111,7 @@ class OtherInterpreter:
         self._running.process.kill()
         self._running.process.wait()
 
-    def _send(self, number: int, waiting: _Waiting, request: Mapping[str, Any]) -> _Running:
+    def _send(self, number: int, waiting: _Waiting, request: Mapping[str, object]) -> _Running:
         with self._lock:
             if self._running.process.poll() is not None:
                 self._running = self._started()
@@ -132,7 +132,7 @@ class OtherInterpreter:
         with suppress(AgentError):
             self._write(running, {"cancel": number})
 
-    def _write(self, running: _Running, request: Mapping[str, Any]) -> None:
+    def _write(self, running: _Running, request: Mapping[str, object]) -> None:
         line = json.dumps(request, default=str).encode() + b"\n"
         pipe = running.process.stdin
         try:
@@ -182,7 +182,7 @@ class OtherInterpreter:
             running.waiting.clear()
 
 
-def _answer(waiting: _Waiting, reply: Mapping[str, Any]) -> None:
+def _answer(waiting: _Waiting, reply: Mapping[str, object]) -> None:
     def resolve() -> None:
         if waiting.answer.done():
             return

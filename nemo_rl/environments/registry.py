@@ -32,6 +32,8 @@ from nemo_rl.environments.other_interpreter import check_interpreter
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from nemo_rl.data.processors import AllTaskProcessedDataset
+
 CLASSES: dict[str, str] = {
     "math": "nemo_rl.environments.math_environment.MathEnvironment",
     "math_default": "nemo_rl.environments.math_environment.MathEnvironment",
@@ -105,7 +107,9 @@ def environment_class(name: str, config: EnvironmentConfig | None) -> Any:
     return found
 
 
-def check_rows(datasets: Mapping[str, Any], env_of_task: Mapping[str, str], env_configs: EnvConfig) -> None:
+def check_rows(
+    datasets: Mapping[str, AllTaskProcessedDataset], env_of_task: Mapping[str, str], env_configs: EnvConfig
+) -> None:
     """Whether the rows of each task bring along what the function that rewards them asks for. Raises ConfigError: they
     do not.
     """
@@ -116,7 +120,7 @@ def check_rows(datasets: Mapping[str, Any], env_of_task: Mapping[str, str], env_
             reward_function(section.function, f"env.{name}", section.model_extra or {}, list(known or ()))
 
 
-def environment_settings(config: EnvironmentConfig | None, name: str = "<name>") -> dict[str, Any]:
+def environment_settings(config: EnvironmentConfig | None, name: str = "<name>") -> dict[str, object]:
     """What an environment is built with: the keys of its mapping but for those read here."""
     if config is not None and config.function is not None:
         return {"function": config.function, "key": f"env.{name}", "arguments": dict(config.model_extra or {})}

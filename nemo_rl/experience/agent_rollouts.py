@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -109,7 +109,7 @@ def _of_branch(branch: Branch, tokenizer: PreTrainedTokenizerBase) -> Trajectory
     for index, part in enumerate(branch.parts):
         result, start = part.turn.result, sum(trajectory.generated)
         trajectory.message_log += _context(part.messages, part.context, tokenizer)
-        response: dict[str, Any] = {
+        response: dict[str, object] = {
             "role": "assistant",
             "content": tokenizer.decode(result.token_ids, skip_special_tokens=True),
             "token_ids": torch.tensor(result.token_ids, dtype=torch.int64),
@@ -133,10 +133,12 @@ def _of_branch(branch: Branch, tokenizer: PreTrainedTokenizerBase) -> Trajectory
 
 
 def _context(
-    messages: tuple[Mapping[str, Any], ...], ids: list[int], tokenizer: PreTrainedTokenizerBase
-) -> list[dict[str, Any]]:
+    messages: tuple[Mapping[str, object], ...], ids: list[int], tokenizer: PreTrainedTokenizerBase
+) -> list[dict[str, object]]:
     """New messages with their roles; the last one has the tokens of all."""
-    shown: list[dict[str, Any]] = [{"role": str(message["role"]), "content": text_of(message)} for message in messages]
+    shown: list[dict[str, object]] = [
+        {"role": str(message["role"]), "content": text_of(message)} for message in messages
+    ]
     shown = shown or [{"role": "user", "content": tokenizer.decode(ids)}]
     for message in shown:
         message["token_ids"] = torch.zeros(0, dtype=torch.int64)

@@ -149,12 +149,12 @@ def rollout_columns(
 
 def decision_columns(
     trajectories: Sequence[Trajectory], token_mask_BS: torch.Tensor, recording: Recording
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """What generation decided, beside the token columns; see `ROUTE_FIELDS` and `SAMPLING_MASK_FIELDS`.
 
     Raises RecordedDecisionsError: routes are not those of as many layers and experts as the model has.
     """
-    columns: dict[str, Any] = {}
+    columns: dict[str, object] = {}
     size, width = token_mask_BS.shape
     if recording.layers:
         shape = (len(recording.layers), recording.per_token)

@@ -370,7 +370,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], max_turns: int) -> dict[
     }
 
 
-def merged_rollout_metrics(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def merged_rollout_metrics(parts: Sequence[dict[str, Any]]) -> dict[str, object]:
     """The metrics of several equally large groups as those of one batch: totals add up, extremes stay extremes,
     histograms join, the rest is averaged. `parts`: what `rollout_metrics` gave for each group.
     """

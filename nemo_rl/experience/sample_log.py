@@ -11,7 +11,6 @@ import logging
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -46,7 +45,7 @@ def write_samples(columns: BatchedDataDict, *, path: str, names: Mapping[str, st
     return StageOutput({}, {})
 
 
-def _per_row(column: object, lengths: list[int]) -> Any:
+def _per_row(column: object, lengths: list[int]) -> object:
     if not isinstance(column, torch.Tensor) or column.ndim < 2:
         return column
     return [row[:length] for row, length in zip(column.cpu().numpy(), lengths, strict=True)]

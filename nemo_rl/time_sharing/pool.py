@@ -167,7 +167,7 @@ class PoolActor(Orchestrator):
         self._begin_watch(submission)
         return job.name
 
-    def create_pipeline_actor(self, job: Job, incarnation: int) -> Any:
+    def create_pipeline_actor(self, job: Job, incarnation: int) -> object:
         """Starts a job's process under the name and in the namespace by which its GPUs can be taken back; its handle.
         `incarnation`: larger than that of any earlier submission of this pipeline.
         """
@@ -278,7 +278,7 @@ class PoolActor(Orchestrator):
         if submission.outcome is not None:
             return f"has ended already: {submission.outcome.kind}"
         self._note_asked(submission, "cancel")
-        known: Mapping[str, Any] = ray.get(self._handles.scheduler.describe.remote(), timeout=_ANSWER_S)["pipelines"]
+        known: Mapping[str, object] = ray.get(self._handles.scheduler.describe.remote(), timeout=_ANSWER_S)["pipelines"]
         self.unregister_pipeline(name)
         if name not in known:
             # Its process is coming up: the scheduler knows nothing that it could end.

@@ -47,6 +47,10 @@ class ResumePaths(NamedTuple):
     optimizer: Path | None
 
 
+TrainingInfo = dict[str, Any]
+"""Content of a checkpoint's `training_info.json`."""
+
+
 class CheckpointManager:
     """Owns a run's checkpoint directory; a context manager that finishes pending work on exit.
 
@@ -60,7 +64,7 @@ class CheckpointManager:
     """
 
     def __init__(
-        self, cfg: CheckpointingConfig | Mapping[str, Any] | str | Path, deadline_s: float = FINALIZE_DEADLINE_S
+        self, cfg: CheckpointingConfig | Mapping[str, object] | str | Path, deadline_s: float = FINALIZE_DEADLINE_S
     ) -> None:
         self.cfg = CheckpointingConfig.read({"checkpoint_dir": cfg} if isinstance(cfg, (str, Path)) else cfg)
         self.root = Path(self.cfg.checkpoint_dir)
@@ -295,7 +299,7 @@ class CheckpointManager:
             return ResumePaths(weights, None)
         return ResumePaths(weights, optimizer)
 
-    def load_training_info(self, checkpoint_path: Path | str | None = None) -> dict[str, Any] | None:
+    def load_training_info(self, checkpoint_path: Path | str | None = None) -> TrainingInfo | None:
         """The counters of a checkpoint (by default the latest); None without one. Raises CheckpointError."""
         path = self.get_latest_checkpoint_path() if checkpoint_path is None else Path(checkpoint_path)
         if path is None:

@@ -73,7 +73,7 @@ def merge_adapter(source: Path, target: Path, dtype: str | None = None, base: Pa
     folder = base or base_directory(info.base_model_name_or_path)
     used: set[str] = set()
 
-    def adapted(name: str, weight: Any) -> Any:
+    def adapted(name: str, weight: Any) -> object:
         module = name.removesuffix(".weight")
         used.update(factor for factor in (f"{module}.lora_A", f"{module}.lora_B") if factor in factors)
         return merged(name, weight, factors, info.scale)

@@ -203,7 +203,7 @@ class WandbLogger:
         # Rows of a W&B run that is taken up again are there already.
         self._open = int(self._run.step or 0)
 
-    def _row(self, payload: dict[str, Any], step: int, *, commit: bool = False) -> None:
+    def _row(self, payload: dict[str, object], step: int, *, commit: bool = False) -> None:
         row = max(step, self._open)
         commit = commit or step < self._open
         self._run.log({**payload, _AXIS: step}, step=row, commit=commit)

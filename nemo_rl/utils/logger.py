@@ -330,7 +330,7 @@ def _rows(column: Any) -> Sequence[object]:
     return column
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     if hasattr(value, "detach"):
         return np.ascontiguousarray(value.detach().cpu().numpy())
     return value.tolist() if hasattr(value, "tolist") else str(value)

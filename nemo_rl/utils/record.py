@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import BinaryIO, Protocol, Self
+from typing import Any, BinaryIO, Protocol, Self
 
 from nemo_rl.config.errors import UserError, why_not_written
 from nemo_rl.utils.record_archive import ArchiveDamaged, archive_of, lines_of, mend_archive, move_to_archive
@@ -97,6 +97,10 @@ class Entry:
     time: float
     source: str
     event: object  # a dataclass of record_events or of another package; readers dispatch by its type
+
+
+Handler = Callable[[Entry, Any], None]
+"""Takes an entry and its event, which is of the one kind that the handler is for."""
 
 
 class Record(Protocol):

@@ -86,7 +86,7 @@ def _paths(run_dir: Path | str, out_dir: Path | str | None) -> ReportPaths:
 
 
 def _write_page(
-    run: RunMetrics, newest: Path, config: dict[str, Any] | None, path: Path, title: str | None, *, live: bool
+    run: RunMetrics, newest: Path, config: dict[str, object] | None, path: Path, title: str | None, *, live: bool
 ) -> None:
     graded = _is_graded(newest)
     page: dict[str, object] = {
@@ -198,7 +198,7 @@ def _first_and_last(run: RunMetrics, name: str) -> tuple[float, float] | None:
     return (values[0], values[-1]) if values else None
 
 
-def _subtitle(run: RunMetrics, config: dict[str, Any] | None, graded: bool) -> str:
+def _subtitle(run: RunMetrics, config: dict[str, object] | None, graded: bool) -> str:
     parts = [f"{_last_step(run)} steps in {format_duration(run_seconds(run))}"]
     if (accuracy := _first_and_last(run, "validation/accuracy")) is not None:
         form = ".3g" if graded else ".1%"

@@ -34,13 +34,13 @@ class RouteTrace:
         self._done = 0
         folder.mkdir(parents=True, exist_ok=True)
 
-    def produced(self, step: int, columns: Mapping[str, Any]) -> None:
+    def produced(self, step: int, columns: Mapping[str, object]) -> None:
         """Writes the first samples of a rollout with routes. `step`: from 0."""
         if step < self._steps and "routed_experts" in columns:
             for row, digest in zip(range(self._samples), _digests(columns), strict=False):
                 self._write(PRODUCED, {"step": step + 1, "row": row, **digest})
 
-    def fetched(self, stage: Stage, columns: Mapping[str, Any]) -> None:
+    def fetched(self, stage: Stage, columns: Mapping[str, object]) -> None:
         """Writes every row with routes that arrived for a stage."""
         if self._done < self._steps and "routed_experts" in columns:
             for row, digest in enumerate(_digests(columns)):

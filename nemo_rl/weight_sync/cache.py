@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -30,7 +30,7 @@ from nemo_rl.weight_sync.layout import (
     unpack,
 )
 from nemo_rl.weight_sync.sender import SendSpec, window_bytes
-from nemo_rl.weight_sync.transports.base import TransportError
+from nemo_rl.weight_sync.transports.base import Handle, Published, TransportError
 from nemo_rl.weight_sync.transports.host import HostStaging, map_segment
 
 logger = logging.getLogger(__name__)
@@ -239,7 +239,7 @@ class CachedSender(Protocol):
         """Opens a session that sends a built version."""
         ...
 
-    def export_window(self, index: int, timeout_s: float) -> list[dict[str, object] | None]:
+    def export_window(self, index: int, timeout_s: float) -> list[dict[str, Published] | None]:
         """Packs a window."""
         ...
 
@@ -304,22 +304,21 @@ class CachedSource:
         if CACHE_OWNER in spec.lanes:
             self._owner().begin_cached(spec, self._manifest, timeout_s)
 
-    def export_window(self, index: int, timeout_s: float) -> list[dict[str, object] | None]:
+    def export_window(self, index: int, timeout_s: float) -> list[dict[str, Published] | None]:
         """The window's place in the cache, and the owner's staged copy if its lane is used."""
         if self._manifest is None or self._spec is None:
             raise CacheError("a window was asked for before the session began")
         first = sum(len(window) for window in self._spec.windows[:index])
         window = self._spec.windows[index]
-        place = {
+        place: Handle = {
             "path": self._manifest.path,
             "mapped": self._manifest.mapped,
             "offset": self._manifest.starts[first],
+            "nbytes": window_bytes(window),
             "keep": True,
         }
         sums = self._manifest.checksums[first : first + len(window)] if self._spec.verify else ()
-        published: list[dict[str, Any] | None] = [
-            {"host": {"handle": place | {"nbytes": window_bytes(window)}, "checksums": list(sums)}}
-        ]
+        published: list[dict[str, Published] | None] = [{"host": {"handle": place, "checksums": list(sums)}}]
         return published + (
             self._owner().export_window(index, timeout_s)[:1] if CACHE_OWNER in self._spec.lanes else []
         )

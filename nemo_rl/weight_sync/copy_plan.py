@@ -12,10 +12,10 @@ from __future__ import annotations
 import gc
 import logging
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -23,6 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nemo_rl.weight_sync.layout import BucketLayout, Window
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 logger = logging.getLogger(__name__)
 
@@ -240,7 +243,13 @@ class _Operations(TorchDispatchMode):
         storages = [tensor.untyped_storage() for tensor in chain(model.parameters(), model.buffers())]
         self._model = sorted({(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages if s.nbytes()})
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
             touched = self.touches((args, kwargs))
@@ -258,7 +267,7 @@ class _Operations(TorchDispatchMode):
         """There will be no plan; the first reason is kept."""
         self.refusal = self.refusal or reason
 
-    def touches(self, values: Any) -> bool:
+    def touches(self, values: object) -> bool:
         """Whether a tensor is in the window or the model."""
         return any(tensor.numel() and self._known(tensor) for tensor in _tensors(values))
 
@@ -278,7 +287,7 @@ class _Operations(TorchDispatchMode):
         at = bisect_right(self._model, start, key=lambda place: place[0]) - 1
         return at >= 0 and end <= self._model[at][1]
 
-    def _note(self, func: Any, args: Any) -> None:
+    def _note(self, func: OpOverload[..., object], args: tuple[Any, ...]) -> None:
         if func is _COPY:
             self._note_copy(args[0], args[1])
         elif func in _FILLS and self._in_model(args[0]):
@@ -286,7 +295,7 @@ class _Operations(TorchDispatchMode):
         elif not func.is_view:
             self.refuse(f"{func} on weights is no copy")
 
-    def _note_other(self, func: Any, args: Any) -> None:
+    def _note_other(self, func: OpOverload[..., object], args: object) -> None:
         # A tensor that the model has beside its parameters and buffers would miss what the loader writes into it.
         if func._schema.is_mutable and any(tensor.numel() for tensor in _tensors(args)):
             self.refuse(f"{func} wrote beside the model")
@@ -313,7 +322,13 @@ class _Escapes(TorchFunctionMode):
         super().__init__()
         self._operations = operations
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         name = getattr(func, "__name__", "")
         if name in _ESCAPES and self._operations.touches(args):
             self._operations.refuse(f"{name} of weights was taken")
@@ -324,5 +339,5 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_subclass(torch.Tensor)
 
 
-def _tensors(values: Any) -> Iterable[torch.Tensor]:
+def _tensors(values: object) -> Iterable[torch.Tensor]:
     return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.devices import device_uuid, synchronize
 from nemo_rl.weight_sync.layout import BucketLayout, TensorMeta, Window, checksum
 from nemo_rl.weight_sync.routes import place_of
-from nemo_rl.weight_sync.transports.base import Opener, make_opener
+from nemo_rl.weight_sync.transports.base import Opener, Published, make_opener
 from nemo_rl.weight_sync.transports.kept_group import GroupMeeting, KeptGroup
 from nemo_rl.weight_sync.transports.nccl import NcclOpener
 
@@ -135,7 +135,7 @@ class WeightReceiver:
         self._loading = True
         self._target.begin_load()
 
-    def receive(self, window: dict[str, Any]) -> None:
+    def receive(self, window: Mapping[str, Any]) -> None:
         """Loads one window: `{index, buckets, senders: {place: {handle, checksums}}}`. Raises SyncProtocolError: no
         session is open, or a window was skipped; ChecksumMismatchError: the bytes differ from the sender's.
         """
@@ -167,7 +167,7 @@ class WeightReceiver:
         else:
             self._staged.append(replace(arrived.window, bytes_B=arrived.window.bytes_B.clone()))
 
-    def _choose_sender(self, senders: dict[str, Any]) -> dict[str, Any]:
+    def _choose_sender(self, senders: Mapping[str, Published]) -> Published:
         place = place_of(self._session["transport"], device_uuid(self._device))
         if place not in senders:
             raise SyncProtocolError(

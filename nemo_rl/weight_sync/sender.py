@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from nemo_rl.weight_sync.layout import BucketLayout, LayoutError, align, checksum, pack_tensor
-from nemo_rl.weight_sync.transports.base import Staging, TransportError, TransportName, make_staging
+from nemo_rl.weight_sync.transports.base import Published, Staging, TransportError, TransportName, make_staging
 from nemo_rl.weight_sync.transports.kept_group import GroupMeeting, KeptGroup
 from nemo_rl.weight_sync.transports.nccl import BroadcastGroup
 
@@ -86,7 +85,7 @@ class WeightSender:
             self._groups.drop()
 
     @torch.no_grad()
-    def export_window(self, index: int) -> dict[str, Any] | None:
+    def export_window(self, index: int) -> dict[str, Published] | None:
         """Packs window `index` and publishes it. Returns `{handle, checksums}` per lane, or None on a rank without one.
         Raises LayoutError: the export and the layout disagree.
         """

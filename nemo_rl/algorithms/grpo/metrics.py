@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 
@@ -26,7 +26,7 @@ _AVERAGED = frozenset(
 )
 
 
-def aggregate_microbatch_metrics(metrics: Mapping[str, Sequence[Any]]) -> dict[str, float]:
+def aggregate_microbatch_metrics(metrics: Mapping[str, Sequence[SupportsFloat]]) -> dict[str, float]:
     """Aggregates each metric over microbatches and ranks.
 
     Summed, except: values that every microbatch repeats (learning rate, weight decay, rewards, global counts, prompt
@@ -149,7 +149,7 @@ def accuracy_by_task(rewards_B: torch.Tensor, tasks: Sequence[str]) -> dict[str,
     return {f"accuracy/{name}": rewards_B[rows].double().mean().item() for name, rows in of_task.items()}
 
 
-def step_metrics(cfg: GRPOConfig, step: int, experience: Experience, result: TrainResult) -> dict[str, Any]:
+def step_metrics(cfg: GRPOConfig, step: int, experience: Experience, result: TrainResult) -> dict[str, object]:
     """The `train/` metrics of step `step` (from 1)."""
     rows = experience.rows
     metrics: dict[str, Any] = dict(experience.metrics)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -115,7 +114,7 @@ class RewardWatch:
         self._equal = 0
         self._say_at = _SPELL
 
-    def observe(self, step: int, rows: Mapping[str, Any], trained_tokens: float) -> str | None:
+    def observe(self, step: int, rows: Mapping[str, torch.Tensor], trained_tokens: float) -> str | None:
         """A warning about the finished step, or None.
 
         Args:

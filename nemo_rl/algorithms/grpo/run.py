@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nemo_rl.algorithms.distillation.teachers import Teachers
 from nemo_rl.algorithms.grpo.control_plane import ControlPlane
@@ -26,6 +26,8 @@ from nemo_rl.utils.record import Record
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from nemo_rl.utils.checkpoint import TrainingInfo
+
 
 class GRPOState(RunState):
     """Counters under the names that GRPO checkpoints use."""
@@ -41,7 +43,7 @@ class GRPOState(RunState):
         }
 
     @classmethod
-    def from_training_info(cls, info: dict[str, Any]) -> GRPOState:
+    def from_training_info(cls, info: TrainingInfo) -> GRPOState:
         """Counters from a checkpoint."""
         return cls.resumed(
             info,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from nemo_rl.algorithms.grpo.collect import prompts_per_batch
 from nemo_rl.algorithms.grpo.validation import batch_size as validation_batch_size
@@ -38,25 +39,21 @@ def make_loaders(config: MasterConfig, datasets: TaskDatasets) -> Loaders[Loader
     grpo, data = config.grpo, config.data
     check_rows(datasets.train_by_task, datasets.env_of_task, config.env)
     check_rows(datasets.validation_by_task, datasets.env_of_validation_task, config.env)
-    common: dict[str, Any] = {"collate_fn": rl_collate_fn, "num_workers": data.num_workers, "seed": grpo.seed}
+    make = partial(make_loader, collate_fn=rl_collate_fn, num_workers=data.num_workers, seed=grpo.seed)
     if data.use_multiple_dataloader:
         each = data.num_prompts_per_dataloader or grpo.num_prompts_per_step
         by_task = {
-            task: make_loader(
-                dataset, each, shuffle=data.shuffle, drop_last=True, name=f"data.train ({task})", **common
-            )
+            task: make(dataset, each, shuffle=data.shuffle, drop_last=True, name=f"data.train ({task})")
             for task, dataset in datasets.train_by_task.items()
         }
         train: Loader = MultipleLoaders(by_task, max(1, grpo.num_prompts_per_step // each), _custom_loader(config))
     else:
         size = prompts_per_batch(grpo)
-        train = make_loader(datasets.train, size, shuffle=data.shuffle, drop_last=True, name="data.train", **common)
+        train = make(datasets.train, size, shuffle=data.shuffle, drop_last=True, name="data.train")
     validation = None
     if datasets.validation is not None:
         size = validation_batch_size(grpo, len(datasets.validation))
-        validation = make_loader(
-            datasets.validation, size, shuffle=False, drop_last=False, name="data.validation", **common
-        )
+        validation = make(datasets.validation, size, shuffle=False, drop_last=False, name="data.validation")
     return Loaders(train, validation)
 
 

@@ -150,7 +150,7 @@ class Experience:
 def joined_experience(
     parts: Sequence[Experience],
     store: ExperienceStore,
-    join_metrics: Callable[[Sequence[Experience]], dict[str, Any]],
+    join_metrics: Callable[[Sequence[Experience]], dict[str, object]],
 ) -> Experience:
     """Joins batches into one, in order. A single one is returned as it is."""
     if len(parts) == 1:

@@ -154,7 +154,7 @@ def _roll_out_all(run: GRPORun, source: RolloutSource, batches: Sequence[Batched
     cfg = run.config.grpo
     rows: list[BatchedDataDict] = []
     tasks: list[str] = []
-    samples: list[dict[str, Any]] = []
+    samples: list[dict[str, object]] = []
     ends: dict[str, float] = {}
     total = 0
     for index, prompts in enumerate(batches):

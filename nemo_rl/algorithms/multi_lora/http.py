@@ -10,11 +10,11 @@ import json
 import os
 import secrets
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
@@ -71,7 +71,7 @@ def _handler(job: MultiLoraJob, base: Mapping[str, object], token: str) -> type[
                 size = int(self.headers.get("Content-Length", "0"))
                 if not 0 <= size <= _MOST_BYTES:
                     raise ConfigError([f"Content-Length is {size}; 0 to {_MOST_BYTES} bytes are read"])
-                asked: Any = json.loads(self.rfile.read(size) or b"null")
+                asked: object = json.loads(self.rfile.read(size) or b"null")
                 if not isinstance(asked, dict) or not isinstance(asked.get("file"), str):
                     raise ConfigError(['expected {"file": PATH}, the path of an adapter\'s YAML file'])
                 return job.add(load_adapter(base, asked["file"])).plain()
@@ -82,7 +82,7 @@ def _handler(job: MultiLoraJob, base: Mapping[str, object], token: str) -> type[
             name = self.path.removeprefix("/adapters/")
             self._answer(lambda: job.remove(name).plain(), f"/adapters/{name}")
 
-        def _answer(self, work: Any, path: str) -> None:
+        def _answer(self, work: Callable[[], object], path: str) -> None:
             if not secrets.compare_digest(self.headers.get("Authorization", "").encode(), f"Bearer {token}".encode()):
                 self._send(401, {"error": f"the token in {ADDRESS_FILE} of the job's log directory is missing"})
             elif self.path != path:

@@ -186,7 +186,7 @@ class AdapterPolicy:
         self.require_present()
         if not isinstance(rows, BatchedDataDict):
             raise TypeError("an adapter's policy takes batches of this process")
-        answer: Future[Any] = Future()
+        answer: Future[object] = Future()
         self._passes.put(self._name, _Work(self._slot, rows, answer, **wanted), (kind, self._transform, _columns(rows)))
         return answer
 

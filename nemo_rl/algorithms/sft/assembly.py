@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nemo_rl.algorithms.placement import begin_policy, check_policy, start_policy
 from nemo_rl.algorithms.resume import Resume
@@ -34,6 +35,8 @@ from nemo_rl.utils.timer import TimeoutChecker, Timer
 if TYPE_CHECKING:
     from torchdata.stateful_dataloader import StatefulDataLoader
     from transformers import PreTrainedTokenizerBase
+
+    from nemo_rl.data.processors import AllTaskProcessedDataset
 
 
 def setup(config: SFTMasterConfig, start: StartPhases | None = None, placement: Placement | None = None) -> SFTRun:
@@ -133,18 +136,18 @@ def _loaders(
 ) -> Loaders[StatefulDataLoader[Batch]]:
     sft, data, multiple = config.sft, config.data, config.policy.make_sequence_length_divisible_by
     _check_conversations(datasets.train_by_task, "data.train")
-    common: dict[str, Any] = {
-        "collate_fn": sft_collate(tokenizer.pad_token_id, multiple, sft.only_unmask_final),
-        "num_workers": data.num_workers,
-        "seed": sft.seed,
-    }
-    train = make_loader(
+    make = partial(
+        make_loader,
+        collate_fn=sft_collate(tokenizer.pad_token_id, multiple, sft.only_unmask_final),
+        num_workers=data.num_workers,
+        seed=sft.seed,
+    )
+    train = make(
         datasets.train,
         config.policy.train_global_batch_size,
         shuffle=data.shuffle,
         drop_last=True,
         name="data.train",
-        **common,
     )
     if datasets.validation is None:
         if sft.val_period > 0 or sft.val_at_start or sft.val_at_end:
@@ -154,13 +157,13 @@ def _loaders(
             )
         return Loaders(train, None)
     _check_conversations(datasets.validation_by_task, "data.validation")
-    validation = make_loader(
-        datasets.validation, sft.val_global_batch_size, shuffle=False, drop_last=False, name="data.validation", **common
+    validation = make(
+        datasets.validation, sft.val_global_batch_size, shuffle=False, drop_last=False, name="data.validation"
     )
     return Loaders(train, validation)
 
 
-def _check_conversations(by_task: Mapping[str, Any], key: str) -> None:
+def _check_conversations(by_task: Mapping[str, AllTaskProcessedDataset], key: str) -> None:
     for task, dataset in by_task.items():
         if dataset[0]["message_log"][-1]["role"] != "assistant":
             raise DataError(

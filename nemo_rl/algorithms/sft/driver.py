@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     from nemo_rl.data.loader import HasState
+    from nemo_rl.utils.checkpoint import TrainingInfo
 
 
 class SFTState(RunState):
@@ -35,7 +36,7 @@ class SFTState(RunState):
         return self.totals() | {"step": self.step_in_epoch, "epoch": self.epoch, **self.val_metrics}
 
     @classmethod
-    def from_training_info(cls, info: dict[str, Any]) -> SFTState:
+    def from_training_info(cls, info: TrainingInfo) -> SFTState:
         """Counters from a checkpoint."""
         return cls.resumed(
             info,

@@ -278,7 +278,7 @@ def _has_short_floats(kind: pa.DataType) -> bool:
     return short or any(_has_short_floats(part.type) for part in _parts_of(kind))
 
 
-def _as_spelled(value: Any, kind: pa.DataType) -> Any:
+def _as_spelled(value: Any, kind: pa.DataType) -> object:
     """A value whose floats of less than 64 bits are text: as Python's they would end in digits of no file."""
     import numpy as np
     import pyarrow as pa
@@ -356,7 +356,7 @@ def _from_saved(
     return _placed(loaded[_wanted([str(name) for name in loaded], split, usual, path, key)], str(path))
 
 
-def _prepared(path: Path, subset: str | None) -> Any:
+def _prepared(path: Path, subset: str | None) -> object:
     import datasets
 
     # What an earlier run prepared is not taken: it is known by the files' times, not by their contents.

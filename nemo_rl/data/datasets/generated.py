@@ -23,7 +23,7 @@ from typing_extensions import override
 from nemo_rl.config import DatasetConfig, Section
 from nemo_rl.config.errors import did_you_mean
 from nemo_rl.data.datasets.raw import RawDataset, conversation
-from nemo_rl.data.interfaces import DataError
+from nemo_rl.data.interfaces import DataError, Row
 from nemo_rl.data.processors import get_processor
 
 SPLITS = ("train", "validation")
@@ -39,7 +39,7 @@ _DRAWS_PER_PROBLEM = 8
 class GeneratedDataset(RawDataset):
     """Rows with `messages`, `task_name` and `state`, judged by the environment of the same name as the dataset."""
 
-    def __init__(self, rows: Sequence[dict[str, Any]], task_name: str) -> None:
+    def __init__(self, rows: Sequence[Row], task_name: str) -> None:
         from datasets import Dataset
 
         self.task_name = task_name

@@ -13,7 +13,6 @@ import random
 import string
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from nemo_rl.data.conversations import (
     Message,
@@ -104,7 +103,7 @@ def boxed_solution(row: Row) -> list[Message] | None:
     return None if boxed is None else [question, {**answer, "content": boxed}]
 
 
-def gpqa(row: Row) -> dict[str, Any]:
+def gpqa(row: Row) -> dict[str, object]:
     """GPQA (https://arxiv.org/abs/2311.12022): `Question`, `Correct Answer` and `Incorrect Answer 1` to `3`, shuffled
     by the question itself.
     """
@@ -114,7 +113,7 @@ def gpqa(row: Row) -> dict[str, Any]:
     return _choices(question, choices, choices.index(right), row.get("Subdomain"))
 
 
-def mmlu(row: Row) -> dict[str, Any]:
+def mmlu(row: Row) -> dict[str, object]:
     """MMLU (https://arxiv.org/abs/2009.03300): `question`, four `choices`; `answer` is the index of the right one."""
     question, choices, answer = _question_with_choices(row, "choices")
     if not answer.isdecimal():
@@ -122,7 +121,7 @@ def mmlu(row: Row) -> dict[str, Any]:
     return _choices(question, choices, int(answer), row.get("subject"))
 
 
-def mmlu_pro(row: Row) -> dict[str, Any]:
+def mmlu_pro(row: Row) -> dict[str, object]:
     """MMLU-Pro (https://arxiv.org/abs/2406.01574): `question`, up to ten `options`, and in `answer` the letter of the
     right one.
     """
@@ -133,7 +132,7 @@ def mmlu_pro(row: Row) -> dict[str, Any]:
     return _choices(question, choices, right, row.get("category"))
 
 
-def nemo_gym(row: Row) -> dict[str, Any]:
+def nemo_gym(row: Row) -> dict[str, object]:
     """NeMo-Gym: `responses_create_params`, whose `input` is a text or OpenAI's items of a response, and what the row's
     agent and verifier read beside it.
     """
@@ -163,7 +162,7 @@ def _question_with_choices(row: Row, column: str) -> tuple[str, list[str], str]:
     return question, texts, as_text(answer, "column 'answer'").strip()
 
 
-def _choices(question: str, choices: Sequence[str], right: int, subject: object) -> dict[str, Any]:
+def _choices(question: str, choices: Sequence[str], right: int, subject: object) -> dict[str, object]:
     letters = string.ascii_uppercase[:10]
     if not 0 <= right < len(choices) <= len(letters):
         raise RowError(f"the question has {len(choices)} choices, and number {right} is to be the right one")

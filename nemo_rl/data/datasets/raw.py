@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from nemo_rl.config import DatasetConfig
-from nemo_rl.data.conversations import Message, Row, RowError, shown_keys
+from nemo_rl.data.conversations import Message, RowError, shown_keys
 from nemo_rl.data.datasets.files import PlacedRow
-from nemo_rl.data.interfaces import DataError, TaskDataProcessFnCallable, TaskDataSpec
+from nemo_rl.data.interfaces import DataError, Row, TaskDataProcessFnCallable, TaskDataSpec
 from nemo_rl.data.processors import get_processor, multichoice_qa_processor, used_messages
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class RawDataset:
     task_name: str  # the name of the task in batches and metrics
     task_spec: TaskDataSpec  # prompt and system prompt, once `set_task_spec` was called
     processor: TaskDataProcessFnCallable  # turns a row into a prompt, once `set_processor` was called
-    preprocessor: object = None  # applied to a row before the processor; None for none
+    preprocessor: Callable[[Row], Row] | None = None  # applied to a row before the processor; None for none
     contents: str = ""  # how many rows there are and a digest of them, by which a resumed run knows them again
     left_out: int = 0  # how many rows the dataset's own rule leaves out, as proofs without an answer
     handed_on: Mapping[str, list[HandedOn]] = {}
@@ -88,7 +88,7 @@ class HandedOn:
 
     place: str
     messages: list[Message]
-    tools: list[dict[str, Any]] | None
+    tools: list[dict[str, object]] | None
 
 
 @dataclass
@@ -104,7 +104,7 @@ class ReadRows:
     left_out: int = 0  # how many rows a format's own rule leaves out
     handed_on: dict[str, list[HandedOn]] = field(default_factory=dict)  # see `RawDataset`
 
-    def read(self, rows: Iterable[PlacedRow], make: Callable[[Row], dict[str, Any] | None]) -> tuple[Dataset, str]:
+    def read(self, rows: Iterable[PlacedRow], make: Callable[[Row], dict[str, object] | None]) -> tuple[Dataset, str]:
         """The rows as a dataset, and what their contents are known by.
 
         Args:
@@ -139,7 +139,7 @@ class ReadRows:
             raise DataError(f"{self.key}: {self.source} {'has no usable row' if total else 'is empty: it has no row'}")
         return Dataset(chunks.table(), fingerprint=chunks.digest()), f"{made} rows, digest {chunks.digest()}"
 
-    def _made(self, place: str, row: Row, make: Callable[[Row], dict[str, Any] | None]) -> dict[str, Any] | None:
+    def _made(self, place: str, row: Row, make: Callable[[Row], dict[str, object] | None]) -> dict[str, object] | None:
         made = make(row)
         if made is None:
             return None
@@ -180,10 +180,10 @@ class _Chunks:
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=12)
-        self._waiting: list[dict[str, Any]] = []
+        self._waiting: list[dict[str, object]] = []
         self._tables: list[pa.Table] = []
 
-    def add(self, row: dict[str, Any]) -> None:
+    def add(self, row: dict[str, object]) -> None:
         self._hash.update(orjson.dumps(row))
         self._waiting.append(row)
         if len(self._waiting) == _ROWS_PER_CHUNK:
@@ -207,7 +207,7 @@ class _Chunks:
             self._waiting = []
 
 
-def packed(row: Mapping[str, Any]) -> dict[str, Any]:
+def packed(row: Row) -> dict[str, object]:
     """A row as tables take it: what messages carry beyond role and content lies in `more`, as JSON."""
     if "messages" not in row:
         return dict(row)
@@ -233,7 +233,7 @@ def check_rows(dataset: RawDataset, key: str) -> None:
     read = used_messages(dataset.processor) if dataset.preprocessor is None else None
     places = range(rows) if isinstance(found, Dataset) else evenly_spread(rows)
     digest, handed_on = hashlib.blake2b(digest_size=12), dict[str, list[HandedOn]]()
-    checked_rows: Iterable[Any] = _rows_of(found) if isinstance(found, Dataset) else map(found.__getitem__, places)
+    checked_rows: Iterable[Row] = _rows_of(found) if isinstance(found, Dataset) else map(found.__getitem__, places)
     for place, row in zip(places, checked_rows, strict=True):
         digest.update(json.dumps(row, default=lambda value: type(value).__name__).encode())
         where = f"{key}: row {place + 1} (from 1) of {dataset.task_name}"
@@ -245,7 +245,7 @@ def check_rows(dataset: RawDataset, key: str) -> None:
     dataset.contents, dataset.handed_on = f"{rows} rows, digest {digest.hexdigest()}", handed_on
 
 
-def _rows_of(dataset: Dataset) -> Iterator[dict[str, Any]]:
+def _rows_of(dataset: Dataset) -> Iterator[dict[str, object]]:
     """Yields rows in batches: `datasets` converts single rows far more slowly."""
     batches: Iterator[Any] = dataset.iter(_ROWS_PER_BATCH)
     for batch in batches:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 from typing_extensions import override
 
@@ -56,7 +55,7 @@ class Source:
     split: str = "train"
     subset: tuple[str | None, ...] = (None,)
     convert: Callable[[Row], Conversation] | None = None
-    rows: Callable[[Row], dict[str, Any]] | None = None
+    rows: Callable[[Row], dict[str, object]] | None = None
     processor: str = "math_hf_data_processor"  # in place of the default one
     solved: bool = False  # whether the answer is a solution that ends with it, of which SFT trains all
     gather: Callable[[Iterable[PlacedRow]], Iterator[PlacedRow]] | None = None
@@ -148,7 +147,7 @@ class NamedDataset(RawDataset):
             convert = self._conversation(config, first[1] if first is not None else {}, key)
             seen: set[str] = set()
 
-            def make(row: Row) -> dict[str, Any] | None:
+            def make(row: Row) -> dict[str, object] | None:
                 messages = convert(row)
                 if messages is None or (source.distinct and _seen(messages, seen)):
                     return None

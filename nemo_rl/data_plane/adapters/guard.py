@@ -35,7 +35,7 @@ class Guard:
     def __str__(self) -> str:
         return "loopback" if self.keys is None else "curve"
 
-    def stand(self, *namespaces: dict[str, Any]) -> None:
+    def stand(self, *namespaces: dict[str, object]) -> None:
         """Guards the sockets that TransferQueue opens in this process from now on. `namespaces`: globals of functions
         of TransferQueue that belong to no module here.
         """
@@ -56,7 +56,7 @@ class Guard:
         plain = actor_class.__ray_metadata__.modified_class
 
         class Guarded(plain):
-            def __init__(self, guard: Guard, *args: Any, **kwargs: Any) -> None:
+            def __init__(self, guard: Guard, *args: object, **kwargs: object) -> None:
                 # Ray sends the class as a copy, whose methods have globals of their own.
                 members = [member for kind in plain.__mro__ for member in vars(kind).values()]
                 functions = [getattr(member, "__globals__", None) for member in members]
@@ -75,12 +75,12 @@ class Guard:
         return ray.remote(Guarded)
 
 
-def _guarded(create: Callable[..., Any], keys: tuple[bytes, bytes]) -> Callable[..., Any]:
+def _guarded(create: Callable[..., Any], keys: tuple[bytes, bytes]) -> Callable[..., object]:
     import zmq
 
     public, secret = keys
 
-    def guarded(ctx: Any, socket_type: Any, *args: Any, **kwargs: Any) -> Any:
+    def guarded(ctx: Any, socket_type: object, *args: object, **kwargs: object) -> Any:
         opened = create(ctx, socket_type, *args, **kwargs)
         opened.curve_secretkey = secret
         opened.curve_publickey = public

@@ -19,7 +19,7 @@ import sysconfig
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -28,6 +28,9 @@ from nemo_rl.data_plane.adapters.guard import LOOPBACK
 from nemo_rl.data_plane.interfaces import DataPlaneError, MooncakeUnavailableError
 from nemo_rl.distributed.ports import free_ports
 from nemo_rl.distributed.processes import OutputTail
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +97,7 @@ def load_native_libraries() -> None:
                 logger.warning("library=%s not_loaded=%s", unpacked, error)
 
 
-def prepare_process(config: Any) -> None:
+def prepare_process(config: DictConfig) -> None:
     """Sets this process's environment for Mooncake's engine and loads it; must run before the engine starts. Raises
     MooncakeUnavailableError: Mooncake cannot be loaded.
     """

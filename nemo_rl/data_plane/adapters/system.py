@@ -19,6 +19,7 @@ from nemo_rl.data_plane.adapters.transfer_queue import TransferQueueAddress
 from nemo_rl.data_plane.interfaces import DataPlaneError
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
     from ray.actor import ActorHandle
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ def start_transfer_queue(cfg: DataPlaneConfig) -> TransferQueueSystem:
     with ExitStack() as undo:
         guard = Guard.of_cluster()
         overlay = start_master(cfg, undo, one_host=guard.keys is None) if mooncake else {}
-        actor_class: Any = guard.actor(TransferQueueController)
+        actor_class = guard.actor(TransferQueueController)
         from transfer_queue.sampler.sequential_sampler import SequentialSampler
 
         controller = actor_class.options(name=name, num_cpus=0).remote(
@@ -95,7 +96,7 @@ def start_transfer_queue(cfg: DataPlaneConfig) -> TransferQueueSystem:
         return TransferQueueSystem(TransferQueueAddress(name, timeout_s, mooncake, guard), undo.pop_all())
 
 
-def _configuration(cfg: DataPlaneConfig, overlay: dict[str, object]) -> Any:
+def _configuration(cfg: DataPlaneConfig, overlay: dict[str, object]) -> DictConfig:
     from importlib import resources
 
     from omegaconf import OmegaConf
@@ -113,14 +114,14 @@ def _configuration(cfg: DataPlaneConfig, overlay: dict[str, object]) -> Any:
 
 
 def _start_units(
-    cfg: DataPlaneConfig, config: Any, name: str, guard: Guard, undo: ExitStack
+    cfg: DataPlaneConfig, config: DictConfig, name: str, guard: Guard, undo: ExitStack
 ) -> dict[str, ActorHandle[object]]:
     """Storage actors by name, spread over the nodes."""
     from transfer_queue.storage.simple_storage import SimpleStorageUnit
     from transfer_queue.utils.common import get_node_round_robin_scheduling_strategies
 
     plain = dict(config.backend.SimpleStorage)
-    unit_class: Any = guard.actor(SimpleStorageUnit)
+    unit_class = guard.actor(SimpleStorageUnit)
     units: dict[str, ActorHandle[object]] = {}
     for rank, strategy in enumerate(get_node_round_robin_scheduling_strategies(cfg.num_storage_units)):
         actor = unit_class.options(name=f"{name}-unit-{rank}", num_cpus=0, scheduling_strategy=strategy).remote(
@@ -131,7 +132,7 @@ def _start_units(
     return units
 
 
-def _start_metrics(cfg: DataPlaneConfig, controller: Any, config: Any) -> str:
+def _start_metrics(cfg: DataPlaneConfig, controller: Any, config: DictConfig) -> str:
     import ray
 
     endpoint = ray.get(controller.start_metrics.remote(port=0), timeout=_START_TIMEOUT_S)

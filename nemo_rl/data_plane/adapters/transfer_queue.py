@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +31,12 @@ from nemo_rl.data_plane.interfaces import (
     Located,
     MissingRowsError,
 )
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+    from transfer_queue.metadata import BatchMeta
+
+    from nemo_rl.data_plane.blocks import Buffer
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -128,7 +134,7 @@ class TransferQueueStorage:
         return [identity for identity in ids if identity not in present]
 
     def put(
-        self, rows: Located, blocks: Mapping[str, Sequence[Any]], tags: Sequence[Mapping[str, object]] | None
+        self, rows: Located, blocks: Mapping[str, Sequence[Buffer]], tags: Sequence[Mapping[str, object]] | None
     ) -> None:
         what = f"writing {len(rows.sample_ids)} rows of partition {rows.partition_id!r}"
         try:
@@ -154,7 +160,7 @@ class TransferQueueStorage:
                 self.clear(rows.partition_id, rows.sample_ids)
             raise StorageFull(_last_clause(str(error))) from error
 
-    def get(self, rows: Located, blocks: Sequence[str]) -> dict[str, list[Any]]:
+    def get(self, rows: Located, blocks: Sequence[str]) -> dict[str, list[Buffer]]:
         meta = rows.native.select_fields(list(blocks))
         what = f"reading {len(rows.sample_ids)} rows of partition {rows.partition_id!r}"
         if self._mooncake:
@@ -172,7 +178,7 @@ class TransferQueueStorage:
         elif meta.size:
             self._run(what, lambda: self._client.async_clear_samples(meta))
 
-    async def _clear_every_block(self, meta: Any, partition_id: str) -> None:
+    async def _clear_every_block(self, meta: BatchMeta, partition_id: str) -> None:
         """Clears all fields of rows; a key-value storage drops only given fields that all the rows have."""
         whole = await self._client._get_partition_meta(partition_id)
         wanted = set(meta.global_indexes)
@@ -182,7 +188,7 @@ class TransferQueueStorage:
         else:
             await self._client._clear_meta_in_controller(rows)
 
-    def tags(self, partition_id: str) -> dict[str, dict[str, Any]]:
+    def tags(self, partition_id: str) -> dict[str, dict[str, object]]:
         found = self._run(f"listing partition {partition_id!r}", lambda: self._client.async_kv_list(partition_id))
         return {identity: dict(tags or {}) for identity, tags in found.get(partition_id, {}).items()}
 
@@ -259,7 +265,7 @@ class _Rows(dict[str, object]):
     batch_size: tuple[int, ...] = (0,)
 
 
-def fetch_config(controller: str) -> tuple[Any, tuple[Endpoint, ...]]:
+def fetch_config(controller: str) -> tuple[DictConfig, tuple[Endpoint, ...]]:
     """The system's configuration from its controller, and what must be reachable. Raises DataPlaneError: there is no
     such controller.
     """
@@ -267,7 +273,7 @@ def fetch_config(controller: str) -> tuple[Any, tuple[Endpoint, ...]]:
 
     try:
         actor = ray.get_actor(controller)
-        config = ray.get(actor.get_config.remote(), timeout=_ATTACH_TIMEOUT_S)
+        config: Any = ray.get(actor.get_config.remote(), timeout=_ATTACH_TIMEOUT_S)
     except (ValueError, ray.exceptions.RayError) as error:
         raise DataPlaneError(
             f"the data plane's controller {controller!r} does not answer: {error}; the driver starts it "
@@ -276,7 +282,7 @@ def fetch_config(controller: str) -> tuple[Any, tuple[Endpoint, ...]]:
     return config, endpoints_of(config)
 
 
-def endpoints_of(config: Any) -> tuple[Endpoint, ...]:
+def endpoints_of(config: DictConfig) -> tuple[Endpoint, ...]:
     """The processes behind a configuration."""
     info = config.controller.zmq_info
     found = [Endpoint("the controller", info.ip, info.ports["request_handle_socket"])]
@@ -289,7 +295,7 @@ def endpoints_of(config: Any) -> tuple[Endpoint, ...]:
     return tuple(found)
 
 
-def _one_tensor(buffers: Sequence[Any]) -> torch.Tensor:
+def _one_tensor(buffers: Sequence[Buffer]) -> torch.Tensor:
     """The rows of a block as one jagged tensor."""
     sizes = [len(buffer) for buffer in buffers]
     whole = buffers[0].base
@@ -300,7 +306,7 @@ def _one_tensor(buffers: Sequence[Any]) -> torch.Tensor:
     )
 
 
-def _buffers(values: Any) -> list[Any]:
+def _buffers(values: Any) -> list[Buffer]:
     if isinstance(values, torch.Tensor):
         return [row.numpy() for row in values.unbind()]
     return values.tolist()

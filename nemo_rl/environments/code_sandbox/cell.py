@@ -14,16 +14,28 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 STATE_LIMIT_BYTES = 16 * 1024**2
 _PLAIN_LIMIT_CHARS = 64 * 1024
 _SOURCE = "<cell>"
 
 
-def run_cell(task: dict[str, Any]) -> bool:
+class Task(TypedDict):
+    """What a cell runs on; names and state of earlier cells as base64."""
+
+    code: str
+    working_dir: str
+    answer: str
+    packages: list[str]
+    state: str
+    given: str
+
+
+def run_cell(task: Task) -> bool:
     """Runs `code` in `working_dir` and writes `value` (text of the last expression, or None), `plain` and `state` to
     the file `answer`; what went wrong is printed. Returns whether nothing did.
     """
@@ -50,7 +62,7 @@ def run_cell(task: dict[str, Any]) -> bool:
     return succeeded
 
 
-def _carried_out(code: str, names: dict[str, Any]) -> str | None:
+def _carried_out(code: str, names: dict[str, object]) -> str | None:
     tree = ast.parse(code, _SOURCE)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, _SOURCE, "exec", dont_inherit=True), names)
@@ -60,9 +72,9 @@ def _carried_out(code: str, names: dict[str, Any]) -> str | None:
     return None if value is None else repr(value)
 
 
-def _names_before(task: dict[str, Any], loads: Callable[[bytes], Any]) -> dict[str, Any]:
+def _names_before(task: Task, loads: Callable[[bytes], Any]) -> dict[str, object]:
     """The globals of the notebook: those of its functions, so that these see what later cells assign."""
-    names: dict[str, Any] = {}
+    names: dict[str, object] = {}
     if task["state"]:
         kept, function = loads(base64.b64decode(task["state"]))
         names = function.__globals__
@@ -73,14 +85,14 @@ def _names_before(task: dict[str, Any], loads: Callable[[bytes], Any]) -> dict[s
     return names
 
 
-def _same(left: Any, right: Any) -> bool:
+def _same(left: object, right: object) -> bool:
     try:
         return type(left) is type(right) and bool(left == right)
     except Exception:  # noqa: BLE001 - of any type
         return False
 
 
-def _names_after(names: dict[str, Any], dumps: Callable[[Any], bytes]) -> dict[str, Any]:
+def _names_after(names: dict[str, object], dumps: Callable[[object], bytes]) -> dict[str, object]:
     kept = {name: value for name, value in names.items() if not (name.startswith("__") and name.endswith("__"))}
     marker = eval("lambda: None", names)
     try:
@@ -102,7 +114,7 @@ def _names_after(names: dict[str, Any], dumps: Callable[[Any], bytes]) -> dict[s
     return {"state": base64.b64encode(state).decode(), "plain": plain}
 
 
-def _can_be_kept(value: Any, dumps: Callable[[Any], bytes]) -> bool:
+def _can_be_kept(value: object, dumps: Callable[[object], bytes]) -> bool:
     try:
         dumps(value)
     except Exception:  # noqa: BLE001 - of any type
@@ -110,7 +122,7 @@ def _can_be_kept(value: Any, dumps: Callable[[Any], bytes]) -> bool:
     return True
 
 
-def _plain(value: Any) -> str | None:
+def _plain(value: object) -> str | None:
     """A value as JSON, if JSON gives the same value back."""
     if type(value) not in (type(None), bool, int, float, str, list, dict):
         return None
@@ -125,7 +137,13 @@ def _confine_imports_and_files(folder: str, packages: set[str]) -> None:
     """Lets the cell import the standard library, `packages` and files of its folder, and open files there alone."""
     real_import, real_open, root = builtins.__import__, builtins.open, os.path.realpath(folder)
 
-    def imported(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+    def imported(
+        name: str,
+        globals: Mapping[str, object] | None = None,
+        locals: Mapping[str, object] | None = None,
+        fromlist: Sequence[str] | None = (),
+        level: int = 0,
+    ) -> types.ModuleType:
         top = name.partition(".")[0]
         of_cell = (globals or {}).get("__name__") == "__main__"
         if of_cell and not level and top not in packages and top not in sys.stdlib_module_names:

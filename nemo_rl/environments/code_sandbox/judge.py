@@ -25,7 +25,6 @@ import threading
 import time
 import traceback
 import types
-from typing import Any
 
 # The script's folder is no place for the response, nor for the tests, to import from.
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
@@ -124,7 +123,7 @@ def _children() -> list[int]:
     return found
 
 
-def _passes(peer: Any, tests: str) -> bool:
+def _passes(peer: Peer, tests: str) -> bool:
     """Whether the tests run to their end without an error."""
     module = types.ModuleType("__main__")
     names = vars(module)

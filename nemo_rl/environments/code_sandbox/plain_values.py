@@ -48,12 +48,12 @@ MUTABLE = {
 }
 
 
-def _copied(base: Any, value: Any) -> Any:
+def _copied(base: Any, value: Any) -> object:
     return dict(dict.items(value)) if base is dict else base(base.__iter__(value))
 
 
 # How the plain part of an object of a derived type is read without a method of that type.
-BASES: dict[type, Callable[[Any], Any]] = {
+BASES: dict[type, Callable[[Any], object]] = {
     int: int.__index__,
     float: float.__float__,
     str: str.__str__,
@@ -67,7 +67,7 @@ BASES: dict[type, Callable[[Any], Any]] = {
 PLAIN_CLASSES = (*SCALARS, bytes, tuple, list, set, frozenset, dict, bytearray, complex, range, object, type(None))
 
 
-def encode_immutable(value: Any, encode: Callable[[Any], Any]) -> list[Any] | None:
+def encode_immutable(value: Any, encode: Callable[[object], object]) -> object:
     """A value that cannot change as [kind, content]; None for one that is not plain."""
     kind = type(value)
     if kind in (tuple, frozenset):
@@ -91,7 +91,7 @@ def encode_immutable(value: Any, encode: Callable[[Any], Any]) -> list[Any] | No
     return None
 
 
-def decode_immutable(kind: str, content: Any, decode: Callable[[Any], Any]) -> Any:
+def decode_immutable(kind: str, content: Any, decode: Callable[[object], object]) -> object:
     """The value that `encode_immutable` was given. Raises TypeError: there is no such kind."""
     match kind:
         case "tuple" | "frozenset":

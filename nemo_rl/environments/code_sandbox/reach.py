@@ -32,7 +32,7 @@ _CLOSED = (
 )
 
 
-def refuse_reach(target: Any, operation: str, args: Sequence[Any]) -> None:
+def refuse_reach(target: object, operation: str, args: Sequence[Any]) -> None:
     """Refuses operations on an object of the tests that lead to their globals or undo their checks. Raises
     AttributeError: the attribute is not for the response; TypeError: nor is the operation.
     """

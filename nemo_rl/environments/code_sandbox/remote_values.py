@@ -17,7 +17,7 @@ import json
 import operator
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ from plain_values import (  # pyrefly: ignore[missing-import]
 from reach import COMPARED, FORWARDED, refuse_reach  # pyrefly: ignore[missing-import]
 
 # Containers by identity: the container itself, and its place in the table.
-Known = dict[int, tuple[Any, int]]
+Known = dict[int, tuple[object, int]]
 
 
 class Remote:
@@ -44,48 +44,48 @@ class Remote:
 
     __slots__ = ("__weakref__", "_remote")
 
-    def __init__(self, peer: Any, number: int, base: Any) -> None:
+    def __init__(self, peer: Peer, number: int, base: type | None) -> None:
         object.__setattr__(self, "_remote", (peer, number, base))
 
     def __getattr__(self, name: str) -> Any:
         return _ask(self, "getattr", name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         _ask(self, "setattr", name, value)
 
     def __delattr__(self, name: str) -> None:
         _ask(self, "delattr", name)
 
-    def __copy__(self) -> Any:
+    def __copy__(self) -> object:
         return _ask(self, "copy")
 
-    def __deepcopy__(self, memo: object) -> Any:
+    def __deepcopy__(self, memo: object) -> object:
         return _ask(self, "deepcopy")
 
     def __dir__(self) -> Any:
         return _ask(self, "dir")
 
     @property
-    def __class__(self) -> Any:
+    def __class__(self) -> object:
         # `isinstance(result, list)` holds for a list of a derived type.
         return object.__getattribute__(self, "_remote")[2] or type(self)
 
 
-def _doc(self: object) -> Any:
+def _doc(self: object) -> object:
     return _ask(self, "getattr", "__doc__")
 
 
-def _ask(remote: object, operation: str, *args: Any, **kwargs: Any) -> Any:
+def _ask(remote: object, operation: str, *args: object, **kwargs: object) -> Any:
     peer, number, _ = object.__getattribute__(remote, "_remote")
     return peer.ask(number, operation, args, kwargs)
 
 
-def _is_remote(value: Any) -> bool:
+def _is_remote(value: object) -> bool:
     return issubclass(type(value), Remote)
 
 
-def _forward(name: str) -> Any:
-    def forwarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _forward(name: str) -> Callable[..., object]:
+    def forwarded(self: object, *args: object, **kwargs: object) -> object:
         peer, _, base = object.__getattribute__(self, "_remote")
         if peer.is_judge and name in COMPARED and not _is_remote(args[0]):
             if base is not None:
@@ -113,10 +113,10 @@ class Peer:
         self.failures = []
 
     def ask(
-        self, number: int, operation: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self, number: int, operation: str, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
     ) -> Any:
         """Has the other side carry out an operation, and serves what it asks meanwhile."""
-        table: list[Any] = []
+        table: list[object] = []
         known: Known = {}
         position = 0
         message: dict[str, Any] = {"number": number, "op": operation}
@@ -149,16 +149,16 @@ class Peer:
             raise value if isinstance(value, BaseException) else RuntimeError("no exception came with an error")
         return value
 
-    def send_first(self, message: dict[str, Any]) -> None:
+    def send_first(self, message: Mapping[str, object]) -> None:
         """Sends the first message, which is not an operation."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._send(message)
 
-    def receive_first(self) -> Any:
+    def receive_first(self) -> object:
         """Receives the first message, which is not an operation."""
         return self._receive()
 
-    def export(self, value: Any) -> None:
+    def export(self, value: object) -> None:
         """Opens an object to the other side; the first has the number 0."""
         self._exported(value, [], {})
 
@@ -167,7 +167,7 @@ class Peer:
         while (message := self._receive()) is not None:
             self._serve(message)
 
-    def _serve(self, message: dict[str, Any]) -> None:
+    def _serve(self, message: Mapping[str, Any]) -> None:
         objects = self._fill(message["table"], [])
         printed, given, old = io.StringIO(), None, (sys.stdout, sys.stdin, builtins.input)
         try:
@@ -189,7 +189,7 @@ class Peer:
                     sys.stdout.flush()
                 sys.stdout, sys.stdin, builtins.input = old
         known = {id(kept): (kept, index) for index, kept in enumerate(objects)}
-        table: list[Any] = [None] * len(objects)
+        table: list[object] = [None] * len(objects)
         for index, kept in enumerate(objects):
             table[index] = self._contents(kept, table, known)
         encoded = self.encode(value, table, known)
@@ -203,7 +203,7 @@ class Peer:
             }
         )
 
-    def _carried_out(self, number: int, operation: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+    def _carried_out(self, number: int, operation: str, args: Sequence[Any], kwargs: Mapping[str, object]) -> object:
         target = self._mine[number]
         if self.is_judge:
             refuse_reach(target, operation, args)
@@ -244,7 +244,7 @@ class Peer:
                 return getattr(type(target), operation)(target, *args, **kwargs)
         raise TypeError(f"no operation {operation!r}")
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: Mapping[str, object]) -> None:
         self._file.write(json.dumps(message).encode() + b"\n")
         self._file.flush()
 
@@ -252,7 +252,7 @@ class Peer:
         line = self._file.readline()
         return json.loads(line) if line.endswith(b"\n") else None
 
-    def encode(self, value: Any, table: list[Any], known: Known) -> Any:
+    def encode(self, value: Any, table: list[object], known: Known) -> object:
         """A value as JSON; mutable containers go into the table, so that what a call changes in them comes back."""
         kind = type(value)
         if value is None or kind in SCALARS:
@@ -282,7 +282,7 @@ class Peer:
                 return ["import", [module, value.__name__]]
         return ["mine", self._exported(value, table, known)]
 
-    def _contents(self, value: Any, table: list[Any], known: Known) -> list[Any]:
+    def _contents(self, value: Any, table: list[object], known: Known) -> list[object]:
         kind = type(value)
         if kind is bytearray:
             return ["bytearray", value.hex()]
@@ -291,7 +291,7 @@ class Peer:
             return [kind.__name__, pairs]
         return [kind.__name__, [self.encode(item, table, known) for item in value]]
 
-    def _exported(self, value: Any, table: list[Any], known: Known) -> dict[str, Any]:
+    def _exported(self, value: Any, table: list[object], known: Known) -> dict[str, object]:
         number = self._numbers.setdefault(id(value), len(self._mine))
         self._mine[number] = value
         about = {"number": number, "methods": [name for name in FORWARDED if self._has(value, name)]}
@@ -311,12 +311,12 @@ class Peer:
                 ]
         return about
 
-    def _args_of(self, failure: Any, table: list[Any], known: Known) -> list[Any]:
+    def _args_of(self, failure: BaseException, table: list[object], known: Known) -> list[object]:
         args = failure.args if type(failure.args) is tuple else ()
         return [self.encode(arg, table, known) for arg in args]
 
     @staticmethod
-    def _has(value: Any, name: str) -> bool:
+    def _has(value: object, name: str) -> bool:
         if name in ("__instancecheck__", "__subclasscheck__"):
             return isinstance(value, type)
         if name == "__bool__":
@@ -325,7 +325,7 @@ class Peer:
             return hasattr(type(value), "__iter__") or hasattr(type(value), "__getitem__")
         return getattr(type(value), name, None) is not None
 
-    def _fill(self, table: list[Any], originals: Sequence[Any]) -> list[Any]:
+    def _fill(self, table: Sequence[Any], originals: Sequence[Any]) -> list[Any]:
         kept = list(originals)
         for kind, _ in table[len(kept) :]:
             kept.append(MUTABLE[kind]())
@@ -344,7 +344,7 @@ class Peer:
                     add(self.decode(item, kept))
         return kept
 
-    def decode(self, sent: Any, objects: Sequence[Any]) -> Any:
+    def decode(self, sent: object, objects: Sequence[object]) -> Any:
         """A value from JSON: a plain one, one of this side's, or a proxy."""
         if not isinstance(sent, list):
             return sent if sent is None or type(sent) in SCALARS else refuse(sent)
@@ -366,7 +366,7 @@ class Peer:
                 return self._proxy(content, objects)
         return decode_immutable(kind, content, partial(self.decode, objects=objects))
 
-    def _proxy(self, about: dict[str, Any], objects: Sequence[Any]) -> Any:
+    def _proxy(self, about: Mapping[str, Any], objects: Sequence[object]) -> object:
         number = about["number"]
         if number in self._theirs:
             return self._theirs[number]
@@ -401,14 +401,14 @@ class Peer:
         self._theirs[number] = made
         return made
 
-    async def _awaited(self, number: int) -> Any:
+    async def _awaited(self, number: int) -> object:
         return self.ask(number, "await")
 
 
 class _Mirrored:
     """The local class for an exception class of the response."""
 
-    _peer: Any
+    _peer: Peer
     _number: int
     _text: str
 
@@ -429,7 +429,7 @@ def _builtin_failure(name: str) -> type[BaseException]:
     return found if isinstance(found, type) and issubclass(found, BaseException) else Exception
 
 
-def _text(failure: Any) -> str:
+def _text(failure: BaseException) -> str:
     try:
         return str.__str__(str(failure))
     except BaseException:  # noqa: BLE001 - a class of the response

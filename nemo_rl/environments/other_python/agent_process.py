@@ -13,7 +13,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, TextIO
@@ -24,7 +24,7 @@ _LONGEST_LINE = 1 << 28
 class Player:
     """Plays episodes, and writes how they ended."""
 
-    def __init__(self, agent: Callable[..., Any], calls: int, replies: TextIO) -> None:
+    def __init__(self, agent: Callable[..., object], calls: int, replies: TextIO) -> None:
         self._agent = agent
         self._threads = ThreadPoolExecutor(calls, thread_name_prefix="agent")
         self._replies = replies
@@ -45,7 +45,7 @@ class Player:
             number = request.pop("id")
             self._playing[number] = loop.create_task(self._play(number, **request))
 
-    async def _play(self, number: int, task: Any, base_url: str, session: Any) -> None:
+    async def _play(self, number: int, task: object, base_url: str, session: Mapping[str, object]) -> None:
         try:
             reply = {"id": number, "result": await self._run(task, base_url, SimpleNamespace(**session))}
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the run decides what it means
@@ -54,7 +54,7 @@ class Player:
             self._playing.pop(number, None)
         write(self._replies, reply)
 
-    async def _run(self, task: Any, base_url: str, session: Any) -> object:
+    async def _run(self, task: object, base_url: str, session: object) -> object:
         if inspect.iscoroutinefunction(self._agent):
             return await self._agent(task, base_url, session)
         loop = asyncio.get_running_loop()
@@ -62,7 +62,7 @@ class Player:
         return await result if inspect.isawaitable(result) else result
 
 
-def write(replies: TextIO, message: dict[str, Any]) -> None:
+def write(replies: TextIO, message: Mapping[str, object]) -> None:
     """Writes one line. Numbers of libraries become plain ones, and what has no form in JSON a text."""
     try:
         text = json.dumps(message, default=float)
@@ -72,7 +72,7 @@ def write(replies: TextIO, message: dict[str, Any]) -> None:
     replies.flush()
 
 
-def agent_of(path: str, arguments: dict[str, Any]) -> Callable[..., Any]:
+def agent_of(path: str, arguments: dict[str, object]) -> Callable[..., object]:
     """The agent behind a dotted path, built where it is a class."""
     module, _, name = path.rpartition(".")
     found: Any = getattr(importlib.import_module(module), name)

@@ -48,7 +48,7 @@ class NemoGym:
     is missing or a value is.
     """
 
-    def __init__(self, config_paths: list[str], start_timeout_s: float = 540.0, **servers: Any) -> None:
+    def __init__(self, config_paths: list[str], start_timeout_s: float = 540.0, **servers: object) -> None:
         # A Ray of its own: that of the run may have another Python.
         for name in [name for name in os.environ if name.startswith("RAY_")]:
             del os.environ[name]
@@ -59,7 +59,7 @@ class NemoGym:
         self._config: Any = importlib.import_module("nemo_gym.global_config")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            head: dict[str, Any] = {"host": "127.0.0.1", "port": free.getsockname()[1]}
+            head: dict[str, object] = {"host": "127.0.0.1", "port": free.getsockname()[1]}
         self._given: dict[str, Any] = {"head_server": head, "config_paths": list(config_paths), **servers}
         known = self._config.GlobalConfigDictParser().parse(self._parsed(_NOWHERE, "none", "policy"))
         model = (known.get("policy_model") or {}).get("responses_api_models") or {}
@@ -82,7 +82,7 @@ class NemoGym:
         self._helper: Any = None
         self._starting: asyncio.Task[None] | None = None
 
-    def _parsed(self, base_url: str, key: str, model: str) -> Any:
+    def _parsed(self, base_url: str, key: str, model: str) -> object:
         policy = {"policy_base_url": base_url, "policy_api_key": key, "policy_model_name": model}
         given = importlib.import_module("omegaconf").OmegaConf.create(self._given | policy)
         return self._config.GlobalConfigDictParserConfig(
@@ -101,7 +101,7 @@ class NemoGym:
         result = await self._post(agent, row | {"responses_create_params": _of_session(row, session.id)})
         return float(result["reward"])
 
-    async def _post(self, agent: str, row: dict[str, Any]) -> dict[str, Any]:
+    async def _post(self, agent: str, row: dict[str, object]) -> dict[str, Any]:
         response = await self._helper._server_client.post(server_name=agent, url_path="/run", json=row)
         text = (await response.read()).decode()
         if response.status != 200:
@@ -130,7 +130,7 @@ class NemoGym:
             raise RuntimeError(f"{error} {_PRINTED}") from error
 
 
-def _is_agent(section: Any) -> bool:
+def _is_agent(section: object) -> bool:
     return isinstance(section, Mapping) and bool(section.get("responses_api_agents"))
 
 

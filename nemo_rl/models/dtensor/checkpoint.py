@@ -63,7 +63,7 @@ class CheckpointWriter(BackgroundWriter):
         steps = 0 if scheduler is None else scheduler.last_epoch
         self.submit(self._write_optimizer, state, {"steps": steps}, path)
 
-    def _write_optimizer(self, state: dict[str, Any], schedule: dict[str, int], path: str) -> None:
+    def _write_optimizer(self, state: dict[str, object], schedule: dict[str, int], path: str) -> None:
         if self._mesh.rank == 0:
             os.makedirs(path, exist_ok=True)
         dist.barrier(group=self._group)

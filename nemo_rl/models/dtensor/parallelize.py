@@ -145,7 +145,7 @@ def _keep_routing(widths: set[int]) -> Callable[..., CheckpointPolicy]:
     """Keeps the output of layers whose width is the number of experts: routers."""
     products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
-    def policy(_: Any, op: object, *args: Any, **__: object) -> CheckpointPolicy:
+    def policy(_: object, op: object, *args: Any, **__: object) -> CheckpointPolicy:
         return (
             CheckpointPolicy.MUST_SAVE
             if op in products and args[-1].shape[-1] in widths

@@ -32,7 +32,7 @@ class _Choice(TorchFunctionMode):
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    ) -> object:
         kwargs = dict(kwargs or {})
         found = func(*args, **kwargs)
         if func not in (torch.topk, torch.Tensor.topk):
@@ -53,7 +53,7 @@ class _ReplayedRouter:
         self._compute, self._target = module.forward, target
         self._sizes = (int(module.num_experts), int(module.top_k))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         self._target.enter()
         with _Choice(*self._sizes, self._target.choose):
             return self._compute(*args, **kwargs)

@@ -55,6 +55,10 @@ from nemo_rl.utils.adapters import is_adapter
 from nemo_rl.weight_sync.layout import TensorMeta
 
 if TYPE_CHECKING:
+    from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from transformers import PretrainedConfig
 
 
@@ -137,9 +141,9 @@ class MegatronBackend(Backend):
         self._adapters = weights if isinstance(weights, AdaptedWeights) else None
         self._sends_adapters = peft.enabled and peft.sync == "adapter"
         self._trained = {weight.name: _is_trained(weight.name, cfg.megatron_cfg) for weight in weights.described}
-        self.chunks: list[Any] = model.chunks
-        self.optimizer: Any = None
-        self.schedule: Any = None
+        self.chunks: list[DistributedDataParallel] = model.chunks
+        self.optimizer: MegatronOptimizer = None  # where it trains
+        self.schedule: OptimizerParamScheduler = None  # where it trains
         if options.init_optimizer:
             self.chunks = self._pipeline.chunks = with_gradients(model, cfg)
             self.optimizer = build_optimizer(self.chunks, cfg)
@@ -294,7 +298,7 @@ class MegatronBackend(Backend):
         if self.optimizer is None:
             raise RuntimeError("this policy was built without an optimizer (init_optimizer=False) and cannot train")
 
-    def _gradient_buffers(self) -> list[Any]:
+    def _gradient_buffers(self) -> list[_ParamAndGradBuffer]:
         if self.optimizer is None:
             return []
         return [buffer for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]

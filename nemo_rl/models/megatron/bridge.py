@@ -25,6 +25,7 @@ from nemo_rl.models.policy.model_config import CheckpointMismatchError, KernelUn
 from nemo_rl.weight_sync.layout import TensorMeta, dtype_name
 
 if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
     from transformers import PretrainedConfig
 
 _MODULE = "megatron.bridge"
@@ -125,7 +126,7 @@ def _refuse(provider: object, model: PretrainedConfig, taken: Mapping[str, tuple
             )
 
 
-def _sizes(provider: Any) -> Sizes:
+def _sizes(provider: TransformerConfig) -> Sizes:
     experts = provider.num_moe_experts or 0
     return Sizes(
         Family(qkv_bias=bool(provider.add_qkv_bias), qk_norm=bool(provider.qk_layernorm)),
@@ -159,7 +160,7 @@ class Bridge:
         mappings = importlib.import_module(_MAPPINGS)
         mappings.AutoMapping.register_module_type("RowNorm", "replicated")
 
-    def config(self, options: Mapping[str, Any]) -> Any:
+    def config(self, options: Mapping[str, object]) -> TransformerConfig:
         """Megatron's configuration of the model, changed by how this run cuts and computes it."""
         provider = self._provider
         fuses = bool(provider.bias_activation_fusion and options.get("bias_activation_fusion"))
@@ -224,7 +225,7 @@ class BridgedWeights:
             for name, parameter in chunk.named_parameters():
                 self._own[f"{_place(parameter, groups)}.{number}.{name}"] = parameter
         self.described = [Weight(name, ((name, tuple(own.shape)),)) for name, own in self._own.items()]
-        everywhere: list[Any] = [None] * dist.get_world_size()
+        everywhere: list[list[str]] = [[]] * dist.get_world_size()
         dist.all_gather_object(everywhere, list(self._own))
         first = {name: rank for rank in reversed(range(len(everywhere))) for name in everywhere[rank]}
         self._kept = {name for name in self._own if first[name] == groups.rank}

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,8 @@ from nemo_rl.models.policy.checkpoint_files import (
 from nemo_rl.models.policy.model_config import CheckpointMismatchError
 
 if TYPE_CHECKING:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from transformers import GenerationConfig, PretrainedConfig
 
 SCHEDULE_FILE = "schedule.json"
@@ -97,7 +99,7 @@ class OptimizerState:
             found[name] = flat.view(parameter.shape)
         return found
 
-    def _owner(self, parameter: nn.Parameter) -> tuple[Any, slice | None]:
+    def _owner(self, parameter: nn.Parameter) -> tuple[DistributedOptimizer, slice | None]:
         """The optimizer of a parameter, and the range of it that this rank keeps where ranks share it."""
         for inner in self._inner:
             if not hasattr(inner, "model_param_gbuf_map"):
@@ -111,7 +113,7 @@ class OptimizerState:
         raise CheckpointMismatchError("a trained parameter has no optimizer")
 
     @staticmethod
-    def _tensors(inner: Any, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    def _tensors(inner: DistributedOptimizer, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         main = getattr(parameter, "main_param", None)
         main = parameter if main is None else main
         return {_MAIN: main.data, **inner.optimizer.state[main]}
@@ -141,7 +143,7 @@ class OptimizerState:
                 state["step"] = torch.tensor(files.step)
 
 
-def _make_state(inner: Any, names: Sequence[str]) -> None:
+def _make_state(inner: DistributedOptimizer, names: Sequence[str]) -> None:
     if inner.init_state_fn is not None:
         inner.init_state_fn(inner.optimizer, inner.config)
         return
@@ -150,7 +152,7 @@ def _make_state(inner: Any, names: Sequence[str]) -> None:
             inner.optimizer.state[parameter] |= {n: torch.zeros_like(parameter) for n in names if n != _MAIN}
 
 
-def _holds(inner: Any, parameter: nn.Parameter) -> bool:
+def _holds(inner: DistributedOptimizer, parameter: nn.Parameter) -> bool:
     wanted = {id(parameter), id(getattr(parameter, "main_param", None))}
     return any(id(held) in wanted for group in inner.optimizer.param_groups for held in group["params"])
 
@@ -206,7 +208,9 @@ class CheckpointWriter(BackgroundWriter):
         if self._groups.rank == 0:
             self.submit(write_adapter_directory, self._model.config, path, weights.info, factors)
 
-    def save_optimizer(self, state: OptimizerState, schedule: Any, trained: dict[str, bool], path: str) -> None:
+    def save_optimizer(
+        self, state: OptimizerState, schedule: OptimizerParamScheduler, trained: dict[str, bool], path: str
+    ) -> None:
         """Snapshots this rank's share of the state and writes it."""
         own: dict[str, torch.Tensor] = {}
         for number, (key, tensor) in enumerate(state.gathered(trained)):
@@ -216,7 +220,7 @@ class CheckpointWriter(BackgroundWriter):
         self.submit(_write_state, own, saved, path, self._groups.rank)
 
 
-def _write_state(state: dict[str, torch.Tensor], saved: dict[str, Any], path: str, rank: int) -> None:
+def _write_state(state: dict[str, torch.Tensor], saved: dict[str, object], path: str, rank: int) -> None:
     from safetensors.torch import save_file
 
     os.makedirs(path, exist_ok=True)
@@ -226,7 +230,9 @@ def _write_state(state: dict[str, torch.Tensor], saved: dict[str, Any], path: st
             json.dump(saved, file)
 
 
-def load_optimizer(state: OptimizerState, schedule: Any, trained: dict[str, bool], path: str) -> None:
+def load_optimizer(
+    state: OptimizerState, schedule: OptimizerParamScheduler, trained: dict[str, bool], path: str
+) -> None:
     """Restores optimizer and schedule in place, whatever grid they were saved on. Raises CheckpointMismatchError: the
     files belong to another model, optimizer or backend.
     """

@@ -20,6 +20,7 @@ Invariant: with CUDA every function here does nothing.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
@@ -98,7 +99,7 @@ class _HostDistributed(ModuleType):
     def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)
 
-    def all_gather(self, pieces: list[torch.Tensor], own: torch.Tensor, group: Any = None, **options: object) -> Any:
+    def all_gather(self, pieces: list[torch.Tensor], own: torch.Tensor, group: Any = None, **options: object) -> object:
         if len({piece.shape for piece in pieces}) == 1:
             return dist.all_gather(pieces, own, group=group, **options)
         for source, piece in zip(dist.get_process_group_ranks(group), pieces, strict=True):
@@ -107,7 +108,9 @@ class _HostDistributed(ModuleType):
             dist.broadcast(piece, src=source, group=group)
         return None
 
-    def reduce_scatter(self, own: torch.Tensor, pieces: list[torch.Tensor], group: Any = None, **options: Any) -> Any:
+    def reduce_scatter(
+        self, own: torch.Tensor, pieces: list[torch.Tensor], group: Any = None, **options: Any
+    ) -> object:
         if len({piece.shape for piece in pieces}) == 1:
             return dist.reduce_scatter(own, pieces, group=group, **options)
         for target, piece in zip(dist.get_process_group_ranks(group), pieces, strict=True):
@@ -118,7 +121,7 @@ class _HostDistributed(ModuleType):
         return None
 
 
-def _on_host(make: Any) -> object:
+def _on_host(make: Callable[..., object]) -> object:
     def made(*args: object, **kwargs: object) -> object:
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = _HOST
@@ -166,7 +169,7 @@ def _itself(self: object, *_: object, **__: object) -> object:
     return self
 
 
-def _as_host_value(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def _as_host_value(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
     del record_stream
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 

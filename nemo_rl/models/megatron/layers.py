@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -24,6 +24,11 @@ from megatron.core.utils import make_viewless_tensor
 from torch import nn
 
 from nemo_rl.models.policy.attention import Segments, packed_attention
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 
 
 @dataclass
@@ -99,7 +104,7 @@ class PackedGPT(GPTModel):
     attention's scale takes over. `options`: of `GPTModel`.
     """
 
-    def __init__(self, *, angles_D: torch.Tensor, rotary_factor: float = 1.0, **options: Any) -> None:
+    def __init__(self, *, angles_D: torch.Tensor, rotary_factor: float = 1.0, **options: object) -> None:
         super().__init__(position_embedding_type="none", **options)
         for module in self.modules():
             if isinstance(module, PackedAttention):
@@ -149,7 +154,7 @@ class PackedPrediction(MultiTokenPredictionLayer):
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
-        embedding: Any,
+        embedding: LanguageModelEmbedding,
         hidden_states: torch.Tensor,
         packed_seq_params: PackedRow,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -160,7 +165,9 @@ class PackedPrediction(MultiTokenPredictionLayer):
         hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
         return input_ids, position_ids, read, hidden_states
 
-    def _checkpointed_forward(self, forward_func: Any, *, packed_seq_params: PackedRow, **options: Any) -> torch.Tensor:
+    def _checkpointed_forward(
+        self, forward_func: Callable[..., object], *, packed_seq_params: PackedRow, **options: object
+    ) -> torch.Tensor:
         # Megatron would save the row as a tensor, and hands options over by their place, of which these two are last.
         options.pop("sequence_len_offset")
         return super()._checkpointed_forward(partial(forward_func, packed_seq_params=packed_seq_params), **options)

@@ -47,7 +47,7 @@ class Adapter(nn.Module):
     """
 
     def __init__(
-        self, weight: torch.Tensor, rank: int, scale: float, *, inputs_cut: bool, group: Any, sequence_parallel: bool
+        self, weight: torch.Tensor, rank: int, scale: float, *, inputs_cut: bool, group: object, sequence_parallel: bool
     ) -> None:
         from megatron.core import tensor_parallel as tp
 
@@ -75,7 +75,7 @@ class Adapter(nn.Module):
         return F.linear(inner, self.lora_B) * self._scale
 
 
-def _add_adapter(layer: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, Any]) -> Any:
+def _add_adapter(layer: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, object]) -> object:
     """A forward hook of an adapted layer, which gives its output and a bias for its caller to add."""
     if not layer.adapter.adapted:
         return None

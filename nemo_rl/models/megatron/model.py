@@ -24,6 +24,8 @@ from nemo_rl.models.megatron.prediction import prediction_block
 from nemo_rl.models.policy.model_config import UnsupportedModelError, compute_dtype
 
 if TYPE_CHECKING:
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
     from transformers import PretrainedConfig
 
 
@@ -37,7 +39,7 @@ class BuiltModel:
     """This rank's part of a model."""
 
     chunks: list[nn.Module]  # one module, or several with virtual stages
-    config: Any
+    config: TransformerConfig
     sizes: Sizes
     naming: Naming  # of its kind of layers
     kernels: str  # which implementation of the layers it is, in words
@@ -113,7 +115,7 @@ def is_frozen_router(name: str) -> bool:
     return ".mlp.router." in name and not name.startswith("mtp.")
 
 
-def transformer_config(cfg: PolicyConfig, sizes: Sizes, *, engine: bool, depths: int) -> Any:
+def transformer_config(cfg: PolicyConfig, sizes: Sizes, *, engine: bool, depths: int) -> TransformerConfig:
     """Megatron's configuration of the model and of how it is cut. `depths`: see `build_model`."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -188,7 +190,7 @@ def _running(cfg: PolicyConfig, sizes: Sizes, *, engine: bool) -> dict[str, Any]
     return options | _recompute(cfg) | experts | _fp8(cfg) | cpu.options() | _interleaving(cfg)
 
 
-def _recompute(cfg: PolicyConfig) -> dict[str, Any]:
+def _recompute(cfg: PolicyConfig) -> dict[str, object]:
     mcore = cfg.megatron_cfg
     if not mcore.activation_checkpointing:
         return {}
@@ -198,7 +200,7 @@ def _recompute(cfg: PolicyConfig) -> dict[str, Any]:
     return {"recompute_granularity": "selective", **modules}
 
 
-def _interleaving(cfg: PolicyConfig) -> dict[str, Any]:
+def _interleaving(cfg: PolicyConfig) -> dict[str, object]:
     if not cfg.megatron_cfg.model_overrides.get("virtual_pipeline_model_parallel_size"):
         return {}
     # Of two stages the neighbours before and after are one rank, whose messages only single operations keep apart.
@@ -216,7 +218,7 @@ def _experts(cfg: PolicyConfig, *, engine: bool) -> dict[str, object]:
     }
 
 
-def _fp8(cfg: PolicyConfig) -> dict[str, Any]:
+def _fp8(cfg: PolicyConfig) -> dict[str, object]:
     fp8 = cfg.megatron_cfg.fp8_cfg
     return {"fp8": fp8.fp8, "fp8_recipe": fp8.fp8_recipe, "fp8_param": fp8.fp8_param} if fp8.enabled else {}
 
@@ -231,7 +233,7 @@ def _layers(config: object, sizes: Sizes, virtual: int | None, *, engine: bool) 
 
     from nemo_rl.models.megatron.layers import PackedAttention, RowNorm
 
-    options: dict[str, Any] = {"num_experts": sizes.experts or None, "qk_layernorm": sizes.family.qk_norm}
+    options: dict[str, object] = {"num_experts": sizes.experts or None, "qk_layernorm": sizes.family.qk_norm}
     if engine:
         spec = get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=bool(sizes.experts), **options)
         spec.submodules.self_attention.submodules.core_attention = PackedAttention
@@ -247,12 +249,12 @@ def _layers(config: object, sizes: Sizes, virtual: int | None, *, engine: bool) 
     return TransformerBlockSubmodules(layer_specs=[spec] * here, layer_norm=RowNorm)
 
 
-def unwrap(chunk: nn.Module) -> Any:
+def unwrap(chunk: nn.Module) -> GPTModel:
     """The GPT model in a part of the model that Megatron's data parallelism may wrap."""
     return getattr(chunk, "module", chunk)
 
 
-def rotary_angles(model: Any) -> tuple[torch.Tensor, float]:
+def rotary_angles(model: GPTModel) -> tuple[torch.Tensor, float]:
     """Rotary frequencies [head dimension / 2] of a model, as transformers computes them, and the factor of queries and
     keys (YaRN's). Raises UnsupportedModelError: its frequencies change with the length of a sequence.
     """

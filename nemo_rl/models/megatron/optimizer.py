@@ -7,7 +7,7 @@ nothing to overlap. Invariant: no gradient is divided here; the step divides onc
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,8 +17,14 @@ from nemo_rl.models.megatron import cpu
 from nemo_rl.models.megatron.model import BuiltModel
 from nemo_rl.models.policy.model_config import compute_dtype
 
+if TYPE_CHECKING:
+    from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-def with_gradients(model: BuiltModel, cfg: PolicyConfig) -> list[Any]:
+
+def with_gradients(model: BuiltModel, cfg: PolicyConfig) -> list[DistributedDataParallel]:
     """The model's chunks in Megatron's data-parallel wrapper, which holds the gradients."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
@@ -37,7 +43,7 @@ def with_gradients(model: BuiltModel, cfg: PolicyConfig) -> list[Any]:
     return wrapped
 
 
-def build_optimizer(chunks: list[object], cfg: PolicyConfig) -> Any:
+def build_optimizer(chunks: list[DistributedDataParallel], cfg: PolicyConfig) -> MegatronOptimizer:
     """Megatron's optimizer over wrapped chunks."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -64,7 +70,7 @@ def build_optimizer(chunks: list[object], cfg: PolicyConfig) -> Any:
     return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
 
 
-def build_schedule(optimizer: object, cfg: PolicyConfig) -> Any:
+def build_schedule(optimizer: MegatronOptimizer, cfg: PolicyConfig) -> OptimizerParamScheduler:
     """Megatron's schedule of learning rate and weight decay, in RL steps."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -86,6 +92,6 @@ def build_schedule(optimizer: object, cfg: PolicyConfig) -> Any:
     )
 
 
-def inner_optimizers(optimizer: object) -> list[Any]:
+def inner_optimizers(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
     """The parts of a chained optimizer: dense parameters and experts have one each."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))

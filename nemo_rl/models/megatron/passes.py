@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from nemo_rl.models.policy.logits import LogitTransform
 from nemo_rl.models.policy.packed import PackedBatch, idle_microbatch, pack
 from nemo_rl.models.policy.row_slice import Projection, RowOutput, RowSlice, score_row
 from nemo_rl.models.policy.topk import LikelyTokens
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt.gpt_model import GPTModel
 
 # What becomes of the row's output on the last stage: the loss to differentiate, and the result to hand back.
 Ending = Callable[[Mapping[str, torch.Tensor], PackedBatch, RowOutput], tuple[torch.Tensor, Any]]
@@ -94,7 +97,9 @@ class Pipeline:
         self._routers.start_run()
         failures: list[Exception] = []
 
-        def guarded(data: Mapping[str, torch.Tensor], batch: PackedBatch, output: Any) -> tuple[torch.Tensor, Any]:
+        def guarded(
+            data: Mapping[str, torch.Tensor], batch: PackedBatch, output: RowOutput
+        ) -> tuple[torch.Tensor, object]:
             try:
                 return ending(data, batch, output)
             except Exception as error:
@@ -104,7 +109,9 @@ class Pipeline:
                 failures.append(error)
                 return _nothing(output), None
 
-        def forward(batches: Iterator[Mapping[str, torch.Tensor] | None], chunk: nn.Module) -> Any:
+        def forward(
+            batches: Iterator[Mapping[str, torch.Tensor] | None], chunk: nn.Module
+        ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, object]]]:
             data = next(batches)
             real = data is not None
             batch = self._packed(data, trained_only=trained_only and real, loss_fn=loss_fn if real else None)
@@ -149,7 +156,7 @@ class Pipeline:
             loss_fn=loss_fn,
         )
 
-    def _through(self, chunk: Any, batch: PackedBatch, ahead: Sequence[Ahead]) -> torch.Tensor:
+    def _through(self, chunk: GPTModel, batch: PackedBatch, ahead: Sequence[Ahead]) -> torch.Tensor:
         from nemo_rl.models.megatron.layers import PackedRow
 
         mine = self._cut.mine(batch)
@@ -171,9 +178,9 @@ class Pipeline:
         transform: LogitTransform,
         logits: bool,
         likely: int,
-        chunk: Any,
+        chunk: GPTModel,
         hidden: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    ) -> tuple[torch.Tensor, torch.Tensor, object]:
         hidden_TD, *predicting_KTD = (self._whole(part) for part in hidden.chunk(1 + len(ahead)))
         gpt = unwrap(chunk)
         weight_WD = gpt.shared_embedding_or_output_weight() if self._model.sizes.tied else gpt.output_layer.weight

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,9 @@ from nemo_rl.models.policy.packed import PackedBatch
 from nemo_rl.models.policy.row_slice import Projection, RowSlice
 from nemo_rl.models.policy.scoring import score_tokens
 from nemo_rl.models.policy.train_step import MicrobatchResult
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 _KEY = "policy.megatron_cfg.mtp_num_layers"
 FOLDER = "mtp"
@@ -107,7 +110,7 @@ def _token_weights(data: Mapping[str, torch.Tensor], level: LossType) -> torch.T
 class Predictions:
     """The loss of multi-token prediction. `config`: Megatron's of the model."""
 
-    def __init__(self, config: Any, groups: MegatronGroups) -> None:
+    def __init__(self, config: TransformerConfig, groups: MegatronGroups) -> None:
         self.depths = int(config.mtp_num_layers or 0)
         self._factor = float(config.mtp_loss_scaling_factor or 0.0)
         self._groups = groups
@@ -148,7 +151,7 @@ def with_prediction_metrics(result: MicrobatchResult, sums_K: torch.Tensor) -> M
     return replace(result, metrics={**result.metrics, **found})
 
 
-def prediction_block(config: Any, layers: Any, virtual: int | None, *, engine: bool) -> object:
+def prediction_block(config: TransformerConfig, layers: object, virtual: int | None, *, engine: bool) -> object:
     """Megatron's specification of the prediction layers of one chunk; None on chunks without. `layers`: its
     specification of the model's.
     """

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,10 @@ from nemo_rl.models.policy.model_config import UnsupportedModelError
 from nemo_rl.models.policy.packed import PackedBatch
 from nemo_rl.models.policy.router_replay import RouterPass, RouterReplay, RouterTarget
 from nemo_rl.models.policy.row_slice import RowSlice
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 _KEY = "policy.router_replay.enabled=true"
 _TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -54,7 +58,7 @@ class _ReplayedTopK:
 class _LoadBalancing:
     """What takes the place of a router's `_apply_aux_loss`."""
 
-    def __init__(self, router: Any, target: RouterTarget, coefficient: float) -> None:
+    def __init__(self, router: TopKRouter, target: RouterTarget, coefficient: float) -> None:
         self._target, self._coefficient = target, coefficient
         self._experts_per_token, self._ranks = int(router.topk), router.tp_cp_group
         # The loss of each row times its weight, and the weights.
@@ -84,7 +88,7 @@ def _enter(target: RouterTarget, _: nn.Module, __: object) -> None:
     target.enter()
 
 
-def expert_layers(config: Any) -> list[int]:
+def expert_layers(config: TransformerConfig) -> list[int]:
     """Which layers of the whole model have experts, counted from 0. `config`: Megatron's of the model."""
     frequency = config.moe_layer_freq
     if isinstance(frequency, int):
@@ -132,7 +136,7 @@ class Routers:
             else None
         )
 
-    def _attach(self, router: Any, target: RouterTarget, *, replays: bool) -> None:
+    def _attach(self, router: TopKRouter, target: RouterTarget, *, replays: bool) -> None:
         router.register_forward_pre_hook(partial(_enter, target))
         if replays:
             if not hasattr(router, "router_replay"):

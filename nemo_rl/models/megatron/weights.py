@@ -174,7 +174,7 @@ class ShardedWeights:
                 f"Megatron's model has parameters that no Hugging Face name is known for: {unknown}"
             )
         self._mark_cuts()
-        stages: list[Any] = [None] * groups.sizes.pp
+        stages: list[set[str]] = [set()] * groups.sizes.pp
         dist.all_gather_object(stages, set(self._own), group=groups.pp_group)
         # Experts of other expert-parallel ranks are on the same stage as the layer's router.
         self._stage = {

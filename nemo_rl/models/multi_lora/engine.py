@@ -115,7 +115,7 @@ class _EngineWithAdapters:
 class MultiLoraGenerationWorker(VllmGenerationWorker):
     """One engine with adapters. See `VllmGenerationWorker`."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self._adapters = AdapterTable()
         self._folder = Path(tempfile.mkdtemp(prefix="nemo-rl-adapters-"))
@@ -123,7 +123,7 @@ class MultiLoraGenerationWorker(VllmGenerationWorker):
         self._dropping: set[asyncio.Task[None]] = set()
 
     @override
-    def _new_engine(self, rendezvous: Rendezvous | None) -> Any:
+    def _new_engine(self, rendezvous: Rendezvous | None) -> object:
         from vllm.engine.arg_utils import AsyncEngineArgs
 
         # Older vLLM adapts all layers.

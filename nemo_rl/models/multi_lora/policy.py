@@ -62,7 +62,7 @@ class MultiLoraPolicy(Policy):
         rank. Raises WorkerError: the checkpoint is of another base, rank or optimizer.
         """
         with self._turn:
-            found: list[Any] = self.worker_group.run(
+            found: list[int] = self.worker_group.run(
                 "fill_slot", slot=slot, policy=cfg, weights_path=weights_path, optimizer_path=optimizer_path
             )
         return found[0]
@@ -76,7 +76,7 @@ class MultiLoraPolicy(Policy):
     def free_bytes(self) -> int:
         """Device memory that is left for adapters, of the rank with least."""
         with self._turn:
-            found: list[Any] = self.worker_group.run("free_bytes")
+            found: list[int] = self.worker_group.run("free_bytes")
         return min(found)
 
     def slot_factors(self, slot: int) -> dict[str, torch.Tensor]:
@@ -85,7 +85,7 @@ class MultiLoraPolicy(Policy):
         if stepped is not None:
             return stepped
         with self._turn:
-            found: list[Any] = self.worker_group.run("slot_factors", slots=[slot])
+            found: list[dict[int, dict[str, torch.Tensor]]] = self.worker_group.run("slot_factors", slots=[slot])
         return found[0][slot]
 
     def save_slot(self, slot: int, weights_path: str, optimizer_path: str | None) -> None:
@@ -119,7 +119,7 @@ class MultiLoraPolicy(Policy):
                 self._stepped.pop(slot, None)
             ranks = self._run_sharded("train_adapters", shards, losses=losses, mbs=self.cfg.train_micro_batch_size)
             # One call for all: each adapter's own would wait for passes of others.
-            found: list[Any] = self.worker_group.run("slot_factors", slots=list(losses))
+            found: list[dict[int, dict[str, torch.Tensor]]] = self.worker_group.run("slot_factors", slots=list(losses))
             self._stepped |= found[0]
         results: dict[int, TrainResult | StepRefused] = {}
         for slot in losses:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,7 +54,7 @@ class RankGroups(ABC):
 
     def gather_over_data(self, numbers: list[int]) -> list[int]:
         """The numbers of all data-parallel ranks, in rank order."""
-        parts: list[Any] = [None] * self.sizes.dp
+        parts: list[list[int]] = [[]] * self.sizes.dp
         dist.all_gather_object(parts, numbers, group=self.data_group)
         return [number for part in parts for number in part]
 

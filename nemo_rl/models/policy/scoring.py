@@ -239,6 +239,6 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 @cache
-def _fused(function: Callable[..., Any], device: str) -> Callable[..., Any]:
+def _fused(function: Callable[..., object], device: str) -> Callable[..., Any]:
     """The arithmetic on a chunk's logits as one kernel on GPUs; on a host compiling it costs more than it saves."""
     return torch.compile(function, dynamic=True) if device == "cuda" else function

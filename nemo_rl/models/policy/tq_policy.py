@@ -141,7 +141,7 @@ class TQPolicy(Policy):
         """Adds the column `reference_policy_logprobs`."""
         self._score("get_reference_policy_logprobs", meta, timer, micro_batch_size=micro_batch_size)
 
-    def _score(self, method: str, data: BatchHandle, timer: Timer | None, **options: Any) -> Scores:
+    def _score(self, method: str, data: BatchHandle, timer: Timer | None, **options: object) -> Scores:
         """See `Policy`; the results for a meta stay with its rows."""
         if not isinstance(data, KVBatchMeta):
             return super()._score(method, data, timer, **options)

@@ -21,6 +21,8 @@ from nemo_rl.weight_sync.sender import SendSpec
 if TYPE_CHECKING:
     from ray import ObjectRef
 
+    from nemo_rl.weight_sync.transports.base import Published
+
 
 class PolicyWeights:
     """What the workers of a policy hold."""
@@ -105,7 +107,7 @@ class PolicyWeights:
         """Starts the export on every rank."""
         self.worker_group.run("begin_export", spec=spec, timeout_s=timeout_s)
 
-    def export_window(self, index: int, timeout_s: float) -> list[dict[str, Any] | None]:
+    def export_window(self, index: int, timeout_s: float) -> list[dict[str, Published] | None]:
         """Packs a window on every rank."""
         return self.worker_group.run("export_window", index=index, timeout_s=timeout_s)
 
@@ -188,7 +190,7 @@ class PolicyWeightCache:
         """Opens a session that sends a built version from the owner."""
         self._policy.on_first("begin_cached_export", timeout_s, spec=spec, manifest=manifest)
 
-    def export_window(self, index: int, timeout_s: float) -> list[dict[str, object] | None]:
+    def export_window(self, index: int, timeout_s: float) -> list[dict[str, Published] | None]:
         """Packs a window on the owner."""
         return [self._policy.on_first("export_window", timeout_s, index=index)]
 

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -49,6 +49,9 @@ from nemo_rl.weight_sync.cache import CACHE_OWNER, CacheBuilder, CacheManifest
 from nemo_rl.weight_sync.layout import TensorMeta
 from nemo_rl.weight_sync.sender import SendSpec, WeightSender
 from nemo_rl.weight_sync.transports.kept_group import KeptGroup
+
+if TYPE_CHECKING:
+    from nemo_rl.weight_sync.transports.base import Published
 
 logger = logging.getLogger(__name__)
 
@@ -378,7 +381,7 @@ class PolicyWorker(TQWorkerMixin):
         weights = iter(manifest.weights())
         self._sender = WeightSender(spec, weights, self.backend.device, source=CACHE_OWNER, groups=self._groups)
 
-    def export_window(self, index: int) -> dict[str, Any] | None:
+    def export_window(self, index: int) -> dict[str, Published] | None:
         """Packs and publishes one window."""
         return self._open_sender().export_window(index)
 

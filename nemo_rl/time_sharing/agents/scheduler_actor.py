@@ -284,7 +284,7 @@ def _started_anew() -> bool:
 def _watched(work: Future[Any], what: str) -> None:
     """Logs an error of background work as one line: its caller asks again."""
 
-    def log_error(done: Future[Any]) -> None:
+    def log_error(done: Future[object]) -> None:
         if not done.cancelled() and (error := done.exception()) is not None:
             logger.error("%s=failed reason=%s: %s", what.replace(" ", "_"), type(error).__name__, error)
 

@@ -7,9 +7,9 @@ after by the modules beside this one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from nemo_rl.time_sharing.history.clocks import Clocks
 from nemo_rl.time_sharing.history.ends import EndChecks
@@ -22,7 +22,7 @@ from nemo_rl.time_sharing.history.rules import RuleChecks
 from nemo_rl.time_sharing.history.waiting import WaitChecks
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.protocol.types import SCHEDULER
-from nemo_rl.utils.record import Entry, RecordError
+from nemo_rl.utils.record import Entry, Handler, RecordError
 from nemo_rl.utils.record_events import RecordOpened, UnknownEvent
 
 INVARIANTS = {
@@ -42,8 +42,6 @@ INVARIANTS = {
 _BEGINNING = frozenset({RecordOpened, ev.LogSigned, ev.PoolOpened})
 """What a new scheduler writes before it says that it has started; a log of which nothing is left begins again with the
 pool."""
-
-Handler = Callable[[Entry, Any], None]
 
 
 class Violation(NamedTuple):

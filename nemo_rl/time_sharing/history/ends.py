@@ -8,14 +8,13 @@ it saw end itself it does not take up again. What a lost end of the log says is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nemo_rl.time_sharing.history.clocks import SLACK_S, Clocks
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.protocol.types import Phase
 from nemo_rl.utils import record_events as rec
-from nemo_rl.utils.record import Entry
+from nemo_rl.utils.record import Entry, Handler
 
 _RETRY_SLACK_S = 2 * SLACK_S
 
@@ -55,7 +54,7 @@ class EndChecks:
         self._over: dict[tuple[str, int], int] = {}
         """The newest epoch in which this scheduler has seen a rank go to sleep."""
 
-    def handlers(self) -> dict[type, Callable[[Entry, Any], None]]:
+    def handlers(self) -> dict[type, Handler]:
         return {
             ev.PoolOpened: self._opened,
             ev.SchedulerStarted: self._started,

@@ -18,7 +18,7 @@ from nemo_rl.time_sharing.history.bounds import MOST_WEIGHT, Wait, WaitBound
 from nemo_rl.time_sharing.history.clocks import Clocks
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, SLEEP_PHASES, Phase, Priority
-from nemo_rl.utils.record import Entry
+from nemo_rl.utils.record import Entry, Handler
 
 _EPS = 1e-3
 _SLICE_HANDOVERS = 4.0
@@ -117,7 +117,7 @@ class FairnessChecks:
         self._first_ranks: set[str] = set()
         self._turns = False
         """A rank on its way up turns round in this plan: its GPUs go to anybody."""
-        self._table: dict[type, Callable[[Entry, Any], None]] = {
+        self._table: dict[type, Handler] = {
             ev.PoolOpened: self._opened,
             ev.SchedulerStarted: self._started,
             ev.InventoryDone: self._inventory_done,
@@ -145,7 +145,7 @@ class FairnessChecks:
         }
         self._table.update({kind: self._if_known(handler) for kind, handler in of_pipeline.items()})
 
-    def handlers(self) -> dict[type, Callable[[Entry, Any], None]]:
+    def handlers(self) -> dict[type, Handler]:
         return dict.fromkeys(self._table, self._see)
 
     def tail_lost(self, entry: Entry) -> None:
@@ -185,7 +185,7 @@ class FairnessChecks:
         self._table[type(event)](entry, event)
         self._time = entry.time
 
-    def _if_known(self, handler: Callable[[Entry, Any, _Pipeline], None]) -> Callable[[Entry, Any], None]:
+    def _if_known(self, handler: Callable[[Entry, object, _Pipeline], None]) -> Handler:
         def handle(entry: Entry, event: Any) -> None:
             if (pipeline := self._pipelines.get(event.pipeline)) is not None:
                 handler(entry, event, pipeline)

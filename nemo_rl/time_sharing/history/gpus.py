@@ -8,13 +8,12 @@ is judged throughout, so a GPU used twice is found there too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 from nemo_rl.time_sharing.history.clocks import Clocks
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ClusterSpec, Phase
-from nemo_rl.utils.record import Entry
+from nemo_rl.utils.record import Entry, Handler
 
 _Quarantine = tuple[tuple[int, ...], str, int, int]
 """GPUs, and the pipeline, incarnation and rank whose processes are to be ended."""
@@ -40,7 +39,7 @@ class GpuChecks:
         self._epochs: dict[str, int] = {}
         self._newest_epoch = 0
 
-    def handlers(self) -> dict[type, Callable[[Entry, Any], None]]:
+    def handlers(self) -> dict[type, Handler]:
         return {
             ev.InventoryDone: self._inventory_done,
             ev.Registered: self._registered,

@@ -7,15 +7,13 @@ job, on ranks of the pool that are awake; their own versions are looked after by
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from nemo_rl.time_sharing.history.clocks import Clocks
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Phase, Priority
 from nemo_rl.utils import record_events as rec
-from nemo_rl.utils.record import Entry
+from nemo_rl.utils.record import Entry, Handler
 from nemo_rl.utils.record_events import job_of_adapter
 
 _RISING = (Phase.WAKING, Phase.SYNCING, Phase.READY)
@@ -51,7 +49,7 @@ class OrderChecks:
         self._pipelines: dict[str, _Pipeline] = {}
         self._gap = False
 
-    def handlers(self) -> dict[type, Callable[[Entry, Any], None]]:
+    def handlers(self) -> dict[type, Handler]:
         return {
             ev.InventoryDone: self._inventory_done,
             ev.Registered: self._registered,

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from nemo_rl.time_sharing.history.clocks import Clocks
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.utils import record_events as rec
-from nemo_rl.utils.record import Entry
+from nemo_rl.utils.record import Entry, Handler
 from nemo_rl.utils.record_events import VersionSpan, job_of_adapter
 
 
@@ -79,7 +77,7 @@ class PromptChecks:
         self.found: list[tuple[int, str]] = []
         self._pipelines: dict[str, _Pipeline] = {}
 
-    def handlers(self) -> dict[type, Callable[[Entry, Any], None]]:
+    def handlers(self) -> dict[type, Handler]:
         return {
             ev.Registered: self._registered,
             ev.Unregistered: self._unregistered,

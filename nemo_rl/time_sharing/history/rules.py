@@ -9,14 +9,12 @@ not cool off; no more initialise than may; guaranteed slices are kept. From a lo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from nemo_rl.time_sharing.history.clocks import Clocks
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, Phase, Priority
-from nemo_rl.utils.record import Entry
+from nemo_rl.utils.record import Entry, Handler
 
 _FOLLOWING = {
     Phase.ASLEEP: {Phase.WAKING, Phase.BUILDING},
@@ -116,7 +114,7 @@ class RuleChecks:
         self._term = self._newest_epoch = 0
         self._gap = self._recovering = False
 
-    def handlers(self) -> dict[type, Callable[[Entry, Any], None]]:
+    def handlers(self) -> dict[type, Handler]:
         return {
             ev.PoolOpened: self._opened,
             ev.SchedulerStarted: self._started,

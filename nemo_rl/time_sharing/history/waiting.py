@@ -8,13 +8,10 @@ end of the log says of commands and holds is not judged.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from nemo_rl.time_sharing.history.clocks import SLACK_S, Clocks
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.utils import record_events as rec
-from nemo_rl.utils.record import Entry
+from nemo_rl.utils.record import Entry, Handler
 
 _OUTLIVED = ("could not be ended", "left")
 """Why a pipeline was unregistered whose processes may live on: one that left hears of it a moment later."""
@@ -38,7 +35,7 @@ class WaitChecks:
         self._drift_s = 0.0
         self._gap = False
 
-    def handlers(self) -> dict[type, Callable[[Entry, Any], None]]:
+    def handlers(self) -> dict[type, Handler]:
         return {
             ev.PoolOpened: self._opened,
             ev.SchedulerStarted: self._started,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from nemo_rl.config import ConfigError
 from nemo_rl.config.multi_lora import AdapterConfig, check_adapter, load_adapter, load_base
@@ -87,7 +86,7 @@ class AdaptersConfig(CommandConfig):
             raise ConfigError([f"{name} is the job's only adapter; drain the job instead"])
         return self.model_copy(update={"files": left})
 
-    def those_on(self, states: Sequence[Mapping[str, Any]]) -> AdaptersConfig:
+    def those_on(self, states: Sequence[Mapping[str, object]]) -> AdaptersConfig:
         """The same job without adapters that have ended, by the states that it lists."""
         over = {str(state["name"]) for state in states if state["phase"] in ("done", "failed", "removed")}
         left = [file for file in self.files if Path(file).stem not in over]

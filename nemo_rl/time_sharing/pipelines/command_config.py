@@ -6,7 +6,6 @@ Reads the section `external` of a file.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field, ValidationError
 
@@ -37,7 +36,7 @@ class CommandConfig(Section):
         return self.stop_s + KILLED_S
 
 
-def read_command(values: dict[str, Any], source: Path) -> CommandConfig:
+def read_command(values: dict[str, object], source: Path) -> CommandConfig:
     """The command of a file's merged contents. Raises ConfigError: a key is unknown or a value wrong."""
     others = sorted(set(values) - {EXTERNAL})
     if others:

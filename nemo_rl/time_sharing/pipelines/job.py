@@ -82,7 +82,7 @@ class Kind(str, Enum):
     EXTERNAL = EXTERNAL
 
 
-_KINDS: dict[type[Any], Kind] = {
+_KINDS: dict[type[object], Kind] = {
     MasterConfig: Kind.GRPO,
     DistillationMasterConfig: Kind.GRPO,
     SFTMasterConfig: Kind.SFT,
@@ -371,7 +371,7 @@ def _check_strategy(wrapper: Mapping[str, Any], config: Config) -> None:
         )
 
 
-def _sleep_level(wrapper: Mapping[str, Any]) -> Any:
+def _sleep_level(wrapper: Mapping[str, Any]) -> object:
     infer = wrapper.get(ACTOR_INFER) or {}
     strategy = (infer.get("strategy_args") or {}).get("strategy_config") or infer.get("strategy_config") or {}
     return strategy.get("sleep_level")
@@ -438,7 +438,7 @@ def _check(job: Job) -> None:
 
 
 def _options(wrapper: Mapping[str, object], job: Job) -> dict[str, Any]:
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "staleness": job.config.max_staleness() if isinstance(job.config, MasterConfig) and not job.teaches else 0,
         "rank_batch": 1 if job.kind is Kind.EXTERNAL else UNMEASURED_RANK_BATCH,
         "full_overlap": job.covers_every_rank(),

@@ -135,5 +135,5 @@ class PooledTeacher:
 
 def ask_pool(method: str, *arguments: object) -> Any:
     """The answer of the pool's actor."""
-    pool: Any = ray.get_actor(POOL_NAME, namespace=CONTROL_NAMESPACE)
+    pool: object = ray.get_actor(POOL_NAME, namespace=CONTROL_NAMESPACE)
     return ray.get(getattr(pool, method).remote(*arguments), timeout=_ANSWER_S)

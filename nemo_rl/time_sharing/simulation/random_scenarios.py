@@ -74,7 +74,7 @@ def random_scenario(seed: int) -> Scenario:
     return parse_scenario(_on_slots(harsher(drawn, random.Random(f"peril/{seed}")), random.Random(f"slots/{seed}")))
 
 
-def _on_slots(drawn: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+def _on_slots(drawn: dict[str, Any], rng: random.Random) -> dict[str, object]:
     """Some pools have several slots on each GPU; what their jobs gain by that is measured all the time."""
     if rng.random() < 0.85 or any(job["tp"] > 1 for job in drawn["jobs"]):
         return drawn
@@ -90,13 +90,13 @@ def _on_slots(drawn: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     return drawn | {"pool": pool, "jobs": jobs, "limits": drawn["limits"] | limits}
 
 
-def _turns(rng: random.Random) -> dict[str, Any]:
+def _turns(rng: random.Random) -> dict[str, object]:
     if rng.random() < 0.7:
         return {}
     return {"turns": rng.randint(2, 4), "environment_s": rng.choice((0.0, 1.0, 10.0))}
 
 
-def _network(rng: random.Random) -> dict[str, Any]:
+def _network(rng: random.Random) -> dict[str, object]:
     if rng.random() < 0.3:
         return {"delay_s": 0.002}
     return {
@@ -108,8 +108,8 @@ def _network(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def _faults(rng: random.Random) -> dict[str, Any]:
-    faults: dict[str, Any] = {kind: rate * rng.random() for kind, rate in _FAULT_RATES.items() if rng.random() < 0.5}
+def _faults(rng: random.Random) -> dict[str, object]:
+    faults: dict[str, object] = {kind: rate * rng.random() for kind, rate in _FAULT_RATES.items() if rng.random() < 0.5}
     faults |= {
         kind: chance
         for kind, chance in (("operation_fails", 0.02), ("operation_hangs", 0.01), ("reap_fails", 0.2))
@@ -130,9 +130,9 @@ def _shares(rng: random.Random) -> dict[str, float]:
     return {"min_share": rng.choice((0.0, 0.25, 0.5)), "max_share": rng.choice((0.5, 0.75, 1.0))}
 
 
-def _more_faults(rng: random.Random) -> dict[str, Any]:
+def _more_faults(rng: random.Random) -> dict[str, object]:
     rates = {"one_way_partitions": 30.0, "outages": 20.0, "cancels": 20.0, "drains": 10.0}
-    faults: dict[str, Any] = {kind: rate * rng.random() for kind, rate in rates.items() if rng.random() < 0.3}
+    faults: dict[str, object] = {kind: rate * rng.random() for kind, rate in rates.items() if rng.random() < 0.3}
     if rng.random() < 0.2:
         faults["log_losses"] = 0.7
     return {**faults, "outage_s": rng.choice((5.0, 15.0, 40.0))}

@@ -30,7 +30,7 @@ Rate = Annotated[float, Field(strict=True, ge=0.0, le=1e4, allow_inf_nan=False)]
 
 
 def _key(
-    default: Any, meaning: str, *, ge: float | None = None, gt: float | None = None, le: float | None = None
+    default: object, meaning: str, *, ge: float | None = None, gt: float | None = None, le: float | None = None
 ) -> Any:
     return Field(default, description=meaning, ge=ge, gt=gt, le=le)
 
@@ -403,7 +403,7 @@ def parse_scenario(given: object, *, where: str = "scenario") -> Scenario:
     raise ScenarioError("\n".join(f"{where}: {problem}" for problem in problems))
 
 
-def _unroll_fleets(given: dict[Any, Any]) -> tuple[dict[Any, Any], list[str], list[str]]:
+def _unroll_fleets(given: dict[object, Any]) -> tuple[dict[object, object], list[str], list[str]]:
     """The scenario with its fleets as jobs, where in the file each job comes from, and mistakes of the fleets."""
     jobs = given.get("jobs", [])
     places = [f"jobs.{number}" for number in range(len(jobs))] if isinstance(jobs, (list, tuple)) else []
@@ -436,7 +436,7 @@ def _unroll_fleets(given: dict[Any, Any]) -> tuple[dict[Any, Any], list[str], li
     return {**given, "jobs": made, "fleets": {}}, places, problems
 
 
-def _fleet_job(name: str, fleet: Fleet, number: int, pool_size: int) -> dict[str, Any]:
+def _fleet_job(name: str, fleet: Fleet, number: int, pool_size: int) -> dict[str, object]:
     start = (fleet.first + number * fleet.stride) % pool_size
     gpus = [(start + i) % pool_size for i in range(fleet.width)]
     return {

@@ -108,7 +108,7 @@ class PoolView:
         folder = (self._ended | known).get(job)
         return Path(folder) if folder else None
 
-    def _judged(self) -> list[Any]:
+    def _judged(self) -> list[object]:
         """What the checker finds in all records of the pool, once the log is closed; counts its pipelines' steps."""
         try:
             entries = list(merge_by_machine_time(sorted(self._log_dir.glob("*.jsonl"))))

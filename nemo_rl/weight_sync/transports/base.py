@@ -7,7 +7,7 @@ bytes as a tensor on its device. Invariant: the bytes stay unchanged until the r
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Literal
+from typing import Any, Literal, Required, TypedDict
 
 import torch
 
@@ -20,13 +20,32 @@ class TransportError(UserError, RuntimeError):
     """Bytes could not be staged, published or opened."""
 
 
+class Handle(TypedDict, total=False):
+    """Published bytes, as their transport finds them."""
+
+    nbytes: Required[int]
+    path: str  # host: the segment
+    mapped: int  # host: the segment's size
+    offset: int  # host: where in the segment the bytes start
+    keep: bool  # host: later sessions read the segment too
+    ipc: dict[str, Any]  # cuda_ipc: arguments that map the buffer
+    capacity: int  # cuda_ipc: the buffer's size
+
+
+class Published(TypedDict):
+    """A window at one place, with the checksums of its buckets where they are compared."""
+
+    handle: Handle
+    checksums: list[str]
+
+
 class Staging(ABC):
     """A sender's staging buffer."""
 
     buffer_B: torch.Tensor  # uint8 tensor that the sender packs into
 
     @abstractmethod
-    def publish(self, nbytes: int) -> dict[str, Any]:
+    def publish(self, nbytes: int) -> Handle:
         """Makes the first `nbytes` visible to receivers; the handle they open, which can be pickled."""
 
     @abstractmethod
@@ -45,7 +64,7 @@ class Opener(ABC):
     copies: bool = False
 
     @abstractmethod
-    def open(self, handle: dict[str, Any]) -> torch.Tensor:
+    def open(self, handle: Handle) -> torch.Tensor:
         """The published bytes as a uint8 tensor on the receiver's device."""
 
     @abstractmethod

@@ -12,7 +12,7 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from torch.storage import UntypedStorage
 
-from nemo_rl.weight_sync.transports.base import Opener, Staging, TransportError
+from nemo_rl.weight_sync.transports.base import Handle, Opener, Staging, TransportError
 
 # torch's reduction of a CUDA tensor is these arguments of `rebuild_cuda_tensor`; only plain values cross the process
 # border.
@@ -37,9 +37,9 @@ class CudaIpcStaging(Staging):
             raise TransportError("weight_sync.transport=cuda_ipc needs GPUs; use host on CPU slots")
         self._device = device
         self.buffer_B = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._handle: dict[str, object] | None = None
+        self._handle: dict[str, Any] | None = None
 
-    def publish(self, nbytes: int) -> dict[str, Any]:
+    def publish(self, nbytes: int) -> Handle:
         """The IPC handle of the buffer, once the copies into it have finished."""
         torch.cuda.synchronize(self._device)
         if self._handle is None:
@@ -59,7 +59,7 @@ class CudaIpcOpener(Opener):
         self._device = device
         self._opened: dict[bytes, torch.Tensor] = {}
 
-    def open(self, handle: dict[str, Any]) -> torch.Tensor:
+    def open(self, handle: Handle) -> torch.Tensor:
         """The sender's buffer, as a view. Raises TransportError: the driver or the container forbids IPC."""
         plain = handle["ipc"] | {"storage_device": self._device.index or 0}
         key = bytes(plain["storage_handle"]) + str(plain["storage_offset_bytes"]).encode()

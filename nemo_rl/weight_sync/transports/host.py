@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from nemo_rl.utils.directory_lock import abandoned
-from nemo_rl.weight_sync.transports.base import Opener, Staging, TransportError
+from nemo_rl.weight_sync.transports.base import Handle, Opener, Staging, TransportError
 
 # Mappings of segments that outlive a session, registered once per process and device: registering costs more than a
 # copy.
@@ -63,7 +63,7 @@ class HostStaging(Staging):
             _pin(self.buffer_B, device)
             undo.pop_all()
 
-    def publish(self, nbytes: int) -> dict[str, Any]:
+    def publish(self, nbytes: int) -> Handle:
         """Path and size of the segment; on a GPU, after the copies into it have finished."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -86,7 +86,7 @@ class HostOpener(Opener):
         self.copies = device.type == "cuda"
         self._mapped: dict[str, torch.Tensor] = {}
 
-    def open(self, handle: dict[str, Any]) -> torch.Tensor:
+    def open(self, handle: Handle) -> torch.Tensor:
         """The bytes on this process's device.
 
         A handle with `keep` names a segment that later sessions read too.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nemo_rl.weight_sync.transports.base import Opener, Staging, TransportError
+from nemo_rl.weight_sync.transports.base import Handle, Opener, Staging, TransportError
 
 
 class BroadcastGroup:
@@ -74,7 +74,7 @@ class NcclStaging(Staging):
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.buffer_B = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    def publish(self, nbytes: int) -> dict[str, Any]:
+    def publish(self, nbytes: int) -> Handle:
         """Only the size: the bytes travel by the collective."""
         return {"nbytes": nbytes}
 
@@ -90,7 +90,7 @@ class NcclOpener(Opener):
         self._group = group
         self._buffer_B = torch.empty(0, dtype=torch.uint8, device=group.device)
 
-    def open(self, handle: dict[str, Any]) -> torch.Tensor:
+    def open(self, handle: Handle) -> torch.Tensor:
         """Takes part in the broadcast; the received bytes."""
         if self._buffer_B.numel() < handle["nbytes"]:
             self._buffer_B = torch.empty(handle["nbytes"], dtype=torch.uint8, device=self._group.device)

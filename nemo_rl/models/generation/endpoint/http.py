@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 
 _RETRY_AFTER_S = 5
 
+# What Starlette calls Message and Scope.
 Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Receive = Callable[[], Awaitable[Scope]]
+Send = Callable[[Scope], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class EndpointError(UserError, RuntimeError):
@@ -68,7 +70,7 @@ def root_url(bound: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def guarded(app: Callable[..., Awaitable[None]], token: str | None, max_body_bytes: int) -> Any:
+def guarded(app: Callable[..., Awaitable[None]], token: str | None, max_body_bytes: int) -> App:
     """The app behind the checks of token and body size."""
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
@@ -83,7 +85,7 @@ def guarded(app: Callable[..., Awaitable[None]], token: str | None, max_body_byt
             return
         received = 0
 
-        async def counted() -> MutableMapping[str, Any]:
+        async def counted() -> Scope:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
@@ -114,7 +116,7 @@ async def _closed(request: Request) -> None:
         pass
 
 
-def json_response(content: Mapping[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def json_response(content: Mapping[str, object], status: int = 200, headers: dict[str, str] | None = None) -> Response:
     from starlette.responses import Response
 
     return Response(orjson.dumps(content), status, headers, media_type="application/json")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import orjson
 
 from nemo_rl.models.generation.endpoint.router_engine import BadRequest
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
     from starlette.requests import Request
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
 SESSION_HEADER, SESSION_FIELD = "X-Session-ID", "session"
 
@@ -21,7 +23,7 @@ def named_session(request: Request) -> str | None:
     return named or getattr(request.state, "session", None)
 
 
-async def read_body(request: Request) -> dict[str, Any]:
+async def read_body(request: Request) -> dict[str, object]:
     """The JSON object of a request. Raises BadRequest: it is none, or asks for what vLLM's classes would pass over."""
     body = orjson.loads(await request.body())
     if not isinstance(body, dict):
@@ -43,7 +45,7 @@ async def read_body(request: Request) -> dict[str, Any]:
     return body
 
 
-def without_strict(body: dict[str, Any]) -> dict[str, Any]:
+def without_strict(body: dict[str, object]) -> dict[str, object]:
     """The body with its tools' `strict` left out, which the OpenAI Agents SDK sets by itself: calls are drawn freely,
     as the trainer takes it, and not held to their schemas.
     """
@@ -53,12 +55,12 @@ def without_strict(body: dict[str, Any]) -> dict[str, Any]:
     return body
 
 
-def plain(message: Any) -> dict[str, Any]:
+def plain(message: Mapping[str, object] | BaseModel) -> dict[str, object]:
     """A message as the client sent it."""
     return dict(message) if isinstance(message, Mapping) else message.model_dump(exclude_none=True)
 
 
-def setup_of(asked: Any) -> object:
+def setup_of(asked: ChatCompletionRequest) -> object:
     """What a chat template reads besides messages."""
     tools = None if asked.tools is None else [tool.model_dump() for tool in asked.tools]
     return [tools, asked.chat_template_kwargs, asked.chat_template, asked.documents, asked.reasoning_effort]

@@ -26,10 +26,13 @@ from nemo_rl.models.generation.interfaces import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from transformers import PreTrainedTokenizerBase
+    from vllm import SamplingParams
     from vllm.config import ModelConfig, VllmConfig
     from vllm.logprobs import Logprob
-    from vllm.outputs import CompletionOutput
+    from vllm.outputs import CompletionOutput, RequestOutput
 
 # What a request may ask of the router. Everything else must have vLLM's default.
 _HONOURED = {
@@ -149,7 +152,7 @@ class RouterEngine:
         self,
         generate_one: GenerateOne,
         vllm_config: VllmConfig,
-        renderer: Any,
+        renderer: object,
         tokenizer: PreTrainedTokenizerBase,
         *,
         stop_token_ids: Sequence[int],
@@ -162,7 +165,7 @@ class RouterEngine:
         self.model_config: ModelConfig = vllm_config.model_config
         self._vocabulary: int = self.model_config.get_vocab_size()
         self.renderer = renderer
-        self._tokenizer: Any = tokenizer
+        self._tokenizer: Any = tokenizer  # transformers types what `decode` returns for a list of texts too
         self._stop_token_ids = set(stop_token_ids)
         self._stop_strings = tuple(stop_strings)
         self._seeded = seeded
@@ -176,8 +179,14 @@ class RouterEngine:
         return False
 
     async def generate(
-        self, prompt: Any, params: Any, request_id: str, *, priority: int = 0, **_: object
-    ) -> AsyncIterator[Any]:
+        self,
+        prompt: Mapping[str, Sequence[int]],
+        params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        **_: object,
+    ) -> AsyncIterator[RequestOutput]:
         """One `RequestOutput` with all responses once they are complete, or what is new of them as it is drawn.
 
         Raises BadRequest: parameters that the router cannot honour, or a prompt that leaves no room; GenerationError:
@@ -208,7 +217,7 @@ class RouterEngine:
         yield RequestOutput(request_id, None, prompt_ids, None, outputs, True, num_cached_tokens=0)
 
     async def _deltas(
-        self, answered: Answered, requests: Sequence[GenerationRequest], params: Any
+        self, answered: Answered, requests: Sequence[GenerationRequest], params: SamplingParams
     ) -> AsyncIterator[CompletionOutput]:
         """What is new of any of the responses, as it is drawn."""
         from vllm.outputs import CompletionOutput
@@ -264,7 +273,7 @@ class RouterEngine:
         closes = not (text and shown.endswith(text))
         return exact_prompt(call.continued, template_ids, call.until_answer, self._stop_token_ids, closes=closes)
 
-    def _requests(self, call: Call, prompt_ids: list[int], params: Any) -> list[GenerationRequest]:
+    def _requests(self, call: Call, prompt_ids: list[int], params: SamplingParams) -> list[GenerationRequest]:
         _check_params(params)
         session = call.session
         count, limit, longest = params.n, params.max_tokens, self.model_config.max_model_len
@@ -325,7 +334,7 @@ class RouterEngine:
     def _without_stop_token(self, ids: list[int]) -> list[int]:
         return ids[:-1] if ids[-1] in self._stop_token_ids else ids
 
-    def _output(self, index: int, result: GenerationResult, params: Any) -> Any:
+    def _output(self, index: int, result: GenerationResult, params: SamplingParams) -> CompletionOutput:
         from vllm.outputs import CompletionOutput
 
         ids = result.token_ids
@@ -340,7 +349,9 @@ class RouterEngine:
         total = sum(result.logprobs)
         return CompletionOutput(index, text, ids, total, logprobs, finish_reason=reason, stop_reason=matched)
 
-    def _logprobs(self, ids: list[int], logprobs: list[float], params: Any) -> list[dict[int, Logprob]] | None:
+    def _logprobs(
+        self, ids: list[int], logprobs: list[float], params: SamplingParams
+    ) -> list[dict[int, Logprob]] | None:
         from vllm.logprobs import Logprob
 
         if params.logprobs is None:
@@ -364,13 +375,13 @@ def _cut(text: str, stops: Sequence[str], included: bool) -> tuple[str, str | No
 
 
 @cache
-def _usual_params() -> Any:
+def _usual_params() -> SamplingParams:
     from vllm import SamplingParams
 
     return SamplingParams()
 
 
-def _check_params(params: Any) -> None:
+def _check_params(params: SamplingParams) -> None:
     """Raises BadRequest: a parameter is set that the router does not pass on."""
     usual = _usual_params()
     names = [name for name in getattr(type(params), "__struct_fields__", ()) if not name.startswith("_")]
@@ -391,7 +402,7 @@ def _check_params(params: Any) -> None:
         )
 
 
-def check_sampling(session: Session, request: Any) -> None:
+def check_sampling(session: Session, request: object) -> None:
     """Whether a request of a session asks for the sampling that its tokens are trained with. Raises BadRequest: it does
     not.
     """

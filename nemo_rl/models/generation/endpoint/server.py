@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
     from transformers import PreTrainedTokenizerBase
+    from uvicorn import Server
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class Endpoint:
         self._socket = bound_socket(config.host, ports)
         self._root = root_url(self._socket)
         self.base_url = f"{self._root}/v1"
-        self._server: Any = None
+        self._server: Server | None = None
         self._started = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="generation-endpoint", daemon=True)
@@ -305,7 +306,7 @@ class Endpoint:
         return await self._made(self._serving.completion.create_completion, asked, call, request, record)
 
     async def _made(
-        self, create: Callable[..., Awaitable[Any]], asked: Any, call: Call, request: Request, record: Record
+        self, create: Callable[..., Awaitable[Any]], asked: object, call: Call, request: Request, record: Record
     ) -> Response:
         """The response with what is known of its tokens, or vLLM's refusal. `record`: called with the messages of the
         choices once all of them are complete; the turns of a session that they are.
@@ -340,7 +341,7 @@ class Endpoint:
     ) -> AsyncGenerator[str]:
         """vLLM's stream, recorded when all choices have ended."""
         answers = StreamedAnswers(len(call.results()))
-        held: list[dict[str, Any]] = []
+        held: list[dict[str, object]] = []
         ended: list[dict[str, Any]] = []
         try:
             while event:

@@ -21,7 +21,15 @@ from nemo_rl.models.generation.endpoint.router_engine import GenerateOne, Router
 from nemo_rl.models.generation.recording import replays
 
 if TYPE_CHECKING:
+    from pydantic import TypeAdapter
     from transformers import PreTrainedTokenizerBase
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+    from vllm.entrypoints.serve.tokenize.protocol import DetokenizeRequest, TokenizeRequest
+    from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 
 _CHAT_KWARGS = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
 # Keys of `vllm_kwargs` that say how a prompt is read.
@@ -36,16 +44,16 @@ class Serving:
     """vLLM's handlers."""
 
     engine: RouterEngine
-    models: Any
-    chat: Any
-    completion: Any
-    tokenization: Any
-    chat_request: Any  # the request classes
-    completion_request: Any
-    tokenize_request: Any  # adapters that validate
-    detokenize_request: Any
+    models: OpenAIServingModels
+    chat: OpenAIServingChat
+    completion: OpenAIServingCompletion
+    tokenization: ServingTokenization
+    chat_request: type[ChatCompletionRequest]  # the request classes
+    completion_request: type[CompletionRequest]
+    tokenize_request: TypeAdapter[TokenizeRequest]  # adapters that validate
+    detokenize_request: TypeAdapter[DetokenizeRequest]
 
-    async def until_answer(self, request: Any, count: int) -> list[int] | None:
+    async def until_answer(self, request: ChatCompletionRequest, count: int) -> list[int] | None:
         """The first `count` messages of a chat as the template gives them, with nothing after them; None where it
         cannot show them alone.
         """
@@ -134,7 +142,7 @@ def make_serving(
     )
 
 
-def _model_arguments(policy: PolicyConfig) -> dict[str, Any]:
+def _model_arguments(policy: PolicyConfig) -> dict[str, object]:
     """What vLLM needs to know of the model to read requests for it."""
     generation, vllm = policy.generation, policy.generation.vllm_cfg
     return {
@@ -155,7 +163,7 @@ def _model_arguments(policy: PolicyConfig) -> dict[str, Any]:
     }
 
 
-def _chat_arguments(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase, constructor: type) -> dict[str, Any]:
+def _chat_arguments(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase, constructor: type) -> dict[str, object]:
     """Arguments of vLLM's chat class. Raises ConfigError: the configuration has one that the class does not know."""
     given = policy.generation.vllm_cfg.http_server_serving_chat_kwargs
     options = {name: value for name, value in given.items() if value is not None}
@@ -168,7 +176,7 @@ def _chat_arguments(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase, co
     if isinstance(options.get("chat_template"), str):
         # A key of recipes: the run's own template, a file, or the template itself.
         options["chat_template"] = chat_template(options["chat_template"])
-    arguments: dict[str, Any] = {
+    arguments: dict[str, object] = {
         "request_logger": None,
         "chat_template": tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None,
         "chat_template_content_format": "auto",
@@ -177,7 +185,7 @@ def _chat_arguments(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase, co
     return arguments | {name: value for name, value in options.items() if value is not None}
 
 
-def _taken(constructor: type, given: Mapping[str, Any]) -> dict[str, Any]:
+def _taken(constructor: type, given: Mapping[str, object]) -> dict[str, Any]:
     """Those of the arguments that a class knows."""
     known = inspect.signature(constructor.__init__).parameters
     return {name: value for name, value in given.items() if name in known}

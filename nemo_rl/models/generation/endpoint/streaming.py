@@ -62,7 +62,7 @@ class StreamedAnswers:
 
     def add(self, chunk: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Takes a chunk; its choices that end with it."""
-        ended: list[dict[str, Any]] = []
+        ended: list[dict[str, object]] = []
         for choice in chunk.get("choices") or ():
             _merge(self.messages[choice["index"]], choice.get("delta") or {})
             if choice.get("finish_reason") is not None:
@@ -96,7 +96,7 @@ def _merge(message: dict[str, Any], delta: Mapping[str, Any]) -> None:
             message[name] = value
 
 
-def chunk_of(event: str) -> dict[str, Any] | None:
+def chunk_of(event: str) -> dict[str, object] | None:
     """The JSON of an event of a stream; None for its end."""
     data = event.removeprefix("data:").strip()
     return None if data == "[DONE]" else orjson.loads(data)
@@ -107,6 +107,6 @@ def may_end(event: str) -> bool:
     return '"finish_reason":"' in event.replace(" ", "")
 
 
-def event_of(chunk: Mapping[str, Any]) -> str:
+def event_of(chunk: Mapping[str, object]) -> str:
     """A chunk as an event of a stream."""
     return f"data: {orjson.dumps(chunk).decode()}\n\n"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from nemo_rl.models.generation.decisions import TokenRoutes, route_dtype
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult
 from nemo_rl.models.generation.recording import RecordedDecisionsError, Recording
 from nemo_rl.models.generation.vllm.recorder import REQUEST, Taken, unpacked
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput
 
 Rpc = Callable[..., Awaitable[list[Any]]]
 _Ended = tuple[str, int, int, int]
@@ -63,7 +66,9 @@ class DecisionReader:
         if self._reads:
             self._forgotten.append(request_id)
 
-    async def complete(self, request: GenerationRequest, result: GenerationResult, completion: Any) -> GenerationResult:
+    async def complete(
+        self, request: GenerationRequest, result: GenerationResult, completion: CompletionOutput
+    ) -> GenerationResult:
         """The result with what was recorded of it. `completion`: the engine's own. Raises RecordedDecisionsError: the
         engine recorded nothing.
         """
@@ -87,7 +92,7 @@ class DecisionReader:
             )
         return replace(result, routes=routes, masks=masks)
 
-    def _engines_own(self, completion: Any, start: int, end: int) -> TokenRoutes | None:
+    def _engines_own(self, completion: CompletionOutput, start: int, end: int) -> TokenRoutes | None:
         """vLLM's routes [tokens, decoder layers, K], of prompt and response; the last token has none."""
         given = getattr(completion, "routed_experts", None)
         if given is None:

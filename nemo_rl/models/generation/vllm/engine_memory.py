@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl.models.generation.interfaces import MemoryNotFreedError, WakeError
 from nemo_rl.models.generation.vllm.device_turns import device_turn
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 _FREED_SHARE = 0.9
 _FREED_WITHIN_S = 10.0
@@ -36,7 +39,7 @@ class EngineMemory:
 
     def __init__(
         self,
-        engine: Any,
+        engine: AsyncLLM,
         rpc: Callable[..., Awaitable[list[Any]]],
         alive: Callable[[Coroutine[object, object, object]], Awaitable[object]],
         *,

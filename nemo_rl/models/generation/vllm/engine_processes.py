@@ -29,13 +29,18 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from multiprocessing.context import BaseContext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import psutil
 
 from nemo_rl.distributed.processes import importing
 from nemo_rl.utils.directory_lock import abandoned
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 _TITLE = "VLLM::EngineCore"
 _DRIVER = "libcuda.so.1"
@@ -56,7 +61,7 @@ _ENGINE_ERROR = re.compile(
 )
 
 
-def import_engine(engine_kwargs: dict[str, Any]) -> None:
+def import_engine(engine_kwargs: dict[str, object]) -> None:
     """Imports what an engine needs and lets vLLM inspect the model, which takes seconds the first time; touches no GPU.
     `engine_kwargs`: keyword arguments of `AsyncEngineArgs`; their errors are raised when the engine starts.
     """
@@ -66,7 +71,7 @@ def import_engine(engine_kwargs: dict[str, Any]) -> None:
         import_module("vllm.v1.engine.async_llm")
 
 
-def engine_config(engine_kwargs: dict[str, Any], *, headless: bool = False) -> Any:
+def engine_config(engine_kwargs: dict[str, object], *, headless: bool = False) -> VllmConfig:
     """vLLM's configuration of an engine (`VllmConfig`).
 
     Args:
@@ -78,7 +83,7 @@ def engine_config(engine_kwargs: dict[str, Any], *, headless: bool = False) -> A
     return AsyncEngineArgs(**engine_kwargs).create_engine_config(usage_context=_usage(), headless=headless)
 
 
-def start_engine(engine_kwargs: dict[str, Any], stat_loggers: list[Any] | None) -> Any:
+def start_engine(engine_kwargs: dict[str, object], stat_loggers: list[object] | None) -> AsyncLLM:
     """Starts an engine (`AsyncLLM`) with the configuration that `engine_config` returns."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -88,7 +93,7 @@ def start_engine(engine_kwargs: dict[str, Any], stat_loggers: list[Any] | None) 
     )
 
 
-def _usage() -> Any:
+def _usage() -> UsageContext:
     """What vLLM chooses `max_num_seqs` and `max_num_batched_tokens` for where they are not set: offline inference, with
     many requests at once. For an engine whose use it does not know it takes 128 and 2,048 on every GPU.
     """

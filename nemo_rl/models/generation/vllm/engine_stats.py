@@ -8,7 +8,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 GAUGES = ("inflight_batch_sizes", "num_pending_samples", "kv_cache_usage_perc")
 
@@ -43,7 +46,9 @@ class EngineStats:
         """Itself: engines make their loggers by a factory."""
         return self
 
-    def record(self, scheduler_stats: Any, iteration_stats: Any, *_: object, **__: object) -> None:
+    def record(
+        self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None, *_: object, **__: object
+    ) -> None:
         """After a step of the engine; either may be None."""
         self._tokens += iteration_stats.num_generation_tokens if iteration_stats is not None else 0
         now = self._clock()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,6 +29,11 @@ from nemo_rl.models.generation.vllm.recorder import StepRecorder, Taken
 from nemo_rl.weight_sync.copy_plan import CopyPlans
 from nemo_rl.weight_sync.layout import Window
 from nemo_rl.weight_sync.receiver import LoadTarget, WeightReceiver
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.worker_base import WorkerBase
 
 FACTORS = ("lora_A", "lora_B")
 
@@ -89,7 +94,7 @@ class ArrivedAdapters:
 class _VllmModel:
     """vLLM's model as a `LoadTarget`."""
 
-    def __init__(self, worker: Any) -> None:
+    def __init__(self, worker: WorkerBase) -> None:
         self._worker = worker
         self._cpu = worker.device.type == "cpu"
         config = worker.vllm_config
@@ -200,8 +205,8 @@ class VllmInternalWorkerExtension(ReceiverMethods):
 
     device: torch.device
     rank: int
-    model_runner: Any
-    vllm_config: Any
+    model_runner: GPUModelRunner
+    vllm_config: VllmConfig
 
     def __new__(cls, *_: object, **__: object) -> object:
         """vLLM offers no hook at a worker's start but its construction; from here on the engine does not outlive its
@@ -278,7 +283,7 @@ class VllmInternalWorkerExtension(ReceiverMethods):
             self._nrl_weight_receiver = WeightReceiver(self.nrl_load_target(), self.device)
         return self._nrl_weight_receiver
 
-    def nrl_begin_sync(self, session: dict[str, Any], routes: list[dict[str, object]]) -> None:
+    def nrl_begin_sync(self, session: dict[str, object], routes: list[dict[str, object]]) -> None:
         """Opens a sync session; `routes` holds the way to the weights of every rank of this engine."""
         self._nrl_receiver().begin(session | routes[self.rank])
 
@@ -313,7 +318,7 @@ class VllmInternalWorkerExtension(ReceiverMethods):
                 else {}
             )
             sizes = [(storage, storage.nbytes()) for storage in _storages([*dropped, self.model_runner.kv_caches])]
-            self._nrl_released: tuple[Any, Any] = (buffers, sizes)
+            self._nrl_released = buffers, sizes
         for storage, _ in self._nrl_released[1]:
             storage.resize_(0)
         release_cached_memory(self.device)

@@ -7,11 +7,15 @@ tokens that were passed on are never taken back.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, NewTokens
 from nemo_rl.models.generation.resumable_request import safe_cut
 from nemo_rl.models.generation.vllm.request_state import VersionTracker, new_tokens
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 _CONTEXT = 8  # tokens before a text that may belong to its first character
 
@@ -28,7 +32,7 @@ class FinalTokens:
         self.restarted: set[str] = set()
 
     def kept(
-        self, request: GenerationRequest, result: GenerationResult, passed_on: int, engine: Any
+        self, request: GenerationRequest, result: GenerationResult, passed_on: int, engine: AsyncLLM
     ) -> GenerationResult:
         """What another shard goes on from, of a request that was cut. `passed_on`: tokens that `new` gave before.
         `engine`: vLLM's, whose tokenizer decodes what stop strings are searched in.
@@ -38,7 +42,12 @@ class FinalTokens:
         return result.first(0 if restarts else self._safe(request, result.token_ids, engine))
 
     def new(
-        self, request: GenerationRequest, completion: Any, start: int, engine: Any, versions: VersionTracker
+        self,
+        request: GenerationRequest,
+        completion: CompletionOutput,
+        start: int,
+        engine: AsyncLLM,
+        versions: VersionTracker,
     ) -> NewTokens | None:
         """Tokens after the first `start` of a running request that are final; None where there are none. `versions`:
         which weights drew which token.
@@ -50,7 +59,7 @@ class FinalTokens:
         count = context + self._safe(request, list(completion.token_ids[context:]), engine)
         return new_tokens(request.request_id, completion, versions.spans(request.request_id, completion), start, count)
 
-    def _safe(self, request: GenerationRequest, token_ids: list[int], engine: Any) -> int:
+    def _safe(self, request: GenerationRequest, token_ids: list[int], engine: AsyncLLM) -> int:
         looked_for = (*request.stop_strings, *self._bad_words)
         decode = engine.output_processor.tokenizer.decode if looked_for else str
         return safe_cut(token_ids, looked_for, decode)

@@ -7,14 +7,14 @@ group is destroyed at most once; nothing is finalised twice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from nemo_rl.weight_sync.layout import BucketLayout, TensorMeta, dtype_of, unpack
 from nemo_rl.weight_sync.receiver import ChecksumMismatchError, LoadTarget, SyncProtocolError
-from nemo_rl.weight_sync.transports.base import make_opener
+from nemo_rl.weight_sync.transports.base import TransportName, make_opener
 from nemo_rl.weight_sync.transports.nccl import BroadcastGroup
 
 
@@ -70,7 +70,7 @@ class ReceiverMethods:
 
     def update_parameter_in_bucket(
         self,
-        payload_list: Sequence[dict[str, Any]],
+        payload_list: Sequence[Mapping[str, Any]],
         is_lora: bool,
         ipc_local_ranks: Sequence[int],
         model_update_transport: str,
@@ -157,7 +157,7 @@ class ReceiverMethods:
                 raise ChecksumMismatchError(f"{name!r}: received {tuple(got[name])}, sent {tuple(expected)}")
 
 
-def _transport(name: str) -> Any:
-    if name not in ("cuda_ipc", "host"):
-        raise ValueError(f"model_update_transport={name!r}: choose cpu_serialize, cuda_ipc or host")
-    return name
+def _transport(name: str) -> TransportName:
+    if name == "cuda_ipc" or name == "host":
+        return name
+    raise ValueError(f"model_update_transport={name!r}: choose cpu_serialize, cuda_ipc or host")

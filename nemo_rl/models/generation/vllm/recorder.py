@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,12 @@ from numpy.typing import NDArray
 
 from nemo_rl.config.errors import UserError
 from nemo_rl.models.generation.decisions import Array, SamplingMasks, TokenRoutes, route_dtype
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 REQUEST = "nrl_request"
 """Name under which a request's own id is among its sampling parameters: vLLM renames requests."""
@@ -95,7 +101,7 @@ class _Drawn(NamedTuple):
 class StepRecorder:
     """Records the steps of one runner. `routes`, `masks`: what is recorded."""
 
-    def __init__(self, runner: Any, *, routes: bool, masks: bool) -> None:
+    def __init__(self, runner: GPUModelRunner, *, routes: bool, masks: bool) -> None:
         self._runner = runner
         self._requests: dict[str, _Recorded] = {}
         self._layers: list[torch.Tensor | None] = []
@@ -115,7 +121,7 @@ class StepRecorder:
             self._read_sampler(runner.sampler.topk_topp_sampler)
         execute = runner.execute_model
 
-        def execute_model(scheduler_output: Any, *args: object, **kwargs: object) -> object:
+        def execute_model(scheduler_output: SchedulerOutput, *args: object, **kwargs: object) -> object:
             self._layers = [None] * len(self._layers)
             self._rows = []
             result = execute(scheduler_output, *args, **kwargs)
@@ -140,7 +146,7 @@ class StepRecorder:
     def _keep_layer(self, layer: int, experts: torch.Tensor) -> None:
         self._layers[layer] = experts
 
-    def _read_sampler(self, sampler: Any) -> None:
+    def _read_sampler(self, sampler: Sampler) -> None:
         draw: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = sampler.forward
 
         def forward(*args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -157,7 +163,7 @@ class StepRecorder:
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
-    def _after_forward(self, scheduler_output: Any) -> None:
+    def _after_forward(self, scheduler_output: SchedulerOutput) -> None:
         """Deals the rows of a step to its requests."""
         if not scheduler_output.total_num_scheduled_tokens:
             return
@@ -203,7 +209,7 @@ class StepRecorder:
         stacked = torch.stack([layer[:tokens] for layer in layers], dim=1)
         return stacked.cpu().numpy().astype(route_dtype(self._experts))
 
-    def _recorded(self, request: Any) -> _Recorded | None:
+    def _recorded(self, request: CachedRequestState) -> _Recorded | None:
         """The record of a request that is to be recorded."""
         key = ((request.sampling_params and request.sampling_params.extra_args) or {}).get(REQUEST)
         if key is None:
@@ -213,7 +219,7 @@ class StepRecorder:
             found = self._requests[key] = _Recorded()
         return found
 
-    def _slots_of(self, request: Any, start: int, end: int) -> list[int]:
+    def _slots_of(self, request: CachedRequestState, start: int, end: int) -> list[int]:
         size, blocks = self._block_size, request.block_ids[0]
         return [blocks[position // size] * size + position % size for position in range(start, end)]
 

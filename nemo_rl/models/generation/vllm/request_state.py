@@ -10,10 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nemo_rl.models.generation.interfaces import GenerationResult, NewTokens, VersionSpan
 from nemo_rl.models.generation.vllm.engine_processes import last_errors
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 _SETTLE_S = 0.005
 
@@ -29,7 +33,7 @@ class _Running:
 class VersionTracker:
     """Tracks the versions of one engine's tokens. `own`: count here even where the engine labels tokens itself."""
 
-    def __init__(self, engine: Any, *, own: bool = False) -> None:
+    def __init__(self, engine: AsyncLLM, *, own: bool = False) -> None:
         self._engine = engine
         self.labelled_by_engine = not own and hasattr(engine, "update_weight_version")
         self._running: dict[str, _Running] = {}
@@ -71,13 +75,13 @@ class VersionTracker:
             before = now
             await asyncio.sleep(_SETTLE_S)
 
-    def end(self, request_id: str, completion: Any = None) -> tuple[VersionSpan, ...]:
+    def end(self, request_id: str, completion: CompletionOutput | None = None) -> tuple[VersionSpan, ...]:
         """A request is over; the spans of its response (none without a completion)."""
         spans = self.spans(request_id, completion)
         self._running.pop(request_id, None)
         return spans
 
-    def spans(self, request_id: str, completion: Any = None) -> tuple[VersionSpan, ...]:
+    def spans(self, request_id: str, completion: CompletionOutput | None = None) -> tuple[VersionSpan, ...]:
         """The spans of a response as far as it is drawn."""
         running = self._running.get(request_id, _Running())
         tokens = len(completion.token_ids) if completion is not None else 0
@@ -105,7 +109,11 @@ def _joined(spans: list[VersionSpan]) -> list[VersionSpan]:
 
 
 def result_of(
-    request_id: str, completion: Any, spans: tuple[VersionSpan, ...], shard: int, stop_token_ids: Collection[int] = ()
+    request_id: str,
+    completion: CompletionOutput,
+    spans: tuple[VersionSpan, ...],
+    shard: int,
+    stop_token_ids: Collection[int] = (),
 ) -> GenerationResult:
     """A response, or what is drawn of it (`abort`), as the engine gives it. Raises RuntimeError: tokens lack their
     log-probabilities.
@@ -126,7 +134,7 @@ def result_of(
 
 
 def new_tokens(
-    request_id: str, completion: Any, spans: tuple[VersionSpan, ...], start: int, count: int
+    request_id: str, completion: CompletionOutput, spans: tuple[VersionSpan, ...], start: int, count: int
 ) -> NewTokens | None:
     """Tokens from `start` to `count` of a response that is being drawn; None where there are none. Takes no longer for
     a long response than for a short one. `spans`: over all tokens so far.

@@ -12,7 +12,7 @@ import asyncio
 import os
 import time
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nemo_rl.models.generation.interfaces import (
     GenerationError,
@@ -46,6 +46,9 @@ from nemo_rl.models.generation.vllm.request_state import (
 )
 from nemo_rl.models.generation.vllm.sampling import keeping_arrays, sampling_params, scored
 
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
 T = TypeVar("T")
 
 _POLL_S = 0.5
@@ -64,15 +67,15 @@ class VllmGenerationWorker:
         self._stop_token_ids: list[int] = []
         self._bad_words = bad_words
         self._importing: asyncio.Future[object] | None = None
-        self._engine: Any = None
-        self._versions: Any = None
-        self._stats: Any = None if spec.stats_interval_s is None else EngineStats(spec.stats_interval_s)
+        self._engine: AsyncLLM = None  # until `start`
+        self._versions: VersionTracker
+        self._stats = None if spec.stats_interval_s is None else EngineStats(spec.stats_interval_s)
         self._result_buffers: dict[str, ResultBuffer] = {}
         self._tasks: dict[str, asyncio.Task[GenerationResult]] = {}
         self._tokens = FinalTokens(bad_words)
         self._leaving = False
         self._paused_at: float | None = None
-        self._session: dict[str, object] = {}
+        self._session: dict[str, Any] = {}
         self._decisions: DecisionReader | None = None
         self._memory: EngineMemory
         self._weights_lost = self._receiving = False
@@ -85,7 +88,7 @@ class VllmGenerationWorker:
             self._importing = asyncio.ensure_future(asyncio.to_thread(import_engine, self._spec.kwargs_of(self._shard)))
         await self._importing
 
-    async def start(self, stop_token_ids: list[int], rendezvous: Rendezvous | None = None) -> list[dict[str, Any]]:
+    async def start(self, stop_token_ids: list[int], rendezvous: Rendezvous | None = None) -> list[dict[str, object]]:
         """Starts the engine; describes its workers (pid, rank, device). `stop_token_ids`: tokens that end a response.
         `rendezvous`: where the ranks of an engine on several nodes meet. Raises GenerationError: the engine could not
         start; with what its processes said.
@@ -114,7 +117,7 @@ class VllmGenerationWorker:
         self._weights_lost = self._spec.engine_kwargs.get("load_format") == "dummy"
         return await self._rpc("nrl_describe")
 
-    def _new_engine(self, rendezvous: Rendezvous | None) -> Any:
+    def _new_engine(self, rendezvous: Rendezvous | None) -> AsyncLLM:
         kwargs = self._spec.kwargs_of(self._shard)
         if rendezvous is not None:
             kwargs |= rendezvous.arguments(0)
@@ -325,7 +328,7 @@ class VllmGenerationWorker:
 
     # -- new weights --------------------------------------------------------------------------------------------------
 
-    async def begin_sync(self, session: dict[str, object], routes: list[dict[str, object]], timeout_s: float) -> None:
+    async def begin_sync(self, session: dict[str, Any], routes: list[dict[str, object]], timeout_s: float) -> None:
         """Opens a sync session on every rank, by its route. A serving engine is paused here or, with weights staged
         beside the live ones, in `finish_sync`. Raises ShardStateError: the weights sleep; StaleVersionError: the
         session's version is older than the shard's.
@@ -348,7 +351,7 @@ class VllmGenerationWorker:
             self._session = before or self._session
             raise
 
-    async def receive_window(self, window: dict[str, Any], timeout_s: float) -> None:
+    async def receive_window(self, window: dict[str, object], timeout_s: float) -> None:
         """Takes one window on every rank."""
         self._session["untouched"] = False
         await self._rpc("nrl_receive_window", window, timeout_s=timeout_s)
