@@ -61,6 +61,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> Path:
     example("make_tiny_model").save_tiny_model(results / "base", layers=2, hidden=64, heads=2, kv_heads=1)
     (results / "calls.jsonl").write_text(run(folder, "openai_agent.py", "--count", "1000", "--max-operand", "9"))
     quiet = ["sft.max_num_steps=100", "sft.val_period=0", "sft.val_at_start=false", "sft.val_at_end=false"]
+    quiet += ["policy.train_global_batch_size=32", "policy.train_micro_batch_size=32"]
     run(folder, "run_sft.py", "--config", str(CONFIGS / "sft_tool_calls_cpu.yaml"), *OWN, *quiet)
     return folder
 
@@ -89,10 +90,10 @@ def train(folder: Path, name: str, prompts: int, steps: int, *own: str) -> Mappi
 
 
 def test_an_agent_of_openais_sdk_learns_to_call_its_tool(warm: Path) -> None:
-    # Rewards of 0.24 and 0.61 where it was measured.
+    # Rewards of 0.27 and 0.59 where it was measured.
     own = ["data.train.max_operand=9", "data.train.num_problems=32", "data.train.held_out=16"]
-    series = train(warm, "grpo_arithmetic_openai_agent_cpu", 8, 6, *own)
-    rewards = [series["train/reward"][step] for step in range(1, 7)]
+    series = train(warm, "grpo_arithmetic_openai_agent_cpu", 8, 5, *own)
+    rewards = [series["train/reward"][step] for step in range(1, 6)]
     assert mean(rewards[-3:]) > mean(rewards[:2]) + 0.2, rewards
 
 

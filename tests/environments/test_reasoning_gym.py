@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.config import DatasetConfig
+from nemo_rl.config import DatasetConfig, ReasoningGymEnvConfig
 from nemo_rl.data.datasets.registry import load_response_dataset
 from nemo_rl.environments.math_environment import ReasoningGymEnvironment
 
@@ -52,10 +52,12 @@ def test_right_answers_score_one_and_nonsense_less(
     assert all(wrong.terminateds.tolist())
 
 
-def test_a_tag_says_which_part_is_the_answer(rows: list[dict[str, Any]]) -> None:
-    environment = ReasoningGymEnvironment({"num_workers": 1, "answer_tag": "answer"})
+def test_a_tag_says_which_part_is_the_answer(
+    environment: ReasoningGymEnvironment, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The tag goes along with each response; verifiers take seconds to start.
+    monkeypatch.setattr(environment, "cfg", ReasoningGymEnvConfig.model_validate({"answer_tag": "answer"}))
     row, answer = rows[0], rows[0]["messages"][1]["content"]
     result = judge(environment, [row] * 2, [f"let me see <answer>{answer}</answer>", answer])
-    environment.shutdown()
     assert result.rewards.tolist() == [1.0, 0.0]
     assert result.answers == [answer, None]

@@ -27,7 +27,6 @@ CHECKPOINTING = ["policy.dtensor_cfg.activation_checkpointing=true"]
 
 TWO = {
     "dp 2": [],
-    "ep 2 packed": [*EP2, *PACKED],
     "ep 2 gradients reduced once": [*EP2, *PACKED, "policy.dtensor_cfg.defer_fsdp_grad_sync=true"],
     "ep 2 dynamic": [*EP2, "policy.dynamic_batching.enabled=true"],
     "ep 2, all kept": [*EP2, *PACKED, "policy.dtensor_cfg.moe_parallelizer.reshard_after_forward=false"],
