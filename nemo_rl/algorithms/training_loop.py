@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     from nemo_rl.data.loader import Batch, HasState
+    from nemo_rl.utils.log_backends import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class TrainingRun(Generic[Config]):
 class CompletedStep:
     """Result of a trained step."""
 
-    metrics: dict[str, Any]
+    metrics: Metrics
     val_metrics: dict[str, float] | None = None  # validation metrics; None if it did not validate
     saved: bool = False  # whether its weights are in a checkpoint
     stops_early: bool = False  # whether validation has reached its threshold
@@ -90,7 +91,7 @@ class Steps(Generic[Run]):
         """Whether steps or epochs are used up."""
         raise NotImplementedError
 
-    def train(self) -> dict[str, Any] | None:
+    def train(self) -> Metrics | None:
         """Trains and counts one step. Returns its metrics, or None if the data is used up."""
         raise NotImplementedError
 

@@ -21,6 +21,8 @@ from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunne
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
+
 Config = TypeVar("Config", GenerationConfig, dict[str, object])
 Item = TypeVar("Item")
 
@@ -69,7 +71,7 @@ def should_use_async_rollouts(generation_config: GenerationConfig | Mapping[str,
 
 
 def run_multi_turn_rollout(
-    policy_generation: Any,
+    policy_generation: VllmGeneration,
     input_batch: BatchedDataDict,
     tokenizer: PreTrainedTokenizerBase,
     task_to_env: Mapping[str, object],

@@ -419,9 +419,7 @@ def learning_rates(config: RootConfig) -> Iterator[tuple[str, object]]:
 
 @caution
 def a_learning_rate_of_zero(config: RootConfig) -> Iterator[str]:
-    for key, rate in learning_rates(config):
-        if rate == 0:
-            yield f"{key} is 0: the optimizer changes no weight"
+    yield from (f"{key} is 0: the optimizer changes no weight" for key, rate in learning_rates(config) if rate == 0)
 
 
 @rule

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 Actor = TypeVar("Actor")
+Answer = TypeVar("Answer")
 
 TIMEOUT_VARIABLE = "NRL_WORKER_TIMEOUT_SECONDS"
 _ROOT_CAUSE_WAIT_S = 5.0
@@ -165,7 +166,7 @@ def start_actor(kind: type, *args: object) -> Any:
     return actor_class.options(num_cpus=0, scheduling_strategy=here, runtime_env={"env_vars": env}).remote(*args)
 
 
-def call(ref: ObjectRef[object], *, what: str, timeout_s: float) -> Any:
+def call(ref: ObjectRef[Answer], *, what: str, timeout_s: float) -> Answer:
     """The answer of an actor. Raises WorkerDiedError: its process ended; WorkerTimeoutError: no answer within the
     deadline.
     """

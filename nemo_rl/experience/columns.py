@@ -10,7 +10,7 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from nemo_rl.models.generation.decisions import route_dtype
 from nemo_rl.models.generation.recording import RecordedDecisionsError, Recording
 
 if TYPE_CHECKING:
+    from nemo_rl.data.interfaces import Message
     from nemo_rl.models.policy.interfaces import BatchHandle
 
 
@@ -231,7 +232,7 @@ def mint_ids(groups: Sequence[int]) -> list[str]:
     return ids
 
 
-def _training_message(message: dict[str, Any]) -> dict[str, Any]:
+def _training_message(message: Message) -> Message:
     ids = message["token_ids"]
     logprobs = message.get("generation_logprobs")
     # A response of this rollout carries its log-probabilities; assistant messages of the prompt's history do not.

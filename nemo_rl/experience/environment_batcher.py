@@ -27,6 +27,7 @@ from nemo_rl.environments.registry import calls_at_once, section_of
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
+
 _GATHER_S = 0.01
 _LEAST_THREADS = 32
 

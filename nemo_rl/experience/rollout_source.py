@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -28,6 +28,9 @@ from nemo_rl.models.generation.recording import (
 from nemo_rl.utils.record import Entry
 from nemo_rl.utils.route_trace import route_trace
 
+if TYPE_CHECKING:
+    from nemo_rl.utils.log_backends import Metrics
+
 
 class RecordingError(UserError, FileNotFoundError):
     """A recording is incomplete."""
@@ -40,7 +43,7 @@ class Rollout:
     """
 
     columns: RolloutColumns
-    metrics: dict[str, Any]
+    metrics: Metrics
     events: tuple[Entry, ...] = ()
     lost_shards: Mapping[int, str] = field(default_factory=dict)
 

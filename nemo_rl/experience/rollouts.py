@@ -7,7 +7,7 @@ per turn, after the turn's response; row i of the result is row i of the input.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -419,8 +419,8 @@ class RolloutWatch:
             keys: Sections of the two limits.
         """
         cut, unfinished = (float(metrics.get(name, 0.0)) for name in ("truncation_rate", "max_turns_reached_rate"))
-        said = [
-            self._once(
+        return [
+            *self._once(
                 "tokens",
                 cut,
                 _MANY_CUT,
@@ -429,7 +429,7 @@ class RolloutWatch:
                 "ends its turn with a token that is not among the stop tokens named at the start "
                 f"({keys[0]}.stop_token_ids)",
             ),
-            self._once(
+            *self._once(
                 "turns",
                 unfinished,
                 _MANY_CUT if max_turns > 1 else 1e-9,
@@ -437,15 +437,13 @@ class RolloutWatch:
                 "although their environment would have gone on; raise it for an environment of several turns",
             ),
         ]
-        return [line for line in said if line is not None]
 
-    def _once(self, reason: str, share: float, many: float, line: str) -> str | None:
+    def _once(self, reason: str, share: float, many: float, line: str) -> Iterator[str]:
         if share >= many and reason not in self._said:
             self._said.add(reason)
-            return line
-        if share < many / 2:
+            yield line
+        elif share < many / 2:
             self._said.discard(reason)
-        return None
 
 
 # NeMo-RL's names besides.

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl.time_sharing.agents.actors import CONTROL_NAMESPACE, SCHEDULER_NAME, start_scheduler, stop_scheduler
 from nemo_rl.time_sharing.agents.ray_reaper import end_agents
@@ -20,6 +20,9 @@ from nemo_rl.time_sharing.pipelines.residents import SlotBytes, slot_bytes
 from nemo_rl.time_sharing.pool import ACTOR_THREADS, PoolActor
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import Limits
+
+if TYPE_CHECKING:
+    from nemo_rl.distributed.accelerators import Accelerator
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +45,7 @@ _POLL_S = 0.5
 
 def open_pool(
     pool: Pool,
-    accelerator: Any,
+    accelerator: Accelerator,
     log_dir: Path,
     limits: Limits = LIVE_LIMITS,
     pool_class: type[PoolActor] = PoolActor,

@@ -29,6 +29,7 @@ from nemo_rl.utils.yaml_text import dump_yaml, load_yaml
 logger = logging.getLogger(__name__)
 
 INFO_FILE = "training_info.json"
+TrainingInfo = dict[str, Any]  # its content
 BEST = "best"
 STATUS_FILE = "latest_checkpoint_status.json"
 FINALIZE_DEADLINE_S = 1800.0
@@ -45,10 +46,6 @@ class ResumePaths(NamedTuple):
 
     weights: Path
     optimizer: Path | None
-
-
-TrainingInfo = dict[str, Any]
-"""Content of a checkpoint's `training_info.json`."""
 
 
 class CheckpointManager:

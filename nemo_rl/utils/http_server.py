@@ -12,7 +12,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.applications import Starlette
@@ -20,6 +20,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
 
 PROMETHEUS_TEXT = "text/plain; version=0.0.4"
 _REQUEST_S = 10.0
@@ -58,7 +61,7 @@ class BackgroundServer:
     address cannot be used.
     """
 
-    def __init__(self, app: Any, *, host: str, port: int, name: str) -> None:
+    def __init__(self, app: ASGIApp, *, host: str, port: int, name: str) -> None:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         self._socket = socket.create_server((host, port), family=family, backlog=_VISITORS)
         self.port = int(self._socket.getsockname()[1])

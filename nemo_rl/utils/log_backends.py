@@ -32,6 +32,10 @@ class BackendMissing(UserError, ImportError):
 _REACH_S = 20.0
 
 
+Metrics = dict[str, Any]
+"""Numbers and lists of numbers, by name."""
+
+
 class TrackerUnreachable(UserError, RuntimeError):
     """A tracker cannot be started: no server, no network, no credentials."""
 
@@ -41,7 +45,7 @@ class LoggerInterface(Protocol):
 
     def log_metrics(
         self,
-        metrics: Mapping[str, Any],
+        metrics: Metrics,
         step: int,
         prefix: str = "",
         step_metric: str | None = None,
@@ -232,7 +236,7 @@ class WandbLogger:
         step_finished: bool = False,
     ) -> None:
         scalars, lists = split_scalars(metrics)
-        payload: dict[str, Any] = {full_name(prefix, name): value for name, value in scalars.items()}
+        payload: dict[str, object] = {full_name(prefix, name): value for name, value in scalars.items()}
         payload |= {full_name(prefix, name): self._wandb.Histogram(values) for name, values in lists.items() if values}
         if step_metric is None:
             self._row(payload, step, commit=step_finished)

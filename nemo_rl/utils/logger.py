@@ -42,7 +42,7 @@ class Logger:
     BackendMissing: an enabled backend is not installed; OSError: the directory cannot be written.
     """
 
-    def __init__(self, cfg: LoggerConfig | Mapping[str, Any]) -> None:
+    def __init__(self, cfg: LoggerConfig | Mapping[str, object]) -> None:
         cfg = LoggerConfig.read(cfg)
         self.log_dir = Path(cfg.log_dir)
         self.log_dir.mkdir(parents=True, exist_ok=True)

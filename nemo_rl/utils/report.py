@@ -14,7 +14,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -161,7 +161,7 @@ def _title(part: Path) -> str:
     return f"{real.parent.name}, {real.name}" if real.name.startswith("exp_") else real.name
 
 
-def _what(config: dict[str, Any] | None) -> str | None:
+def _what(config: Mapping[str, Any] | None) -> str | None:
     model = (config or {}).get("policy", {}).get("model_name")
     if not model:
         return None
@@ -275,7 +275,11 @@ def _samples(log_dir: Path) -> list[dict[str, Any]]:
     return [group for group in groups if group["samples"]]
 
 
-def _sample_rows(path: Path) -> list[dict[str, Any]]:
+Sample = dict[str, Any]
+"""A line of a samples file, or what the page shows of it."""
+
+
+def _sample_rows(path: Path) -> list[Sample]:
     """Some samples of a file, from the best to the worst: `text` and `reward`, and where the file has them, `turns` of
     role and text and the `expected` answer.
     """
@@ -285,7 +289,7 @@ def _sample_rows(path: Path) -> list[dict[str, Any]]:
         if content is None:
             continue
         text = "\n\n".join(str(turn) for turn in content) if isinstance(content, list) else str(content)
-        sample: dict[str, Any] = {
+        sample: Sample = {
             "text": text,
             "reward": reward if isinstance(reward, (int, float)) and math.isfinite(reward) else None,
         }
@@ -298,7 +302,7 @@ def _sample_rows(path: Path) -> list[dict[str, Any]]:
     return [rows[index] for index in best_to_worst(rewards, _SAMPLES_SHOWN)]
 
 
-def sample_lines(path: Path) -> Iterator[dict[str, Any]]:
+def sample_lines(path: Path) -> Iterator[Sample]:
     """The samples of a file; damaged lines are left out with a warning."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -34,13 +34,13 @@ class RouteTrace:
         self._done = 0
         folder.mkdir(parents=True, exist_ok=True)
 
-    def produced(self, step: int, columns: Mapping[str, object]) -> None:
+    def produced(self, step: int, columns: Mapping[str, torch.Tensor]) -> None:
         """Writes the first samples of a rollout with routes. `step`: from 0."""
         if step < self._steps and "routed_experts" in columns:
             for row, digest in zip(range(self._samples), _digests(columns), strict=False):
                 self._write(PRODUCED, {"step": step + 1, "row": row, **digest})
 
-    def fetched(self, stage: Stage, columns: Mapping[str, object]) -> None:
+    def fetched(self, stage: Stage, columns: Mapping[str, torch.Tensor]) -> None:
         """Writes every row with routes that arrived for a stage."""
         if self._done < self._steps and "routed_experts" in columns:
             for row, digest in enumerate(_digests(columns)):
@@ -71,7 +71,7 @@ def _count(variable: str, default: int) -> int:
     return int(value)
 
 
-def _digests(columns: Mapping[str, Any]) -> Iterator[dict[str, object]]:
+def _digests(columns: Mapping[str, torch.Tensor]) -> Iterator[dict[str, object]]:
     for row, length in enumerate(columns["input_lengths"].tolist()):
         ids = _digest(columns["input_ids"][row, :length].to(torch.int64))
         routes = _digest(

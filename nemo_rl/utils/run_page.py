@@ -14,8 +14,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
@@ -42,7 +42,7 @@ class RunPage:
         """The run is set up."""
         self._progress, self.log_dir = progress, log_dir
 
-    def data(self) -> dict[str, Any]:
+    def data(self) -> dict[str, object]:
         """What the page draws."""
         progress = self._progress
         if progress is None:
@@ -65,7 +65,7 @@ class RunPage:
             "report": (self.log_dir / "report.html").is_file() or write_page(self.log_dir) is not None,
         }
 
-    def _samples(self) -> list[dict[str, Any]]:
+    def _samples(self) -> list[dict[str, object]]:
         """The first samples of the newest file of training samples."""
         files = sorted((self.log_dir / "samples").glob("*_data_step*.jsonl"), key=lambda path: path.stat().st_mtime)
         if not files:
@@ -114,7 +114,7 @@ def run_page(log_dir: Path, port: int) -> Generator[tuple[RunPage, str]]:
         server.close()
 
 
-def _app(page: RunPage, token: str) -> Any:
+def _app(page: RunPage, token: str) -> Starlette:
     def root(request: Request) -> Response:
         return HTMLResponse(_PAGE.replace("__TITLE__", html.escape(str(page.data()["title"]))))
 

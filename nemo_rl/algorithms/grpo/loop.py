@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import closing, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nemo_rl.algorithms.grpo.async_source import AsynchronousSource
 from nemo_rl.algorithms.grpo.collect import group_id
@@ -31,6 +31,7 @@ from nemo_rl.utils.record_events import GroupTrained, StepBegun, StepFinished
 
 if TYPE_CHECKING:
     from nemo_rl.data.loader import HasState
+    from nemo_rl.utils.log_backends import Metrics
 
 
 class PromptsUsedUp(UserError, RuntimeError):
@@ -89,7 +90,7 @@ class GRPOSteps(Steps[GRPORun]):
             if self._trained is not None:
                 self.run.store.keep(self._trained.experience.handle)
 
-    def train(self) -> dict[str, Any] | None:
+    def train(self) -> Metrics | None:
         """Scores, weighs and trains on each part of the step's experience."""
         run, source, step = self.run, self._source, self.run.state.step
         run.record.emit(StepBegun(step, run.adapter))

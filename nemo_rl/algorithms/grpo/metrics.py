@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, SupportsFloat
+from typing import TYPE_CHECKING, SupportsFloat
 
 import torch
 
@@ -17,6 +17,9 @@ from nemo_rl.algorithms.grpo.stages import Experience, valid_rewards
 from nemo_rl.config import GRPOConfig
 from nemo_rl.loss.normalization import is_extremum
 from nemo_rl.models.policy.interfaces import TrainResult
+
+if TYPE_CHECKING:
+    from nemo_rl.utils.log_backends import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -149,10 +152,10 @@ def accuracy_by_task(rewards_B: torch.Tensor, tasks: Sequence[str]) -> dict[str,
     return {f"accuracy/{name}": rewards_B[rows].double().mean().item() for name, rows in of_task.items()}
 
 
-def step_metrics(cfg: GRPOConfig, step: int, experience: Experience, result: TrainResult) -> dict[str, object]:
+def step_metrics(cfg: GRPOConfig, step: int, experience: Experience, result: TrainResult) -> Metrics:
     """The `train/` metrics of step `step` (from 1)."""
     rows = experience.rows
-    metrics: dict[str, Any] = dict(experience.metrics)
+    metrics: Metrics = dict(experience.metrics)
     baseline_B = rows["baseline"][rows["valid"]] if bool(rows["valid"].any()) else rows["baseline"]
     in_batch = batch_metrics(valid_rewards(rows), baseline_B, rows["prompt_lengths"], rows["total_lengths"])
     if cfg.use_dynamic_sampling:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -35,6 +35,9 @@ from nemo_rl.loss.normalization import masked_mean
 from nemo_rl.loss.policy_ratios import KLType, calculate_kl
 from nemo_rl.models.policy.interfaces import BatchHandle, PolicyInterface
 from nemo_rl.utils.timer import Timer
+
+if TYPE_CHECKING:
+    from nemo_rl.utils.log_backends import Metrics
 
 
 def overlong_filter(sample_mask_B: torch.Tensor, truncated_B: torch.Tensor) -> torch.Tensor:
@@ -143,14 +146,14 @@ class Experience:
 
     handle: BatchHandle  # its token columns in the store
     rows: BatchedDataDict  # its small columns [B] in the driver
-    metrics: dict[str, Any] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
     group_names: Mapping[int, str] = field(default_factory=dict)
 
 
 def joined_experience(
     parts: Sequence[Experience],
     store: ExperienceStore,
-    join_metrics: Callable[[Sequence[Experience]], dict[str, object]],
+    join_metrics: Callable[[Sequence[Experience]], Metrics],
 ) -> Experience:
     """Joins batches into one, in order. A single one is returned as it is."""
     if len(parts) == 1:

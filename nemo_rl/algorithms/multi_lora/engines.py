@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDone
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import ray
 
@@ -52,7 +52,7 @@ class _Held:
 
     version: int
     info: AdapterInfo
-    factors: ObjectRef[Any]
+    factors: ObjectRef[object]
     nbytes: int
     record: Record
 

@@ -26,6 +26,8 @@ from nemo_rl.models.policy.interfaces import BatchHandle, Scores, TrainResult
 from nemo_rl.utils.adapter_turns import Ready, Turns
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from nemo_rl.config import PolicyConfig
     from nemo_rl.utils.record_events import PolicyStarted
     from nemo_rl.utils.timer import Timer
@@ -164,7 +166,7 @@ class AdapterPolicy:
         name: str,
         slot: int,
         removed: threading.Event,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
     ) -> None:
         self._passes, self._policy, self.cfg = passes, policy, cfg
         self._name, self._slot, self._removed, self._tokenizer = name, slot, removed, tokenizer

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from nemo_rl.algorithms.grpo.metrics import aggregate_microbatch_metrics
 from nemo_rl.algorithms.placement import OwnSlots, reserve_all
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from nemo_rl.data.loader import HasState
     from nemo_rl.utils.checkpoint import TrainingInfo
+    from nemo_rl.utils.log_backends import Metrics
 
 
 class SFTState(RunState):
@@ -145,7 +146,7 @@ class SFTSteps(Steps[SFTRun]):
         self._batch = next(self._batches, None)
         yield
 
-    def train(self) -> dict[str, Any] | None:
+    def train(self) -> Metrics | None:
         """Trains on the batch."""
         if self._batch is None:
             return None
@@ -186,11 +187,11 @@ def _finished(run: SFTRun) -> bool:
     return state.step >= cfg.max_num_steps or state.epoch >= cfg.max_num_epochs or last_epoch_done
 
 
-def _step(run: SFTRun, batch: BatchedDataDict) -> dict[str, Any]:
+def _step(run: SFTRun, batch: BatchedDataDict) -> Metrics:
     run.progress.phase("training")
     with run.timer.time("policy_training"):
         result = run.policy.train(batch, run.loss_fn, timer=run.timer)
-    metrics: dict[str, Any] = aggregate_microbatch_metrics(result["all_mb_metrics"])
+    metrics: Metrics = aggregate_microbatch_metrics(result["all_mb_metrics"])
     metrics |= {"loss": float(result["loss"].mean()), "grad_norm": result["grad_norm"]}
     metrics |= {key: result[key] for key in ("lr", "wd") if key in result}
     run.state.step += 1

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -78,7 +77,7 @@ def validates_every_batch() -> bool:
     return os.environ.get(VALIDATE, "0") not in ("", "0")
 
 
-def check_columns(columns: Mapping[str, Any], recording: Recording, where: str) -> None:
+def check_columns(columns: Mapping[str, torch.Tensor], recording: Recording, where: str) -> None:
     """Checks the recorded columns of a batch.
 
     Args:
@@ -132,7 +131,7 @@ def _place(where: str, valid_BS: torch.Tensor, token: int, recording: Recording,
     return f"{where}: routed_experts of row {row}, token {position}, decoder layer {recording.layers[layer]}"
 
 
-def _check_masks(columns: Mapping[str, Any], recording: Recording, where: str) -> None:
+def _check_masks(columns: Mapping[str, torch.Tensor], recording: Recording, where: str) -> None:
     counts_BS, trained_BS = columns["sampling_mask_counts"], columns["token_mask"] != 0
     if counts_BS.shape != trained_BS.shape:
         raise RecordedDecisionsError(
@@ -162,7 +161,7 @@ def _check_masks(columns: Mapping[str, Any], recording: Recording, where: str) -
             )
 
 
-def decision_metrics(columns: Mapping[str, Any]) -> dict[str, float]:
+def decision_metrics(columns: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """Of a rollout's recorded columns: the share of tokens with routes, of those that a sample's trained tokens follow;
     and how many token ids are kept for a token that was drawn from a part of the vocabulary.
     """

@@ -99,7 +99,9 @@ class _HostDistributed(ModuleType):
     def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)
 
-    def all_gather(self, pieces: list[torch.Tensor], own: torch.Tensor, group: Any = None, **options: object) -> object:
+    def all_gather(
+        self, pieces: list[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup | None = None, **options: object
+    ) -> object:
         if len({piece.shape for piece in pieces}) == 1:
             return dist.all_gather(pieces, own, group=group, **options)
         for source, piece in zip(dist.get_process_group_ranks(group), pieces, strict=True):
@@ -109,7 +111,7 @@ class _HostDistributed(ModuleType):
         return None
 
     def reduce_scatter(
-        self, own: torch.Tensor, pieces: list[torch.Tensor], group: Any = None, **options: Any
+        self, own: torch.Tensor, pieces: list[torch.Tensor], group: dist.ProcessGroup | None = None, **options: Any
     ) -> object:
         if len({piece.shape for piece in pieces}) == 1:
             return dist.reduce_scatter(own, pieces, group=group, **options)
@@ -192,7 +194,7 @@ class _TypeName:
         return self._name
 
 
-def options() -> dict[str, Any]:
+def options() -> dict[str, object]:
     """Fields of Megatron's transformer configuration that a host needs; none with CUDA."""
     if torch.cuda.is_available():
         return {}

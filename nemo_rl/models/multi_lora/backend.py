@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,9 @@ from nemo_rl.models.policy.packed import PackedBatch, idle_microbatch, logprob_r
 from nemo_rl.models.policy.scoring import TokenScores
 from nemo_rl.models.policy.train_step import MicrobatchResult, TrainStep
 from nemo_rl.utils.adapters import AdapterInfo
+
+if TYPE_CHECKING:
+    from nemo_rl.distributed.accelerators import Accelerator
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +147,7 @@ def build_backend(cfg: PolicyConfig, sizes: ParallelSizes) -> MultiLoraBackend:
     return MultiLoraBackend(scorer, mesh, cfg, AdapterSlots(scorer, names, mesh.device), row_multiple=multiple)
 
 
-def _accelerator() -> Any:
+def _accelerator() -> Accelerator:
     from nemo_rl.distributed.accelerators import CPU, CUDA
 
     return CUDA if torch.cuda.is_available() else CPU

@@ -29,6 +29,8 @@ from nemo_rl.utils.adapters import AdapterInfo, write_adapter
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
 
@@ -100,13 +102,13 @@ class AdapterTable:
 class _EngineWithAdapters:
     """vLLM's engine, with the adapter that each request is bound to."""
 
-    def __init__(self, engine: Any, table: AdapterTable) -> None:
+    def __init__(self, engine: AsyncLLM, table: AdapterTable) -> None:
         self._engine, self._table = engine, table
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def generate(self, prompt: object, sampling: object, request_id: str) -> AsyncIterator[Any]:
+    def generate(self, prompt: object, sampling: object, request_id: str) -> AsyncIterator[RequestOutput]:
         held = self._table.used.get(request_id)
         lora = None if held is None else held.request()
         return self._engine.generate(prompt, sampling, request_id, lora_request=lora)
@@ -123,7 +125,7 @@ class MultiLoraGenerationWorker(VllmGenerationWorker):
         self._dropping: set[asyncio.Task[None]] = set()
 
     @override
-    def _new_engine(self, rendezvous: Rendezvous | None) -> object:
+    def _new_engine(self, rendezvous: Rendezvous | None) -> _EngineWithAdapters:
         from vllm.engine.arg_utils import AsyncEngineArgs
 
         # Older vLLM adapts all layers.

@@ -220,12 +220,16 @@ def read_jobs(files: Sequence[str | Path], pool: Pool, overrides: Sequence[str] 
     return jobs
 
 
+Wrapper = Mapping[str, Any]
+"""The keys of a wrapper file, as YAML gives them."""
+
+
 @dataclass(frozen=True)
 class _Source:
     """A file that was given, the keys of its wrapper, and the configuration it leads to."""
 
     file: Path
-    wrapper: Mapping[str, Any]
+    wrapper: Wrapper
     inner: Path
     config: type[Any]
     teaches: bool = False
@@ -301,7 +305,7 @@ def _all_of(pool: Pool, config: Config) -> range:
     return range(pool.gpus - pool.gpus % config.gpus if isinstance(config, CommandConfig) else pool.gpus)
 
 
-def _wrapper(file: Path) -> dict[str, Any]:
+def _wrapper(file: Path) -> Wrapper:
     """The keys of a wrapper file; none for an ordinary configuration."""
     try:
         content = yaml.safe_load(file.read_text())
@@ -320,7 +324,7 @@ def _wrapper(file: Path) -> dict[str, Any]:
     return content
 
 
-def _wrapper_problems(content: Mapping[str, Any]) -> list[str]:
+def _wrapper_problems(content: Wrapper) -> list[str]:
     """What of a wrapper's keys cannot be done, or contradicts another of its keys."""
     problems = []
     for key, name in _MAPPINGS.items():
@@ -359,7 +363,7 @@ def _wrapper_problems(content: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _check_strategy(wrapper: Mapping[str, Any], config: Config) -> None:
+def _check_strategy(wrapper: Wrapper, config: Config) -> None:
     """Raises ConfigError: a wrapper names another training backend than its configuration."""
     strategy = ((wrapper.get(ACTOR_TRAIN) or {}).get("strategy_args") or {}).get("strategy_name")
     if strategy is None or not isinstance(config, RootConfig):
@@ -371,7 +375,7 @@ def _check_strategy(wrapper: Mapping[str, Any], config: Config) -> None:
         )
 
 
-def _sleep_level(wrapper: Mapping[str, Any]) -> object:
+def _sleep_level(wrapper: Wrapper) -> object:
     infer = wrapper.get(ACTOR_INFER) or {}
     strategy = (infer.get("strategy_args") or {}).get("strategy_config") or infer.get("strategy_config") or {}
     return strategy.get("sleep_level")

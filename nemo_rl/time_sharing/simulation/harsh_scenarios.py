@@ -10,17 +10,17 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-_Drawn = dict[str, Any]
+Drawn = dict[str, Any]
 
 
-def harsher(drawn: _Drawn, rng: random.Random) -> _Drawn:
+def harsher(drawn: Drawn, rng: random.Random) -> Drawn:
     """The scenario that was drawn, or a harsher one made of it."""
     if rng.random() < 0.5:
         return drawn
     return rng.choice(_KINDS)(drawn, rng)
 
 
-def _late(drawn: _Drawn, rng: random.Random) -> _Drawn:
+def _late(drawn: Drawn, rng: random.Random) -> Drawn:
     """Messages outlive the scheduler that sent them and the agent that they are for."""
     network = {"delay_s": 0.05, "loss": rng.choice((0.1, 0.3)), "duplicate": 0.3, "slow": 0.3}
     network["slow_s"] = rng.choice((4.0, 12.0))
@@ -36,7 +36,7 @@ def _late(drawn: _Drawn, rng: random.Random) -> _Drawn:
     return drawn | {"network": network, "faults": drawn["faults"] | faults, "jobs": _quick(drawn["jobs"], rng)}
 
 
-def _losing(drawn: _Drawn, rng: random.Random) -> _Drawn:
+def _losing(drawn: Drawn, rng: random.Random) -> Drawn:
     """The log loses its end, often more of it than one scheduler wrote."""
     faults = {
         "scheduler_crashes": 150.0,
@@ -50,7 +50,7 @@ def _losing(drawn: _Drawn, rng: random.Random) -> _Drawn:
     return drawn | {"costs": costs, "faults": drawn["faults"] | faults}
 
 
-def _lingering(drawn: _Drawn, rng: random.Random) -> _Drawn:
+def _lingering(drawn: Drawn, rng: random.Random) -> Drawn:
     """Engines hang and processes outlive those that end them."""
     faults = {
         "agent_crashes": 90.0,
@@ -69,7 +69,7 @@ def _lingering(drawn: _Drawn, rng: random.Random) -> _Drawn:
     return drawn | {"faults": drawn["faults"] | faults, "limits": limits, "costs": costs, "network": network}
 
 
-def _deaf(drawn: _Drawn, rng: random.Random) -> _Drawn:
+def _deaf(drawn: Drawn, rng: random.Random) -> Drawn:
     """Agents do not hear the scheduler, which ends ranks while they serve and take new weights."""
     faults = {"one_way_partitions": 300.0, "partition_s": 6.0, "scheduler_crashes": 20.0}
     limits = drawn["limits"] | {"drain_s": 1.5, "sleep_s": 3.0, "reap_s": 8.0, "quarantine_s": 5.0}
@@ -77,7 +77,7 @@ def _deaf(drawn: _Drawn, rng: random.Random) -> _Drawn:
     return drawn | {"faults": drawn["faults"] | faults, "limits": limits, "costs": costs}
 
 
-def _tight(drawn: _Drawn, rng: random.Random) -> _Drawn:
+def _tight(drawn: Drawn, rng: random.Random) -> Drawn:
     """Holds, requests and isolation end by their bounds."""
     limits = {"aging_s": 1.0, "max_hold_s": 14.0, "request_s": 8.0, "isolation_s": rng.choice((2.0, 60.0))}
     faults = {"outages": 60.0, "outage_s": 12.0}
@@ -85,7 +85,7 @@ def _tight(drawn: _Drawn, rng: random.Random) -> _Drawn:
     return drawn | {"jobs": jobs, "faults": drawn["faults"] | faults, "limits": drawn["limits"] | limits}
 
 
-def _leaving(drawn: _Drawn, rng: random.Random) -> _Drawn:
+def _leaving(drawn: Drawn, rng: random.Random) -> Drawn:
     """Pipelines are stopped, or leave by themselves, at any moment."""
     jobs = [
         job | {"leaves_s": job["arrive_s"] + rng.uniform(1, 120), "builds_ahead": rng.random() < 0.7}
@@ -97,7 +97,7 @@ def _leaving(drawn: _Drawn, rng: random.Random) -> _Drawn:
     return drawn | {"jobs": jobs, "costs": costs, "faults": drawn["faults"] | {"drains": 150.0, "withdrawals": 200.0}}
 
 
-def _crowded(drawn: _Drawn, rng: random.Random) -> _Drawn:
+def _crowded(drawn: Drawn, rng: random.Random) -> Drawn:
     """Many small trainings before and behind wide ones, and nothing breaks."""
     jobs = []
     for number in range(6):
@@ -119,7 +119,7 @@ def _crowded(drawn: _Drawn, rng: random.Random) -> _Drawn:
     return drawn | {"pool": pool, "jobs": jobs, "limits": limits, "faults": {}}
 
 
-def _long_holds(drawn: _Drawn, rng: random.Random) -> _Drawn:
+def _long_holds(drawn: Drawn, rng: random.Random) -> Drawn:
     """Everybody trains for long, often after log-probs on the same GPUs, where most of the others generate."""
     number = rng.choice((2, 3, 4))
     jobs = []
@@ -135,13 +135,13 @@ def _long_holds(drawn: _Drawn, rng: random.Random) -> _Drawn:
     return drawn | {"pool": pool, "jobs": jobs, "limits": limits, "faults": faults | {"until_s": 600.0}}
 
 
-def _quick(jobs: list[_Drawn], rng: random.Random) -> list[_Drawn]:
+def _quick(jobs: list[Drawn], rng: random.Random) -> list[Drawn]:
     work = {"init_s": 0.2, "steps": 12, "groups": 2, "samples_per_group": 4, "log_probs_s": 0.0}
     tokens = {"median": 30, "sigma": 0.8, "max": 300}
     return [job | work | {"train_s": rng.uniform(0.1, 1.0), "tokens": tokens} for job in jobs]
 
 
-_KINDS: tuple[Callable[[_Drawn, random.Random], _Drawn], ...] = (
+_KINDS: tuple[Callable[[Drawn, random.Random], Drawn], ...] = (
     _late,
     _losing,
     _lingering,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from nemo_rl.time_sharing.simulation.scenario import Network
 
@@ -21,7 +20,7 @@ class Loop:
         self.now = 0.0
         self.events = 0
         self.stopped = False
-        self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._queue: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._order = 0
 
     def at(self, time: float, callback: Callable[..., None], *arguments: object) -> None:

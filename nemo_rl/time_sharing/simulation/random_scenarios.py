@@ -7,9 +7,8 @@ many times in a few virtual minutes.
 from __future__ import annotations
 
 import random
-from typing import Any
 
-from nemo_rl.time_sharing.simulation.harsh_scenarios import harsher
+from nemo_rl.time_sharing.simulation.harsh_scenarios import Drawn, harsher
 from nemo_rl.time_sharing.simulation.scenario import Scenario, parse_scenario
 
 _LIMITS = {
@@ -74,7 +73,7 @@ def random_scenario(seed: int) -> Scenario:
     return parse_scenario(_on_slots(harsher(drawn, random.Random(f"peril/{seed}")), random.Random(f"slots/{seed}")))
 
 
-def _on_slots(drawn: dict[str, Any], rng: random.Random) -> dict[str, object]:
+def _on_slots(drawn: Drawn, rng: random.Random) -> dict[str, object]:
     """Some pools have several slots on each GPU; what their jobs gain by that is measured all the time."""
     if rng.random() < 0.85 or any(job["tp"] > 1 for job in drawn["jobs"]):
         return drawn
@@ -138,7 +137,7 @@ def _more_faults(rng: random.Random) -> dict[str, object]:
     return {**faults, "outage_s": rng.choice((5.0, 15.0, 40.0))}
 
 
-def _job(rng: random.Random, number: int, pool: int, per_node: int) -> dict[str, Any]:
+def _job(rng: random.Random, number: int, pool: int, per_node: int) -> Drawn:
     tp = rng.choice([t for t in (1, 1, 1, 2, 4) if t * 2 <= per_node])
     ranks = rng.randint(2, max(2, min(8, pool // tp)))
     starts = sorted(rng.sample(range(pool // tp), min(ranks, pool // tp)))
@@ -149,7 +148,7 @@ def _job(rng: random.Random, number: int, pool: int, per_node: int) -> dict[str,
         else sorted(rng.sample(infer[tp:], rng.randint(1, len(infer) - tp)))
     )
     groups = rng.choice((2, 4, 8))
-    job: dict[str, Any] = {
+    job: Drawn = {
         "name": f"job{number}",
         "train": train,
         "infer": infer,

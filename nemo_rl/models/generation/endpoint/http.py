@@ -10,7 +10,7 @@ import base64
 import hmac
 import io
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,14 +22,9 @@ from nemo_rl.models.generation.decisions import Array, SamplingMasks, TokenRoute
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _RETRY_AFTER_S = 5
-
-# What Starlette calls Message and Scope.
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Scope]]
-Send = Callable[[Scope], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class EndpointError(UserError, RuntimeError):
@@ -70,7 +65,7 @@ def root_url(bound: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def guarded(app: Callable[..., Awaitable[None]], token: str | None, max_body_bytes: int) -> App:
+def guarded(app: ASGIApp, token: str | None, max_body_bytes: int) -> ASGIApp:
     """The app behind the checks of token and body size."""
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,7 +80,7 @@ def guarded(app: Callable[..., Awaitable[None]], token: str | None, max_body_byt
             return
         received = 0
 
-        async def counted() -> Scope:
+        async def counted() -> Message:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))

@@ -7,9 +7,12 @@ stop string that may still be cut off.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
+
+if TYPE_CHECKING:
+    from nemo_rl.data.interfaces import Message
 
 _UNFINISHED = "\ufffd"
 
@@ -57,7 +60,7 @@ class StreamedAnswers:
     """The messages of a stream's choices, put together from its chunks. `count`: choices that there will be."""
 
     def __init__(self, count: int) -> None:
-        self.messages: list[dict[str, Any]] = [{} for _ in range(count)]
+        self.messages: list[Message] = [{} for _ in range(count)]
         self._open = set(range(count))
 
     def add(self, chunk: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -76,7 +79,7 @@ class StreamedAnswers:
         return not self._open
 
 
-def _merge(message: dict[str, Any], delta: Mapping[str, Any]) -> None:
+def _merge(message: Message, delta: Mapping[str, Any]) -> None:
     for name, value in delta.items():
         if value is None:
             continue
