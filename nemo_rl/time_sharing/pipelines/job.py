@@ -70,6 +70,7 @@ _COMMAND_SLICE_S = 60.0
 _STRATEGIES = {ACTOR_TRAIN: (_MEGATRON, "fsdp2_train"), ACTOR_INFER: ("vllm",)}
 
 Config = MasterConfig | SFTMasterConfig | EvalMasterConfig | CommandConfig
+Wrapper = Mapping[str, Any]  # the keys of a wrapper file
 
 
 class Kind(str, Enum):
@@ -220,10 +221,6 @@ def read_jobs(files: Sequence[str | Path], pool: Pool, overrides: Sequence[str] 
     return jobs
 
 
-Wrapper = Mapping[str, Any]
-"""The keys of a wrapper file, as YAML gives them."""
-
-
 @dataclass(frozen=True)
 class _Source:
     """A file that was given, the keys of its wrapper, and the configuration it leads to."""
@@ -316,8 +313,7 @@ def _wrapper(file: Path) -> Wrapper:
     unknown = sorted(set(content) - _WRAPPER_KEYS)
     if unknown:
         raise ConfigError([f"{file}: unknown keys {unknown}; a wrapper has {sorted(_WRAPPER_KEYS)}"])
-    problems = _wrapper_problems(content)
-    if problems:
+    if problems := _wrapper_problems(content):
         raise ConfigError(problems, str(file))
     for key, section in _MAPPINGS.items():
         content[key] = content.get(key) or (content.get(section) or {}).get("device_mapping")
