@@ -345,24 +345,25 @@ def test_the_arithmetic_dataset_has_ten_thousand_problems_and_a_disjoint_hold_ou
 
 @pytest.mark.slow
 def test_slips_add_a_digit_to_as_many_training_answers_as_asked_and_to_the_same_every_time() -> None:
-    exact, careless, again = (load(dataset_name="arithmetic", slips=slips).dataset for slips in (0.0, 0.6, 0.6))
+    sums: dict[str, Any] = {"dataset_name": "arithmetic", "num_problems": 1_000}
+    exact, careless, again = (load(**sums, slips=slips).dataset for slips in (0.0, 0.6, 0.6))
     pairs = [
         (right["messages"][1]["content"], written["messages"][1]["content"])
         for right, written in zip(exact, careless, strict=True)
     ]
     assert all(written[: len(right)] == right for right, written in pairs)
-    assert 5_800 < sum(len(written) == len(right) + 1 for right, written in pairs) < 6_200
+    assert 540 < sum(len(written) == len(right) + 1 for right, written in pairs) < 660
     assert careless["messages"] == again["messages"]
     assert (
-        load(dataset_name="arithmetic", slips=0.6, split="validation").dataset["messages"]
-        == load(dataset_name="arithmetic", split="validation").dataset["messages"]
+        load(**sums, slips=0.6, split="validation").dataset["messages"]
+        == load(**sums, split="validation").dataset["messages"]
     )
 
 
 @pytest.mark.slow
 def test_a_validation_split_is_taken_out_of_training() -> None:
-    for size, expected in ((0.05, 500), (128, 128)):
-        dataset = load(dataset_name="arithmetic", split_validation_size=size, seed=3)
+    for size, expected in ((0.05, 50), (128, 128)):
+        dataset = load(dataset_name="arithmetic", num_problems=1_000, split_validation_size=size, seed=3)
         parts = [{row["messages"][0]["content"] for row in part} for part in (dataset.dataset, dataset.val_dataset)]
         assert len(parts[1]) == expected and not parts[0] & parts[1]
 

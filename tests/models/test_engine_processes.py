@@ -195,6 +195,7 @@ def test_an_engine_ends_without_a_last_collection_and_with_its_error_and_exit_co
     assert ended.stderr.endswith("RuntimeError: the engine failed\n")
 
 
+@pytest.mark.slow
 def test_what_an_engine_has_at_once_is_vllm_s_choice_for_offline_inference(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,6 +86,7 @@ def _checked(models: dict[str, str], *overrides: str, **changes: Any) -> None:
     check_policy(cfg, model)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("package")
 def test_what_a_bridged_family_cannot_do_here_is_refused_before_anything_starts(models: dict[str, str]) -> None:
     _checked(models)
