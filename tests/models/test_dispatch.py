@@ -354,8 +354,9 @@ def test_a_shard_that_dies_or_hangs_is_quarantined_and_its_requests_go_on() -> N
 def test_the_owner_of_shards_that_another_process_uses_hears_who_died_and_says_who_came_back() -> None:
     shards: list[Any] = [Shard(0), Shard(1)]
     record = MemoryRecord()
-    serving = {shard.number: ServingShard(1, shard) for shard in shards}
-    generator = DetachedGenerator(serving, ["shard 0", "shard 1"], "round_robin", 60.0, record=record)
+    serving = {shard.number: ServingShard(0, shard) for shard in shards}
+    # One of them takes no requests yet.
+    generator = DetachedGenerator({0: serving[0]}, ["shard 0", "shard 1"], "round_robin", 60.0, record=record)
 
     async def run(*names: str) -> set[int]:
         results = await asyncio.gather(*(generator.generate_one(request(name)) for name in names))
@@ -370,7 +371,7 @@ def test_the_owner_of_shards_that_another_process_uses_hears_who_died_and_says_w
     # The owner leaves a shard out, and brings one back with a new engine: not before is it used.
     generator.follow({0: serving[0]})
     assert asyncio.run(run("e", "f")) == {0}
-    generator.follow({1: ServingShard(2, Shard(1))})
+    generator.follow({1: ServingShard(1, Shard(1))})
     assert asyncio.run(run("g", "h")) == {1} and generator.lost() == {}
     submitted = [entry.event.request_id for entry in record.entries if isinstance(entry.event, RequestSubmitted)]
     finished = [entry.event for entry in record.entries if isinstance(entry.event, RequestFinished)]

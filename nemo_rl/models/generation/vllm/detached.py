@@ -74,10 +74,11 @@ class DetachedGenerator:
     def follow(self, serving: Mapping[int, ServingShard]) -> None:
         """Restricts requests to these shards; a rebuilt one is used again."""
         loop, dispatcher = self._started()
-        restarted = [shard for shard, now in serving.items() if self._serving.get(shard, (0,))[0] != now.started]
+        known = self._serving
+        changed = [shard for shard, now in serving.items() if shard not in known or known[shard].started != now.started]
 
         async def change() -> None:
-            for shard in restarted:
+            for shard in changed:
                 self._workers[shard] = serving[shard].worker
                 dispatcher.revive(shard)
             dispatcher.unroute([shard for shard in range(len(self._workers)) if shard not in serving])
