@@ -11,14 +11,15 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from math import comb
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from nemo_rl.algorithms.placement import OwnSlots, reserve_all
+from nemo_rl.algorithms.accelerators import Accelerators, KeptAccelerators, ReportProgress
+from nemo_rl.algorithms.placement import Clusters, OwnSlots, Placement, reserve_all
 from nemo_rl.algorithms.startup import Say, check_prompt_lengths, check_tokens, hold_to_vocabulary, set_seed
 from nemo_rl.config import ConfigError, EvalMasterConfig, PolicyConfig
 from nemo_rl.config.errors import UserError, why_not_written
@@ -29,7 +30,6 @@ from nemo_rl.data.processors import AllTaskProcessedDataset
 from nemo_rl.data.setup import processed
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.accelerators import Accelerator
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.environments.registry import (
     await_environments,
     check_rows,
@@ -54,7 +54,7 @@ from nemo_rl.models.policy.model_config import model_config
 from nemo_rl.utils.adapters import is_adapter
 from nemo_rl.utils.checkpoint import model_directory
 from nemo_rl.utils.progress import StartPhases
-from nemo_rl.utils.record import Record
+from nemo_rl.utils.record import NullRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,49 +87,22 @@ class ResultNotWritten(UserError, OSError):
         )
 
 
-class Placement(Protocol):
-    """Provides an evaluation with accelerators."""
-
-    lends_shards: bool  # whether engines are built and routed one by one, on command
-    record: Record | None  # record for requests, or None
-
-    def connect(self, config: EvalMasterConfig) -> Accelerator:
-        """Joins or starts the Ray cluster; returns its kind of accelerator."""
-        ...
-
-    def disconnect(self) -> None:
-        """Leaves the Ray cluster. Safe to call twice."""
-        ...
-
-    def reserve(self, config: EvalMasterConfig, accelerator: Accelerator) -> RayVirtualCluster:
-        """Reserves the evaluation's slots."""
-        ...
-
-    def serving(
-        self, generation: VllmGeneration, problems: int, answers: int
-    ) -> AbstractContextManager[Callable[[int], None]]:
-        """Context manager around the generation of `problems` x `answers` answers; yields a progress callback."""
-        ...
+EvaluationPlacement = Placement[EvalMasterConfig, VllmGeneration, Accelerators]
 
 
 class OwnPlacement(OwnSlots):
     """For an evaluation with slots of its own."""
 
-    lends_shards = False
-    record: Record | None = None
-
-    def reserve(self, config: EvalMasterConfig, accelerator: Accelerator) -> RayVirtualCluster:
-        """Reserves all configured slots."""
+    def reserve(self, config: EvalMasterConfig, accelerator: Accelerator) -> Clusters:
+        """All slots of the configuration."""
         return reserve_all(config.cluster, accelerator, "evaluation")
 
-    def serving(
-        self, generation: VllmGeneration, problems: int, answers: int
-    ) -> AbstractContextManager[Callable[[int], None]]:
-        """Progress is not reported."""
-        return nullcontext(lambda done: None)
+    def accelerators(self, parts: VllmGeneration) -> KeptAccelerators:
+        """They stay with the evaluation."""
+        return KeptAccelerators()
 
 
-def evaluate(config: EvalMasterConfig, placement: Placement | None = None) -> Score:
+def evaluate(config: EvalMasterConfig, placement: EvaluationPlacement | None = None) -> Score:
     """Runs an evaluation and writes the files of `eval.save_path`.
 
     Args:
@@ -155,19 +128,20 @@ def evaluate(config: EvalMasterConfig, placement: Placement | None = None) -> Sc
     with ExitStack() as stack:
         accelerator = placement.connect(config)
         stack.callback(placement.disconnect)
-        cluster = placement.reserve(config, accelerator)
-        stack.callback(cluster.shutdown)
+        clusters = placement.reserve(config, accelerator)
+        for cluster in clusters.distinct():
+            stack.callback(cluster.shutdown)
         actors = start_environments([name], config.env)
         stack.callback(end_environments, actors)
         await_environments(actors, config.env)
-        generation = _start_engines(config, policy, cluster, tokenizer, ends.ids, placement)
+        generation = _start_engines(config, policy, clusters, tokenizer, ends.ids, placement)
         stack.callback(generation.shutdown)
         handle = EnvironmentHandle.of(name, actors[name], config.env)
         generation.wait_until_started()
         began = time.monotonic()
         runner = RolloutRunner(generation, tokenizer, dict.fromkeys(problems.tasks, handle))
-        with placement.serving(generation, problems.count, config.eval.num_tests_per_prompt) as tell:
-            trajectories = _answer(config, runner, generation, problems, tell)
+        with placement.accelerators(generation).demand(0, problems.count, 0, "validation") as report:
+            trajectories = _answer(config, runner, generation, problems, report)
         seconds = time.monotonic() - began
     metrics = rollout_metrics([one for answers in trajectories for one in answers], config.data.max_rollout_turns)
     for line in RolloutWatch().observe(
@@ -249,13 +223,13 @@ def load_problems(config: EvalMasterConfig, tokenizer: PreTrainedTokenizerBase, 
 def _start_engines(
     config: EvalMasterConfig,
     policy: PolicyConfig,
-    cluster: RayVirtualCluster,
+    clusters: Clusters,
     tokenizer: PreTrainedTokenizerBase,
     stop_token_ids: Sequence[int],
-    placement: Placement,
+    placement: EvaluationPlacement,
 ) -> VllmGeneration:
     actors = start_engine_actors(
-        cluster,
+        clusters.training,
         policy,
         config.cluster,
         seed=config.eval.seed,
@@ -268,7 +242,7 @@ def _start_engines(
         pad_token_id=tokenizer.pad_token_id,
         stop_token_ids=list(stop_token_ids),
         request_timeout_s=request_timeout_s(),
-        record=placement.record,
+        record=placement.shard_record(NullRecord()),
     )
 
 
@@ -277,9 +251,9 @@ def _answer(
     runner: RolloutRunner,
     generation: VllmGeneration,
     problems: Problems,
-    tell: Callable[[int], None],
+    report: ReportProgress,
 ) -> list[list[Trajectory]]:
-    """Answers problems, at most `num_prompts_per_step` at a time. Calls `tell` with the number done."""
+    """Answers problems, at most `num_prompts_per_step` at a time, and reports how many are done."""
     draws, at_once = config.eval.num_tests_per_prompt, config.generation.num_prompts_per_step
     limits = RolloutLimits(
         config.generation.vllm_cfg.max_model_len, config.generation.max_new_tokens, config.data.max_rollout_turns
@@ -292,7 +266,7 @@ def _answer(
         rows = [problems.dataset[index] for index in range(first, min(first + size, problems.count))]
         flat = runner.run(number_samples(rl_collate_fn(rows), draws, first), plan)
         answered += [flat[start : start + draws] for start in range(0, len(flat), draws)]
-        tell(len(answered))
+        report(len(answered), problems.count)
     return answered
 
 

@@ -1,11 +1,14 @@
-"""Reserves slots and starts the policy on them, for every algorithm."""
+"""Where a run's accelerators are, and how its policy starts on them, for every algorithm."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from nemo_rl.algorithms.accelerators import Accelerators
 from nemo_rl.algorithms.profiling import profile_of_run
 from nemo_rl.algorithms.resume import Resume
 from nemo_rl.config import ClusterConfig, MasterConfig
@@ -18,9 +21,15 @@ from nemo_rl.models.policy.backend import backend_spec
 from nemo_rl.models.policy.lm_policy import Policy, start_policy_actors
 from nemo_rl.models.policy.model_config import check_replay, model_config
 from nemo_rl.utils.checkpoint import CheckpointManager, verify_weights
+from nemo_rl.utils.record import Record
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+
+Config_contra = TypeVar("Config_contra", contravariant=True)
+Parts_contra = TypeVar("Parts_contra", contravariant=True)
+Held_co = TypeVar("Held_co", bound=Accelerators, covariant=True)
 
 
 def check_policy(config: RootConfig) -> PretrainedConfig:
@@ -60,9 +69,66 @@ def reserve(
     )
 
 
-def reserve_all(cluster: ClusterConfig, accelerator: Accelerator, name: str) -> RayVirtualCluster:
-    """Reserves all configured slots."""
-    return reserve(cluster, accelerator, name, [cluster.gpus_per_node] * cluster.num_nodes)
+def reserve_all(cluster: ClusterConfig, accelerator: Accelerator, name: str) -> Clusters:
+    """Reserves all configured slots, for whatever the run does."""
+    slots = reserve(cluster, accelerator, name, [cluster.gpus_per_node] * cluster.num_nodes)
+    return Clusters(slots, slots)
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """Slots of training and generation: the same object if they share them, None without generation. `teachers`: slots
+    of teachers that have their own, by name.
+    """
+
+    training: RayVirtualCluster
+    generation: RayVirtualCluster | None
+    teachers: Mapping[str, RayVirtualCluster] = field(default_factory=dict)
+
+    def distinct(self) -> list[RayVirtualCluster]:
+        """Each cluster once."""
+        every = [self.training, self.generation, *self.teachers.values()]
+        return list({id(cluster): cluster for cluster in every if cluster is not None}.values())
+
+
+class ConnectsRay(Protocol[Config_contra]):
+    """The part of a placement that joins Ray."""
+
+    def connect(self, config: Config_contra) -> Accelerator:
+        """Joins or starts the Ray cluster; returns its kind of accelerator."""
+        ...
+
+    def disconnect(self) -> None:
+        """Leaves the Ray cluster. Safe to call twice."""
+        ...
+
+
+class Placement(ConnectsRay[Config_contra], Protocol[Config_contra, Parts_contra, Held_co]):
+    """Where the accelerators of a run are, while it is set up.
+
+    Attributes:
+        lends_shards: Whether engines are built and routed one by one, on command.
+        record_prefix: Prefix of source names in the run record; `<pipeline>/` if several runs share a pool.
+    """
+
+    lends_shards: bool
+    record_prefix: str
+
+    def reserve(self, config: Config_contra, accelerator: Accelerator) -> Clusters:
+        """Reserves the run's slots."""
+        ...
+
+    def shard_record(self, record: Record) -> Record:
+        """The record for events of requests and shards."""
+        ...
+
+    def building(self) -> AbstractContextManager[object]:
+        """Context manager around building the policy."""
+        ...
+
+    def accelerators(self, parts: Parts_contra) -> Held_co:
+        """The accelerators of the run, whose parts are built. Called inside `building`, where there is a policy."""
+        ...
 
 
 class HasCluster(Protocol):
@@ -75,7 +141,10 @@ class HasCluster(Protocol):
 
 
 class OwnSlots:
-    """Base of placements that reserve slots for one run and may start a Ray cluster for it."""
+    """Base of placements that reserve slots for one run, and may start a Ray cluster for it."""
+
+    lends_shards = False
+    record_prefix = ""
 
     def __init__(self) -> None:
         self._ray = RayConnection()
@@ -86,6 +155,14 @@ class OwnSlots:
     def disconnect(self) -> None:
         """Stops the cluster if this run started it."""
         self._ray.close()
+
+    def shard_record(self, record: Record) -> Record:
+        """Records all events."""
+        return record.bind("generation")
+
+    def building(self) -> AbstractContextManager[object]:
+        """Does nothing: the run owns its slots."""
+        return nullcontext()
 
 
 def begin_policy(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from nemo_rl.algorithms.placement import check_device
+from nemo_rl.algorithms.placement import ConnectsRay, check_device
 from nemo_rl.algorithms.profiling import check_profile
 from nemo_rl.algorithms.resume import Resume, check_same_shape, find_resume, same_contents
 from nemo_rl.algorithms.run_checkpoint import RunState, check_writable, new_log_dir
@@ -47,22 +47,9 @@ if TYPE_CHECKING:
 State = TypeVar("State", bound=RunState)
 RayParts = TypeVar("RayParts", bound="HasShutdown")
 TrainLoader = TypeVar("TrainLoader", bound=Loader)
-Config_contra = TypeVar("Config_contra", bound=RootConfig, contravariant=True)
 Config = TypeVar("Config", bound=RootConfig)
 Say = Callable[[str], None]
 _TOO_LARGE_FOR_CPUS = 200e6
-
-
-class ConnectsRay(Protocol[Config_contra]):
-    """The part of a placement that `prepared` needs."""
-
-    def connect(self, config: Config_contra) -> Accelerator:
-        """Joins or starts the Ray cluster; returns its kind of accelerator."""
-        ...
-
-    def disconnect(self) -> None:
-        """Leaves the Ray cluster. Safe to call twice."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def grpo_validate(run: GRPORun, step: int, *others: object, **named: object) -> 
 def refit_policy_generation(run: object = None, *others: object, **named: object) -> None:
     """Makes generation serve the policy's weights of the last completed step."""
     whole = _run(run, others, named, "refit_policy_generation")
-    whole.control.serve(whole.state.step)
+    whole.accelerators.serve(whole.state.step)
 
 
 def sft_setup(

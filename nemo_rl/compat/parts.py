@@ -165,7 +165,7 @@ def sft_parts_of(run: SFTRun, tokenizer: object) -> SFTParts:
     """The parts of a run, by any of which `run_of` finds it."""
     parts = SFTParts(
         run.policy,
-        run.cluster,
+        run.clusters.training,
         run.train_loader,
         run.val_loader,
         run.loss_fn,

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.algorithms.grpo.control_plane import OwnAccelerators
+from nemo_rl.algorithms.grpo.accelerators import OwnAccelerators
 from nemo_rl.algorithms.grpo.run import GRPOState
 from nemo_rl.algorithms.grpo.step_reports import DeviceCount, StepReports
 from nemo_rl.config import load_master_config
@@ -104,7 +104,7 @@ class World:
             tokenizer=SimpleNamespace(pad_token_id=0),
             policy=self,
             generation=self,
-            control=None,
+            accelerators=None,
             rollouts=self,
             validation_rollouts=None,
             environments={},
@@ -135,7 +135,7 @@ class World:
         self.run.reports = StepReports(
             run.config, run.store, run.logger, run.record, run.progress, run.generation, DeviceCount(2, 1, 1)
         )
-        self.run.control = OwnAccelerators(self, self.run.timer, self.run.progress.phase)  # type: ignore[arg-type]
+        self.run.accelerators = OwnAccelerators(self, self.run.timer, self.run.progress.phase)  # type: ignore[arg-type]
         self.logged: list[dict[str, Any]] = []
 
     def log_metrics(self, metrics: dict[str, Any], step: int, prefix: str, **_: Any) -> None:

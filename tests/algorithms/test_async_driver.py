@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.grpo import loop, validation
-from nemo_rl.algorithms.grpo.control_plane import check_control_plane
+from nemo_rl.algorithms.grpo.accelerators import check_control_plane
 from nemo_rl.algorithms.grpo.loop import PromptsUsedUp, async_grpo_train, grpo_train
 from nemo_rl.algorithms.grpo.run import GRPOState
 from nemo_rl.algorithms.grpo.stages import Experience, apply_staleness_policy

@@ -74,7 +74,7 @@ def trained(config: SFTMasterConfig) -> SFTRun:
         run.checkpointer.shutdown()
         run.logger.close()
         run.policy.shutdown()
-        run.cluster.shutdown()
+        run.clusters.training.shutdown()
     return run
 
 

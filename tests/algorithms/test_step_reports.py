@@ -189,11 +189,11 @@ def test_a_run_ends_once_its_metric_is_at_least_the_threshold(name: str) -> None
 
 def steps(grpo: GRPOConfig, step: int = 1) -> GRPOSteps:
     """The steps of a run that has done `step` of them."""
-    control = SimpleNamespace(saves_before_publish=False)
+    accelerators = SimpleNamespace(saves_before_publish=False)
     run: Any = SimpleNamespace(
         config=Sections(grpo=grpo, section=lambda: "grpo"),
         state=SimpleNamespace(step=step),
-        control=control,
+        accelerators=accelerators,
         generation=None,
     )
     return GRPOSteps(run, None)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from nemo_rl.algorithms.grpo.control_plane import OwnAccelerators
+from nemo_rl.algorithms.grpo.accelerators import OwnAccelerators
 from nemo_rl.algorithms.grpo.run import GRPOState
 from nemo_rl.algorithms.grpo.step_reports import DeviceCount, StepReports
 from nemo_rl.algorithms.grpo.validation import validate
@@ -80,7 +80,7 @@ def test_validation_shows_as_many_samples_as_asked_for(shown: int, tmp_path: Pat
             validation_rollouts=Rollouts(),
             progress=RunProgress(1, console=Console(file=terminal, width=120)),
             timer=Timer(),
-            control=OwnAccelerators(None, Timer(), lambda name: None),
+            accelerators=OwnAccelerators(None, Timer(), lambda name: None),
             state=GRPOState(),
             store=store,
             logger=logger,

@@ -246,11 +246,13 @@ def test_a_run_of_supervised_fine_tuning_in_parts_is_driven_by_them_in_any_order
     from nemo_rl.data import setup as data_setup
     from nemo_rl.data.utils import setup_response_data
 
-    names = ("policy", "cluster", "train_loader", "val_loader", "logger", "checkpointer", "state")
+    names = ("policy", "clusters", "train_loader", "val_loader", "logger", "checkpointer", "state")
     driven: list[Any] = []
 
     def made(config: SFTMasterConfig) -> SimpleNamespace:
-        return SimpleNamespace(config=config, loss_fn=NLLLossFn(), **{name: Part() for name in names})
+        run = SimpleNamespace(config=config, loss_fn=NLLLossFn(), **{name: Part() for name in names})
+        run.clusters.training = Part()
+        return run
 
     monkeypatch.setattr(assembly, "setup", made)
     monkeypatch.setattr(assembly, "close", lambda run: driven.append("closed"))

@@ -6,6 +6,7 @@ import copy
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,7 +161,8 @@ def test_every_run_hands_the_listed_tokens_to_its_engines(
     monkeypatch.setattr(evaluation, "start_engine_actors", lambda *_, **__: None)
     assembly._start_generation(object(), own, ends.ids, None)  # type: ignore[arg-type]
     placement, config = evaluation.OwnPlacement(), EvalMasterConfig()
-    evaluation._start_engines(config, policy, None, own, ends.ids, placement)  # type: ignore[arg-type]
+    slots: Any = SimpleNamespace(training=None)
+    evaluation._start_engines(config, policy, slots, own, ends.ids, placement)  # type: ignore[arg-type]
     assert given == [[258, 257]] * 2
     policy.generation.stop_token_ids = [9999]
     with pytest.raises(DataError, match=r"stop_token_ids: \[9999\] are no tokens"):

@@ -14,8 +14,9 @@ from ray.util.placement_group import remove_placement_group
 from nemo_rl.algorithms.grpo import assembly
 from nemo_rl.algorithms.grpo.assembly import close, setup
 from nemo_rl.algorithms.grpo.loop import async_grpo_train
-from nemo_rl.algorithms.grpo.placement import Clusters, OwnPlacement
+from nemo_rl.algorithms.grpo.placement import OwnPlacement
 from nemo_rl.algorithms.grpo.run import GRPORun
+from nemo_rl.algorithms.placement import Clusters
 from nemo_rl.config import MasterConfig, load_master_config
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.models.generation.vllm.receiver_methods import bucket_stats

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from nemo_rl.algorithms.sft.driver import Trainer
 from nemo_rl.config import ConfigError, MasterConfig, SFTMasterConfig
 from nemo_rl.config.teachers import pooled_teacher
 from nemo_rl.distributed.accelerators import CUDA
@@ -22,7 +23,7 @@ from nemo_rl.time_sharing.log.pool_state import Outcome, Progress, Standing
 from nemo_rl.time_sharing.opening import LIVE_LIMITS
 from nemo_rl.time_sharing.pipelines.job import Job, Kind, read_jobs
 from nemo_rl.time_sharing.pipelines.residents import SlotMemory
-from nemo_rl.time_sharing.pipelines.sft import LentTraining
+from nemo_rl.time_sharing.pipelines.sft import LentPlacement
 from nemo_rl.time_sharing.pool import variables_of
 from nemo_rl.time_sharing.protocol.stop_times import KILLED_S, LONGEST_STOP_S
 from nemo_rl.time_sharing.protocol.topology import Pool, RegistrationError
@@ -385,19 +386,15 @@ def test_a_fine_tuning_run_gives_its_gpus_back_between_steps(
         used = 9 if where[-1:] == ["device"] or not where else 2
         return [used if what == "memory_in_use" else 16 - used]
 
-    class Run:
-        policy = SimpleNamespace(
-            prepare_for_training=lambda: where.append("device"),
-            offload_to_cpu=lambda: where.append("host"),
-            destroy_nccl_groups=lambda: None,
-            worker_group=SimpleNamespace(run=memory),
-        )
-        progress = SimpleNamespace(phase=lambda text: None)
-        timer = SimpleNamespace(time=lambda name: nullcontext())
-        state = SimpleNamespace(step=0)
-
-    run: Any = Run()
-    placement = LentTraining(
+    policy = SimpleNamespace(
+        prepare_for_training=lambda: where.append("device"),
+        offload_to_cpu=lambda: where.append("host"),
+        destroy_nccl_groups=lambda: None,
+        worker_group=SimpleNamespace(run=memory),
+    )
+    progress = SimpleNamespace(phase=lambda text: None)
+    trainer: Any = Trainer(policy, SimpleNamespace(time=lambda name: nullcontext()), progress)  # type: ignore[arg-type]
+    placement = LentPlacement(
         SimpleNamespace(accelerator=CUDA),  # type: ignore[arg-type]
         runtime,
         lambda: wanted,
@@ -407,12 +404,11 @@ def test_a_fine_tuning_run_gives_its_gpus_back_between_steps(
         wait_s=1.0,
     )
     with placement.building():
-        pass
+        lent = placement.accelerators(trainer)
     for step in range(2):
-        run.state.step = step
-        placement.lend(run)
+        lent.lend_training(step)
         assert where[-1] == "device"
-        placement.step_done(run)
+        lent.yield_training(step)
     assert runtime.said == said
     assert where.count("host") == said.count("release") + 1
     # What stays of 16 bytes while it is away, and what it needs besides to train.

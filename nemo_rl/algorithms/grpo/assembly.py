@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.algorithms.distillation import teachers as teaching
+from nemo_rl.algorithms.grpo.accelerators import GRPOAccelerators, check_control_plane
 from nemo_rl.algorithms.grpo.collect import prompts_per_batch
-from nemo_rl.algorithms.grpo.control_plane import ControlPlane, check_control_plane
-from nemo_rl.algorithms.grpo.placement import Built, Clusters, OwnPlacement, Placement
+from nemo_rl.algorithms.grpo.placement import Built, GRPOPlacement, OwnPlacement
 from nemo_rl.algorithms.grpo.run import GRPORun, GRPOState
 from nemo_rl.algorithms.grpo.sources import make_loaders, make_rollout_sources, make_store
 from nemo_rl.algorithms.grpo.step_reports import DeviceCount, StepReports
 from nemo_rl.algorithms.grpo.streaming import check_streaming
-from nemo_rl.algorithms.placement import begin_policy, check_policy, start_policy
+from nemo_rl.algorithms.placement import Clusters, begin_policy, check_policy, start_policy
 from nemo_rl.algorithms.profiling import profile_of_run
 from nemo_rl.algorithms.resume import Resume
 from nemo_rl.algorithms.startup import Algorithm, Limits, Prepared, prepared
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 _ARCHIVE_BYTES = 1 << 20
 
 
-def setup(config: MasterConfig, start: StartPhases | None = None, placement: Placement | None = None) -> GRPORun:
+def setup(config: MasterConfig, start: StartPhases | None = None, placement: GRPOPlacement | None = None) -> GRPORun:
     """Builds a run that is ready to train.
 
     Args:
@@ -107,7 +107,7 @@ class _RayParts:
             cluster.shutdown()
 
 
-def _algorithm(config: MasterConfig, placement: Placement) -> Algorithm[GRPOState, Loader, _RayParts]:
+def _algorithm(config: MasterConfig, placement: GRPOPlacement) -> Algorithm[GRPOState, Loader, _RayParts]:
     grpo = config.grpo
     # Neither loaders by task nor dynamic sampling know how many steps an epoch has.
     epochs = None if config.data.use_multiple_dataloader or grpo.use_dynamic_sampling else grpo.max_num_epochs
@@ -125,7 +125,7 @@ def _algorithm(config: MasterConfig, placement: Placement) -> Algorithm[GRPOStat
 
 def _begin(
     config: MasterConfig,
-    placement: Placement,
+    placement: GRPOPlacement,
     accelerator: Accelerator,
     checkpointer: CheckpointManager,
     resume: Resume | None,
@@ -214,7 +214,7 @@ def _sleep_before_training(
 
 
 def _build(
-    config: MasterConfig, ready: Prepared[GRPOState, Loader, _RayParts], placement: Placement, start: StartPhases
+    config: MasterConfig, ready: Prepared[GRPOState, Loader, _RayParts], placement: GRPOPlacement, start: StartPhases
 ) -> GRPORun:
     tokenizer, undo, began = ready.tokenizer, ready.undo, time.monotonic()
     path, source = Path(config.logger.log_dir) / "record.jsonl", f"{placement.record_prefix}driver"
@@ -240,7 +240,7 @@ def _build(
     if endpoint is not None:
         undo.callback(endpoint.close)
     _sleep_before_training(generation, ready, start)
-    with placement.training_accelerators():
+    with placement.building():
         with start.phase("policy, beside the data plane" if config.data_plane.enabled else "policy"):
             policy = start_policy(config, clusters.training, tokenizer, ready.ray_parts.policy)
             undo.callback(policy.shutdown)
@@ -260,14 +260,14 @@ def _build(
                 generation.wait_until_started()
             ready.seconds["vllm_init_time_s"] = time.monotonic() - began
         built = Built(config, policy, generation, ready.state.step, record, timer, progress)
-        control = placement.control_plane(built)
+        accelerators = placement.accelerators(built)
     slots = [cluster.world_size() for cluster in clusters.distinct()]
     return assembled(
         config,
         ready,
         policy=policy,
         generation=generation,
-        control=control,
+        accelerators=accelerators,
         sources=rollouts,
         store=store,
         record=record,
@@ -292,14 +292,14 @@ def assembled(
     *,
     policy: Policy,
     generation: VllmGeneration | None,
-    control: ControlPlane,
+    accelerators: GRPOAccelerators,
     sources: tuple[RolloutSource, RolloutSource | None],
     store: ExperienceStore,
     record: Record,
     timer: Timer,
     progress: RunProgress,
     environments: Actors,
-    placement: Placement,
+    placement: GRPOPlacement,
     clusters: list[RayVirtualCluster],
     device_count: DeviceCount,
     teachers: teaching.Teachers | None = None,
@@ -314,7 +314,7 @@ def assembled(
         tokenizer=ready.tokenizer,
         policy=policy,
         generation=generation,
-        control=control,
+        accelerators=accelerators,
         rollouts=sources[0],
         validation_rollouts=sources[1],
         store=store,

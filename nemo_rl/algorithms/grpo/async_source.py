@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nemo_rl.algorithms.accelerators import ReportProgress
 from nemo_rl.algorithms.grpo.collect import Gathering, prompts_of, prompts_per_batch, training_plan
-from nemo_rl.algorithms.grpo.control_plane import ReportProgress
 from nemo_rl.algorithms.grpo.experience_source import WholeSteps
 from nemo_rl.algorithms.grpo.stages import Experience, apply_staleness_policy
 from nemo_rl.algorithms.run_checkpoint import dataset_names
@@ -136,7 +136,7 @@ class AsynchronousSource(WholeSteps, AheadSource):
         """
         run, step = self._run, self._run.state.step
         run.progress.phase("waiting for rollouts")
-        with run.control.demand(step, *self.waited_for()) as report, run.timer.time("exposed_generation"):
+        with run.accelerators.demand(step, *self.waited_for()) as report, run.timer.time("exposed_generation"):
             experience = self._gathering.gather(step, lambda attempt: self._collected(attempt, report))
         apply_staleness_policy(experience, run.store, self._settings.mixed_versions, step)
         experience.metrics["buffer_size"] = float(len(self.collector))

@@ -10,9 +10,9 @@ from collections.abc import Generator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
+from nemo_rl.algorithms.grpo.accelerators import OwnAccelerators
 from nemo_rl.algorithms.grpo.async_source import AsynchronousSource
 from nemo_rl.algorithms.grpo.collect import group_id
-from nemo_rl.algorithms.grpo.control_plane import HookedControlPlane, OwnAccelerators
 from nemo_rl.algorithms.grpo.experience_source import ExperienceSource
 from nemo_rl.algorithms.grpo.metrics import step_metrics
 from nemo_rl.algorithms.grpo.run import GRPORun
@@ -25,7 +25,7 @@ from nemo_rl.algorithms.grpo.validation import validate
 from nemo_rl.algorithms.training_loop import CompletedStep, Steps, train_to_end
 from nemo_rl.config.errors import UserError, did_you_mean
 from nemo_rl.config.metric_names import MetricName
-from nemo_rl.experience.hooks import RLixHooksProtocol, time_sharing_enabled
+from nemo_rl.experience.hooks import HooksError, RLixHooksProtocol, time_sharing_enabled
 from nemo_rl.utils.checkpoint_retention import UnknownMetric
 from nemo_rl.utils.record_events import GroupTrained, StepBegun, StepFinished
 
@@ -56,25 +56,25 @@ class GRPOSteps(Steps[GRPORun]):
     def __init__(self, run: GRPORun, source: ExperienceSource) -> None:
         self.run = run
         self.section = run.config.section()
-        self.saves_before_publish = run.control.saves_before_publish
+        self.saves_before_publish = run.accelerators.saves_before_publish
         self._source = source
         self._trained: Trained | None = None
         self._used_up = False
 
     @contextmanager
     def running(self) -> Generator[None]:
-        """Starts the source and the control plane, validates if configured, and stops both at the end."""
+        """Starts the source and the accelerators, validates if configured, and stops both at the end."""
         run, source = self.run, self._source
         try:
             source.start()
-            run.control.start(source, run.state.step)
+            run.accelerators.start(source, run.state.step)
             if run.config.grpo.val_at_start and run.state.step == 0:
                 validate(run, 0)
             source.published(run.state.step)
             yield
         finally:
             source.stop()
-            run.control.stop()
+            run.accelerators.stop()
         source.clear()
 
     def finished(self) -> bool:
@@ -97,7 +97,7 @@ class GRPOSteps(Steps[GRPORun]):
         with StepTrainer(run, in_parts=source.in_parts) as trainer, closing(source.parts()) as parts:
             for part in parts:
                 ask_served_teachers(run, part, step)
-                run.control.lend_training(step)
+                run.accelerators.lend_training(step)
                 score(run, part, step_open=trainer.rows > 0)
                 weigh(run, part, first_row=trainer.rows)
                 trainer.add(part)
@@ -106,7 +106,7 @@ class GRPOSteps(Steps[GRPORun]):
                 return None
             self._trained = trained = trainer.finish(meanwhile=source.draw_ahead)
         metrics = step_metrics(run.config.grpo, step + 1, trained.experience, trained.result)
-        run.control.weights_ready(step)
+        run.accelerators.weights_ready(step)
         complete_step(run, trained.experience)
         metrics |= source.trained(step)
         with run.timer.time("step_report"):
@@ -116,7 +116,7 @@ class GRPOSteps(Steps[GRPORun]):
     def publish(self) -> None:
         """Publishes the new weights and lets the next rollouts begin."""
         run = self.run
-        run.control.publish(run.state.step - 1, self._source)
+        run.accelerators.publish(run.state.step - 1, self._source)
         with run.timer.time("begin_rollouts"):
             self._source.published(run.state.step)
 
@@ -148,7 +148,7 @@ class GRPOSteps(Steps[GRPORun]):
 
     def lend_saving(self) -> None:
         """Makes room for the policy's state."""
-        self.run.control.lend_saving(self.run.state.step)
+        self.run.accelerators.lend_saving(self.run.state.step)
 
     def position(self) -> tuple[HasState, Mapping[str, object]]:
         """The source's loader position and pending groups."""
@@ -159,7 +159,7 @@ class GRPOSteps(Steps[GRPORun]):
         run, trained = self.run, self._trained
         if trained is not None:
             seconds = {name: sum(run.timer.elapsed(name)) for name in run.timer.get_timing_metrics("sum")}
-            refit = dict(run.control.metrics()) if run.generation is not None else {}
+            refit = dict(run.accelerators.metrics()) if run.generation is not None else {}
             step, metrics = run.state.step, done.metrics
             run.reports.put(StepReport(step, trained.experience, metrics, trained.result, seconds, refit))
 
@@ -213,9 +213,11 @@ def async_grpo_train(run: GRPORun, rlix_hooks: RLixHooksProtocol | None = None) 
         run: Set up, with generation on accelerators of its own.
         rlix_hooks: A foreign control plane's hooks; under `RLIX_CONTROL_PLANE=rlix` they own the accelerators.
 
-    Raises HooksError: the hooks own the accelerators, and did not bring generation to the new weights.
+    Raises HooksError: the hooks own the accelerators, and did not bring generation to the new weights; or a scheduler
+    lends the accelerators.
     """
     if rlix_hooks is not None:
-        own = run.control if isinstance(run.control, OwnAccelerators) and not time_sharing_enabled() else None
-        run.control = HookedControlPlane(rlix_hooks, own)
+        if not isinstance(run.accelerators, OwnAccelerators):
+            raise HooksError("a scheduler lends this run its accelerators, so that it calls no hooks; leave them out")
+        run.accelerators.call_hooks(rlix_hooks, they_refit=time_sharing_enabled())
     train_to_end(GRPOSteps(run, AsynchronousSource(run)))

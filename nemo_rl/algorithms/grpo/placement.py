@@ -1,24 +1,21 @@
-"""Placements: they provide a GRPO run with accelerators while it is built.
+"""Where the accelerators of a GRPO run are, while it is built.
 
 `OwnPlacement` reserves slots for one run; a scheduler that lends accelerators supplies its own placement. Invariant:
-only code inside `training_accelerators`, and engines that the placement starts, use accelerators.
+only code inside `building`, and engines that the placement starts, use accelerators.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from nemo_rl.algorithms.distillation.engine_teacher import ServedTeacher
-from nemo_rl.algorithms.grpo.control_plane import ControlPlane, OwnAccelerators
+from nemo_rl.algorithms.grpo.accelerators import GRPOAccelerators, OwnAccelerators
 from nemo_rl.algorithms.grpo.refit import Refitter
-from nemo_rl.algorithms.placement import OwnSlots, reserve
+from nemo_rl.algorithms.placement import Clusters, OwnSlots, Placement, reserve
 from nemo_rl.config import ConfigError, MasterConfig, generation_world_size, training_world_size
 from nemo_rl.config.teachers import Teacher, teachers_of
 from nemo_rl.distributed.accelerators import Accelerator
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.progress import RunProgress
@@ -27,24 +24,8 @@ from nemo_rl.utils.timer import Timer
 
 
 @dataclass(frozen=True)
-class Clusters:
-    """Slots of training and generation: the same object if they share them, None without generation. `teachers`: slots
-    of teachers that have their own, by name.
-    """
-
-    training: RayVirtualCluster
-    generation: RayVirtualCluster | None
-    teachers: Mapping[str, RayVirtualCluster] = field(default_factory=dict)
-
-    def distinct(self) -> list[RayVirtualCluster]:
-        """Each cluster once."""
-        every = [self.training, self.generation, *self.teachers.values()]
-        return list({id(cluster): cluster for cluster in every if cluster is not None}.values())
-
-
-@dataclass(frozen=True)
 class Built:
-    """Parts of a run that a control plane needs."""
+    """Parts of a run that are moved on and off its accelerators, and what watches them."""
 
     config: MasterConfig
     policy: Policy
@@ -55,50 +36,20 @@ class Built:
     progress: RunProgress
 
 
-class Placement(Protocol):
-    """Provides a run with accelerators."""
-
-    lends_shards: bool  # whether engines are built and routed one by one, on command
-    record_prefix: str  # prefix of source names in the run record; `<pipeline>/` if several runs share a pool
-
-    def connect(self, config: MasterConfig) -> Accelerator:
-        """Joins or starts the Ray cluster; returns its kind of accelerator."""
-        ...
-
-    def disconnect(self) -> None:
-        """Leaves the Ray cluster. Safe to call twice."""
-        ...
-
-    def reserve(self, config: MasterConfig, accelerator: Accelerator) -> Clusters:
-        """Reserves the run's slots."""
-        ...
+class GRPOPlacement(Placement[MasterConfig, Built, GRPOAccelerators], Protocol):
+    """Provides a GRPO run with accelerators."""
 
     def served_teacher(self, teacher: Teacher, config: MasterConfig) -> ServedTeacher:
         """The teacher that a job of its own serves. Raises ConfigError: there is none."""
-        ...
-
-    def shard_record(self, record: Record) -> Record:
-        """The record for events of requests and shards."""
         ...
 
     def generation_prepared(self, generation: VllmGeneration) -> None:
         """Called once generation's actors exist. Where shards are lent, no engine is built yet."""
         ...
 
-    def training_accelerators(self) -> AbstractContextManager[object]:
-        """Context manager around building the policy."""
-        ...
-
-    def control_plane(self, built: Built) -> ControlPlane:
-        """Creates the control plane. Called inside `training_accelerators`, with the weights on the devices."""
-        ...
-
 
 class OwnPlacement(OwnSlots):
     """For a run with slots of its own."""
-
-    lends_shards = False
-    record_prefix = ""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,31 +91,23 @@ class OwnPlacement(OwnSlots):
             ]
         )
 
-    def shard_record(self, record: Record) -> Record:
-        """Records all events."""
-        return record.bind("generation")
-
     def generation_prepared(self, generation: VllmGeneration) -> None:
         """Does nothing: the engines start by themselves."""
 
-    def training_accelerators(self) -> AbstractContextManager[object]:
-        """Does nothing: the run owns its slots."""
-        return nullcontext()
-
-    def control_plane(self, built: Built) -> ControlPlane:
+    def accelerators(self, parts: Built) -> OwnAccelerators:
         """Refits generation from the live policy."""
         refitter = None
-        if built.generation is not None:
-            built.generation.fleet.enable_rebuilds()
+        if parts.generation is not None:
+            parts.generation.fleet.enable_rebuilds()
             refitter = Refitter(
-                built.policy,
-                built.generation,
-                built.config.weight_sync,
-                colocated=built.generation.colocated,
+                parts.policy,
+                parts.generation,
+                parts.config.weight_sync,
+                colocated=parts.generation.colocated,
                 cuda=self._cuda,
-                record=built.record.bind("refit"),
+                record=parts.record.bind("refit"),
             )
-        return OwnAccelerators(refitter, built.timer, built.progress.phase)
+        return OwnAccelerators(refitter, parts.timer, parts.progress.phase)
 
 
 def validates(config: MasterConfig) -> bool:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl.algorithms.distillation.teachers import Teachers
-from nemo_rl.algorithms.grpo.control_plane import ControlPlane
-from nemo_rl.algorithms.grpo.placement import Placement
+from nemo_rl.algorithms.grpo.accelerators import GRPOAccelerators
+from nemo_rl.algorithms.grpo.placement import GRPOPlacement
 from nemo_rl.algorithms.grpo.step_reports import StepReports
 from nemo_rl.algorithms.run_checkpoint import RunState
 from nemo_rl.algorithms.training_loop import TrainingRun
@@ -59,7 +59,7 @@ class GRPORun(TrainingRun[MasterConfig]):
 
     tokenizer: PreTrainedTokenizerBase
     generation: VllmGeneration | None  # the engines; None when rollouts are replayed and nothing validates
-    control: ControlPlane  # decides who uses the accelerators
+    accelerators: GRPOAccelerators  # who uses them, and when
     rollouts: RolloutSource
     validation_rollouts: RolloutSource | None  # source of validation rollouts, or None
     store: ExperienceStore
@@ -67,7 +67,7 @@ class GRPORun(TrainingRun[MasterConfig]):
     record: Record
     total_steps: int  # last step of the run, as far as it can be known at the start
     environments: Actors
-    placement: Placement
+    placement: GRPOPlacement
     clusters: list[RayVirtualCluster]
     reports: StepReports  # writes step reports in the background
     teachers: Teachers | None = None  # score the run's samples, or None

@@ -68,7 +68,7 @@ def ask_served_teachers(run: GRPORun, part: Experience, step: int) -> None:
     those that the teachers need.
     """
     if run.teachers is not None and run.teachers.served:
-        run.control.yield_training(step)
+        run.accelerators.yield_training(step)
         _ask_teachers(run, run.teachers, part)
 
 

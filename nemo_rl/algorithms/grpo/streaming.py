@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nemo_rl.algorithms.accelerators import ReportProgress
 from nemo_rl.algorithms.grpo.async_source import (
     AheadSource,
     collector_parts,
     joined_groups,
 )
-from nemo_rl.algorithms.grpo.control_plane import ReportProgress
 from nemo_rl.algorithms.grpo.stages import (
     Experience,
     apply_staleness_policy,
@@ -98,13 +98,13 @@ class StreamingSource(AheadSource):
         """
         run, step = self._run, self._run.state.step
         self._parts = 0
-        with run.control.demand(step, *self.waited_for()) as report:
+        with run.accelerators.demand(step, *self.waited_for()) as report:
             while groups := self._take(report):
                 self._parts += 1
                 yield self._scored(groups)
         if self._parts:
             # They may have been away while the step waited for its last groups.
-            run.control.lend_training(step)
+            run.accelerators.lend_training(step)
 
     def _take(self, report: ReportProgress) -> Sequence[BufferedGroup]:
         """The next groups; empty if the step is complete or the prompts are used up."""
@@ -113,7 +113,9 @@ class StreamingSource(AheadSource):
         with run.timer.time("exposed_generation"):
             try:
                 # A step that kept its training accelerators while it waits could wait for rollouts that need them.
-                return self.collector.take(self._enough, report, lambda: run.control.yield_training(run.state.step))
+                return self.collector.take(
+                    self._enough, report, lambda: run.accelerators.yield_training(run.state.step)
+                )
             except StopIteration:
                 return ()
 

@@ -39,8 +39,8 @@ class SynchronousSource(WholeSteps):
         run = self._run
         run.progress.phase("generation")
         with run.timer.time("prepare_for_generation/total"):
-            run.control.serve(run.state.step)
-        with run.control.demand(run.state.step, *self.waited_for()):
+            run.accelerators.serve(run.state.step)
+        with run.accelerators.demand(run.state.step, *self.waited_for()):
             return self._batches.collect(run.state.step, self._next_prompts)
 
     def _next_prompts(self) -> tuple[BatchedDataDict, int]:

@@ -75,11 +75,11 @@ def validate(run: GRPORun, step: int) -> dict[str, float]:
         )
     run.progress.phase("validation")
     with run.timer.time("total_validation_time"):
-        run.control.serve(run.state.step)
+        run.accelerators.serve(run.state.step)
         size = cfg.val_batch_size or cfg.max_val_samples or 1
         groups = batches_to_run(cfg, len(loader)) * size
         began = time.monotonic()
-        with run.control.demand(run.state.step, groups, 0, "validation"):
+        with run.accelerators.demand(run.state.step, groups, 0, "validation"):
             batches = islice(loader, batches_to_run(cfg, len(loader)))
             done = _roll_out_all(run, source, list(batches), step)
         run.record.emit(Validated(run.state.step, len(done.rewards), time.monotonic() - began))

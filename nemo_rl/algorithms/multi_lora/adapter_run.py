@@ -22,7 +22,7 @@ from nemo_rl.algorithms.grpo.placement import OwnPlacement
 from nemo_rl.algorithms.grpo.run import GRPORun, GRPOState
 from nemo_rl.algorithms.grpo.sources import make_loaders, make_rollout_sources
 from nemo_rl.algorithms.grpo.step_reports import DeviceCount
-from nemo_rl.algorithms.multi_lora.engines import AdapterControl, AdapterEngines, AdapterGeneration
+from nemo_rl.algorithms.multi_lora.engines import AdapterAccelerators, AdapterEngines, AdapterGeneration
 from nemo_rl.algorithms.multi_lora.passes import AdapterPolicy, SharedPasses
 from nemo_rl.algorithms.multi_lora.records import AdapterRecords
 from nemo_rl.algorithms.placement import check_policy
@@ -153,7 +153,7 @@ def build_run(
             ready,
             policy=policy_view,
             generation=generation_view,
-            control=AdapterControl(shared.engines, name, slot, info, timer, record, progress),
+            accelerators=AdapterAccelerators(shared.engines, name, slot, info, timer, record, progress),
             sources=sources,
             store=store,
             record=record,

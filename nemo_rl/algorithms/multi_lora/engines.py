@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDone
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import ray
 
-from nemo_rl.algorithms.grpo.control_plane import DemandKind, ReportProgress
+from nemo_rl.algorithms.accelerators import DemandKind, KeptAccelerators, ReportProgress
 from nemo_rl.algorithms.multi_lora.passes import AdapterPolicy
 from nemo_rl.config.errors import first_line
 from nemo_rl.distributed.worker_calls import WorkerError
@@ -206,8 +206,9 @@ class AdapterGeneration:
         return True
 
 
-class AdapterControl:
-    """The control plane of one adapter: sends its new versions to the engines, which keep serving the others.
+class AdapterAccelerators(KeptAccelerators):
+    """The accelerators of one adapter, which it shares with the others pass by pass; sends its new versions to the
+    engines, which keep serving the others.
 
     Args:
         progress: Called with the prompt groups that are there and those that are waited for.
@@ -247,24 +248,14 @@ class AdapterControl:
             self._record.emit(SyncFinished(sync, version, outcome, self._engines.nbytes(self._name)))
         self._record.emit(VersionPublished(version, shards))
 
-    def demand(
-        self, step: int, groups: int, ready: int, kind: DemandKind = "training"
-    ) -> AbstractContextManager[ReportProgress]:
-        return self._demand(groups, ready)
-
     @contextmanager
-    def _demand(self, groups: int, ready: int) -> Generator[ReportProgress]:
+    def demand(self, step: int, groups: int, ready: int, kind: DemandKind = "training") -> Generator[ReportProgress]:
+        """Passes the progress on."""
         self._progress(ready, groups)
         try:
             yield self._progress
         finally:
             self._progress(0, 0)
-
-    def lend_training(self, step: int) -> None:
-        """Does nothing: adapters share the training accelerators pass by pass."""
-
-    def yield_training(self, step: int) -> None:
-        """Does nothing: adapters share the training accelerators pass by pass."""
 
     def lend_saving(self, step: int) -> None:
         """Does nothing: adapters stay on the device."""
@@ -275,9 +266,6 @@ class AdapterControl:
     def publish(self, step: int, source: ExperienceSource) -> None:
         """Sends the new version."""
         self.serve(step + 1)
-
-    def stop(self) -> None:
-        """Does nothing: the job takes the adapter out of the engines."""
 
     def metrics(self) -> Mapping[str, float]:
         return {

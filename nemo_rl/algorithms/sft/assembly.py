@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_rl.algorithms.placement import begin_policy, check_policy, start_policy
+from nemo_rl.algorithms.placement import Clusters, begin_policy, check_policy, start_policy
 from nemo_rl.algorithms.resume import Resume
 from nemo_rl.algorithms.run_checkpoint import name_latest
-from nemo_rl.algorithms.sft.driver import OwnPlacement, Placement, SFTRun, SFTState
+from nemo_rl.algorithms.sft.driver import OwnPlacement, SFTPlacement, SFTRun, SFTState, Trainer
 from nemo_rl.algorithms.startup import Algorithm, Limits, Loaders, prepared
 from nemo_rl.config import SFTMasterConfig
 from nemo_rl.data.collate_fn import sft_collate
@@ -25,7 +25,6 @@ from nemo_rl.data.loader import Batch, make_loader
 from nemo_rl.data.setup import TaskDatasets
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.distributed.actor_logs import collect_actor_logs
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerGroup
 from nemo_rl.loss import NLLLossFn
 from nemo_rl.utils.checkpoint import CheckpointManager
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from nemo_rl.data.processors import AllTaskProcessedDataset
 
 
-def setup(config: SFTMasterConfig, start: StartPhases | None = None, placement: Placement | None = None) -> SFTRun:
+def setup(config: SFTMasterConfig, start: StartPhases | None = None, placement: SFTPlacement | None = None) -> SFTRun:
     """A run that is ready to be driven.
 
     Args:
@@ -54,11 +53,14 @@ def setup(config: SFTMasterConfig, start: StartPhases | None = None, placement: 
     """
     start, placement = start or StartPhases(), placement or OwnPlacement()
     with prepared(config, _algorithm(config, placement), placement, start) as ready:
-        cluster = ready.ray_parts.cluster
-        with placement.building(), start.phase("policy"):
-            policy = start_policy(config, cluster, ready.tokenizer, ready.ray_parts.policy)
-            ready.undo.callback(policy.shutdown)
-            policy.wait_until_started()
+        clusters, timer = ready.ray_parts.clusters, Timer()
+        progress = RunProgress(ready.total_steps, title="SFT", first_step=ready.state.step, measure="val_loss")
+        with placement.building():
+            with start.phase("policy"):
+                policy = start_policy(config, clusters.training, ready.tokenizer, ready.ray_parts.policy)
+                ready.undo.callback(policy.shutdown)
+                policy.wait_until_started()
+            accelerators = placement.accelerators(Trainer(policy, timer, progress))
         if policy.started is not None:
             start.say(f"training: {policy.started.kernels}")
         return SFTRun(
@@ -70,11 +72,12 @@ def setup(config: SFTMasterConfig, start: StartPhases | None = None, placement: 
             logger=ready.logger,
             checkpointer=ready.checkpointer,
             state=ready.state,
-            timer=Timer(),
+            timer=timer,
             timeout=TimeoutChecker(config.checkpointing.checkpoint_must_save_by),
-            progress=RunProgress(ready.total_steps, title="SFT", first_step=ready.state.step, measure="val_loss"),
-            cluster=cluster,
+            progress=progress,
+            clusters=clusters,
             placement=placement,
+            accelerators=accelerators,
         )
 
 
@@ -82,17 +85,18 @@ def setup(config: SFTMasterConfig, start: StartPhases | None = None, placement: 
 class _RayParts:
     """Slots, and the policy's actors on them."""
 
-    cluster: RayVirtualCluster
+    clusters: Clusters
     policy: RayWorkerGroup
 
     def shutdown(self) -> None:
         """Ends both. Safe to call twice."""
         self.policy.shutdown()
-        self.cluster.shutdown()
+        for cluster in self.clusters.distinct():
+            cluster.shutdown()
 
 
 def _algorithm(
-    config: SFTMasterConfig, placement: Placement
+    config: SFTMasterConfig, placement: SFTPlacement
 ) -> Algorithm[SFTState, StatefulDataLoader[Batch], _RayParts]:
     sft = config.sft
     return Algorithm(
@@ -112,17 +116,18 @@ def _algorithm(
 
 def _begin(
     config: SFTMasterConfig,
-    placement: Placement,
+    placement: SFTPlacement,
     accelerator: Accelerator,
     checkpointer: CheckpointManager,
     resume: Resume | None,
 ) -> _RayParts:
     with ExitStack() as undo:
-        cluster = placement.reserve(config, accelerator)
-        undo.callback(cluster.shutdown)
-        policy = begin_policy(config, cluster, checkpointer, resume, init_reference_model=False)
+        clusters = placement.reserve(config, accelerator)
+        for cluster in clusters.distinct():
+            undo.callback(cluster.shutdown)
+        policy = begin_policy(config, clusters.training, checkpointer, resume, init_reference_model=False)
         undo.pop_all()
-    return _RayParts(cluster, policy)
+    return _RayParts(clusters, policy)
 
 
 def _name_latest(checkpointer: CheckpointManager, resume: Resume | None) -> None:
@@ -177,7 +182,8 @@ def close(run: SFTRun) -> None:
     with ExitStack() as stack:
         stack.callback(run.placement.disconnect)
         stack.callback(collect_actor_logs, Path(run.config.logger.log_dir) / "actors")
-        stack.callback(run.cluster.shutdown)
+        for cluster in run.clusters.distinct():
+            stack.callback(cluster.shutdown)
         stack.callback(run.policy.shutdown)
         stack.callback(run.logger.close)
         stack.callback(run.checkpointer.shutdown)

@@ -1,25 +1,29 @@
 """Supervised fine-tuning: one optimizer step per batch, with validation loss.
 
 A scheduler that lends accelerators supplies its own placement. Invariants: `state.step` is the number of optimizer
-steps behind the policy's weights; training uses accelerators only inside `building` and between `lend` and `step_done`.
+steps behind the policy's weights; training uses accelerators only inside `building` and between `lend_training` and
+`yield_training`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
+from nemo_rl.algorithms.accelerators import Accelerators, KeptAccelerators
 from nemo_rl.algorithms.grpo.metrics import aggregate_microbatch_metrics
-from nemo_rl.algorithms.placement import OwnSlots, reserve_all
+from nemo_rl.algorithms.placement import Clusters, OwnSlots, Placement, reserve_all
 from nemo_rl.algorithms.run_checkpoint import RunState, name_latest
 from nemo_rl.algorithms.training_loop import CompletedStep, Steps, TrainingRun, train_to_end
 from nemo_rl.config import SFTMasterConfig
 from nemo_rl.data.loader import Batch
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.utils.progress import RunProgress
+from nemo_rl.utils.timer import Timer
 
 if TYPE_CHECKING:
     from torchdata.stateful_dataloader import StatefulDataLoader
@@ -47,32 +51,40 @@ class SFTState(RunState):
         )
 
 
-class Placement(Protocol):
-    """Provides an SFT run with accelerators."""
+class Trainer(NamedTuple):
+    """What moves on and off the accelerators, and where that is shown."""
 
-    def connect(self, config: SFTMasterConfig) -> Accelerator:
-        """Joins or starts the Ray cluster; returns its kind of accelerator."""
-        ...
+    policy: Policy
+    timer: Timer
+    progress: RunProgress
 
-    def disconnect(self) -> None:
-        """Leaves the Ray cluster. Safe to call twice."""
-        ...
 
-    def reserve(self, config: SFTMasterConfig, accelerator: Accelerator) -> RayVirtualCluster:
-        """The run's slots."""
-        ...
+SFTPlacement = Placement[SFTMasterConfig, Trainer, Accelerators]
 
-    def building(self) -> AbstractContextManager[object]:
-        """Context manager around building the policy."""
-        ...
 
-    def lend(self, run: SFTRun) -> None:
-        """Blocks until weights and optimizer are on the accelerators."""
-        ...
+class OwnPlacement(OwnSlots):
+    """For a run with slots of its own."""
 
-    def step_done(self, run: SFTRun) -> None:
-        """Called once a step, its validation and its checkpoint are complete; may release the accelerators."""
-        ...
+    def reserve(self, config: SFTMasterConfig, accelerator: Accelerator) -> Clusters:
+        """All slots of the configuration."""
+        return reserve_all(config.cluster, accelerator, "policy")
+
+    def accelerators(self, parts: Trainer) -> OwnAccelerators:
+        """They stay with the run."""
+        return OwnAccelerators(parts.policy)
+
+
+class OwnAccelerators(KeptAccelerators):
+    """Training accelerators of an SFT run that keeps them."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy, self._there = policy, False
+
+    def lend_training(self, step: int) -> None:
+        """Moves the policy to the devices, once."""
+        if not self._there:
+            self._policy.prepare_for_training()
+            self._there = True
 
 
 @dataclass
@@ -80,33 +92,9 @@ class SFTRun(TrainingRun[SFTMasterConfig]):
     """An SFT run."""
 
     train_loader: StatefulDataLoader[Batch]  # training conversations, batches of `policy.train_global_batch_size`
-    cluster: RayVirtualCluster
-    placement: Placement
-
-
-class OwnPlacement(OwnSlots):
-    """For a run with slots of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._ready = False
-
-    def reserve(self, config: SFTMasterConfig, accelerator: Accelerator) -> RayVirtualCluster:
-        """All slots of the configuration."""
-        return reserve_all(config.cluster, accelerator, "policy")
-
-    def building(self) -> AbstractContextManager[object]:
-        """Does nothing: the run owns its slots."""
-        return nullcontext()
-
-    def lend(self, run: SFTRun) -> None:
-        """Moves the policy to the devices once."""
-        if not self._ready:
-            run.policy.prepare_for_training()
-            self._ready = True
-
-    def step_done(self, run: SFTRun) -> None:
-        """Does nothing: the run keeps its slots."""
+    clusters: Clusters
+    placement: SFTPlacement
+    accelerators: Accelerators
 
 
 def sft_train(run: SFTRun) -> None:
@@ -131,7 +119,7 @@ class SFTSteps(Steps[SFTRun]):
     @contextmanager
     def running(self) -> Generator[None]:
         """Validates first if configured; SFT generates nothing."""
-        self.run.placement.lend(self.run)
+        self.run.accelerators.lend_training(self.run.state.step)
         if self.run.config.sft.val_at_start and self.run.state.step == 0:
             validate(self.run)
         yield
@@ -150,7 +138,7 @@ class SFTSteps(Steps[SFTRun]):
         """Trains on the batch."""
         if self._batch is None:
             return None
-        self.run.placement.lend(self.run)
+        self.run.accelerators.lend_training(self.run.state.step)
         return _step(self.run, self._batch)
 
     def validate(self) -> dict[str, float]:
@@ -164,7 +152,7 @@ class SFTSteps(Steps[SFTRun]):
         """Releases lent accelerators; logs metrics, times and rates."""
         run, step = self.run, self.run.state.step
         tokens = float(self._batch["input_lengths"].sum()) if self._batch is not None else 0.0
-        run.placement.step_done(run)
+        run.accelerators.yield_training(step)
         run.logger.log_metrics(done.metrics, step, prefix="train")
         seconds = {name: sum(run.timer.elapsed(name)) for name in run.timer.get_timing_metrics("sum")}
         rate = {"tokens_per_sec": tokens / seconds["total_step_time"]}

@@ -6,12 +6,13 @@ Its weights never change: an engine that leaves keeps them on the host and serve
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
+from nemo_rl.algorithms.accelerators import DemandKind, KeptAccelerators, ReportProgress
+from nemo_rl.algorithms.placement import Clusters
 from nemo_rl.config import EvalMasterConfig
-from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.models.generation.vllm.fleet import EngineFleet
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.time_sharing.agents.runtime import AgentRuntime
@@ -19,7 +20,7 @@ from nemo_rl.time_sharing.agents.standing_demand import standing_demand
 from nemo_rl.time_sharing.log.pool_state import Outcome, Progress
 from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job
-from nemo_rl.time_sharing.pipelines.lent import RequestsOnly
+from nemo_rl.time_sharing.pipelines.lent import LentSlots, RequestsOnly
 from nemo_rl.time_sharing.pipelines.shared_cluster import SharedCluster
 from nemo_rl.time_sharing.pipelines.vllm_engine import (
     BuildableEngines,
@@ -57,16 +58,23 @@ class FixedWeights(BuildableEngines):
         return version
 
 
-class LentEngines:
-    """The placement of an evaluation whose GPUs belong to the scheduler.
+class LentPlacement(LentSlots):
+    """Places an evaluation on GPUs of a shared pool.
 
     Args:
         runtime: Its agent, registered and started.
         engines: Where the agent finds the engines.
+        record: For the requests.
+        answers: Answers to a problem.
         on_first_sleep: See `build_engine`.
+
+    Attributes:
+        done: Problems that are answered.
+        of: All problems; 0 before the first is asked.
     """
 
     lends_shards = True
+    record_prefix = ""
 
     def __init__(
         self,
@@ -74,36 +82,53 @@ class LentEngines:
         runtime: AgentRuntime,
         engines: EngineSlot,
         record: Record,
+        answers: int,
         on_first_sleep: FirstSlept,
     ) -> None:
-        self._cluster, self._runtime, self._engines, self._on_first_sleep = cluster, runtime, engines, on_first_sleep
-        self.record: Record | None = record
+        super().__init__(Clusters(cluster, cluster), cluster.accelerator)
+        self._runtime, self._engines, self._record, self._on_first_sleep = runtime, engines, record, on_first_sleep
+        self._answers = answers
         self.done, self.of = 0, 0
 
-    def connect(self, config: EvalMasterConfig) -> Accelerator:
-        """The pool's kind of accelerator; the pipeline's process is part of its Ray cluster already."""
-        return self._cluster.accelerator
+    def shard_record(self, record: Record) -> Record:
+        """That of the pipeline."""
+        return self._record
 
-    def disconnect(self) -> None:
-        """The Ray cluster is the pool's."""
+    def building(self) -> AbstractContextManager[object]:
+        """Does nothing: there is no policy."""
+        return nullcontext()
 
-    def reserve(self, config: EvalMasterConfig, accelerator: Accelerator) -> SharedCluster:
-        """The slots of the registration."""
-        return self._cluster
+    def accelerators(self, parts: VllmGeneration) -> LentEngines:
+        """The GPUs of the engines."""
+        self._engines.put(FixedWeights(parts.fleet, self._on_first_sleep))
+        parts.fleet.on_failure(lambda rank, reason: self._runtime.rank_broken_soon(rank))
+        return LentEngines(self._runtime, parts, self._answers, self._show)
+
+    def _show(self, done: int, of: int) -> None:
+        self.done, self.of = done, of
+
+
+class LentEngines(KeptAccelerators):
+    """GPUs that belong to the scheduler, of a run that trains nothing.
+
+    Args:
+        answers: Answers to a problem.
+        show: Hears of every report, too.
+    """
+
+    def __init__(self, runtime: AgentRuntime, generation: VllmGeneration, answers: int, show: ReportProgress) -> None:
+        self._runtime, self._generation, self._answers, self._show = runtime, generation, answers, show
 
     @contextmanager
-    def serving(self, generation: VllmGeneration, problems: int, answers: int) -> Generator[Callable[[int], None]]:
+    def demand(self, step: int, groups: int, ready: int, kind: DemandKind = "training") -> Generator[ReportProgress]:
         """The demand stands while problems are open; afterwards the ranks go to sleep and the registration ends."""
-        self.of = problems
-        self._engines.put(FixedWeights(generation.fleet, self._on_first_sleep))
-        generation.fleet.on_failure(lambda rank, reason: self._runtime.rank_broken_soon(rank))
-        with standing_demand(self._runtime, lambda: generation.requests_under_way, answers) as report:
+        with standing_demand(self._runtime, lambda: self._generation.requests_under_way, self._answers) as report:
 
-            def tell(done: int) -> None:
-                self.done = done
-                report(done, problems)
+            def tell(done: int, of: int) -> None:
+                self._show(done, of)
+                report(done, of)
 
-            tell(0)
+            tell(ready, groups)
             yield tell
         self._runtime.leave(_LEAVE_S)
 
@@ -113,7 +138,7 @@ class EvaluationPipeline(LentPipeline):
 
     def __init__(self, job: Job, handles: PoolHandles, incarnation: int) -> None:
         super().__init__(job, handles, incarnation)
-        self._placement: LentEngines | None = None
+        self._placement: LentPlacement | None = None
 
     def progress(self) -> Progress:
         """Problems answered so far, as steps."""
@@ -134,11 +159,12 @@ class EvaluationPipeline(LentPipeline):
             raise TypeError(f"{job.name}: {type(config).__name__} is no configuration of an evaluation")
         record = self.open_record()
         runtime = self.join(engines, record)
-        self._placement = LentEngines(
+        self._placement = LentPlacement(
             self.cluster(job.infer, leads_ranks=True),
             runtime,
             engines,
             RequestsOnly(record.bind(f"{job.name}/generation")),
+            config.eval.num_tests_per_prompt,
             self.engine_built,
         )
         score = evaluate(config, self._placement)

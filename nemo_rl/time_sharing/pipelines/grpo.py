@@ -276,8 +276,8 @@ class NemoRLFullFinetunePipeline(LentPipeline):
     def _waited_s(self) -> float:
         from nemo_rl.time_sharing.pipelines.lent import LentAccelerators
 
-        control = self._run.control if self._run is not None else None
-        return control.waited_s if isinstance(control, LentAccelerators) else 0.0
+        accelerators = self._run.accelerators if self._run is not None else None
+        return accelerators.waited_s if isinstance(accelerators, LentAccelerators) else 0.0
 
     def live(self) -> Outcome:
         from nemo_rl.algorithms.grpo.assembly import close, setup
@@ -314,8 +314,8 @@ class NemoRLFullFinetunePipeline(LentPipeline):
             try:
                 with run.progress:
                     drive(run)
-                if isinstance(run.control, LentAccelerators):
-                    run.control.leave()
+                if isinstance(run.accelerators, LentAccelerators):
+                    run.accelerators.leave()
             finally:
                 close(run)
         saves = config.checkpointing.enabled

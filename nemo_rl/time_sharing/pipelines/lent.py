@@ -1,4 +1,4 @@
-"""A GRPO run on accelerators that the scheduler lends: its placement, and the control plane of its step loop.
+"""A GRPO run on accelerators that the scheduler lends: where they are, and when it may use them.
 
 `LentPlacement` builds the policy under a grant and lets engines be built when their ranks wake, or before;
 `LentAccelerators` asks for the training GPUs step by step and gives them back. Order after a step: the cache is built
@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 
+from nemo_rl.algorithms.accelerators import DemandKind, ReportProgress
 from nemo_rl.algorithms.distillation.engine_teacher import ServedTeacher
-from nemo_rl.algorithms.grpo.control_plane import ControlPlane, DemandKind, ReportProgress
 from nemo_rl.algorithms.grpo.experience_source import ExperienceSource
-from nemo_rl.algorithms.grpo.placement import Built, Clusters
+from nemo_rl.algorithms.grpo.placement import Built
+from nemo_rl.algorithms.placement import Clusters
 from nemo_rl.config import MasterConfig
 from nemo_rl.config.teachers import Teacher
 from nemo_rl.distributed.accelerators import Accelerator
@@ -64,7 +65,25 @@ class RequestsOnly:
         self._record.flush()
 
 
-class LentPlacement:
+class LentSlots:
+    """Base of placements on a shared pool. `clusters`: the slots of the registration."""
+
+    def __init__(self, clusters: Clusters, accelerator: Accelerator) -> None:
+        self.clusters, self._accelerator = clusters, accelerator
+
+    def connect(self, config: object) -> Accelerator:
+        """The pool's kind of accelerator; the pipeline's process is part of its Ray cluster already."""
+        return self._accelerator
+
+    def disconnect(self) -> None:
+        """The Ray cluster is the pool's."""
+
+    def reserve(self, config: object, accelerator: Accelerator) -> Clusters:
+        """The slots of the registration."""
+        return self.clusters
+
+
+class LentPlacement(LentSlots):
     """Places one pipeline on a shared pool.
 
     Args:
@@ -96,19 +115,8 @@ class LentPlacement:
         self._report_memory, self._on_first_sleep = report_memory, on_first_sleep
         self._measures_batch = measures_batch
         self.record_prefix = f"{pipeline}/"
-        self._clusters = Clusters(training, generation)
+        super().__init__(Clusters(training, generation), training.accelerator)
         self._runtime, self._engines, self._wait_s = runtime, engines, wait_s
-
-    def connect(self, config: MasterConfig) -> Accelerator:
-        """The pool's kind of accelerator; the pipeline's process is part of its Ray cluster already."""
-        return self._clusters.training.accelerator
-
-    def disconnect(self) -> None:
-        """The Ray cluster is the pool's."""
-
-    def reserve(self, config: MasterConfig, accelerator: Accelerator) -> Clusters:
-        """The slots of the registration."""
-        return self._clusters
 
     def served_teacher(self, teacher: Teacher, config: MasterConfig) -> ServedTeacher:
         """A job of the same pool."""
@@ -124,38 +132,38 @@ class LentPlacement:
         self._runtime.builds_ahead()
 
     @contextmanager
-    def training_accelerators(self) -> Generator[None]:
+    def building(self) -> Generator[None]:
         """Under a grant for initialisation. A failure keeps it: the GPUs are free only when the processes are gone."""
         self._runtime.acquire(ACTOR_TRAIN, Priority.INITIALIZATION, -1, self._wait_s)
         yield
         self._runtime.release(ACTOR_TRAIN)
 
-    def control_plane(self, built: Built) -> ControlPlane:
+    def accelerators(self, parts: Built) -> LentAccelerators:
         """Packs the first weights, moves training off the GPUs and hands the engines to the agent. Raises CacheError:
         two copies of the weights do not fit into host memory.
         """
-        if built.generation is None:
+        if parts.generation is None:
             raise ValueError("a pipeline on a shared pool generates; grpo.rollout_replay leaves nothing to share")
-        sync = built.config.weight_sync
+        sync = parts.config.weight_sync
         cache = PolicyWeightCache(
-            built.policy, bucket_bytes=sync.bucket_bytes, timeout_s=sync.timeout_s, checksums=sync.verify
+            parts.policy, bucket_bytes=sync.bucket_bytes, timeout_s=sync.timeout_s, checksums=sync.verify
         )
         options = SyncOptions(sync.transport, sync.bucket_bytes, sync.verify, sync.timeout_s, keep_group=False)
-        elastic = ElasticGeneration(built.generation, cache, options)
-        engine = VllmEngine(built.generation.fleet, elastic, lambda: cache.version, self._on_first_sleep)
+        elastic = ElasticGeneration(parts.generation, cache, options)
+        engine = VllmEngine(parts.generation.fleet, elastic, lambda: cache.version, self._on_first_sleep)
         self._engines.put(engine)
-        built.generation.fleet.on_failure(lambda rank, reason: self._runtime.rank_broken_soon(rank))
-        cache.build(built.version)
-        self._runtime.begin_at(built.version)
-        share = built.config.policy.generation.vllm_cfg.gpu_memory_utilization
-        leave_and_report_memory(built.policy, self._clusters.training.accelerator, self._report_memory, share)
-        samples = built.config.grpo.num_generations_per_prompt
+        parts.generation.fleet.on_failure(lambda rank, reason: self._runtime.rank_broken_soon(rank))
+        cache.build(parts.version)
+        self._runtime.begin_at(parts.version)
+        share = parts.config.policy.generation.vllm_cfg.gpu_memory_utilization
+        leave_and_report_memory(parts.policy, self._accelerator, self._report_memory, share)
+        samples = parts.config.grpo.num_generations_per_prompt
         return LentAccelerators(
             self._runtime,
-            built,
+            parts,
             cache,
             elastic,
-            self._clusters.training.accelerator,
+            self._accelerator,
             samples=samples,
             measures_batch=self._measures_batch,
             wait_s=self._wait_s,
@@ -194,7 +202,7 @@ def leave_and_report_memory(
 
 
 class LentAccelerators:
-    """The control plane of a run whose accelerators belong to the scheduler.
+    """Accelerators of a GRPO run that belong to the scheduler.
 
     Args:
         built: Policy and what watches the run.

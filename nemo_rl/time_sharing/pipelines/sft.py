@@ -11,16 +11,19 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-from nemo_rl.algorithms.sft.driver import SFTRun
+from nemo_rl.algorithms.accelerators import KeptAccelerators
+from nemo_rl.algorithms.placement import Clusters
+from nemo_rl.algorithms.sft.driver import SFTRun, Trainer
 from nemo_rl.config import SFTMasterConfig
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.time_sharing.agents.runtime import AgentRuntime, EngineError
 from nemo_rl.time_sharing.log.pool_state import Outcome, Progress
 from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles, progress_of
 from nemo_rl.time_sharing.pipelines.job import Job
-from nemo_rl.time_sharing.pipelines.lent import ReportMemory, leave_accelerators, leave_and_report_memory
+from nemo_rl.time_sharing.pipelines.lent import LentSlots, ReportMemory, leave_accelerators, leave_and_report_memory
 from nemo_rl.time_sharing.pipelines.shared_cluster import SharedCluster
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Priority
+from nemo_rl.utils.record import Record
 
 logger = logging.getLogger(__name__)
 
@@ -29,20 +32,23 @@ _LEAVE_S = 300.0
 _ANSWER_S = 60.0
 
 
-class LentTraining:
-    """The placement of an SFT run whose GPUs belong to the scheduler.
+class LentPlacement(LentSlots):
+    """Places an SFT run on GPUs of a shared pool.
 
     Args:
         runtime: Its agent, registered and started.
-        wanted: Whether somebody else waits for the GPUs.
-        report_memory: See `LentPlacement`.
+        wanted: Whether another job waits for the GPUs.
+        report_memory: See `lent.LentPlacement`.
         slice_s: How long they are kept all the same: moving to the host and back takes seconds.
         longest_s: When they are given back even if no other job wants them.
         wait_s: How long a grant may take.
 
     Attributes:
-        waited_s: Seconds for which the run has waited for GPUs so far.
+        grants: The grants of the GPUs.
     """
+
+    lends_shards = False
+    record_prefix = ""
 
     def __init__(
         self,
@@ -55,67 +61,106 @@ class LentTraining:
         longest_s: float,
         wait_s: float,
     ) -> None:
-        self._cluster, self._runtime, self._wanted, self._report_memory = cluster, runtime, wanted, report_memory
-        self._memory_reported = False
-        self._slice_s, self._longest_s, self._wait_s = slice_s, longest_s, wait_s
-        self._held: Priority | None = None
-        self._since = 0.0
-        self.waited_s = 0.0
+        super().__init__(Clusters(cluster, None), cluster.accelerator)
+        self._wanted, self._report_memory = wanted, report_memory
+        self._slice_s, self._longest_s = slice_s, longest_s
+        self.grants = Grants(runtime, wait_s)
 
-    def connect(self, config: SFTMasterConfig) -> Accelerator:
-        """The pool's kind of accelerator; the pipeline's process is part of its Ray cluster already."""
-        return self._cluster.accelerator
-
-    def disconnect(self) -> None:
-        """The Ray cluster is the pool's."""
-
-    def reserve(self, config: SFTMasterConfig, accelerator: Accelerator) -> SharedCluster:
-        """The slots of the registration."""
-        return self._cluster
+    def shard_record(self, record: Record) -> Record:
+        """It has no shards."""
+        return record
 
     @contextmanager
     def building(self) -> Generator[None]:
         """Under a grant for initialisation, which the first step goes on with."""
-        self._acquire(Priority.INITIALIZATION, -1)
+        self.grants.acquire(Priority.INITIALIZATION, -1)
         yield
 
-    def lend(self, run: SFTRun) -> None:
-        """Waits for the GPUs, unless they are held. Raises TimeoutError: they were not granted in time; Dismissed: the
-        scheduler ended this pipeline; PoolFull: what stays on the GPUs while the run is away leaves too little for
+    def accelerators(self, parts: Trainer) -> LentTraining:
+        """The GPUs of the steps. Raises PoolFull: what stays on them while the run is away leaves too little for
         everybody.
         """
-        if self._held is Priority.ACTOR_TRAINING:
-            return
-        if not self._memory_reported:
-            leave_and_report_memory(run.policy, self._cluster.accelerator, self._report_memory, _NO_ENGINE)
-            self._memory_reported = True
-        run.progress.phase("waiting for training GPUs")
-        with run.timer.time("idle/training_grant"):
-            self._acquire(Priority.ACTOR_TRAINING, run.state.step)
-        run.policy.prepare_for_training()
+        leave_and_report_memory(parts.policy, self._accelerator, self._report_memory, _NO_ENGINE)
+        return LentTraining(
+            self.grants, parts, self._accelerator, self._wanted, slice_s=self._slice_s, longest_s=self._longest_s
+        )
 
-    def _acquire(self, priority: Priority, step: int) -> None:
+
+class Grants:
+    """The grants of a run's training GPUs.
+
+    Attributes:
+        held: The priority that they are held under; None if they are not.
+        waited_s: Seconds for which the run has waited for them so far.
+    """
+
+    def __init__(self, runtime: AgentRuntime, wait_s: float) -> None:
+        self._runtime, self._wait_s = runtime, wait_s
+        self._since = 0.0
+        self.held: Priority | None = None
+        self.waited_s = 0.0
+
+    def acquire(self, priority: Priority, step: int) -> None:
+        """Waits for the GPUs. Raises TimeoutError: they were not granted in time; Dismissed: the scheduler ended this
+        pipeline.
+        """
         began = time.monotonic()
         self._runtime.acquire(ACTOR_TRAIN, priority, step, self._wait_s)
         now = time.monotonic()
         self.waited_s += now - began
-        if self._held is None:
+        if self.held is None:
             self._since = now
-        self._held = priority
+        self.held = priority
 
-    def step_done(self, run: SFTRun) -> None:
-        """Gives the GPUs back at the end of a slice, where somebody else waits for them."""
-        seconds = time.monotonic() - self._since
+    def seconds(self) -> float:
+        """For how long they have been held."""
+        return time.monotonic() - self._since
+
+    def release(self) -> None:
+        """Gives them back."""
+        self._runtime.release(ACTOR_TRAIN)
+        self.held = None
+
+
+class LentTraining(KeptAccelerators):
+    """Training GPUs that belong to the scheduler, of a run that generates nothing. For the arguments see
+    `LentPlacement`.
+    """
+
+    def __init__(
+        self,
+        grants: Grants,
+        trainer: Trainer,
+        accelerator: Accelerator,
+        wanted: Callable[[], bool],
+        *,
+        slice_s: float,
+        longest_s: float,
+    ) -> None:
+        self._grants, self._trainer, self._accelerator, self._wanted = grants, trainer, accelerator, wanted
+        self._slice_s, self._longest_s = slice_s, longest_s
+
+    def lend_training(self, step: int) -> None:
+        """Waits for the GPUs, unless they are held. For errors see `Grants.acquire`."""
+        if self._grants.held is Priority.ACTOR_TRAINING:
+            return
+        self._trainer.progress.phase("waiting for training GPUs")
+        with self._trainer.timer.time("idle/training_grant"):
+            self._grants.acquire(Priority.ACTOR_TRAINING, step)
+        self._trainer.policy.prepare_for_training()
+
+    def yield_training(self, step: int) -> None:
+        """Gives the GPUs back at the end of a slice, where another job waits for them."""
+        seconds = self._grants.seconds()
         if seconds > self._longest_s or (seconds > self._slice_s and self._wanted()):
-            run.progress.phase("hand-over")
-            self.give_back(run)
+            self._trainer.progress.phase("hand-over")
+            self.give_back()
 
-    def give_back(self, run: SFTRun) -> None:
+    def give_back(self) -> None:
         """Moves everything of the run to the host and releases the GPUs, where they are held."""
-        if self._held is not None:
-            leave_accelerators(run.policy, self._cluster.accelerator)
-            self._runtime.release(ACTOR_TRAIN)
-            self._held = None
+        if self._grants.held is not None:
+            leave_accelerators(self._trainer.policy, self._accelerator)
+            self._grants.release()
 
 
 class NoRanks:
@@ -153,14 +198,14 @@ class SFTPipeline(LentPipeline):
     def __init__(self, job: Job, handles: PoolHandles, incarnation: int) -> None:
         super().__init__(job, handles, incarnation)
         self._run: SFTRun | None = None
-        self._placement: LentTraining | None = None
+        self._placement: LentPlacement | None = None
 
     def progress(self) -> Progress:
         """What the run is doing now."""
         run, placement = self._run, self._placement
         if run is None or placement is None:
             return Progress("starting", 0, 0, "")
-        return progress_of(run.progress, run.state.step, run.config.logger.log_dir, placement.waited_s)
+        return progress_of(run.progress, run.state.step, run.config.logger.log_dir, placement.grants.waited_s)
 
     def drain(self) -> str:
         """Finishes its step, saves and leaves."""
@@ -179,7 +224,7 @@ class SFTPipeline(LentPipeline):
             raise TypeError(f"{job.name}: {type(config).__name__} is no configuration of SFT")
         with directories_of_its_own(config):
             runtime = self.join(NoRanks(), self.open_record())
-            self._placement = placement = LentTraining(
+            self._placement = placement = LentPlacement(
                 self.cluster(job.train, leads_ranks=False),
                 runtime,
                 self._wanted,
@@ -194,13 +239,14 @@ class SFTPipeline(LentPipeline):
             try:
                 with run.progress:
                     sft_train(run)
-                placement.give_back(run)
+                if isinstance(run.accelerators, LentTraining):
+                    run.accelerators.give_back()
                 runtime.leave(_LEAVE_S)
             finally:
                 close(run)
         saves = config.checkpointing.enabled
         of = run.progress.total_steps
-        return self._left_early(run.state.step, of, saves=saves, waited_s=placement.waited_s)
+        return self._left_early(run.state.step, of, saves=saves, waited_s=placement.grants.waited_s)
 
     def _wanted(self) -> bool:
         import ray
