@@ -16,14 +16,14 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentFailure
 from nemo_rl.experience.environment_batcher import environment_lines
 from nemo_rl.experience.failures import CollectorError, CollectorStalled, FailurePolicy, Failures, StallPolicy
 from nemo_rl.experience.prompt_group import BufferedGroup, GroupKey, StaleGroupError, group_name
-from nemo_rl.experience.prompt_queue import Drawn, PromptQueue
+from nemo_rl.experience.prompt_queue import PromptQueue, SavedBatch
 from nemo_rl.experience.prompts import EpochPrompts, Position
 from nemo_rl.experience.rollout_source import LiveRollouts, Rollout
 from nemo_rl.experience.rollout_tasks import RolloutTasks, Start
@@ -54,14 +54,6 @@ class CollectorParts:
     start: Start
     generations: int
     record: Record
-
-
-class SavedBatch(NamedTuple):
-    """A drawn batch in a checkpoint: its number, its prompts, and `(row, attempt, number)` of those not yet trained."""
-
-    batch: int
-    rows: int
-    open: tuple[tuple[int, int, int], ...]
 
 
 @dataclass
@@ -400,7 +392,15 @@ class Collector:
             f"of all groups {by_status}, rolling {rolling[:8]}"
         )
 
-    # -- checkpoints and end ------------------------------------------------------------------------------------------
+    # -- refits, checkpoints and end ----------------------------------------------------------------------------------
+
+    def prepare_for_refit(self, timeout_s: float) -> None:
+        """See `RolloutTasks.hold_back`."""
+        self.tasks.hold_back(timeout_s)
+
+    def resume_after_refit(self) -> None:
+        """Rollouts begin again."""
+        self.tasks.let_go()
 
     def position(self) -> Position:
         """Where the loader stood before the first batch that is not wholly trained."""
@@ -417,7 +417,7 @@ class Collector:
     def draws(self) -> list[SavedBatch]:
         """Every batch since `position`, in the order in which they were drawn."""
         with self._changed:
-            return [_saved(drawn) for drawn in self.queue.drawn()] + self._restored
+            return [drawn.saved() for drawn in self.queue.drawn()] + self._restored
 
     def restore(self, draws: Sequence[SavedBatch], groups: Iterable[BufferedGroup]) -> None:
         """Resumes from a checkpoint: the loader's position is before `draws`, of which `groups` are finished."""
@@ -438,7 +438,3 @@ class Collector:
         self._writes.shutdown(wait=False)
         for key in sorted(self._prompt_of):
             self._parts.record.emit(GroupDropped(group_name(key), "end_of_run"))
-
-
-def _saved(drawn: Drawn) -> SavedBatch:
-    return SavedBatch(drawn.batch, drawn.rows, tuple((row, key.attempt, key.number) for row, key in drawn.open.items()))

@@ -57,4 +57,9 @@ class BufferedGroup:
 
 def group_name(key: GroupKey) -> str:
     """Identity of a group in the run record."""
-    return f"{key.target}-{key.number}"
+    return group_id(key.target, key.number)
+
+
+def group_id(step: int, prompt: int) -> str:
+    """Identity of the group of prompt `prompt` that is drawn for step `step`."""
+    return f"{step}-{prompt}"

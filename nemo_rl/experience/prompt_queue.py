@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from nemo_rl.experience.prompt_group import BufferedGroup, GroupKey
 from nemo_rl.experience.prompts import Position
@@ -58,6 +59,14 @@ def worth_a_pass(ready: int, step: Step, least: int) -> bool:
     return ready >= least or (bool(step.taken) and step.missing <= least and 2 * ready >= step.missing)
 
 
+class SavedBatch(NamedTuple):
+    """A drawn batch in a checkpoint: its number, its prompts, and `(row, attempt, number)` of those not yet trained."""
+
+    batch: int
+    rows: int
+    open: tuple[tuple[int, int, int], ...]
+
+
 @dataclass
 class Drawn:
     """One batch of prompts: which of its rows are not trained yet, and the attempt that each of them is in. `before`:
@@ -68,6 +77,12 @@ class Drawn:
     rows: int
     open: dict[int, GroupKey]
     before: Position | None = None
+
+    def saved(self) -> SavedBatch:
+        """It as a checkpoint holds it."""
+        return SavedBatch(
+            self.batch, self.rows, tuple((row, key.attempt, key.number) for row, key in self.open.items())
+        )
 
 
 class PromptQueue:

@@ -274,15 +274,15 @@ def test_a_refit_waits_for_running_rollouts_and_holds_new_ones_back(loop: Loop) 
     collector.set_weight_version(0)
     loop.start(asyncio.sleep(0.01)).result(timeout=60.0)
     with pytest.raises(CollectorError, match=r"\d rollouts did not end within 0 s.*in_flight_weight_updates"):
-        collector.tasks.hold_back(0.2)
+        collector.prepare_for_refit(0.2)
     loop.loop.call_soon_threadsafe(rollouts.hold.set)
-    collector.tasks.hold_back(10.0)
+    collector.prepare_for_refit(10.0)
     take(collector)
     collector.finish_step(0)
     collector.set_weight_version(1)
     assert {step for step, _ in rollouts.done} == {0, 1}
     rollouts.version = 1
-    collector.tasks.let_go()
+    collector.resume_after_refit()
     take(collector)
     collector.finish_step(1)
     take(collector)

@@ -8,7 +8,7 @@ after `serve(v)` or `publish(v - 1)` generation serves exactly version v.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from nemo_rl.algorithms.accelerators import Accelerators, DemandKind, ReportProgress
@@ -133,8 +133,11 @@ class OwnAccelerators:
         wait before it begins, and know no validation.
         """
         if kind == "validation":
-            with self._without_rebuild():
+            self._await_rebuild(False)
+            try:
                 yield lambda ready, of: None
+            finally:
+                self._await_rebuild(self._ahead)
         elif self._hooked:
             with self._progress(step, groups, ready) as report:
                 yield report
@@ -144,17 +147,6 @@ class OwnAccelerators:
     def _revive(self, step: int) -> None:
         if self._own is not None and self._ahead:
             self._own.revive(step)
-
-    def _without_rebuild(self) -> AbstractContextManager[None]:
-        return self._rebuild_later() if self._ahead else nullcontext()
-
-    @contextmanager
-    def _rebuild_later(self) -> Generator[None]:
-        self._await_rebuild(False)
-        try:
-            yield
-        finally:
-            self._await_rebuild(True)
 
     @contextmanager
     def _progress(self, step: int, groups: int, ready: int) -> Generator[ReportProgress]:

@@ -24,11 +24,11 @@ from nemo_rl.config import MasterConfig
 from nemo_rl.data.loader import HasState
 from nemo_rl.data_plane.schema import ROUTE_FIELDS, SAMPLING_MASK_FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.collector import Collector, CollectorParts, SavedBatch
+from nemo_rl.experience.collector import Collector, CollectorParts
 from nemo_rl.experience.columns import RolloutColumns, joined_rows
 from nemo_rl.experience.failures import FailurePolicy, StallPolicy
 from nemo_rl.experience.prompt_group import BufferedGroup, GroupKey
-from nemo_rl.experience.prompt_queue import PromptQueue, QueueLimits
+from nemo_rl.experience.prompt_queue import PromptQueue, QueueLimits, SavedBatch
 from nemo_rl.experience.rollouts import merged_rollout_metrics
 from nemo_rl.experience.samplers import InOrder
 from nemo_rl.experience.store import ExperienceStore
@@ -163,11 +163,11 @@ class AsynchronousSource(WholeSteps, AheadSource):
         in_flight, turns = self._settings.in_flight_weight_updates, self._run.config.grpo.max_rollout_turns
         if not in_flight:
             with self._run.timer.time("idle/refit_bubble"):
-                self.collector.tasks.hold_back(timeout_s=turns * request_timeout_s())
+                self.collector.prepare_for_refit(timeout_s=turns * request_timeout_s())
         try:
             yield
         finally:
-            self.collector.tasks.let_go()
+            self.collector.resume_after_refit()
 
 
 def build_collector(run: GRPORun) -> Collector:

@@ -21,6 +21,7 @@ from nemo_rl.data.loader import Loader
 from nemo_rl.data_plane.schema import PROMPT, PROMPT_TOKENS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import sample_of_row, sample_starts
+from nemo_rl.experience.prompt_group import group_id
 from nemo_rl.experience.prompts import EpochPrompts
 from nemo_rl.experience.rollout_source import RolloutSource
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, number_samples
@@ -151,11 +152,6 @@ def prompts_per_batch(cfg: GRPOConfig) -> int:
 def prompts_of(cfg: GRPOConfig, loader: Loader, epoch: int) -> EpochPrompts:
     """A run's prompts, batch by batch across epochs, from `epoch` on."""
     return EpochPrompts(loader, batch_size=prompts_per_batch(cfg), epoch=epoch, max_epochs=cfg.max_num_epochs)
-
-
-def group_id(step: int, prompt: int) -> str:
-    """Identifier of a prompt group in the run record."""
-    return f"{step}-{prompt}"
 
 
 @dataclass(frozen=True)

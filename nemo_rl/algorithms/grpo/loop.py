@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from nemo_rl.algorithms.grpo.accelerators import OwnAccelerators
 from nemo_rl.algorithms.grpo.async_source import AsynchronousSource
-from nemo_rl.algorithms.grpo.collect import group_id
 from nemo_rl.algorithms.grpo.experience_source import ExperienceSource
 from nemo_rl.algorithms.grpo.metrics import step_metrics
 from nemo_rl.algorithms.grpo.run import GRPORun
@@ -26,6 +25,7 @@ from nemo_rl.algorithms.training_loop import CompletedStep, Steps, train_to_end
 from nemo_rl.config.errors import UserError, did_you_mean
 from nemo_rl.config.metric_names import MetricName
 from nemo_rl.experience.hooks import HooksError, RLixHooksProtocol, time_sharing_enabled
+from nemo_rl.experience.prompt_group import group_id
 from nemo_rl.utils.checkpoint_retention import UnknownMetric
 from nemo_rl.utils.record_events import GroupTrained, StepBegun, StepFinished
 
