@@ -201,7 +201,7 @@ def _page(actor: ActorHandle[object], log_dir: Path, host: str, port: int) -> Ge
     import ray
 
     from nemo_rl.time_sharing.viewing.page_server import PageServer, PoolView
-    from nemo_rl.utils.web_page import PageError
+    from nemo_rl.utils.http_server import PageError
 
     def standings() -> Sequence[Standing]:
         everybody: Sequence[Standing] = ray.get(actor.standings.remote(), timeout=_ANSWER_S)

@@ -11,8 +11,8 @@ import platform
 import socket
 import stat
 import tempfile
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,6 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.processes import has_ended
+from nemo_rl.utils.files import private_file
 
 _OPEN_ONE = "open a pool with python -m nemo_rl.time_sharing serve --gpus N"
 
@@ -87,19 +88,9 @@ def directory() -> Path:
     return path
 
 
-@contextmanager
-def announced(pool: OpenPool) -> Generator[None]:
+def announced(pool: OpenPool) -> AbstractContextManager[None]:
     """Inside the block the pool can be found."""
-    path = directory() / f"pool_{pool.pid}.json"
-    beside = path.with_suffix(".new")
-    beside.unlink(missing_ok=True)
-    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(_FILE.dump_json(pool))
-    os.replace(beside, path)
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
+    return private_file(directory() / f"pool_{pool.pid}.json", _FILE.dump_json(pool))
 
 
 def open_pools(say: Callable[[str], object]) -> list[OpenPool]:

@@ -24,6 +24,7 @@ from nemo_rl.config.errors import UserError, disk_is_full, first_line
 from nemo_rl.lazy import names_of
 from nemo_rl.utils.checkpoint_files import MANIFEST, apply_umask, damage, sync, write_manifest
 from nemo_rl.utils.checkpoint_retention import SavedStep, best_step, steps_to_keep
+from nemo_rl.utils.files import replace_file
 from nemo_rl.utils.yaml_text import dump_yaml, load_yaml
 
 logger = logging.getLogger(__name__)
@@ -439,9 +440,7 @@ def _best_of(root: Path) -> Path:
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text(json.dumps(content, indent=2, default=float), encoding="utf-8")
-    aside.replace(path)
+    replace_file(path, json.dumps(content, indent=2, default=float))
 
 
 # NeMo-RL's names besides.

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from nemo_rl.utils import plots
+from nemo_rl.utils.files import replace_file
 from nemo_rl.utils.logger import Logger, best_to_worst
 from nemo_rl.utils.metrics_file import NoMetrics, RunMetrics, metrics_paths, read_metrics
 from nemo_rl.utils.progress import format_duration
@@ -104,9 +105,7 @@ def _write_page(
     template = (Path(__file__).parent / "report.html").read_text(encoding="utf-8")
     # "</script>" in a sample would end the data block early.
     data = json.dumps(page, allow_nan=False).replace("<", "\\u003c")
-    aside = path.with_name(f".{path.name}")
-    aside.write_text(template.replace("__DATA__", data), encoding="utf-8")
-    aside.replace(path)
+    replace_file(path, template.replace("__DATA__", data))
 
 
 def log_report(logger: Logger) -> None:

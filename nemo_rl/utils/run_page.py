@@ -20,10 +20,11 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from nemo_rl.utils.files import private_file
+from nemo_rl.utils.http_server import file_of, guarded_app, serve_page
 from nemo_rl.utils.progress import RunProgress, format_duration
 from nemo_rl.utils.report import sample_lines, write_page
 from nemo_rl.utils.terminal import printable
-from nemo_rl.utils.web_page import file_of, guarded_app, serve_page
 
 ADDRESS_FILE = "page.json"
 _COOKIE = "nrl_run_token"
@@ -103,14 +104,10 @@ def run_page(log_dir: Path, port: int) -> Generator[tuple[RunPage, str]]:
     page = RunPage(log_dir)
     token = secrets.token_urlsafe(16)
     server, url = serve_page(_app(page, token), token, host="127.0.0.1", port=port, name="run-page")
-    address = log_dir / ADDRESS_FILE
     try:
-        address.unlink(missing_ok=True)
-        with open(os.open(address, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            json.dump({"url": url, "pid": os.getpid()}, file)
-        yield page, url
+        with private_file(log_dir / ADDRESS_FILE, json.dumps({"url": url, "pid": os.getpid()})):
+            yield page, url
     finally:
-        address.unlink(missing_ok=True)
         server.close()
 
 

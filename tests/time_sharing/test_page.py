@@ -30,8 +30,8 @@ from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Demand, GivenBack, 
 from nemo_rl.time_sharing.viewing.page_server import PageServer, PoolView
 from nemo_rl.time_sharing.viewing.timeline import build_timeline
 from nemo_rl.time_sharing.viewing.trace import trace_events
+from nemo_rl.utils.http_server import PageError
 from nemo_rl.utils.record import read_record
-from nemo_rl.utils.web_page import PageError
 from tests.time_sharing.bench import Bench
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

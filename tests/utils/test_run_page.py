@@ -18,10 +18,10 @@ from rich.console import Console
 
 from nemo_rl.algorithms import commands
 from nemo_rl.config import LoggerConfig
+from nemo_rl.utils.http_server import PageError
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.progress import RunProgress
 from nemo_rl.utils.run_page import ADDRESS_FILE, RunPage, run_page
-from nemo_rl.utils.web_page import PageError
 
 
 @pytest.fixture

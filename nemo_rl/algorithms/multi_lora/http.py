@@ -7,12 +7,9 @@ token that the job writes, with its address, into a file of its log directory th
 from __future__ import annotations
 
 import json
-import os
 import secrets
-import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.error import HTTPError, URLError
@@ -20,13 +17,17 @@ from urllib.request import Request, urlopen
 
 from nemo_rl.config.errors import ConfigError, UserError
 from nemo_rl.config.multi_lora import load_adapter
+from nemo_rl.utils.files import private_file
 
 if TYPE_CHECKING:
+    from starlette import requests
+    from starlette.applications import Starlette
+    from starlette.responses import Response
+
     from nemo_rl.algorithms.multi_lora.job import MultiLoraJob
 
 ADDRESS_FILE = "adapters.json"
 _TIMEOUT_S = 60.0
-_POLL_S = 0.05  # the end of a job waits so long for its server
 _MOST_BYTES = 1 << 20
 
 
@@ -39,69 +40,67 @@ def serve(job: MultiLoraJob, base: Mapping[str, object], log_dir: Path, port: in
     """Serves a job inside the block; its address. `base`: mapping that adapters' files are laid over. Raises OSError:
     the port is taken, or the directory cannot be written.
     """
+    from nemo_rl.utils.http_server import BackgroundServer
+
     token = secrets.token_hex(16)
-    server = ThreadingHTTPServer(("127.0.0.1", port), _handler(job, base, token))
-    thread = threading.Thread(target=server.serve_forever, args=(_POLL_S,), name="adapters-http", daemon=True)
-    thread.start()
-    address = f"http://127.0.0.1:{server.server_address[1]}"
-    log_dir.mkdir(parents=True, exist_ok=True)
-    file = log_dir / ADDRESS_FILE
-    file.unlink(missing_ok=True)
-    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
-        json.dump({"address": address, "token": token}, opened)
+    server = BackgroundServer(_app(job, base, token), host="127.0.0.1", port=port, name="adapters-http")
+    address = f"http://127.0.0.1:{server.port}"
     try:
-        yield address
+        log_dir.mkdir(parents=True, exist_ok=True)
+        with private_file(log_dir / ADDRESS_FILE, json.dumps({"address": address, "token": token})):
+            yield address
     finally:
-        file.unlink(missing_ok=True)
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        server.close()
 
 
-def _handler(job: MultiLoraJob, base: Mapping[str, object], token: str) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, format: str, *args: object) -> None:
-            """Silent."""
+def _app(job: MultiLoraJob, base: Mapping[str, object], token: str) -> Starlette:
+    from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
 
-        def do_GET(self) -> None:
-            self._answer(lambda: [state.plain() for state in job.states()], "/adapters")
+    from nemo_rl.utils.http_server import bearer, shows_token
 
-        def do_POST(self) -> None:
-            def add() -> object:
-                size = int(self.headers.get("Content-Length", "0"))
-                if not 0 <= size <= _MOST_BYTES:
-                    raise ConfigError([f"Content-Length is {size}; 0 to {_MOST_BYTES} bytes are read"])
-                asked: object = json.loads(self.rfile.read(size) or b"null")
-                if not isinstance(asked, dict) or not isinstance(asked.get("file"), str):
-                    raise ConfigError(['expected {"file": PATH}, the path of an adapter\'s YAML file'])
-                return job.add(load_adapter(base, asked["file"])).plain()
+    def listed(request: requests.Request, body: bytes) -> object:
+        return [state.plain() for state in job.states()]
 
-            self._answer(add, "/adapters")
+    def add(request: requests.Request, body: bytes) -> object:
+        asked: object = json.loads(body or b"null")
+        if not isinstance(asked, dict) or not isinstance(asked.get("file"), str):
+            raise ConfigError(['expected {"file": PATH}, the path of an adapter\'s YAML file'])
+        return job.add(load_adapter(base, asked["file"])).plain()
 
-        def do_DELETE(self) -> None:
-            name = self.path.removeprefix("/adapters/")
-            self._answer(lambda: job.remove(name).plain(), f"/adapters/{name}")
+    def remove(request: requests.Request, body: bytes) -> object:
+        return job.remove(request.path_params["name"]).plain()
 
-        def _answer(self, work: Callable[[], object], path: str) -> None:
-            if not secrets.compare_digest(self.headers.get("Authorization", "").encode(), f"Bearer {token}".encode()):
-                self._send(401, {"error": f"the token in {ADDRESS_FILE} of the job's log directory is missing"})
-            elif self.path != path:
-                self._send(404, {"error": f"there is no {self.path}; see GET /adapters"})
-            else:
-                try:
-                    self._send(200, work())
-                except (UserError, ValueError, OSError) as error:
-                    self._send(400, {"error": str(error)})
+    def elsewhere(request: requests.Request, body: bytes) -> object:
+        raise ValueError(f"there is no {request.url.path}; see GET /adapters")
 
-        def _send(self, status: int, content: object) -> None:
-            body = json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def answered(work: Callable[[requests.Request, bytes], object]) -> Callable[..., Awaitable[Response]]:
+        async def answer(request: requests.Request) -> Response:
+            if not shows_token(token, [bearer(request)]):
+                said = f"the token in {ADDRESS_FILE} of the job's log directory is missing"
+                return JSONResponse({"error": said}, 401)
+            body = bytearray()
+            async for part in request.stream():
+                body += part
+                if len(body) > _MOST_BYTES:
+                    return JSONResponse({"error": f"the body is too long; at most {_MOST_BYTES} bytes are read"}, 400)
+            try:
+                return JSONResponse(await run_in_threadpool(work, request, bytes(body)))
+            except (UserError, ValueError, OSError) as error:
+                return JSONResponse({"error": str(error)}, 404 if work is elsewhere else 400)
 
-    return Handler
+        return answer
+
+    return Starlette(
+        routes=[
+            Route("/adapters", answered(listed), methods=["GET"]),
+            Route("/adapters", answered(add), methods=["POST"]),
+            Route("/adapters/{name}", answered(remove), methods=["DELETE"]),
+            Route("/{path:path}", answered(elsewhere), methods=["GET", "POST", "DELETE"]),
+        ]
+    )
 
 
 def call(log_dir: Path, method: str, path: str, content: object = None) -> object:

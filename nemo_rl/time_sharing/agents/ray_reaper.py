@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from nemo_rl.distributed.processes import kill_and_wait
+from nemo_rl.utils.files import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -137,9 +138,8 @@ class Reaper:
             if left:
                 self._left[whose] = left
             if self._memory is not None and (left or earlier):
-                draft = self._memory.with_suffix(".new")
-                draft.write_text(json.dumps([[*key, sorted(processes)] for key, processes in self._left.items()]))
-                draft.rename(self._memory)
+                left_over = [[*key, sorted(processes)] for key, processes in self._left.items()]
+                replace_file(self._memory, json.dumps(left_over), durable=True)
 
 
 def _recalled(memory: Path) -> dict[tuple[str, int, int], set[SurvivingProcess]]:

@@ -5,7 +5,6 @@ Invariant: the file holds one whole state; a reader sees the last that was writt
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing.log.sharing import Sharing
+from nemo_rl.utils.files import replace_file
 
 
 class PoolStateDamaged(UserError, ValueError):
@@ -121,12 +121,7 @@ class PoolState:
 
     def write(self, path: Path) -> None:
         """Puts the whole state in the place of what was there."""
-        beside = path.with_suffix(".new")
-        with beside.open("wb") as file:
-            file.write(_STATE.dump_json(self, by_alias=True))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
+        replace_file(path, _STATE.dump_json(self, by_alias=True), durable=True)
 
     @classmethod
     def read(cls, path: Path) -> PoolState:

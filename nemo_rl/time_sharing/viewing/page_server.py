@@ -33,10 +33,18 @@ from nemo_rl.time_sharing.viewing.report import report_data
 from nemo_rl.time_sharing.viewing.report_page import PAGE
 from nemo_rl.time_sharing.viewing.standings_table import cells, steps_of
 from nemo_rl.time_sharing.viewing.timeline import Timeline, TimelineBuilder
-from nemo_rl.utils.http_server import PROMETHEUS_TEXT, bearer, shows_token
+from nemo_rl.utils.http_server import (
+    NEEDS_TOKEN,
+    PROMETHEUS_TEXT,
+    bearer,
+    file_of,
+    guarded_app,
+    of_this_machine,
+    serve_page,
+    shows_token,
+)
 from nemo_rl.utils.record import RecordError
 from nemo_rl.utils.record_events import StepFinished
-from nemo_rl.utils.web_page import NEEDS_TOKEN, file_of, guarded_app, of_this_machine, serve_page
 
 logger = logging.getLogger(__name__)
 
