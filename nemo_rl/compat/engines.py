@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_rl.compat.errors import ShapeChanged
+from nemo_rl.compat.loops import ShapeChanged
 from nemo_rl.config import ClusterConfig, GenerationConfig, MasterConfig
 from nemo_rl.data.model_tokens import listed_stop_ids
 from nemo_rl.data.tokenizer import get_tokenizer

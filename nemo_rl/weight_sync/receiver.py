@@ -20,8 +20,7 @@ from nemo_rl.distributed.devices import device_uuid, synchronize
 from nemo_rl.weight_sync.layout import BucketLayout, TensorMeta, Window, checksum
 from nemo_rl.weight_sync.routes import place_of
 from nemo_rl.weight_sync.transports.base import Opener, Published, make_opener
-from nemo_rl.weight_sync.transports.kept_group import GroupMeeting, KeptGroup
-from nemo_rl.weight_sync.transports.nccl import NcclOpener
+from nemo_rl.weight_sync.transports.nccl import GroupMeeting, KeptGroup, NcclOpener
 
 
 class SyncProtocolError(RuntimeError):

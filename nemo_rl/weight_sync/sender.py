@@ -15,8 +15,7 @@ import torch
 
 from nemo_rl.weight_sync.layout import BucketLayout, LayoutError, align, checksum, pack_tensor
 from nemo_rl.weight_sync.transports.base import Published, Staging, TransportError, TransportName, make_staging
-from nemo_rl.weight_sync.transports.kept_group import GroupMeeting, KeptGroup
-from nemo_rl.weight_sync.transports.nccl import BroadcastGroup
+from nemo_rl.weight_sync.transports.nccl import BroadcastGroup, GroupMeeting, KeptGroup
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from nemo_rl.weight_sync.receiver import encode_buckets
 from nemo_rl.weight_sync.routes import RoutePlan, place_of, plan_routes
 from nemo_rl.weight_sync.sender import SendSpec
 from nemo_rl.weight_sync.transports.base import TransportError
-from nemo_rl.weight_sync.transports.kept_group import GroupMeeting, is_of, members_digest, new_group_id
+from nemo_rl.weight_sync.transports.nccl import GroupMeeting, is_of, members_digest, new_group_id
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

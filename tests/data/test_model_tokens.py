@@ -15,7 +15,7 @@ from transformers import GenerationConfig, Qwen3Config
 from nemo_rl.algorithms import evaluation
 from nemo_rl.algorithms.grpo import assembly
 from nemo_rl.algorithms.startup import check_tokens, hold_to_vocabulary
-from nemo_rl.compat.rollouts import configure_generation_config
+from nemo_rl.compat.calls import configure_generation_config
 from nemo_rl.config import EvalMasterConfig, PolicyConfig
 from nemo_rl.data.datasets.raw import conversation
 from nemo_rl.data.interfaces import DataError, TaskDataSpec

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from nemo_rl.distributed.holders import Holders, Swap
+from nemo_rl.distributed.communicators import Holders, Swap
 
 
 class Thing:

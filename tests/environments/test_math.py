@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.compat.rollouts import chunk_list_to_workers
+from nemo_rl.compat.calls import chunk_list_to_workers
 from nemo_rl.config import ConfigError, EnvConfig, MasterConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments import registry

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.compat.rollouts import run_multi_turn_rollout
+from nemo_rl.compat.calls import run_multi_turn_rollout
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentFailure, EnvironmentReturn, response_of
 from nemo_rl.experience.columns import rollout_columns

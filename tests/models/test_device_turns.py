@@ -13,12 +13,11 @@ import pytest
 
 from nemo_rl.models.generation.interfaces import GenerationError
 from nemo_rl.models.generation.vllm import engine_memory
-from nemo_rl.models.generation.vllm.device_turns import device_turn
-from nemo_rl.models.generation.vllm.engine_memory import EngineMemory
+from nemo_rl.models.generation.vllm.engine_memory import EngineMemory, device_turn
 
 HOLDER = """
 import asyncio, sys
-from nemo_rl.models.generation.vllm.device_turns import device_turn
+from nemo_rl.models.generation.vllm.engine_memory import device_turn
 
 async def hold():
     async with device_turn(sys.argv[1]):

@@ -14,9 +14,8 @@ from nemo_rl.distributed.ports import free_ports
 from nemo_rl.models.generation.interfaces import WakeError
 from nemo_rl.models.generation.vllm.engine_memory import EngineMemory
 from nemo_rl.models.policy.worker import PolicyWorker
-from nemo_rl.weight_sync.transports import kept_group
-from nemo_rl.weight_sync.transports.kept_group import GroupMeeting, KeptGroup
-from nemo_rl.weight_sync.transports.nccl import BroadcastGroup
+from nemo_rl.weight_sync.transports import nccl
+from nemo_rl.weight_sync.transports.nccl import BroadcastGroup, GroupMeeting, KeptGroup
 
 
 class Gpu:
@@ -69,7 +68,7 @@ def test_an_engine_that_cannot_wake_drops_its_group_before_it_sleeps_again() -> 
 
 @pytest.mark.slow
 def test_a_trainer_that_gives_its_communicators_back_keeps_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_group, "nccl_group", BroadcastGroup)
+    monkeypatch.setattr(nccl, "nccl_group", BroadcastGroup)
     cpu = torch.device("cpu")
     worker = PolicyWorker.__new__(PolicyWorker)
     worker.step = SimpleNamespace(is_open=False)  # type: ignore[assignment]

@@ -23,7 +23,7 @@ from nemo_rl.weight_sync.layout import TensorMeta
 from nemo_rl.weight_sync.receiver import ChecksumMismatchError, WeightReceiver
 from nemo_rl.weight_sync.sender import SendSpec, WeightSender
 from nemo_rl.weight_sync.session import SyncOptions, SyncSession
-from nemo_rl.weight_sync.transports import base, kept_group
+from nemo_rl.weight_sync.transports import base, nccl
 from nemo_rl.weight_sync.transports.base import Opener, Staging
 from tests.weight_sync.models import DictModel, Engines, weights
 
@@ -101,7 +101,7 @@ def wires(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wires]:
         lambda name, device: IpcOpener(shared) if name == "cuda_ipc" else make_opener(name, device),
     )
     monkeypatch.setattr(
-        kept_group,
+        nccl,
         "nccl_group",
         lambda address, port, rank, world_size, timeout_s, device: Group(shared, rank, world_size),
     )

@@ -48,7 +48,7 @@ from nemo_rl.utils.route_trace import route_trace
 from nemo_rl.weight_sync.cache import CACHE_OWNER, CacheBuilder, CacheManifest
 from nemo_rl.weight_sync.layout import TensorMeta
 from nemo_rl.weight_sync.sender import SendSpec, WeightSender
-from nemo_rl.weight_sync.transports.kept_group import KeptGroup
+from nemo_rl.weight_sync.transports.nccl import KeptGroup
 
 if TYPE_CHECKING:
     from nemo_rl.weight_sync.transports.base import Published

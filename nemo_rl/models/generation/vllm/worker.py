@@ -23,9 +23,8 @@ from nemo_rl.models.generation.interfaces import (
     StaleVersionError,
 )
 from nemo_rl.models.generation.vllm.decision_reader import DecisionReader
-from nemo_rl.models.generation.vllm.device_turns import device_turn
 from nemo_rl.models.generation.vllm.engine_actors import EngineSpec
-from nemo_rl.models.generation.vllm.engine_memory import EngineMemory
+from nemo_rl.models.generation.vllm.engine_memory import EngineMemory, device_turn
 from nemo_rl.models.generation.vllm.engine_nodes import FurtherRanks, Rendezvous
 from nemo_rl.models.generation.vllm.engine_processes import (
     forked_engine,
@@ -36,8 +35,8 @@ from nemo_rl.models.generation.vllm.engine_processes import (
     temporary_files_in,
 )
 from nemo_rl.models.generation.vllm.engine_stats import EngineSample, EngineStats
-from nemo_rl.models.generation.vllm.final_tokens import FinalTokens
 from nemo_rl.models.generation.vllm.request_state import (
+    FinalTokens,
     RequestFailure,
     ResultBuffer,
     VersionTracker,
