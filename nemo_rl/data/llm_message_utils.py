@@ -267,11 +267,6 @@ def render_chat(
         ) from error
 
 
-def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
-    """Token ids of the text as it stands, without special tokens added; int64 [length]."""
-    return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
-
-
 def _length(message: Message) -> int:
     """Tokens of a message, or of a flat log."""
     tensors = (value for value in message.values() if isinstance(value, torch.Tensor) and value.ndim)

@@ -5,9 +5,8 @@ code with them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from importlib import resources
 
 from nemo_rl.utils.markdown import table
@@ -34,21 +33,6 @@ def _read() -> dict[str, list[Metric]]:
 
 
 METRICS: Mapping[str, Sequence[Metric]] = _read()
-
-
-def undocumented(names: Iterable[str]) -> list[str]:
-    """The logged names, such as `train/reward`, that the glossary lacks."""
-    return [name for name in names if _entry(name) is None]
-
-
-def _entry(name: str) -> Metric | None:
-    for group, metrics in METRICS.items():
-        prefix = group.partition(":")[0].partition(" ")[0]
-        if name.startswith(f"{prefix}/"):
-            found = next((one for one in metrics if fnmatchcase(name.removeprefix(f"{prefix}/"), one.name)), None)
-            if found is not None:
-                return found
-    return None
 
 
 _INTRODUCTION = """# Metrics

@@ -196,7 +196,7 @@ def train(
         built = setup(config)
         try:
             grpo_train(built)
-            seen: dict[str, Any] = {"weights": built.policy.run_on_all("weight_checksums")[0]}
+            seen: dict[str, Any] = {"weights": built.policy.worker_group.run("weight_checksums")[0]}
             if then is not None:
                 then(built)
         finally:

@@ -14,10 +14,10 @@ from statistics import mean
 import pytest
 import ray
 
-from nemo_rl.reference.metrics import undocumented
 from nemo_rl.utils.metrics_file import read_metrics
 from tests import forks
 from tests.conftest import example
+from tests.glossary import undocumented
 from tests.test_documentation import blocks
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -25,9 +25,9 @@ import ray
 
 from nemo_rl.algorithms.commands import grpo as run_grpo
 from nemo_rl.algorithms.commands import sft as run_sft
-from nemo_rl.reference.metrics import undocumented
 from nemo_rl.utils.metrics_file import read_metrics
 from tests import forks
+from tests.glossary import undocumented
 from tests.test_documentation import ROOT, blocks
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -9,9 +9,9 @@ import pytest
 import ray
 import yaml
 
-from nemo_rl.reference.metrics import undocumented
 from nemo_rl.utils.metrics_file import read_metrics
 from tests import forks
+from tests.glossary import undocumented
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(500)]
 

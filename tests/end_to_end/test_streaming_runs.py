@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl.reference.metrics import undocumented
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.utils.metrics_file import read_metrics
 from nemo_rl.utils.record import read_record
@@ -20,6 +19,7 @@ from nemo_rl.utils.record_events import GroupAdmitted, GroupTrained, StepFinishe
 from nemo_rl.utils.report import write_report
 from nemo_rl.utils.step_timeline import LOGPROBS, TRAINING, read_timeline
 from tests.end_to_end.test_runs import Command
+from tests.glossary import undocumented
 from tests.models.engines import wait_until_gone
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]

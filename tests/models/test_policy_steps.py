@@ -59,23 +59,23 @@ def test_chunks_under_way_make_the_step_that_train_makes(policy: Policy, tiny_mo
 
 def test_a_chunk_that_fails_closes_the_step_on_every_worker(policy: Policy, tiny_model: Path) -> None:
     config, data = run_config(tiny_model, 2), training_batch()
-    before = policy.run_on_all("weight_checksums")[0]
+    before = policy.worker_group.run("weight_checksums")[0]
     policy.begin_train_step(RaisingLoss(config.loss_fn))
     with pytest.raises(WorkerError, match="planted"):
         policy.train_microbatch(data)
     with pytest.raises(WorkerError, match="no train step open"):
         policy.finish_train_step()
-    assert policy.run_on_all("weight_checksums")[0] == before
+    assert policy.worker_group.run("weight_checksums")[0] == before
 
 
 def test_training_goes_on_after_everything_was_taken_off_the_devices(policy: Policy, tiny_model: Path) -> None:
     loss, data = ClippedPGLossFn(run_config(tiny_model, 2).loss_fn), training_batch()
-    before = policy.run_on_all("weight_checksums")[0]
+    before = policy.worker_group.run("weight_checksums")[0]
     policy.offload_training_gpu()
     policy.destroy_nccl_groups()
     policy.destroy_nccl_groups()
     policy.prepare_for_training()
-    assert policy.run_on_all("weight_checksums")[0] == before
+    assert policy.worker_group.run("weight_checksums")[0] == before
     policy.begin_train_step(loss)
     with pytest.raises(WorkerError, match="a train step is open"):
         policy.destroy_nccl_groups()
@@ -85,7 +85,7 @@ def test_training_goes_on_after_everything_was_taken_off_the_devices(policy: Pol
 
 
 def test_a_rank_that_dies_in_a_step_ends_the_call_for_all(policy: Policy, tiny_model: Path) -> None:
-    pids = [answer["pid"] for answer in policy.run_on_all("describe")]
+    pids = [answer["pid"] for answer in policy.worker_group.run("describe")]
     loss, data = ClippedPGLossFn(run_config(tiny_model, 2).loss_fn), training_batch()
     policy.begin_train_step(loss)
     policy.train_microbatches(data.slice(0, 3))

@@ -16,7 +16,8 @@ from nemo_rl.data.processors import PROCESSORS
 from nemo_rl.environments.registry import CLASSES
 from nemo_rl.reference import sizing, tasks
 from nemo_rl.reference.__main__ import PAGES
-from nemo_rl.reference.metrics import METRICS, undocumented
+from nemo_rl.reference.metrics import METRICS
+from tests.glossary import undocumented
 
 ROOT = Path(__file__).parents[2]
 

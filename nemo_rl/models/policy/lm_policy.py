@@ -398,10 +398,6 @@ class Policy(PolicyWeights, PolicyInterface):
                 )
             time.sleep(_SAVE_POLL_S)
 
-    def run_on_all(self, method: str, **kwargs: Any) -> list[object]:
-        """Calls a method of every worker, for custom worker classes."""
-        return self.worker_group.run(method, **kwargs)
-
     def shutdown(self) -> bool:
         """Ends the workers."""
         return self.worker_group.shutdown(cleanup_method="shutdown")
