@@ -1,21 +1,27 @@
 """Runs a function on every rank of a small gloo world, one process per rank, without Ray.
 
-One spawned launcher per session imports what ranks need and forks them, since these imports cost more than most tests.
-A rank gets the environment, working directory and search path that its caller has.
+One launcher per session imports what ranks need and forks them, since these imports cost more than most tests. Where
+several sessions fork one process that has imported everything, the launcher is a fork of it, too. A rank gets the
+environment, working directory and search path that its caller has.
 """
 
 from __future__ import annotations
 
+import functools
 import multiprocessing as mp
 import os
 import pickle
+import socket
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
+from multiprocessing.connection import Client, Connection
 from queue import Empty
 from typing import Any
 
@@ -23,6 +29,7 @@ import psutil
 
 from nemo_rl.distributed.ports import free_ports
 from nemo_rl.distributed.processes import collect_rarely, importing
+from tests import forks
 
 _WORKER = "nemo_rl.models.policy.worker"
 # What a worker imports once it knows its backend and model.
@@ -30,6 +37,8 @@ _OF_WORKERS = ("nemo_rl.models.dtensor.backend", "transformers.models.qwen3.mode
 # Megatron-Core may only be imported by ranks that train with it: they are forks of a fork that has imported it.
 _OF_MEGATRON = ("nemo_rl.models.megatron.backend", "megatron.core.models.gpt", "megatron.core.optimizer")
 _TRAINS_WITH_MEGATRON = b"policy.megatron_cfg.enabled=true"
+_CONFIG = forks.ROOT / "examples" / "configs" / "grpo_arithmetic_cpu.yaml"
+_START_S = 120.0
 
 
 @dataclass
@@ -45,12 +54,21 @@ class _Call:
 
 
 class _Launcher:
+    """`_serve` in a process of its own."""
+
     def __init__(self) -> None:
-        context = mp.get_context("spawn")
-        self.connection, there = context.Pipe()
-        self.process = context.Process(target=_serve, args=(there,), daemon=False)
-        self.process.start()
-        there.close()
+        with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"{folder}/launcher")
+            listener.listen()
+            listener.settimeout(_START_S)
+            command = ["-m", __name__, listener.getsockname()]
+            if forks.ADDRESS in os.environ:
+                outputs = (stream.fileno() for stream in (sys.__stdout__, sys.__stderr__) if stream is not None)
+                self.process = forks.start(command, dict(os.environ), *outputs)
+            else:
+                self.process = subprocess.Popen([sys.executable, *command], cwd=forks.ROOT, stdin=subprocess.DEVNULL)
+            accepted, _ = listener.accept()
+        self.connection: Connection[Any, Any] = Connection(accepted.detach())
 
     def end(self) -> None:
         """Ends it with every rank that is left."""
@@ -59,7 +77,7 @@ class _Launcher:
                 with suppress(psutil.NoSuchProcess):
                     left.kill()
         self.process.kill()
-        self.process.join()
+        self.process.wait()
         self.connection.close()
 
 
@@ -84,8 +102,7 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: f
         else:
             failure = f"no answer within {timeout_s:.0f} s"
     except (EOFError, OSError):
-        launcher.process.join(timeout=10.0)
-        failure = f"the launcher ended with exit code {launcher.process.exitcode}"
+        failure = f"the launcher ended with exit code {launcher.process.wait(timeout=10.0)}"
     finally:
         if failure is not None:
             end_launcher()
@@ -141,11 +158,24 @@ def _import_for(call: _Call, imported: tuple[str, ...]) -> str | None:
         with importing():
             # Stays imported for later calls; each rank unpickles for itself what it may change.
             pickle.loads(call.pickled)
-            for name in (*_OF_WORKERS, *imported) if _WORKER in sys.modules else ():
-                import_module(name)
+            if _WORKER in sys.modules:
+                for name in (*_OF_WORKERS, *imported):
+                    import_module(name)
+                _fill_caches()
     except Exception:  # noqa: BLE001 - whatever happened is the parent's to report
         return f"the launcher failed:\n{traceback.format_exc()}"
     return None
+
+
+@functools.cache
+def _fill_caches() -> None:
+    """Does once what each rank would do when it reads its configuration and its model."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    from nemo_rl.config import load_master_config
+
+    get_checkpoint_conversion_mapping("qwen3")
+    load_master_config(_CONFIG, [])
 
 
 def _launch(call: _Call) -> tuple[list[Any] | None, str | None]:
@@ -208,3 +238,8 @@ def _rank(call: _Call, rank: int, port: int, answers: Any) -> None:
         answers.put((rank, function(*args), None))
     except BaseException:  # noqa: BLE001 - whatever happened is the parent's to report
         answers.put((rank, None, traceback.format_exc()))
+
+
+if __name__ == "__main__":
+    # Calls that are received name this module as their sender does.
+    import_module("tests.ranks")._serve(Client(sys.argv[1]))

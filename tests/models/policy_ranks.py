@@ -18,7 +18,7 @@ from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.loss.interfaces import LossInputType, LossType, MetricNormalizer
 from nemo_rl.models.dtensor.export import hf_name
 from nemo_rl.models.dtensor.parallelize import local_tensor
-from nemo_rl.models.policy.batches import shard_batch, shard_chunk, shares_prompts
+from nemo_rl.models.policy.batches import microbatches, shard_batch, shard_chunk, shares_prompts
 from nemo_rl.models.policy.residency import MovableStorages
 from nemo_rl.models.policy.worker import PolicyWorker
 
@@ -42,7 +42,13 @@ _BASE = (
     "grpo.num_generations_per_prompt=4",
     "cluster.cpu_slots=4",
 )
-
+# Where each rank has all rows: two microbatches as with half of them, of the same sizes in training and scoring.
+ALL_ROWS = (
+    "policy.train_micro_batch_size=4",
+    "policy.logprob_batch_size=4",
+    *(f"policy.sequence_packing.{which}_mb_tokens=64" for which in ("train", "logprob")),
+    *(f"policy.dynamic_batching.{which}_mb_tokens=96" for which in ("train", "logprob")),
+)
 
 PROMPT_LENGTH = 17
 
@@ -171,7 +177,7 @@ def one_step(
     scored = worker.get_logprobs(shard_of(worker, data, training=False))["logprobs"]
     # A step that is given up between microbatches leaves nothing to the next, wherever its gradients are.
     worker.begin_train_step(loss_fn)
-    worker.train_microbatches(shard_of(worker, data))
+    worker.step.microbatches(microbatches(shard_of(worker, data), worker.cfg, config.policy.train_micro_batch_size)[:1])
     worker.abort_train_step()
     found = kept_gradients(worker)
     answer = worker.train(
@@ -599,6 +605,24 @@ def expert_story(model: str, world: int, folder: str, overrides: list[str], save
         "second": second,
         "groups": groups,
         "weights": worker.weight_checksums(),
+    }
+
+
+def experts_of_two(model: str, folder: str, cases: dict[str, list[str]], overrides: list[str]) -> dict[str, Any]:
+    """Two ranks with experts: every case, and what they do over time with `overrides`, as a whole and resumed."""
+    return {
+        "cases": many_splits(model, 2, cases),
+        "story": expert_story(model, 2, folder, overrides),
+        "resumed": expert_story(model, 2, "", overrides, folder),
+    }
+
+
+def experts_of_one(model: str, folder: str, cases: dict[str, list[str]]) -> dict[str, Any]:
+    """One rank for comparison; goes on from what two ranks saved in `folder`."""
+    return {
+        "cases": many_splits(model, 1, cases),
+        "story": expert_story(model, 1, f"{folder}/whole", []),
+        "resumed": expert_story(model, 1, "", [], folder),
     }
 
 

@@ -13,15 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nemo_rl.config import DTensorConfig
 from nemo_rl.models.dtensor.parallelize import apply_activation_checkpointing
 from nemo_rl.models.policy.model_config import UnsupportedModelError, check_experts, model_config
-from tests.models.policy_ranks import expert_story, many_splits, run_config, training_batch
+from tests.models.policy_ranks import ALL_ROWS, experts_of_one, experts_of_two, many_splits, run_config, training_batch
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 
 PACKED = ["policy.sequence_packing.enabled=true"]
 EP2 = ["policy.dtensor_cfg.expert_parallel_size=2"]
-TP2 = ["policy.dtensor_cfg.tensor_parallel_size=2"]
-CP2 = ["policy.dtensor_cfg.context_parallel_size=2"]
+TP2 = ["policy.dtensor_cfg.tensor_parallel_size=2", *ALL_ROWS]
+CP2 = ["policy.dtensor_cfg.context_parallel_size=2", *ALL_ROWS]
 SP = [*TP2, "policy.dtensor_cfg.sequence_parallel=true"]
 CHECKPOINTING = ["policy.dtensor_cfg.activation_checkpointing=true"]
 
@@ -54,8 +54,24 @@ ONE = {
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_moe_model: Path) -> dict[str, dict[str, Any]]:
-    return run_ranks(many_splits, 1, str(tiny_moe_model), 1, ONE)[0]
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("experts")
+
+
+@pytest.fixture(scope="module")
+def of_two(tiny_moe_model: Path, folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(experts_of_two, 2, str(tiny_moe_model), str(folder), TWO, EP2)
+
+
+@pytest.fixture(scope="module")
+def of_one(tiny_moe_model: Path, folder: Path, of_two: list[dict[str, Any]]) -> dict[str, Any]:
+    return run_ranks(experts_of_one, 1, str(tiny_moe_model), str(folder), ONE)[0]
+
+
+@pytest.fixture(scope="module")
+def alone(of_one: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    cases: dict[str, dict[str, Any]] = of_one["cases"]
+    return cases
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +80,8 @@ def one(alone: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def two(tiny_moe_model: Path) -> list[dict[str, dict[str, Any]]]:
-    return run_ranks(many_splits, 2, str(tiny_moe_model), 2, TWO)
+def two(of_two: list[dict[str, Any]]) -> list[dict[str, dict[str, Any]]]:
+    return [rank["cases"] for rank in of_two]
 
 
 @pytest.fixture(scope="module")
@@ -108,18 +124,14 @@ def test_an_output_projection_in_float32_changes_the_rounding_of_the_last_layer_
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("experts")
+def whole_story(of_one: dict[str, Any]) -> dict[str, Any]:
+    story: dict[str, Any] = of_one["story"]
+    return story
 
 
 @pytest.fixture(scope="module")
-def whole_story(tiny_moe_model: Path, folder: Path) -> dict[str, Any]:
-    return run_ranks(expert_story, 1, str(tiny_moe_model), 1, str(folder / "whole"), [])[0]
-
-
-@pytest.fixture(scope="module")
-def cut_story(tiny_moe_model: Path, folder: Path) -> list[dict[str, Any]]:
-    return run_ranks(expert_story, 2, str(tiny_moe_model), 2, str(folder / "cut"), EP2)
+def cut_story(of_two: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [rank["story"] for rank in of_two]
 
 
 def test_the_export_of_experts_that_are_shared_out_is_the_export_of_one_rank(
@@ -149,7 +161,7 @@ def test_a_checkpoint_of_shared_out_experts_loads_in_transformers(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder / "cut" / "weights", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder / "weights", dtype=torch.float32)
     data = training_batch()
     for row, length in enumerate(data["input_lengths"].tolist()):
         ids = data["input_ids"][row, :length]
@@ -159,16 +171,16 @@ def test_a_checkpoint_of_shared_out_experts_loads_in_transformers(
         np.testing.assert_allclose(cut_story[rank]["logprobs"][local, 1:length], alone.numpy(), atol=2e-5)
 
 
-def test_a_resumed_run_goes_on_bit_for_bit(tiny_moe_model: Path, folder: Path, cut_story: list[dict[str, Any]]) -> None:
-    resumed = run_ranks(expert_story, 2, str(tiny_moe_model), 2, "", EP2, str(folder / "cut"))
+def test_a_resumed_run_goes_on_bit_for_bit(of_two: list[dict[str, Any]], cut_story: list[dict[str, Any]]) -> None:
+    resumed = [rank["resumed"] for rank in of_two]
     assert resumed[0]["second"]["loss"] == cut_story[0]["second"]["loss"]
     assert resumed[0]["weights"] == cut_story[0]["weights"]
 
 
 def test_a_checkpoint_resumes_with_another_number_of_ranks_for_the_experts(
-    tiny_moe_model: Path, folder: Path, cut_story: list[dict[str, Any]]
+    of_one: dict[str, Any], cut_story: list[dict[str, Any]]
 ) -> None:
-    (resumed,) = run_ranks(expert_story, 1, str(tiny_moe_model), 1, "", [], str(folder / "cut"))
+    resumed = of_one["resumed"]
     assert (cut_story[0]["groups"], resumed["groups"]) == (2, 1)
     assert resumed["second"]["loss"] == pytest.approx(cut_story[0]["second"]["loss"], rel=1e-5)
     assert resumed["second"]["grad_norm"] == pytest.approx(cut_story[0]["second"]["grad_norm"], rel=1e-5)

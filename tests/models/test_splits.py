@@ -9,18 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models.policy_ranks import many_splits, training_batch
+from tests.models.policy_ranks import ALL_ROWS, many_splits, training_batch
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 
 PACKED = ["policy.sequence_packing.enabled=true"]
 DYNAMIC = ["policy.dynamic_batching.enabled=true"]
-# Where each rank has all rows: two microbatches instead of four.
-_HALVES = ["policy.train_micro_batch_size=4", "policy.logprob_batch_size=4"]
-TP2 = ["policy.dtensor_cfg.tensor_parallel_size=2", *_HALVES]
+TP2 = ["policy.dtensor_cfg.tensor_parallel_size=2", *ALL_ROWS]
 SP = [*TP2, "policy.dtensor_cfg.sequence_parallel=true"]
-CP2 = ["policy.dtensor_cfg.context_parallel_size=2", *_HALVES]
+CP2 = ["policy.dtensor_cfg.context_parallel_size=2", *ALL_ROWS]
 FILTERS = ["policy.generation.temperature=0.7", "policy.generation.top_p=0.9", "policy.generation.top_k=40"]
 DEFERRED = ["policy.dtensor_cfg.defer_fsdp_grad_sync=true"]
 BY_SEQUENCE = ["loss_fn.token_level_loss=false"]
