@@ -32,6 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from shapes import make_config  # noqa: E402
 
+from nemo_rl.models.dtensor.export import on_disk, remember_disk_names  # noqa: E402
 from nemo_rl.models.policy.empty_model import empty_model  # noqa: E402
 from nemo_rl.weight_sync.cache import BucketCache, CacheBuilder, CacheManifest  # noqa: E402
 from nemo_rl.weight_sync.layout import TensorMeta  # noqa: E402
@@ -40,11 +41,14 @@ _BLOCK = 16 << 20
 
 
 def metas_of(model: Path, dtype: str) -> list[TensorMeta]:
-    """Names and shapes of a model's weights, without weights."""
+    """Names and shapes of a model's weights as a policy sends them, experts one by one; without weights."""
     from transformers import AutoConfig
 
     skeleton = empty_model(AutoConfig.from_pretrained(model))
-    return [TensorMeta(name, tuple(parameter.shape), dtype) for name, parameter in skeleton.named_parameters()]
+    remember_disk_names(skeleton)
+    shapes = [(name, torch.empty(weight.shape, device="meta")) for name, weight in skeleton.named_parameters()]
+    parts = [part for name, shape in shapes for part in on_disk(skeleton, name, shape).items()]
+    return [TensorMeta(name, tuple(part.shape), dtype) for name, part in parts]
 
 
 def random_weights(metas: list[TensorMeta], version: int) -> Iterator[tuple[str, torch.Tensor]]:
