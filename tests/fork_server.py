@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -44,6 +45,17 @@ _IMPORTED = (
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.qwen3",
     "nemo_rl.models.generation.vllm.worker",
+    "nemo_rl.models.generation.vllm.extension",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.scheduler",
+    "pydantic.v1",
+    "ray.dashboard.optional_deps",
+    "ray._common.usage.usage_lib",
+    "ray._private.runtime_env.agent.runtime_env_agent",
+    "ray._private.runtime_env.uv_runtime_env_hook",
+    "tabulate",
+    "torch.utils.serialization",
 )
 
 
@@ -59,24 +71,27 @@ class _Template:
         wake.setblocking(False)
         self._wake = wake
         self._running: dict[int, socket.socket] = {}
+        self._selector = selectors.DefaultSelector()
 
     def next_fork(self) -> Order:
         """Returns in each fork only."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
-        selector = selectors.DefaultSelector()
-        selector.register(self._listener, selectors.EVENT_READ)
-        selector.register(self._ended, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._ended, selectors.EVENT_READ)
         while True:
-            for key, _ in selector.select():
+            for key, _ in self._selector.select():
                 if key.fileobj is self._ended:
                     with suppress(BlockingIOError):
                         self._ended.recv(4096)
                     self._reap()
-                    continue
-                order = self._fork()
-                if order is not None:
-                    selector.close()
+                elif key.data is not None:
+                    # The caller has ended, unless it is the fork that has just been reaped.
+                    if key.data in self._running:
+                        self._selector.unregister(key.fileobj)
+                        os.kill(key.data, signal.SIGKILL)
+                elif (order := self._fork()) is not None:
+                    self._selector.close()
                     return order
 
     def _fork(self) -> Order | None:
@@ -100,6 +115,8 @@ class _Template:
         if not pid:
             return order
         self._running[pid] = connection
+        if order.ends_with_caller:
+            self._selector.register(connection, selectors.EVENT_READ, pid)
         with suppress(OSError):
             connection.sendall(pid.to_bytes(4, "big"))
         return None
@@ -110,6 +127,8 @@ class _Template:
             if not pid:
                 return
             connection = self._running.pop(pid)
+            with suppress(KeyError):
+                self._selector.unregister(connection)
             with suppress(OSError):
                 connection.sendall(os.waitstatus_to_exitcode(status).to_bytes(4, "big", signed=True))
             connection.close()
@@ -126,6 +145,9 @@ def _become(order: Order, search_path: list[str], kept: Mapping[str, int]) -> No
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ |= order.environment
+    if order.ends_with_caller:
+        # Ray's agent ends when this is not its parent.
+        os.environ["RAY_RAYLET_PID"] = str(os.getppid())
     _show_environment(order.environment)
     tempfile.tempdir = None  # drawn again from the environment
     # Ray read these from the environment of the process that was forked.
@@ -188,6 +210,7 @@ def _main(address: str) -> None:
     kept = {name: _find(text) for name, text in MARKS.items()}
     for name in _IMPORTED:
         import_module(name)
+    _warm_up()
     if len({_random_name() for _ in range(2)}) != 2:
         raise RuntimeError("an import made Ray draw a random name: all forks would go on alike")
     gc.freeze()
@@ -199,6 +222,22 @@ def _main(address: str) -> None:
     _become(order, search_path, kept)
     with forked_workers():
         _end(_run(order.command))
+
+
+def _warm_up() -> None:
+    """Does once what takes each engine and each driver half a second."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from vllm.platforms import current_platform
+
+    # Looks for Triton's kernels in all modules, names that warn included.
+    with warnings.catch_warnings(action="ignore"):
+        current_platform.register_triton_kernel_overrides()
+    setattr(type(current_platform), "register_triton_kernel_overrides", staticmethod(lambda: None))  # noqa: B010
+    # Reads fonts.
+    figure = Figure()
+    figure.add_subplot().set_title("warm", fontweight="bold")
+    FigureCanvasAgg(figure).draw()
 
 
 def _random_name() -> bytes:

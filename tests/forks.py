@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -35,6 +36,8 @@ ROOT = Path(__file__).parents[1]
 # Where the process listens that is forked, and its id.
 ADDRESS, _PROCESS = "NRL_TEST_FORKS", "NRL_TEST_FORKED_PROCESS"
 _SHIM = str(ROOT / "tests" / "fork_worker.py")
+_AGENT_OF_RAY = re.compile(rf"(?<=--runtime_env_agent_command=){re.escape(sys.executable)} -u ")
+_AGENT = f"{sys.executable} -I -S {ROOT / 'tests' / 'fork_agent.py'} "
 # Room for the variables of a fork where Linux shows those of a process.
 ROOM, _ROOM_BYTES = "NRL_TEST_ROOM", 32_768
 _START_S = 200.0  # less than a test may take
@@ -55,12 +58,15 @@ MARKS = {"RAY_JOB_ID": "f0f1f2f3", "RAY_RAYLET_PID": "9876543210"}
 
 @dataclass(frozen=True)
 class Order:
-    """What to start. `command`: a Python file, or -m and a module, and arguments."""
+    """What to start. `command`: a Python file, or -m and a module, and arguments. `ends_with_caller`: it is killed when
+    the connection of the order closes.
+    """
 
     command: list[str]
     environment: dict[str, str]
     folder: str
     new_session: bool
+    ends_with_caller: bool = False
 
     def send(self, connection: socket.socket, outputs: Sequence[int]) -> int:
         """The process id of the fork. `outputs`: descriptors of its standard input, output and error."""
@@ -246,10 +252,20 @@ def forked_workers() -> Iterator[None]:
 
 
 def forking(start_raylet: Callable[..., Any]) -> Callable[..., Any]:
-    """Ray's `start_raylet`, with `fork_worker.py` in place of what Ray calls to start a worker."""
+    """Ray's `start_raylet`, with `fork_worker.py` in place of what Ray calls to start a worker, and `fork_agent.py` in
+    place of the interpreter that runs the agent of runtime environments.
+    """
 
     def start_with_forks(*args: Any, **kwargs: Any) -> Any:
-        return start_raylet(*(_SHIM if _is_setup(value) else value for value in args), **kwargs)
+        from ray._private import services
+
+        start = services.start_ray_process
+
+        def start_raylet_process(command: list[str], *options: Any, **named: Any) -> Any:
+            return start([_AGENT_OF_RAY.sub(lambda _: _AGENT, part) for part in command], *options, **named)
+
+        with patch.object(services, "start_ray_process", start_raylet_process):
+            return start_raylet(*(_SHIM if _is_setup(value) else value for value in args), **kwargs)
 
     return start_with_forks
 
