@@ -362,7 +362,7 @@ def table(args: argparse.Namespace, results: dict[str, Result]) -> dict[str, flo
 def hand_overs(log_dir: Path) -> str:
     """A line of figures: seconds from the request for training GPUs to the grant, builds of engines left out."""
     from nemo_rl.time_sharing.log import events as ev
-    from nemo_rl.time_sharing.log.merged import merge_by_machine_time
+    from nemo_rl.time_sharing.log.reading import merge_by_machine_time
     from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN
     from nemo_rl.time_sharing.viewing.handovers import HandoverWatch, percentile
 

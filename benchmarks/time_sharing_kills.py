@@ -177,7 +177,7 @@ class Kills:
         """Closes the pool; the events of its record, which must keep every invariant and know two schedulers."""
         from nemo_rl.time_sharing.history.check import check
         from nemo_rl.time_sharing.log.events import SchedulerStarted
-        from nemo_rl.time_sharing.log.merged import merge_by_machine_time
+        from nemo_rl.time_sharing.log.reading import merge_by_machine_time
 
         self._end()
         if left := processes({_RUN: self._mark}):

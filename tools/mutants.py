@@ -115,7 +115,7 @@ def _run(package: Path, arguments: Sequence[str], seconds: float) -> Iterator[An
 def judge_here(first: int, scenarios: int, seconds: float) -> None:
     """Says in a line of JSON each what is bad of each scenario ("": nothing), and stops at the first that is."""
     from nemo_rl.time_sharing.simulation.coverage import EXPECTED
-    from nemo_rl.time_sharing.simulation.soak import run_scenario
+    from nemo_rl.time_sharing.simulation.random_scenarios import run_scenario
 
     _prepare()
     left_out = dict.fromkeys(EXPECTED)
@@ -148,7 +148,7 @@ def _problem(verdict: Any) -> str:
 def trace_here(first: int, scenarios: int, files: Sequence[str]) -> None:
     """Says in a line of JSON for each file in how many scenarios each of its lines was run."""
     from nemo_rl.time_sharing import simulation
-    from nemo_rl.time_sharing.simulation.soak import run_scenario
+    from nemo_rl.time_sharing.simulation.random_scenarios import run_scenario
 
     _prepare()
     package = Path(str(simulation.__file__)).parent.parent

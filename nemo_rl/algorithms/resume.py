@@ -25,8 +25,8 @@ from nemo_rl.config.master import MasterConfig, RootConfig
 from nemo_rl.config.metric_names import MetricName
 from nemo_rl.utils.checkpoint import CheckpointError, CheckpointManager
 from nemo_rl.utils.checkpoint_files import MANIFEST
+from nemo_rl.utils.files import load_yaml
 from nemo_rl.utils.logger import flatten_dict
-from nemo_rl.utils.yaml_text import load_yaml
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

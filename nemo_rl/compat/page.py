@@ -11,7 +11,7 @@ from nemo_rl.compat.names import ABSENT, ABSENT_MEMBERS, AT_HOME, CHANGED, CONTR
 from nemo_rl.config.foreign import MOVED, RECIPES
 from nemo_rl.config.master import MasterConfig, SFTMasterConfig
 from nemo_rl.config.schema import KeyInfo, is_described_elsewhere, keys_of
-from nemo_rl.utils.markdown import table
+from nemo_rl.utils.text import table
 
 _INTRODUCTION = """# From NeMo-RL
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
-from nemo_rl.utils.markdown import table
+from nemo_rl.utils.text import table
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nemo_rl.utils.markdown import table
+from nemo_rl.utils.text import table
 
 _GIB = 1 << 30
 STATE_BYTES = 16  # of a trained parameter: float32 weight, gradient and two moments

@@ -17,7 +17,7 @@ from nemo_rl.config.section import Section
 from nemo_rl.data.datasets.registry import ALIASES, GENERATED, SOURCES, Source
 from nemo_rl.data.processors import PROCESSORS
 from nemo_rl.environments.registry import CLASSES
-from nemo_rl.utils.markdown import table
+from nemo_rl.utils.text import table
 
 _INTRODUCTION = """# Data sets, processors and environments
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config.dotted import import_dotted
 from nemo_rl.config.errors import ConfigError, UserError
-from nemo_rl.time_sharing.log.log_tail import LogTail
 from nemo_rl.time_sharing.log.pool_state import PoolState, Standing
+from nemo_rl.time_sharing.log.reading import LogTail
 from nemo_rl.time_sharing.open_pools import OpenPool, the_open_pool
 from nemo_rl.time_sharing.pipelines.grpo import POOL_NAME
 from nemo_rl.time_sharing.pipelines.job import Job, read_jobs

@@ -234,7 +234,7 @@ def _new_log_dir(root: Path) -> Path:
 def _checked(log_dir: Path) -> bool:
     """Whether the records of the scheduler and of all pipelines together keep every invariant; says what does not."""
     from nemo_rl.time_sharing.history.check import check
-    from nemo_rl.time_sharing.log.merged import merge_by_machine_time
+    from nemo_rl.time_sharing.log.reading import merge_by_machine_time
 
     violations = check(merge_by_machine_time(sorted(log_dir.glob("*.jsonl"))))
     for violation in violations:

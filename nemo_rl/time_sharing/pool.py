@@ -22,8 +22,8 @@ from nemo_rl.time_sharing.agents.actors import (
     Orchestrator,
 )
 from nemo_rl.time_sharing.agents.ray_reaper import agent_actor_name, agent_namespace
-from nemo_rl.time_sharing.log.log_tail import LogTail
 from nemo_rl.time_sharing.log.pool_state import Outcome, PoolState, Progress, Standing, Submission
+from nemo_rl.time_sharing.log.reading import LogTail
 from nemo_rl.time_sharing.log.sharing import Sharing, SharingWatch
 from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job, Kind

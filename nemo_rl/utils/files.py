@@ -1,4 +1,4 @@
-"""Writes files that are there whole or not at all, and files that their owner alone can read."""
+"""Files that are there whole or not at all, files that their owner alone can read, and YAML."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 
 def replace_file(path: Path, content: str | bytes, *, durable: bool = False, mode: int = 0o666) -> None:
@@ -36,3 +39,18 @@ def private_file(path: Path, content: str | bytes) -> Generator[None]:
         yield
     finally:
         path.unlink(missing_ok=True)
+
+
+# libyaml is several times as fast as Python, where PyYAML was built with it.
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+
+def load_yaml(text: str) -> Any:
+    """The value of a document. Raises yaml.YAMLError: it is none."""
+    return yaml.load(text, Loader=_Loader)
+
+
+def dump_yaml(value: object, **options: Any) -> str:
+    """The document of a value of plain types, with its keys in their order. `options`: those of `yaml.dump`."""
+    return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, **options))

@@ -22,10 +22,10 @@ from nemo_rl.config import ConfigError, LoggerConfig
 from nemo_rl.config.errors import first_line
 from nemo_rl.lazy import names_of
 from nemo_rl.utils import log_backends
+from nemo_rl.utils.files import dump_yaml
 from nemo_rl.utils.log_backends import LoggerInterface, MetricValue, TrackerUnreachable
 from nemo_rl.utils.metrics_file import METRICS_FILE, MetricsFile
-from nemo_rl.utils.terminal import printable
-from nemo_rl.utils.yaml_text import dump_yaml
+from nemo_rl.utils.text import printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.errors import UserError, why_not_written
-from nemo_rl.utils.yaml_text import load_yaml
+from nemo_rl.utils.files import load_yaml
 
 logger = logging.getLogger(__name__)
 

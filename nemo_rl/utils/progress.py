@@ -21,7 +21,7 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from nemo_rl.utils.terminal import printable
+from nemo_rl.utils.text import printable
 
 _STILL_S = 30.0
 _LONG_STEP_S = 60.0

@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from nemo_rl.utils import plots
-from nemo_rl.utils.files import replace_file
+from nemo_rl.utils.files import load_yaml, replace_file
 from nemo_rl.utils.logger import Logger, best_to_worst
 from nemo_rl.utils.metrics_file import NoMetrics, RunMetrics, metrics_paths, read_metrics
 from nemo_rl.utils.progress import format_duration
 from nemo_rl.utils.record import RecordDamaged, RecordError, read_record
 from nemo_rl.utils.step_timeline import figure, most_telling, read_timeline
-from nemo_rl.utils.yaml_text import load_yaml
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from nemo_rl.utils.files import private_file
 from nemo_rl.utils.http_server import file_of, guarded_app, serve_page
 from nemo_rl.utils.progress import RunProgress, format_duration
 from nemo_rl.utils.report import sample_lines, write_page
-from nemo_rl.utils.terminal import printable
+from nemo_rl.utils.text import printable
 
 ADDRESS_FILE = "page.json"
 _COOKIE = "nrl_run_token"

@@ -24,7 +24,7 @@ from nemo_rl.algorithms.multi_lora.job import MultiLoraJob, Phase, SlotsFull, Un
 from nemo_rl.algorithms.multi_lora.passes import AdapterRemoved
 from nemo_rl.config.multi_lora import load_adapter, load_base
 from nemo_rl.time_sharing.history.check import check
-from nemo_rl.time_sharing.log.merged import merge_by_machine_time
+from nemo_rl.time_sharing.log.reading import merge_by_machine_time
 from nemo_rl.utils.adapters import read_adapter
 from nemo_rl.utils.progress import StartPhases
 from nemo_rl.utils.record import Entry, read_record

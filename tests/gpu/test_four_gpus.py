@@ -20,7 +20,7 @@ import torch
 import yaml
 
 from nemo_rl.distributed.ports import free_ports
-from nemo_rl.time_sharing.log.merged import merge_by_machine_time
+from nemo_rl.time_sharing.log.reading import merge_by_machine_time
 from nemo_rl.utils.metrics_file import read_metrics
 from nemo_rl.utils.record_events import ShardSlept, StepFinished, VersionPublished
 from tests.models.policy_ranks import MEGATRON

@@ -22,8 +22,8 @@ from nemo_rl.time_sharing.protocol.types import (
     Verb,
     Want,
 )
+from nemo_rl.time_sharing.scheduling.liveness import SteadyClock
 from nemo_rl.time_sharing.scheduling.scheduler import Scheduler
-from nemo_rl.time_sharing.scheduling.steady_clock import SteadyClock
 from nemo_rl.utils.record import MemoryRecord, RecordWriter
 
 

@@ -21,8 +21,8 @@ from nemo_rl.time_sharing.protocol.types import (
     Status,
     Verb,
 )
+from nemo_rl.time_sharing.scheduling.liveness import SteadyClock
 from nemo_rl.time_sharing.scheduling.scheduler import Scheduler
-from nemo_rl.time_sharing.scheduling.steady_clock import SteadyClock
 from nemo_rl.utils.record import MemoryRecord, NullRecord
 
 

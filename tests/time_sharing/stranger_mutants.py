@@ -22,9 +22,9 @@ _TYPES, _TOPOLOGY, _WELLFORMED = "protocol/types.py", "protocol/topology.py", "p
 _STATE, _LEDGER, _SAVED = "log/state.py", "log/ledger.py", "log/saved_state.py"
 _PLANNER, _PLAN_STATE, _SHARING = "planning/planner.py", "planning/plan_state.py", "planning/apportionment.py"
 _WAKING, _MOVES = "planning/waking.py", "planning/busy_ranks.py"
-_SHARES = "planning/shares.py"
+_SHARES = "planning/entitlement.py"
 _EXECUTOR, _SCHEDULER, _INVENTORY = "scheduling/executor.py", "scheduling/scheduler.py", "scheduling/inventory.py"
-_LIVENESS, _REQUESTS, _CLOCK = "scheduling/liveness.py", "scheduling/requests.py", "scheduling/steady_clock.py"
+_LIVENESS, _REQUESTS = "scheduling/liveness.py", "scheduling/requests.py"
 _AGENT, _RANKS = "agents/agent.py", "agents/agent_ranks.py"
 
 MUTANTS = (
@@ -598,7 +598,7 @@ MUTANTS = (
     ),
     Mutant(
         "clock-jumps-believed",
-        _CLOCK,
+        _LIVENESS,
         "self.now += min(step, self._max_step_s)",
         "self.now += step",
         "a clock that is set forward lets every deadline pass at once",

@@ -10,7 +10,6 @@ import pytest
 from fleet import Fleet
 
 from nemo_rl.time_sharing.history.check import check
-from nemo_rl.time_sharing.log import audit
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.ledger import Claim, Quarantine, QueuedWant
 from nemo_rl.time_sharing.log.state import SchedulerState
@@ -31,7 +30,7 @@ from nemo_rl.time_sharing.protocol.types import (
     Want,
 )
 from nemo_rl.time_sharing.simulation.random_scenarios import random_scenario
-from nemo_rl.time_sharing.simulation.watch import Misbehaviour, SchedulerWatch
+from nemo_rl.time_sharing.simulation.watch import Misbehaviour, SchedulerWatch, problems
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import Entry, MemoryRecord
@@ -148,9 +147,9 @@ def contradict(how: Callable[[SchedulerState], None]) -> list[str]:
     made.add("b", [1], [1, 2], demand=8)
     made.wake("a", 2)
     made.want("b")
-    assert not list(audit.problems(made.state))
+    assert not list(problems(made.state))
     how(made.state)
-    return list(audit.problems(made.state))
+    return list(problems(made.state))
 
 
 CLAIM = Claim(1, "a", ACTOR_INFER, 3, -1, (3,))

@@ -20,8 +20,8 @@ from nemo_rl.time_sharing.protocol.types import (
     Verb,
     Want,
 )
+from nemo_rl.time_sharing.scheduling.liveness import SteadyClock
 from nemo_rl.time_sharing.scheduling.scheduler import Scheduler
-from nemo_rl.time_sharing.scheduling.steady_clock import SteadyClock
 from nemo_rl.utils.record import MemoryRecord
 
 TPS, GPUS = {ACTOR_TRAIN: 1, ACTOR_INFER: 1}, {ACTOR_TRAIN: [0], ACTOR_INFER: [0, 1]}

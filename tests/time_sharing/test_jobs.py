@@ -25,9 +25,17 @@ from nemo_rl.time_sharing.pipelines.job import Job, Kind, read_jobs
 from nemo_rl.time_sharing.pipelines.residents import SlotMemory
 from nemo_rl.time_sharing.pipelines.sft import LentPlacement
 from nemo_rl.time_sharing.pool import variables_of
-from nemo_rl.time_sharing.protocol.stop_times import KILLED_S, LONGEST_STOP_S
 from nemo_rl.time_sharing.protocol.topology import Pool, RegistrationError
-from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Demand, Priority, Verb, Want
+from nemo_rl.time_sharing.protocol.types import (
+    ACTOR_INFER,
+    ACTOR_TRAIN,
+    KILLED_S,
+    LONGEST_STOP_S,
+    Demand,
+    Priority,
+    Verb,
+    Want,
+)
 from tests.time_sharing.bench import Bench
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"

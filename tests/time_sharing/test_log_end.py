@@ -30,8 +30,8 @@ from nemo_rl.time_sharing.protocol.types import (
     Verb,
     Want,
 )
+from nemo_rl.time_sharing.scheduling.liveness import SteadyClock
 from nemo_rl.time_sharing.scheduling.scheduler import Scheduler
-from nemo_rl.time_sharing.scheduling.steady_clock import SteadyClock
 from nemo_rl.utils.record import MemoryRecord, RecordWriter, read_record
 
 LIMITS = Limits(lease_s=600.0, plan_interval_s=0.0)

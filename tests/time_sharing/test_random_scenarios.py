@@ -9,8 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from nemo_rl.time_sharing.simulation.coverage import EXPECTED
-from nemo_rl.time_sharing.simulation.random_scenarios import random_scenario
-from nemo_rl.time_sharing.simulation.soak import run_many, run_scenario
+from nemo_rl.time_sharing.simulation.random_scenarios import random_scenario, run_many, run_scenario
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.utils.record import Entry, MemoryRecord
 

@@ -39,7 +39,7 @@ from nemo_rl.time_sharing.agents.ray_reaper import (
 )
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.log import events as ev
-from nemo_rl.time_sharing.log.merged import merge_by_machine_time
+from nemo_rl.time_sharing.log.reading import merge_by_machine_time
 from nemo_rl.time_sharing.log.segments import segments_of
 from nemo_rl.time_sharing.protocol.topology import IncarnationUsed, Pool, RegistrationError
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Limits

@@ -14,7 +14,7 @@ from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.state import InconsistentLog, replay
 from nemo_rl.time_sharing.protocol.types import Priority
-from nemo_rl.time_sharing.scheduling.steady_clock import SteadyClock
+from nemo_rl.time_sharing.scheduling.liveness import SteadyClock
 from nemo_rl.time_sharing.simulation.random_scenarios import random_scenario
 from nemo_rl.time_sharing.simulation.scenario import Scenario, parse_scenario
 from nemo_rl.time_sharing.simulation.world import World

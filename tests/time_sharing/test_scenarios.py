@@ -14,7 +14,7 @@ import pytest
 from nemo_rl.time_sharing.cli import main
 from nemo_rl.time_sharing.protocol.types import Limits
 from nemo_rl.time_sharing.simulation.scenario import ScenarioError, load_scenario, parse_scenario
-from nemo_rl.time_sharing.simulation.scenario_limits import MEANING
+from nemo_rl.time_sharing.simulation.scenario_checks import MEANING
 from nemo_rl.time_sharing.simulation.scenario_page import scenario_page
 
 ROOT = Path(__file__).parents[2]

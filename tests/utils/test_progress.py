@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from nemo_rl.utils.progress import RunProgress
-from nemo_rl.utils.terminal import printable
+from nemo_rl.utils.text import printable
 
 
 class Clock:

@@ -24,8 +24,8 @@ from nemo_rl.time_sharing.log.saved_state import StateSaved, saved
 from nemo_rl.time_sharing.log.segments import SEGMENT_LINES, SegmentedLog, newest_segment
 from nemo_rl.time_sharing.protocol.topology import Pool, Topology
 from nemo_rl.time_sharing.protocol.types import Answer, Command, Limits, Outcome, Reply, Status, Verb
+from nemo_rl.time_sharing.scheduling.liveness import SteadyClock
 from nemo_rl.time_sharing.scheduling.scheduler import Scheduler
-from nemo_rl.time_sharing.scheduling.steady_clock import SteadyClock
 from nemo_rl.utils.record import Record, RecordError
 
 logger = logging.getLogger(__name__)

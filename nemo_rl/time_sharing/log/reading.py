@@ -1,15 +1,87 @@
-"""Reads the records that a person names, as far as they are whole."""
+"""Reads the records of a pool: whole, merged by time, or while they grow.
+
+The scheduler's clock leaves out what a machine's clock jumps, and time for which its process was suspended; the others
+write by the machine's. Entries keep the time that they carry; only the order of several records is by the machine's
+clock. Invariant: entries of one file keep their order and come once, over all segments.
+"""
 
 from __future__ import annotations
 
+import heapq
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 from nemo_rl.config.errors import UserError
-from nemo_rl.time_sharing.log.merged import merge_by_machine_time
-from nemo_rl.time_sharing.log.segments import missing_segment, segments_of
-from nemo_rl.utils.record import Entry, RecordDamaged, read_record
+from nemo_rl.time_sharing.log.events import ClockJumped, SchedulerStarted
+from nemo_rl.time_sharing.log.segments import first_segment, missing_segment, segment_number, segments_of
+from nemo_rl.utils.record import Entry, RecordDamaged, decode_line, read_record
+from nemo_rl.utils.record_events import RecordOpened
+
+
+def merge_by_machine_time(paths: Iterable[str | Path], *, recover: bool = False) -> Iterator[Entry]:
+    """Entries of several records of one pool. `paths`: the files; later segments of a scheduler's log follow it as one.
+    `recover`: see `read_record`. Raises RecordDamaged, RecordTooNew: a file cannot be read.
+    """
+    files: dict[Path, list[Path]] = {}
+    for path in map(Path, paths):
+        files.setdefault(first_segment(path), []).append(path)
+    streams = [
+        _keyed(index, sorted(segments, key=segment_number), recover) for index, segments in enumerate(files.values())
+    ]
+    for _, _, _, entry in heapq.merge(*streams):
+        yield entry
+
+
+def _keyed(index: int, segments: Sequence[Path], recover: bool) -> Iterator[tuple[float, int, int, Entry]]:
+    latest, drift_s = float("-inf"), 0.0
+    entries = chain.from_iterable(read_record(path, recover=recover) for path in segments)
+    for number, entry in enumerate(entries):
+        if isinstance(entry.event, ClockJumped):
+            drift_s += entry.event.seconds
+        elif isinstance(entry.event, SchedulerStarted) or (
+            isinstance(entry.event, RecordOpened) and entry.event.resumed
+        ):
+            drift_s = 0.0  # a process begins in step with its machine, and its first lines are about its log
+        latest = max(latest, entry.time + drift_s)
+        yield latest, index, number, entry
+
+
+class LogTail:
+    """One log.
+
+    Args:
+        first: Its first segment, such as `scheduler.jsonl`; it may not be there yet.
+
+    Attributes:
+        damage: What is wrong with a line that cannot be read; nothing behind it is. None while all is well.
+    """
+
+    def __init__(self, first: Path) -> None:
+        self._first = first
+        self._places: dict[Path, tuple[int, int]] = {}
+        self.damage: str | None = None
+
+    def new(self) -> Iterator[Entry]:
+        """What was written since the last call; a line that is still being written comes with the next one."""
+        for path in segments_of(self._first):
+            if self.damage is not None:
+                return
+            offset, number = self._places.get(path, (0, 0))
+            with path.open("rb") as file:
+                file.seek(offset)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    try:
+                        entry = decode_line(line, number)
+                    except (ValueError, TypeError, KeyError) as error:
+                        self.damage = f"{path}: line {number + 1} {error}"
+                        break
+                    offset, number = offset + len(line), number + 1
+                    self._places[path] = (offset, number)
+                    yield entry
 
 
 class UnusableLogError(UserError, ValueError):

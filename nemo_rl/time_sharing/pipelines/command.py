@@ -30,8 +30,7 @@ from nemo_rl.time_sharing.pipelines.adapters import STOP_S, AdaptersConfig
 from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
 from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job
-from nemo_rl.time_sharing.protocol.stop_times import KILLED_S
-from nemo_rl.time_sharing.protocol.types import Command, Reply
+from nemo_rl.time_sharing.protocol.types import KILLED_S, Command, Reply
 
 logger = logging.getLogger(__name__)
 

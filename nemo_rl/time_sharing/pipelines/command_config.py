@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from nemo_rl.config import ConfigError, Section
-from nemo_rl.time_sharing.protocol.stop_times import KILLED_S, LONGEST_STOP_S
+from nemo_rl.time_sharing.protocol.types import KILLED_S, LONGEST_STOP_S
 
 EXTERNAL = "external"
 

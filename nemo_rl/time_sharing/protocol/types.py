@@ -12,6 +12,14 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum, IntEnum
 from typing import Any, NamedTuple
 
+LONGEST_STOP_S = 1800.0
+"""How long a command may have, at most, to finish what it does when its GPUs are wanted back."""
+ADAPTERS_STOP_S = 900.0
+"""How long a job of adapters has for its steps then, where its file does not say."""
+KILLED_S = 30.0
+"""How long processes that are killed may take to be gone."""
+
+
 SCHEDULER = "scheduler"
 
 

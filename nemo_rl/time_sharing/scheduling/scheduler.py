@@ -30,9 +30,8 @@ from nemo_rl.time_sharing.protocol.types import Answer, Command, Limits, Phase, 
 from nemo_rl.time_sharing.protocol.wellformed import admissible, answer_problem, is_whole, shown, status_problem
 from nemo_rl.time_sharing.scheduling.executor import Executor
 from nemo_rl.time_sharing.scheduling.inventory import reconcile, refuse_the_unplannable
-from nemo_rl.time_sharing.scheduling.liveness import Liveness
+from nemo_rl.time_sharing.scheduling.liveness import Liveness, SteadyClock
 from nemo_rl.time_sharing.scheduling.requests import Requests
-from nemo_rl.time_sharing.scheduling.steady_clock import SteadyClock
 from nemo_rl.time_sharing.scheduling.trials import Trials
 from nemo_rl.utils.record import Entry, Record
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from nemo_rl.time_sharing.agents.agent import Agent
 from nemo_rl.time_sharing.agents.standing_demand import FALLS_AFTER_S, StandingDemand
-from nemo_rl.time_sharing.simulation.agent_watch import AgentWatch
 from nemo_rl.time_sharing.simulation.engines import Generation
 from nemo_rl.time_sharing.simulation.loop import Loop
+from nemo_rl.time_sharing.simulation.watch import AgentWatch
 from nemo_rl.utils.record import Record
 
 

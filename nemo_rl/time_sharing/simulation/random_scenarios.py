@@ -1,15 +1,27 @@
-"""Random scenarios for testing: pools, mappings, jobs and all kinds of faults, drawn from a seed.
+"""Random scenarios for testing, and running them by the thousand with the checker as judge; `python -m
+nemo_rl.time_sharing soak` is the command.
 
-Times are short against the faults' rates, so that crashes, losses and time-outs meet every phase of every hand-over
-many times in a few virtual minutes.
+Pools, mappings, jobs and all kinds of faults are drawn from a seed, by which a failure can be repeated. Times are short
+against the faults' rates, so that crashes, losses and time-outs meet every phase of every hand-over many times in a few
+virtual minutes.
 """
 
 from __future__ import annotations
 
+import gc
+import logging
 import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import NamedTuple
 
+from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.simulation.coverage import reached
 from nemo_rl.time_sharing.simulation.harsh_scenarios import Drawn, harsher
 from nemo_rl.time_sharing.simulation.scenario import Scenario, parse_scenario
+from nemo_rl.time_sharing.simulation.world import World
+from nemo_rl.utils.record import MemoryRecord, Record
 
 _LIMITS = {
     "aging_s": 20.0,
@@ -167,3 +179,49 @@ def _job(rng: random.Random, number: int, pool: int, per_node: int) -> Drawn:
     if rng.random() < 0.15:
         job["leaves_s"] = max(rng.uniform(20, 300), job["arrive_s"])
     return job
+
+
+class Verdict(NamedTuple):
+    """One scenario: how many events it took, how long it lasted (virtual seconds), the first violations, jobs that
+    never ended, and what the scheduler decided how often.
+    """
+
+    seed: int
+    events: int
+    ended_s: float
+    violations: tuple[str, ...]
+    stuck: tuple[str, ...]
+    reached: Counter[str]
+
+    @property
+    def clean(self) -> bool:
+        return not self.violations and not self.stuck
+
+
+def run_scenario(seed: int) -> Verdict:
+    """Simulates one random scenario and checks its record."""
+    records: list[MemoryRecord] = []
+
+    def remember(clock: Callable[[], float]) -> Record:
+        records.append(MemoryRecord(clock=clock))
+        return records[0]
+
+    world = World(random_scenario(seed), seed, remember)
+    world.run()
+    violations = check(records[0].entries)
+    stuck = tuple(name for name, job in world.jobs.items() if job.finished_at is None)
+    said = tuple(str(violation) for violation in violations[:3])
+    return Verdict(seed, world.loop.events, world.loop.now, said, stuck, reached(world.entries))
+
+
+def run_many(first: int, runs: int, processes: int) -> Iterator[Verdict]:
+    """Verdicts of consecutive seeds, in order."""
+    with ProcessPoolExecutor(processes, initializer=_quiet) as pool:
+        yield from pool.map(run_scenario, range(first, first + runs), chunksize=10)
+
+
+def _quiet() -> None:
+    logging.disable()
+    # A record is a hundred thousand small objects without cycles, which the collector would look through again and
+    # again.
+    gc.set_threshold(200_000, 20, 20)

@@ -14,9 +14,16 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_rl.time_sharing.planning import placement
-from nemo_rl.time_sharing.protocol.stop_times import ADAPTERS_STOP_S, KILLED_S, LONGEST_STOP_S
 from nemo_rl.time_sharing.protocol.topology import Pool
-from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Limits, limits_from
+from nemo_rl.time_sharing.protocol.types import (
+    ACTOR_INFER,
+    ACTOR_TRAIN,
+    ADAPTERS_STOP_S,
+    KILLED_S,
+    LONGEST_STOP_S,
+    Limits,
+    limits_from,
+)
 from nemo_rl.time_sharing.simulation.scenario_checks import FLEET_GIVES, MOST_SAMPLES, problems_of
 from nemo_rl.time_sharing.simulation.scenario_text import ScenarioError, in_words, read_mapping
 

@@ -31,9 +31,9 @@ from nemo_rl.time_sharing.simulation.scenario import (
     Tokens,
     Validation,
 )
-from nemo_rl.time_sharing.simulation.scenario_limits import MEANING
+from nemo_rl.time_sharing.simulation.scenario_checks import MEANING
 from nemo_rl.time_sharing.simulation.scenario_text import PAGE
-from nemo_rl.utils.markdown import table
+from nemo_rl.utils.text import table
 
 _HEADER = ("key", "type", "default", "meaning")
 

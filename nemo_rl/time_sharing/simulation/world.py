@@ -29,8 +29,8 @@ from nemo_rl.time_sharing.protocol.types import (
     Status,
     Verb,
 )
+from nemo_rl.time_sharing.scheduling.liveness import SteadyClock
 from nemo_rl.time_sharing.scheduling.scheduler import PlanRule, Scheduler, StillRegistered
-from nemo_rl.time_sharing.scheduling.steady_clock import SteadyClock
 from nemo_rl.time_sharing.simulation.batch_queue import BatchQueue
 from nemo_rl.time_sharing.simulation.crowding import Crowding
 from nemo_rl.time_sharing.simulation.jobs import SimulatedJob

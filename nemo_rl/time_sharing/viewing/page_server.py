@@ -25,9 +25,8 @@ from starlette.routing import Route
 from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.log.events import LogClosed
-from nemo_rl.time_sharing.log.log_tail import LogTail
-from nemo_rl.time_sharing.log.merged import merge_by_machine_time
 from nemo_rl.time_sharing.log.pool_state import PoolState, Standing
+from nemo_rl.time_sharing.log.reading import LogTail, merge_by_machine_time
 from nemo_rl.time_sharing.viewing.pool_metrics import prometheus_text
 from nemo_rl.time_sharing.viewing.report import report_data
 from nemo_rl.time_sharing.viewing.report_page import PAGE

@@ -16,7 +16,7 @@ from rich.text import Text
 from nemo_rl.time_sharing.log.pool_state import Standing
 from nemo_rl.time_sharing.log.sharing import Gain
 from nemo_rl.utils.progress import format_duration
-from nemo_rl.utils.terminal import printable
+from nemo_rl.utils.text import printable
 
 _WIDTH = 240
 

@@ -1,8 +1,9 @@
-"""Text of others on a terminal: what a model or a user's code wrote must not steer it."""
+"""Text of others on a terminal, which must not steer it, and tables in Markdown."""
 
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Iterable, Sequence
 
 _KEPT = "\n\t"
 _TURNS_DIRECTION = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
@@ -27,3 +28,10 @@ def _is_harmless(character: str) -> bool:
 
 def _spelt(character: str) -> str:
     return character.encode("unicode_escape").decode()
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a table, and an empty one."""
+    lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+    lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
+    return [*lines, ""]
