@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +15,11 @@ from torch import nn
 
 from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.models.policy.lora import is_factor
+from nemo_rl.utils.convert import to_hugging_face
 from tests.models.policy_ranks import (
     ROWS,
     _error,
+    half_of_mine,
     make_worker,
     many_splits,
     one_step,
@@ -29,7 +33,11 @@ LORA = ["policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg
 
 def _train(worker: Any, config: Any) -> dict[str, Any]:
     return worker.train(
-        shard_of(worker, training_batch()), ClippedPGLossFn(config.loss_fn), eval_mode=False, gbs=ROWS, mbs=2
+        shard_of(worker, training_batch()),
+        ClippedPGLossFn(config.loss_fn),
+        eval_mode=False,
+        gbs=ROWS,
+        mbs=half_of_mine(worker),
     )
 
 
@@ -91,9 +99,18 @@ def adapter_story(
     return seen
 
 
-def scored_with(model: str, world: int, overrides: list[str]) -> Any:
-    """Log-probabilities of a model without adapters."""
-    return _logprobs(make_worker(run_config(model, world, *overrides)))
+def told_of_adapters(
+    model: str, world: int, folder: str, overrides: list[str], other: str | None = None
+) -> dict[str, Any]:
+    """`adapter_story`; log-probabilities of a model without adapters, into whose weights its checkpoint is merged in
+    `folder`/merged; and with a model of other sizes, adapters that do not fit.
+    """
+    story = adapter_story(model, world, folder, overrides)
+    if os.environ["RANK"] == "0":
+        to_hugging_face(Path(folder) / "weights", Path(folder) / "merged")
+    torch.distributed.barrier()
+    story["merged logprobs"] = _logprobs(make_worker(run_config(f"{folder}/merged", world, *overrides)))
+    return story if other is None else story | {"refused": refused(model, other, folder)}
 
 
 def refused(model: str, other: str, folder: str) -> dict[str, str]:

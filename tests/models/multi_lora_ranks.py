@@ -38,7 +38,7 @@ ADAPTERS: dict[int, list[str]] = {
         "loss_fn.token_level_loss=false",
     ],
 }
-STEPS = 3
+STEPS = 2
 
 
 def batch_of(slot: int, step: int) -> BatchedDataDict[Any]:
@@ -116,7 +116,7 @@ def alone_and_together(model: str, world: int, overrides: list[str]) -> dict[str
                 ClippedPGLossFn(config.loss_fn),
                 eval_mode=False,
                 gbs=8,
-                mbs=2,
+                mbs=4 // world,
             )
             for step in range(STEPS)
         ]
@@ -134,7 +134,9 @@ def alone_and_together(model: str, world: int, overrides: list[str]) -> dict[str
         slot: ClippedPGLossFn(run_config(model, world, *own).loss_fn) for slot, own in ADAPTERS.items()
     }
     reports = [
-        worker.train_adapters(_chunk(worker, mixed({slot: rows_of(slot, step) for slot in ADAPTERS})), losses, 2)
+        worker.train_adapters(
+            _chunk(worker, mixed({slot: rows_of(slot, step) for slot in ADAPTERS})), losses, 4 // world
+        )
         for step in range(STEPS)
     ]
     for slot in ADAPTERS:
@@ -203,6 +205,22 @@ def one_fails(model: str, world: int, overrides: list[str]) -> dict[str, Any]:
             "unchanged": all(torch.equal(before[n], tensor) for n, tensor in worker.slot_factors([2])[2].items()),
         }
     return seen
+
+
+def adapters_of_one(model: str, folder: str, cases: dict[str, list[str]]) -> dict[str, Any]:
+    """What one rank shows."""
+    return {
+        "cases": {name: alone_and_together(model, 1, overrides) for name, overrides in cases.items()},
+        "saved": saved_and_resumed(model, folder),
+    }
+
+
+def adapters_of_two(model: str, cases: dict[str, list[str]]) -> dict[str, Any]:
+    """What two ranks show."""
+    return {
+        "cases": {name: alone_and_together(model, 2, overrides) for name, overrides in cases.items()},
+        "failing": one_fails(model, 2, []),
+    }
 
 
 def saved_and_resumed(model: str, folder: str) -> dict[str, Any]:

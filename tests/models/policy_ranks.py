@@ -262,12 +262,13 @@ def moved_steps(
     return worker.weight_checksums(), used
 
 
-def shrunk_steps(
-    model: str, world: int, overrides: list[str], moves: bool
-) -> tuple[dict[str, str], list[tuple[int, int]]]:
-    """`moved_steps` on CPU slots that treat their memory as a GPU's: it is copied away and given back."""
+def stayed_and_moved(model: str, world: int, cases: dict[str, list[str]]) -> dict[str, list[dict[str, str]]]:
+    """Per case the checksums of `moved_steps` without moves, and with them on CPU slots that treat their memory as a
+    GPU's: it is copied away and given back.
+    """
+    stayed = {case: moved_steps(model, world, overrides, False)[0] for case, overrides in cases.items()}
     MovableStorages.on_gpu = classmethod(lambda cls, tensors: cls(tensors, chunk_bytes=1 << 16))  # type: ignore[assignment, method-assign]
-    return moved_steps(model, world, overrides, moves)
+    return {case: [stayed[case], moved_steps(model, world, how, True)[0]] for case, how in cases.items()}
 
 
 class RaisingLoss(ClippedPGLossFn):
@@ -290,8 +291,13 @@ class LogitLoss:
         return loss, {"loss": loss.detach()}
 
 
+def half_of_mine(worker: PolicyWorker) -> int:
+    """Rows of a microbatch of which this rank has two in a step."""
+    return ROWS // (2 * worker.backend.sizes.dp)
+
+
 def _train(worker: PolicyWorker, data: BatchedDataDict[Any], loss: Any) -> dict[str, Any]:
-    return worker.train(shard_of(worker, data), loss, eval_mode=False, gbs=ROWS, mbs=2)
+    return worker.train(shard_of(worker, data), loss, eval_mode=False, gbs=ROWS, mbs=half_of_mine(worker))
 
 
 def _error(work: Callable[[], Any]) -> str:
@@ -328,10 +334,11 @@ def training_story(model: str, world: int, folder: str, overrides: Sequence[str]
     seen: dict[str, Any] = {}
     whole, chunked = make_worker(config), make_worker(config)
     seen["whole"] = _train(whole, data, loss)
-    chunked.begin_train_step(loss, mbs=2)
+    size = half_of_mine(chunked)
+    chunked.begin_train_step(loss, mbs=size)
     local = shard_of(chunked, data)
-    for start in range(0, local.size, 2):
-        chunked.train_microbatches(local.slice(start, start + 2))
+    for start in range(0, local.size, size):
+        chunked.train_microbatches(local.slice(start, start + size))
     seen["chunked"] = chunked.finish_train_step()
     seen["whole weights"], seen["chunked weights"] = whole.weight_checksums(), chunked.weight_checksums()
 
@@ -410,7 +417,7 @@ def split_steps(model: str, world: int, cases: dict[str, list[str]]) -> dict[str
                 shards = shard_chunk(chunk, worker.cfg, worker.backend.sizes.dp)
                 worker.train_microbatches(shards[worker.backend.coordinates()["data_parallel"]])
                 # Scoring between chunks leaves the model in evaluation mode.
-                worker.get_logprobs(shard_of(worker, data, training=False))
+                worker.get_logprobs(shard_of(worker, data.slice(0, 2), training=False))
                 # What the open step has gathered goes to the host and comes back.
                 worker.offload_all()
                 worker.prepare_for_training()
@@ -512,8 +519,8 @@ def logit_gradient(model: str, world: int, overrides: list[str]) -> Any:
 
 
 def reference_and_topk(model: str, world: int, overrides: list[str]) -> dict[str, Any]:
-    """Reference log-probabilities before and after a step, and the largest logits."""
-    config = run_config(model, world, *overrides)
+    """Reference log-probabilities before and after a step, and the largest logits, on ranks that have all rows."""
+    config = run_config(model, world, *ALL_ROWS, *overrides)
     worker = make_worker(config, init_reference_model=True)
     data = training_batch()
     scored = shard_of(worker, data, training=False)

@@ -4,6 +4,7 @@ forward and backward pass over the whole padded batch.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from tests.models.policy_ranks import (
     shard_of,
     training_batch,
 )
+from tests.models.replay_ranks import replayed_steps
 
 DEPTHS, FACTOR = 2, 0.3
 _KEY = "policy.megatron_cfg.mtp_num_layers"
@@ -66,9 +68,27 @@ def predicted_step(model: str, world: int, overrides: list[str]) -> dict[str, An
     }
 
 
-def predicted_steps(world: int, cases: dict[str, tuple[str, list[str]]]) -> dict[str, dict[str, Any]]:
-    """`predicted_step` of every case."""
-    return {name: predicted_step(model, world, overrides) for name, (model, overrides) in cases.items()}
+def predictions_of_one(
+    cases: dict[str, tuple[str, list[str]]], model: str, replayed: dict[str, Any], data: dict[str, Any]
+) -> dict[str, Any]:
+    """What one rank shows: `predicted_step` of every case, and steps on recorded routes."""
+    return {
+        "steps": {name: predicted_step(model, 1, overrides) for name, (model, overrides) in cases.items()},
+        "replayed": replayed_steps(model, 1, replayed, data),
+    }
+
+
+def predictions_of_two(
+    cases: dict[str, tuple[str, list[str]]], model: str, folder: str, stories: dict[str, list[str]]
+) -> dict[str, Any]:
+    """What two ranks show: `predicted_step` of every case, and runs that resume."""
+    return {
+        "steps": {name: predicted_step(model, 2, overrides) for name, (model, overrides) in cases.items()},
+        "stories": {
+            name: resumed_story(model, 2, f"{folder}/{number}", overrides)
+            for number, (name, overrides) in enumerate(stories.items())
+        },
+    }
 
 
 def resumed_story(model: str, world: int, folder: str, overrides: list[str]) -> dict[str, Any]:
@@ -124,8 +144,9 @@ def _digests(worker: Any) -> dict[str, str]:
     return worker.weight_checksums() | found
 
 
+@functools.cache
 def plain_step(
-    model: str, overrides: list[str], *, tokens: bool, balanced: float = 0.0
+    model: str, override: str, *, tokens: bool, balanced: float = 0.0
 ) -> tuple[dict[str, Any], list[float], float]:
     """The gradient that `predicted_step` should have, the losses of the layers, and the count that divides both.
     `balanced`: coefficient of the load-balancing loss of all rows in one microbatch.
@@ -137,7 +158,7 @@ def plain_step(
     config, data = lm.config, training_batch()
     ids, real = data["input_ids"], torch.arange(WIDTH) < data["input_lengths"][:, None]
     hidden = lm.model(input_ids=ids, attention_mask=real.long()).last_hidden_state
-    loss_fn = ClippedPGLossFn(run_config(model, 1, *overrides).loss_fn)
+    loss_fn = ClippedPGLossFn(run_config(model, 1, override).loss_fn)
     loss, _ = loss_fn(data, 1.0, 1.0, next_token_logprobs=_scores(lm.lm_head(hidden)[:, :-1], ids[:, 1:]))
     trained = data["token_mask"].float()
     weight = data["sample_mask"][:, None] * (trained if tokens else trained / trained[:, 1:].sum(1, keepdim=True))

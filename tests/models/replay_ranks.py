@@ -13,10 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from nemo_rl.config import MasterConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.loss.normalization import count_valid
 from nemo_rl.models.policy.logits import filter_logits
+from nemo_rl.models.policy.worker import PolicyWorker
 from tests.models.policy_ranks import (
     ROWS,
     WIDTH,
@@ -91,7 +93,11 @@ def recorded_batch(model: str, *, noise: float) -> BatchedDataDict[Any]:
 def replayed_step(model: str, world: int, overrides: list[str], data: BatchedDataDict[Any]) -> dict[str, Any]:
     """Log-probabilities, and a step on them in chunks."""
     config = run_config(model, world, *overrides)
-    worker = make_worker(config)
+    return _replayed_step(make_worker(config), config, data)
+
+
+def _replayed_step(worker: PolicyWorker, config: MasterConfig, data: BatchedDataDict[Any]) -> dict[str, Any]:
+    rows = config.policy.train_micro_batch_size
     loss_fn: Any = ClippedPGLossFn(config.loss_fn)
     mine = shard_of(worker, data)
     mine["prev_logprobs"] = worker.get_logprobs(mine)["logprobs"] * mine["token_mask"]
@@ -100,8 +106,8 @@ def replayed_step(model: str, world: int, overrides: list[str], data: BatchedDat
     if config.policy.sequence_packing.enabled:
         worker.train_microbatches(mine)
     else:
-        for start in range(0, mine.size, 2):
-            worker.train_microbatches(mine.slice(start, start + 2))
+        for start in range(0, mine.size, rows):
+            worker.train_microbatches(mine.slice(start, start + rows))
     answer: Any = worker.finish_train_step()
     sums = torch.tensor([sum(answer["all_mb_metrics"]["token_mult_prob_error"])], dtype=torch.float64)
     shares = {name: answer["all_mb_metrics"].get(name, [None])[0] for name in SHARES}
@@ -196,18 +202,24 @@ def alternatives(engine_model: str, top_p: float) -> BatchedDataDict[Any]:
     )
 
 
-def scored_alternatives(model: str, world: int, cases: dict[str, list[str]], data: BatchedDataDict[Any]) -> Any:
-    """The policy's log-probability of each row's last token, case by case."""
-    found = {}
+def scored_alternatives(worker: PolicyWorker, data: BatchedDataDict[Any]) -> Any:
+    """The policy's log-probability of each row's last token."""
+    columns = ("input_ids", "input_lengths", "sampling_mask_counts", "sampling_mask_ids")
+    scored = worker.get_logprobs(BatchedDataDict({column: data[column] for column in columns}), 128)
+    return scored["logprobs"][:, -1].double().numpy()
+
+
+def scores_and_steps(
+    model: str, world: int, cases: dict[str, list[str]], drawn: BatchedDataDict[Any], batch: BatchedDataDict[Any]
+) -> dict[str, dict[str, Any]]:
+    """Per case `scored_alternatives` of what an engine may draw, and `replayed_step` of the same policy on a batch."""
+    seen: dict[str, dict[str, Any]] = {"scores": {}, "steps": {}}
     for name, overrides in cases.items():
-        few_passes = ("policy.sequence_packing.enabled=false", "policy.logprob_batch_size=128")
-        # Which must divide the samples of a step.
-        few_passes += ("grpo.num_generations_per_prompt=64", "policy.train_global_batch_size=128")
-        worker = make_worker(run_config(model, world, *few_passes, *overrides))
-        columns = ("input_ids", "input_lengths", "sampling_mask_counts", "sampling_mask_ids")
-        scored = worker.get_logprobs(BatchedDataDict({column: data[column] for column in columns}))
-        found[name] = scored["logprobs"][:, -1].double().numpy()
-    return found
+        config = run_config(model, world, *overrides)
+        worker = make_worker(config)
+        seen["scores"][name] = scored_alternatives(worker, drawn)
+        seen["steps"][name] = _replayed_step(worker, config, batch)
+    return seen
 
 
 def balanced_step(model: str, world: int, overrides: list[str]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationRe
 from nemo_rl.models.generation.resumable_request import ResumableRequest
 from tests.models.engine_simulation import EXPERTS, PER_TOKEN, VOCABULARY, Drawn, Engine, Routes
 
-SCHEDULES = int(os.environ.get("NRL_SCHEDULES", "300"))
+SCHEDULES = int(os.environ.get("NRL_SCHEDULES", "100"))
 
 
 def rows(routes: TokenRoutes) -> list[Routes]:

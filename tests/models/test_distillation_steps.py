@@ -12,7 +12,7 @@ import torch
 from nemo_rl.config.algorithms import TeacherKLConfig
 from nemo_rl.data_plane.schema import TOPK_IDS, TOPK_LOGPROBS
 from nemo_rl.loss.distillation import DistillationLossFn
-from tests.models.policy_ranks import MEGATRON, ROWS, WIDTH, trained_step, training_batch
+from tests.models.policy_ranks import ALL_ROWS, MEGATRON, ROWS, WIDTH, trained_step, training_batch
 from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -30,14 +30,17 @@ LOSSES: dict[str, tuple[dict[str, Any], int]] = {
 # A backend and a split meet the loss in what it asks to be scored: some tokens, or some and the mass of all others.
 # Its kinds are compared on one rank, and in tests/loss/test_distillation.py.
 ASKED = ("mixed, top 5", "mixed, top 1, all outside")
-ONE = {"dtensor": PLAIN, "dtensor packed": [*PLAIN, PACKED], "megatron packed": [*WHOLE, PACKED]}
+ONE = {
+    name: [*how, *ALL_ROWS]
+    for name, how in {"dtensor": PLAIN, "dtensor packed": [*PLAIN, PACKED], "megatron packed": [*WHOLE, PACKED]}.items()
+}
 TWO = {
-    "dtensor tp 2": [*PLAIN, "policy.dtensor_cfg.tensor_parallel_size=2"],
-    "dtensor cp 2 packed": [*PLAIN, PACKED, "policy.dtensor_cfg.context_parallel_size=2"],
+    "dtensor tp 2": [*PLAIN, *ALL_ROWS, "policy.dtensor_cfg.tensor_parallel_size=2"],
+    "dtensor cp 2 packed": [*PLAIN, *ALL_ROWS, PACKED, "policy.dtensor_cfg.context_parallel_size=2"],
     "dtensor dp 2 packed": [*PLAIN, PACKED],
-    "megatron tp 2 packed": [*WHOLE, PACKED, f"{KEY}.tensor_model_parallel_size=2"],
-    "megatron cp 2": [*WHOLE, f"{KEY}.context_parallel_size=2"],
-    "megatron pp 2": [*WHOLE, f"{KEY}.pipeline_model_parallel_size=2"],
+    "megatron tp 2 packed": [*WHOLE, *ALL_ROWS, PACKED, f"{KEY}.tensor_model_parallel_size=2"],
+    "megatron cp 2": [*WHOLE, *ALL_ROWS, f"{KEY}.context_parallel_size=2"],
+    "megatron pp 2": [*WHOLE, *ALL_ROWS, f"{KEY}.pipeline_model_parallel_size=2"],
 }
 
 

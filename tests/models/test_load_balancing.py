@@ -28,6 +28,14 @@ TWO = {
     "ep 2": [f"{KEY}.expert_model_parallel_size=2"],
     "pp 2, layers recomputed": [f"{KEY}.pipeline_model_parallel_size=2", f"{KEY}.activation_checkpointing=true"],
 }
+# What divides the gradient is a count over data-parallel ranks: other splits meet one of the two.
+BOTH = [
+    *(("dp 2", level) for level in LEVELS),
+    ("tp 2", "tokens"),
+    ("cp 2", "sequences"),
+    ("ep 2", "sequences"),
+    ("pp 2, layers recomputed", "tokens"),
+]
 
 
 def _cases(how: dict[str, list[str]]) -> dict[str, list[str]]:
@@ -46,8 +54,9 @@ def one(tiny_moe_model: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two(tiny_moe_model: Path) -> list[dict[str, Any]]:
-    cases = {name: case for name, case in _cases(TWO).items() if name.endswith("balanced")}
-    return run_ranks(balanced_steps, 2, str(tiny_moe_model), 2, cases)
+    cases = _cases(TWO)
+    chosen = {name: cases[name] for name in (f"{case} by {level}, balanced" for case, level in BOTH)}
+    return run_ranks(balanced_steps, 2, str(tiny_moe_model), 2, chosen)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -67,8 +76,7 @@ def test_the_gradient_is_that_of_the_loss_weighed_by_what_divides_it(
     assert balanced["measured"]["moe/load_balancing_loss"] == pytest.approx(mean, rel=1e-5)
 
 
-@pytest.mark.parametrize("case", TWO)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("case", "level"), BOTH)
 def test_two_ranks_have_the_gradient_of_one(
     one: dict[str, Any], two: list[dict[str, Any]], case: str, level: str
 ) -> None:

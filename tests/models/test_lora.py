@@ -16,10 +16,9 @@ from nemo_rl.config import LoraConfig
 from nemo_rl.models.dtensor.lora import AdaptedLinear, apply_adapters, base_model, chosen_layers, first_factors
 from nemo_rl.models.generation.vllm.extension import AdapterMismatchError, ArrivedAdapters
 from nemo_rl.models.policy.model_config import UnsupportedModelError
-from nemo_rl.utils.convert import to_hugging_face
 from tests.conftest import example
 from tests.models.engines import colocated
-from tests.models.lora_ranks import adapter_story, refused, scored_with
+from tests.models.lora_ranks import told_of_adapters
 from tests.ranks import run_ranks
 
 CASES = {
@@ -35,7 +34,11 @@ CASES = {
 def told(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     world, overrides = CASES[request.param]
     folder = tmp_path_factory.mktemp("adapters")
-    return run_ranks(adapter_story, world, str(tiny_model), world, str(folder), overrides), folder, (world, overrides)
+    arguments: list[Any] = [str(tiny_model), world, str(folder), overrides]
+    if world == 1:
+        example("make_tiny_model").save_tiny_model(folder / "other", layers=2, hidden=32)
+        arguments.append(str(folder / "other"))
+    return run_ranks(told_of_adapters, world, *arguments), folder, world
 
 
 @pytest.mark.slow
@@ -55,14 +58,13 @@ def test_the_reference_is_the_base_model(told: Any) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_sent_scores_like_the_policy(told: Any, tiny_model: Path, tmp_path: Path) -> None:
-    stories, folder, (world, overrides) = told
-    merged = to_hugging_face(folder / "weights", tmp_path / "merged")
-    weights = load_file(merged / "model.safetensors")
+def test_what_is_sent_scores_like_the_policy(told: Any) -> None:
+    stories, folder, _ = told
+    weights = load_file(folder / "merged" / "model.safetensors")
     for name, tensor in stories[0]["exported"].items():
         np.testing.assert_allclose(tensor, weights[name].numpy(), atol=1e-6)
-    for story, scored in zip(stories, run_ranks(scored_with, world, str(merged), world, overrides), strict=True):
-        np.testing.assert_allclose(story["logprobs"], scored, atol=1e-5)
+    for story in stories:
+        np.testing.assert_allclose(story["logprobs"], story["merged logprobs"], atol=1e-5)
 
 
 @pytest.mark.slow
@@ -140,13 +142,11 @@ def test_a_checkpoint_is_a_peft_adapter_from_which_training_goes_on_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_an_adapter_that_does_not_fit_is_refused_with_its_reason(told: Any, tiny_model: Path, tmp_path: Path) -> None:
-    _, folder, (world, _) = told
+def test_an_adapter_that_does_not_fit_is_refused_with_its_reason(told: Any, tiny_model: Path) -> None:
+    stories, folder, world = told
     if world > 1:
         pytest.skip("once is enough")
-    other = tmp_path / "other"
-    example("make_tiny_model").save_tiny_model(other, layers=2, hidden=32)
-    seen = run_ranks(refused, 1, str(tiny_model), str(other), str(folder))[0]
+    seen, other = stories[0]["refused"], folder / "other"
     assert f"is an adapter of {tiny_model}, not of policy.model_name {other}" in seen["another base"]
     assert "the adapter has dim 4 and alpha 32, policy.dtensor_cfg.lora_cfg has 2 and 32" in seen["another rank"]
     assert "is of other layers than policy.dtensor_cfg.lora_cfg chooses" in seen["other layers"]

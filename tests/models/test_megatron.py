@@ -11,6 +11,7 @@ import torch
 
 from tests.conftest import example
 from tests.models.policy_ranks import (
+    ALL_ROWS,
     MEGATRON,
     first_step,
     megatron_of_one,
@@ -29,29 +30,28 @@ PLAIN = ["policy.scheduler=null", "policy.optimizer.kwargs={lr: 0.005, weight_de
 FILTERED = [f"policy.generation.{key}" for key in ("top_k=200", "top_p=0.95", "temperature=1.3")]
 _ROPE = "rope_type: yarn, factor: 4.0, original_max_position_embeddings: 16, rope_theta: 10000.0"
 YARN = [f"++policy.hf_config_overrides.rope_parameters={{{_ROPE}}}"]
-ONE = {
-    "dtensor yarn": [*PLAIN, *YARN],
-    "megatron yarn": [*WHOLE, *YARN],
-    "dtensor": PLAIN,
-    "dtensor packed": [*PLAIN, *PACKED],
-    "dtensor filtered": [*PLAIN, *FILTERED],
-    "megatron": WHOLE,
-    "megatron packed": [*WHOLE, *PACKED],
+ALONE = {"dtensor": [*PLAIN, *ALL_ROWS], "megatron": [*WHOLE, *ALL_ROWS]}
+ONE = ALONE | {
+    f"{backend} {name}": [*ALONE[backend], *how]
+    for backend, name, how in (
+        ("dtensor", "yarn", YARN),
+        ("megatron", "yarn", YARN),
+        ("dtensor", "packed", PACKED),
+        ("megatron", "packed", PACKED),
+        ("dtensor", "filtered", FILTERED),
+    )
 }
-TP2 = [f"{KEY}.tensor_model_parallel_size=2"]
+TP2 = [*ALL_ROWS, f"{KEY}.tensor_model_parallel_size=2"]
+PP2 = [*ALL_ROWS, f"{KEY}.pipeline_model_parallel_size=2"]
+CP2 = [*ALL_ROWS, f"{KEY}.context_parallel_size=2"]
 TWO = {
     "dp 2, optimizer shared out": list(MEGATRON),
     "dp 2 packed": [*WHOLE, *PACKED],
     "tp 2 filtered": [*WHOLE, *TP2, *FILTERED],
     "tp 2, sequence parallel, packed": [*WHOLE, *TP2, *PACKED, f"{KEY}.sequence_parallel=true"],
-    "pp 2 packed, layers recomputed": [
-        *WHOLE,
-        *PACKED,
-        f"{KEY}.pipeline_model_parallel_size=2",
-        f"{KEY}.activation_checkpointing=true",
-    ],
-    "cp 2": [*WHOLE, f"{KEY}.context_parallel_size=2"],
-    "cp 2 packed": [*WHOLE, *PACKED, f"{KEY}.context_parallel_size=2"],
+    "pp 2 packed, layers recomputed": [*WHOLE, *PACKED, *PP2, f"{KEY}.activation_checkpointing=true"],
+    "cp 2": [*WHOLE, *CP2],
+    "cp 2 packed": [*WHOLE, *PACKED, *CP2],
 }
 EXPERTS = {
     "ep 2 packed": [*WHOLE, *PACKED, f"{KEY}.expert_model_parallel_size=2"],
@@ -62,12 +62,12 @@ EXPERTS = {
 DEEP = {
     "two stages of two parts each": [
         *WHOLE,
-        f"{KEY}.pipeline_model_parallel_size=2",
+        *PP2,
         f"{KEY}.model_overrides={{virtual_pipeline_model_parallel_size: 2}}",
     ],
     "stages of one layer and of three": [
         *WHOLE,
-        f"{KEY}.pipeline_model_parallel_size=2",
+        *PP2,
         f"{KEY}.num_layers_in_first_pipeline_stage=1",
     ],
 }
@@ -95,8 +95,7 @@ def two(models: dict[str, str], folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def one(models: dict[str, str], folder: Path, two: list[dict[str, Any]]) -> dict[str, Any]:
-    alone = {"dtensor": PLAIN, "megatron": WHOLE}
-    return run_ranks(megatron_of_one, 1, models, str(folder), ONE, alone)[0]
+    return run_ranks(megatron_of_one, 1, models, str(folder), ONE, ALONE)[0]
 
 
 def _assert_same_step(got: dict[str, Any], want: dict[str, Any], *, gradient: bool = True) -> None:

@@ -21,7 +21,7 @@ from nemo_rl.models.policy.model_config import UnsupportedModelError
 from nemo_rl.utils.adapters import AdapterInfo, write_adapter
 from nemo_rl.utils.convert import to_hugging_face
 from tests.models.lora_ranks import megatron_adapters_of_one, megatron_adapters_of_two
-from tests.models.policy_ranks import MEGATRON
+from tests.models.policy_ranks import ALL_ROWS, MEGATRON
 from tests.ranks import run_ranks
 
 KEY = "policy.megatron_cfg"
@@ -29,15 +29,15 @@ LORA = [f"{KEY}.peft.{key}" for key in ("enabled=true", "dim=4", "alpha=8")]
 DTENSOR = [f"policy.dtensor_cfg.lora_cfg.{key}" for key in ("enabled=true", "dim=4", "alpha=8")]
 WHOLE = [*MEGATRON, *LORA, f"{KEY}.optimizer.use_distributed_optimizer=false"]
 PLAIN = ["policy.scheduler=null", "policy.optimizer.kwargs={lr: 0.005, weight_decay: 0.0, betas: [0.9, 0.999]}"]
-TP2 = [f"{KEY}.tensor_model_parallel_size=2"]
+TP2 = [*ALL_ROWS, f"{KEY}.tensor_model_parallel_size=2"]
 PACKED = ["policy.sequence_packing.enabled=true"]
 RECOMPUTED = [f"{KEY}.activation_checkpointing=true"]
 TWO = {
     "dp 2, optimizer shared out": [*MEGATRON, *LORA],
     "tp 2": [*WHOLE, *TP2],
-    "cp 2": [*WHOLE, f"{KEY}.context_parallel_size=2"],
+    "cp 2": [*WHOLE, *ALL_ROWS, f"{KEY}.context_parallel_size=2"],
     "tp 2, sequence parallel, layers recomputed": [*WHOLE, *TP2, f"{KEY}.sequence_parallel=true", *RECOMPUTED],
-    "pp 2, layers recomputed": [*WHOLE, f"{KEY}.pipeline_model_parallel_size=2", *RECOMPUTED],
+    "pp 2, layers recomputed": [*WHOLE, *ALL_ROWS, f"{KEY}.pipeline_model_parallel_size=2", *RECOMPUTED],
 }
 # Beside experts, whose layers have no adapters.
 ATTENTION = [*WHOLE, f"{KEY}.peft.exclude_modules=['*.experts.*']"]
@@ -94,10 +94,10 @@ def one(
     rows = _write(tiny_model, folder / "rows", ROWS)
     targets = "policy.dtensor_cfg.lora_cfg.match_all_linear=false", "policy.dtensor_cfg.lora_cfg.target_modules"
     cases = {
-        "dtensor": (adapter, [*PLAIN, *DTENSOR]),
-        "megatron": (adapter, WHOLE),
-        "dtensor rows": (rows, [*PLAIN, *DTENSOR, targets[0], f"{targets[1]}=[{','.join(ROWS)}]"]),
-        "megatron rows": (rows, [*WHOLE, f"{KEY}.peft.target_modules=[linear_proj,'*.mlp.linear_fc2']"]),
+        "dtensor": (adapter, [*PLAIN, *DTENSOR, *ALL_ROWS]),
+        "megatron": (adapter, [*WHOLE, *ALL_ROWS]),
+        "dtensor rows": (rows, [*PLAIN, *DTENSOR, *ALL_ROWS, targets[0], f"{targets[1]}=[{','.join(ROWS)}]"]),
+        "megatron rows": (rows, [*WHOLE, *ALL_ROWS, f"{KEY}.peft.target_modules=[linear_proj,'*.mlp.linear_fc2']"]),
     }
     unequal = _write(tiny_model, folder / "unequal", (*FUSED[0], *FUSED[1], *ROWS), shared=False)
     return run_ranks(megatron_adapters_of_one, 1, models, str(folder), cases, ATTENTION, PACKED, unequal)[0]

@@ -12,8 +12,8 @@ import pytest
 
 from tests.conftest import example
 from tests.models.policy_ranks import MEGATRON
-from tests.models.prediction_ranks import DEPTHS, PREDICTS, plain_step, predicted_steps, resumed_story, untied
-from tests.models.replay_ranks import REPLAY, SHARES, recorded_batch, replayed_steps
+from tests.models.prediction_ranks import DEPTHS, PREDICTS, plain_step, predictions_of_one, predictions_of_two, untied
+from tests.models.replay_ranks import REPLAY, SHARES, recorded_batch
 from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -68,18 +68,30 @@ def models(tiny_model: Path, tiny_moe_model: Path, tmp_path_factory: pytest.Temp
     }
 
 
-def _ran(models: dict[str, str], ranks: int, how: dict[str, tuple[str, list[str]]]) -> list[dict[str, Any]]:
-    cases = {
+def _cases(models: dict[str, str], how: dict[str, tuple[str, list[str]]]) -> dict[str, tuple[str, list[str]]]:
+    return {
         name: (models[name.partition(",")[0]], [*CORE, LEVELS[level], *overrides])
         for name, (level, overrides) in how.items()
     }
-    return run_ranks(predicted_steps, ranks, ranks, cases)
 
 
 @pytest.fixture(scope="module")
-def seen(models: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
-    ran = [(ONE, _ran(models, 1, ONE)), (TWO, _ran(models, 2, TWO))]
-    return {name: [rank[name] for rank in ranks] for how, ranks in ran for name in how}
+def one(models: dict[str, str]) -> list[dict[str, Any]]:
+    data = {"recorded": recorded_batch(models["experts"], noise=0.3)}
+    replayed = [*MEGATRON, REPLAY]
+    both = {"plain": (replayed, "recorded"), "predicts": ([*replayed, *PREDICTS], "recorded")}
+    return run_ranks(predictions_of_one, 1, _cases(models, ONE), models["experts"], both, data)
+
+
+@pytest.fixture(scope="module")
+def two(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = str(tmp_path_factory.mktemp("resumed"))
+    return run_ranks(predictions_of_two, 2, _cases(models, TWO), models["dense"], folder, STORIES)
+
+
+@pytest.fixture(scope="module")
+def seen(one: list[dict[str, Any]], two: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    return {name: [rank["steps"][name] for rank in ranks] for ranks in (one, two) for name in ranks[0]["steps"]}
 
 
 @pytest.mark.parametrize("case", [*ONE, *TWO])
@@ -88,7 +100,7 @@ def test_the_gradient_is_that_of_one_plain_pass(
 ) -> None:
     level, model = (ONE | TWO)[case][0], models[case.partition(",")[0]]
     balanced = WEIGHT if "balanced" in case else 0.0
-    want, losses, count = plain_step(model, [LEVELS[level]], tokens=level == "tokens", balanced=balanced)
+    want, losses, count = plain_step(model, LEVELS[level], tokens=level == "tokens", balanced=balanced)
     norm = sum(float(np.linalg.norm(gradient)) ** 2 for gradient in want.values()) ** 0.5 / count
     assert any(name.startswith(f"mtp.layers.{DEPTHS - 1}.") for name in want)
     for rank in seen[case]:
@@ -104,11 +116,8 @@ def test_the_gradient_is_that_of_one_plain_pass(
 
 
 @pytest.mark.parametrize("case", STORIES)
-def test_a_run_resumes_bit_for_bit_and_other_readers_see_a_plain_model(
-    models: dict[str, str], tmp_path: Path, case: str
-) -> None:
-    seen = run_ranks(resumed_story, 2, models["dense"], 2, str(tmp_path), STORIES[case])
-    for rank in seen:
+def test_a_run_resumes_bit_for_bit_and_other_readers_see_a_plain_model(two: list[dict[str, Any]], case: str) -> None:
+    for rank in (rank["stories"][case] for rank in two):
         predicting = {name for name in rank["first"] if name.startswith("mtp.")}
         assert len(predicting) == 15 * DEPTHS
         assert not [name for name in rank["first"] if rank["first"][name] == rank["start"][name]]
@@ -122,17 +131,8 @@ def test_a_run_resumes_bit_for_bit_and_other_readers_see_a_plain_model(
             assert said in rank[refused]
 
 
-def test_recorded_routes_reach_the_same_layers_as_without_prediction(models: dict[str, str]) -> None:
-    data = {"recorded": recorded_batch(models["experts"], noise=0.3)}
-    replayed = [*MEGATRON, REPLAY]
-    (seen,) = run_ranks(
-        replayed_steps,
-        1,
-        models["experts"],
-        1,
-        {"plain": (replayed, "recorded"), "predicts": ([*replayed, *PREDICTS], "recorded")},
-        data,
-    )
+def test_recorded_routes_reach_the_same_layers_as_without_prediction(one: list[dict[str, Any]]) -> None:
+    seen = one[0]["replayed"]
     plain, predicts = seen["plain"], seen["predicts"]
     np.testing.assert_array_equal(predicts["logprobs"], plain["logprobs"])
     assert {name: predicts[name] for name in SHARES} == {name: plain[name] for name in SHARES}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl.models.policy.residency import MovableStorages, pieces
-from tests.models.policy_ranks import moved_steps, shrunk_steps
+from tests.models.policy_ranks import stayed_and_moved
 from tests.ranks import run_ranks
 
 
@@ -56,10 +56,21 @@ def test_on_a_cpu_slot_nothing_moves() -> None:
     assert torch.equal(tensor, torch.ones(10))
 
 
+BACKENDS = {
+    "dtensor": ["policy.dtensor_cfg.enabled=true"],
+    "megatron": ["policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false"],
+}
+
+
+@pytest.fixture(scope="module")
+def checksums(tiny_model: Path) -> dict[str, list[dict[str, str]]]:
+    return run_ranks(stayed_and_moved, 2, str(tiny_model), 2, BACKENDS)[0]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
-def test_steps_between_which_everything_leaves_the_device_train_the_same_bits(backend: str, tiny_model: Path) -> None:
-    settings = [f"policy.{backend}_cfg.enabled=true"] + ["policy.dtensor_cfg.enabled=false"] * (backend == "megatron")
-    (stayed, _), *_ = run_ranks(moved_steps, 2, str(tiny_model), 2, settings, False)
-    (moved, _), *_ = run_ranks(shrunk_steps, 2, str(tiny_model), 2, settings, True)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_steps_between_which_everything_leaves_the_device_train_the_same_bits(
+    backend: str, checksums: dict[str, list[dict[str, str]]]
+) -> None:
+    stayed, moved = checksums[backend]
     assert moved == stayed

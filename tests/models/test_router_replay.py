@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import example
-from tests.models.policy_ranks import MEGATRON
+from tests.models.policy_ranks import ALL_ROWS, MEGATRON
 from tests.models.replay_ranks import REPLAY, recorded_batch, replayed_steps, steps_and_references
 from tests.ranks import run_ranks
 
@@ -18,8 +18,13 @@ PACKED = "policy.sequence_packing.enabled=true"
 DTENSOR = ["policy.scheduler=null"]
 KEY, D = "policy.megatron_cfg", "policy.dtensor_cfg"
 CORE = [*MEGATRON, f"{KEY}.optimizer.use_distributed_optimizer=false"]
-TP2 = [f"{KEY}.tensor_model_parallel_size=2", f"{KEY}.sequence_parallel=true", f"{KEY}.expert_tensor_parallel_size=2"]
-PP2 = [f"{KEY}.pipeline_model_parallel_size=2"]
+TP2 = [
+    *ALL_ROWS,
+    f"{KEY}.tensor_model_parallel_size=2",
+    f"{KEY}.sequence_parallel=true",
+    f"{KEY}.expert_tensor_parallel_size=2",
+]
+PP2 = [*ALL_ROWS, f"{KEY}.pipeline_model_parallel_size=2"]
 VIRTUAL = f"{KEY}.model_overrides={{virtual_pipeline_model_parallel_size: 2}}"
 RECOMPUTE = f"{KEY}.activation_checkpointing=true"
 EXPERTS_ALONE = [RECOMPUTE, f"{KEY}.recompute_granularity=selective", f"{KEY}.recompute_modules=[moe]"]
@@ -36,11 +41,11 @@ ONE = {
 TWO = {
     "dtensor dp 2, layers recomputed, packed": [*DTENSOR, f"{D}.activation_checkpointing=true", PACKED],
     "dtensor ep 2": [*DTENSOR, f"{D}.expert_parallel_size=2"],
-    "dtensor tp 2": [*DTENSOR, f"{D}.tensor_parallel_size=2", f"{D}.sequence_parallel=true"],
-    "dtensor cp 2, packed": [*DTENSOR, f"{D}.context_parallel_size=2", PACKED],
+    "dtensor tp 2": [*DTENSOR, *ALL_ROWS, f"{D}.tensor_parallel_size=2", f"{D}.sequence_parallel=true"],
+    "dtensor cp 2, packed": [*DTENSOR, *ALL_ROWS, f"{D}.context_parallel_size=2", PACKED],
     "megatron ep 2": [*CORE, f"{KEY}.expert_model_parallel_size=2"],
     "megatron tp 2, packed": [*CORE, *TP2, PACKED],
-    "megatron cp 2": [*CORE, f"{KEY}.context_parallel_size=2"],
+    "megatron cp 2": [*CORE, *ALL_ROWS, f"{KEY}.context_parallel_size=2"],
     "megatron pp 2, experts recomputed, packed": [*CORE, *PP2, *EXPERTS_ALONE, PACKED],
     "megatron pp 2 of two parts, layers recomputed, packed": [*CORE, *PP2, VIRTUAL, RECOMPUTE, PACKED],
 }
@@ -65,7 +70,8 @@ def batches(model: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def alone(model: str, batches: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
     both = {"dtensor": [*DTENSOR, REPLAY], "megatron": [*CORE, REPLAY]}
-    return run_ranks(steps_and_references, 1, model, ONE, batches, both)[0]
+    cases = {name: ([*ALL_ROWS, *overrides], batch) for name, (overrides, batch) in ONE.items()}
+    return run_ranks(steps_and_references, 1, model, cases, batches, both)[0]
 
 
 @pytest.fixture(scope="module")

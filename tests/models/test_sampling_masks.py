@@ -8,20 +8,19 @@ import numpy as np
 import pytest
 
 from tests.conftest import example
-from tests.models.policy_ranks import MEGATRON
+from tests.models.policy_ranks import ALL_ROWS, MEGATRON
 from tests.models.replay_ranks import (
     alternatives,
     masked_batch,
     perturbed,
-    replayed_steps,
-    scored_alternatives,
+    scores_and_steps,
 )
 from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 TOP_P = "policy.generation.top_p=0.8"
-MASKS = [TOP_P, "policy.sampling_mask_replay=true"]
+MASKS = [TOP_P, "policy.sampling_mask_replay=true", *ALL_ROWS]
 CORE = [*MEGATRON, "policy.megatron_cfg.optimizer.use_distributed_optimizer=false"]
 PLAIN = ["policy.scheduler=null"]
 CHUNKED = "policy.logprob_chunk_size=3"
@@ -35,7 +34,7 @@ TP2 = {
 }
 BACKENDS = {"dtensor": PLAIN, "megatron": CORE}
 ONE = {name: [*how, *MASKS] for name, how in BACKENDS.items()} | {
-    "filter of its own": [*PLAIN, TOP_P],
+    "filter of its own": [*PLAIN, TOP_P, *ALL_ROWS],
     "chunked": [*PLAIN, *MASKS, CHUNKED],
 }
 TWO = {
@@ -64,20 +63,9 @@ def drawn(engine: str) -> Any:
 
 @pytest.fixture(scope="module")
 def ranks(model: str, engine: str, drawn: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    batch = {"masked": masked_batch(engine, 0.8)}
-
-    def steps(cases: dict[str, list[str]]) -> dict[str, tuple[list[str], str]]:
-        return {name: (overrides, "masked") for name, overrides in cases.items()}
-
-    one = run_ranks(scores_and_steps, 1, model, 1, ONE, steps(ONE), drawn, batch)[0]
-    return one, run_ranks(scores_and_steps, 2, model, 2, TWO, steps(TWO), drawn, batch)
-
-
-def scores_and_steps(model: str, world: int, scored: Any, steps: Any, drawn: Any, batch: Any) -> dict[str, Any]:
-    return {
-        "scores": scored_alternatives(model, world, scored, drawn),
-        "steps": replayed_steps(model, world, steps, batch),
-    }
+    batch = masked_batch(engine, 0.8)
+    one = run_ranks(scores_and_steps, 1, model, 1, ONE, drawn, batch)[0]
+    return one, run_ranks(scores_and_steps, 2, model, 2, TWO, drawn, batch)
 
 
 def test_the_ratio_of_sampled_tokens_is_unbiased_with_the_mask(

@@ -185,17 +185,20 @@ def test_a_batch_without_tags_is_packed_as_ever_and_tags_do_not_reach_workers(ti
 
 ON, OFF = (f"policy.sequence_packing.share_prompts={value}" for value in ("true", "false"))
 PACKED = "policy.sequence_packing.enabled=true"
+# One row holds all samples of a prompt, or some of samples without it.
+WIDE = [f"policy.sequence_packing.{which}_mb_tokens=64" for which in ("train", "logprob")]
 CASES = {
-    "apart": [PACKED, OFF],
-    "shared": [PACKED, ON, "policy.sequence_packing.train_mb_tokens=64"],
-    "by hand": [PACKED, ON, "policy.dtensor_cfg.automodel_kwargs.backend.attn=eager"],
-    "checkpointing": [PACKED, ON, "policy.dtensor_cfg.activation_checkpointing=true"],
+    "apart": [PACKED, OFF, *WIDE],
+    "shared": [PACKED, ON, *WIDE],
+    "by hand": [PACKED, ON, *WIDE, "policy.dtensor_cfg.automodel_kwargs.backend.attn=eager"],
+    "checkpointing": [PACKED, ON, *WIDE, "policy.dtensor_cfg.activation_checkpointing=true"],
 }
 TWO = {
     "dp 2": [PACKED, ON],
     "tp 2 sequence parallel": [
         PACKED,
         ON,
+        *WIDE,
         "policy.dtensor_cfg.tensor_parallel_size=2",
         "policy.dtensor_cfg.sequence_parallel=true",
     ],

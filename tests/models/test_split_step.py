@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.models.policy_ranks import MEGATRON, empty_step, split_steps
+from tests.models.policy_ranks import ALL_ROWS, MEGATRON, empty_step, split_steps
 from tests.models.streamed_ranks import step_gradients
 from tests.ranks import run_ranks
 
@@ -19,7 +19,7 @@ WHOLE = [*MEGATRON, "policy.megatron_cfg.optimizer.use_distributed_optimizer=fal
 PACKED = ["policy.sequence_packing.enabled=true"]
 SEQUENCES = ["loss_fn.token_level_loss=false"]
 MEGATRON_TP2 = [*WHOLE, "policy.megatron_cfg.tensor_model_parallel_size=2"]
-DTENSOR_TP2 = [*DEFERRED, "policy.dtensor_cfg.tensor_parallel_size=2"]
+DTENSOR_TP2 = [*DEFERRED, "policy.dtensor_cfg.tensor_parallel_size=2", *ALL_ROWS]
 CASES = {
     "dtensor dp 2": DEFERRED,
     "dtensor dp 2 packed, sequences": [*DEFERRED, *PACKED, *SEQUENCES],

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from multiprocessing import forkserver
 from typing import Any
 
 import pytest
@@ -258,7 +259,9 @@ class Processes:
     """Receivers that are processes."""
 
     def __init__(self, *numbers: int) -> None:
-        self._context = mp.get_context("spawn")
+        # One process imports what they need.
+        self._context = mp.get_context("forkserver")
+        self._context.set_forkserver_preload([__name__])
         self.numbers = numbers
         self.members = [self._start(number) for number in numbers]
 
@@ -272,6 +275,11 @@ class Processes:
         process, _ = self.members[index]
         process.kill()
         process.join()
+
+    def end(self) -> None:
+        for index in range(len(self.members)):
+            self.kill(index)
+        forkserver._forkserver._stop()  # pyrefly: ignore[missing-attribute]
 
     def rebuild(self, index: int) -> None:
         self.kill(index)
@@ -322,6 +330,5 @@ def test_processes_share_a_group_until_one_dies_and_is_built_anew(met: list[int]
             assert receivers.kept_groups(1.0) == [sender.groups.group_id] * 2
         assert met == [0, 0]
     finally:
-        receivers.kill(0)
-        receivers.kill(1)
+        receivers.end()
         sender.groups.drop()
