@@ -1,5 +1,5 @@
-"""Makes copy plans of vLLM's own model classes, as their constructors leave them, and compares replays with their
-loaders, and loads weights where layers quantise them; ends with an error where something differs. A process of its own:
+"""Makes a copy plan of a vLLM model with experts, as its constructor leaves it, and compares the replay with its
+loader, and loads weights where layers quantise them; ends with an error where something differs. A process of its own:
 vLLM's parallel state is one per process.
 """
 
@@ -78,12 +78,15 @@ def main() -> None:
 
 
 def check(config: PretrainedConfig, vllm_config: VllmConfig, model: torch.nn.Module) -> None:
-    """A second session is replayed, and leaves what the loader leaves."""
+    """A second session of a model with experts is replayed, and leaves what the loader leaves."""
     # Only the kind of device matters: on CPU slots the layer-wise reload takes the place of plans.
     runner = SimpleNamespace(get_model=lambda: model)
     worker = SimpleNamespace(device=torch.device("cuda"), vllm_config=vllm_config, model_runner=runner)
     first, later = (windows(dict(sent(config, seed)), bucket_bytes=64 << 10, together=2) for seed in (1, 2))
     target = _VllmModel(worker)
+    if isinstance(config, Qwen2Config):
+        assert target._plans is None
+        return
     take(target, model, first)
     assert target._plans is not None and len(target._plans) == len(first) > 1, target._plans
     own = model.load_weights

@@ -104,9 +104,10 @@ class _VllmModel:
         # quantises it again into the memory that kernels and CUDA graphs read.
         self._layerwise = self._cpu or config.quant_config is not None
         self._adapters = ArrivedAdapters()
-        # Layers that are rebuilt and experts that move leave nothing to replay.
-        plain = not self._layerwise and not config.parallel_config.enable_eplb
-        self._plans = CopyPlans(worker.model_runner.get_model) if plain else None
+        # Layers that are rebuilt and experts that move leave nothing to replay. Dense models have few tensors, whose
+        # loading hides under the transfer.
+        replays = config.model_config.is_moe and not self._layerwise and not config.parallel_config.enable_eplb
+        self._plans = CopyPlans(worker.model_runner.get_model) if replays else None
 
     def begin_load(self) -> None:
         self._adapters.forget()
