@@ -258,14 +258,24 @@ def grpo_setup(
 
 def grpo_train(run: object = None, *others: object, **named: object) -> None:
     """Drives a run to its end, rollouts and training in turns, and ends it; given as a run, or as the parts that
-    `setup` returned, in any order.
+    `setup` returned, in any order. Raises ShapeChanged: the run generates ahead, or something else is given.
     """
     run = _run(run, others, named, "grpo_train")
+    if run.config.grpo.async_grpo.enabled:
+        raise ShapeChanged(
+            "grpo_train: the run was set up with grpo.async_grpo.enabled: true; set it to false, or call "
+            "async_grpo_train"
+        )
+    if run.config.async_rl is not None:
+        raise ShapeChanged(
+            "grpo_train: the run was set up with async_rl, which trains on groups as they finish; leave it out, or "
+            "start the run with examples/run_grpo.py"
+        )
     from nemo_rl.algorithms.grpo import loop
     from nemo_rl.algorithms.grpo.assembly import close
 
     try:
-        loop.grpo_train(run)
+        loop.drive(run)
     finally:
         close(run)
 

@@ -33,6 +33,7 @@ from nemo_rl.experience.store import ExperienceStore
 from nemo_rl.models.generation.interfaces import GenerationError
 from nemo_rl.utils.record import Record
 from nemo_rl.utils.record_events import GroupAdmitted, GroupDropped, WaitBegun, WaitEnded
+from nemo_rl.utils.timer import Timer
 
 if TYPE_CHECKING:
     from nemo_rl.models.policy.interfaces import BatchHandle
@@ -56,6 +57,14 @@ class CollectorParts:
     record: Record
 
 
+@dataclass(frozen=True)
+class RefitPolicy:
+    """How generation takes new weights while rollouts run."""
+
+    recompute_kv: bool = True  # whether requests that run during a refit recompute their KV cache
+    drain_s: float | None = None  # longest wait for running rollouts to end first; None replaces weights below them
+
+
 @dataclass
 class _Prompt:
     """What rolling a prompt out takes."""
@@ -71,14 +80,23 @@ class Collector:
         queue: Decides. Its sampler says which groups a step takes, and how old they may be.
         failures: What becomes of rollouts that fail.
         stall: What becomes of a wait without end.
+        refits: What becomes of rollouts that run during a refit.
 
     Attributes:
         tasks: The rollouts that run.
         evicted: Groups that were started again because no step would have taken them.
     """
 
-    def __init__(self, parts: CollectorParts, queue: PromptQueue, failures: FailurePolicy, stall: StallPolicy) -> None:
+    def __init__(
+        self,
+        parts: CollectorParts,
+        queue: PromptQueue,
+        failures: FailurePolicy,
+        stall: StallPolicy,
+        refits: RefitPolicy = RefitPolicy(),
+    ) -> None:
         self._parts, self.queue, self._policy, self._stall = parts, queue, failures, stall
+        self.refits = refits
         self._failures = Failures(failures)
         self._changed = threading.Condition()
         self.tasks = RolloutTasks(parts.start, self._changed)
@@ -338,7 +356,7 @@ class Collector:
         with self._changed:
             return dict(self.queue.taken_in_order())
 
-    def finish_step(self, step: int) -> Position:
+    def finish_step(self) -> Position:
         """Closes the trained step; returns the loader's position before the untrained prompts."""
         with self._changed:
             self._forget(self.queue.finish_step().taken)
@@ -393,6 +411,19 @@ class Collector:
         )
 
     # -- refits, checkpoints and end ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def refit_window(self, timer: Timer) -> Generator[None]:
+        """Context manager around a refit: waits for running rollouts to end first, if its policy says so."""
+        if self.refits.drain_s is None:
+            yield
+            return
+        with timer.time("idle/refit_bubble"):
+            self.prepare_for_refit(self.refits.drain_s)
+        try:
+            yield
+        finally:
+            self.resume_after_refit()
 
     def prepare_for_refit(self, timeout_s: float) -> None:
         """See `RolloutTasks.hold_back`."""

@@ -17,7 +17,9 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.grpo.accelerators import OwnAccelerators
+from nemo_rl.algorithms.grpo.experience_source import SourceParts
 from nemo_rl.algorithms.grpo.run import GRPOState
+from nemo_rl.algorithms.grpo.sources import make_source
 from nemo_rl.algorithms.grpo.step_reports import DeviceCount, StepReports
 from nemo_rl.config import load_master_config
 from nemo_rl.data_plane.client import StoredClient
@@ -26,7 +28,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import RolloutColumns
 from nemo_rl.experience.data_plane_store import DataPlaneStore
 from nemo_rl.experience.rollout_source import Rollout
-from nemo_rl.experience.rollouts import RolloutPlan, RolloutWatch
+from nemo_rl.experience.rollouts import RolloutPlan
 from nemo_rl.experience.store import InProcessStore
 from nemo_rl.models.policy.tq_policy import StoredColumns
 from nemo_rl.utils.record import MemoryRecord
@@ -101,14 +103,11 @@ class World:
         self.run: Any = SimpleNamespace(
             adapter="",
             config=config,
-            tokenizer=SimpleNamespace(pad_token_id=0),
             policy=self,
             generation=self,
             accelerators=None,
-            rollouts=self,
-            validation_rollouts=None,
-            environments={},
-            env_of_validation_task={},
+            source=None,
+            validation=None,
             store=InProcessStore(0) if plane is None else DataPlaneStore(plane, 0),
             loss_fn=None,
             train_loader=loader,
@@ -126,16 +125,31 @@ class World:
                 validated=lambda value, name, step: None,
                 step_done=lambda *a, **k: None,
             ),
-            validation_watch=RolloutWatch(),
             total_steps=len(loader),
             teachers=None,
-            resumed_from=resumed_from,
         )
         run = self.run
         self.run.reports = StepReports(
             run.config, run.store, run.logger, run.record, run.progress, run.generation, DeviceCount(2, 1, 1)
         )
         self.run.accelerators = OwnAccelerators(self, self.run.timer, self.run.progress.phase)  # type: ignore[arg-type]
+        generates: Any = self
+        self.run.source = make_source(
+            SourceParts(
+                config=config,
+                state=run.state,
+                loader=loader,  # type: ignore[arg-type]
+                rollouts=generates,
+                generation=generates,
+                accelerators=run.accelerators,
+                store=run.store,
+                record=run.record,
+                timer=run.timer,
+                phase=run.progress.phase,
+                total_steps=run.total_steps,
+                resumed_from=resumed_from,
+            )
+        )
         self.logged: list[dict[str, Any]] = []
 
     def log_metrics(self, metrics: dict[str, Any], step: int, prefix: str, **_: Any) -> None:

@@ -4,7 +4,7 @@ and goes on after a restart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ import torch
 
 from nemo_rl.algorithms.grpo import loop, validation
 from nemo_rl.algorithms.grpo.accelerators import check_control_plane
-from nemo_rl.algorithms.grpo.loop import PromptsUsedUp, async_grpo_train, grpo_train
-from nemo_rl.algorithms.grpo.run import GRPOState
+from nemo_rl.algorithms.grpo.loop import PromptsUsedUp, async_grpo_train, drive
+from nemo_rl.algorithms.grpo.run import GRPOState, ValidationParts
 from nemo_rl.algorithms.grpo.stages import Experience, apply_staleness_policy
 from nemo_rl.config import ConfigError, load_master_config
 from nemo_rl.data_plane.client import StoredClient
@@ -28,6 +28,8 @@ from nemo_rl.utils.checkpoint_retention import UnknownMetric
 from nemo_rl.utils.record_events import GroupAdmitted, GroupDropped, GroupTrained, StepFinished
 from tests.algorithms.driver_world import CONFIG, PROMPTS, SAMPLES, Hooks, Loader, World, save_in_memory
 from tests.experience.plane_in_process import plane_in_process
+
+IN_TURNS = "grpo.async_grpo.enabled=false"
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +97,7 @@ def test_under_a_control_plane_the_driver_refits_nothing(tmp_path: Path, monkeyp
         return validation._Validated(torch.ones(2), torch.ones(2), torch.zeros(2), {}, ["sum"] * 2, [], {})
 
     monkeypatch.setattr("nemo_rl.algorithms.grpo.validation._roll_out_all", roll_out_all)
-    world.run.val_loader, world.run.validation_rollouts = Loader(), world
+    world.run.val_loader, world.run.validation = Loader(), ValidationParts(world, {}, {})  # type: ignore[arg-type]
     async_grpo_train(world.run, Hooks(world, refits=True))
     # A snapshot needs the accelerators, so it is taken before the hooks give them back.
     step = [
@@ -117,7 +119,7 @@ def test_under_a_control_plane_the_driver_refits_nothing(tmp_path: Path, monkeyp
     # An early stop is known only afterwards: the accelerators are asked for once more, and the run ends.
     early = ["grpo.stop_at_validation_metric=accuracy", "grpo.stop_at_validation_threshold=0.5"]
     world = World(tmp_path, "grpo.max_num_steps=3", "grpo.val_period=2", *early)
-    world.run.val_loader, world.run.validation_rollouts = Loader(), world
+    world.run.val_loader, world.run.validation = Loader(), ValidationParts(world, {}, {})  # type: ignore[arg-type]
     async_grpo_train(world.run, Hooks(world, refits=True))
     assert world.happened[-4:] == ["after training 1", "before training 2", "save 2", "clear"]
 
@@ -164,8 +166,8 @@ def test_the_synchronous_driver_trains_the_same_prompts_on_the_same_stages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_in_memory(monkeypatch)
-    world, other = World(tmp_path), World(tmp_path)
-    grpo_train(world.run)
+    world, other = World(tmp_path, IN_TURNS), World(tmp_path)
+    drive(world.run)
     async_grpo_train(other.run)
     assert world.trained == other.trained == list(range(5 * PROMPTS))
     assert [metrics["reward"] for metrics in world.logged] == [metrics["reward"] for metrics in other.logged]
@@ -234,13 +236,14 @@ def test_dynamic_sampling_refills_a_step_from_later_prompts(tmp_path: Path) -> N
     assert any(metrics["dynamic_sampling_num_gen_batches"] > 1 for metrics in world.logged)
 
 
-@pytest.mark.parametrize("driver", [grpo_train, async_grpo_train])
+@pytest.mark.parametrize("ahead", [False, True])
 def test_when_prompts_end_below_dynamic_sampling_the_newest_step_is_validated_and_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: Callable[[Any], None]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
     monkeypatch.delenv("RLIX_CONTROL_PLANE", raising=False)
     world = World(
         tmp_path,
+        f"grpo.async_grpo.enabled={ahead}",
         "grpo.use_dynamic_sampling=true",
         "grpo.use_leave_one_out_baseline=false",
         "grpo.max_num_steps=100",
@@ -259,7 +262,7 @@ def test_when_prompts_end_below_dynamic_sampling_the_newest_step_is_validated_an
         lambda checkpointer, policy, loader, step, info, *_: saved.append((step, info["val:accuracy"])),
     )
     world.rewards = lambda prompt, sample: float(sample) if prompt % 3 else 1.0
-    driver(world.run)
+    drive(world.run)
     steps = world.run.state.step
     assert steps > 1 and len(world.trained) == steps * PROMPTS
     assert validated == [steps] and saved[-1] == (steps, 0.5)
@@ -450,23 +453,21 @@ def test_a_metric_that_no_validation_gives_ends_the_run_after_a_checkpoint(
     assert "save 1" in world.happened
 
 
-@pytest.mark.parametrize("driver", [grpo_train, async_grpo_train])
-def test_a_run_whose_prompts_fill_no_step_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: Callable[[Any], None]
-) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_run_whose_prompts_fill_no_step_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
     monkeypatch.delenv("RLIX_CONTROL_PLANE", raising=False)
     sampling = ["grpo.use_dynamic_sampling=true", "grpo.use_leave_one_out_baseline=false"]
-    world = World(tmp_path, *sampling, loader=Loader(batches=2))
+    world = World(tmp_path, f"grpo.async_grpo.enabled={ahead}", *sampling, loader=Loader(batches=2))
     world.rewards = lambda prompt, sample: 0.0
     with pytest.raises(PromptsUsedUp, match=r"no step was trained.*max_num_epochs=1 are used up, and dynamic sampling"):
-        driver(world.run)
+        drive(world.run)
 
 
 def test_a_custom_loader_that_gives_no_more_prompts_fails(tmp_path: Path) -> None:
-    world = World(tmp_path, "grpo.max_num_steps=9", loader=Loader(batches=2))
+    world = World(tmp_path, IN_TURNS, "grpo.max_num_steps=9", loader=Loader(batches=2))
     world.run.config.data.use_multiple_dataloader = True
     with pytest.raises(PromptsUsedUp, match=r"ended after step 2 of grpo.max_num_steps=9: data.custom_dataloader gave"):
-        grpo_train(world.run)
+        drive(world.run)
     assert world.run.state.step == 2
 
 
@@ -484,9 +485,9 @@ def test_an_end_before_the_last_step_says_why(
     }
     for number, (why, overrides) in enumerate(ends.items()):
         caplog.clear()
-        world = World(tmp_path / str(number), *overrides, loader=Loader(batches=4))
+        world = World(tmp_path / str(number), IN_TURNS, *overrides, loader=Loader(batches=4))
         if "asked to end" in why:
             world.run.timeout.end_after_step()
-        grpo_train(world.run)
+        drive(world.run)
         said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("ended after step")]
         assert len(said) == int(bool(why)) and all(why in line for line in said)

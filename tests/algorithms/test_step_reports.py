@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.algorithms.grpo import loop
-from nemo_rl.algorithms.grpo.loop import GRPOSteps, drive, grpo_train
+from nemo_rl.algorithms.grpo.loop import GRPOSteps, drive
 from nemo_rl.algorithms.grpo.validation import batches_to_run
 from nemo_rl.config import GRPOConfig
 from nemo_rl.experience.prompts import EpochPrompts
@@ -58,7 +58,7 @@ def test_a_step_is_reported_while_the_next_one_generates(tmp_path: Path, monkeyp
     for folder, arguments in (("here", {}), ("plane", {"plane": plane})):
         (tmp_path / folder).mkdir()
         world = Reported(tmp_path / folder, **arguments)
-        grpo_train(world.run)
+        drive(world.run)
         assert world.steps == [1, 2, 3]
         lines = [(tmp_path / folder / f"train_data_step{step}.jsonl").read_text().count("\n") for step in world.steps]
         assert lines == [6, 6, 6]
@@ -70,14 +70,14 @@ def test_a_step_that_is_saved_is_reported_before_the_next_one_begins(
 ) -> None:
     world = World(tmp_path, *TURNS, "checkpointing.save_period=1")
     seen: list[int] = []
-    begin = world.run.rollouts.roll_out
+    begin = world.roll_out
 
     def roll_out(batch: Any, plan: Any, attempt: int) -> Any:
         seen.append(len(world.logged))
         return begin(batch, plan, attempt)
 
     monkeypatch.setattr(world, "roll_out", roll_out)
-    grpo_train(world.run)
+    drive(world.run)
     assert seen == [0, 1, 2] and len(world.logged) == 3
 
 
@@ -86,7 +86,7 @@ def test_a_report_that_fails_ends_the_run_with_its_error(tmp_path: Path, step: i
     world = Reported(tmp_path)
     world.fails_at = step
     with pytest.raises(OSError, match="No space left"):
-        grpo_train(world.run)
+        drive(world.run)
     # The step under which it failed is whole.
     assert world.run.state.step == min(step + 1, 3) and world.steps == list(range(1, step))
 
@@ -112,7 +112,7 @@ def test_a_run_that_cannot_write_its_logs_saves_its_last_step_and_ends(lost: str
     else:
         world.run.logger.log_metrics = log_metrics
     with pytest.raises((MetricsLost, RecordUnwritable), match="cannot be written"):
-        grpo_train(world.run)
+        drive(world.run)
     assert list(world.saved) == [min(step + 1, 3)] == [world.run.state.step]
     assert max(world.trained) == 3 * world.run.state.step - 1
 
@@ -128,7 +128,7 @@ def test_a_step_that_fails_does_not_take_the_report_before_it_along(tmp_path: Pa
 
     world.submit_train = fail_at_second  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="out of memory"):
-        grpo_train(world.run)
+        drive(world.run)
     world.run.reports.close()
     assert world.steps == [1] and world.run.state.step == 1
 
@@ -146,7 +146,7 @@ def test_the_next_batch_is_fetched_while_a_step_trains_and_is_not_in_its_checkpo
         return pending
 
     world.submit_train = training  # type: ignore[method-assign]
-    grpo_train(world.run)
+    drive(world.run)
     assert fetched == [2, 3, 3] and world.trained == list(range(9))
     assert [loader["at"] for loader, _ in world.saved.values()] == [1, 2, 3]
 
@@ -196,7 +196,7 @@ def steps(grpo: GRPOConfig, step: int = 1) -> GRPOSteps:
         accelerators=accelerators,
         generation=None,
     )
-    return GRPOSteps(run, None)  # type: ignore[arg-type]
+    return GRPOSteps(run)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

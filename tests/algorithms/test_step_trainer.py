@@ -85,7 +85,7 @@ def _experience(rows_of_samples: list[int]) -> Experience:
 
 
 def _train(workers: Workers, rows_of_samples: list[int]) -> Any:
-    with StepTrainer(_run(workers), in_parts=False) as trainer:
+    with StepTrainer(_run(workers)) as trainer:
         trainer.add(_experience(rows_of_samples))
         return trainer.finish(lambda: None).result
 

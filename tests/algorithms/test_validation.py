@@ -13,13 +13,12 @@ import torch
 from rich.console import Console
 
 from nemo_rl.algorithms.grpo.accelerators import OwnAccelerators
-from nemo_rl.algorithms.grpo.run import GRPOState
+from nemo_rl.algorithms.grpo.run import GRPOState, ValidationParts
 from nemo_rl.algorithms.grpo.step_reports import DeviceCount, StepReports
 from nemo_rl.algorithms.grpo.validation import validate
 from nemo_rl.config import LoggerConfig, load_master_config
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import RolloutColumns, conversation_text
-from nemo_rl.experience.rollouts import RolloutWatch
 from nemo_rl.experience.store import InProcessStore
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.progress import RunProgress
@@ -76,16 +75,13 @@ def test_validation_shows_as_many_samples_as_asked_for(shown: int, tmp_path: Pat
         run: Any = SimpleNamespace(
             config=config,
             val_loader=[prompts],
-            validation_watch=RolloutWatch(),
-            validation_rollouts=Rollouts(),
+            validation=ValidationParts(Rollouts(), {}, {}),  # type: ignore[arg-type]
             progress=RunProgress(1, console=Console(file=terminal, width=120)),
             timer=Timer(),
             accelerators=OwnAccelerators(None, Timer(), lambda name: None),
             state=GRPOState(),
             store=store,
             logger=logger,
-            environments={},
-            env_of_validation_task={},
             record=MemoryRecord(),
         )
         run.reports = StepReports(config, store, logger, run.record, run.progress, None, DeviceCount(1, 1, 0))

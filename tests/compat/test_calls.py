@@ -16,7 +16,14 @@ from nemo_rl.algorithms.grpo.rewards import shape_rewards
 from nemo_rl.algorithms.loss import ClippedPGLossFn, NLLLossFn
 from nemo_rl.algorithms.reward_functions import apply_reward_shaping
 from nemo_rl.algorithms.utils import calculate_kl
-from nemo_rl.config import CheckpointingConfig, MasterConfig, RewardScalingConfig, RewardShapingConfig, SFTMasterConfig
+from nemo_rl.config import (
+    AsyncRLConfig,
+    CheckpointingConfig,
+    MasterConfig,
+    RewardScalingConfig,
+    RewardShapingConfig,
+    SFTMasterConfig,
+)
 from nemo_rl.config.errors import UserError
 from nemo_rl.data.datasets import AllTaskProcessedDataset
 from nemo_rl.data.interfaces import TaskDataSpec
@@ -185,7 +192,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     driven: list[Any] = []
     monkeypatch.setattr(assembly, "setup", setup)
     monkeypatch.setattr(assembly, "close", lambda run: driven.append("closed"))
-    monkeypatch.setattr(loop, "grpo_train", driven.append)
+    monkeypatch.setattr(loop, "drive", driven.append)
     monkeypatch.setattr(loop, "async_grpo_train", lambda run, hooks: driven.append(run))
     made = (Part(), Part(), {"math": Part()}, {"math": Part()})
     monkeypatch.setattr(registry, "setup_response_data", lambda *_: made)
@@ -236,6 +243,13 @@ def test_what_is_no_part_of_the_run_is_refused_before_anything_starts(script: Si
     ):
         with pytest.raises(UserError, match=said):
             call()
+    # A run whose rollouts go ahead of training is not one in turns.
+    parts.master_config.async_rl = AsyncRLConfig()
+    with pytest.raises(UserError, match="set up with async_rl"):
+        grpo_train(*parts)
+    parts.master_config.grpo.async_grpo.enabled = True
+    with pytest.raises(UserError, match="async_grpo.enabled: true"):
+        grpo_train(*parts)
     assert script.driven == []
 
 

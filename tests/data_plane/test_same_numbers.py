@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.grpo.assembly import close, setup
-from nemo_rl.algorithms.grpo.loop import grpo_train
+from nemo_rl.algorithms.grpo.loop import drive
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.config import load_master_config
 from nemo_rl.distributed.worker_calls import WorkerError
@@ -195,7 +195,7 @@ def train(
         config = load_master_config(CONFIG, [*BASE, *places, *overrides])
         built = setup(config)
         try:
-            grpo_train(built)
+            drive(built)
             seen: dict[str, Any] = {"weights": built.policy.worker_group.run("weight_checksums")[0]}
             if then is not None:
                 then(built)
@@ -219,7 +219,7 @@ def leaves_no_row(built: GRPORun) -> None:
     built.loss_fn = RaisingLoss(built.config.loss_fn)
     built.config.grpo.max_num_steps += 1
     with pytest.raises(WorkerError, match="planted"):
-        grpo_train(built)
+        drive(built)
     assert client.list_samples("train") == {}
 
 

@@ -163,7 +163,7 @@ def test_rollouts_begin_as_far_ahead_as_the_bound_allows_and_no_further(loop: Lo
     collector.set_weight_version(0)
     assert prompts_of(take(collector)) == [0, 1, 2]
     assert admitted_steps(record) == {0, 1, 2}
-    collector.finish_step(0)
+    collector.finish_step()
     assert prompts_of(take(collector)) == [3, 4, 5]
     assert {step for step, _ in rollouts.done} <= {0, 1, 2}, "version 1 is not published"
     collector.set_weight_version(1)
@@ -179,7 +179,7 @@ def test_every_group_is_admitted_committed_and_taken_once(loop: Loop) -> None:
         rollouts.version = step
         collector.set_weight_version(step)
         taken += prompts_of(take(collector))
-        collector.finish_step(step)
+        collector.finish_step()
     collector.stop()
     collector.stop()
     assert taken == list(range(15))
@@ -200,7 +200,7 @@ def test_more_generation_batches_of_one_step_have_numbers_of_their_own(loop: Loo
     assert [group.key.number for group in first + second] == [0, 1, 2, 3, 4, 5]
     # Batch 1 of step 0 was asked for after batch 0 of step 1 had been drawn.
     assert prompts_of(second) == [6, 7, 8]
-    collector.finish_step(0)
+    collector.finish_step()
     assert prompts_of(take(collector)) == [3, 4, 5]
     collector.stop()
 
@@ -278,13 +278,13 @@ def test_a_refit_waits_for_running_rollouts_and_holds_new_ones_back(loop: Loop) 
     loop.loop.call_soon_threadsafe(rollouts.hold.set)
     collector.prepare_for_refit(10.0)
     take(collector)
-    collector.finish_step(0)
+    collector.finish_step()
     collector.set_weight_version(1)
     assert {step for step, _ in rollouts.done} == {0, 1}
     rollouts.version = 1
     collector.resume_after_refit()
     take(collector)
-    collector.finish_step(1)
+    collector.finish_step()
     take(collector)
     assert {step for step, _ in rollouts.done} == {0, 1, 2}
     collector.stop()
@@ -295,7 +295,7 @@ def test_exhausted_prompts_end_with_what_was_drawn(loop: Loop) -> None:
     collector.set_weight_version(0)
     for step in range(2):
         assert prompts_of(take(collector)) == [3 * step, 3 * step + 1, 3 * step + 2]
-        collector.finish_step(step)
+        collector.finish_step()
         collector.set_weight_version(step + 1)
     with pytest.raises(StopIteration):
         take(collector)
@@ -319,7 +319,7 @@ def test_a_restart_trains_every_prompt_exactly_once_and_generates_no_finished_gr
     before, _ = collector_of(loop, rollouts, max_age=2)
     before.set_weight_version(0)
     trained = prompts_of(take(before)) + prompts_of(take_more(before))
-    position = before.finish_step(0)
+    position = before.finish_step()
     before.set_weight_version(1)
     while before.count_intended_for_step(1) < BATCH or before.count_intended_for_step(2) < BATCH:
         threading.Event().wait(0.01)
@@ -337,7 +337,7 @@ def test_a_restart_trains_every_prompt_exactly_once_and_generates_no_finished_gr
         rollouts.version = step
         resumed.set_weight_version(step)
         trained += prompts_of(take(resumed))
-        resumed.finish_step(step)
+        resumed.finish_step()
     resumed.stop()
     assert sorted(trained) == list(range(len(trained)))
     assert not {(group.key.target, int(group.tokens["prompt"][0])) for group in finished} & set(rollouts.done)

@@ -83,7 +83,7 @@ def test_no_token_is_lost_or_mislabelled_while_shards_come_and_go(engines: Elast
         collector.set_weight_version(0)
         for step in range(STEPS):
             groups += collector.take()
-            collector.finish_step(step)
+            collector.finish_step()
             # The weights change below running requests of the next step, and while shards come and go.
             if step + 1 < STEPS:
                 kept.wait_for_answer(step + 1)

@@ -117,7 +117,7 @@ class OwnAccelerators:
         """
         if self._hooked:
             self._hooks.on_trajectory_collector_created(source.collector)
-        self._ahead = source.generates_ahead
+        self._ahead = source.collector is not None
         self._refit(source, version)
         self._await_rebuild(self._ahead)
 
@@ -214,13 +214,14 @@ class OwnAccelerators:
             )
 
     def _refit(self, source: ExperienceSource, version: int) -> None:
-        if not source.generates_ahead or self._own is None:
+        collector = source.collector
+        if collector is None or self._own is None:
             return
         self._phase("refit")
         # Requests that wait for a failed shard would block the refit window.
         self._own.revive(version)
-        with self._timer.time("weight_sync"), source.refit_window():
-            self._own.bring_to(version, self._timer, recompute_kv=source.recompute_kv())
+        with self._timer.time("weight_sync"), collector.refit_window(self._timer):
+            self._own.bring_to(version, self._timer, recompute_kv=collector.refits.recompute_kv)
 
     def stop(self) -> None:
         """Tells hooks that the run waits for no more rollouts; stops rebuilding failed shards."""

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 from nemo_rl.algorithms.distillation import teachers as teaching
 from nemo_rl.algorithms.grpo.accelerators import GRPOAccelerators, check_control_plane
 from nemo_rl.algorithms.grpo.collect import prompts_per_batch
+from nemo_rl.algorithms.grpo.experience_source import SourceParts
 from nemo_rl.algorithms.grpo.placement import Built, GRPOPlacement, OwnPlacement
-from nemo_rl.algorithms.grpo.run import GRPORun, GRPOState
-from nemo_rl.algorithms.grpo.sources import make_loaders, make_rollout_sources, make_store
+from nemo_rl.algorithms.grpo.run import GRPORun, GRPOState, ValidationParts
+from nemo_rl.algorithms.grpo.sources import make_loaders, make_rollout_sources, make_source, make_store
 from nemo_rl.algorithms.grpo.step_reports import DeviceCount, StepReports
 from nemo_rl.algorithms.grpo.streaming import check_streaming
 from nemo_rl.algorithms.placement import Clusters, begin_policy, check_policy, start_policy
@@ -309,14 +310,35 @@ def assembled(
     """A run of prepared parts and parts on accelerators; see `GRPORun`. `sources`: of rollouts for training and for
     validation.
     """
+    rollouts, validation_rollouts = sources
+    source = make_source(
+        SourceParts(
+            config=config,
+            state=ready.state,
+            loader=ready.loaders.train,
+            rollouts=rollouts,
+            generation=generation,
+            accelerators=accelerators,
+            store=store,
+            record=record,
+            timer=timer,
+            phase=progress.phase,
+            total_steps=ready.total_steps,
+            adapter=adapter,
+            # Groups that wait in a checkpoint are of its data.
+            resumed_from=ready.resume.checkpoint if ready.resume is not None and ready.resume.same_data else None,
+        )
+    )
+    validation = None
+    if validation_rollouts is not None:
+        validation = ValidationParts(validation_rollouts, environments, ready.datasets.env_of_validation_task)
     return GRPORun(
         config=config,
-        tokenizer=ready.tokenizer,
         policy=policy,
         generation=generation,
         accelerators=accelerators,
-        rollouts=sources[0],
-        validation_rollouts=sources[1],
+        source=source,
+        validation=validation,
         store=store,
         loss_fn=make_loss(config.loss_fn),
         train_loader=ready.loaders.train,
@@ -336,9 +358,6 @@ def assembled(
         adapter=adapter,
         clusters=clusters,
         reports=StepReports(config, store, ready.logger, record, progress, generation, device_count),
-        env_of_validation_task=ready.datasets.env_of_validation_task,
-        # Groups that wait in a checkpoint are of its data.
-        resumed_from=ready.resume.checkpoint if ready.resume is not None and ready.resume.same_data else None,
     )
 
 

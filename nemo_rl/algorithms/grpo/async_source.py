@@ -11,20 +11,20 @@ import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from nemo_rl.algorithms.accelerators import ReportProgress
 from nemo_rl.algorithms.grpo.collect import Gathering, prompts_of, prompts_per_batch, training_plan
-from nemo_rl.algorithms.grpo.experience_source import WholeSteps
+from nemo_rl.algorithms.grpo.experience_source import SourceParts, WholeSteps
 from nemo_rl.algorithms.grpo.stages import Experience, apply_staleness_policy
 from nemo_rl.algorithms.run_checkpoint import dataset_names
 from nemo_rl.config import MasterConfig
 from nemo_rl.data.loader import HasState
 from nemo_rl.data_plane.schema import ROUTE_FIELDS, SAMPLING_MASK_FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.collector import Collector, CollectorParts
+from nemo_rl.experience.collector import Collector, CollectorParts, RefitPolicy
 from nemo_rl.experience.columns import RolloutColumns, joined_rows
 from nemo_rl.experience.failures import FailurePolicy, StallPolicy
 from nemo_rl.experience.prompt_group import BufferedGroup, GroupKey
@@ -34,9 +34,6 @@ from nemo_rl.experience.samplers import InOrder
 from nemo_rl.experience.store import ExperienceStore
 from nemo_rl.models.generation.interfaces import request_timeout_s
 
-if TYPE_CHECKING:
-    from nemo_rl.algorithms.grpo.run import GRPORun
-
 logger = logging.getLogger(__name__)
 
 _NEVER_S = 10 * 365 * 86400.0
@@ -45,14 +42,27 @@ BUFFER_FILE, ROLLOUTS_FILE = "replay_buffer.pt", "rollouts.pt"
 
 
 class AheadSource:
-    """Base of sources whose rollouts run beside training."""
+    """Base of sources whose rollouts run beside training.
 
-    generates_ahead = True
+    Args:
+        sampler: Name of the rule by which steps take groups; a checkpoint holds it.
+    """
 
-    def __init__(self, run: GRPORun, collector: Collector, sampler: str) -> None:
-        self._run = run
-        self.collector = collector
-        self._sampler = sampler  # name of the rule by which steps take groups; a checkpoint holds it
+    def __init__(self, parts: SourceParts, collector: Collector, sampler: str) -> None:
+        self._of, self.collector, self._sampler = parts, collector, sampler
+
+    @contextmanager
+    def running(self) -> Generator[None]:
+        """Restores the prompts and finished groups of the checkpoint; stops all rollouts at the end, and then drops the
+        finished groups.
+        """
+        try:
+            if self._of.resumed_from is not None:
+                self._restore(self._of.resumed_from)
+            yield
+        finally:
+            self.collector.stop()
+        self.collector.clear()
 
     def published(self, version: int) -> None:
         """Lets rollouts begin whose steps may use this version."""
@@ -62,10 +72,10 @@ class AheadSource:
         """Draws and numbers the prompts that may begin under the next version."""
         self.collector.draw_ahead()
 
-    def trained(self, step: int) -> Mapping[str, float]:
+    def trained(self) -> Mapping[str, float]:
         """Moves the loader's position past the trained step."""
         metrics = self._metrics()
-        position, state = self.collector.finish_step(step), self._run.state
+        position, state = self.collector.finish_step(), self._of.state
         if position.epoch != state.epoch:
             state.epoch, state.step_in_epoch = position.epoch, 0
         return metrics
@@ -76,12 +86,12 @@ class AheadSource:
 
     def finished(self) -> bool:
         """Whether steps or epochs are used up."""
-        return self._run.state.step >= min(self._run.config.grpo.max_num_steps, self._run.total_steps)
+        return self._of.state.step >= min(self._of.config.grpo.max_num_steps, self._of.total_steps)
 
     def waited_for(self) -> tuple[int, int]:
         """The groups of a step, and how many of them are finished."""
-        groups = 0 if self.finished() else self._run.config.grpo.num_prompts_per_step
-        return groups, self.collector.count_intended_for_step(self._run.state.step)
+        groups = 0 if self.finished() else self._of.config.grpo.num_prompts_per_step
+        return groups, self.collector.count_intended_for_step(self._of.state.step)
 
     def position(self) -> tuple[HasState, Mapping[str, object]]:
         """The loader position before the first prompt that is not trained; drawn batches since, and their finished
@@ -89,56 +99,49 @@ class AheadSource:
         """
         draws = [[draw.batch, draw.rows, [list(row) for row in draw.open]] for draw in self.collector.draws()]
         return self.collector.position(), {
-            BUFFER_FILE: {"groups": _plain_groups(self._run.store, self.collector.finished())},
-            ROLLOUTS_FILE: {"batches": draws, "shape": batch_shape(self._run.config), "sampler": self._sampler},
+            BUFFER_FILE: {"groups": _plain_groups(self._of.store, self.collector.finished())},
+            ROLLOUTS_FILE: {"batches": draws, "shape": batch_shape(self._of.config), "sampler": self._sampler},
         }
 
-    def start(self) -> None:
-        """Restores the prompts and finished groups of the checkpoint.
-
-        Groups that are too old now, or that another sampler selected, are dropped, and their prompts are generated
+    def _restore(self, checkpoint: Path) -> None:
+        """Groups that are too old now, or that another sampler selected, are dropped, and their prompts are generated
         again. If the batch shape or the datasets changed, everything is dropped.
         """
-        store, checkpoint, queue = self._run.store, self._run.resumed_from, self.collector.queue
-        saved = _saved_rollouts(self._run.config, checkpoint) if checkpoint is not None else None
-        if checkpoint is None or saved is None:
+        queue, saved = self.collector.queue, _saved_rollouts(self._of.config, checkpoint)
+        if saved is None:
             return
         batches = _saved_batches(saved)
         groups: list[BufferedGroup] = []
         if saved.get("sampler", "in_order") == self._sampler:
             known = {GroupKey(draw.batch, attempt, number) for draw in batches for _, attempt, number in draw.open}
-            groups = _saved_groups(store, checkpoint, lambda group: group.key in known and queue.may_still_take(group))
+            groups = _saved_groups(
+                self._of.store, checkpoint, lambda group: group.key in known and queue.may_still_take(group)
+            )
         else:
             logger.warning("resume=groups_generated_anew reason=sampler_was_%s", saved["sampler"])
         self.collector.restore(batches, groups)
         logger.info("resume=buffer groups=%d batches=%d", len(groups), len(batches))
 
-    def stop(self) -> None:
-        """Stops all rollouts."""
-        self.collector.stop()
-
-    def clear(self) -> None:
-        """Drops the finished groups."""
-        self.collector.clear()
-
 
 class AsynchronousSource(WholeSteps, AheadSource):
     """Rollouts run ahead of training; every prompt group belongs to one step from its draw on."""
 
-    def __init__(self, run: GRPORun) -> None:
-        super().__init__(run, build_collector(run), "in_order")
-        self._settings = run.config.grpo.async_grpo
-        self._gathering = Gathering(run.config.grpo, run.store, run.record, run.timer)
+    def __init__(self, parts: SourceParts) -> None:
+        super().__init__(parts, _build_collector(parts), "in_order")
+        self._gathering = Gathering(parts.config.grpo, parts.store, parts.record, parts.timer)
 
     def next_experience(self) -> Experience:
         """Waits for the groups of the current step and applies the staleness policy. Raises StopIteration: the prompts
         are used up; CollectorError: the collector cannot deliver.
         """
-        run, step = self._run, self._run.state.step
-        run.progress.phase("waiting for rollouts")
-        with run.accelerators.demand(step, *self.waited_for()) as report, run.timer.time("exposed_generation"):
+        step, timer = self._of.state.step, self._of.timer
+        self._of.phase("waiting for rollouts")
+        with (
+            self._of.accelerators.demand(step, *self.waited_for()) as report,
+            timer.time("exposed_generation"),
+        ):
             experience = self._gathering.gather(step, lambda attempt: self._collected(attempt, report))
-        apply_staleness_policy(experience, run.store, self._settings.mixed_versions, step)
+        apply_staleness_policy(experience, self._of.store, self._of.config.grpo.async_grpo.mixed_versions, step)
         experience.metrics["buffer_size"] = float(len(self.collector))
         experience.metrics["avg_trajectory_age"] = experience.metrics["lag/mean"]
         return experience
@@ -148,56 +151,45 @@ class AsynchronousSource(WholeSteps, AheadSource):
         if attempt:
             self.collector.extend_step()
         groups = sorted(self.collector.take(on_progress=on_progress), key=lambda group: group.key)
-        if self._run.config.grpo.use_dynamic_sampling:
+        if self._of.config.grpo.use_dynamic_sampling:
             # It records which of them it drops.
             self.collector.hand_over(groups)
-        return joined_groups(self._run.store, groups)
-
-    def recompute_kv(self) -> bool:
-        """As configured; always true if running requests end before a refit."""
-        return self._settings.recompute_kv_cache_after_weight_updates or not self._settings.in_flight_weight_updates
-
-    @contextmanager
-    def refit_window(self) -> Generator[None]:
-        """Replaces weights below running requests, or waits for them to end first, as configured."""
-        in_flight, turns = self._settings.in_flight_weight_updates, self._run.config.grpo.max_rollout_turns
-        if not in_flight:
-            with self._run.timer.time("idle/refit_bubble"):
-                self.collector.prepare_for_refit(timeout_s=turns * request_timeout_s())
-        try:
-            yield
-        finally:
-            self.collector.resume_after_refit()
+        return joined_groups(self._of.store, groups)
 
 
-def build_collector(run: GRPORun) -> Collector:
-    """The run's collector: steps take their groups in order, and rollouts begin with the first weight version."""
-    cfg, ahead = run.config.grpo, run.config.grpo.async_grpo
+def _build_collector(parts: SourceParts) -> Collector:
+    """Steps take their groups in order, and rollouts begin with the first weight version."""
+    cfg, ahead = parts.config.grpo, parts.config.grpo.async_grpo
     limits = QueueLimits(wanted=prompts_per_batch(cfg), last_step=cfg.max_num_steps)
+    longest_s = cfg.max_rollout_turns * request_timeout_s()
     # On lent shards generation stands still by order, for as long as the scheduler likes.
-    lent = getattr(run.generation, "lent", False)
-    stall = StallPolicy(_NEVER_S if lent else 2 * cfg.max_rollout_turns * request_timeout_s())
+    stall = StallPolicy(_NEVER_S if getattr(parts.generation, "lent", False) else 2 * longest_s)
+    in_flight = ahead.in_flight_weight_updates
     return Collector(
-        collector_parts(run),
-        PromptQueue(InOrder(ahead.max_trajectory_age_steps), limits, run.state.step),
+        collector_parts(parts),
+        PromptQueue(InOrder(ahead.max_trajectory_age_steps), limits, parts.state.step),
         FailurePolicy(in_a_row=ahead.max_generation_failures, backoff_s=_RETRY_S),
         stall,
+        RefitPolicy(
+            recompute_kv=ahead.recompute_kv_cache_after_weight_updates or not in_flight,
+            drain_s=None if in_flight else longest_s,
+        ),
     )
 
 
-def collector_parts(run: GRPORun) -> CollectorParts:
-    """What collectors take from a run."""
-    rollouts: Any = run.rollouts
-    if run.generation is None:
+def collector_parts(parts: SourceParts) -> CollectorParts:
+    """What collectors work with."""
+    rollouts: Any = parts.rollouts
+    if parts.generation is None:
         raise RuntimeError("rollouts ahead of training need generation")
     return CollectorParts(
-        prompts=prompts_of(run.config.grpo, run.train_loader, run.state.epoch),
+        prompts=prompts_of(parts.config.grpo, parts.loader, parts.state.epoch),
         rollouts=rollouts,
-        store=run.store,
-        plan=lambda step: training_plan(run.config, step),
-        start=run.generation.start_on_dispatch_loop,
-        generations=run.config.grpo.num_generations_per_prompt,
-        record=run.record,
+        store=parts.store,
+        plan=lambda step: training_plan(parts.config, step),
+        start=parts.generation.start_on_dispatch_loop,
+        generations=parts.config.grpo.num_generations_per_prompt,
+        record=parts.record,
     )
 
 

@@ -6,30 +6,39 @@ hold of it. Invariant: every drawn prompt group is trained once, or recorded as 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from nemo_rl.algorithms.grpo.accelerators import GRPOAccelerators
 from nemo_rl.algorithms.grpo.stages import Experience
-from nemo_rl.data.loader import HasState
+from nemo_rl.algorithms.run_checkpoint import RunState
+from nemo_rl.config import MasterConfig
+from nemo_rl.data.loader import HasState, Loader
+from nemo_rl.experience.collector import Collector
+from nemo_rl.experience.rollout_source import RolloutSource
+from nemo_rl.experience.store import ExperienceStore
+from nemo_rl.utils.record import Record
+from nemo_rl.utils.timer import Timer
 
 if TYPE_CHECKING:
-    from nemo_rl.experience.collector import Collector
+    from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 
 
 class ExperienceSource(Protocol):
     """Supplies the step loop with experience."""
 
-    generates_ahead: bool  # whether rollouts of later steps run while a step trains
-    in_parts: bool  # whether `parts` may yield several parts per step
-
     @property
     def collector(self) -> Collector | None:
-        """The collector that generates ahead, or None."""
+        """What generates rollouts of later steps while a step trains; None: generation and training take turns."""
         ...
 
-    def start(self) -> None:
-        """Restores what the checkpoint held. Generation has not started yet."""
+    def running(self) -> AbstractContextManager[object]:
+        """Context manager around all steps. Restores what the checkpoint held, without starting generation; stops
+        generation at the end, and then drops rollouts that will not be trained.
+        """
         ...
 
     def published(self, version: int) -> None:
@@ -46,8 +55,8 @@ class ExperienceSource(Protocol):
         """Prefetches the next step's prompts while this one trains. Errors are raised by the next draw."""
         ...
 
-    def trained(self, step: int) -> Mapping[str, float]:
-        """Called once step `step` is trained; returns the source's metrics of it, for the prefix `train`."""
+    def trained(self) -> Mapping[str, float]:
+        """Called once the current step is trained; returns the source's metrics of it, for the prefix `train`."""
         ...
 
     def finished(self) -> bool:
@@ -58,31 +67,32 @@ class ExperienceSource(Protocol):
         """Number of prompt groups that the current step needs, and how many of them are finished."""
         ...
 
-    def recompute_kv(self) -> bool:
-        """Whether requests that run during a refit recompute their KV cache."""
-        ...
-
-    def refit_window(self) -> AbstractContextManager[None]:
-        """Context manager around a refit."""
-        ...
-
     def position(self) -> tuple[HasState, Mapping[str, object]]:
         """The loader position for a checkpoint, and the source's own files of it by name."""
         ...
 
-    def stop(self) -> None:
-        """Stops generation. Safe to call twice."""
-        ...
 
-    def clear(self) -> None:
-        """Drops rollouts that will not be trained."""
-        ...
+@dataclass(frozen=True)
+class SourceParts:
+    """What sources work with."""
+
+    config: MasterConfig
+    state: RunState  # `step` and `epoch` are read; sources move `epoch` and `step_in_epoch` to the prompts in use
+    loader: Loader
+    rollouts: RolloutSource
+    generation: VllmGeneration | None  # the engines; None when rollouts are replayed
+    accelerators: GRPOAccelerators
+    store: ExperienceStore
+    record: Record
+    timer: Timer
+    phase: Callable[[str], None]  # shows what the run is doing
+    total_steps: int  # last step of the run, as far as it can be known at the start
+    adapter: str = ""  # the adapter that it trains, of several on one base
+    resumed_from: Path | None = None  # checkpoint that the run resumes from
 
 
 class WholeSteps:
     """Base of sources that yield each step as one part."""
-
-    in_parts = False
 
     def next_experience(self) -> Experience:
         """The scored and filtered experience of the current step. Raises StopIteration: the prompts are used up."""

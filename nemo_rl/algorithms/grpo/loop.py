@@ -11,15 +11,11 @@ from contextlib import closing, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from nemo_rl.algorithms.grpo.accelerators import OwnAccelerators
-from nemo_rl.algorithms.grpo.async_source import AsynchronousSource
-from nemo_rl.algorithms.grpo.experience_source import ExperienceSource
 from nemo_rl.algorithms.grpo.metrics import step_metrics
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.grpo.stages import Experience
 from nemo_rl.algorithms.grpo.step_reports import StepReport
 from nemo_rl.algorithms.grpo.step_trainer import StepTrainer, Trained, ask_served_teachers, score, weigh
-from nemo_rl.algorithms.grpo.streaming import StreamingSource
-from nemo_rl.algorithms.grpo.synchronous_source import SynchronousSource
 from nemo_rl.algorithms.grpo.validation import validate
 from nemo_rl.algorithms.training_loop import CompletedStep, Steps, train_to_end
 from nemo_rl.config.errors import UserError, did_you_mean
@@ -39,47 +35,37 @@ class PromptsUsedUp(UserError, RuntimeError):
 
 
 def drive(run: GRPORun) -> None:
-    """Trains to the end with the configured source; see `training_loop.train_to_end`."""
-    train_to_end(GRPOSteps(run, source_of(run)))
-
-
-def source_of(run: GRPORun) -> ExperienceSource:
-    """The configured source: streaming, asynchronous or synchronous."""
-    if run.config.async_rl is not None:
-        return StreamingSource(run)
-    return AsynchronousSource(run) if run.config.grpo.async_grpo.enabled else SynchronousSource(run)
+    """Trains to the end; see `training_loop.train_to_end`."""
+    train_to_end(GRPOSteps(run))
 
 
 class GRPOSteps(Steps[GRPORun]):
     """Steps of GRPO, and of distillation, which is GRPO with another loss."""
 
-    def __init__(self, run: GRPORun, source: ExperienceSource) -> None:
+    def __init__(self, run: GRPORun) -> None:
         self.run = run
         self.section = run.config.section()
         self.saves_before_publish = run.accelerators.saves_before_publish
-        self._source = source
         self._trained: Trained | None = None
         self._used_up = False
 
     @contextmanager
     def running(self) -> Generator[None]:
         """Starts the source and the accelerators, validates if configured, and stops both at the end."""
-        run, source = self.run, self._source
+        run = self.run
         try:
-            source.start()
-            run.accelerators.start(source, run.state.step)
-            if run.config.grpo.val_at_start and run.state.step == 0:
-                validate(run, 0)
-            source.published(run.state.step)
-            yield
+            with run.source.running():
+                run.accelerators.start(run.source, run.state.step)
+                if run.config.grpo.val_at_start and run.state.step == 0:
+                    validate(run, 0)
+                run.source.published(run.state.step)
+                yield
         finally:
-            source.stop()
             run.accelerators.stop()
-        source.clear()
 
     def finished(self) -> bool:
         """Whether the source has no more steps."""
-        return self._source.finished()
+        return self.run.source.finished()
 
     @contextmanager
     def open(self) -> Generator[None]:
@@ -92,9 +78,9 @@ class GRPOSteps(Steps[GRPORun]):
 
     def train(self) -> Metrics | None:
         """Scores, weighs and trains on each part of the step's experience."""
-        run, source, step = self.run, self._source, self.run.state.step
+        run, source, step = self.run, self.run.source, self.run.state.step
         run.record.emit(StepBegun(step, run.adapter))
-        with StepTrainer(run, in_parts=source.in_parts) as trainer, closing(source.parts()) as parts:
+        with StepTrainer(run) as trainer, closing(source.parts()) as parts:
             for part in parts:
                 ask_served_teachers(run, part, step)
                 run.accelerators.lend_training(step)
@@ -108,7 +94,7 @@ class GRPOSteps(Steps[GRPORun]):
         metrics = step_metrics(run.config.grpo, step + 1, trained.experience, trained.result)
         run.accelerators.weights_ready(step)
         complete_step(run, trained.experience)
-        metrics |= source.trained(step)
+        metrics |= source.trained()
         with run.timer.time("step_report"):
             run.reports.wait()
         return metrics
@@ -116,9 +102,9 @@ class GRPOSteps(Steps[GRPORun]):
     def publish(self) -> None:
         """Publishes the new weights and lets the next rollouts begin."""
         run = self.run
-        run.accelerators.publish(run.state.step - 1, self._source)
+        run.accelerators.publish(run.state.step - 1, run.source)
         with run.timer.time("begin_rollouts"):
-            self._source.published(run.state.step)
+            run.source.published(run.state.step)
 
     def validation_due(self, *, is_last: bool) -> bool:
         """As in `Steps`, but not before `grpo.val_start_at`."""
@@ -129,7 +115,7 @@ class GRPOSteps(Steps[GRPORun]):
     def validate(self) -> dict[str, float]:
         """Validates; the time counts as idle for generation that could run ahead."""
         run = self.run
-        with run.timer.time("idle/validation") if self._source.generates_ahead else nullcontext():
+        with run.timer.time("idle/validation") if run.source.collector is not None else nullcontext():
             return validate(run, run.state.step)
 
     def early_stop(self, val_metrics: Mapping[str, float] | None) -> bool:
@@ -152,7 +138,7 @@ class GRPOSteps(Steps[GRPORun]):
 
     def position(self) -> tuple[HasState, Mapping[str, object]]:
         """The source's loader position and pending groups."""
-        return self._source.position()
+        return self.run.source.position()
 
     def report(self, done: CompletedStep) -> None:
         """Writes metrics and samples in the background."""
@@ -201,13 +187,8 @@ def complete_step(run: GRPORun, experience: Experience) -> None:
     state.total_valid_tokens += int(rows["generated_lengths"][rows["sample_mask"] != 0].sum())
 
 
-def grpo_train(run: GRPORun) -> None:
-    """Trains synchronously to the end; see `training_loop.train_to_end`."""
-    train_to_end(GRPOSteps(run, SynchronousSource(run)))
-
-
 def async_grpo_train(run: GRPORun, rlix_hooks: RLixHooksProtocol | None = None) -> None:
-    """Trains asynchronously to the end; see `training_loop.train_to_end`.
+    """Trains to the end with the hooks of a foreign control plane; see `training_loop.train_to_end`.
 
     Args:
         run: Set up, with generation on accelerators of its own.
@@ -220,4 +201,4 @@ def async_grpo_train(run: GRPORun, rlix_hooks: RLixHooksProtocol | None = None) 
         if not isinstance(run.accelerators, OwnAccelerators):
             raise HooksError("a scheduler lends this run its accelerators, so that it calls no hooks; leave them out")
         run.accelerators.call_hooks(rlix_hooks, they_refit=time_sharing_enabled())
-    train_to_end(GRPOSteps(run, AsynchronousSource(run)))
+    drive(run)

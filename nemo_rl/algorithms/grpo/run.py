@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl.algorithms.distillation.teachers import Teachers
 from nemo_rl.algorithms.grpo.accelerators import GRPOAccelerators
+from nemo_rl.algorithms.grpo.experience_source import ExperienceSource
 from nemo_rl.algorithms.grpo.placement import GRPOPlacement
 from nemo_rl.algorithms.grpo.step_reports import StepReports
 from nemo_rl.algorithms.run_checkpoint import RunState
@@ -24,8 +24,6 @@ from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.utils.record import Record
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from nemo_rl.utils.checkpoint import TrainingInfo
 
 
@@ -54,16 +52,25 @@ class GRPOState(RunState):
 
 
 @dataclass
+class ValidationParts:
+    """What validation generates and judges with."""
+
+    rollouts: RolloutSource
+    environments: Actors
+    env_of_task: dict[str, str]  # environment name per task
+    watch: RolloutWatch = field(default_factory=RolloutWatch)  # warns about cut samples
+
+
+@dataclass
 class GRPORun(TrainingRun[MasterConfig]):
     """A GRPO run."""
 
-    tokenizer: PreTrainedTokenizerBase
     generation: VllmGeneration | None  # the engines; None when rollouts are replayed and nothing validates
     accelerators: GRPOAccelerators  # who uses them, and when
-    rollouts: RolloutSource
-    validation_rollouts: RolloutSource | None  # source of validation rollouts, or None
+    source: ExperienceSource  # supplies the steps with experience
+    validation: ValidationParts | None  # None if there is no validation data
     store: ExperienceStore
-    train_loader: Loader
+    train_loader: Loader  # its source draws from it
     record: Record
     total_steps: int  # last step of the run, as far as it can be known at the start
     environments: Actors
@@ -73,6 +80,3 @@ class GRPORun(TrainingRun[MasterConfig]):
     teachers: Teachers | None = None  # score the run's samples, or None
     endpoint: Endpoint | None = None  # serves the engines over HTTP, or None
     adapter: str = ""  # the adapter that it trains, of several on one base; empty for a run of its own
-    resumed_from: Path | None = None  # checkpoint that the run resumes from
-    validation_watch: RolloutWatch = field(default_factory=RolloutWatch)  # warns about cut validation samples
-    env_of_validation_task: dict[str, str] = field(default_factory=dict)  # environment name per validation task

@@ -6,7 +6,11 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
+from nemo_rl.algorithms.grpo.async_source import AsynchronousSource
 from nemo_rl.algorithms.grpo.collect import prompts_per_batch
+from nemo_rl.algorithms.grpo.experience_source import ExperienceSource, SourceParts
+from nemo_rl.algorithms.grpo.streaming import StreamingSource
+from nemo_rl.algorithms.grpo.synchronous_source import SynchronousSource
 from nemo_rl.algorithms.grpo.validation import batch_size as validation_batch_size
 from nemo_rl.algorithms.startup import Loaders
 from nemo_rl.config import MasterConfig
@@ -99,6 +103,13 @@ def make_rollout_sources(
     reached = generation.for_other_process(events.bind("generation")) if generation is not None else None
     train_source, val_source = _sources(config, tokenizer, reached, datasets, actors, events)
     return store.rollouts(train_source, val_source, events, record, reached, generation)
+
+
+def make_source(parts: SourceParts) -> ExperienceSource:
+    """The configured source: streaming, asynchronous or synchronous."""
+    if parts.config.async_rl is not None:
+        return StreamingSource(parts)
+    return AsynchronousSource(parts) if parts.config.grpo.async_grpo.enabled else SynchronousSource(parts)
 
 
 def _sources(

@@ -96,12 +96,12 @@ class Trained:
 
 
 class StepTrainer:
-    """Trains the current step; a context manager that aborts the step on an error. `in_parts`: whether gradients are
-    accumulated part by part; otherwise there is one part.
+    """Trains the current step; a context manager that aborts the step on an error. A streaming run accumulates
+    gradients part by part; for others the step is one part.
     """
 
-    def __init__(self, run: GRPORun, *, in_parts: bool) -> None:
-        self._run, self._in_parts = run, in_parts
+    def __init__(self, run: GRPORun) -> None:
+        self._run, self._in_parts = run, run.config.async_rl is not None
         self._parts: list[Experience] = []
         self._open = False  # whether workers accumulate gradients
 

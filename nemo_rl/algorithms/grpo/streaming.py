@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,6 +18,7 @@ from nemo_rl.algorithms.grpo.async_source import (
     collector_parts,
     joined_groups,
 )
+from nemo_rl.algorithms.grpo.experience_source import SourceParts
 from nemo_rl.algorithms.grpo.stages import (
     Experience,
     apply_staleness_policy,
@@ -29,14 +28,11 @@ from nemo_rl.algorithms.grpo.stages import (
 )
 from nemo_rl.config import AsyncRLConfig, ConfigError, MasterConfig
 from nemo_rl.config.placement import data_parallel_size
-from nemo_rl.experience.collector import Collector
+from nemo_rl.experience.collector import Collector, RefitPolicy
 from nemo_rl.experience.failures import FailurePolicy, StallPolicy
 from nemo_rl.experience.prompt_group import BufferedGroup, group_name
 from nemo_rl.experience.prompt_queue import PromptQueue, QueueLimits, worth_a_pass
 from nemo_rl.experience.samplers import BUILT_IN, Sampler, SamplerError, custom_sampler
-
-if TYPE_CHECKING:
-    from nemo_rl.algorithms.grpo.run import GRPORun
 
 logger = logging.getLogger(__name__)
 
@@ -85,46 +81,44 @@ def check_streaming(config: MasterConfig) -> None:
 class StreamingSource(AheadSource):
     """Rollouts run beside training, and a step takes groups as they finish."""
 
-    in_parts = True
-
-    def __init__(self, run: GRPORun) -> None:
+    def __init__(self, parts: SourceParts) -> None:
         self._parts = 0
-        self._cfg = run.config.async_rl or AsyncRLConfig()
-        super().__init__(run, _build_collector(run, self._cfg), self._cfg.sampler.name)
+        self._cfg = parts.config.async_rl or AsyncRLConfig()
+        super().__init__(parts, _build_collector(parts, self._cfg), self._cfg.sampler.name)
 
     def parts(self) -> Generator[Experience]:
         """Yields groups of the current step as they finish, scored and filtered, in parts large enough for a pass.
         Raises CollectorError: the collector cannot deliver.
         """
-        run, step = self._run, self._run.state.step
+        accelerators, step = self._of.accelerators, self._of.state.step
         self._parts = 0
-        with run.accelerators.demand(step, *self.waited_for()) as report:
+        with accelerators.demand(step, *self.waited_for()) as report:
             while groups := self._take(report):
                 self._parts += 1
                 yield self._scored(groups)
         if self._parts:
             # They may have been away while the step waited for its last groups.
-            run.accelerators.lend_training(step)
+            accelerators.lend_training(step)
 
     def _take(self, report: ReportProgress) -> Sequence[BufferedGroup]:
         """The next groups; empty if the step is complete or the prompts are used up."""
-        run = self._run
-        run.progress.phase("waiting for rollouts")
-        with run.timer.time("exposed_generation"):
+        parts = self._of
+        parts.phase("waiting for rollouts")
+        with parts.timer.time("exposed_generation"):
             try:
                 # A step that kept its training accelerators while it waits could wait for rollouts that need them.
                 return self.collector.take(
-                    self._enough, report, lambda: run.accelerators.yield_training(run.state.step)
+                    self._enough, report, lambda: parts.accelerators.yield_training(parts.state.step)
                 )
             except StopIteration:
                 return ()
 
     def _scored(self, groups: Sequence[BufferedGroup]) -> Experience:
-        run = self._run
+        cfg = self._of.config.grpo
         experience = self._experience(groups)
-        score_rewards(experience.rows, run.config.grpo)
-        experience.metrics |= filter_rows(experience.rows, run.config.grpo)
-        apply_staleness_policy(experience, run.store, run.config.grpo.async_grpo.mixed_versions, run.state.step)
+        score_rewards(experience.rows, cfg)
+        experience.metrics |= filter_rows(experience.rows, cfg)
+        apply_staleness_policy(experience, self._of.store, cfg.async_grpo.mixed_versions, self._of.state.step)
         experience.metrics["buffer_size"] = float(len(self.collector))
         experience.metrics["avg_trajectory_age"] = experience.metrics["lag/mean"]
         return experience
@@ -134,17 +128,17 @@ class StreamingSource(AheadSource):
         least = self._cfg.min_prompt_groups_per_batch or self._cfg.min_groups_for_streaming_train
         if worth_a_pass(len(groups), self.collector.queue.step, least):
             return True
-        packing = self._run.config.policy.sequence_packing
+        packing = self._of.config.policy.sequence_packing
         if not packing.enabled:
             return False
         tokens = sum(float(group.rows["total_lengths"].sum()) for group in groups)
-        return tokens >= packing.train_mb_tokens * data_parallel_size(self._run.config)
+        return tokens >= packing.train_mb_tokens * data_parallel_size(self._of.config)
 
     def _experience(self, groups: Sequence[BufferedGroup]) -> Experience:
         numbers = self.collector.numbers()
         for group in groups:
             group.rows["prompt_number"] = torch.full_like(group.rows["prompt_number"], numbers[group.key])
-        experience = joined_groups(self._run.store, groups)
+        experience = joined_groups(self._of.store, groups)
         experience.group_names = {numbers[group.key]: group_name(group.key) for group in groups}
         return experience
 
@@ -161,30 +155,22 @@ class StreamingSource(AheadSource):
             "streaming/dispatch_loop_lag_s": lag_s,
         }
 
-    def recompute_kv(self) -> bool:
-        """As configured."""
-        return self._cfg.recompute_kv_cache_after_weight_updates
 
-    def refit_window(self) -> AbstractContextManager[None]:
-        """Does nothing: weights are replaced below running requests."""
-        return nullcontext()
-
-
-def _build_collector(run: GRPORun, cfg: AsyncRLConfig) -> Collector:
-    failure, watchdog, grpo = cfg.rollout_failure, cfg.stall_watchdog, run.config.grpo
+def _build_collector(parts: SourceParts, cfg: AsyncRLConfig) -> Collector:
+    failure, watchdog, grpo = cfg.rollout_failure, cfg.stall_watchdog, parts.config.grpo
     # On lent shards generation stands still by order, for as long as the scheduler likes.
-    aborts = watchdog.stall_action == "abort" and not getattr(run.generation, "lent", False)
+    aborts = watchdog.stall_action == "abort" and not getattr(parts.generation, "lent", False)
     limits = QueueLimits(
         wanted=grpo.num_prompts_per_step,
-        last_step=min(grpo.max_num_steps, run.total_steps),
+        last_step=min(grpo.max_num_steps, parts.total_steps),
         capacity=cfg.max_buffered_rollouts,
         max_inflight=cfg.max_inflight_prompts,
         min_fraction=failure.min_step_batch_fraction,
         replaces=failure.on_dropped_prompt == "replace",
     )
     return Collector(
-        collector_parts(run),
-        PromptQueue(sampler_of(cfg), limits, run.state.step),
+        collector_parts(parts),
+        PromptQueue(sampler_of(cfg), limits, parts.state.step),
         FailurePolicy(
             infra_attempts=failure.max_infra_attempts_per_prompt,
             data_attempts=failure.max_data_attempts_per_prompt,
@@ -193,4 +179,5 @@ def _build_collector(run: GRPORun, cfg: AsyncRLConfig) -> Collector:
             max_skipped_in_a_row=failure.max_consecutive_dropped_prompts,
         ),
         StallPolicy(watchdog.stall_timeout_s, aborts, _STALL_ADVICE[aborts]),
+        RefitPolicy(recompute_kv=cfg.recompute_kv_cache_after_weight_updates),
     )

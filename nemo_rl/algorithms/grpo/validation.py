@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -18,11 +18,10 @@ from rich.console import Console
 
 from nemo_rl.algorithms.grpo.collect import validation_plan
 from nemo_rl.algorithms.grpo.metrics import validation_metrics
-from nemo_rl.algorithms.grpo.run import GRPORun
+from nemo_rl.algorithms.grpo.run import GRPORun, ValidationParts
 from nemo_rl.config import GRPOConfig, MasterConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.call import environment_metrics
-from nemo_rl.environments.registry import Actors
 from nemo_rl.experience.columns import joined_rows
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollout_source import RolloutSource
@@ -67,8 +66,8 @@ def validate(run: GRPORun, step: int) -> dict[str, float]:
     no validation data; EnvironmentFailure: an environment could not report its metrics.
     """
     cfg = run.config.grpo
-    loader, source = run.val_loader, run.validation_rollouts
-    if loader is None or source is None:
+    loader, parts = run.val_loader, run.validation
+    if loader is None or parts is None:
         raise ValueError(
             "validation needs data.validation (or data.train.split_validation_size); set it, or switch "
             "val_period, val_at_start and val_at_end off"
@@ -81,7 +80,7 @@ def validate(run: GRPORun, step: int) -> dict[str, float]:
         began = time.monotonic()
         with run.accelerators.demand(run.state.step, groups, 0, "validation"):
             batches = islice(loader, batches_to_run(cfg, len(loader)))
-            done = _roll_out_all(run, source, list(batches), step)
+            done = _roll_out_all(run, parts.rollouts, list(batches), step)
         run.record.emit(Validated(run.state.step, len(done.rewards), time.monotonic() - began))
     metrics = validation_metrics(
         done.rewards,
@@ -91,14 +90,14 @@ def validate(run: GRPORun, step: int) -> dict[str, float]:
         best_at_k=cfg.use_best_at_k,
     )
     metrics |= {name: float(values.mean()) for name, values in done.components.items()}
-    metrics |= _measured_by_environments(run.environments, run.env_of_validation_task, run.config, done)
+    metrics |= _measured_by_environments(parts, run.config, done)
     run.logger.log_metrics(metrics, step, prefix="validation")
     run.logger.log_metrics(
         {"total_validation_time": run.timer.reduce("total_validation_time", "sum")}, step, prefix="timing/validation"
     )
     graded = bool(((done.rewards != 0) & (done.rewards != 1)).any())
     run.progress.validated(metrics["accuracy"], name="reward" if graded else "accuracy", step=step)
-    for line in run.validation_watch.observe(
+    for line in parts.watch.observe(
         f"validation at step {step}",
         done.ends,
         max_new_tokens=run.config.policy.generation.max_new_tokens,
@@ -126,9 +125,7 @@ def _show(logger: Logger, console: Console, done: _Validated, step: int, shown: 
     print_message_log_samples(logs, rewards, shown, step, console, expected)
 
 
-def _measured_by_environments(
-    environments: Actors, env_of_task: Mapping[str, str], config: MasterConfig, done: _Validated
-) -> dict[str, float]:
+def _measured_by_environments(parts: ValidationParts, config: MasterConfig, done: _Validated) -> dict[str, float]:
     found: dict[str, float] = {}
     columns = {
         "rewards": done.rewards,
@@ -138,8 +135,8 @@ def _measured_by_environments(
         "prompt_number": torch.arange(len(done.rewards)) // config.grpo.val_num_generations_per_prompt,
         **done.components,
     }
-    for name, replicas in environments.items():
-        own = [row for row, task in enumerate(done.tasks) if env_of_task.get(task) == name]
+    for name, replicas in parts.environments.items():
+        own = [row for row, task in enumerate(done.tasks) if parts.env_of_task.get(task) == name]
         if not own:
             continue
         batch = BatchedDataDict({key: values[own] for key, values in columns.items()})

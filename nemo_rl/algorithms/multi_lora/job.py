@@ -20,7 +20,6 @@ from ray.exceptions import RayError
 
 from nemo_rl.algorithms.grpo.loop import GRPOSteps
 from nemo_rl.algorithms.grpo.run import GRPORun
-from nemo_rl.algorithms.grpo.synchronous_source import SynchronousSource
 from nemo_rl.algorithms.launch import directories_of_its_own
 from nemo_rl.algorithms.multi_lora.adapter_run import Shared, build_run, close_run
 from nemo_rl.algorithms.multi_lora.assembly import check_layers
@@ -255,7 +254,7 @@ class MultiLoraJob:
             member.phase = Phase.RUNNING
             member.joined_in_s = time.monotonic() - member.added
         run.progress.say(f"joined after {member.joined_in_s:.1f} s")
-        train_to_end(_AdapterSteps(run, SynchronousSource(run), member.removed))
+        train_to_end(_AdapterSteps(run, member.removed))
         return run.timeout.reason if run.state.step < run.total_steps else ""
 
 
@@ -268,8 +267,8 @@ def _without_traceback(error: BaseException) -> str:
 class _AdapterSteps(GRPOSteps):
     """GRPO's steps, which end when the adapter was removed."""
 
-    def __init__(self, run: GRPORun, source: SynchronousSource, removed: threading.Event) -> None:
-        super().__init__(run, source)
+    def __init__(self, run: GRPORun, removed: threading.Event) -> None:
+        super().__init__(run)
         self._removed = removed
 
     def finished(self) -> bool:
