@@ -31,8 +31,8 @@ from nemo_rl.config.section import (
 )
 
 Number = int | float
-# `${a.b}`, and the beginning of `${mul:...`.
-_NAMED = re.compile(r"\$\{([A-Za-z_][\w-]*(?:\.[\w-]+)*)\}")
+# `${a.b}`, or relative to the place of the text `${..a.b}`, and the beginning of `${mul:...`.
+_NAMED = re.compile(r"\$\{(\.*)([A-Za-z_][\w-]*(?:\.[\w-]+)*)\}")
 _ARITHMETIC = re.compile(r"\$\{(?:add|mul|div|max):")
 
 
@@ -107,12 +107,18 @@ def _resolved(raw: Mapping[str, object]) -> dict[str, object]:
     """What OmegaConf makes of it. Few values follow others, and OmegaConf takes a tenth of a second for all of them, so
     it is given only those that hold an interpolation or are named by one.
     """
-    texts = [text for text in _texts(raw) if "${" in text]
-    # A relative or composed name, and resolvers that look up keys themselves, may mean any key.
-    if any("${" in _NAMED.sub("", _ARITHMETIC.sub("", text)) for text in texts):
-        return _by_omegaconf(raw)
-    part = _part(raw, [name.split(".") for text in texts for name in _NAMED.findall(text)])
-    return _joined(raw, _remembered(pickle.dumps(part)))
+    named: list[list[str]] = []
+    for place, text in _texts(raw):
+        if "${" not in text:
+            continue
+        # A composed name, and resolvers that look up keys themselves, may mean any key.
+        if "${" in _NAMED.sub("", _ARITHMETIC.sub("", text)):
+            return _by_omegaconf(raw)
+        for dots, name in _NAMED.findall(text):
+            if len(dots) > len(place):
+                return _by_omegaconf(raw)
+            named.append([*(place[: -len(dots)] if dots else ()), *name.split(".")])
+    return _joined(raw, _remembered(pickle.dumps(_part(raw, named))))
 
 
 @functools.lru_cache(maxsize=64)
@@ -128,15 +134,16 @@ def _by_omegaconf(raw: Mapping[str, object]) -> dict[str, object]:
     return {str(key): value for key, value in resolved.items()} if isinstance(resolved, dict) else {}
 
 
-def _texts(value: object) -> Iterator[str]:
+def _texts(value: object, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """All texts with the keys that lead to each."""
     if isinstance(value, str):
-        yield value
+        yield place, value
     elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _texts(item)
+        for key, item in value.items():
+            yield from _texts(item, (*place, str(key)))
     elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _texts(item)
+        for number, item in enumerate(value):
+            yield from _texts(item, (*place, str(number)))
 
 
 def _part(raw: Mapping[str, object], named: list[list[str]]) -> dict[str, object]:
@@ -147,7 +154,7 @@ def _part(raw: Mapping[str, object], named: list[list[str]]) -> dict[str, object
         if isinstance(value, Mapping) and [] not in below:
             if (part := _part(value, below)) or below:
                 kept[key] = part
-        elif below or any("${" in text for text in _texts(value)):
+        elif below or any("${" in text for _, text in _texts(value)):
             kept[key] = value
     return kept
 

@@ -47,6 +47,7 @@ _FIRST_START_OF_THE_WORKER_FAILS = (
 _AS_A_FORK = (
     'python -c "import os, sys; from tests import forks; sys.exit(forks.start(sys.argv[1:], os.environ, 1).wait())"'
 )
+_UNTIL_TOLD = "trap 'echo told to end; exit 0' TERM; touch {folder}/running; while true; do sleep 0.2; done"
 # A cluster of one node whose Ray does nothing, and a head that answers where a test listens.
 _NO_RAY = "ray() { exec sleep 600; }; python() { :; }"
 
@@ -101,6 +102,13 @@ class Job:
             os.killpg(process.pid, signal.SIGTERM)
             pytest.fail(f"the job did not end in {timeout_s:.0f} s\n{self.logs()}")
 
+    def reaches(self, process: Any, mark: str, timeout_s: float) -> None:
+        """Waits until the command has made a file in the job's folder."""
+        deadline = time.monotonic() + timeout_s
+        while not (self.folder / mark).exists():
+            assert process.poll() is None and time.monotonic() < deadline, self.logs()
+            time.sleep(0.2)
+
     def log(self, name: str) -> str:
         path = self.folder / "7-logs" / f"{name}.log"
         return path.read_text() if path.exists() else ""
@@ -122,7 +130,9 @@ def job(tmp_path: Path) -> Iterator[Job]:
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_goes_across_two_nodes_and_leaves_readable_logs(job: Job, tiny_model: Path) -> None:
+def test_a_run_goes_across_two_nodes_whose_ray_ends_with_the_job(job: Job, tiny_model: Path) -> None:
+    # Python and Ray come from VENV alone.
+    job.environment["PATH"] = os.pathsep.join([str(BIN), os.environ["PATH"]])
     overrides = {
         "policy.model_name": tiny_model,
         "grpo.num_prompts_per_step": 4,
@@ -131,6 +141,8 @@ def test_a_run_goes_across_two_nodes_and_leaves_readable_logs(job: Job, tiny_mod
         "grpo.val_at_start": "false",
         "grpo.val_at_end": "false",
         "grpo.val_period": 0,
+        "data.train.num_problems": 32,
+        "data.train.held_out": 0,
         "data.validation": "null",
         "policy.train_global_batch_size": 16,
         "policy.train_micro_batch_size": 8,
@@ -141,48 +153,58 @@ def test_a_run_goes_across_two_nodes_and_leaves_readable_logs(job: Job, tiny_mod
         "logger.log_dir": job.folder / "logs",
     }
     arguments = " ".join(f"{key}={value}" for key, value in overrides.items())
+    run = f"{_AS_A_FORK} examples/run_grpo.py --config examples/configs/grpo_arithmetic_cpu.yaml {arguments}"
     process = job.start(
-        COMMAND=f"{_AS_A_FORK} examples/run_grpo.py --config examples/configs/grpo_arithmetic_cpu.yaml {arguments}",
+        COMMAND=f"{run} || exit 1; {_UNTIL_TOLD.format(folder=job.folder)}",
+        VENV=str(Path(sys.executable).parents[1]),
         SETUP_COMMAND=_FIRST_START_OF_THE_WORKER_FAILS.format(folder=job.folder),
         **forking_environment(),
     )
-    assert job.ends(process, 500) == 0, job.logs()
+    job.reaches(process, "running", 500)
+    process.send_signal(signal.SIGTERM)
+    assert job.ends(process, 90) == 143, job.logs()
     assert read_metrics(job.folder / "logs").scalars("train/loss")[0] == [1]
-    assert "all 2 nodes joined" in job.log("driver")
+    assert "all 2 nodes joined" in job.log("driver") and "told to end" in job.log("driver")
     assert "it is started again" in job.log("worker-1")
     scripts = [path.read_text() for path in (job.folder / "7-logs").glob("*.sh")]
     assert all("OMP_NUM_THREADS='3'" in script for script in scripts if "ray start" in script)
     assert {path.name for path in (job.folder / "7-logs" / "ray").iterdir()} == {"node_0", "node_1"}
     assert os.access(job.folder / "7-attach.sh", os.X_OK)
+    assert not listens(job.environment["PORT"])
 
 
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_the_end_of_the_jobs_time_ends_the_command_and_the_cluster(job: Job) -> None:
+def test_the_end_of_the_jobs_time_ends_the_command_and_the_sandbox(job: Job) -> None:
     # The environment comes from VENV and SETUP_COMMAND alone.
     job.environment["PATH"] = os.pathsep.join([str(BIN), os.environ["PATH"]])
-    process = job.start(
-        COMMAND=f"trap 'echo told to end; exit 0' TERM; echo running with $OF_SETUP; {ASK}; "
-        f"touch {job.folder}/started; while true; do sleep 0.2; done",
-        **ONE_NODE,
-        VENV=str(Path(sys.executable).parents[1]),
-        SETUP_COMMAND="export OF_SETUP=its-setup; echo vLLM compiles into $VLLM_CACHE_ROOT",
-        COMPILE_CACHE_DIR="/compiled",
-        **SANDBOX,
-    )
-    deadline = time.monotonic() + 200
-    while not (job.folder / "started").exists():
-        assert process.poll() is None and time.monotonic() < deadline, job.logs()
-        time.sleep(0.2)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=90) == 143
+    with socket.create_server(("127.0.0.1", int(job.environment["PORT"]))):
+        process = job.start(
+            COMMAND=f"echo running with $OF_SETUP; {ASK}; {_UNTIL_TOLD.format(folder=job.folder)}",
+            **ONE_NODE,
+            VENV=str(Path(sys.executable).parents[1]),
+            SETUP_COMMAND=f"{_NO_RAY}; export OF_SETUP=its-setup; echo vLLM compiles into $VLLM_CACHE_ROOT",
+            COMPILE_CACHE_DIR="/compiled",
+            **SANDBOX,
+        )
+        job.reaches(process, "running", 200)
+        process.send_signal(signal.SIGTERM)
+        assert job.ends(process, 90) == 143, job.logs()
     assert "running with its-setup" in job.log("driver") and "told to end" in job.log("driver")
     assert "the sandbox answers" in job.log("driver")
     assert all("vLLM compiles into /compiled/vllm" in job.log(part) for part in ("head", "driver"))
     assert "KEY_OF_THE_SANDBOX=of-its-own" in job.log("sandbox-0") and "WANDB_API_KEY" not in job.log("sandbox-0")
-    with socket.socket() as gone:
-        assert gone.connect_ex(("127.0.0.1", int(SANDBOX["SANDBOX_PORT"]))) != 0
+    assert not listens(SANDBOX["SANDBOX_PORT"])
+
+
+def listens(port: str) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", int(port))) == 0
+
+
+@pytest.mark.parametrize(("command", "status"), [("true", 0), ("exit 3", 3)])
+def test_a_job_ends_as_its_command_does(job: Job, command: str, status: int) -> None:
+    with socket.create_server(("127.0.0.1", int(job.environment["PORT"]))):
+        process = job.start(COMMAND=command, **ONE_NODE, SETUP_COMMAND=_NO_RAY)
+        assert job.ends(process, 60) == status, job.logs()
 
 
 @pytest.mark.ray
@@ -201,10 +223,10 @@ def test_a_job_fails_when_ray_does_not_start(job: Job) -> None:
 
 
 def test_a_job_fails_when_its_sandbox_ends_before_it(job: Job) -> None:
-    ends = f"while [[ ! -e {job.folder}/started ]]; do sleep 0.1; done"
+    ends = f"while [[ ! -e {job.folder}/running ]]; do sleep 0.1; done"
     with socket.create_server(("127.0.0.1", int(job.environment["PORT"]))):
         process = job.start(
-            COMMAND=f"trap 'echo told to end; exit 0' TERM; touch {job.folder}/started; while true; do sleep 0.2; done",
+            COMMAND=_UNTIL_TOLD.format(folder=job.folder),
             **ONE_NODE,
             SETUP_COMMAND=_NO_RAY,
             **SANDBOX | {"SANDBOX_COMMAND": ends, "SANDBOX_PORT": "0"},
