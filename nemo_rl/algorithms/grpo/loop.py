@@ -15,7 +15,7 @@ from nemo_rl.algorithms.grpo.metrics import step_metrics
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.grpo.stages import Experience
 from nemo_rl.algorithms.grpo.step_reports import StepReport
-from nemo_rl.algorithms.grpo.step_trainer import StepTrainer, Trained, ask_served_teachers, score, weigh
+from nemo_rl.algorithms.grpo.step_trainer import StepTrainer, Trained
 from nemo_rl.algorithms.grpo.validation import validate
 from nemo_rl.algorithms.training_loop import CompletedStep, Steps, train_to_end
 from nemo_rl.config.errors import UserError, did_you_mean
@@ -82,10 +82,10 @@ class GRPOSteps(Steps[GRPORun]):
         run.record.emit(StepBegun(step, run.adapter))
         with StepTrainer(run) as trainer, closing(source.parts()) as parts:
             for part in parts:
-                ask_served_teachers(run, part, step)
+                trainer.ask_served_teachers(part)
                 run.accelerators.lend_training(step)
-                score(run, part, step_open=trainer.rows > 0)
-                weigh(run, part, first_row=trainer.rows)
+                trainer.score(part)
+                trainer.weigh(part)
                 trainer.add(part)
             if not trainer.rows:
                 self._used_up = True

@@ -1,7 +1,7 @@
 """Trains one step on its experience, whole or part by part.
 
-`score` computes log-probabilities, `weigh` masks and advantages; a `StepTrainer` runs the optimizer. Invariant: a step
-that fails keeps the weights of the step before and leaves no step open.
+A `StepTrainer` computes log-probabilities, masks and advantages, and runs the optimizer. Invariant: a step that fails
+keeps the weights of the step before and leaves no step open.
 """
 
 from __future__ import annotations
@@ -45,48 +45,6 @@ def _recorded_span(record: Record, step: int, what: str) -> Generator[None]:
     record.emit(StepSpan(step, what, begun, time.time()))
 
 
-def score(run: GRPORun, part: Experience, *, step_open: bool) -> None:
-    """Adds the columns of log-probabilities and of teachers that later stages read. `part`: a part of the step, or all
-    of it. `step_open`: whether gradients of earlier parts are accumulated.
-    """
-    cfg, loss_cfg, timer = run.config.grpo, run.config.loss_fn, run.timer
-    compares = compares_routing(run.config.policy.router_replay, run.state.step)
-    run.progress.phase("log-probabilities")
-    with timer.time("logprob_inference_prep"):
-        if needs_previous_logprobs(cfg, loss_cfg) or needs_reference_logprobs(cfg, loss_cfg) or compares:
-            run.policy.prepare_for_lp_inference(keep_train_buffers=step_open)
-    with timer.time("policy_and_reference_logprobs"), _recorded_span(run.record, run.state.step, LOGPROBS):
-        compute_logprobs(part, run.store, run.policy, cfg, loss_cfg, timer)
-        if compares:
-            compare_routing(part, run.store, run.policy, loss_cfg, timer)
-    if run.teachers is not None and not run.teachers.served:
-        _ask_teachers(run, run.teachers, part)
-
-
-def ask_served_teachers(run: GRPORun, part: Experience, step: int) -> None:
-    """Adds the columns of teachers that other jobs serve, before training's accelerators are asked for: they may be
-    those that the teachers need.
-    """
-    if run.teachers is not None and run.teachers.served:
-        run.accelerators.yield_training(step)
-        _ask_teachers(run, run.teachers, part)
-
-
-def _ask_teachers(run: GRPORun, teachers: Teachers, part: Experience) -> None:
-    run.progress.phase("teacher")
-    with run.timer.time("teacher_scoring"), _recorded_span(run.record, run.state.step, LOGPROBS):
-        part.handle = teachers.score(part.handle, part.rows["task_name"], run.store, run.timer)
-
-
-def weigh(run: GRPORun, part: Experience, *, first_row: int) -> None:
-    """Adds masks and advantages. `part`: a scored part of the step, or all of it. `first_row`: index of its first
-    sample within the step.
-    """
-    with run.timer.time("advantage_calculation"):
-        global_batch_size = run.config.policy.train_global_batch_size
-        mask_and_weigh(part, run.store, run.config.grpo, run.config.loss_fn, global_batch_size, first_row)
-
-
 @dataclass(frozen=True)
 class Trained:
     """The step's experience and the result of training."""
@@ -116,6 +74,45 @@ class StepTrainer:
     def rows(self) -> int:
         """Number of rows added so far."""
         return sum(part.rows.size for part in self._parts)
+
+    def ask_served_teachers(self, part: Experience) -> None:
+        """Adds the columns of teachers that other jobs serve, before training's accelerators are asked for: they may be
+        those that the teachers need.
+        """
+        run = self._run
+        if run.teachers is not None and run.teachers.served:
+            run.accelerators.yield_training(run.state.step)
+            self._ask_teachers(run.teachers, part)
+
+    def score(self, part: Experience) -> None:
+        """Adds the columns of log-probabilities and of teachers that later stages read, to a part of the step, or all
+        of it.
+        """
+        run, cfg, loss_cfg = self._run, self._run.config.grpo, self._run.config.loss_fn
+        compares = compares_routing(run.config.policy.router_replay, run.state.step)
+        run.progress.phase("log-probabilities")
+        with run.timer.time("logprob_inference_prep"):
+            if needs_previous_logprobs(cfg, loss_cfg) or needs_reference_logprobs(cfg, loss_cfg) or compares:
+                # Gradients of earlier parts stay on the devices.
+                run.policy.prepare_for_lp_inference(keep_train_buffers=bool(self._parts))
+        with run.timer.time("policy_and_reference_logprobs"), _recorded_span(run.record, run.state.step, LOGPROBS):
+            compute_logprobs(part, run.store, run.policy, cfg, loss_cfg, run.timer)
+            if compares:
+                compare_routing(part, run.store, run.policy, loss_cfg, run.timer)
+        if run.teachers is not None and not run.teachers.served:
+            self._ask_teachers(run.teachers, part)
+
+    def _ask_teachers(self, teachers: Teachers, part: Experience) -> None:
+        run = self._run
+        run.progress.phase("teacher")
+        with run.timer.time("teacher_scoring"), _recorded_span(run.record, run.state.step, LOGPROBS):
+            part.handle = teachers.score(part.handle, part.rows["task_name"], run.store, run.timer)
+
+    def weigh(self, part: Experience) -> None:
+        """Adds masks and advantages to scored experience."""
+        run, size = self._run, self._run.config.policy.train_global_batch_size
+        with run.timer.time("advantage_calculation"):
+            mask_and_weigh(part, run.store, run.config.grpo, run.config.loss_fn, size, first_row=self.rows)
 
     def add(self, part: Experience) -> None:
         """Adds weighed experience. In parts, its gradients are computed now. Columns that no stage knows are passed on
