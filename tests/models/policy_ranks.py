@@ -474,6 +474,14 @@ def empty_step(model: str, world: int, overrides: list[str]) -> dict[str, Any]:
     }
 
 
+def steps_of_two(model: str, cases: dict[str, list[str]], backends: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
+    """`empty_step` of both backends and `split_steps` of all cases on two ranks."""
+    return {
+        "empty": {name: empty_step(model, 2, overrides) for name, overrides in backends.items()},
+        "split": split_steps(model, 2, cases),
+    }
+
+
 def dropped_communicators(model: str, world: int, cases: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
     """Per case, steps with communicators dropped before each, and the same steps of a worker that keeps its own."""
     seen = {}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.models.policy_ranks import ALL_ROWS, MEGATRON, empty_step, split_steps
+from tests.models.policy_ranks import ALL_ROWS, MEGATRON, steps_of_two
 from tests.models.streamed_ranks import step_gradients
 from tests.ranks import run_ranks
 
@@ -32,9 +32,17 @@ CASES = {
 RANKS_WITH_OTHER_SAMPLES = {case: 2 if " dp 2" in case else 1 for case in CASES}
 
 
+BACKENDS: dict[str, list[str]] = {"dtensor": [], "megatron": list(MEGATRON)}
+
+
 @pytest.fixture(scope="module")
-def two(tiny_model: Path) -> list[dict[str, dict[str, Any]]]:
-    return run_ranks(split_steps, 2, str(tiny_model), 2, CASES)
+def of_two(tiny_model: Path) -> list[dict[str, dict[str, Any]]]:
+    return run_ranks(steps_of_two, 2, str(tiny_model), CASES, BACKENDS)
+
+
+@pytest.fixture(scope="module")
+def two(of_two: list[dict[str, dict[str, Any]]]) -> list[dict[str, dict[str, Any]]]:
+    return [rank["split"] for rank in of_two]
 
 
 def _metric(ranks: list[dict[str, Any]], name: str) -> float:
@@ -70,10 +78,16 @@ def test_gradients_are_reduced_over_ranks_once_per_step(two: list[dict[str, dict
     assert {two[0][case][chunks]["reductions"] for chunks in ("one", "many")} == {groups}
 
 
-@pytest.mark.parametrize("overrides", [[], list(MEGATRON)], ids=["dtensor", "megatron"])
-def test_a_step_without_a_trained_token_changes_nothing(tiny_model: Path, overrides: list[str]) -> None:
-    for seen in run_ranks(empty_step, 2, str(tiny_model), 2, overrides):
-        assert seen == {"unchanged": True, "skipped": 2, "grad_norm": 0.0, "loss": [0.0], "open": False}
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_step_without_a_trained_token_changes_nothing(of_two: list[dict[str, dict[str, Any]]], backend: str) -> None:
+    for rank in of_two:
+        assert rank["empty"][backend] == {
+            "unchanged": True,
+            "skipped": 2,
+            "grad_norm": 0.0,
+            "loss": [0.0],
+            "open": False,
+        }
 
 
 def test_a_streamed_step_has_the_gradient_of_a_step_in_turns(tiny_model: Path, tmp_path: Path) -> None:
