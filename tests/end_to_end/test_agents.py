@@ -98,15 +98,17 @@ def test_an_agent_of_openais_sdk_learns_to_call_its_tool(warm: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def verifiers_python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The interpreter of a virtual environment with the package `verifiers`, whose packages do not go with a run's."""
-    folder = tmp_path_factory.mktemp("verifiers") / "env"
+def verifiers_python(request: pytest.FixtureRequest) -> str:
+    """The interpreter of a virtual environment with the package `verifiers`, whose packages do not go with a run's. It
+    stays in pytest's cache, as Python takes longer to compile its packages than to import them.
+    """
+    folder = request.config.cache.mkdir(VERIFIERS.replace("==", "-"))
     uv = shutil.which("uv", path=str(Path(sys.executable).parent)) or shutil.which("uv")
     if uv is None:
         pytest.skip("there is no uv to make an environment for verifiers; `make install` brings it")
     python = str(folder / "bin" / "python")
     links = {"UV_FIND_LINKS": ",".join(os.environ["PIP_FIND_LINKS"].split())} if "PIP_FIND_LINKS" in os.environ else {}
-    commands: list[Sequence[str]] = [["venv", "--python", sys.executable, str(folder)]]
+    commands: list[Sequence[str]] = [["venv", "--allow-existing", "--python", sys.executable, str(folder)]]
     commands.append(["pip", "install", "--python", python, VERIFIERS])
     for command in commands:
         done = subprocess.run(
