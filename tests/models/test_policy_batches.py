@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from nemo_rl.config import PolicyConfig
 from nemo_rl.data_plane import KVBatchMeta
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.models.policy.batches import (
     UnsupportedColumnsError,
     chunk_rows,
@@ -27,7 +29,9 @@ MEDIA = ["input_ids", "input_lengths", "pixel_values", "a_column_of_mine", "imag
 
 
 def policy_without_workers() -> Any:
-    policy = object.__new__(TQPolicy)
+    policy: Any = object.__new__(TQPolicy)
+    policy.sharding_annotations = NamedSharding(np.zeros((1, 1), dtype=int), ["pipeline_parallel", "data_parallel"])
+    policy.shares_prompts, policy._columns = False, {}
     policy.cfg = PolicyConfig.model_construct(train_global_batch_size=4, train_micro_batch_size=2)
     return policy
 

@@ -8,8 +8,9 @@ once each.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,10 +25,10 @@ from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.dtensor.checkpoint import CheckpointWriter, load_optimizer
 from nemo_rl.models.dtensor.export import adapter_metas, full_weights, sent_adapters, tensor_metas
 from nemo_rl.models.dtensor.load import load_scorer
-from nemo_rl.models.dtensor.lora import AdaptedLinear
+from nemo_rl.models.dtensor.lora import AdaptedLinear, base_model
 from nemo_rl.models.dtensor.mesh import ParallelMesh
 from nemo_rl.models.dtensor.parallelize import HEADWISE_NORMS, is_tensor_parallel, local_tensor
-from nemo_rl.models.dtensor.residency import BaseModel, ReferenceWeights, model_tensors, optimizer_tensors
+from nemo_rl.models.dtensor.residency import model_tensors, optimizer_tensors, shards
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 from nemo_rl.models.policy.attention import ATTENTION_NAME, kernel_in_use
 from nemo_rl.models.policy.backend import Backend, BackendOptions
@@ -45,7 +46,7 @@ from nemo_rl.models.policy.packed import (
     row_round,
     wants_logits,
 )
-from nemo_rl.models.policy.residency import MovableStorages
+from nemo_rl.models.policy.residency import MovableStorages, ReferenceWeights
 from nemo_rl.models.policy.scoring import TokenScores
 from nemo_rl.models.policy.train_step import MicrobatchResult
 from nemo_rl.utils.adapters import AdapterInfo
@@ -67,7 +68,7 @@ def build_backend(cfg: PolicyConfig, sizes: ParallelSizes, options: BackendOptio
     copies = keeps and not lora.enabled
     scorer = load_scorer(cfg, mesh, weights_path=None if copies else weights_path)
     # The reference is the model the run started from, also when the policy resumes from a checkpoint.
-    reference = ReferenceWeights(scorer) if copies else BaseModel() if keeps else None
+    initial = ReferenceWeights(shards(scorer)) if copies else None
     if copies and weights_path is not None:
         scorer = load_scorer(cfg, mesh, weights_path=weights_path)
     trains = options.init_optimizer and cfg.optimizer is not None
@@ -76,6 +77,10 @@ def build_backend(cfg: PolicyConfig, sizes: ParallelSizes, options: BackendOptio
     scheduler = build_scheduler(cfg.scheduler, optimizer) if optimizer is not None else None
     if optimizer is not None and options.optimizer_path is not None:
         load_optimizer(scorer, optimizer, scheduler, options.optimizer_path)
+    if initial is not None:
+        reference = partial(_swapped_in, initial, scorer)
+    else:
+        reference = partial(base_model, scorer) if keeps else None
     generation = cfg.generation
     return DTensorBackend(
         scorer,
@@ -96,6 +101,10 @@ def build_backend(cfg: PolicyConfig, sizes: ParallelSizes, options: BackendOptio
     )
 
 
+def _swapped_in(reference: ReferenceWeights, scorer: CausalLMScorer) -> AbstractContextManager[None]:
+    return reference.swapped_in(shards(scorer))
+
+
 def _adapter_info(cfg: PolicyConfig, scorer: CausalLMScorer) -> AdapterInfo:
     lora = cfg.dtensor_cfg.lora_cfg
     adapted = {name.rpartition(".")[2] for name, part in scorer.named_modules() if isinstance(part, AdaptedLinear)}
@@ -108,7 +117,7 @@ class DTensorBackend(Backend):
     Args:
         optimizer: None for a policy that only scores.
         scheduler: Of the learning rate; None keeps it constant.
-        reference: The run's initial weights, or None.
+        reference: Has the model compute with the run's initial weights in a block; None without them.
         dtype: Precision of the model, for the configuration of a checkpoint.
         stays_on_host: Whether FSDP keeps parameters on the host between uses.
         defer_gradient_sync: Whether gradients are reduced once per step; until then every rank holds whole gradients.
@@ -128,7 +137,7 @@ class DTensorBackend(Backend):
         writer: CheckpointWriter,
         *,
         scheduler: LRScheduler | None = None,
-        reference: ReferenceWeights | BaseModel | None = None,
+        reference: Callable[[], AbstractContextManager[None]] | None = None,
         dtype: torch.dtype = torch.float32,
         stays_on_host: bool = False,
         defer_gradient_sync: bool = False,
@@ -143,7 +152,7 @@ class DTensorBackend(Backend):
         self.transform = transform
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self.reference = reference
+        self._reference = reference
         self.snapshots = self.writer = writer
         self._dtype = dtype
         self._stays_on_host = stays_on_host
@@ -324,9 +333,9 @@ class DTensorBackend(Backend):
         self.scorer.drop_gathered()
 
     def reference_weights(self) -> AbstractContextManager[None]:
-        if self.reference is None:
+        if self._reference is None:
             raise RuntimeError("this policy keeps no reference weights (init_reference_model=False)")
-        return self.reference.swapped_in(self.scorer)
+        return self._reference()
 
     # -- weights, optimizer and schedule ------------------------------------------------------------------------------
 

@@ -1,13 +1,11 @@
-"""What of a rank's training state moves between device and host, and the reference weights that are swapped in."""
+"""What of a rank's training state moves between device and host."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 
 import torch
 
-from nemo_rl.models.dtensor.lora import base_model
 from nemo_rl.models.dtensor.parallelize import local_tensor
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 
@@ -31,35 +29,6 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor
                 yield local_tensor(value)
 
 
-class BaseModel:
-    """The reference of a policy with adapters: the policy without them."""
-
-    @contextmanager
-    def swapped_in(self, scorer: CausalLMScorer) -> Generator[None]:
-        """The model computes without its adapters inside the block."""
-        with base_model(scorer):
-            yield
-
-
-class ReferenceWeights:
-    """A copy of this rank's shards on the host, and the swap that puts them in for a while."""
-
-    def __init__(self, scorer: CausalLMScorer) -> None:
-        pinned = torch.cuda.is_available()
-        self._shards = []
-        for parameter in scorer.parameters():
-            copy = local_tensor(parameter).detach().to("cpu", copy=True)
-            self._shards.append(copy.pin_memory() if pinned else copy)
-
-    @contextmanager
-    @torch.no_grad()
-    def swapped_in(self, scorer: CausalLMScorer) -> Generator[None]:
-        """The model computes with the reference weights inside the block; the current ones come back bit for bit."""
-        current = [local_tensor(parameter).detach().clone() for parameter in scorer.parameters()]
-        try:
-            for parameter, shard in zip(scorer.parameters(), self._shards, strict=True):
-                local_tensor(parameter).copy_(shard, non_blocking=True)
-            yield
-        finally:
-            for parameter, shard in zip(scorer.parameters(), current, strict=True):
-                local_tensor(parameter).copy_(shard)
+def shards(scorer: CausalLMScorer) -> list[torch.Tensor]:
+    """This rank's parameters."""
+    return [local_tensor(parameter.detach()) for parameter in scorer.parameters()]

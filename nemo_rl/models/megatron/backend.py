@@ -7,8 +7,9 @@ schedule are left empty. Invariant: gradients are reduced over ranks exactly onc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,12 +24,12 @@ from nemo_rl.models.megatron import cpu
 from nemo_rl.models.megatron.bridge import BridgedWeights
 from nemo_rl.models.megatron.checkpoint import CheckpointWriter, OptimizerState, load_optimizer
 from nemo_rl.models.megatron.groups import MegatronGroups
-from nemo_rl.models.megatron.lora import KEY, AdaptedWeights, BaseModel
+from nemo_rl.models.megatron.lora import KEY, AdaptedWeights, base_model
 from nemo_rl.models.megatron.model import BuiltModel, build_model, is_frozen_router
 from nemo_rl.models.megatron.optimizer import build_optimizer, build_schedule, inner_optimizers, with_gradients
 from nemo_rl.models.megatron.passes import Ending, Pipeline
 from nemo_rl.models.megatron.prediction import PredictingWeights
-from nemo_rl.models.megatron.residency import ReferenceWeights, forget_workspaces, optimizer_tensors
+from nemo_rl.models.megatron.residency import forget_workspaces, optimizer_tensors
 from nemo_rl.models.megatron.routers import Routers
 from nemo_rl.models.megatron.weights import ModelWeights, ShardedWeights
 from nemo_rl.models.policy.attention import kernel_in_use
@@ -49,7 +50,7 @@ from nemo_rl.models.policy.packed import (
     row_round,
     wants_logits,
 )
-from nemo_rl.models.policy.residency import MovableStorages
+from nemo_rl.models.policy.residency import MovableStorages, ReferenceWeights
 from nemo_rl.models.policy.train_step import MicrobatchResult
 from nemo_rl.utils.adapters import is_adapter
 from nemo_rl.weight_sync.layout import TensorMeta
@@ -79,7 +80,9 @@ def build_backend(cfg: PolicyConfig, sizes: ParallelSizes, options: BackendOptio
         adapted.load(cfg.model_name)
         adapted.load_factors(weights_path)
         # The reference is the policy without adapters, and needs no weights of its own.
-        return MegatronBackend(cfg, groups, hf, model, adapted, BaseModel(model.chunks) if keeps else None, options)
+        return MegatronBackend(
+            cfg, groups, hf, model, adapted, partial(base_model, model.chunks) if keeps else None, options
+        )
     if weights_path is not None and is_adapter(weights_path):
         raise CheckpointMismatchError(f"{weights_path}: holds an adapter alone; set {KEY}.enabled: true")
     weights: ModelWeights
@@ -99,8 +102,8 @@ def build_backend(cfg: PolicyConfig, sizes: ParallelSizes, options: BackendOptio
         weights = ShardedWeights(model.chunks, model.sizes, model.naming, groups)
     weights.load(weights_path if weights_path is not None and not keeps else cfg.model_name)
     # The reference is the model the run started from, also when the policy resumes from a checkpoint.
-    own = weights.own().items()
-    reference = ReferenceWeights(held for name, held in own if not name.startswith("mtp.")) if keeps else None
+    own = [held for name, held in weights.own().items() if not name.startswith("mtp.")]
+    reference = partial(ReferenceWeights(own).swapped_in, own) if keeps else None
     if keeps and weights_path is not None:
         weights.load(weights_path)
     return MegatronBackend(cfg, groups, hf, model, weights, reference, options)
@@ -112,7 +115,7 @@ class MegatronBackend(Backend):
     Args:
         hf: The model's Hugging Face configuration.
         model: This rank's part of the model, with weights.
-        reference: The run's initial weights, or None.
+        reference: Has the model compute with the run's initial weights in a block; None without them.
         options: Whether it trains, and what it resumes from.
     """
 
@@ -123,7 +126,7 @@ class MegatronBackend(Backend):
         hf: PretrainedConfig,
         model: BuiltModel,
         weights: ModelWeights,
-        reference: ReferenceWeights | BaseModel | None,
+        reference: Callable[[], AbstractContextManager[None]] | None,
         options: BackendOptions,
     ) -> None:
         self.groups = groups
@@ -150,7 +153,7 @@ class MegatronBackend(Backend):
             self.schedule = build_schedule(self.optimizer, cfg)
             if options.optimizer_path is not None:
                 load_optimizer(self._state(), self.schedule, self._trained, options.optimizer_path)
-        self.reference = reference
+        self._reference = reference
         self.snapshots = self.writer = CheckpointWriter(groups, hf, generation_config(cfg, hf))
         tensors = [*(p.data for chunk in model.chunks for p in chunk.parameters())]
         tensors += [buffer for chunk in model.chunks for buffer in chunk.buffers()]
@@ -252,9 +255,9 @@ class MegatronBackend(Backend):
         return self._pipeline.run(microbatches, idle, end, self.transform.unfiltered(), backward=False, likely=k)
 
     def reference_weights(self) -> AbstractContextManager[None]:
-        if self.reference is None:
+        if self._reference is None:
             raise RuntimeError("this policy keeps no reference weights (init_reference_model=False)")
-        return self.reference.swapped_in()
+        return self._reference()
 
     # -- the end of a step --------------------------------------------------------------------------------------------
 

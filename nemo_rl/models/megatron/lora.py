@@ -151,22 +151,17 @@ def attach_adapters(chunks: Iterable[nn.Module], cfg: PolicyConfig, sizes: Sizes
             part.register_forward_hook(_add_adapter)
 
 
-class BaseModel:
-    """The reference of a policy with adapters: the policy without them."""
-
-    def __init__(self, chunks: Iterable[nn.Module]) -> None:
-        self._adapters = [part for chunk in chunks for part in chunk.modules() if isinstance(part, Adapter)]
-
-    @contextmanager
-    def swapped_in(self) -> Generator[None]:
-        """The model computes without its adapters inside the block."""
-        try:
-            for adapter in self._adapters:
-                adapter.adapted = False
-            yield
-        finally:
-            for adapter in self._adapters:
-                adapter.adapted = True
+@contextmanager
+def base_model(chunks: Iterable[nn.Module]) -> Generator[None]:
+    """The model computes without its adapters inside the block."""
+    adapters = [part for chunk in chunks for part in chunk.modules() if isinstance(part, Adapter)]
+    try:
+        for adapter in adapters:
+            adapter.adapted = False
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.adapted = True
 
 
 def factors_of(weight: Weight, rank: int) -> tuple[Weight, Weight]:

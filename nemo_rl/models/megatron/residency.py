@@ -1,4 +1,4 @@
-"""What of Megatron's memory moves between device and host, and the reference weights that are swapped in.
+"""What of Megatron's memory moves between device and host.
 
 Megatron's parameters and gradients are views into a few large buffers, and its optimizer keeps views of those; they
 move by `policy.residency`, storage by storage.
@@ -8,34 +8,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import torch
 
 _WORKSPACES = ("transformer_engine.pytorch.module.base", "transformer_engine.pytorch.cpp_extensions.gemm")
-
-
-class ReferenceWeights:
-    """A copy of this rank's parameters on the host, and the swap that puts them in for a while."""
-
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._parameters = list(parameters)
-        copies = (parameter.detach().to("cpu", copy=True) for parameter in self._parameters)
-        self._copies = [copy.pin_memory() if torch.cuda.is_available() else copy for copy in copies]
-
-    @contextmanager
-    @torch.no_grad()
-    def swapped_in(self) -> Generator[None]:
-        """The model computes with the reference weights inside the block; the current ones come back bit for bit."""
-        current = [parameter.detach().clone() for parameter in self._parameters]
-        try:
-            for parameter, copy in zip(self._parameters, self._copies, strict=True):
-                parameter.copy_(copy, non_blocking=True)
-            yield
-        finally:
-            for parameter, own in zip(self._parameters, current, strict=True):
-                parameter.copy_(own)
 
 
 def optimizer_tensors(optimizers: Iterable[object], model: Iterable[torch.Tensor]) -> list[torch.Tensor]:

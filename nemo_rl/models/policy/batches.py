@@ -7,16 +7,27 @@ any number of rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from nemo_rl.config import PolicyConfig
-from nemo_rl.data_plane.schema import PROMPT, PROMPT_TOKENS, ROUTE_FIELDS, SAMPLING_MASK_FIELDS, TAG, model_inputs
+from nemo_rl.data_plane.schema import (
+    PROMPT,
+    PROMPT_TOKENS,
+    ROUTE_FIELDS,
+    SAMPLING_MASK_FIELDS,
+    TAG,
+    model_inputs,
+    replayed_fields,
+)
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_rl.distributed.shared_prefixes import SharedPrefixes
+from nemo_rl.models.policy.interfaces import Scores
 
 RECORDED = (*ROUTE_FIELDS, *SAMPLING_MASK_FIELDS)
 """Columns of what generation decided."""
+REPLAYS_ROUTES = ("get_logprobs", "get_policy_and_reference_logprobs")
+"""Scoring calls whose pass is routed as generation was."""
 
 
 class UnsupportedColumnsError(ValueError):
@@ -171,6 +182,74 @@ def shard_scored(
         shards.append(shard)
         order += [own[place] for place in (inside if inside is not None else range(len(own)))]
     return shards, order
+
+
+class CutToScore(NamedTuple):
+    """What a scoring call sends to each rank, and its results from what the ranks return."""
+
+    shards: Sequence[object]
+    arguments: Mapping[str, object]  # the same for every rank
+    scores: Callable[[list[Any]], Scores]
+
+
+class Rows(Protocol):
+    """A batch of either kind as the calls of a policy take it, checked for what the backend does not take.
+
+    Attributes:
+        suffix: Of the workers' methods for these rows.
+        argument: Under which those take them.
+        labels: Of the times that training and scoring take to cut them.
+    """
+
+    suffix: str
+    argument: str
+    labels: tuple[str, str]
+
+    @property
+    def size(self) -> int: ...
+
+    def cut(self, batch_size: int) -> Sequence[object]:
+        """Global batches of so many rows, cut over the ranks."""
+        ...
+
+    def cut_chunk(self) -> Sequence[object]:
+        """A chunk of a step, cut over the ranks."""
+        ...
+
+    def cut_to_score(self, method: str) -> CutToScore: ...
+
+
+class InProcessRows:
+    """Rows of this process: they travel with a call, and its results with the answer."""
+
+    suffix, argument = "", "data"
+    labels: tuple[str, str] = ("sharding_data", "shard_data")
+
+    def __init__(self, batch: BatchedDataDict, config: PolicyConfig, ranks: int, *, share: bool) -> None:
+        refuse_model_inputs(batch)
+        self._batch, self._config, self._ranks, self._share = batch, config, ranks, share
+
+    @property
+    def size(self) -> int:
+        return self._batch.size
+
+    def cut(self, batch_size: int) -> Sequence[object]:
+        return shard_batch(self._batch, self._config, self._ranks, batch_size, training=True, share=self._share)[0]
+
+    def cut_chunk(self) -> Sequence[object]:
+        return shard_chunk(self._batch, self._config, self._ranks, share=self._share)
+
+    def cut_to_score(self, method: str) -> CutToScore:
+        replayed = replayed_fields(self._batch, routes=method in REPLAYS_ROUTES)
+        scored = ("input_ids", "input_lengths", *replayed, *tags_of(self._batch))
+        columns = BatchedDataDict({key: self._batch[key] for key in scored})
+        shards, order = shard_scored(columns, self._config, self._ranks, share=self._share)
+
+        def joined(results: list[Any]) -> Scores:
+            merged = BatchedDataDict.from_batches(results)
+            return merged if order is None else merged.reorder_data(order)
+
+        return CutToScore(shards, {}, joined)
 
 
 def microbatches(

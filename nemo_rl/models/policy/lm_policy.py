@@ -17,21 +17,13 @@ import torch
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.placement import parallel_sizes, training_backend
 from nemo_rl.config.profiling import POLICY_WORKERS, Profile
-from nemo_rl.data_plane.schema import replayed_fields
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_calls import WorkerTimeoutError, wait_for_workers
 from nemo_rl.distributed.worker_groups import MultiWorkerFuture, PendingCall, RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.loss.interfaces import LossFunction
-from nemo_rl.models.policy.batches import (
-    refuse_model_inputs,
-    shard_batch,
-    shard_chunk,
-    shard_scored,
-    shares_prompts,
-    tags_of,
-)
+from nemo_rl.models.policy.batches import InProcessRows, Rows, shares_prompts
 from nemo_rl.models.policy.interfaces import BatchHandle, PolicyInterface, Scores, TrainResult
 from nemo_rl.models.policy.weights import PolicyWeights
 from nemo_rl.utils.flops import TransformerShape, Work, peak_tflops
@@ -48,7 +40,6 @@ logger = logging.getLogger(__name__)
 WORKER = "nemo_rl.models.policy.worker.PolicyWorker"
 _AXES = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
 _REPLICAS = ("pipeline_parallel", "context_parallel", "tensor_parallel")
-_ROUTED_NATURALLY = ("get_reference_policy_logprobs", "get_naturally_routed_logprobs")
 _SAVE_TIMEOUT_S = 1800.0
 _SAVE_POLL_S = 0.1
 _PROFILE_S = 60.0
@@ -160,12 +151,13 @@ class Policy(PolicyWeights, PolicyInterface):
 
     # -- sharding -----------------------------------------------------------------------------------------------------
 
-    def shard(
-        self, data: BatchedDataDict, batch_size: int | None, *, training: bool
-    ) -> tuple[list[SlicedDataDict], list[int] | None]:
-        return shard_batch(
-            data, self.cfg, self.data_parallel_size, batch_size, training=training, share=self.shares_prompts
-        )
+    def _rows(self, data: BatchHandle) -> Rows:
+        """How the rows of a handle reach the workers; the one place that tells its kinds apart."""
+        if not isinstance(data, BatchedDataDict):
+            raise TypeError(
+                f"a policy without data plane takes batches, got a reference to {data.size} rows; see TQPolicy"
+            )
+        return InProcessRows(data, self.cfg, self.data_parallel_size, share=self.shares_prompts)
 
     def _call_sharded(
         self, method: str, shards: Sequence[object], *, argument: str = "data", **common: object
@@ -185,17 +177,14 @@ class Policy(PolicyWeights, PolicyInterface):
         return self.worker_group.get_all_worker_results(self._call_sharded(method, shards, argument=argument, **common))
 
     def _score(self, method: str, data: BatchHandle, timer: Timer | None, **options: Any) -> Scores:
-        batch = _in_process(data)
-        refuse_model_inputs(batch)
-        replayed = replayed_fields(batch, routes=method not in _ROUTED_NATURALLY)
-        scored = ("input_ids", "input_lengths", *replayed, *tags_of(batch))
-        columns = BatchedDataDict({key: batch[key] for key in scored})
-        with timed(timer, f"{method}/shard_data"):
-            shards, order = shard_scored(columns, self.cfg, self.data_parallel_size, share=self.shares_prompts)
-        with timed(timer, submit_label(method)):
-            results = self._run_sharded(method, shards, **options)
-        merged = BatchedDataDict.from_batches(results)
-        return merged if order is None else merged.reorder_data(order)
+        rows = self._rows(data)
+        with timed(timer, f"{method}/{rows.labels[1]}"):
+            cut = rows.cut_to_score(method)
+        with timed(timer, _submit_label(method)):
+            results = self._run_sharded(
+                method + rows.suffix, cut.shards, argument=rows.argument, **cut.arguments, **options
+            )
+        return cut.scores(results)
 
     def get_logprobs(self, data: BatchHandle, timer: Timer | None = None) -> Scores:
         """`logprobs [B, S]` under the current weights."""
@@ -256,18 +245,26 @@ class Policy(PolicyWeights, PolicyInterface):
         Raises ValueError: the batch does not divide into global batches over the data-parallel ranks;
         UnsupportedColumnsError: it has inputs of the model that the backend does not take.
         """
-        batch = _in_process(data)
-        refuse_model_inputs(batch)
-        gbs, mbs = self._batch_sizes(batch.size, gbs, mbs)
-        with timed(timer, "policy_training/sharding_data"):
-            shards, _ = self.shard(batch, gbs, training=True)
-        with timed(timer, "policy_training/submit_training_futures"):
-            future = self._call_sharded("train", shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)
-        return self._pending_training(future, training=not eval_mode)
+        return self._submit_train(self._rows(data), loss_fn, eval_mode, gbs, mbs, timer)
 
-    def _pending_training(self, future: MultiWorkerFuture, *, training: bool) -> PendingCall[TrainResult]:
+    def _submit_train(
+        self,
+        rows: Rows,
+        loss_fn: LossFunction,
+        eval_mode: bool,
+        gbs: int | None,
+        mbs: int | None,
+        timer: Timer | None,
+    ) -> PendingCall[TrainResult]:
+        gbs, mbs = self._batch_sizes(rows.size, gbs, mbs)
+        with timed(timer, f"policy_training/{rows.labels[0]}"):
+            shards = rows.cut(gbs)
+        options = {"loss_fn": loss_fn, "eval_mode": eval_mode, "gbs": gbs, "mbs": mbs}
+        with timed(timer, "policy_training/submit_training_futures"):
+            future = self._call_sharded("train" + rows.suffix, shards, argument=rows.argument, **options)
+
         def report(results: list[Any]) -> TrainResult:
-            return self._aggregate(results, training=training)
+            return self._aggregate(results, training=not eval_mode)
 
         return PendingCall(self.worker_group, future, report, on_error=lambda: None)
 
@@ -296,15 +293,11 @@ class Policy(PolicyWeights, PolicyInterface):
 
     def submit_microbatches(self, data: BatchHandle, timer: Timer | None = None) -> PendingCall[None]:
         """`train_microbatches` without waiting."""
-        batch = _in_process(data)
-        refuse_model_inputs(batch)
-        with timed(timer, "policy_training/sharding_data"):
-            shards = shard_chunk(batch, self.cfg, self.data_parallel_size, share=self.shares_prompts)
+        rows = self._rows(data)
+        with timed(timer, f"policy_training/{rows.labels[0]}"):
+            shards = rows.cut_chunk()
         with timed(timer, "policy_training/submit_microbatch_futures"):
-            return self._submit_chunk("train_microbatches", shards, "data")
-
-    def _submit_chunk(self, method: str, shards: Sequence[object], argument: str) -> PendingCall[None]:
-        future = self._call_sharded(method, shards, argument=argument)
+            future = self._call_sharded("train_microbatches" + rows.suffix, shards, argument=rows.argument)
         return PendingCall(self.worker_group, future, lambda _: None, on_error=self._abandon_step)
 
     def train_microbatches(self, data: BatchHandle, timer: Timer | None = None) -> None:
@@ -403,18 +396,12 @@ class Policy(PolicyWeights, PolicyInterface):
         return self.worker_group.shutdown(cleanup_method="shutdown")
 
 
-def _in_process(data: BatchHandle) -> BatchedDataDict:
-    if not isinstance(data, BatchedDataDict):
-        raise TypeError(f"a policy without data plane takes batches, got a reference to {data.size} rows; see TQPolicy")
-    return data
-
-
 def _rank_grid(config: PolicyConfig, world: int) -> NamedSharding:
     sizes = parallel_sizes(config, world)
     return NamedSharding(np.arange(world).reshape(sizes.pp, sizes.dp, sizes.cp, sizes.tp), _AXES)
 
 
-def submit_label(method: str) -> str:
+def _submit_label(method: str) -> str:
     """The timer label of a scoring call, as in NeMo-RL's dashboards."""
     reference = "reference_policy_" if method == "get_reference_policy_logprobs" else ""
     return f"{method}/submit_{reference}logprob_futures"

@@ -7,7 +7,8 @@ Invariant: values are unchanged, except those declared unneeded, which come back
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -99,3 +100,24 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+class ReferenceWeights:
+    """A copy of weights on the host, and the swap that puts it in for a while. `weights`: this rank's parts."""
+
+    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
+        copies = (weight.detach().to("cpu", copy=True) for weight in weights)
+        self._copies = [copy.pin_memory() if torch.cuda.is_available() else copy for copy in copies]
+
+    @contextmanager
+    @torch.no_grad()
+    def swapped_in(self, weights: Sequence[torch.Tensor]) -> Generator[None]:
+        """These have the reference's values inside the block; their own come back bit for bit."""
+        current = [weight.detach().clone() for weight in weights]
+        try:
+            for weight, copy in zip(weights, self._copies, strict=True):
+                weight.detach().copy_(copy, non_blocking=True)
+            yield
+        finally:
+            for weight, own in zip(weights, current, strict=True):
+                weight.detach().copy_(own)

@@ -25,12 +25,18 @@ from nemo_rl.data_plane.schema import (
 from nemo_rl.data_plane.sharding import shard_meta_for_dp
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.distributed.worker_groups import PendingCall
 from nemo_rl.loss.interfaces import LossFunction
-from nemo_rl.models.policy.batches import chunk_rows, microbatch_arguments, prefixes_of, refuse_model_inputs
-from nemo_rl.models.policy.interfaces import BatchHandle, Scores, StoredColumns, TrainResult
-from nemo_rl.models.policy.lm_policy import Policy, submit_label
-from nemo_rl.utils.timer import timed
+from nemo_rl.models.policy.batches import (
+    REPLAYS_ROUTES,
+    CutToScore,
+    Rows,
+    chunk_rows,
+    microbatch_arguments,
+    prefixes_of,
+    refuse_model_inputs,
+)
+from nemo_rl.models.policy.interfaces import BatchHandle, StoredColumns, TrainResult
+from nemo_rl.models.policy.lm_policy import Policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,6 +53,67 @@ _COLUMNS: Mapping[str, Mapping[str, str]] = {
     "get_topk_logits": {"topk_logits": TOPK_LOGPROBS, "topk_indices": TOPK_IDS},
 }
 """Where the results of each scoring method go."""
+
+
+class StoredRows:
+    """Rows on the data plane: workers fetch them, and store their results beside them.
+
+    Args:
+        columns: Where the results of each scoring method go.
+    """
+
+    suffix, argument = "_presharded", "meta"
+    labels: tuple[str, str] = ("shard_meta", "shard_meta")
+
+    def __init__(
+        self,
+        meta: KVBatchMeta,
+        config: PolicyConfig,
+        ranks: int,
+        columns: Mapping[str, Mapping[str, str]],
+        *,
+        share: bool,
+    ) -> None:
+        refuse_model_inputs(meta.fields or ())
+        self._meta, self._config, self._ranks, self._columns, self._share = meta, config, ranks, columns, share
+
+    @property
+    def size(self) -> int:
+        return self._meta.size
+
+    def cut(self, batch_size: int) -> Sequence[object]:
+        return self._shard(self._trained, batch_size, self._ranks, training=True)
+
+    def cut_chunk(self) -> Sequence[object]:
+        return self._chunk(self._trained, training=True)
+
+    def cut_to_score(self, method: str) -> CutToScore:
+        columns = self._columns[method]
+        present = set(self._meta.fields or LP_SEED_FIELDS)
+        replayed = replayed_fields(present, routes=method in REPLAYS_ROUTES)
+        seed = self._meta.only_fields([*(name for name in LP_SEED_FIELDS if name in present), *replayed])
+
+        def stored(results: list[Any]) -> StoredColumns:
+            return StoredColumns(columns)
+
+        return CutToScore(self._chunk(seed, training=False), {"columns": columns}, stored)
+
+    @property
+    def _trained(self) -> KVBatchMeta:
+        return self._meta.only_fields(self._meta.fields or DP_TRAIN_FIELDS)
+
+    def _chunk(self, meta: KVBatchMeta, *, training: bool) -> list[KVBatchMeta]:
+        rows = chunk_rows(meta.sequence_lengths or [], self._ranks)
+        if rows is None:
+            return self._shard(meta, None, self._ranks, training=training)
+        return [
+            self._shard(meta.subset(own), None, 1, training=training)[0] if own else meta.subset([]) for own in rows
+        ]
+
+    def _shard(self, meta: KVBatchMeta, batch_size: int | None, ranks: int, *, training: bool) -> list[KVBatchMeta]:
+        prefixes = prefixes_of(meta.common_tags()) if self._share else None
+        arguments = microbatch_arguments(self._config, training=training, prefixes=prefixes)
+        return shard_meta_for_dp(meta, dp_world=ranks, batch_size=batch_size, **arguments)[0]
 
 
 class TQPolicy(Policy):
@@ -95,6 +162,12 @@ class TQPolicy(Policy):
     def _pad_token_id(self) -> int:
         return int(getattr(self.tokenizer, "pad_token_id", 0) or 0)
 
+    def _rows(self, data: BatchHandle) -> Rows:
+        return self._stored(data) if isinstance(data, KVBatchMeta) else super()._rows(data)
+
+    def _stored(self, meta: KVBatchMeta) -> StoredRows:
+        return StoredRows(meta, self.cfg, self.data_parallel_size, self._columns, share=self.shares_prompts)
+
     # -- rows ---------------------------------------------------------------------------------------------------------
 
     def prepare_step(self, num_samples: int, group_size: int | None = None) -> None:
@@ -141,21 +214,6 @@ class TQPolicy(Policy):
         """Adds the column `reference_policy_logprobs`."""
         self._score("get_reference_policy_logprobs", meta, timer, micro_batch_size=micro_batch_size)
 
-    def _score(self, method: str, data: BatchHandle, timer: Timer | None, **options: object) -> Scores:
-        """See `Policy`; the results for a meta stay with its rows."""
-        if not isinstance(data, KVBatchMeta):
-            return super()._score(method, data, timer, **options)
-        refuse_model_inputs(data.fields or ())
-        columns = self._columns[method]
-        present = set(data.fields or LP_SEED_FIELDS)
-        replayed = replayed_fields(present, routes="logprobs" in columns)
-        seed = data.only_fields([*(name for name in LP_SEED_FIELDS if name in present), *replayed])
-        with timed(timer, f"{method}/shard_meta"):
-            shards = self._shard_chunk_meta(seed, training=False)
-        with timed(timer, submit_label(method)):
-            self._run_sharded(f"{method}_presharded", shards, argument="meta", columns=columns, **options)
-        return StoredColumns(columns)
-
     # -- training -----------------------------------------------------------------------------------------------------
 
     def train_from_meta(
@@ -179,53 +237,9 @@ class TQPolicy(Policy):
         Raises ValueError: the rows do not divide into global batches; UnsupportedColumnsError: they have inputs of the
         model that the backend does not take; WorkerError: a worker failed.
         """
-        return self._submit_train_meta(meta, loss_fn, eval_mode, gbs, mbs, timer, train_fields).result()
-
-    def _submit_train_meta(
-        self,
-        meta: KVBatchMeta,
-        loss_fn: LossFunction,
-        eval_mode: bool,
-        gbs: int | None,
-        mbs: int | None,
-        timer: Timer | None,
-        train_fields: Sequence[str] | None = None,
-    ) -> PendingCall[TrainResult]:
         refuse_model_inputs(meta.fields or ())
-        gbs, mbs = self._batch_sizes(meta.size, gbs, mbs)
-        with timed(timer, "policy_training/shard_meta"):
-            shards = self._shard_meta(
-                meta.only_fields(train_fields or meta.fields or DP_TRAIN_FIELDS), gbs, training=True
-            )
-        with timed(timer, "policy_training/submit_training_futures"):
-            future = self._call_sharded(
-                "train_presharded", shards, argument="meta", loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs
-            )
-        return self._pending_training(future, training=not eval_mode)
-
-    def submit_train(
-        self,
-        data: BatchHandle,
-        loss_fn: LossFunction,
-        eval_mode: bool = False,
-        *,
-        gbs: int | None = None,
-        mbs: int | None = None,
-        timer: Timer | None = None,
-    ) -> PendingCall[TrainResult]:
-        """See `Policy`; takes metas and batches."""
-        if not isinstance(data, KVBatchMeta):
-            return super().submit_train(data, loss_fn, eval_mode, gbs=gbs, mbs=mbs, timer=timer)
-        return self._submit_train_meta(data, loss_fn, eval_mode, gbs, mbs, timer)
-
-    def submit_microbatches(self, data: BatchHandle, timer: Timer | None = None) -> PendingCall[None]:
-        if not isinstance(data, KVBatchMeta):
-            return super().submit_microbatches(data, timer)
-        refuse_model_inputs(data.fields or ())
-        with timed(timer, "policy_training/shard_meta"):
-            shards = self._shard_chunk_meta(data.only_fields(data.fields or DP_TRAIN_FIELDS))
-        with timed(timer, "policy_training/submit_microbatch_futures"):
-            return self._submit_chunk("train_microbatches_presharded", shards, "meta")
+        rows = self._stored(meta.only_fields(train_fields) if train_fields else meta)
+        return self._submit_train(rows, loss_fn, eval_mode, gbs, mbs, timer).result()
 
     def begin_train_step_from_meta(self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None) -> None:
         """NeMo-RL's name of `begin_train_step` on the data plane."""
@@ -244,27 +258,6 @@ class TQPolicy(Policy):
     def abort_train_step_from_meta(self) -> None:
         """NeMo-RL's name of `abort_train_step` on the data plane."""
         self.abort_train_step()
-
-    def _shard_chunk_meta(self, meta: KVBatchMeta, *, training: bool = True) -> list[KVBatchMeta]:
-        rows = chunk_rows(meta.sequence_lengths or [], self.data_parallel_size)
-        if rows is None:
-            return self._shard_meta(meta, None, training=training)
-        return [
-            self._shard_meta(meta.subset(own), None, training=training, ranks=1)[0] if own else meta.subset([])
-            for own in rows
-        ]
-
-    def _shard_meta(
-        self, meta: KVBatchMeta, batch_size: int | None, *, training: bool, ranks: int | None = None
-    ) -> list[KVBatchMeta]:
-        prefixes = prefixes_of(meta.common_tags()) if self.shares_prompts else None
-        shards, _ = shard_meta_for_dp(
-            meta,
-            dp_world=ranks or self.data_parallel_size,
-            batch_size=batch_size,
-            **microbatch_arguments(self.cfg, training=training, prefixes=prefixes),
-        )
-        return shards
 
     def shutdown(self) -> bool:
         """Ends the workers, then the data plane."""
