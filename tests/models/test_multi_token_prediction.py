@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import example
-from tests.models.policy_ranks import MEGATRON
+from tests.models.policy_ranks import ALL_ROWS, MEGATRON
 from tests.models.prediction_ranks import DEPTHS, PREDICTS, plain_step, predictions_of_one, predictions_of_two, untied
 from tests.models.replay_ranks import REPLAY, SHARES, recorded_batch
 from tests.ranks import run_ranks
@@ -25,9 +25,9 @@ RECOMPUTED = [f"{KEY}.activation_checkpointing=true"]
 WEIGHT = 0.5
 BALANCED = [f"{KEY}.moe_router_load_balancing_type=aux_loss", f"{KEY}.moe_aux_loss_coeff={WEIGHT}"]
 LEVELS = {"tokens": "loss_fn.token_level_loss=true", "sequences": "loss_fn.token_level_loss=false"}
-TP2 = [f"{KEY}.tensor_model_parallel_size=2"]
+TP2 = [*ALL_ROWS, f"{KEY}.tensor_model_parallel_size=2"]
 SP2 = [*TP2, f"{KEY}.sequence_parallel=true"]
-PP2 = [f"{KEY}.pipeline_model_parallel_size=2"]
+PP2 = [*ALL_ROWS, f"{KEY}.pipeline_model_parallel_size=2"]
 ONE = {
     "dense": ("tokens", ["policy.train_micro_batch_size=8"]),
     "dense, recomputed": ("tokens", ["policy.train_micro_batch_size=1", *RECOMPUTED]),
@@ -38,7 +38,7 @@ TWO = {
     "dense, dp 2": ("sequences", PACKED),
     "dense, tp 2": ("tokens", TP2),
     "dense, tp 2, sequence parallel": ("sequences", [*SP2, *RECOMPUTED]),
-    "dense, cp 2": ("tokens", [f"{KEY}.context_parallel_size=2", *PACKED]),
+    "dense, cp 2": ("tokens", [f"{KEY}.context_parallel_size=2", *ALL_ROWS, *PACKED]),
     "dense, pp 2": ("tokens", PP2),
     "untied, pp 2": ("tokens", PP2),
     "deep, pp 2 in two parts each": (
