@@ -8,6 +8,7 @@ twice, not even to another run on the machine.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import sys
@@ -28,6 +29,9 @@ from nemo_rl.distributed.ports import free_ports
 from nemo_rl.lazy import names_of
 
 logger = logging.getLogger(__name__)
+
+MEETING_S = 900.0
+"""How long a port is reserved where ranks meet once, at once: far longer than they take to listen there."""
 
 _OF = " of "
 _SAID_AFTER_S = 5.0
@@ -143,7 +147,7 @@ class RayVirtualCluster:
         self._timeout_s = timeout_s
         self._groups: list[PlacementGroup] | None = None
         self._slots: list[Slot] | None = None
-        self._handed_out: set[int] = set()
+        self._handed_out: dict[int, float] = {}  # until when, by the monotonic clock
 
     def world_size(self) -> int:
         """Number of slots."""
@@ -229,17 +233,20 @@ class RayVirtualCluster:
         gpu = {"num_gpus": 0.01} if self.accelerator.is_cuda else {}
         return task.options(scheduling_strategy=self.strategy_for(node_rank, bundle_index), **gpu)
 
-    def get_master_address_and_port(self) -> tuple[str, int]:
-        """Address of the first slot's node and a free port there that this cluster never handed out before."""
-        return self.slots()[0].node_ip, self.free_ports(1)[0]
+    def get_master_address_and_port(self, hold_s: float = math.inf) -> tuple[str, int]:
+        """Address of the first slot's node and a free port there; see `free_ports`."""
+        return self.slots()[0].node_ip, self.free_ports(1, hold_s=hold_s)[0]
 
-    def free_ports(self, count: int, *, node_rank: int | None = None) -> list[int]:
-        """Free ports on one node (by default that of the first slot), each handed out once. Raises
-        ResourceInsufficientError: fewer than `count` ports of the range are free.
+    def free_ports(self, count: int, *, node_rank: int | None = None, hold_s: float = math.inf) -> list[int]:
+        """Free ports on one node (by default that of the first slot). A port is handed out again after `hold_s`
+        seconds, if it is free then; by default never. Raises ResourceInsufficientError: fewer than `count` ports of the
+        range are free.
         """
         low, high = self._ports
+        now = time.monotonic()
+        self._handed_out = {port: until for port, until in self._handed_out.items() if until >= now}
         slot = next(slot for slot in self.slots() if node_rank is None or slot.node_rank == node_rank)
-        question = (count, low, high, sorted(self._handed_out))
+        question = (count, low, high, sorted(self._handed_out), hold_s)
         if slot.node_id == ray.get_runtime_context().get_node_id():
             ports = free_ports(*question)
         else:
@@ -250,7 +257,7 @@ class RayVirtualCluster:
                 f"cluster {self.name!r}: {len(ports)} of {count} ports free in {low}-{high}; widen "
                 "cluster.master_port_range_low/high"
             )
-        self._handed_out.update(ports)
+        self._handed_out |= dict.fromkeys(ports, now + hold_s)
         return ports
 
     def shutdown(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -29,6 +30,29 @@ def test_two_runs_that_choose_before_either_listens_get_different_ports() -> Non
         assert not theirs & ours
         other.communicate()
     assert theirs == set(free_ports(5, LOW, HIGH)), "a promise ends with the process that held it"
+
+
+def test_ports_for_a_short_time_neither_run_out_nor_collect_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("nemo_rl.distributed.ports.time.monotonic", lambda: now)
+    before = len(os.listdir("/proc/self/fd"))
+    slot = SimpleNamespace(node_rank=0, node_ip="10.0.0.1", node_id="here")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
+    cluster = RayVirtualCluster([1], use_gpus=False, name="narrow", port_range_low=HIGH + 30, port_range_high=HIGH + 34)
+    cluster._slots = [slot]  # type: ignore[list-item]
+    (lasting,) = cluster.free_ports(1)
+    seen: set[int] = set()
+    for _ in range(30):
+        address, port = cluster.get_master_address_and_port(hold_s=10.0)
+        assert address == "10.0.0.1" and port != lasting
+        seen.add(port)
+        now += 6.0
+    assert seen <= set(range(HIGH + 30, HIGH + 35)) - {lasting}
+    assert len(os.listdir("/proc/self/fd")) <= before + 4
+    # The newest is still reserved.
+    assert not set(cluster.free_ports(3, hold_s=10.0)) & {lasting, port}
+    with pytest.raises(virtual_cluster.ResourceInsufficientError, match="0 of 1 ports free"):
+        cluster.free_ports(1, hold_s=10.0)
 
 
 def test_a_promised_port_is_given_only_where_no_other_is_free() -> None:

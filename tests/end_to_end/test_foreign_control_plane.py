@@ -42,9 +42,18 @@ class Overlapping(OwnPlacement):
         pool = Pool(1, 2)
         self.groups = reserve_pool(pool, accelerator)
 
+        ports = config.cluster.master_port_range_low, config.cluster.master_port_range_high
+
         def cluster(slots: list[int], *, leads_ranks: bool) -> SharedCluster:
             return SharedCluster(
-                self.groups, pool, slots, accelerator, pipeline="foreign", incarnation=1, leads_ranks=leads_ranks
+                self.groups,
+                pool,
+                slots,
+                accelerator,
+                pipeline="foreign",
+                incarnation=1,
+                leads_ranks=leads_ranks,
+                ports=ports,
             )
 
         return Clusters(cluster([OVERLAPPING], leads_ranks=False), cluster([OVERLAPPING, OTHER], leads_ranks=True))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.distributed.virtual_cluster import MEETING_S, RayVirtualCluster
 from nemo_rl.distributed.worker_calls import wait_for_workers
 from nemo_rl.distributed.worker_groups import RayWorkerGroup
 from nemo_rl.weight_sync.cache import BucketCache, CachedSource, CacheManifest
@@ -96,8 +96,8 @@ class PolicyWeights:
         raise NotImplementedError
 
     def rendezvous(self) -> tuple[str, int]:
-        """Address of rank 0 and a free port there."""
-        return self._cluster.get_master_address_and_port()
+        """Address of rank 0 and a free port there, for one session."""
+        return self._cluster.get_master_address_and_port(MEETING_S)
 
     def kept_group(self, timeout_s: float) -> str | None:
         """Id of the group that rank 0 holds from a session before, if it does."""

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl.config import MasterConfig
+from nemo_rl.config import ClusterConfig, MasterConfig
 from nemo_rl.time_sharing.agents.actors import CONTROL_NAMESPACE, RayLink
 from nemo_rl.time_sharing.agents.runtime import AgentRuntime, Dismissed, EngineError, Ranks
 from nemo_rl.time_sharing.log.pool_state import Outcome, Progress
+from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
 from nemo_rl.time_sharing.pipelines.job import Job
 from nemo_rl.time_sharing.protocol.topology import Pool, Topology
 from nemo_rl.time_sharing.protocol.types import Command, Limits, Reply
@@ -239,7 +240,9 @@ class LentPipeline:
         from nemo_rl.distributed.accelerators import CPU, CUDA
         from nemo_rl.time_sharing.pipelines.shared_cluster import SharedCluster
 
-        handles = self._handles
+        handles, config = self._handles, self._job.config
+        # A command's ranks are no process group of ours.
+        cluster = ClusterConfig() if isinstance(config, CommandConfig) else config.cluster
         return SharedCluster(
             handles.groups,
             handles.pool,
@@ -248,6 +251,7 @@ class LentPipeline:
             pipeline=self._job.name,
             incarnation=self._incarnation,
             leads_ranks=leads_ranks,
+            ports=(cluster.master_port_range_low, cluster.master_port_range_high),
             slot_bytes=None if self._job.column is None else handles.slot_bytes,
         )
 

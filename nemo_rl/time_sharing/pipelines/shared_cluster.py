@@ -65,6 +65,7 @@ class SharedCluster(RayVirtualCluster):
         groups: Of the pool, one per node.
         incarnation: Which life of the pipeline.
         leads_ranks: Whether each worker leads a generation rank, so that it can be ended by itself.
+        ports: First and last port for process groups.
         slot_bytes: Device memory that the slots of its pool may take; None where each is a whole GPU.
     """
 
@@ -78,9 +79,8 @@ class SharedCluster(RayVirtualCluster):
         pipeline: str,
         incarnation: int,
         leads_ranks: bool,
+        ports: tuple[int, int],
         slot_bytes: SlotBytes | None = None,
-        port_range_low: int = 20000,
-        port_range_high: int = 29999,
     ) -> None:
         nodes = sorted({gpu // pool.gpus_per_node for gpu in gpus})
         super().__init__(
@@ -89,8 +89,8 @@ class SharedCluster(RayVirtualCluster):
             max_colocated_worker_groups=_GROUPS_PER_SLOT,
             num_gpus_per_node=pool.gpus_per_node,
             name=pipeline,
-            port_range_low=port_range_low,
-            port_range_high=port_range_high,
+            port_range_low=ports[0],
+            port_range_high=ports[1],
         )
         if slot_bytes is not None:
             self.slot_bytes = slot_bytes.engines if leads_ranks else slot_bytes.trainer

@@ -20,6 +20,7 @@ import ray
 from ray.exceptions import RayError
 
 from nemo_rl.config.errors import first_line
+from nemo_rl.distributed.virtual_cluster import MEETING_S
 from nemo_rl.distributed.worker_groups import RayWorkerGroup
 from nemo_rl.models.generation.interfaces import GenerationError
 from nemo_rl.models.generation.vllm.engine_processes import (
@@ -146,9 +147,9 @@ class EngineNodes:
         return range(shard * self._per_engine, (shard + 1) * self._per_engine)
 
     def rendezvous(self, shard: int) -> Rendezvous:
-        """A place where the ranks of a shard have not met before."""
+        """A place where the ranks of a shard have not met lately."""
         cluster, node = self._group.cluster, self._first_nodes[shard]
-        (port,) = cluster.free_ports(1, node_rank=node)
+        (port,) = cluster.free_ports(1, node_rank=node, hold_s=MEETING_S)
         address = next(slot.node_ip for slot in cluster.slots() if slot.node_rank == node)
         return Rendezvous(address, port, tuple(self._group.workers[rank] for rank in self._of(shard)))
 
