@@ -5,6 +5,7 @@ Hypothesis examples have no time limit of their own, since a busy machine is no 
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import importlib.util
@@ -51,16 +52,13 @@ os.environ.setdefault("RAY_ADDRESS", "local")
 def pytest_collection_finish() -> None:
     """From here on this process searches for cycles of objects as rarely as the product's do."""
     gc.freeze()
+    # Bindings report objects as leaked that are frozen when Python ends. Not earlier: pytest collects five times then.
+    atexit.register(gc.unfreeze)
     gc.enable()
     collect_rarely()
     if (torch := sys.modules.get("torch")) is not None:
         # Each session has about one core.
         torch.set_num_threads(1)
-
-
-def pytest_unconfigure() -> None:
-    """Bindings report objects as leaked that are frozen when Python ends."""
-    gc.unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)
