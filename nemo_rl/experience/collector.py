@@ -26,14 +26,13 @@ from nemo_rl.experience.prompt_group import BufferedGroup, GroupKey, StaleGroupE
 from nemo_rl.experience.prompt_queue import PromptQueue, SavedBatch
 from nemo_rl.experience.prompts import EpochPrompts, Position
 from nemo_rl.experience.rollout_source import LiveRollouts, Rollout
-from nemo_rl.experience.rollout_tasks import RolloutTasks, Start
+from nemo_rl.experience.rollout_tasks import RefitPolicy, RolloutTasks, Start
 from nemo_rl.experience.rollouts import RolloutPlan, number_samples
 from nemo_rl.experience.samplers import SlotStatus
 from nemo_rl.experience.store import ExperienceStore
 from nemo_rl.models.generation.interfaces import GenerationError
 from nemo_rl.utils.record import Record
 from nemo_rl.utils.record_events import GroupAdmitted, GroupDropped, WaitBegun, WaitEnded
-from nemo_rl.utils.timer import Timer
 
 if TYPE_CHECKING:
     from nemo_rl.models.policy.interfaces import BatchHandle
@@ -55,14 +54,6 @@ class CollectorParts:
     start: Start
     generations: int
     record: Record
-
-
-@dataclass(frozen=True)
-class RefitPolicy:
-    """How generation takes new weights while rollouts run."""
-
-    recompute_kv: bool = True  # whether requests that run during a refit recompute their KV cache
-    drain_s: float | None = None  # longest wait for running rollouts to end first; None replaces weights below them
 
 
 @dataclass
@@ -93,13 +84,12 @@ class Collector:
         queue: PromptQueue,
         failures: FailurePolicy,
         stall: StallPolicy,
-        refits: RefitPolicy = RefitPolicy(),
+        refits: RefitPolicy,
     ) -> None:
         self._parts, self.queue, self._policy, self._stall = parts, queue, failures, stall
-        self.refits = refits
         self._failures = Failures(failures)
         self._changed = threading.Condition()
-        self.tasks = RolloutTasks(parts.start, self._changed)
+        self.tasks = RolloutTasks(parts.start, self._changed, refits)
         # Of its own: calls of environments fill the loop's default pool.
         self._writes = ThreadPoolExecutor(_STORE_WRITES, thread_name_prefix="store-write")
         self._restored: list[SavedBatch] = []
@@ -411,19 +401,6 @@ class Collector:
         )
 
     # -- refits, checkpoints and end ----------------------------------------------------------------------------------
-
-    @contextmanager
-    def refit_window(self, timer: Timer) -> Generator[None]:
-        """Context manager around a refit: waits for running rollouts to end first, if its policy says so."""
-        if self.refits.drain_s is None:
-            yield
-            return
-        with timer.time("idle/refit_bubble"):
-            self.prepare_for_refit(self.refits.drain_s)
-        try:
-            yield
-        finally:
-            self.resume_after_refit()
 
     def prepare_for_refit(self, timeout_s: float) -> None:
         """See `RolloutTasks.hold_back`."""

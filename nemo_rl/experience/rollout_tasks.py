@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl.experience.failures import CollectorError
 from nemo_rl.experience.prompt_group import GroupKey, group_name
+from nemo_rl.utils.timer import Timer
 
 _CANCEL_S = 60.0
 _GATE_S = 30.0
@@ -25,18 +27,27 @@ Start = Callable[[Coroutine[object, object, object]], Future[Any]]
 """Starts a coroutine on the loop where requests are dispatched."""
 
 
+@dataclass(frozen=True)
+class RefitPolicy:
+    """How generation takes new weights while rollouts run."""
+
+    recompute_kv: bool = True  # whether requests that run during a refit recompute their KV cache
+    drain_s: float | None = None  # longest wait for running rollouts to end first; None replaces weights below them
+
+
 class RolloutTasks:
     """The running rollouts of one collector.
 
     Args:
         changed: Guards the tasks; notified whenever one ends.
+        refits: What becomes of those that run during a refit.
 
     Attributes:
         loop_lag_s: Worst delay of the loop since it was last set to 0.
     """
 
-    def __init__(self, start: Start, changed: threading.Condition) -> None:
-        self._start, self._changed = start, changed
+    def __init__(self, start: Start, changed: threading.Condition, refits: RefitPolicy) -> None:
+        self._start, self._changed, self.refits = start, changed, refits
         self._tasks: dict[GroupKey, asyncio.Task[None]] = {}
         self._may_begin = asyncio.Event()
         self._may_begin.set()
@@ -112,6 +123,19 @@ class RolloutTasks:
             self._in_rollout -= 1
             with self._changed:
                 self._changed.notify_all()
+
+    @contextmanager
+    def refit_window(self, timer: Timer) -> Generator[None]:
+        """Context manager around a refit: waits for running rollouts to end first, if the policy says so."""
+        if self.refits.drain_s is None:
+            yield
+            return
+        with timer.time("idle/refit_bubble"):
+            self.hold_back(self.refits.drain_s)
+        try:
+            yield
+        finally:
+            self.let_go()
 
     def hold_back(self, timeout_s: float) -> None:
         """Lets no generation begin, and waits for those that run. Raises CollectorError: some still run after

@@ -24,6 +24,7 @@ from nemo_rl.experience.prompt_group import BufferedGroup, GroupKey, StaleGroupE
 from nemo_rl.experience.prompt_queue import PromptQueue, QueueLimits
 from nemo_rl.experience.prompts import EpochPrompts, Position
 from nemo_rl.experience.rollout_source import Rollout
+from nemo_rl.experience.rollout_tasks import RefitPolicy
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan
 from nemo_rl.experience.samplers import InOrder
 from nemo_rl.experience.store import InProcessStore
@@ -135,7 +136,7 @@ def collector_of(
     )
     queue = PromptQueue(InOrder(max_age), QueueLimits(wanted=BATCH, last_step=50), step)
     failures = FailurePolicy(in_a_row=max_failures, backoff_s=(0.1, 5.0))
-    return Collector(parts, queue, failures, StallPolicy(stall_s)), record
+    return Collector(parts, queue, failures, StallPolicy(stall_s), RefitPolicy()), record
 
 
 def take(collector: Collector) -> list[BufferedGroup]:

@@ -24,6 +24,7 @@ from nemo_rl.experience.failures import FailurePolicy, StallPolicy
 from nemo_rl.experience.prompt_queue import PromptQueue, QueueLimits
 from nemo_rl.experience.prompts import EpochPrompts
 from nemo_rl.experience.rollout_source import LiveRollouts
+from nemo_rl.experience.rollout_tasks import RefitPolicy
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunner
 from nemo_rl.experience.samplers import InOrder
 from nemo_rl.experience.store import InProcessStore
@@ -180,6 +181,7 @@ def collector_of(engines: Elastic, kept: Kept, seen: Seen) -> Collector:
         PromptQueue(InOrder(1), QueueLimits(PROMPTS, STEPS)),
         FailurePolicy(in_a_row=0),
         StallPolicy(120.0),
+        RefitPolicy(),
     )
 
 

@@ -220,8 +220,8 @@ class OwnAccelerators:
         self._phase("refit")
         # Requests that wait for a failed shard would block the refit window.
         self._own.revive(version)
-        with self._timer.time("weight_sync"), collector.refit_window(self._timer):
-            self._own.bring_to(version, self._timer, recompute_kv=collector.refits.recompute_kv)
+        with self._timer.time("weight_sync"), collector.tasks.refit_window(self._timer):
+            self._own.bring_to(version, self._timer, recompute_kv=collector.tasks.refits.recompute_kv)
 
     def stop(self) -> None:
         """Tells hooks that the run waits for no more rollouts; stops rebuilding failed shards."""

@@ -238,7 +238,7 @@ class LentAccelerators:
 
     def start(self, source: ExperienceSource, version: int) -> None:
         """Generation begins with the first demand: ranks wake with the cached weights."""
-        self._elastic.recompute_kv = source.collector is None or source.collector.refits.recompute_kv
+        self._elastic.recompute_kv = source.collector is None or source.collector.tasks.refits.recompute_kv
         self._check_served(version)
 
     def serve(self, version: int) -> None:

@@ -24,7 +24,7 @@ from nemo_rl.time_sharing.protocol.types import (
     Limits,
     limits_from,
 )
-from nemo_rl.time_sharing.simulation.scenario_checks import FLEET_GIVES, MOST_SAMPLES, problems_of
+from nemo_rl.time_sharing.simulation.scenario_checks import FLEET_GIVES, MOST_SAMPLES, fleet_job, problems_of
 from nemo_rl.time_sharing.simulation.scenario_text import ScenarioError, in_words, read_mapping
 
 Int = Annotated[int, Field(strict=True)]
@@ -438,18 +438,6 @@ def _unroll_fleets(given: dict[object, Any]) -> tuple[dict[object, object], list
             if key in fleet.job
         ]
         if not problems:
-            made += [_fleet_job(name, fleet, number, size) for number in range(fleet.count)]
+            made += [fleet_job(name, fleet, number, size) for number in range(fleet.count)]
             places += [f"fleets.{name}.job"] * fleet.count
     return {**given, "jobs": made, "fleets": {}}, places, problems
-
-
-def _fleet_job(name: str, fleet: Fleet, number: int, pool_size: int) -> dict[str, object]:
-    start = (fleet.first + number * fleet.stride) % pool_size
-    gpus = [(start + i) % pool_size for i in range(fleet.width)]
-    return {
-        "name": f"{name}{number}",
-        "train": tuple(sorted(gpus[: fleet.train_gpus])),
-        "infer": tuple(sorted(gpus)),
-        "arrive_s": number * fleet.arrive_every_s,
-        **fleet.job,
-    }

@@ -13,7 +13,7 @@ from nemo_rl.time_sharing.protocol.topology import RegistrationError, register
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, COUNTS, Limits, limits_from
 
 if TYPE_CHECKING:
-    from nemo_rl.time_sharing.simulation.scenario import Job, Scenario
+    from nemo_rl.time_sharing.simulation.scenario import Fleet, Job, Scenario
 
 MEANING = {
     "aging_s": "A waiting request rises by one priority in this time.",
@@ -216,3 +216,16 @@ def _of_registration(error: RegistrationError) -> tuple[str, str]:
     named = message.partition("=")[0]
     by_cluster = {ACTOR_TRAIN: "train", ACTOR_INFER: "infer"}.get(error.cluster or "", "name")
     return named if named in _REGISTERED else by_cluster, message
+
+
+def fleet_job(name: str, fleet: Fleet, number: int, pool_size: int) -> dict[str, object]:
+    """The values of a fleet's job `number`, which begin with those of `FLEET_GIVES`."""
+    start = (fleet.first + number * fleet.stride) % pool_size
+    gpus = [(start + i) % pool_size for i in range(fleet.width)]
+    return {
+        "name": f"{name}{number}",
+        "train": tuple(sorted(gpus[: fleet.train_gpus])),
+        "infer": tuple(sorted(gpus)),
+        "arrive_s": number * fleet.arrive_every_s,
+        **fleet.job,
+    }
