@@ -36,7 +36,8 @@ def free_ports(
     now = time.monotonic()
     for port in [port for port, (_, until) in _promises.items() if until < now]:
         _promises.pop(port)[0].close()
-    candidates = [port for port in range(low, high + 1) if port not in set(taken)]
+    excluded = set(taken)
+    candidates = [port for port in range(low, high + 1) if port not in excluded]
     # Not the global generator: it would be the same order in every run of a seed.
     random.SystemRandom().shuffle(candidates)
     found: list[int] = []

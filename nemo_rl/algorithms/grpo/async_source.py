@@ -50,7 +50,7 @@ class AheadSource:
     """
 
     def __init__(self, parts: SourceParts, collector: Collector, sampler: str) -> None:
-        self._of, self.collector, self._sampler = parts, collector, sampler
+        self._inputs, self.collector, self._sampler = parts, collector, sampler
 
     @contextmanager
     def running(self) -> Generator[None]:
@@ -58,8 +58,8 @@ class AheadSource:
         finished groups.
         """
         try:
-            if self._of.resumed_from is not None:
-                self._restore(self._of.resumed_from)
+            if self._inputs.resumed_from is not None:
+                self._restore(self._inputs.resumed_from)
             yield
         finally:
             self.collector.stop()
@@ -76,7 +76,7 @@ class AheadSource:
     def trained(self) -> Mapping[str, float]:
         """Moves the loader's position past the trained step."""
         metrics = self._metrics()
-        position, state = self.collector.finish_step(), self._of.state
+        position, state = self.collector.finish_step(), self._inputs.state
         if position.epoch != state.epoch:
             state.epoch, state.step_in_epoch = position.epoch, 0
         return metrics
@@ -87,12 +87,12 @@ class AheadSource:
 
     def finished(self) -> bool:
         """Whether steps or epochs are used up."""
-        return self._of.state.step >= min(self._of.config.grpo.max_num_steps, self._of.total_steps)
+        return self._inputs.state.step >= min(self._inputs.config.grpo.max_num_steps, self._inputs.total_steps)
 
     def waited_for(self) -> tuple[int, int]:
         """The groups of a step, and how many of them are finished."""
-        groups = 0 if self.finished() else self._of.config.grpo.num_prompts_per_step
-        return groups, self.collector.count_intended_for_step(self._of.state.step)
+        groups = 0 if self.finished() else self._inputs.config.grpo.num_prompts_per_step
+        return groups, self.collector.count_intended_for_step(self._inputs.state.step)
 
     def position(self) -> tuple[HasState, Mapping[str, object]]:
         """The loader position before the first prompt that is not trained; drawn batches since, and their finished
@@ -100,15 +100,15 @@ class AheadSource:
         """
         draws = [[draw.batch, draw.rows, [list(row) for row in draw.open]] for draw in self.collector.draws()]
         return self.collector.position(), {
-            BUFFER_FILE: {"groups": _plain_groups(self._of.store, self.collector.finished())},
-            ROLLOUTS_FILE: {"batches": draws, "shape": batch_shape(self._of.config), "sampler": self._sampler},
+            BUFFER_FILE: {"groups": _plain_groups(self._inputs.store, self.collector.finished())},
+            ROLLOUTS_FILE: {"batches": draws, "shape": batch_shape(self._inputs.config), "sampler": self._sampler},
         }
 
     def _restore(self, checkpoint: Path) -> None:
         """Groups that are too old now, or that another sampler selected, are dropped, and their prompts are generated
         again. If the batch shape or the datasets changed, everything is dropped.
         """
-        queue, saved = self.collector.queue, _saved_rollouts(self._of.config, checkpoint)
+        queue, saved = self.collector.queue, _saved_rollouts(self._inputs.config, checkpoint)
         if saved is None:
             return
         batches = _saved_batches(saved)
@@ -116,7 +116,7 @@ class AheadSource:
         if saved.get("sampler", "in_order") == self._sampler:
             known = {GroupKey(draw.batch, attempt, number) for draw in batches for _, attempt, number in draw.open}
             groups = _saved_groups(
-                self._of.store, checkpoint, lambda group: group.key in known and queue.may_still_take(group)
+                self._inputs.store, checkpoint, lambda group: group.key in known and queue.may_still_take(group)
             )
         else:
             logger.warning("resume=groups_generated_anew reason=sampler_was_%s", saved["sampler"])
@@ -135,14 +135,14 @@ class AsynchronousSource(WholeSteps, AheadSource):
         """Waits for the groups of the current step and applies the staleness policy. Raises StopIteration: the prompts
         are used up; CollectorError: the collector cannot deliver.
         """
-        step, timer = self._of.state.step, self._of.timer
-        self._of.phase("waiting for rollouts")
+        step, timer = self._inputs.state.step, self._inputs.timer
+        self._inputs.phase("waiting for rollouts")
         with (
-            self._of.accelerators.demand(step, *self.waited_for()) as report,
+            self._inputs.accelerators.demand(step, *self.waited_for()) as report,
             timer.time("exposed_generation"),
         ):
             experience = self._gathering.gather(step, lambda attempt: self._collected(attempt, report))
-        apply_staleness_policy(experience, self._of.store, self._of.config.grpo.async_grpo.mixed_versions, step)
+        apply_staleness_policy(experience, self._inputs.store, self._inputs.config.grpo.async_grpo.mixed_versions, step)
         experience.metrics["buffer_size"] = float(len(self.collector))
         experience.metrics["avg_trajectory_age"] = experience.metrics["lag/mean"]
         return experience
@@ -152,10 +152,10 @@ class AsynchronousSource(WholeSteps, AheadSource):
         if attempt:
             self.collector.extend_step()
         groups = sorted(self.collector.take(on_progress=on_progress), key=lambda group: group.key)
-        if self._of.config.grpo.use_dynamic_sampling:
+        if self._inputs.config.grpo.use_dynamic_sampling:
             # It records which of them it drops.
             self.collector.hand_over(groups)
-        return joined_groups(self._of.store, groups)
+        return joined_groups(self._inputs.store, groups)
 
 
 def _build_collector(parts: SourceParts) -> Collector:

@@ -91,7 +91,7 @@ class StreamingSource(AheadSource):
         """Yields groups of the current step as they finish, scored and filtered, in parts large enough for a pass.
         Raises CollectorError: the collector cannot deliver.
         """
-        accelerators, step = self._of.accelerators, self._of.state.step
+        accelerators, step = self._inputs.accelerators, self._inputs.state.step
         self._parts = 0
         with accelerators.demand(step, *self.waited_for()) as report:
             while groups := self._take(report):
@@ -103,7 +103,7 @@ class StreamingSource(AheadSource):
 
     def _take(self, report: ReportProgress) -> Sequence[BufferedGroup]:
         """The next groups; empty if the step is complete or the prompts are used up."""
-        parts = self._of
+        parts = self._inputs
         parts.phase("waiting for rollouts")
         with parts.timer.time("exposed_generation"):
             try:
@@ -115,11 +115,11 @@ class StreamingSource(AheadSource):
                 return ()
 
     def _scored(self, groups: Sequence[BufferedGroup]) -> Experience:
-        cfg = self._of.config.grpo
+        cfg = self._inputs.config.grpo
         experience = self._experience(groups)
         score_rewards(experience.rows, cfg)
         experience.metrics |= filter_rows(experience.rows, cfg)
-        apply_staleness_policy(experience, self._of.store, cfg.async_grpo.mixed_versions, self._of.state.step)
+        apply_staleness_policy(experience, self._inputs.store, cfg.async_grpo.mixed_versions, self._inputs.state.step)
         experience.metrics["buffer_size"] = float(len(self.collector))
         experience.metrics["avg_trajectory_age"] = experience.metrics["lag/mean"]
         return experience
@@ -129,17 +129,17 @@ class StreamingSource(AheadSource):
         least = self._cfg.min_prompt_groups_per_batch or self._cfg.min_groups_for_streaming_train
         if worth_a_pass(len(groups), self.collector.queue.step, least):
             return True
-        packing = self._of.config.policy.sequence_packing
+        packing = self._inputs.config.policy.sequence_packing
         if not packing.enabled:
             return False
         tokens = sum(float(group.rows["total_lengths"].sum()) for group in groups)
-        return tokens >= packing.train_mb_tokens * data_parallel_size(self._of.config)
+        return tokens >= packing.train_mb_tokens * data_parallel_size(self._inputs.config)
 
     def _experience(self, groups: Sequence[BufferedGroup]) -> Experience:
         numbers = self.collector.numbers()
         for group in groups:
             group.rows["prompt_number"] = torch.full_like(group.rows["prompt_number"], numbers[group.key])
-        experience = joined_groups(self._of.store, groups)
+        experience = joined_groups(self._inputs.store, groups)
         experience.group_names = {numbers[group.key]: group_name(group.key) for group in groups}
         return experience
 

@@ -18,7 +18,7 @@ class SynchronousSource(WholeSteps):
     collector: None = None
 
     def __init__(self, parts: SourceParts) -> None:
-        self._of = parts
+        self._inputs = parts
         self._prompts = prompts_of(parts.config.grpo, parts.loader, parts.state.epoch)
         gathering = Gathering(parts.config.grpo, parts.store, parts.record, parts.timer)
         self._batches = WholeBatches(parts.config, parts.rollouts, gathering, parts.adapter)
@@ -32,15 +32,15 @@ class SynchronousSource(WholeSteps):
 
     def next_experience(self) -> Experience:
         """Refits generation if needed and rolls out."""
-        accelerators, timer, step = self._of.accelerators, self._of.timer, self._of.state.step
-        self._of.phase("generation")
+        accelerators, timer, step = self._inputs.accelerators, self._inputs.timer, self._inputs.state.step
+        self._inputs.phase("generation")
         with timer.time("prepare_for_generation/total"):
             accelerators.serve(step)
         with accelerators.demand(step, *self.waited_for()):
             return self._batches.collect(step, self._next_prompts)
 
     def _next_prompts(self) -> tuple[BatchedDataDict, int]:
-        state = self._of.state
+        state = self._inputs.state
         try:
             return self._prompts.next(), self._prompts.epoch
         finally:
@@ -58,19 +58,19 @@ class SynchronousSource(WholeSteps):
 
     def finished(self) -> bool:
         """Whether steps or epochs are used up."""
-        cfg, state, data = self._of.config.grpo, self._of.state, self._of.config.data
+        cfg, state, data = self._inputs.config.grpo, self._inputs.state, self._inputs.config.data
         if state.step >= cfg.max_num_steps:
             return True
         if data.use_multiple_dataloader or cfg.use_dynamic_sampling:
             return not data.use_multiple_dataloader and state.epoch >= cfg.max_num_epochs
-        loader, in_last_epoch = self._of.loader, state.epoch == cfg.max_num_epochs - 1
+        loader, in_last_epoch = self._inputs.loader, state.epoch == cfg.max_num_epochs - 1
         return state.epoch >= cfg.max_num_epochs or (
             in_last_epoch and isinstance(loader, Sized) and state.step_in_epoch >= len(loader)
         )
 
     def waited_for(self) -> tuple[int, int]:
         """A whole batch, none of it finished."""
-        return (0 if self.finished() else self._of.config.grpo.num_prompts_per_step), 0
+        return (0 if self.finished() else self._inputs.config.grpo.num_prompts_per_step), 0
 
     def position(self) -> tuple[HasState, Mapping[str, object]]:
         """The loader position, before any prefetched batch."""
