@@ -101,6 +101,13 @@ def _starts_engines(path: str) -> bool:
     return "pytest.mark.vllm" in (ROOT / path).read_text()
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Tells why tests that were tried again had failed, which `--reruns` keeps to itself."""
+    for report in terminalreporter.stats.get("rerun", []):
+        terminalreporter.section(f"first try of {report.nodeid}")
+        terminalreporter.line(report.longreprtext)
+
+
 @pytest.fixture(autouse=True)
 def _loggers_speak() -> None:
     """Libraries imported by earlier tests may configure logging and thereby silence loggers that exist already."""

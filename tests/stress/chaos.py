@@ -76,13 +76,6 @@ class Kept:
     def run_on_dispatch_loop(self, work: Any) -> Any:
         return self._generation.run_on_dispatch_loop(work)
 
-    def wait_for_answer(self, step: int) -> None:
-        """Until a request of the step has its answer: by then others of it have tokens too."""
-        deadline = time.monotonic() + 60.0
-        while not any(request.request_id.startswith(f"{step}-") for request, _ in list(self.answered)):
-            assert time.monotonic() < deadline, f"no request of step {step} was answered"
-            time.sleep(0.01)
-
 
 class Loader:
     """Batches of sums, each prompt once."""
