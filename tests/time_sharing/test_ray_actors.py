@@ -311,7 +311,7 @@ def test_a_scheduler_whose_disk_is_full_goes_on_when_there_is_room(cluster: None
             known.append(f"job{number}")
     assert _until(lambda: not first.is_running(), 30), "what is not in the log has not happened"
     # The next ones find the disk full too.
-    time.sleep(6.0)
+    time.sleep(4.0)
     filler.unlink()
     assert _until(lambda: _ask(scheduler.describe)["term"] >= 2, 60)
     assert known and set(known) <= set(_ask(scheduler.describe)["pipelines"]) <= {*known, f"job{len(known)}"}

@@ -4,7 +4,9 @@ cut or could not be written.
 
 from __future__ import annotations
 
+import errno
 import os
+import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -359,3 +361,25 @@ def test_what_a_new_scheduler_writes_of_its_log_is_by_the_machines_clock_already
         agent.emit(ev.InventoryDone(4))
     merged = merge_by_machine_time([tmp_path / "a.jsonl", path])
     assert [entry.event.term for entry in merged if isinstance(entry.event, ev.InventoryDone)] == [2, 3, 4]
+
+
+def test_a_scheduler_that_could_not_write_what_it_did_ends_and_answers_nothing_more(
+    started: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(scheduler_actor.os, "_exit", lambda code: ended.set())
+    scheduler = started()
+    arguments = ("ns", {"actor_infer": 1}, {"actor_infer": [0, 1]}, {})
+
+    def no_space(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    with monkeypatch.context() as full:
+        full.setattr(scheduler._record, "flush", no_space)
+        with pytest.raises(OSError, match="no space left"):
+            scheduler.register("lost", *arguments)
+    # There is room again, but the log lacks an event that the state knows.
+    with pytest.raises(OSError, match="no space left"):
+        scheduler.describe()
+    assert ended.wait(10.0)
+    assert "lost" not in started().describe()["pipelines"]

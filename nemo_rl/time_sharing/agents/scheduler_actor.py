@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,7 @@ class SchedulerActor:
         # One thread, so that an agent hears messages in their order.
         self._messages = ThreadPoolExecutor(max_workers=1, thread_name_prefix="messages")
         self._stopped = threading.Event()
+        self._unwritten: OSError | RecordError | None = None  # why the log lacks what the state may know
         self._core = Scheduler(self._record, self._send, self._clock, notify=self._notify, explains=True)
         with self._serving() as core:
             # A scheduler that was killed before it had written its first events left a log that opens no pool yet.
@@ -183,13 +184,22 @@ class SchedulerActor:
                 raise SchedulerStopped(
                     f"the scheduler of {self._log_dir} has been stopped; start_scheduler goes on from its log"
                 )
-            yield self._core
+            if self._unwritten is not None:
+                raise self._unwritten
+            try:
+                yield self._core
+            except (OSError, RecordError) as error:
+                # The state may know what the log does not: the timer ends this process.
+                self._unwritten = error
+                raise
 
     def _tick(self) -> None:
         pause, failures = _TICK_S, 0
         while not self._stopped.wait(pause):
             try:
                 pause, failures = self._tick_once(), 0
+            except SchedulerStopped:
+                return
             except Exception as error:
                 failures, pause = failures + 1, _TICK_S * 2**failures
                 logger.error("scheduler=timer_failed in_a_row=%d of=%d", failures, _TICK_FAILURES, exc_info=True)
@@ -203,12 +213,10 @@ class SchedulerActor:
 
     def _tick_once(self) -> float:
         """Does what is due; seconds until the next time."""
-        with self._lock:
-            if self._stopped.is_set():
-                return _TICK_S
-            pause = min(max(self._core.tick(time.time()) - self._clock.now, 0.01), 0.25)
+        with self._serving() as core:
+            pause = min(max(core.tick(time.time()) - self._clock.now, 0.01), 0.25)
             if self._record.due:
-                self._record.begin_segment(saved(self._core.state))
+                self._record.begin_segment(saved(core.state))
             return pause
 
     def _send(self, command: Command) -> None:
@@ -240,16 +248,14 @@ class SchedulerActor:
             self._reaping.discard(command.command)
         if gone and only_rank:
             self._tell(command.pipeline, command.incarnation, "rank_ended", command.rank)
-        with self._lock:
-            if self._stopped.is_set():
-                return
+        with suppress(SchedulerStopped), self._serving() as core:
             if gone:
-                self._core.tick(time.time())
+                core.tick(time.time())
                 self._note_memory_free(command)
             answer = Answer(
                 command.command, command.pipeline, command.incarnation, Outcome.DONE if gone else Outcome.FAILED
             )
-            self._core.answer(answer, time.time())
+            core.answer(answer, time.time())
 
     def _note_memory_free(self, command: Command) -> None:
         """Records what the ended processes occupy no more: what is quarantined because of them, and what the ledger
