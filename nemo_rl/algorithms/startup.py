@@ -141,12 +141,7 @@ def prepared(
     """
     checkpointer = CheckpointManager(config.checkpointing)
     with start.phase("directories"):
-        resume = find_resume(config, checkpointer)
-        if config.checkpointing.enabled:
-            check_writable(checkpointer)
-        algorithm.check_directories(checkpointer, resume)
-        if resume is not None:
-            resume.check_unfinished(algorithm.limits.max_steps, algorithm.limits.steps_key)
+        resume = _checked_directories(config, algorithm, checkpointer)
         here = accelerator_here(config.cluster.device)
         check_profile(here)
 
@@ -204,6 +199,19 @@ def prepared(
     ready.seconds["total_setup_time_s"] = start.done()
     logger.log_hyperparams(config.to_dict())
     logger.log_metrics(ready.seconds, state.step, prefix="timing/setup")
+
+
+def _checked_directories(
+    config: Config, algorithm: Algorithm[State, TrainLoader, RayParts], checkpointer: CheckpointManager
+) -> Resume | None:
+    """Checks the run's directories; returns the checkpoint that it resumes from, if any. For errors see `prepared`."""
+    resume = find_resume(config, checkpointer)
+    if config.checkpointing.enabled:
+        check_writable(checkpointer)
+    algorithm.check_directories(checkpointer, resume)
+    if resume is not None:
+        resume.check_unfinished(algorithm.limits.max_steps, algorithm.limits.steps_key)
+    return resume
 
 
 def _check_rows(

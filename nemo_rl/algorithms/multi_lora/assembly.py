@@ -38,7 +38,11 @@ from nemo_rl.models.policy.model_config import UnsupportedModelError, number_of_
 from nemo_rl.utils.progress import StartPhases
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from nemo_rl.config.profiling import Profile
+    from nemo_rl.data.model_tokens import StopTokens
+    from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 
 
 _GIB = 1 << 30
@@ -130,17 +134,9 @@ def shared_parts(
     hold as many adapters as there are slots.
     """
     config, placement = with_adapters(config), OwnPlacement()
-    policy_cfg = config.policy
     with ExitStack() as stack:
         with start.phase("base model and tokenizer"):
-            import_transformers()
-            model = check_base(config)
-            for adapter in adapters:
-                check_layers(adapter)
-            # Engines compute nothing for layers that no adapter has, such as the output layer.
-            config.policy.generation.vllm_kwargs.setdefault(ENGINE_LAYERS, memory.layer_kinds(policy_cfg))
-            tokenizer = get_tokenizer(policy_cfg.tokenizer, policy_cfg.trust_remote_code)
-            ends = check_tokens(policy_cfg, model, tokenizer, start.say)
+            tokenizer, ends = _checked_base(config, adapters, start)
         with start.phase("Ray"):
             accelerator = placement.connect(config)
             stack.callback(placement.disconnect)
@@ -155,22 +151,7 @@ def shared_parts(
             clusters.generation.slot_bytes = device_bytes.engines - memory.engine_bytes(config)
         profile = profile_of_run()
         with start.phase("engines"):
-            actors = start_engine_actors(
-                clusters.generation,
-                policy_cfg,
-                config.cluster,
-                seed=config.grpo.seed,
-                colocated=False,
-                refits=False,
-                profile=profile,
-                worker=ENGINE_WORKER,
-            )
-            generation = VllmGeneration(
-                actors,
-                pad_token_id=tokenizer.pad_token_id,
-                stop_token_ids=list(ends.ids),
-                request_timeout_s=request_timeout_s(),
-            )
+            generation = _start_engines(config, clusters.generation, tokenizer, ends, profile)
             stack.callback(generation.shutdown)
             if accelerator.is_cuda:
                 # An engine takes its share of the memory that is free; training takes its own afterwards.
@@ -180,12 +161,12 @@ def shared_parts(
                 clusters.training.slot_bytes = device_bytes.trainer
             workers = start_policy_actors(
                 clusters.training,
-                policy_cfg,
+                config.policy,
                 init_reference_model=False,
                 worker_extension_cls_fqn=POLICY_WORKER,
                 profile=profile,
             )
-            policy = MultiLoraPolicy(clusters.training, policy_cfg, tokenizer, actors=workers)
+            policy = MultiLoraPolicy(clusters.training, config.policy, tokenizer, actors=workers)
             stack.callback(policy.shutdown)
             policy.wait_until_started()
             generation.wait_until_started()
@@ -204,3 +185,43 @@ def shared_parts(
             clusters.distinct(),
             DeviceCount(sum(slots), clusters.training.world_size(), clusters.generation.world_size()),
         )
+
+
+def _checked_base(
+    config: MultiLoraMasterConfig, adapters: Sequence[AdapterConfig], start: StartPhases
+) -> tuple[PreTrainedTokenizerBase, StopTokens]:
+    """Checks the base and the first adapters, without their weights; returns the tokenizer and what ends a response."""
+    import_transformers()
+    model = check_base(config)
+    for adapter in adapters:
+        check_layers(adapter)
+    # Engines compute nothing for layers that no adapter has, such as the output layer.
+    config.policy.generation.vllm_kwargs.setdefault(ENGINE_LAYERS, memory.layer_kinds(config.policy))
+    tokenizer = get_tokenizer(config.policy.tokenizer, config.policy.trust_remote_code)
+    return tokenizer, check_tokens(config.policy, model, tokenizer, start.say)
+
+
+def _start_engines(
+    config: MultiLoraMasterConfig,
+    cluster: RayVirtualCluster,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: StopTokens,
+    profile: Profile | None,
+) -> VllmGeneration:
+    """Starts the engines that all adapters share; does not wait for them."""
+    actors = start_engine_actors(
+        cluster,
+        config.policy,
+        config.cluster,
+        seed=config.grpo.seed,
+        colocated=False,
+        refits=False,
+        profile=profile,
+        worker=ENGINE_WORKER,
+    )
+    return VllmGeneration(
+        actors,
+        pad_token_id=tokenizer.pad_token_id,
+        stop_token_ids=list(ends.ids),
+        request_timeout_s=request_timeout_s(),
+    )
