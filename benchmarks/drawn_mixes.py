@@ -12,7 +12,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from nemo_rl.time_sharing.simulation.scenario import Scenario, parse_scenario
+from nemo_rl.time_sharing.simulation.scenario import Scenario
+from nemo_rl.time_sharing.simulation.scenario_reading import parse_scenario
 
 COSTS = {
     "start_s": 40.0,

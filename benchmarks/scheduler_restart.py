@@ -20,11 +20,10 @@ from functools import partial
 from pathlib import Path
 
 from nemo_rl.time_sharing.log import log_end
-from nemo_rl.time_sharing.log.saved_state import saved
-from nemo_rl.time_sharing.log.segments import SEGMENT_LINES, SegmentedLog, newest_segment, segments_of
+from nemo_rl.time_sharing.log.segments import SEGMENT_LINES, SegmentedLog, newest_segment, saved, segments_of
 from nemo_rl.time_sharing.log.state import SchedulerState, replay
 from nemo_rl.time_sharing.protocol.types import SCHEDULER
-from nemo_rl.time_sharing.simulation.scenario import load_scenario
+from nemo_rl.time_sharing.simulation.scenario_reading import load_scenario
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.utils.record import Entry, MemoryRecord, Record
 

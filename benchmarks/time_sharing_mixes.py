@@ -40,7 +40,8 @@ from nemo_rl.time_sharing.simulation.baselines import (
     WAYS,
 )
 from nemo_rl.time_sharing.simulation.results import AloneTimes, Outcome, compose, run_way
-from nemo_rl.time_sharing.simulation.scenario import Job, Scenario, load_scenario
+from nemo_rl.time_sharing.simulation.scenario import Job, Scenario
+from nemo_rl.time_sharing.simulation.scenario_reading import load_scenario
 from nemo_rl.time_sharing.simulation.tables import way_table
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "time_sharing"

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grimp
 import pytest
 
 IMPORT_EVERYTHING = """
@@ -55,3 +56,15 @@ def test_importing_every_module_starts_nothing_and_each_part_takes_what_it_needs
     )
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.iterdir()), "importing wrote files"
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Not even inside functions or for types alone."""
+    graph = grimp.build_graph("nemo_rl", cache_dir=None)
+    imports = [(module, other) for module in graph.modules for other in graph.find_modules_directly_imported_by(module)]
+    circles = sorted(
+        f"{module} imports {other}, which leads back to it"
+        for module, other in imports
+        if graph.chain_exists(importer=other, imported=module)
+    )
+    assert imports and not circles, "\n".join(circles)

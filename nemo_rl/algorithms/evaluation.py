@@ -38,15 +38,8 @@ from nemo_rl.environments.registry import (
     start_lines,
 )
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
-from nemo_rl.experience.rollouts import (
-    RolloutLimits,
-    RolloutPlan,
-    RolloutRunner,
-    RolloutWatch,
-    Trajectory,
-    number_samples,
-    rollout_metrics,
-)
+from nemo_rl.experience.rollouts import RolloutRunner, RolloutWatch, number_samples, rollout_metrics
+from nemo_rl.experience.trajectories import RolloutLimits, RolloutPlan, Trajectory
 from nemo_rl.models.generation.interfaces import request_timeout_s
 from nemo_rl.models.generation.vllm.engine_actors import start_engine_actors
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from nemo_rl.data_plane.interfaces import Buffer
 from nemo_rl.data_plane.layout import HEADER_BYTES, Layout, Slot, dtype_name
 
-Buffer = NDArray[np.uint8]
 _JSON, _TORCH = 0, 1
 _LEAVES = (torch.Tensor, str, bytes, int, float, bool, type(None))
 

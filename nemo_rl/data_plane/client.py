@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from nemo_rl.data_plane.blocks import Buffer, Column, Jagged, Padded, decode_jagged, decode_padded, encode
+from nemo_rl.data_plane.blocks import Column, Jagged, Padded, decode_jagged, decode_padded, encode
 from nemo_rl.data_plane.codec import object_array
 from nemo_rl.data_plane.interfaces import (
+    Buffer,
     DataPlaneCapacityError,
     DataPlaneClient,
     DataPlaneClosedError,

@@ -11,14 +11,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from nemo_rl.config.errors import UserError
 from nemo_rl.data_plane.meta import KVBatchMeta
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from nemo_rl.data_plane.blocks import Buffer
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+Buffer = NDArray[np.uint8]  # the bytes of one row of a block
 
 
 class DataPlaneClient(ABC):

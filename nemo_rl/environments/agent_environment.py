@@ -13,7 +13,6 @@ import inspect
 import urllib.request
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -24,7 +23,7 @@ from typing_extensions import override
 from nemo_rl.config.dotted import import_dotted
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.data.interfaces import LLMMessageLogType
-from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, expected_of
+from nemo_rl.environments.interfaces import AgentSession, EnvironmentInterface, EnvironmentReturn, expected_of
 from nemo_rl.environments.other_interpreter import OtherInterpreter
 
 _PARAMETERS = ("task", "base_url", "session")
@@ -34,17 +33,6 @@ FAILED = "agent_failed"
 """Key of the metadata that come back from an agent which raised: what it raised."""
 # Agents mostly wait, for the model or for a tool.
 AGENTS_AT_ONCE = 64
-
-
-@dataclass(frozen=True)
-class AgentSession:
-    """Where an agent's model is: for OpenAI's client, `OpenAI(base_url=base_url, api_key=session.api_key)`."""
-
-    id: str
-    base_url: str  # of this session alone: ends with /v1
-    model: str  # the name to ask for
-    api_key: str = field(repr=False)
-    seed: int = 0  # a number of this sample, for the agent's own draws
 
 
 Agent = Callable[[dict[str, object], str, AgentSession], Any]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, NamedTuple
 
 import torch
@@ -31,6 +32,17 @@ class EnvironmentFailure(UserError, RuntimeError):
 
 class UnknownEnvironment(UserError, ValueError):
     """A name that no environment has."""
+
+
+@dataclass(frozen=True)
+class AgentSession:
+    """Where an agent's model is: for OpenAI's client, `OpenAI(base_url=base_url, api_key=session.api_key)`."""
+
+    id: str
+    base_url: str  # of this session alone: ends with /v1
+    model: str  # the name to ask for
+    api_key: str = field(repr=False)
+    seed: int = 0  # a number of this sample, for the agent's own draws
 
 
 class Conversation(list[Message]):

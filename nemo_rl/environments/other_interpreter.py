@@ -18,13 +18,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nemo_rl.config.errors import ConfigError, UserError
 from nemo_rl.distributed.processes import OutputTail
-
-if TYPE_CHECKING:
-    from nemo_rl.environments.agent_environment import AgentSession
+from nemo_rl.environments.interfaces import AgentSession
 
 _SCRIPT = Path(__file__).parent / "other_python" / "agent_process.py"
 _START_S = 300.0

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from nemo_rl.data.interfaces import LLMMessageLogType
-from nemo_rl.environments.agent_environment import FAILED, AgentSession
-from nemo_rl.environments.interfaces import EnvironmentFailure
+from nemo_rl.environments.agent_environment import FAILED
+from nemo_rl.environments.interfaces import AgentSession, EnvironmentFailure
 from nemo_rl.experience.environment_batcher import EnvironmentBatcher
-from nemo_rl.experience.rollouts import RolloutPlan, Trajectory
+from nemo_rl.experience.trajectories import RolloutPlan, Trajectory
 from nemo_rl.models.generation.endpoint.session import Branch, Session, SessionPlan, text_of
 from nemo_rl.models.generation.interfaces import VALIDATION_STEP_OFFSET, VersionSpan, request_seed
 

@@ -27,9 +27,10 @@ from nemo_rl.experience.prompt_queue import PromptQueue, SavedBatch
 from nemo_rl.experience.prompts import EpochPrompts, Position
 from nemo_rl.experience.rollout_source import LiveRollouts, Rollout
 from nemo_rl.experience.rollout_tasks import RefitPolicy, RolloutTasks, Start
-from nemo_rl.experience.rollouts import RolloutPlan, number_samples
+from nemo_rl.experience.rollouts import number_samples
 from nemo_rl.experience.samplers import SlotStatus
 from nemo_rl.experience.store import ExperienceStore
+from nemo_rl.experience.trajectories import RolloutPlan
 from nemo_rl.models.generation.interfaces import GenerationError
 from nemo_rl.utils.record import Record
 from nemo_rl.utils.record_events import GroupAdmitted, GroupDropped, WaitBegun, WaitEnded

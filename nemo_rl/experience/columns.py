@@ -19,7 +19,7 @@ from nemo_rl.data.interfaces import LLMMessageLogType
 from nemo_rl.data.llm_message_utils import batched_message_log_to_flat_message
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import expected_of
-from nemo_rl.experience.rollouts import Trajectory
+from nemo_rl.experience.trajectories import Trajectory
 from nemo_rl.models.generation.decisions import route_dtype
 from nemo_rl.models.generation.recording import RecordedDecisionsError, Recording
 

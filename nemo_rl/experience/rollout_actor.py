@@ -17,7 +17,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.worker_calls import call
 from nemo_rl.experience.columns import RolloutColumns, in_process, mint_ids
 from nemo_rl.experience.rollout_source import Rollout, RolloutSource
-from nemo_rl.experience.rollouts import RolloutPlan
+from nemo_rl.experience.trajectories import RolloutPlan
 from nemo_rl.utils.record import MemoryRecord, Record
 
 if TYPE_CHECKING:

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config.dotted import import_dotted
 from nemo_rl.config.errors import ConfigError, UserError
+from nemo_rl.time_sharing.agents.actors import CONTROL_NAMESPACE, POOL_NAME
 from nemo_rl.time_sharing.log.pool_state import PoolState, Standing
 from nemo_rl.time_sharing.log.reading import LogTail
 from nemo_rl.time_sharing.open_pools import OpenPool, the_open_pool
-from nemo_rl.time_sharing.pipelines.grpo import POOL_NAME
 from nemo_rl.time_sharing.pipelines.job import Job, read_jobs
 from nemo_rl.time_sharing.pool import About, PoolError
 from nemo_rl.time_sharing.protocol.topology import Pool
@@ -355,7 +355,7 @@ def _join(name: str | None) -> tuple[ActorHandle[object], Pool]:
         )
     join_cluster(address, None if found is None else (found.auth_mode, found.token))
     try:
-        actor = ray.get_actor(POOL_NAME, namespace="nemo_rl_time_sharing")
+        actor = ray.get_actor(POOL_NAME, namespace=CONTROL_NAMESPACE)
     except ValueError as error:
         raise PoolError(
             f"no pool is open on the Ray cluster {address}; open one with python -m nemo_rl.time_sharing serve --gpus N"

@@ -12,10 +12,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl.time_sharing.agents.actors import CONTROL_NAMESPACE, SCHEDULER_NAME, start_scheduler, stop_scheduler
+from nemo_rl.time_sharing.agents.actors import (
+    CONTROL_NAMESPACE,
+    POOL_NAME,
+    SCHEDULER_NAME,
+    start_scheduler,
+    stop_scheduler,
+)
 from nemo_rl.time_sharing.agents.ray_reaper import end_agents
 from nemo_rl.time_sharing.log.pool_state import Outcome, Standing
-from nemo_rl.time_sharing.pipelines.grpo import POOL_NAME, PoolHandles
+from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
 from nemo_rl.time_sharing.pipelines.residents import SlotBytes, slot_bytes
 from nemo_rl.time_sharing.pool import ACTOR_THREADS, PoolActor
 from nemo_rl.time_sharing.protocol.topology import Pool

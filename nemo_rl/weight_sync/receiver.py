@@ -19,7 +19,9 @@ from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.devices import device_uuid, synchronize
 from nemo_rl.weight_sync.layout import BucketLayout, TensorMeta, Window, checksum
 from nemo_rl.weight_sync.routes import place_of
-from nemo_rl.weight_sync.transports.base import Opener, Published, make_opener
+from nemo_rl.weight_sync.transports.base import Opener, Published, TransportError, TransportName
+from nemo_rl.weight_sync.transports.cuda_ipc import CudaIpcOpener
+from nemo_rl.weight_sync.transports.host import HostOpener
 from nemo_rl.weight_sync.transports.nccl import GroupMeeting, KeptGroup, NcclOpener
 
 
@@ -49,6 +51,15 @@ class LoadTarget(Protocol):
     def abandon_load(self) -> None:
         """Ends a load half-way: the model may hold old and new weights, and takes a whole set of new ones next."""
         ...
+
+
+def make_opener(name: TransportName, device: torch.device) -> Opener:
+    """A receiver's end that needs no group. Raises TransportError: the transport needs a group (nccl)."""
+    if name == "host":
+        return HostOpener(device)
+    if name == "cuda_ipc":
+        return CudaIpcOpener(device)
+    raise TransportError(f"transport {name!r} opens only inside a session's group")
 
 
 def encode_buckets(buckets: Sequence[BucketLayout]) -> bytes:

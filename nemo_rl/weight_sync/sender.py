@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 import torch
 
 from nemo_rl.weight_sync.layout import BucketLayout, LayoutError, align, checksum, pack_tensor
-from nemo_rl.weight_sync.transports.base import Published, Staging, TransportError, TransportName, make_staging
-from nemo_rl.weight_sync.transports.nccl import BroadcastGroup, GroupMeeting, KeptGroup
+from nemo_rl.weight_sync.transports.base import Published, Staging, TransportError, TransportName
+from nemo_rl.weight_sync.transports.cuda_ipc import CudaIpcStaging
+from nemo_rl.weight_sync.transports.host import HostStaging
+from nemo_rl.weight_sync.transports.nccl import BroadcastGroup, GroupMeeting, KeptGroup, NcclStaging
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,17 @@ class SendSpec:
 def window_bytes(buckets: Sequence[BucketLayout]) -> int:
     """Size of a window's buckets laid one after the other."""
     return sum(align(bucket.nbytes) for bucket in buckets)
+
+
+def make_staging(name: TransportName, nbytes: int, device: torch.device) -> Staging:
+    """A sender's buffer of `nbytes` bytes. Raises TransportError: the transport does not work on this device, or memory
+    is short.
+    """
+    if name == "host":
+        return HostStaging(nbytes, device)
+    if name == "cuda_ipc":
+        return CudaIpcStaging(nbytes, device)
+    return NcclStaging(nbytes, device)
 
 
 class WeightSender:

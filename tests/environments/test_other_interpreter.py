@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.config import ConfigError, EnvConfig, load_master_config
-from nemo_rl.environments.agent_environment import AgentSession
+from nemo_rl.environments.interfaces import AgentSession
 from nemo_rl.environments.other_interpreter import AgentError, OtherInterpreter
 from nemo_rl.environments.registry import environment_class
 

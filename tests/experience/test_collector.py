@@ -25,9 +25,9 @@ from nemo_rl.experience.prompt_queue import PromptQueue, QueueLimits
 from nemo_rl.experience.prompts import EpochPrompts, Position
 from nemo_rl.experience.rollout_source import Rollout
 from nemo_rl.experience.rollout_tasks import RefitPolicy
-from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan
 from nemo_rl.experience.samplers import InOrder
 from nemo_rl.experience.store import InProcessStore
+from nemo_rl.experience.trajectories import RolloutLimits, RolloutPlan
 from nemo_rl.models.generation.interfaces import GenerationError, GenerationSamplingParams
 from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.utils.record_events import GroupAdmitted, GroupCommitted, GroupDropped, WaitBegun, WaitEnded

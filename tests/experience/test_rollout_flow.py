@@ -22,8 +22,9 @@ from nemo_rl.experience.columns import rollout_columns
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.failures import is_infrastructure
 from nemo_rl.experience.rollout_source import LiveRollouts, RecordedRollouts, RecordingError, ReplayedRollouts
-from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunner, Trajectory, number_samples
+from nemo_rl.experience.rollouts import RolloutRunner, number_samples
 from nemo_rl.experience.store import InProcessStore, SpentHandleError, StageOutput, TokenStage
+from nemo_rl.experience.trajectories import RolloutLimits, RolloutPlan, Trajectory
 from nemo_rl.models.generation.interfaces import (
     GenerationError,
     GenerationRequest,

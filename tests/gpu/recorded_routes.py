@@ -18,7 +18,7 @@ import pytest
 from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
 from nemo_rl.models.generation.interfaces import GenerationResult
 from nemo_rl.models.generation.vllm import engine_actors
-from nemo_rl.models.generation.vllm.engine_actors import EngineSpec
+from nemo_rl.models.generation.vllm.engine_processes import EngineSpec
 from tests.models.elastic_engines import elastic_engines
 
 ON_GPU = (

@@ -42,7 +42,8 @@ class Targets(Engines):
 
     def receive_window(self, window: dict[str, Any], timeout_s: float) -> None:
         if not self._fleet.fits:
-            self._fleet.set_version(self.shards, None, half_new=True)
+            for shard in self.shards:
+                self._fleet.shards[shard].has(None, half_new=True)
         broken = [shard for shard in self.shards if shard in self._fleet.broken]
         if broken:
             self.culprits = dict.fromkeys(broken, "planted: wrong bytes")

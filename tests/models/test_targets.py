@@ -11,16 +11,26 @@ import ray
 
 from nemo_rl.distributed.worker_calls import WorkerError, WorkerIdentity
 from nemo_rl.models.generation.vllm import targets as module
-from nemo_rl.models.generation.vllm.targets import ShardTargets
+from nemo_rl.models.generation.vllm.shard_state import Shard, ShardState
+from nemo_rl.models.generation.vllm.targets import ShardTargets, Target
 
 pytestmark = pytest.mark.ray
 
 
-def fleet(workers: list[Any], devices: list[list[str]]) -> Any:
-    """What targets need of a fleet."""
-    identities = [WorkerIdentity("vllm", shard, "") for shard in range(len(workers))]
-    shards = [SimpleNamespace(ranks=[{"device": device} for device in ranks]) for ranks in devices]
-    return SimpleNamespace(workers=workers, identities=identities, shards=shards)
+def targets_of(workers: list[Any], devices: list[list[str]]) -> ShardTargets:
+    """Shards that serve, as targets."""
+    return ShardTargets(
+        [
+            Target(
+                shard,
+                worker,
+                WorkerIdentity("vllm", shard, ""),
+                Shard(ShardState.ACTIVE, ranks=[{"device": device} for device in ranks]),
+            )
+            for shard, (worker, ranks) in enumerate(zip(workers, devices, strict=True))
+        ],
+        lambda shard: ShardState.ACTIVE,
+    )
 
 
 @pytest.mark.parametrize(
@@ -38,7 +48,7 @@ def test_copies_on_one_device_must_fit_together(ray_session: None, devices: list
     def worker(ranks: int) -> Any:
         return SimpleNamespace(free_memory=SimpleNamespace(remote=lambda: ray.put([200] * ranks)))
 
-    targets = ShardTargets(fleet([worker(len(ranks)) for ranks in devices], devices), range(len(devices)), True)
+    targets = targets_of([worker(len(ranks)) for ranks in devices], devices)
     assert targets.staging_fits(100) == fits
     assert targets.staging_fits(50)
 
@@ -51,17 +61,15 @@ def test_weights_count_as_half_new_from_the_first_that_is_loaded_until_the_sessi
     methods = {
         name: SimpleNamespace(remote=lambda answer=answer, **_: ray.put(answer)) for name, answer in answers.items()
     }
-    engines = fleet([SimpleNamespace(**methods)], [["cpu@a"]])
-    engines.having = lambda *states: []
-    known: list[tuple[int | None, bool]] = []
-    engines.set_version = lambda shards, version, half_new=False: known.append((version, half_new))
-    targets = ShardTargets(engines, [0], True)
+    targets = targets_of([SimpleNamespace(**methods)], [["cpu@a"]])
+    shard = targets._known[0]
+    shard.has(6)
     targets.begin({"id": "s", "staged": staged}, [{}], 10.0)
-    assert known == []
+    assert (shard.version, shard.half_new) == (6, False)
     targets.receive_window({}, 10.0)
-    assert known == ([] if staged else [(None, True)])
+    assert (shard.version, shard.half_new) == ((6, False) if staged else (None, True))
     assert targets.finish(7, 10.0) == [0.5]
-    assert known[-2:] == [(None, True), (7, False)]
+    assert (shard.version, shard.half_new) == (7, False)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +104,7 @@ def test_a_shard_that_hangs_counts_as_dead_unless_another_one_raised(
     refs = [answer.remote(how) for how in answers]
     workers: list[Any] = [SimpleNamespace(free_memory=SimpleNamespace(remote=lambda ref=ref: ref)) for ref in refs]
     devices = [[f"cpu{shard}@a"] for shard in range(len(answers))]
-    targets = ShardTargets(fleet(workers, devices), range(len(answers)), True)
+    targets = targets_of(workers, devices)
     with pytest.raises(WorkerError):
         targets.staging_fits(100)
     assert targets.culprits.keys() == culprits.keys() and targets.died == died

@@ -11,7 +11,7 @@ import pytest
 
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationSamplingParams, NewTokens
 from nemo_rl.models.generation.vllm import worker as worker_module
-from nemo_rl.models.generation.vllm.engine_actors import EngineSpec
+from nemo_rl.models.generation.vllm.engine_processes import EngineSpec
 from nemo_rl.models.generation.vllm.request_state import ResultBuffer, VersionTracker
 from nemo_rl.models.generation.vllm.worker import VllmGenerationWorker
 

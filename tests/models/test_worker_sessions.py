@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.models.generation.vllm.engine_actors import EngineSpec
+from nemo_rl.models.generation.vllm.engine_processes import EngineSpec
 from nemo_rl.models.generation.vllm.worker import VllmGenerationWorker
 
 

@@ -25,9 +25,10 @@ from nemo_rl.experience.prompt_queue import PromptQueue, QueueLimits
 from nemo_rl.experience.prompts import EpochPrompts
 from nemo_rl.experience.rollout_source import LiveRollouts
 from nemo_rl.experience.rollout_tasks import RefitPolicy
-from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunner
+from nemo_rl.experience.rollouts import RolloutRunner
 from nemo_rl.experience.samplers import InOrder
 from nemo_rl.experience.store import InProcessStore
+from nemo_rl.experience.trajectories import RolloutLimits, RolloutPlan
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult
 from nemo_rl.models.generation.vllm.shard_state import ShardState
 from nemo_rl.time_sharing.history.prompts import PromptChecks

@@ -19,7 +19,7 @@ class Mutant(NamedTuple):
 
 
 _TYPES, _TOPOLOGY, _WELLFORMED = "protocol/types.py", "protocol/topology.py", "protocol/wellformed.py"
-_STATE, _LEDGER, _SAVED = "log/state.py", "log/ledger.py", "log/saved_state.py"
+_STATE, _LEDGER, _SAVED = "log/state.py", "log/ledger.py", "log/segments.py"
 _PLANNER, _PLAN_STATE, _SHARING = "planning/planner.py", "planning/plan_state.py", "planning/apportionment.py"
 _WAKING, _MOVES = "planning/waking.py", "planning/busy_ranks.py"
 _SHARES = "planning/entitlement.py"

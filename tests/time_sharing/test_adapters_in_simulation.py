@@ -16,7 +16,9 @@ from nemo_rl.time_sharing.simulation.adapters import AdapterGeneration, Member, 
 from nemo_rl.time_sharing.simulation.baselines import OURS, QUEUE, SERIAL, STATIC, worth_comparing
 from nemo_rl.time_sharing.simulation.random_scenarios import random_scenario
 from nemo_rl.time_sharing.simulation.results import AloneTimes, run_way
-from nemo_rl.time_sharing.simulation.scenario import Scenario, ScenarioError, parse_scenario
+from nemo_rl.time_sharing.simulation.scenario import Scenario
+from nemo_rl.time_sharing.simulation.scenario_reading import parse_scenario
+from nemo_rl.time_sharing.simulation.scenario_text import ScenarioError
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.utils.record import Entry, MemoryRecord
 from nemo_rl.utils.record_events import (

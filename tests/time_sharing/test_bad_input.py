@@ -41,10 +41,10 @@ from nemo_rl.time_sharing.simulation.scenario import (
     Network,
     PoolSection,
     Scenario,
-    ScenarioError,
     Tokens,
-    parse_scenario,
 )
+from nemo_rl.time_sharing.simulation.scenario_reading import parse_scenario
+from nemo_rl.time_sharing.simulation.scenario_text import ScenarioError
 from nemo_rl.utils.record import RecordWriter
 from nemo_rl.utils.record_events import SCHEMA_VERSION, StepBegun
 

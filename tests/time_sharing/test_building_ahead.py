@@ -11,7 +11,7 @@ from nemo_rl.time_sharing.log.events import BuildsAhead, RankMoved
 from nemo_rl.time_sharing.planning.plan import Plan, Snapshot, explain
 from nemo_rl.time_sharing.planning.validator import validate
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Demand, Phase, Priority, Verb, Want
-from nemo_rl.time_sharing.simulation.scenario import parse_scenario
+from nemo_rl.time_sharing.simulation.scenario_reading import parse_scenario
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.utils.record import MemoryRecord
 

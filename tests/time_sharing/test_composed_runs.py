@@ -10,7 +10,8 @@ import pytest
 
 from nemo_rl.time_sharing.simulation.baselines import OURS, QUEUE, QUEUE_LIMITS, SERIAL, STATIC
 from nemo_rl.time_sharing.simulation.results import AloneTimes, compose, run_way
-from nemo_rl.time_sharing.simulation.scenario import Scenario, parse_scenario
+from nemo_rl.time_sharing.simulation.scenario import Scenario
+from nemo_rl.time_sharing.simulation.scenario_reading import parse_scenario
 
 
 def four_jobs(**more: Any) -> Scenario:

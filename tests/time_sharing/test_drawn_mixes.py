@@ -7,7 +7,7 @@ import pytest
 from benchmarks.drawn_mixes import COSTS, DRAWN, drawn
 from nemo_rl.time_sharing.simulation.baselines import GAP_RATIO, OURS, QUEUE, STATIC
 from nemo_rl.time_sharing.simulation.results import AloneTimes, compose, run_way
-from nemo_rl.time_sharing.simulation.scenario import parse_scenario
+from nemo_rl.time_sharing.simulation.scenario_reading import parse_scenario
 
 
 @pytest.mark.parametrize("mix", DRAWN)

@@ -9,7 +9,8 @@ import pytest
 
 from nemo_rl.time_sharing.cli import main
 from nemo_rl.time_sharing.simulation.fit import FitError, fit
-from nemo_rl.time_sharing.simulation.scenario import Scenario, Validation, load_scenario
+from nemo_rl.time_sharing.simulation.scenario import Scenario, Validation
+from nemo_rl.time_sharing.simulation.scenario_reading import load_scenario
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.utils.record import MemoryRecord
 

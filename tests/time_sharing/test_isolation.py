@@ -15,7 +15,7 @@ from nemo_rl.time_sharing.log.events import Fenced, Isolated, Reconnected
 from nemo_rl.time_sharing.protocol.types import Limits
 from nemo_rl.time_sharing.scheduling.liveness import Isolation
 from nemo_rl.time_sharing.simulation.loop import Wire
-from nemo_rl.time_sharing.simulation.scenario import load_scenario
+from nemo_rl.time_sharing.simulation.scenario_reading import load_scenario
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.utils.record import MemoryRecord
 

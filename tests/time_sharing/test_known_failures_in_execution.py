@@ -24,7 +24,7 @@ from nemo_rl.time_sharing.protocol.types import (
     Verb,
     Want,
 )
-from nemo_rl.time_sharing.simulation.scenario import parse_scenario
+from nemo_rl.time_sharing.simulation.scenario_reading import parse_scenario
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.utils.record import MemoryRecord, NullRecord
 
@@ -314,7 +314,7 @@ def test_a_job_that_is_lost_ends_nobody_else() -> None:
         0,
         lambda clock: NullRecord(),
     )
-    world.loop.at(20.0, lambda: world.crash(world.jobs["lost"]))
+    world.loop.at(20.0, world.jobs["lost"].crash)
     world.run()
     assert {name: run.outcome for name, run in world.jobs.items()} == {"lost": "lost: crashed", "kept": "done"}
 

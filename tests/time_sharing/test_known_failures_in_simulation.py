@@ -18,7 +18,7 @@ from nemo_rl.time_sharing.protocol.types import Phase, Priority
 from nemo_rl.time_sharing.simulation import jobs as jobs_module
 from nemo_rl.time_sharing.simulation.baselines import GAP_RATIO, OURS, accept_all, way
 from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
-from nemo_rl.time_sharing.simulation.scenario import parse_scenario
+from nemo_rl.time_sharing.simulation.scenario_reading import parse_scenario
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import Entry, MemoryRecord, Record

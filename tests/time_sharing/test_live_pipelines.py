@@ -16,12 +16,11 @@ import pytest
 import ray
 import yaml
 
-from nemo_rl.time_sharing.agents.actors import CONTROL_NAMESPACE, SCHEDULER_NAME
+from nemo_rl.time_sharing.agents.actors import CONTROL_NAMESPACE, POOL_NAME, SCHEDULER_NAME
 from nemo_rl.time_sharing.agents.ray_reaper import agent_namespace, rank_actor_name
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.reading import merge_by_machine_time
-from nemo_rl.time_sharing.pipelines.grpo import POOL_NAME
 from nemo_rl.time_sharing.pipelines.job import read_jobs
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.utils.record_events import EngineBuilt, GroupTrained, ShardSlept, StepFinished, VersionPublished

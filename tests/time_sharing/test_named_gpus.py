@@ -7,7 +7,8 @@ import pytest
 from benchmarks.named_gpus import least_s
 from nemo_rl.time_sharing.simulation.baselines import GAP_RATIO, OURS, SERIAL
 from nemo_rl.time_sharing.simulation.results import AloneTimes, compose, run_way
-from nemo_rl.time_sharing.simulation.scenario import Scenario, parse_scenario
+from nemo_rl.time_sharing.simulation.scenario import Scenario
+from nemo_rl.time_sharing.simulation.scenario_reading import parse_scenario
 
 
 def _mix(*, small_at: int, arrive_s: float = 0.0) -> Scenario:

@@ -11,7 +11,7 @@ import pytest
 from nemo_rl.time_sharing.cli import main
 from nemo_rl.time_sharing.simulation.baselines import OURS, SERIAL
 from nemo_rl.time_sharing.simulation.results import AloneTimes, Outcome, run_way
-from nemo_rl.time_sharing.simulation.scenario import parse_scenario
+from nemo_rl.time_sharing.simulation.scenario_reading import parse_scenario
 from nemo_rl.time_sharing.simulation.tables import way_table
 from nemo_rl.time_sharing.viewing.handovers import percentile
 from nemo_rl.utils.record import read_record

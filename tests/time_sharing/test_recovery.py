@@ -16,7 +16,8 @@ from nemo_rl.time_sharing.log.state import InconsistentLog, replay
 from nemo_rl.time_sharing.protocol.types import Priority
 from nemo_rl.time_sharing.scheduling.liveness import SteadyClock
 from nemo_rl.time_sharing.simulation.random_scenarios import random_scenario
-from nemo_rl.time_sharing.simulation.scenario import Scenario, parse_scenario
+from nemo_rl.time_sharing.simulation.scenario import Scenario
+from nemo_rl.time_sharing.simulation.scenario_reading import parse_scenario
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.utils.record import Entry, MemoryRecord, RecordWriter, read_record
 

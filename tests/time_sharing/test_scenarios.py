@@ -13,9 +13,9 @@ import pytest
 
 from nemo_rl.time_sharing.cli import main
 from nemo_rl.time_sharing.protocol.types import Limits
-from nemo_rl.time_sharing.simulation.scenario import ScenarioError, load_scenario, parse_scenario
-from nemo_rl.time_sharing.simulation.scenario_checks import MEANING
 from nemo_rl.time_sharing.simulation.scenario_page import scenario_page
+from nemo_rl.time_sharing.simulation.scenario_reading import MEANING, load_scenario, parse_scenario
+from nemo_rl.time_sharing.simulation.scenario_text import ScenarioError
 
 ROOT = Path(__file__).parents[2]
 POOL = {"gpus_per_node": 4}

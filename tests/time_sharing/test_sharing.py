@@ -11,7 +11,8 @@ from nemo_rl.time_sharing.log.events import RankMoved, Released
 from nemo_rl.time_sharing.log.sharing import SharingWatch
 from nemo_rl.time_sharing.protocol.types import Phase
 from nemo_rl.time_sharing.simulation.results import AloneTimes
-from nemo_rl.time_sharing.simulation.scenario import Scenario, load_scenario
+from nemo_rl.time_sharing.simulation.scenario import Scenario
+from nemo_rl.time_sharing.simulation.scenario_reading import load_scenario
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.utils.record import NullRecord
 

@@ -17,7 +17,9 @@ from nemo_rl.time_sharing.log.events import MemoryFreed, MemoryTaken
 from nemo_rl.time_sharing.simulation.baselines import OURS, QUEUE, SERIAL, STATIC, worth_comparing
 from nemo_rl.time_sharing.simulation.random_scenarios import random_scenario
 from nemo_rl.time_sharing.simulation.results import AloneTimes, compose, run_way
-from nemo_rl.time_sharing.simulation.scenario import Scenario, ScenarioError, parse_scenario
+from nemo_rl.time_sharing.simulation.scenario import Scenario
+from nemo_rl.time_sharing.simulation.scenario_reading import parse_scenario
+from nemo_rl.time_sharing.simulation.scenario_text import ScenarioError
 from nemo_rl.time_sharing.simulation.teachers import SimulatedTeacher, Student
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.utils.record import MemoryRecord
@@ -106,7 +108,7 @@ def test_random_jobs_that_share_a_teacher_end_and_their_record_keeps_every_invar
 def test_students_of_a_teacher_that_is_given_up_end_and_say_why() -> None:
     scenario = parse_scenario(_scenario(crashes=0.0, restarts=0) | {"horizon_s": 1e6})
     world, records = _world(scenario, 0)
-    world.loop.at(60.0, lambda: world.crash(world.jobs["big"]))
+    world.loop.at(60.0, world.jobs["big"].crash)
     world.run()
     assert world.loop.now < 2000.0
     assert "crashed" in world.jobs["big"].fate

@@ -23,7 +23,7 @@ from nemo_rl.weight_sync.layout import TensorMeta
 from nemo_rl.weight_sync.receiver import ChecksumMismatchError, WeightReceiver
 from nemo_rl.weight_sync.sender import SendSpec, WeightSender
 from nemo_rl.weight_sync.session import SyncOptions, SyncSession
-from nemo_rl.weight_sync.transports import base, nccl
+from nemo_rl.weight_sync.transports import nccl
 from nemo_rl.weight_sync.transports.base import Opener, Staging
 from tests.weight_sync.models import DictModel, Engines, weights
 
@@ -89,7 +89,7 @@ class Group:
 @pytest.fixture
 def wires(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wires]:
     shared = Wires()
-    make_staging, make_opener = base.make_staging, base.make_opener
+    make_staging, make_opener = sender_module.make_staging, receiver_module.make_opener
     monkeypatch.setattr(
         sender_module,
         "make_staging",

@@ -167,7 +167,7 @@ def test_bytes_that_a_receiver_copies_travel_while_those_before_them_are_taken_i
             told.append("open")
             return super().open(handle).clone()
 
-    monkeypatch.setattr("nemo_rl.weight_sync.transports.host.HostOpener", CopyingOpener)
+    monkeypatch.setattr("nemo_rl.weight_sync.receiver.HostOpener", CopyingOpener)
     for staged in (False, True):
         told.clear()
         trainer, engines = Trainer(weights(), budget=4096), Engines(DictModel(lambda: told.append("load")))

@@ -23,8 +23,8 @@ from nemo_rl.experience.hooks import (
 from nemo_rl.utils.timer import Timer
 
 if TYPE_CHECKING:
-    from nemo_rl.algorithms.grpo.experience_source import ExperienceSource
     from nemo_rl.algorithms.grpo.refit import Refitter
+    from nemo_rl.experience.collector import Collector
 
 _FIFTIETHS = 50
 
@@ -53,8 +53,10 @@ class GRPOAccelerators(Accelerators, Protocol):
         """See the class."""
         ...
 
-    def start(self, source: ExperienceSource, version: int) -> None:
-        """Prepares for rollouts. If the source generates ahead, generation serves `version` on return."""
+    def start(self, collector: Collector | None, version: int) -> None:
+        """Prepares for rollouts. With a collector, which generates ahead of training, generation serves `version` on
+        return.
+        """
         ...
 
     def serve(self, version: int) -> None:
@@ -69,9 +71,9 @@ class GRPOAccelerators(Accelerators, Protocol):
         """Called once step `step` is trained, while its weights are still on the devices."""
         ...
 
-    def publish(self, step: int, source: ExperienceSource) -> None:
+    def publish(self, step: int, waited_for: Callable[[], tuple[int, int]]) -> None:
         """Called once step `step` is complete and no longer needs the training accelerators. If generation runs ahead,
-        it serves version `step + 1` on return.
+        it serves version `step + 1` on return. `waited_for`: prompt groups of the next step, and those finished.
         """
         ...
 
@@ -93,7 +95,7 @@ class OwnAccelerators:
         self._refitter, self._timer, self._phase = refitter, timer, phase
         self._hooks: RLixHooksProtocol = NoOpRLixHooks()
         self._hooked = self._hooks_refit = self._holds = False
-        self._ahead = False
+        self._collector: Collector | None = None
 
     def call_hooks(self, hooks: RLixHooksProtocol, *, they_refit: bool) -> None:
         """Calls a foreign control plane at the points that `RLixHooksProtocol` names. `they_refit`: whether it owns the
@@ -111,15 +113,15 @@ class OwnAccelerators:
         """What refits generation, if the run does that itself."""
         return None if self._hooks_refit else self._refitter
 
-    def start(self, source: ExperienceSource, version: int) -> None:
+    def start(self, collector: Collector | None, version: int) -> None:
         """Passes the collector to the hooks, and sends the first weights if generation runs ahead. From here on it
         waits for failed shards to be rebuilt.
         """
         if self._hooked:
-            self._hooks.on_trajectory_collector_created(source.collector)
-        self._ahead = source.collector is not None
-        self._refit(source, version)
-        self._await_rebuild(self._ahead)
+            self._hooks.on_trajectory_collector_created(collector)
+        self._collector = collector
+        self._refit(version)
+        self._await_rebuild(collector is not None)
 
     def serve(self, version: int) -> None:
         """Refits unless generation has that version."""
@@ -137,7 +139,7 @@ class OwnAccelerators:
             try:
                 yield lambda ready, of: None
             finally:
-                self._await_rebuild(self._ahead)
+                self._await_rebuild(self._collector is not None)
         elif self._hooked:
             with self._progress(step, groups, ready) as report:
                 yield report
@@ -145,7 +147,7 @@ class OwnAccelerators:
             yield lambda ready, of: self._revive(step)
 
     def _revive(self, step: int) -> None:
-        if self._own is not None and self._ahead:
+        if self._own is not None and self._collector is not None:
             self._own.revive(step)
 
     @contextmanager
@@ -193,7 +195,7 @@ class OwnAccelerators:
         """Lets hooks pack the weights; the run's own refits read them from the devices."""
         self._hooks.before_weight_sync(step)
 
-    def publish(self, step: int, source: ExperienceSource) -> None:
+    def publish(self, step: int, waited_for: Callable[[], tuple[int, int]]) -> None:
         """Lets hooks publish the new version. If they leave it to the run, refits generation that runs ahead;
         otherwise the next `serve` refits. Raises HooksError: the hooks own the accelerators and did not bring
         generation to the new weights.
@@ -206,15 +208,15 @@ class OwnAccelerators:
                 f"{step + 1} and return it"
             )
         if published is None:
-            self._refit(source, step + 1)
+            self._refit(step + 1)
         elif published != step + 1:
             raise HooksError(
                 f"after_training({step}) published version {published}; the weights of {step + 1} completed steps are "
                 "that version"
             )
 
-    def _refit(self, source: ExperienceSource, version: int) -> None:
-        collector = source.collector
+    def _refit(self, version: int) -> None:
+        collector = self._collector
         if collector is None or self._own is None:
             return
         self._phase("refit")

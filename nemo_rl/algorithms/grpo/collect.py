@@ -24,8 +24,9 @@ from nemo_rl.experience.columns import sample_of_row, sample_starts
 from nemo_rl.experience.prompt_group import group_id
 from nemo_rl.experience.prompts import EpochPrompts
 from nemo_rl.experience.rollout_source import RolloutSource
-from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, number_samples
+from nemo_rl.experience.rollouts import number_samples
 from nemo_rl.experience.store import ExperienceStore
+from nemo_rl.experience.trajectories import RolloutLimits, RolloutPlan
 from nemo_rl.models.generation.interfaces import VALIDATION_STEP_OFFSET, GenerationSamplingParams
 from nemo_rl.models.generation.recording import replays
 from nemo_rl.utils.record import Record

@@ -55,7 +55,7 @@ class GRPOSteps(Steps[GRPORun]):
         run = self.run
         try:
             with run.source.running():
-                run.accelerators.start(run.source, run.state.step)
+                run.accelerators.start(run.source.collector, run.state.step)
                 if run.config.grpo.val_at_start and run.state.step == 0:
                     validate(run, 0)
                 run.source.published(run.state.step)
@@ -102,7 +102,7 @@ class GRPOSteps(Steps[GRPORun]):
     def publish(self) -> None:
         """Publishes the new weights and lets the next rollouts begin."""
         run = self.run
-        run.accelerators.publish(run.state.step - 1, run.source)
+        run.accelerators.publish(run.state.step - 1, run.source.waited_for)
         with run.timer.time("begin_rollouts"):
             run.source.published(run.state.step)
 

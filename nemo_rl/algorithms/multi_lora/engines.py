@@ -35,7 +35,7 @@ from nemo_rl.utils.timer import Timer
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-    from nemo_rl.algorithms.grpo.experience_source import ExperienceSource
+    from nemo_rl.experience.collector import Collector
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -229,7 +229,7 @@ class AdapterAccelerators(KeptAccelerators):
         self._engines, self._name, self._slot, self._info = engines, name, slot, info
         self._timer, self._record, self._progress = timer, record, progress
 
-    def start(self, source: ExperienceSource, version: int) -> None:
+    def start(self, collector: Collector | None, version: int) -> None:
         """Sends the first version."""
         self.serve(version)
 
@@ -263,7 +263,7 @@ class AdapterAccelerators(KeptAccelerators):
     def weights_ready(self, step: int) -> None:
         """Does nothing: `serve` reads the adapter from the device."""
 
-    def publish(self, step: int, source: ExperienceSource) -> None:
+    def publish(self, step: int, waited_for: Callable[[], tuple[int, int]]) -> None:
         """Sends the new version."""
         self.serve(step + 1)
 

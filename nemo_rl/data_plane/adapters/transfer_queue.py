@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
     from transfer_queue.metadata import BatchMeta
 
-    from nemo_rl.data_plane.blocks import Buffer
+    from nemo_rl.data_plane.interfaces import Buffer
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 CONTROL_NAMESPACE = "nemo_rl_time_sharing"
 SCHEDULER_NAME = "scheduler"
+POOL_NAME = "pool"
 _START_S = 120.0
 _ASK_AGAIN_S = 0.5
 

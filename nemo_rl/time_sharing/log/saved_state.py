@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
 
 from nemo_rl.time_sharing.log.ledger import (
     AwakeRank,
@@ -23,9 +22,6 @@ from nemo_rl.time_sharing.log.ledger import (
 from nemo_rl.time_sharing.protocol.topology import Topology
 from nemo_rl.time_sharing.protocol.types import Demand, PipelineSpec, Priority
 from nemo_rl.utils.record_events import event_kind
-
-if TYPE_CHECKING:
-    from nemo_rl.time_sharing.log.state import SchedulerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,23 +84,3 @@ class StateSaved:
     commands: tuple[PendingCommand, ...]
     unsure: bool = False
     slots_per_gpu: int = 1
-
-
-def saved(state: SchedulerState) -> StateSaved:
-    """The state as an event, independent of what becomes of the state."""
-    return StateSaved(
-        nodes=state.pool.nodes,
-        gpus_per_node=state.pool.gpus_per_node,
-        slots_per_gpu=state.pool.slots_per_gpu,
-        limits=asdict(state.limits),
-        term=state.term,
-        epoch=state.epoch,
-        plan=state.plan,
-        recovering=state.recovering,
-        unsure=state.unsure,
-        pipelines=tuple(SavedPipeline.of(pipeline) for pipeline in state.pipelines.values()),
-        incarnations=dict(state.incarnations),
-        claims=tuple(copy.copy(claim) for claim in state.claims.values()),
-        quarantines=tuple(copy.copy(quarantine) for quarantine in state.quarantines),
-        commands=tuple(copy.copy(command) for command in state.commands.values()),
-    )

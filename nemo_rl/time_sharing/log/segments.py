@@ -9,17 +9,20 @@ is the newest.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from itertools import islice, pairwise
 from pathlib import Path
 
 from nemo_rl.time_sharing.log import log_end
 from nemo_rl.time_sharing.log.events import Registered, SchedulerStarted
-from nemo_rl.time_sharing.log.saved_state import StateSaved
+from nemo_rl.time_sharing.log.saved_state import SavedPipeline, StateSaved
+from nemo_rl.time_sharing.log.state import SchedulerState
 from nemo_rl.utils.record import BoundRecord, RecordWriter, read_record
 
 logger = logging.getLogger(__name__)
@@ -198,3 +201,23 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def saved(state: SchedulerState) -> StateSaved:
+    """The state as an event, independent of what becomes of the state."""
+    return StateSaved(
+        nodes=state.pool.nodes,
+        gpus_per_node=state.pool.gpus_per_node,
+        slots_per_gpu=state.pool.slots_per_gpu,
+        limits=asdict(state.limits),
+        term=state.term,
+        epoch=state.epoch,
+        plan=state.plan,
+        recovering=state.recovering,
+        unsure=state.unsure,
+        pipelines=tuple(SavedPipeline.of(pipeline) for pipeline in state.pipelines.values()),
+        incarnations=dict(state.incarnations),
+        claims=tuple(copy.copy(claim) for claim in state.claims.values()),
+        quarantines=tuple(copy.copy(quarantine) for quarantine in state.quarantines),
+        commands=tuple(copy.copy(command) for command in state.commands.values()),
+    )

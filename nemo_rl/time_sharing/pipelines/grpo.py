@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config import ClusterConfig, MasterConfig
-from nemo_rl.time_sharing.agents.actors import CONTROL_NAMESPACE, RayLink
+from nemo_rl.time_sharing.agents.actors import CONTROL_NAMESPACE, POOL_NAME, RayLink
 from nemo_rl.time_sharing.agents.runtime import AgentRuntime, Dismissed, EngineError, Ranks
 from nemo_rl.time_sharing.log.pool_state import Outcome, Progress
 from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _REGISTER_S = 60.0
-POOL_NAME = "pool"
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from nemo_rl.config.teachers import teachers_of
 from nemo_rl.time_sharing.pipelines.adapters import ADAPTERS, STOP_S, AdaptersConfig, adapters_command
 from nemo_rl.time_sharing.pipelines.command_config import EXTERNAL, CommandConfig, read_command
 from nemo_rl.time_sharing.pipelines.fits import as_teacher, divides, engines_are_too_wide, engines_of, teachers_fit
-from nemo_rl.time_sharing.pipelines.folders import with_own_folders
+from nemo_rl.time_sharing.pipelines.folders import Config, with_own_folders
 from nemo_rl.time_sharing.planning import placement
 from nemo_rl.time_sharing.protocol.topology import GpuOutsidePool, Pool, Topology, register
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, UNMEASURED_RANK_BATCH
@@ -69,7 +69,6 @@ _MEGATRON = "megatron_train"
 _COMMAND_SLICE_S = 60.0
 _STRATEGIES = {ACTOR_TRAIN: (_MEGATRON, "fsdp2_train"), ACTOR_INFER: ("vllm",)}
 
-Config = MasterConfig | SFTMasterConfig | EvalMasterConfig | CommandConfig
 Wrapper = Mapping[str, Any]  # the keys of a wrapper file
 
 
@@ -215,7 +214,8 @@ def read_jobs(files: Sequence[str | Path], pool: Pool, overrides: Sequence[str] 
         meant = [text for text in overrides if _concerns(text, source, sources)]
         job = _read_job(source, pool, meant, taken=[other.name for other in jobs])
         jobs.append(job.placed(pool, [other.mapped for other in jobs]))
-    jobs = with_own_folders(jobs)
+    own = with_own_folders({job.name: job.config for job in jobs if not job.teaches})
+    jobs = [replace(job, config=own.get(job.name, job.config)) for job in jobs]
     for job in jobs:
         job.topology(pool)
     return jobs

@@ -16,12 +16,12 @@ from contextlib import contextmanager
 
 from nemo_rl.algorithms.accelerators import DemandKind, ReportProgress
 from nemo_rl.algorithms.distillation.engine_teacher import ServedTeacher
-from nemo_rl.algorithms.grpo.experience_source import ExperienceSource
 from nemo_rl.algorithms.grpo.placement import Built
 from nemo_rl.algorithms.placement import Clusters
 from nemo_rl.config import MasterConfig
 from nemo_rl.config.teachers import Teacher
 from nemo_rl.distributed.accelerators import Accelerator
+from nemo_rl.experience.collector import Collector
 from nemo_rl.models.generation.elastic import ElasticGeneration
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.models.policy.lm_policy import Policy
@@ -236,9 +236,9 @@ class LentAccelerators:
         self._holds = False
         self.waited_s = 0.0
 
-    def start(self, source: ExperienceSource, version: int) -> None:
+    def start(self, collector: Collector | None, version: int) -> None:
         """Generation begins with the first demand: ranks wake with the cached weights."""
-        self._elastic.recompute_kv = source.collector is None or source.collector.tasks.refits.recompute_kv
+        self._elastic.recompute_kv = collector is None or collector.tasks.refits.recompute_kv
         self._check_served(version)
 
     def serve(self, version: int) -> None:
@@ -298,7 +298,7 @@ class LentAccelerators:
             self._cache.build(step + 1)
             self._runtime.cache_built(step + 1)
 
-    def publish(self, step: int, source: ExperienceSource) -> None:
+    def publish(self, step: int, waited_for: Callable[[], tuple[int, int]]) -> None:
         """Training leaves the GPUs, ranks that serve are refreshed, and the GPUs go back with the next demand. Raises
         TimeoutError: the version did not reach the serving ranks in time.
         """
@@ -307,7 +307,7 @@ class LentAccelerators:
             with self._timer.time("weight_sync/offload"):
                 leave_accelerators(self._policy, self._accelerator)
             self._runtime.publish(step + 1, self._wait_s, recompute_kv=self._elastic.recompute_kv)
-            groups, ready = source.waited_for()
+            groups, ready = waited_for()
             self._runtime.release(ACTOR_TRAIN, target=groups, done=ready, unit=self._samples)
         self._holds = False
 

@@ -18,8 +18,7 @@ from nemo_rl.config.errors import first_line
 from nemo_rl.config.teachers import Teacher
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.generation.interfaces import GenerationError
-from nemo_rl.time_sharing.agents.actors import CONTROL_NAMESPACE
-from nemo_rl.time_sharing.pipelines.grpo import POOL_NAME
+from nemo_rl.time_sharing.agents.actors import CONTROL_NAMESPACE, POOL_NAME
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
@@ -21,12 +20,10 @@ from nemo_rl.time_sharing.simulation.engines import Generation, Sample, Shard
 from nemo_rl.time_sharing.simulation.job_process import Group, JobProcess
 from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
 from nemo_rl.time_sharing.simulation.scenario import Adapter, AdapterJob, Costs
+from nemo_rl.time_sharing.simulation.surroundings import Surroundings
 from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.adapter_turns import Ready, Turns
 from nemo_rl.utils.record import Record
-
-if TYPE_CHECKING:
-    from nemo_rl.time_sharing.simulation.world import World
 
 
 @dataclass(slots=True)
@@ -60,7 +57,10 @@ class AdapterGeneration(Generation):
     """Engines that draw each request with its adapter, in the version that it began with."""
 
     def __init__(self, job: SimulatedAdapters, ranks: Sequence[tuple[int, ...]], record: Record) -> None:
-        super().__init__(job.world, job.job.engine, ranks, record, job.take_sample, lambda sample: None)
+        world = job.world
+        super().__init__(
+            world.loop, world.crowding, job.job.engine, ranks, record, job.take_sample, lambda sample: None
+        )
         self._members, self._killed = job.members, job.rank_killed
 
     @override
@@ -102,7 +102,7 @@ def _turns(plan: AdapterJob) -> Turns:
 class SimulatedAdapters(SimulatedJob):
     """A job of many adapters."""
 
-    def __init__(self, plan: AdapterJob, world: World, costs: Costs) -> None:
+    def __init__(self, plan: AdapterJob, world: Surroundings, costs: Costs) -> None:
         super().__init__(plan.as_job(), world, costs)
         self.plan = plan
         self.members = {
@@ -206,7 +206,7 @@ class SimulatedAdapters(SimulatedJob):
 
     def rank_killed(self, rank: int) -> None:
         """The command died with a rank: its job ends as one that died by itself does."""
-        self.world.loop.after(0.0, self.world.crash, self)
+        self.world.loop.after(0.0, self.crash)
 
     @override
     def perform(self, operation: Operation) -> None:

@@ -24,8 +24,9 @@ from nemo_rl.time_sharing.simulation.coverage import EXPECTED
 from nemo_rl.time_sharing.simulation.fit import fit as fit_scenario
 from nemo_rl.time_sharing.simulation.random_scenarios import run_many
 from nemo_rl.time_sharing.simulation.results import AloneTimes, Outcome, run_way, summarise
-from nemo_rl.time_sharing.simulation.scenario import Scenario, load_scenario
+from nemo_rl.time_sharing.simulation.scenario import Scenario
 from nemo_rl.time_sharing.simulation.scenario_page import DEFAULT_PAGE, scenario_page
+from nemo_rl.time_sharing.simulation.scenario_reading import load_scenario
 from nemo_rl.time_sharing.simulation.tables import simulated
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.time_sharing.viewing.report import write_report

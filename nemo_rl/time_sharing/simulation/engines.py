@@ -13,14 +13,12 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from nemo_rl.time_sharing.simulation.crowding import Crowding
+from nemo_rl.time_sharing.simulation.loop import Loop
 from nemo_rl.time_sharing.simulation.scenario import Engine, Job
 from nemo_rl.utils.record import Record
 from nemo_rl.utils.record_events import RequestFinished, RequestSubmitted, TokensGenerated, VersionSpan
-
-if TYPE_CHECKING:
-    from nemo_rl.time_sharing.simulation.world import World
 
 _SICK = 0.2
 """The part of its normal rate under which a shard counts as broken."""
@@ -87,19 +85,20 @@ class Generation:
 
     def __init__(
         self,
-        world: World,
+        loop: Loop,
+        crowding: Crowding,
         engine: Engine,
         ranks: Sequence[tuple[int, ...]],
         record: Record,
         finished: Callable[[Sample], None],
         turn_over: Callable[[Sample], None],
     ) -> None:
-        self.shards = [Shard(rank, world.gpus_of(slots)) for rank, slots in enumerate(ranks)]
+        self.shards = [Shard(rank, gpus) for rank, gpus in enumerate(ranks)]
         self.queue: deque[Sample] = deque()
         self.busy_rank_s = 0.0
-        self._loop, self._engine, self._record = world.loop, engine, record
+        self._loop, self._engine, self._record = loop, engine, record
         self._finished, self._turn_over = finished, turn_over
-        self._crowding = world.crowding
+        self._crowding = crowding
         self._requests = 0
 
     def submit(self, samples: list[Sample]) -> None:

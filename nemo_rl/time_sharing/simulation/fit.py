@@ -18,7 +18,8 @@ import numpy as np
 from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Priority, Verb
-from nemo_rl.time_sharing.simulation.scenario import Scenario, parse_scenario
+from nemo_rl.time_sharing.simulation.scenario import Scenario
+from nemo_rl.time_sharing.simulation.scenario_reading import parse_scenario
 from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import Entry
 

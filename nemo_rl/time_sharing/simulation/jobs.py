@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from nemo_rl.time_sharing.agents.agent import Agent
 from nemo_rl.time_sharing.agents.agent_parts import REFRESH, Operation
@@ -18,18 +17,16 @@ from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Answer, Command, Pr
 from nemo_rl.time_sharing.simulation.engines import Generation, Sample
 from nemo_rl.time_sharing.simulation.job_process import Group, JobProcess
 from nemo_rl.time_sharing.simulation.scenario import Costs, Job
+from nemo_rl.time_sharing.simulation.surroundings import Surroundings
 from nemo_rl.time_sharing.simulation.watch import AgentWatch
 from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import Record
-
-if TYPE_CHECKING:
-    from nemo_rl.time_sharing.simulation.world import World
 
 
 class SimulatedJob:
     """A job as the outside sees it, over all its incarnations."""
 
-    def __init__(self, job: Job, world: World, costs: Costs) -> None:
+    def __init__(self, job: Job, world: Surroundings, costs: Costs) -> None:
         self.job, self.world, self.costs = job, world, costs
         self.process: JobProcess | None = None
         self.trained_steps = 0
@@ -70,7 +67,7 @@ class SimulatedJob:
         """The user starts the job; or its supervisor starts it again."""
         if self.first_seen is None:
             self.first_seen = self.world.loop.now
-        topology = self.world.register(self, self.incarnations)
+        topology = self.world.register(self.job, self.incarnations)
         if topology is None:
             self.world.loop.after(1.0, self.arrive)
             return
@@ -96,6 +93,12 @@ class SimulatedJob:
         else:
             self.world.loop.after(self.world.scenario.faults.restart_s, self.arrive)
 
+    def crash(self, reason: str = "crashed") -> None:
+        """The agent process dies; what its workers hold on the GPUs stays until somebody ends them."""
+        if self.process is not None:
+            self.world.leave_orphans(self.job.name, self.process)
+            self.kill(reason)
+
     def stop(self) -> None:
         """The user stops the job."""
         self.stopping = True
@@ -112,7 +115,7 @@ class SimulatedJob:
         world = self.world
         record = world.record_of(f"{self.job.name}/driver")
         agent = Agent(topology, self.incarnations, self, record, version=self.trained_steps)
-        generation = self._generation(topology.ranks, record)
+        generation = self._generation([world.gpus_of(slots) for slots in topology.ranks], record)
         self.process = process = JobProcess(
             self.incarnations, agent, AgentWatch(agent), generation, record, world.loop, self.job.turns
         )
@@ -130,7 +133,8 @@ class SimulatedJob:
         self._heartbeat(process)
 
     def _generation(self, ranks: Sequence[tuple[int, ...]], record: Record) -> Generation:
-        return Generation(self.world, self.job.engine, ranks, record, self._sample_done, self._turn_over)
+        loop, crowding = self.world.loop, self.world.crowding
+        return Generation(loop, crowding, self.job.engine, ranks, record, self._sample_done, self._turn_over)
 
     def _heartbeat(self, process: JobProcess) -> None:
         if process.dead or process is not self.process:
@@ -147,7 +151,7 @@ class SimulatedJob:
     def _end(self, outcome: str) -> None:
         self.outcome = outcome
         self.finished_at = self.world.loop.now
-        self.world.job_ended(self)
+        self.world.job_ended(self.job.name)
 
     def _leave(self, process: JobProcess) -> None:
         self._drop_groups(process)
@@ -427,12 +431,12 @@ class SimulatedJob:
             return
         if not left:
             # Fenced while alive: its processes are ended by the reaper; it stops at once.
-            self.world.evict(self)
+            self.crash("fenced")
             return
         process.dead = True
         self.generate_gpu_s += process.generation.busy_rank_s * self.job.tp
         process.generation.drop_all()
-        self.world.leave_orphans(self)
+        self.world.leave_orphans(self.job.name, process)
         self.process = None
         self._end("stopped" if self.stopping and self.trained_steps < self.job.steps else "done")
 

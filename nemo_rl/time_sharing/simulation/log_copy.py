@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 
-from nemo_rl.time_sharing.log.saved_state import saved
+from nemo_rl.time_sharing.log.segments import saved
 from nemo_rl.time_sharing.log.state import SchedulerState, replay
 from nemo_rl.time_sharing.protocol.types import SCHEDULER
 from nemo_rl.utils.record import Entry, Record, decode_line, encode_entry

@@ -19,7 +19,8 @@ from typing import NamedTuple
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.simulation.coverage import reached
 from nemo_rl.time_sharing.simulation.harsh_scenarios import Drawn, harsher
-from nemo_rl.time_sharing.simulation.scenario import Scenario, parse_scenario
+from nemo_rl.time_sharing.simulation.scenario import Scenario
+from nemo_rl.time_sharing.simulation.scenario_reading import parse_scenario
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.utils.record import MemoryRecord, Record
 

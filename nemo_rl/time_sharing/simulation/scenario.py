@@ -8,10 +8,9 @@ converted: text is no number and `true` is not 1. Times are in seconds, all virt
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_rl.time_sharing.planning import placement
 from nemo_rl.time_sharing.protocol.topology import Pool
@@ -24,8 +23,8 @@ from nemo_rl.time_sharing.protocol.types import (
     Limits,
     limits_from,
 )
-from nemo_rl.time_sharing.simulation.scenario_checks import FLEET_GIVES, MOST_SAMPLES, fleet_job, problems_of
-from nemo_rl.time_sharing.simulation.scenario_text import ScenarioError, in_words, read_mapping
+
+MOST_SAMPLES = 1_000_000  # that are simulated at once
 
 Int = Annotated[int, Field(strict=True)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -384,60 +383,3 @@ class Scenario(_Section):
     @property
     def scheduler_limits(self) -> Limits:
         return limits_from(self.limits)
-
-
-def load_scenario(path: str | Path) -> Scenario:
-    """Reads a scenario YAML file. Raises ScenarioError for a file that is missing, not YAML or not a scenario."""
-    return parse_scenario(read_mapping(Path(path)), where=str(path))
-
-
-def parse_scenario(given: object, *, where: str = "scenario") -> Scenario:
-    """A scenario from plain data. Raises ScenarioError with one line per mistake: path of the key, the value, and what
-    is allowed.
-    """
-    if not isinstance(given, dict):
-        raise ScenarioError(f"{where}: a scenario is a mapping of keys, this is a {type(given).__name__}")
-    expanded, places, problems = _unroll_fleets(given)
-    if not problems:
-        try:
-            scenario = Scenario.model_validate(expanded)
-        except ValidationError as error:
-            problems = in_words(error, Scenario, places)
-        else:
-            problems = list(dict.fromkeys(problems_of(scenario, places)))
-            if not problems:
-                return scenario
-    raise ScenarioError("\n".join(f"{where}: {problem}" for problem in problems))
-
-
-def _unroll_fleets(given: dict[object, Any]) -> tuple[dict[object, object], list[str], list[str]]:
-    """The scenario with its fleets as jobs, where in the file each job comes from, and mistakes of the fleets."""
-    jobs = given.get("jobs", [])
-    places = [f"jobs.{number}" for number in range(len(jobs))] if isinstance(jobs, (list, tuple)) else []
-    try:
-        pool = PoolSection.model_validate(given.get("pool", {}))
-        fleets = {name: Fleet.model_validate(raw) for name, raw in given.get("fleets", {}).items()}
-    except (ValidationError, AttributeError):
-        # Left as it is, so that the mistake is reported where the field itself is checked, with its path.
-        return given, places, []
-    if not fleets or not isinstance(jobs, (list, tuple)):
-        return given, places, []
-    size = pool.nodes * pool.gpus_per_node * pool.slots_per_gpu
-    problems: list[str] = []
-    made: list[object] = list(jobs)
-    for name, fleet in fleets.items():
-        if fleet.width > size:
-            problems.append(f"fleets.{name}.width: {fleet.width} GPUs do not fit the pool of {size} GPUs")
-        if fleet.train_gpus > fleet.width:
-            problems.append(
-                f"fleets.{name}.train_gpus: {fleet.train_gpus} is more than the fleet's width of {fleet.width} GPUs"
-            )
-        problems += [
-            f"fleets.{name}.job.{key}: each job of a fleet gets its own; leave it out"
-            for key in FLEET_GIVES
-            if key in fleet.job
-        ]
-        if not problems:
-            made += [fleet_job(name, fleet, number, size) for number in range(fleet.count)]
-            places += [f"fleets.{name}.job"] * fleet.count
-    return {**given, "jobs": made, "fleets": {}}, places, problems

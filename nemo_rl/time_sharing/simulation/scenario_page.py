@@ -31,7 +31,7 @@ from nemo_rl.time_sharing.simulation.scenario import (
     Tokens,
     Validation,
 )
-from nemo_rl.time_sharing.simulation.scenario_checks import MEANING
+from nemo_rl.time_sharing.simulation.scenario_reading import MEANING
 from nemo_rl.time_sharing.simulation.scenario_text import PAGE
 from nemo_rl.utils.text import table
 

@@ -6,20 +6,16 @@ Invariant: samples that a teacher lost with its processes are sent again by the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from nemo_rl.time_sharing.simulation.adapters import SimulatedAdapters
 from nemo_rl.time_sharing.simulation.engines import Sample
 from nemo_rl.time_sharing.simulation.job_process import Group, JobProcess
 from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
 from nemo_rl.time_sharing.simulation.scenario import Costs, Job, Scenario
-from nemo_rl.time_sharing.simulation.scenario_checks import TEACHER_FOUND_S
-
-if TYPE_CHECKING:
-    from nemo_rl.time_sharing.simulation.world import World
+from nemo_rl.time_sharing.simulation.scenario_reading import TEACHER_FOUND_S
+from nemo_rl.time_sharing.simulation.surroundings import Surroundings
 
 
-def jobs_of(scenario: Scenario, world: World) -> dict[str, SimulatedJob]:
+def jobs_of(scenario: Scenario, world: Surroundings) -> dict[str, SimulatedJob]:
     """All jobs of a scenario by name, its teachers and its jobs of adapters last."""
     teachers = {one.name: SimulatedTeacher(one.as_job(), world, scenario.costs) for one in scenario.teachers}
     jobs: dict[str, SimulatedJob] = {}
@@ -35,7 +31,7 @@ def jobs_of(scenario: Scenario, world: World) -> dict[str, SimulatedJob]:
 class SimulatedTeacher(SimulatedJob):
     """Engines that score what students send."""
 
-    def __init__(self, job: Job, world: World, costs: Costs) -> None:
+    def __init__(self, job: Job, world: Surroundings, costs: Costs) -> None:
         super().__init__(job, world, costs)
         self.students: list[Student] = []
         self.batches = 0
@@ -101,7 +97,7 @@ class SimulatedTeacher(SimulatedJob):
 class Student(SimulatedJob):
     """A job whose teacher scores a step's samples before it asks for training GPUs."""
 
-    def __init__(self, job: Job, world: World, costs: Costs, teacher: SimulatedTeacher) -> None:
+    def __init__(self, job: Job, world: Surroundings, costs: Costs, teacher: SimulatedTeacher) -> None:
         super().__init__(job, world, costs)
         self._teacher = teacher
         teacher.students.append(self)

@@ -8,8 +8,10 @@ so that the checker needs no other truth.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from typing_extensions import override
 
 from nemo_rl.time_sharing.log.events import MemoryFreed, PlanRejected
 from nemo_rl.time_sharing.log.segments import MUST_LAST
@@ -32,11 +34,12 @@ from nemo_rl.time_sharing.protocol.types import (
 from nemo_rl.time_sharing.scheduling.liveness import SteadyClock
 from nemo_rl.time_sharing.scheduling.scheduler import PlanRule, Scheduler, StillRegistered
 from nemo_rl.time_sharing.simulation.batch_queue import BatchQueue
-from nemo_rl.time_sharing.simulation.crowding import Crowding
+from nemo_rl.time_sharing.simulation.job_process import JobProcess
 from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
 from nemo_rl.time_sharing.simulation.log_copy import LogCopy, saved_state_of
-from nemo_rl.time_sharing.simulation.loop import Loop, Wire
+from nemo_rl.time_sharing.simulation.loop import Wire
 from nemo_rl.time_sharing.simulation.scenario import Job, Scenario
+from nemo_rl.time_sharing.simulation.surroundings import Surroundings
 from nemo_rl.time_sharing.simulation.teachers import jobs_of
 from nemo_rl.time_sharing.simulation.watch import SchedulerWatch
 from nemo_rl.utils.record import Entry, Record
@@ -54,7 +57,7 @@ class _Memory:
     gpus: tuple[int, ...]
 
 
-class World:
+class World(Surroundings):
     """One simulation. `record` gets every event; `rule` is the planner, `validator` judges its plans. With a
     `queue`, jobs start when and where that says, instead of when they come.
     """
@@ -69,13 +72,8 @@ class World:
         validator: Validator = validate,
         queue: BatchQueue | None = None,
     ) -> None:
-        self.scenario, self.seed = scenario, seed
-        self.limits = scenario.scheduler_limits
-        self.loop = Loop()
+        super().__init__(scenario, seed, make_record)
         self.rng = random.Random(f"{seed}/world")
-        self.wire = Wire(self.loop, scenario.network, random.Random(f"{seed}/wire"))
-        self._record = make_record(lambda: self.loop.now)
-        self.crowding = Crowding(scenario.pool.neighbours_slow)
         self.jobs = jobs_of(scenario, self)
         self.open_jobs = len(self.jobs)
         self._rule, self._validator, self._queue = rule, validator, queue
@@ -110,27 +108,10 @@ class World:
             self._log.emit(PlanRejected(tuple(dict.fromkeys(problems))))
         return plan
 
-    def gpus_of(self, slots: Iterable[int]) -> tuple[int, ...]:
-        """The GPUs that slots lie on."""
-        return tuple(dict.fromkeys(map(self.scenario.gpu_pool.gpu_of, slots)))
-
-    def trainer_works(self, job: Job) -> float:
-        """A trainer begins; how many times as long its work takes for what else is on its GPUs."""
-        gpus = self.gpus_of(job.train)
-        self.crowding.begin(job.name, gpus)
-        return self.crowding.factor(job.name, gpus)
-
-    def trainer_rests(self, job: Job) -> None:
-        """A trainer ends its work on GPUs."""
-        self.crowding.end(job.name, self.gpus_of(job.train))
-
     @property
     def entries(self) -> list[Entry]:
         """The scheduler's own log."""
         return self._log.entries
-
-    def record_of(self, source: str) -> Record:
-        return self._record.bind(source)
 
     def _arrive(self, job: SimulatedJob) -> None:
         if self._queue is None:
@@ -149,10 +130,11 @@ class World:
                 job.job = placed
                 job.arrive()
 
-    def job_ended(self, job: SimulatedJob) -> None:
+    @override
+    def job_ended(self, name: str) -> None:
         self.open_jobs -= 1
         if self._queue is not None:
-            self._queue.ended(job.job.name)
+            self._queue.ended(name)
             self._start_queued()
         if self.open_jobs == 0:
             longest_end_s = 4 * self.limits.lease_s + 4 * self.limits.reap_s
@@ -170,9 +152,9 @@ class World:
 
     # The wire.
 
-    def register(self, job: SimulatedJob, incarnation: int) -> Topology | None:
-        """A registration call: None when the scheduler is down or not ready for this job yet."""
-        scheduler, spec = self._scheduler, job.job
+    @override
+    def register(self, spec: Job, incarnation: int) -> Topology | None:
+        scheduler = self._scheduler
         if scheduler is None or any(self.wire.is_cut(way, spec.name) for way in _BOTH_WAYS):
             return None
         try:
@@ -198,9 +180,11 @@ class World:
             self._arm(self.loop.now)
         return topology
 
+    @override
     def to_scheduler_status(self, name: str, status: Status) -> None:
         self.wire.send(Wire.FROM, name, self._on_status, status)
 
+    @override
     def to_scheduler_answer(self, name: str, answer: Answer) -> None:
         self.wire.send(Wire.FROM, name, self._on_answer, answer)
 
@@ -253,7 +237,7 @@ class World:
             if alive and command.rank >= 0:
                 self._end_rank(job, command.rank)
             elif alive:
-                self.evict(job)
+                job.crash("fenced")
             what = f"rank {command.rank}" if command.rank >= 0 else None
             self._free_orphans((job.job.name, command.incarnation), what)
         answer = Answer(
@@ -271,31 +255,15 @@ class World:
             process.record.emit(MemoryFreed(f"rank {rank}", process.agent.topology.ranks[rank]))
             process.agent.rank_ended(rank)
 
-    def evict(self, job: SimulatedJob) -> None:
-        """Ends all processes of a job."""
-        self.leave_orphans(job)
-        job.kill("fenced")
-
-    def crash(self, job: SimulatedJob) -> None:
-        """The agent process dies by itself; what its workers hold on the GPUs stays until somebody ends them."""
-        if job.process is not None:
-            self.leave_orphans(job)
-            job.kill("crashed")
-
-    def leave_orphans(self, job: SimulatedJob) -> None:
-        """Notes the GPUs of the job's workers, which outlived its driver."""
-        process = job.process
-        if process is None:
-            return
-        orphans = [
-            _Memory(f"{job.job.name}/driver", cluster, held.gpus) for cluster, held in process.agent.holds.items()
-        ]
+    @override
+    def leave_orphans(self, name: str, process: JobProcess) -> None:
+        orphans = [_Memory(f"{name}/driver", cluster, held.gpus) for cluster, held in process.agent.holds.items()]
         orphans += [
-            _Memory(f"{job.job.name}/driver", f"rank {i}", process.agent.topology.ranks[i])
+            _Memory(f"{name}/driver", f"rank {i}", process.agent.topology.ranks[i])
             for i, rank in enumerate(process.agent.ranks)
             if rank.phase is not Phase.ASLEEP
         ]
-        self._orphans.setdefault((job.job.name, process.incarnation), []).extend(orphans)
+        self._orphans.setdefault((name, process.incarnation), []).extend(orphans)
 
     def _free_orphans(self, whose: tuple[str, int], what: str | None) -> None:
         orphans = self._orphans.pop(whose, [])
@@ -342,7 +310,7 @@ class World:
     def _strike_agent(self) -> bool:
         job = self._some_job()
         if job is not None:
-            self.crash(job)
+            job.crash()
         return job is not None
 
     def _strike_scheduler(self) -> bool:

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import json
 import re
-import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 from nemo_rl.config import ClusterConfig, ConfigError, GenerationConfig, PolicyConfig
@@ -26,6 +25,7 @@ from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.recording import Recording, recording_of
 from nemo_rl.models.generation.vllm.decision_reader import engine_arguments
 from nemo_rl.models.generation.vllm.engine_nodes import EngineNodes
+from nemo_rl.models.generation.vllm.engine_processes import EngineSpec
 
 DEEP_GEMM_VARIABLE = "VLLM_USE_DEEP_GEMM"
 EXTENSION = "nemo_rl.models.generation.vllm.extension.VllmInternalWorkerExtension"
@@ -36,41 +36,6 @@ _WEIGHTS_OVERHEAD = 1.1
 _LEAST_FREE = 0.02
 _WORKER = "nemo_rl.models.generation.vllm.worker.VllmGenerationWorker"
 _FURTHER = "nemo_rl.models.generation.vllm.engine_nodes.EngineNodeWorker"
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """How one engine is started.
-
-    Attributes:
-        cuts_to_room: Whether a request's limit is cut to the room left in `max_model_len`, or the request refused.
-        has_neighbours: Whether other jobs use the device at the same time, so that its memory tells nothing of this
-            engine's.
-        run: Name of these engines that no others on the machine have.
-    """
-
-    engine_kwargs: dict[str, object]  # keyword arguments of `AsyncEngineArgs`
-    env: dict[str, str] = field(default_factory=dict)  # environment variables that must be set before vLLM is imported
-    cuda: bool = False  # whether the engine runs on GPUs
-    sleep_level: int = 2  # level at which the engine sleeps
-    max_model_len: int = 0
-    cuts_to_room: bool = True
-    seeds_requests: bool = True  # whether each request is drawn from its own seed, or all from the engine's
-    stats_interval_s: float | None = None  # seconds between readings of the engine's statistics; None reads none
-    engines_per_device: int = 1  # engines that share each device; neighbours in the order of shards
-    has_neighbours: bool = False
-    recording: Recording | None = None  # what is recorded of its decisions; None if nothing is
-    engine_records_routes: bool = False  # whether vLLM records routes itself, rather than our extension
-    run: str = field(default_factory=lambda: uuid.uuid4().hex)
-
-    def shared_device(self, shard: int) -> str | None:
-        """Name on this machine of the device that a shard shares with other engines; None where it has its own."""
-        return None if self.engines_per_device == 1 else f"{self.run}-{shard // self.engines_per_device}"
-
-    def kwargs_of(self, shard: int) -> dict[str, object]:
-        """Keyword arguments of one shard's engine: no two draw the same numbers."""
-        seed = self.engine_kwargs.get("seed")
-        return self.engine_kwargs | ({"seed": seed + shard} if isinstance(seed, int) else {})
 
 
 def engine_spec(

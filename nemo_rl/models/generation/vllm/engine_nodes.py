@@ -24,6 +24,7 @@ from nemo_rl.distributed.virtual_cluster import MEETING_S
 from nemo_rl.distributed.worker_groups import RayWorkerGroup
 from nemo_rl.models.generation.interfaces import GenerationError
 from nemo_rl.models.generation.vllm.engine_processes import (
+    EngineSpec,
     engine_config,
     forked_engine,
     import_engine,
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
 
-    from nemo_rl.models.generation.vllm.engine_actors import EngineSpec
 
 logger = logging.getLogger(__name__)
 

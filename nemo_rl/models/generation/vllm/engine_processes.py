@@ -1,4 +1,4 @@
-"""The processes of an engine: start, rendezvous files, end with their owner, and their last output.
+"""The processes of an engine: what starts them, rendezvous files, their end with their owner, and their last output.
 
 vLLM spawns an engine's process inside Ray actors, and a spawned process imports everything again, a third of an
 engine's start on CPUs; here it is forked from its actor, if that has not touched the GPU driver. Sockets and files go
@@ -24,8 +24,10 @@ import stat
 import sys
 import tempfile
 import threading
+import uuid
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from importlib import import_module
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -35,6 +37,7 @@ from unittest.mock import patch
 import psutil
 
 from nemo_rl.distributed.processes import importing
+from nemo_rl.models.generation.recording import Recording
 from nemo_rl.utils.directory_lock import abandoned
 
 if TYPE_CHECKING:
@@ -59,6 +62,41 @@ _TAIL_LINES = 25
 _ENGINE_ERROR = re.compile(
     r"\W*(?:\x1b\[[0-9;]*m)*\((?:EngineCore|Worker)[^)]*\)(?:\x1b\[[0-9;]*m)* ERROR \S+ \S+ \[[^]]*\] ?(.*)"
 )
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """How one engine is started.
+
+    Attributes:
+        cuts_to_room: Whether a request's limit is cut to the room left in `max_model_len`, or the request refused.
+        has_neighbours: Whether other jobs use the device at the same time, so that its memory tells nothing of this
+            engine's.
+        run: Name of these engines that no others on the machine have.
+    """
+
+    engine_kwargs: dict[str, object]  # keyword arguments of `AsyncEngineArgs`
+    env: dict[str, str] = field(default_factory=dict)  # environment variables that must be set before vLLM is imported
+    cuda: bool = False  # whether the engine runs on GPUs
+    sleep_level: int = 2  # level at which the engine sleeps
+    max_model_len: int = 0
+    cuts_to_room: bool = True
+    seeds_requests: bool = True  # whether each request is drawn from its own seed, or all from the engine's
+    stats_interval_s: float | None = None  # seconds between readings of the engine's statistics; None reads none
+    engines_per_device: int = 1  # engines that share each device; neighbours in the order of shards
+    has_neighbours: bool = False
+    recording: Recording | None = None  # what is recorded of its decisions; None if nothing is
+    engine_records_routes: bool = False  # whether vLLM records routes itself, rather than our extension
+    run: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def shared_device(self, shard: int) -> str | None:
+        """Name on this machine of the device that a shard shares with other engines; None where it has its own."""
+        return None if self.engines_per_device == 1 else f"{self.run}-{shard // self.engines_per_device}"
+
+    def kwargs_of(self, shard: int) -> dict[str, object]:
+        """Keyword arguments of one shard's engine: no two draw the same numbers."""
+        seed = self.engine_kwargs.get("seed")
+        return self.engine_kwargs | ({"seed": seed + shard} if isinstance(seed, int) else {})
 
 
 def import_engine(engine_kwargs: dict[str, object]) -> None:

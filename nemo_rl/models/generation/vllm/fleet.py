@@ -22,7 +22,7 @@ from nemo_rl.models.generation.interfaces import ShardStateError, WakeError
 from nemo_rl.models.generation.vllm.dispatch import Dispatcher
 from nemo_rl.models.generation.vllm.loops import answer_of
 from nemo_rl.models.generation.vllm.shard_state import Shard, ShardState, is_lost
-from nemo_rl.models.generation.vllm.targets import ShardTargets
+from nemo_rl.models.generation.vllm.targets import ShardTargets, Target
 from nemo_rl.utils.record_events import ShardSlept, ShardWoken, VersionPublished
 
 if TYPE_CHECKING:
@@ -93,10 +93,10 @@ class EngineFleet:
         wanted = self.shards if shards is None else shards
         return [shard for shard in wanted if self.state(shard) is not ShardState.FAILED]
 
-    def set_version(self, shards: Iterable[int], version: int | None, *, half_new: bool = False) -> None:
+    def set_version(self, shards: Iterable[int], version: int | None) -> None:
         """Writes down what weights shards have from here on; see `Shard`."""
         for shard in shards:
-            self.shards[shard].version, self.shards[shard].half_new = version, half_new
+            self.shards[shard].has(version)
 
     def _check(self, shards: Iterable[int]) -> list[int]:
         wanted = sorted(set(shards))
@@ -172,7 +172,8 @@ class EngineFleet:
         """Shards as the targets of a sync session. `recompute_kv`: whether running requests recompute keys and
         values.
         """
-        return ShardTargets(self, shards, recompute_kv)
+        chosen = [Target(shard, self.workers[shard], self.identities[shard], self.shards[shard]) for shard in shards]
+        return ShardTargets(chosen, self.state, recompute_kv=recompute_kv)
 
     # -- failed and rebuilt -------------------------------------------------------------------------------------------
 
@@ -222,7 +223,7 @@ class EngineFleet:
     def started(self, shard: int, ranks: list[dict[str, Any]]) -> None:
         """A shard's engine is up. `ranks`: see `Shard`."""
         self.shards[shard].ranks = ranks
-        self.set_version([shard], None)
+        self.shards[shard].has(None)
 
     def lost(self) -> list[int]:
         """Quarantined shards that are rebuilt, and not given up."""
@@ -377,7 +378,7 @@ class EngineFleet:
         """
         versions: list[int] = self.call(shards, "accept")
         for shard, version in zip(shards, versions, strict=True):
-            self.set_version([shard], version)
+            self.shards[shard].has(version)
         return versions
 
     def set_routable(self, shard: int, active: bool) -> None:

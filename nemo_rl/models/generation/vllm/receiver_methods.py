@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from nemo_rl.weight_sync.layout import BucketLayout, TensorMeta, dtype_of, unpack
-from nemo_rl.weight_sync.receiver import ChecksumMismatchError, LoadTarget, SyncProtocolError
-from nemo_rl.weight_sync.transports.base import TransportName, make_opener
+from nemo_rl.weight_sync.receiver import ChecksumMismatchError, LoadTarget, SyncProtocolError, make_opener
+from nemo_rl.weight_sync.transports.base import TransportName
 from nemo_rl.weight_sync.transports.nccl import BroadcastGroup
 
 

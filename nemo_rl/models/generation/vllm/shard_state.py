@@ -35,6 +35,10 @@ class Shard:
     attempts: int = 0  # rebuilds that failed since its engine last stood
     build: Future[None] | None = None  # the rebuild under way
 
+    def has(self, version: int | None, *, half_new: bool = False) -> None:
+        """Writes down what weights it has from here on."""
+        self.version, self.half_new = version, half_new
+
 
 def is_lost(error: WorkerError) -> bool:
     """Whether a failure means that the shard is gone: its process or engine died, or it does not answer."""

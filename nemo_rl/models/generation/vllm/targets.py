@@ -6,40 +6,55 @@ Sends a session's calls to the workers of its shards only, and reports which fai
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
 from nemo_rl.config.errors import first_line
-from nemo_rl.distributed.worker_calls import WorkerError, wait_for_workers, worker_failure
+from nemo_rl.distributed.worker_calls import WorkerError, WorkerIdentity, wait_for_workers, worker_failure
 from nemo_rl.models.generation.interfaces import ShardStateError
-from nemo_rl.models.generation.vllm.shard_state import ShardState, is_lost
+from nemo_rl.models.generation.vllm.shard_state import Shard, ShardState, is_lost
 
 if TYPE_CHECKING:
     from ray import ObjectRef
+    from ray.actor import ActorHandle
 
-    from nemo_rl.models.generation.vllm.fleet import EngineFleet
-
+_ABSENT = (ShardState.UNBUILT, ShardState.ASLEEP, ShardState.FAILED)
 _ANSWER_S = 30.0
 _CULPRITS_S = 5.0
 _STAGING_MARGIN = 1.2
 
 
+class Target(NamedTuple):
+    """A shard that is to take weights."""
+
+    shard: int
+    worker: ActorHandle[object]
+    identity: WorkerIdentity
+    known: Shard  # what its fleet knows of it
+
+
 class ShardTargets:
-    """Targets of one session. `recompute_kv`: whether running requests recompute keys and values under the new weights.
+    """Targets of one session.
+
+    Args:
+        state: Where a shard is now.
+        recompute_kv: Whether running requests recompute keys and values under the new weights.
 
     Attributes:
         culprits: After a failure, the shards that caused it and their errors.
         died: Whether the culprits are gone rather than raised.
     """
 
-    def __init__(self, fleet: EngineFleet, wanted: Sequence[int], recompute_kv: bool) -> None:
-        self.shards = tuple(wanted)
-        self._fleet = fleet
-        self._workers = [fleet.workers[shard] for shard in wanted]
-        self._identities = [fleet.identities[shard] for shard in wanted]
-        self._devices = [[rank["device"] for rank in fleet.shards[shard].ranks] for shard in wanted]
+    def __init__(
+        self, targets: Sequence[Target], state: Callable[[int], ShardState], *, recompute_kv: bool = True
+    ) -> None:
+        self.shards = tuple(target.shard for target in targets)
+        self._state, self._known = state, [target.known for target in targets]
+        self._workers = [target.worker for target in targets]
+        self._identities = [target.identity for target in targets]
+        self._devices = [[rank["device"] for rank in known.ranks] for known in self._known]
         self._recompute_kv, self._staged = recompute_kv, False
         self.culprits: dict[int, str] = {}
         self.died = False
@@ -57,8 +72,8 @@ class ShardTargets:
         """Opens the session on every target, each rank by its own route. Raises ShardStateError: a target sleeps or is
         quarantined; WorkerError: a target refused: its version is newer, or another session is open.
         """
-        absent = self._fleet.having(ShardState.UNBUILT, ShardState.ASLEEP, ShardState.FAILED)
-        out = {shard: self._fleet.state(shard).value for shard in self.shards if shard in absent}
+        states = {shard: self._state(shard) for shard in self.shards}
+        out = {shard: state.value for shard, state in states.items() if state in _ABSENT}
         if out:
             # One may have died since it was chosen.
             self.culprits = {shard: "it is quarantined" for shard, state in out.items() if state == "failed"}
@@ -83,7 +98,7 @@ class ShardTargets:
     def receive_window(self, window: dict[str, object], timeout_s: float) -> None:
         """Takes a window on every target."""
         if not self._staged:
-            self._fleet.set_version(self.shards, None, half_new=True)
+            self._have(None, half_new=True)
         self._wait(
             [worker.receive_window.remote(window=window, timeout_s=timeout_s) for worker in self._workers],
             "receive_window",
@@ -93,14 +108,18 @@ class ShardTargets:
     def finish(self, version: int, timeout_s: float) -> list[float]:
         """Finalises every target; seconds for which each stopped serving."""
         # What was staged is loaded here.
-        self._fleet.set_version(self.shards, None, half_new=True)
+        self._have(None, half_new=True)
         pauses_s = self._wait(
             [worker.finish_sync.remote(version=version, timeout_s=timeout_s) for worker in self._workers],
             "finish_sync",
             timeout_s,
         )
-        self._fleet.set_version(self.shards, version)
+        self._have(version)
         return pauses_s
+
+    def _have(self, version: int | None, *, half_new: bool = False) -> None:
+        for known in self._known:
+            known.has(version, half_new=half_new)
 
     def abort(self, session_id: str) -> None:
         """Ends the session on every target that still answers."""

@@ -23,10 +23,10 @@ from nemo_rl.models.generation.interfaces import (
     StaleVersionError,
 )
 from nemo_rl.models.generation.vllm.decision_reader import DecisionReader
-from nemo_rl.models.generation.vllm.engine_actors import EngineSpec
 from nemo_rl.models.generation.vllm.engine_memory import EngineMemory, device_turn
 from nemo_rl.models.generation.vllm.engine_nodes import FurtherRanks, Rendezvous
 from nemo_rl.models.generation.vllm.engine_processes import (
+    EngineSpec,
     forked_engine,
     import_engine,
     remove_socket_folder,

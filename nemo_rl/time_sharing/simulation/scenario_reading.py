@@ -1,19 +1,21 @@
-"""What is wrong with a scenario that no single key shows, in the words of its keys."""
+"""Reads scenarios, and says what is wrong with one that no single key shows, in the words of its keys."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from re import fullmatch
-from typing import TYPE_CHECKING
+from typing import Any
+
+from pydantic import ValidationError
 
 from nemo_rl.config.errors import did_you_mean
 from nemo_rl.time_sharing.protocol.topology import RegistrationError, register
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, COUNTS, Limits, limits_from
-
-if TYPE_CHECKING:
-    from nemo_rl.time_sharing.simulation.scenario import Fleet, Job, Scenario
+from nemo_rl.time_sharing.simulation.scenario import MOST_SAMPLES, Fleet, Job, PoolSection, Scenario
+from nemo_rl.time_sharing.simulation.scenario_text import ScenarioError, in_words, read_mapping
 
 MEANING = {
     "aging_s": "A waiting request rises by one priority in this time.",
@@ -87,7 +89,6 @@ def _problem(key: str, value: float, known: list[str]) -> str:
 
 
 FLEET_GIVES = ("name", "train", "infer")
-MOST_SAMPLES = 1_000_000
 _ADAPTER = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
 TEACHER_FOUND_S = 600.0
 """How long a job waits for a teacher that is not there, as in a pool."""
@@ -229,3 +230,60 @@ def fleet_job(name: str, fleet: Fleet, number: int, pool_size: int) -> dict[str,
         "arrive_s": number * fleet.arrive_every_s,
         **fleet.job,
     }
+
+
+def load_scenario(path: str | Path) -> Scenario:
+    """Reads a scenario YAML file. Raises ScenarioError for a file that is missing, not YAML or not a scenario."""
+    return parse_scenario(read_mapping(Path(path)), where=str(path))
+
+
+def parse_scenario(given: object, *, where: str = "scenario") -> Scenario:
+    """A scenario from plain data. Raises ScenarioError with one line per mistake: path of the key, the value, and what
+    is allowed.
+    """
+    if not isinstance(given, dict):
+        raise ScenarioError(f"{where}: a scenario is a mapping of keys, this is a {type(given).__name__}")
+    expanded, places, problems = _unroll_fleets(given)
+    if not problems:
+        try:
+            scenario = Scenario.model_validate(expanded)
+        except ValidationError as error:
+            problems = in_words(error, Scenario, places)
+        else:
+            problems = list(dict.fromkeys(problems_of(scenario, places)))
+            if not problems:
+                return scenario
+    raise ScenarioError("\n".join(f"{where}: {problem}" for problem in problems))
+
+
+def _unroll_fleets(given: dict[object, Any]) -> tuple[dict[object, object], list[str], list[str]]:
+    """The scenario with its fleets as jobs, where in the file each job comes from, and mistakes of the fleets."""
+    jobs = given.get("jobs", [])
+    places = [f"jobs.{number}" for number in range(len(jobs))] if isinstance(jobs, (list, tuple)) else []
+    try:
+        pool = PoolSection.model_validate(given.get("pool", {}))
+        fleets = {name: Fleet.model_validate(raw) for name, raw in given.get("fleets", {}).items()}
+    except (ValidationError, AttributeError):
+        # Left as it is, so that the mistake is reported where the field itself is checked, with its path.
+        return given, places, []
+    if not fleets or not isinstance(jobs, (list, tuple)):
+        return given, places, []
+    size = pool.nodes * pool.gpus_per_node * pool.slots_per_gpu
+    problems: list[str] = []
+    made: list[object] = list(jobs)
+    for name, fleet in fleets.items():
+        if fleet.width > size:
+            problems.append(f"fleets.{name}.width: {fleet.width} GPUs do not fit the pool of {size} GPUs")
+        if fleet.train_gpus > fleet.width:
+            problems.append(
+                f"fleets.{name}.train_gpus: {fleet.train_gpus} is more than the fleet's width of {fleet.width} GPUs"
+            )
+        problems += [
+            f"fleets.{name}.job.{key}: each job of a fleet gets its own; leave it out"
+            for key in FLEET_GIVES
+            if key in fleet.job
+        ]
+        if not problems:
+            made += [fleet_job(name, fleet, number, size) for number in range(fleet.count)]
+            places += [f"fleets.{name}.job"] * fleet.count
+    return {**given, "jobs": made, "fleets": {}}, places, problems
