@@ -129,6 +129,16 @@ _DIFFERENT = {
         "looser and stricter where [the table of judges](evaluation.md#judges) says so",
         "`1,2` is not `12`, and a box around a letter is no other answer",
     ),
+    "`hf_math_verify`: a `%` without the backslash that LaTeX wants": (
+        "another answer than `\\%`",
+        "the same answer",
+        "data has either spelling, and `\\boxed{50\\%}` answers `50%`",
+    ),
+    "arguments of tool calls that rows have as JSON text, as OpenAI's format has them": (
+        "given to the chat template as they are, so that most templates quote them once more",
+        "objects, as vLLM's server gives them to the template, or text where it reads no objects",
+        "a model should call tools in the form that its server parses",
+    ),
     "`env.code`: what a cell without a value shows, and its reward": (
         "not known",
         "what it printed; 1 where the result equals `ground_truth`, else 0",

@@ -244,9 +244,18 @@ def _message(raw: object, what: str) -> Message:
     for key in _TRAINED:
         if more.get(key) in _YES:
             del more[key]
+    if "tool_calls" in more:
+        more["tool_calls"] = _tool_calls(more["tool_calls"], f"{what}: its tool_calls")
     if is_empty(content) and (more.keys() & {"tool_calls", "function_call"} or isinstance(content, str)):
         content = ""
     return {"role": name, "content": as_text(content, f"{what}: its content"), **more}
+
+
+def _tool_calls(calls: object, what: str) -> list[object]:
+    calls = plain(from_json(calls, what))
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise refusal(what, calls, "a list of calls, such as [{'function': {'name': 'add', 'arguments': {'a': 1}}}]")
+    return calls
 
 
 def _either(raw: Mapping[str, object], name: str, other: str, what: str) -> object:

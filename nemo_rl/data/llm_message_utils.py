@@ -17,6 +17,7 @@ import torch
 
 from nemo_rl.data.chat_alignment import align
 from nemo_rl.data.interfaces import DataError, LLMMessageLogType, Message, TaskDataSpec
+from nemo_rl.data.tool_calls import readable_calls
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 if TYPE_CHECKING:
@@ -131,6 +132,7 @@ def get_formatted_message_log(
     """
     messages = prompted(message_log, task_data_spec)
     opens = add_generation_prompt and messages[-1]["role"] != "assistant"
+    messages = readable_calls(messages, lambda some: render_chat(tokenizer, some, opens, tools))
     stop_texts = tuple(dict.fromkeys([*stop_texts, *([tokenizer.eos_token] if tokenizer.eos_token else [])]))
     marks = _GENERATION.search(str(tokenizer.chat_template)) is not None
     aligned = align(

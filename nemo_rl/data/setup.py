@@ -21,6 +21,7 @@ from nemo_rl.data.datasets.registry import load_response_dataset
 from nemo_rl.data.interfaces import DataError, TaskDataProcessFnCallable, TaskDataSpec
 from nemo_rl.data.llm_message_utils import render_chat
 from nemo_rl.data.processors import AllTaskProcessedDataset
+from nemo_rl.data.tool_calls import readable_calls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -151,12 +152,13 @@ def _is_shown(key: str, example: HandedOn, tokenizer: PreTrainedTokenizerBase) -
     if key in ("reasoning_content", "thinking") and key in str(tokenizer.chat_template):
         # Templates leave out the reasoning of earlier turns, as their models were trained.
         return True
-    without = [{name: value for name, value in message.items() if name != key} for message in example.messages]
     tools = example.tools
     try:
-        whole = render_chat(tokenizer, example.messages, False, tools)
+        messages = readable_calls(example.messages, lambda some: render_chat(tokenizer, some, False, tools))
+        whole = render_chat(tokenizer, messages, False, tools)
     except (DataError, TypeError) as error:
         raise DataError(f"{example.place}: {error}") from error
+    without = [{name: value for name, value in message.items() if name != key} for message in messages]
     try:
         return whole != render_chat(tokenizer, without, False, None if key == "tools" else tools)
     except (DataError, TypeError):
