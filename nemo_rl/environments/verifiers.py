@@ -24,6 +24,7 @@ class Verdict:
 Verifier = Callable[[str, str], Verdict]
 
 _INTEGER = re.compile(r"-?\d{1,18}")
+_BARE_PERCENT = re.compile(r"(?<!\\)%")
 _ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 # What may stand between "Answer:" and the letter: emphasis, mathematics, a box, brackets.
 _MARKUP = r"(?:[*$(\[{「【\s]|\\(?:boxed|text|textbf|mathbf|mathrm|\(|\[))*"
@@ -67,17 +68,24 @@ def quick(response: str, expected: str) -> Verdict | None:
 
 def hf_math_verify(response: str, expected: str) -> Verdict:
     """Mathematical equality by math-verify (https://github.com/huggingface/Math-Verify): any answer read from the
-    response may match.
+    response may match. A `%` and LaTeX's `\\%` are the same.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    # Its own deadlines raise in Python code only and need SIGALRM, which the verifier process has for a deadline that
-    # always holds.
-    gold = parse(f"\\boxed{{{expected}}}", extraction_config=(LatexExtractionConfig(),), parsing_timeout=0)
-    found = parse(response, extraction_config=(ExprExtractionConfig(), LatexExtractionConfig()), parsing_timeout=0)
-    if not gold or not found:
-        return Verdict(0.0, None)
-    return Verdict(float(verify(gold, found, timeout_seconds=0)), str(found[-1]))
+    def judged(response: str, expected: str) -> Verdict:
+        # Its own deadlines raise in Python code only and need SIGALRM, which the verifier process has for a deadline
+        # that always holds.
+        gold = parse(f"\\boxed{{{expected}}}", extraction_config=(LatexExtractionConfig(),), parsing_timeout=0)
+        found = parse(response, extraction_config=(ExprExtractionConfig(), LatexExtractionConfig()), parsing_timeout=0)
+        if not gold or not found:
+            return Verdict(0.0, None)
+        return Verdict(float(verify(gold, found, timeout_seconds=0)), str(found[-1]))
+
+    verdict = judged(response, expected)
+    if verdict.reward or not any(map(_BARE_PERCENT.search, (response, expected))):
+        return verdict
+    again = judged(*(_BARE_PERCENT.sub(r"\\%", text) for text in (response, expected)))
+    return again if again.reward else verdict
 
 
 def dapo_math_verify(response: str, expected: str) -> Verdict:
