@@ -189,6 +189,7 @@ def begin_policy(
         config.policy,
         weights_path=str(paths.weights.resolve()) if paths else None,
         optimizer_path=str(optimizer.resolve()) if optimizer else None,
+        steps_done=resume.info["total_steps"] if resume is not None else 0,
         init_reference_model=init_reference_model,
         profile=profile_of_run(),
     )

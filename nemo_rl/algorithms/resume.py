@@ -60,7 +60,7 @@ _EFFECT: dict[ResumeChange, str] = {
     "environment": "rewards come from the new one",
     "loss": "the new one is minimised",
     "model": "the policy goes on from the checkpoint's weights, the new model is only the KL's reference",
-    "optimizer": "its state starts from zero",
+    "optimizer": "its state starts from zero; the learning rate goes on from the step",
     "seed": "the current epoch keeps its order, later ones and sampling follow the new seed",
     "batch": "the epoch goes on at the prompt where it was",
 }

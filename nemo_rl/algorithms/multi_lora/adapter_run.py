@@ -133,6 +133,7 @@ def build_run(
             config.policy,
             None if paths is None else str(paths.weights.resolve()),
             None if paths is None or paths.optimizer is None or fresh else str(paths.optimizer.resolve()),
+            ready.resume.info["total_steps"] if ready.resume is not None else 0,
         )
         undo.callback(shared.policy.clear_slot, slot)
         start.say(f"slot {slot}: {taken / (1 << 20):.1f} MiB on each training rank, with its optimizer")

@@ -35,7 +35,7 @@ from nemo_rl.models.policy.backend import Backend, BackendOptions
 from nemo_rl.models.policy.batches import shares_prompts
 from nemo_rl.models.policy.logits import LogitTransform, logit_transform
 from nemo_rl.models.policy.model_config import compute_dtype
-from nemo_rl.models.policy.optimizer import build_optimizer, build_scheduler
+from nemo_rl.models.policy.optimizer import advance_scheduler, build_optimizer, build_scheduler
 from nemo_rl.models.policy.packed import (
     PackedBatch,
     idle_microbatch,
@@ -77,6 +77,8 @@ def build_backend(cfg: PolicyConfig, sizes: ParallelSizes, options: BackendOptio
     scheduler = build_scheduler(cfg.scheduler, optimizer) if optimizer is not None else None
     if optimizer is not None and options.optimizer_path is not None:
         load_optimizer(scorer, optimizer, scheduler, options.optimizer_path)
+    elif scheduler is not None:
+        advance_scheduler(scheduler, options.steps_done)
     if initial is not None:
         reference = partial(_swapped_in, initial, scorer)
     else:

@@ -153,6 +153,8 @@ class MegatronBackend(Backend):
             self.schedule = build_schedule(self.optimizer, cfg)
             if options.optimizer_path is not None:
                 load_optimizer(self._state(), self.schedule, self._trained, options.optimizer_path)
+            else:
+                self.schedule.step(increment=options.steps_done)
         self._reference = reference
         self.snapshots = self.writer = CheckpointWriter(groups, hf, generation_config(cfg, hf))
         tensors = [*(p.data for chunk in model.chunks for p in chunk.parameters())]

@@ -89,6 +89,9 @@ def build_schedule(optimizer: MegatronOptimizer, cfg: PolicyConfig) -> Optimizer
         end_wd=keys.end_weight_decay,
         wd_incr_steps=decay,
         wd_incr_style=keys.weight_decay_incr_style,
+        # A checkpoint says how far the run is; rates and lengths are the configuration's, which may have changed.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )
 
 

@@ -175,7 +175,9 @@ class MultiLoraBackend(DTensorBackend):
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
-    def fill(self, slot: int, cfg: PolicyConfig, weights_path: str | None, optimizer_path: str | None) -> int:
+    def fill(
+        self, slot: int, cfg: PolicyConfig, weights_path: str | None, optimizer_path: str | None, steps_done: int = 0
+    ) -> int:
         """Puts an adapter into an empty slot, at its start or from a checkpoint; the bytes that it takes with its
         optimizer's state.
 
@@ -183,6 +185,7 @@ class MultiLoraBackend(DTensorBackend):
             cfg: The adapter's policy section.
             weights_path: A PEFT directory to start from.
             optimizer_path: Directory of the optimizer's state to start from.
+            steps_done: Steps behind the weights, for a start without optimizer state.
 
         Raises CheckpointMismatchError: the checkpoint is of another base, rank or optimizer.
         """
@@ -213,6 +216,10 @@ class MultiLoraBackend(DTensorBackend):
         )
         if optimizer_path is not None:
             _load_optimizer(adapter, dict(self.slots.named(slot)), optimizer_path)
+        else:
+            adapter.steps = steps_done
+            if scheduler is not None:
+                advance_scheduler(scheduler, steps_done)
         self.adapters[slot] = adapter
         # Factors, their gradients and two moments.
         return 4 * sum(parameter.numel() * parameter.element_size() for parameter in parameters)

@@ -56,14 +56,24 @@ class MultiLoraPolicy(Policy):
     # -- slots --------------------------------------------------------------------------------------------------------
 
     def fill_slot(
-        self, slot: int, cfg: PolicyConfig, weights_path: str | None = None, optimizer_path: str | None = None
+        self,
+        slot: int,
+        cfg: PolicyConfig,
+        weights_path: str | None = None,
+        optimizer_path: str | None = None,
+        steps_done: int = 0,
     ) -> int:
         """Puts an adapter into an empty slot, at its start or from a checkpoint. Returns bytes that it takes on each
         rank. Raises WorkerError: the checkpoint is of another base, rank or optimizer.
         """
         with self._turn:
             found: list[int] = self.worker_group.run(
-                "fill_slot", slot=slot, policy=cfg, weights_path=weights_path, optimizer_path=optimizer_path
+                "fill_slot",
+                slot=slot,
+                policy=cfg,
+                weights_path=weights_path,
+                optimizer_path=optimizer_path,
+                steps_done=steps_done,
             )
         return found[0]
 

@@ -45,10 +45,15 @@ class MultiLoraWorker(PolicyWorker):
     # -- slots --------------------------------------------------------------------------------------------------------
 
     def fill_slot(
-        self, slot: int, policy: PolicyConfig, weights_path: str | None = None, optimizer_path: str | None = None
+        self,
+        slot: int,
+        policy: PolicyConfig,
+        weights_path: str | None = None,
+        optimizer_path: str | None = None,
+        steps_done: int = 0,
     ) -> int:
         """See `MultiLoraBackend.fill`."""
-        return self.multi.fill(slot, policy, weights_path, optimizer_path)
+        return self.multi.fill(slot, policy, weights_path, optimizer_path, steps_done)
 
     def clear_slot(self, slot: int) -> None:
         """Empties a slot."""

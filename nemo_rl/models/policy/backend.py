@@ -37,6 +37,7 @@ class BackendOptions:
     init_reference_model: bool = True  # whether the weights that the run started from are kept
     weights_path: str | None = None  # checkpoint weights to start from
     optimizer_path: str | None = None  # checkpoint optimizer state to start from
+    steps_done: int = 0  # steps behind the weights: where the schedule is if there is no optimizer state
 
 
 class Backend(StepBackend, Protocol):
@@ -201,9 +202,9 @@ class BackendSpec:
         Args:
             model: The model's Hugging Face configuration.
 
-        Raises UnsupportedModelError: its sizes do not divide, or it is of an unknown kind; KernelUnavailableError: a
-        package is asked for and not installed; OptimizerConfigError: optimizer or schedule do not exist or refuse their
-        arguments.
+        Raises UnsupportedModelError: its sizes do not divide, it is of an unknown kind, or its weights are quantised;
+        KernelUnavailableError: a package is asked for and not installed; OptimizerConfigError: optimizer or schedule do
+        not exist or refuse their arguments.
         """
         resolve_fqn(self.checker)(cfg, model)
 

@@ -53,6 +53,7 @@ def start_policy_actors(
     init_optimizer: bool = True,
     weights_path: str | None = None,
     optimizer_path: str | None = None,
+    steps_done: int = 0,
     init_reference_model: bool = True,
     worker_extension_cls_fqn: str | None = None,
     bundle_indices_list: Sequence[tuple[int, list[int]]] | None = None,
@@ -65,6 +66,7 @@ def start_policy_actors(
         cluster: Slots; all of them, unless `bundle_indices_list` names some (overlapping placement).
         weights_path: Checkpoint weights to start from.
         optimizer_path: Checkpoint optimizer state to start from.
+        steps_done: Steps behind the weights, for a start without optimizer state.
         init_reference_model: Whether the initial weights are kept for reference log-probabilities.
         worker_extension_cls_fqn: Dotted name of a worker class to use instead of `PolicyWorker`.
         bundle_indices_list: Slots to use, as `(node_rank, [bundle])`.
@@ -78,6 +80,7 @@ def start_policy_actors(
         init_reference_model=init_reference_model,
         weights_path=weights_path,
         optimizer_path=optimizer_path,
+        steps_done=steps_done,
     )
     return RayWorkerGroup(
         cluster,

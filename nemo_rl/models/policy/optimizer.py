@@ -103,8 +103,11 @@ def advance_scheduler(scheduler: LRScheduler, steps: int) -> None:
     """Advances a new schedule by `steps` steps, in place. Steps are repeated, not restored: changed arguments take
     effect, and unchanged ones give the same rate bit for bit.
     """
-    for _ in range(steps):
-        scheduler.step()
+    with warnings.catch_warnings():
+        # The optimizer made these steps in an earlier process.
+        warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
+        for _ in range(steps):
+            scheduler.step()
 
 
 def _build_one(name: str, kwargs: dict[str, object], optimizer: torch.optim.Optimizer, index: int) -> LRScheduler:

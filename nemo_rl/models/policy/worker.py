@@ -65,6 +65,7 @@ class PolicyWorker(TQWorkerMixin):
         init_reference_model: Whether a copy of the initial weights is kept.
         weights_path: Checkpoint weights to start from.
         optimizer_path: Checkpoint optimizer state to start from.
+        steps_done: Steps behind the weights, for a start without optimizer state.
     """
 
     def __init__(
@@ -75,9 +76,10 @@ class PolicyWorker(TQWorkerMixin):
         init_reference_model: bool = True,
         weights_path: str | None = None,
         optimizer_path: str | None = None,
+        steps_done: int = 0,
     ) -> None:
         self.cfg = cfg
-        self._options = BackendOptions(init_optimizer, init_reference_model, weights_path, optimizer_path)
+        self._options = BackendOptions(init_optimizer, init_reference_model, weights_path, optimizer_path, steps_done)
         self._mbs = cfg.train_micro_batch_size
         self._sender: WeightSender | None = None
         self._groups = KeptGroup()
