@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import random
-from collections.abc import Callable, Generator, Iterable, Mapping, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
@@ -68,6 +68,7 @@ class Loaders(Generic[TrainLoader]):
 
     train: TrainLoader
     validation: StatefulDataLoader[Batch] | None
+    validated_rows: int | None = None  # rows, from the first, that a validation reads; None for all
 
 
 class HasShutdown(Protocol):
@@ -168,6 +169,8 @@ def prepared(
             resume = same_contents(resume, datasets.contents, config.checkpointing.resume)
             _check_rows(datasets, tokenizer, model, config.data.max_input_seq_length, start.say, algorithm.mask)
             loaders = algorithm.loaders(datasets, tokenizer)
+            for line in never_validated(datasets.validation_by_task, loaders.validated_rows):
+                start.say(line)
             state, total_steps = _position(algorithm, resume, loaders.train)
             state.data_contents = datasets.contents
         if resume is not None:
@@ -230,6 +233,21 @@ def _check_rows(
     hold_to_vocabulary([rows for by_task in by_key.values() for rows in by_task.values()], tokenizer, model)
     for key, by_task in by_key.items():
         check_prompt_lengths(f"data.{key}", by_task, limit, say, mask)
+
+
+def never_validated(by_task: Mapping[str, Sized], validated_rows: int | None) -> Iterator[str]:
+    """A line for each validation set that no validation reaches: they follow each other, and it reads the first rows.
+    `validated_rows`: see `Loaders`.
+    """
+    first = 0
+    for task, rows in by_task.items():
+        if validated_rows is not None and validated_rows <= first:
+            yield (
+                f"data.validation ({task}): none of its {len(rows)} rows is ever validated, because a validation reads "
+                f"the first {validated_rows} rows of all sets together; raise grpo.max_val_samples (SFT: "
+                "sft.val_batches), or name smaller sets with data.validation.*.max_samples"
+            )
+        first += len(rows)
 
 
 def import_transformers() -> None:

@@ -46,10 +46,23 @@ def loaders_have_their_shares(config: RootConfig) -> Iterator[str]:
         return
     if data.num_prompts_per_dataloader is None:
         yield "data.use_multiple_dataloader needs data.num_prompts_per_dataloader"
-    elif isinstance(config, MasterConfig) and config.grpo.num_prompts_per_step % data.num_prompts_per_dataloader:
+        return
+    if not isinstance(config, MasterConfig):
+        return
+    grpo, each = config.grpo, data.num_prompts_per_dataloader
+    prompts, of = grpo.num_prompts_per_step, f"grpo.num_prompts_per_step {grpo.num_prompts_per_step}"
+    if grpo.batch_multiplier != 1:
+        prompts, of = prompts * grpo.batch_multiplier, f"{of} * grpo.batch_multiplier {grpo.batch_multiplier}"
+    if prompts % each:
+        yield f"data.num_prompts_per_dataloader {each} does not divide {of}"
+
+
+@rule
+def fine_tuning_has_one_loader(config: SFTMasterConfig) -> Iterator[str]:
+    if config.data.use_multiple_dataloader:
         yield (
-            f"data.num_prompts_per_dataloader {data.num_prompts_per_dataloader} does not divide "
-            f"grpo.num_prompts_per_step {config.grpo.num_prompts_per_step}"
+            "data.use_multiple_dataloader is true, and SFT has one loader, which draws from all datasets in proportion "
+            "to their rows; set it to false (data.train.*.repeat gives a dataset more weight)"
         )
 
 

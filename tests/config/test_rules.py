@@ -451,6 +451,19 @@ BROKEN = [
     (["data.train={dataset_name: gsm8k}"], "data.validation is null"),
     (["data.train=[]", "grpo.val_period=0"], "data.train: an empty list"),
     (["data.use_multiple_dataloader=true"], "needs data.num_prompts_per_dataloader"),
+    (
+        ["data.use_multiple_dataloader=true", "data.num_prompts_per_dataloader=6"],
+        "data.num_prompts_per_dataloader 6 does not divide grpo.num_prompts_per_step 32",
+    ),
+    (
+        [
+            "data.use_multiple_dataloader=true",
+            "data.num_prompts_per_dataloader=32",
+            "grpo.use_dynamic_sampling=true",
+            "grpo.batch_multiplier=1.5",
+        ],
+        "does not divide grpo.num_prompts_per_step 32 * grpo.batch_multiplier 1.5",
+    ),
     (["data.default.env_name=mth"], "there is no environment 'mth'. Did you mean 'math'?"),
     (["+env.mth.num_workers=2"], "env.mth: unknown environment, and nothing uses it. Did you mean 'math'?"),
     (["grpo.rollout_record=x", "grpo.rollout_replay=x"], "same directory"),
@@ -811,6 +824,8 @@ def test_sft_has_its_own_loop_and_its_rules() -> None:
         for line in problems("data.train={dataset_name: arithmetic}", kind=SFTMasterConfig)
     )
     assert any("grpo: unknown key" in line for line in problems(*good, "++grpo.seed=1", kind=SFTMasterConfig))
+    several = ["data.use_multiple_dataloader=true", "data.num_prompts_per_dataloader=16"]
+    assert any("SFT has one loader" in line for line in problems(*good, *several, kind=SFTMasterConfig))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from nemo_rl.algorithms.grpo.experience_source import ExperienceSource, SourcePa
 from nemo_rl.algorithms.grpo.streaming import StreamingSource
 from nemo_rl.algorithms.grpo.synchronous_source import SynchronousSource
 from nemo_rl.algorithms.grpo.validation import batch_size as validation_batch_size
+from nemo_rl.algorithms.grpo.validation import batches_to_run
 from nemo_rl.algorithms.startup import Loaders
 from nemo_rl.config import MasterConfig
 from nemo_rl.config.dotted import import_dotted
@@ -44,21 +45,21 @@ def make_loaders(config: MasterConfig, datasets: TaskDatasets) -> Loaders[Loader
     check_rows(datasets.train_by_task, datasets.env_of_task, config.env)
     check_rows(datasets.validation_by_task, datasets.env_of_validation_task, config.env)
     make = partial(make_loader, collate_fn=rl_collate_fn, num_workers=data.num_workers, seed=grpo.seed)
+    size = prompts_per_batch(grpo)
     if data.use_multiple_dataloader:
         each = data.num_prompts_per_dataloader or grpo.num_prompts_per_step
         by_task = {
             task: make(dataset, each, shuffle=data.shuffle, drop_last=True, name=f"data.train ({task})")
             for task, dataset in datasets.train_by_task.items()
         }
-        train: Loader = MultipleLoaders(by_task, max(1, grpo.num_prompts_per_step // each), _custom_loader(config))
+        train: Loader = MultipleLoaders(by_task, max(1, size // each), _custom_loader(config))
     else:
-        size = prompts_per_batch(grpo)
         train = make(datasets.train, size, shuffle=data.shuffle, drop_last=True, name="data.train")
-    validation = None
-    if datasets.validation is not None:
-        size = validation_batch_size(grpo, len(datasets.validation))
-        validation = make(datasets.validation, size, shuffle=False, drop_last=False, name="data.validation")
-    return Loaders(train, validation)
+    if datasets.validation is None:
+        return Loaders(train, None)
+    size = validation_batch_size(grpo, len(datasets.validation))
+    validation = make(datasets.validation, size, shuffle=False, drop_last=False, name="data.validation")
+    return Loaders(train, validation, size * batches_to_run(grpo, len(validation)))
 
 
 def _custom_loader(config: MasterConfig) -> CustomLoader | None:

@@ -165,7 +165,7 @@ def _loaders(
     validation = make(
         datasets.validation, sft.val_global_batch_size, shuffle=False, drop_last=False, name="data.validation"
     )
-    return Loaders(train, validation)
+    return Loaders(train, validation, sft.val_batches * sft.val_global_batch_size if sft.val_batches > 0 else None)
 
 
 def _check_conversations(by_task: Mapping[str, AllTaskProcessedDataset], key: str) -> None:
