@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from nemo_rl.config import PolicyConfig
-from nemo_rl.models.dtensor.checks import LIGER, check_device
+from nemo_rl.models.dtensor.checks import LIGER, check_attention, check_device
 from nemo_rl.models.dtensor.experts import apply_expert_parallel
 from nemo_rl.models.dtensor.export import PREFIX, remember_disk_names
 from nemo_rl.models.dtensor.lora import KEY, apply_adapters, first_factors
@@ -70,6 +70,7 @@ def load_scorer(cfg: PolicyConfig, mesh: ParallelMesh, *, weights_path: str | No
     if cfg.dtensor_cfg.automodel_kwargs.backend.experts != "torch" and number_of_experts(config):
         kernels["experts_implementation"] = cfg.dtensor_cfg.automodel_kwargs.backend.experts
     model = empty_model(config, dtype=torch.float32, trust_remote_code=cfg.trust_remote_code, **kernels)
+    check_attention(model)
     model.generation_config = generation_config(cfg, config)
     model.tie_weights()
     # Padding never reaches the loss here; where its id was drawn as a token, the token has a gradient like any other.

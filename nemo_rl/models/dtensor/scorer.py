@@ -8,13 +8,16 @@ gradients flow into this rank's slice only.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
+from typing_extensions import override
 
+from nemo_rl.models.dtensor.checks import carries_state, check_one_sequence
+from nemo_rl.models.dtensor.lora import AdaptedLinear
 from nemo_rl.models.dtensor.mesh import ParallelMesh
 from nemo_rl.models.dtensor.parallelize import local_tensor
 from nemo_rl.models.policy.logits import LogitTransform
@@ -50,7 +53,18 @@ class CausalLMScorer(nn.Module):
         self._cut = RowSlice(mesh.cp_group, mesh.cp_rank, mesh.sizes.cp)
         self._chunk = chunk
         self._head_dtype = head_dtype
+        self._one_each = carries_state(model.config)
         self.replay = replay
+
+    @override
+    def train(self, mode: bool = True) -> Self:
+        """Sets the training mode, which reaches adapters alone: dropout and router noise of the model's own files would
+        make each pass score a token otherwise.
+        """
+        super().train(False)
+        for module in self.modules():
+            module.training = mode and (module is self or isinstance(module, AdaptedLinear))
+        return self
 
     def row_multiple(self) -> int:
         """A row's length must be a multiple of this."""
@@ -91,6 +105,8 @@ class CausalLMScorer(nn.Module):
         self, batch: PackedBatch, transform: LogitTransform, *, logits: bool = False, likely: int = 0
     ) -> RowOutput:
         """See `score_row`."""
+        if self._one_each:
+            check_one_sequence(batch.shape[0])
         if self.replay is not None:
             self.replay.check(batch.routes)
             routes = None if batch.routes is None else batch.routes.part(self._cut.mine(batch))

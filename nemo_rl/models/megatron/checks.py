@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from nemo_rl.config import PolicyConfig
 from nemo_rl.models.megatron import bridge, lora
 from nemo_rl.models.megatron.families import Sizes
-from nemo_rl.models.policy.model_config import KernelUnavailableError, UnsupportedModelError
+from nemo_rl.models.policy.model_config import KernelUnavailableError, UnsupportedModelError, check_not_quantized
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -29,6 +29,8 @@ def check_policy(cfg: PolicyConfig, model: PretrainedConfig) -> None:
             f"{_KEY}.enabled=true needs the package megatron-core, which is not installed; pip install "
             "'megatron-core>=0.16', or train with policy.dtensor_cfg.enabled=true"
         )
+    if bridge.is_known(model):
+        check_not_quantized(model, cfg)
     sizes = Sizes.of(model) if bridge.is_known(model) else bridge.check(cfg, model)
     depths = cfg.megatron_cfg.mtp_num_layers
     if depths and not bridge.is_known(model):

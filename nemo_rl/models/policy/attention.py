@@ -99,7 +99,7 @@ def packed_attention(
     attention_mask: torch.Tensor | None,
     *,
     scaling: float | None = None,
-    segments: Segments,
+    segments: Segments | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     kernel: Kernel = "auto",
@@ -115,9 +115,14 @@ def packed_attention(
         sliding_window: Tokens that a token may look back at; only on GPUs.
         kernel: Which kernel; `auto` takes the variable-length one where it runs, else `sdpa`.
 
-    Returns [1, T, H, D] and None. Raises NotImplementedError: the model needs soft-capped scores, or a sliding window
-    on CPU, or the kernel does not run on this device or precision.
+    Returns [1, T, H, D] and None. Raises NotImplementedError: the model does not pass `segments` on to its layers,
+    needs soft-capped scores, or a sliding window on CPU, or the kernel does not run on this device or precision.
     """
+    if segments is None:
+        raise NotImplementedError(
+            f"{type(module).__name__} gets no borders of sequences: its model passes no keyword arguments on to its "
+            "layers, so that sequences side by side cannot be kept apart; train another model"
+        )
     if softcap is not None or getattr(module, "sinks", None) is not None:
         raise NotImplementedError(
             f"{type(module).__name__}: soft-capped scores and attention sinks are not supported by the packed attention"

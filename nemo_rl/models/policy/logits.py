@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nemo_rl.models.policy.model_config import text_config
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -75,11 +77,19 @@ def logit_transform(
     """What generation does to logits, and what the model itself does before. `temperature`: of generation; None or 0 is
     1. `model`: the model's Hugging Face configuration.
     """
-    scaling = getattr(model, "logits_scaling", None)
-    return LogitTransform(
-        temperature or 1.0,
-        top_p,
-        top_k,
-        getattr(model, "final_logit_softcapping", None),
-        getattr(model, "logit_scale", None) or (1.0 / scaling if scaling else 1.0),
-    )
+    config = text_config(model)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return LogitTransform(temperature or 1.0, top_p, top_k, softcap, _factor(config))
+
+
+# Cohere; Falcon-H1; Muse Glimmer.
+_FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+# `logits_scaling` is a divisor in Granite's and MiniCPM's families, and a factor in this one.
+_SCALED_UP = ("hyperclovax",)
+
+
+def _factor(model: PretrainedConfig) -> float:
+    """The model's own factor on final logits."""
+    factor = next((value for name in _FACTORS if (value := getattr(model, name, None))), 1.0)
+    scaling = getattr(model, "logits_scaling", None) or 1.0
+    return factor * scaling if model.model_type in _SCALED_UP else factor / scaling

@@ -103,6 +103,22 @@ def number_of_experts(config: PretrainedConfig) -> int:
     return 0
 
 
+def check_not_quantized(config: PretrainedConfig, cfg: PolicyConfig) -> None:
+    """Whether the model's files hold its weights in full. Raises UnsupportedModelError: they are quantised, so that
+    they could not be read without their scales.
+    """
+    quantized = getattr(text_config(config), "quantization_config", None) or getattr(
+        config, "quantization_config", None
+    )
+    if quantized:
+        known = quantized if isinstance(quantized, dict) else vars(quantized)
+        raise UnsupportedModelError(
+            f"policy.model_name={cfg.model_name}: its weights are quantised ({known.get('quant_method', 'unknown')}), "
+            "and training needs them in full; name a checkpoint that is not quantised (dequantised with transformers "
+            "and saved without quantization_config). Engines can quantise: policy.generation.vllm_cfg.precision=fp8"
+        )
+
+
 def check_replay(config: PretrainedConfig, cfg: PolicyConfig) -> None:
     """Whether the model has routes that could be replayed, if they are to be. Raises UnsupportedModelError: it has no
     experts.
