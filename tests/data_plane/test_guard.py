@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -33,15 +35,17 @@ class _Harm:
         return os.system, (f"touch {self.path}",)
 
 
-def _send(host: str, port: int, frames: list[bytes], keys: tuple[bytes, bytes] | None) -> None:
+@contextmanager
+def _sent(address: str, frames: list[bytes], keys: tuple[bytes, bytes] | None) -> Iterator[None]:
+    """A message of a stranger, which is on its way until the end."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.linger = 500
+        stranger.linger = 0
         if keys is not None:
             stranger.curve_publickey, stranger.curve_secretkey = keys
             stranger.curve_serverkey = keys[0]
-        stranger.connect(f"tcp://{host}:{port}")
+        stranger.connect(f"tcp://{address}")
         stranger.send_multipart(frames)
-        time.sleep(1.0)
+        yield
 
 
 @pytest.mark.ray
@@ -61,18 +65,24 @@ def test_strangers_reach_neither_controller_nor_storage(
         assert client.get_padded(["y"], "p", ["a"])["a"].tolist() == [[3, 4]]
         endpoints = client._storage.endpoints
         assert len(endpoints) == 3
-        harm = [_PICKLE_FALLBACK_SENTINEL, pickle.dumps(_Harm(tmp_path / "touched"))]
-        for endpoint in endpoints:
-            if hosts == "one":
-                assert endpoint.host == "127.0.0.1"
-            else:
-                _send(endpoint.host, endpoint.port, harm, None)
-                _send(endpoint.host, endpoint.port, harm, zmq.curve_keypair())
-        assert not (tmp_path / "touched").exists()
-        # The message is one that would have been unpickled.
-        if hosts == "several":
-            _send(endpoints[0].host, endpoints[0].port, harm, guards[0].keys)
-            assert (tmp_path / "touched").exists()
+        touched = tmp_path / "touched"
+        harm = [_PICKLE_FALLBACK_SENTINEL, pickle.dumps(_Harm(touched))]
+        places = [f"{endpoint.host}:{endpoint.port}" for endpoint in endpoints]
+        if hosts == "one":
+            assert {endpoint.host for endpoint in endpoints} == {"127.0.0.1"}
+        else:
+            with ExitStack() as strangers:
+                for place in places:
+                    strangers.enter_context(_sent(place, harm, None))
+                    strangers.enter_context(_sent(place, harm, zmq.curve_keypair()))
+                time.sleep(1.5)
+            assert not touched.exists()
+            # The message is one that would have been unpickled.
+            with _sent(places[0], harm, guards[0].keys):
+                deadline = time.monotonic() + 60.0
+                while not touched.exists():
+                    assert time.monotonic() < deadline, "the message did not arrive"
+                    time.sleep(0.05)
         assert str(guards[0]) == ("loopback" if hosts == "one" else "curve")
     finally:
         client.close()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import ray
 
+from nemo_rl.distributed import worker_calls
 from nemo_rl.distributed.worker_calls import WorkerError, WorkerIdentity
 from nemo_rl.models.generation.vllm import targets as module
 from nemo_rl.models.generation.vllm.shard_state import Shard, ShardState
@@ -90,18 +91,20 @@ def test_a_shard_that_hangs_counts_as_dead_unless_another_one_raised(
     died: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "_ANSWER_S", 1.0)
-    monkeypatch.setattr(module, "_CULPRITS_S", 1.0)
+    monkeypatch.setattr(worker_calls, "_ROOT_CAUSE_WAIT_S", 0.2)
+    monkeypatch.setattr(module, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(module, "_CULPRITS_S", 0.2)
 
     @ray.remote(num_cpus=0)
     def answer(how: str) -> list[int]:
         if how == "raises":
             raise RuntimeError("planted")
-        time.sleep(30 if how == "never" else 0)
+        time.sleep(10 if how == "never" else 0)
         return [200]
 
-    ray.get(answer.remote("in time"))
     refs = [answer.remote(how) for how in answers]
+    prompt = [ref for ref, how in zip(refs, answers, strict=True) if how != "never"]
+    ray.wait(prompt, num_returns=len(prompt), timeout=60.0) if prompt else None
     workers: list[Any] = [SimpleNamespace(free_memory=SimpleNamespace(remote=lambda ref=ref: ref)) for ref in refs]
     devices = [[f"cpu{shard}@a"] for shard in range(len(answers))]
     targets = targets_of(workers, devices)
