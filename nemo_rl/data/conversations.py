@@ -153,13 +153,15 @@ def filled_text(value: object, what: str) -> str:
 
 def expected_answer(text: str) -> str:
     """The answer that a solution ends with: what follows GSM8K's `####`, or the last `\\boxed{}` of a text around it;
-    any other text is the answer itself.
+    any other text is the answer itself. Raises RowError: the box is empty.
     """
     marked = _MARKED_ANSWER.search(text)
     if marked is not None:
         answer = marked[1].strip()
         return answer.replace(",", "") if _THOUSANDS.fullmatch(answer) else answer
     boxed = last_boxed(text)
+    if boxed is not None and not boxed.strip():
+        raise refusal("the expected answer", text, "something in its last \\boxed{}")
     return boxed if boxed is not None and len(text.strip()) > len(boxed) + len("$\\boxed{}$") else text
 
 

@@ -188,7 +188,22 @@ ROWS: list[tuple[dict[str, Any], str]] = [
     ({"input": "q", "output": "7", "chat_template_kwargs": {"a": 1}}, "set policy.tokenizer.chat_template_kwargs"),
     ({"input": "q", "output": "7", "functions": [{"name": "add"}]}, "column 'functions' is OpenAI's older form"),
     ({"messages": [user("q"), assistant(None, refusal="No.")]}, "message 2: its content holds nothing"),
-    ({"prompt": "q", "completion": "7", "label": False}, "marks the completion as unwanted"),
+    *(
+        ({"prompt": "q", "completion": "7", "label": label}, "marks the completion as unwanted")
+        for label in (False, 0, 0.0, "False", "false", "0")
+    ),
+    *(
+        ({**asked, name: value}, f"column '{name}' belongs to the question, and only '{next(iter(asked))}' would be")
+        for asked in (
+            {"question": "q", "answer": "7"},
+            {"problem": "q", "answer": "7"},
+            {"prompt": "q", "response": "7"},
+        )
+        for name, value in (("context", "Paris is large."), ("passage", {"text": ["x"]}), ("choices", ["x", "y"]))
+    ),
+    ({"question": "q", "answer": "A", "options": {"A": "x", "B": "y"}}, "column 'options' belongs to the question"),
+    ({"input": "q", "output": "7", "context": "c"}, "column 'context' belongs to the question, and only 'input' would"),
+    ({"input": "q", "output": "so it is $\\boxed{}$"}, r"the expected answer holds .* expected something in its last"),
     ({"messages": [user("q"), assistant("7"), user("and?")]}, r"at its end, .* has 3 \(user, assistant, user\)"),
     ({"messages": [{"role": "system", "content": "s"}, assistant("7")]}, r"has 2 \(system, assistant\)"),
     ({"messages": ["q", "7"]}, "message 1 holds the text 'q'; expected an object with role and content"),
@@ -332,6 +347,39 @@ def test_rows_are_taken_out_of_training_alone(tokenizer: Any, tmp_path: Path) ->
         load_datasets(tokenizer, DataConfig.model_validate({"train": entry, "validation": cut}))
     with pytest.raises(DataError, match=r"data.split_validation_size=1 takes rows out of training"):
         load_problems(EvalMasterConfig.model_validate({"data": cut}), tokenizer, print)
+
+
+@pytest.mark.parametrize("answer", ["completion", "response"])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_earlier_turns_beside_a_prompt_are_part_of_the_conversation(
+    answer: str, as_text: bool, tokenizer: Any, tmp_path: Path
+) -> None:
+    history = [["1+1", "2"], ["and 2+2", "4"]]
+    row = {"prompt": "and 3+3", answer: "6", "history": json.dumps(history) if as_text else history}
+    datum = load_datasets(tokenizer, DataConfig.model_validate({"train": rows(tmp_path / "a.jsonl", [row])})).train[0]
+    said = [(one["role"], one["content"].partition("\n")[2].partition("<|im_end|>")[0]) for one in datum["message_log"]]
+    assert [text for _, text in said] == ["1+1", "2", "and 2+2", "4", "and 3+3"]
+
+
+@pytest.mark.parametrize("named", [{"input_key": "question", "output_key": "answer"}])
+def test_columns_that_are_named_leave_the_others_out(named: dict[str, str], tokenizer: Any, tmp_path: Path) -> None:
+    entry = rows(tmp_path / "a.jsonl", [{"question": "q", "answer": "7", "context": "not asked"}])
+    datum = load_datasets(tokenizer, DataConfig.model_validate({"train": {**entry, **named}})).train[0]
+    assert "not asked" not in datum["message_log"][0]["content"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_row_of_nemo_gym_keeps_its_numbers(kind: str, tokenizer: Any, tmp_path: Path) -> None:
+    asked = {"input": "q", "temperature": 0.5, "max_output_tokens": 100}
+    row = {"responses_create_params": asked, "expected": 7, "limits": [1, 2], "strict": True, "name": "7"}
+    path = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    else:
+        path.write_text(json.dumps(row) + "\n")
+    entry = {"dataset_name": "NemoGymDataset", "data_path": str(path)}
+    datum = load_datasets(tokenizer, DataConfig.model_validate({"train": entry})).train[0]
+    assert datum["extra_env_info"] == {"nemo_gym_row": row}
 
 
 def test_tool_calls_without_text_keep_their_arguments_alone(

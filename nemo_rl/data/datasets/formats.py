@@ -109,7 +109,7 @@ def _alpaca(row: Row) -> list[Message]:
 
 
 def _earlier(history: object) -> list[Message]:
-    """Alpaca's `history`: pairs of a question and its answer."""
+    """Earlier turns in `history`: pairs of a question and its answer."""
     if is_empty(history):
         return []
     what, pairs = "column 'history'", from_json(history, "column 'history'")
@@ -124,17 +124,34 @@ def _earlier(history: object) -> list[Message]:
 
 def _completion(answer: str) -> Convert:
     def convert(row: Row) -> list[Message]:
-        if plain(row.get("label")) in (False, 0, "false"):
+        if str(plain(row.get("label"))).strip().lower() in _UNWANTED:
             raise RowError("column 'label' marks the completion as unwanted, and it would be trained; leave such rows")
-        return question_and_answer(row, "prompt", answer)
+        return _whole_question(row, "prompt", answer)
 
     return convert
 
 
+# CSV has texts, of Python's spelling where pandas wrote them.
+_UNWANTED = ("false", "0", "0.0")
+# What a question is about, or is to choose from.
+_ASIDE = ("context", "passage", "choices", "options")
+
+
+def _whole_question(row: Row, question: str, answer: str) -> list[Message]:
+    """The conversation of two cells, behind earlier turns in `history`. Raises RowError: the question has a part of its
+    own column, which would not be asked.
+    """
+    aside = next((name for name in _ASIDE if not is_empty(row.get(name))), None)
+    if aside is not None:
+        raise RowError(
+            f"column {aside!r} belongs to the question, and only {question!r} would be asked; write it into the "
+            f"question, or name the columns with input_key and output_key to leave it out"
+        )
+    return [*_earlier(row.get("history")), *question_and_answer(row, question, answer)]
+
+
 def _table(question: str, answer: str) -> Format:
-    return Format(
-        f"{question} and {answer}", (question, answer), lambda row: question_and_answer(row, question, answer)
-    )
+    return Format(f"{question} and {answer}", (question, answer), lambda row: _whole_question(row, question, answer))
 
 
 def _messages(column: str) -> Convert:

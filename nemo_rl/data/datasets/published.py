@@ -24,6 +24,7 @@ from nemo_rl.data.conversations import (
     filled_text,
     is_empty,
     last_boxed,
+    plain,
     refusal,
 )
 from nemo_rl.data.datasets.files import PlacedRow
@@ -100,7 +101,7 @@ def boxed_solution(row: Row) -> list[Message] | None:
     """
     question, answer = question_and_answer(row, "problem", "solution")
     boxed = last_boxed(answer["content"])
-    return None if boxed is None else [question, {**answer, "content": boxed}]
+    return None if boxed is None or not boxed.strip() else [question, {**answer, "content": boxed}]
 
 
 def gpqa(row: Row) -> dict[str, object]:
@@ -143,7 +144,7 @@ def nemo_gym(row: Row) -> dict[str, object]:
     texts = [asked] if isinstance(asked, str) else [_text_of(item) for item in asked]
     # The prompt is for the limit on lengths and for samples; the agent asks by itself.
     text = filled_text("\n".join(text for text in texts if text), "the input of column 'responses_create_params'")
-    return {"messages": [{"role": "user", "content": text}], "state": json.dumps({"nemo_gym_row": dict(row)})}
+    return {"messages": [{"role": "user", "content": text}], "state": json.dumps({"nemo_gym_row": plain(row)})}
 
 
 def _text_of(item: object) -> str:
