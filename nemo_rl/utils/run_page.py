@@ -40,11 +40,9 @@ class RunPage:
         self._progress: RunProgress | None = None
 
     def follow(self, progress: RunProgress, log_dir: Path) -> None:
-        """The run is set up."""
         self._progress, self.log_dir = progress, log_dir
 
     def data(self) -> dict[str, object]:
-        """What the page draws."""
         progress = self._progress
         if progress is None:
             return {
@@ -113,7 +111,9 @@ def run_page(log_dir: Path, port: int) -> Generator[tuple[RunPage, str]]:
 
 def _app(page: RunPage, token: str) -> Starlette:
     def root(request: Request) -> Response:
-        return HTMLResponse(_PAGE.replace("__TITLE__", html.escape(str(page.data()["title"]))))
+        # The script sets what a model wrote as text, never as markup.
+        markup = Path(__file__).with_name("run_page.html").read_text(encoding="utf-8")
+        return HTMLResponse(markup.replace("__TITLE__", html.escape(str(page.data()["title"]))))
 
     def data(request: Request) -> Response:
         return JSONResponse(page.data())
@@ -123,34 +123,3 @@ def _app(page: RunPage, token: str) -> Starlette:
 
     routes = [Route("/", root), Route("/data.json", data), Route("/files/{path:path}", files)]
     return guarded_app(routes, token, token_to_read=True, cookie=_COOKIE)
-
-
-# What a model wrote is set as text, never as markup.
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>__TITLE__</title><style>
- body{font:14px/1.45 system-ui,sans-serif;color:#1b1f24;margin:24px auto;max-width:1360px;padding:0 16px}
- h1{font-size:22px;margin:0} h2{font-size:16px;margin:22px 0 6px} .sub{color:#57606a;margin:4px 0}
- pre{background:#f6f8fa;border:1px solid #d0d7de;border-radius:4px;padding:8px;white-space:pre-wrap;margin:6px 0;
- overflow-wrap:anywhere}</style></head><body><h1 id="title">__TITLE__</h1><p class="sub">
-<b id="state"></b> <span id="line"></span></p>
-<p class="sub">
-<a id="report" hidden>report with curves</a> <a href="files/">all files</a>
-<a href="files/config.yaml">config.yaml</a></p>
-<h2>Newest samples</h2>
-<div id="samples"></div><h2 id="logname">Logs</h2>
-<pre id="log"></pre>
-
-<script>
-const $=id=>document.getElementById(id);
-async function again(){try{
- const D=await (await fetch("data.json"+location.search)).json();
- for(const name of ["title","state","line"])$(name).textContent=D[name];document.title=D.title;
- $("samples").replaceChildren(...D.samples.map(s=>{const pre=document.createElement("pre");
-  pre.textContent=`${s.from}, reward ${s.reward}\\n${s.text}`;return pre}));
- for(const [name,text] of Object.entries(D.logs)){$("logname").textContent="End of "+name;$("log").textContent=text}
- $("report").hidden=!D.report;$("report").href="files/report.html"+location.search;
-}catch(lost){$("state").textContent="the run does not answer; this is how it was when it last did"}
-setTimeout(again,2000)}
-again();
-</script></body></html>
-"""

@@ -36,7 +36,7 @@ from nemo_rl.time_sharing.protocol.types import Priority
 from nemo_rl.time_sharing.simulation.baselines import GAP_RATIO, OURS, QUEUE, SERIAL, STATIC, WAYS
 from nemo_rl.time_sharing.simulation.scenario_reading import load_scenario, parse_scenario
 from nemo_rl.time_sharing.simulation.world import World
-from nemo_rl.time_sharing.viewing.pool_metrics import prometheus_text
+from nemo_rl.time_sharing.viewing.page_server import prometheus_text
 from nemo_rl.time_sharing.viewing.report import report_data
 from nemo_rl.time_sharing.viewing.timeline import build_timeline
 from nemo_rl.time_sharing.viewing.trace import trace_events

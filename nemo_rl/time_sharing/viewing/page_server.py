@@ -6,16 +6,15 @@ is shown without the token, and no action is taken without it; the port is free 
 
 from __future__ import annotations
 
-import html
 import json
 import logging
 import secrets
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -27,9 +26,7 @@ from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.log.events import LogClosed
 from nemo_rl.time_sharing.log.pool_state import PoolState, Standing
 from nemo_rl.time_sharing.log.reading import LogTail, merge_by_machine_time
-from nemo_rl.time_sharing.viewing.pool_metrics import prometheus_text
-from nemo_rl.time_sharing.viewing.report import report_data
-from nemo_rl.time_sharing.viewing.report_page import PAGE
+from nemo_rl.time_sharing.viewing.report import filled_page, report_data
 from nemo_rl.time_sharing.viewing.standings_table import cells, steps_of
 from nemo_rl.time_sharing.viewing.timeline import Timeline, TimelineBuilder
 from nemo_rl.utils.http_server import (
@@ -45,6 +42,9 @@ from nemo_rl.utils.http_server import (
 from nemo_rl.utils.record import RecordError
 from nemo_rl.utils.record_events import StepFinished
 
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
 logger = logging.getLogger(__name__)
 
 _FRESH_S = 1.0
@@ -57,9 +57,7 @@ Act = Callable[[str, str], str]
 
 
 class PoolView:
-    """What there is to show of one pool, no older than a second. `standings`: the pool's pipelines; None where only the
-    log is left.
-    """
+    """What a pool shows, at most a second old. `standings`: of its pipelines; None where only the log is left."""
 
     def __init__(self, log_dir: Path, standings: Callable[[], Sequence[Standing]] | None = None) -> None:
         self._log_dir, self._standings = log_dir, standings
@@ -87,7 +85,6 @@ class PoolView:
         return self._builder.so_far(time.time() - origin if live and origin else None)
 
     def data(self) -> dict[str, object]:
-        """What the page draws."""
         with self._lock:
             timeline = self._timeline()
             if self._closed and self._violations is None:
@@ -126,7 +123,6 @@ class PoolView:
             return [error]
 
     def metrics(self) -> bytes:
-        """For Prometheus."""
         with self._lock:
             return prometheus_text(self._timeline(), self._known)
 
@@ -167,19 +163,15 @@ class PageServer:
         self._server, self.url = serve_page(app, of_use, host=host, port=port, name="pool-page")
 
     def close(self) -> None:
-        """Stops serving. Safe to call twice."""
         self._server.close()
 
 
 def page_app(view: PoolView, token: str, *, token_to_read: bool, act: Act | None) -> Starlette:
-    """The page as an ASGI application; see `PageServer`. `token_to_read`: whether reading needs the token, and not only
-    acting. `act`: see `PageServer`.
-    """
+    """The page as an ASGI application; see `PageServer`. `token_to_read`: also reading needs the token."""
 
     def page(request: Request) -> Response:
         data = json.dumps(view.data() | {"acts": act is not None}, separators=(",", ":")).replace("</", "<\\/")
-        text = PAGE.replace("/*TITLE*/", html.escape(f"{view.name}: pool")).replace("/*DATA*/null", data)
-        return HTMLResponse(text)
+        return HTMLResponse(filled_page(f"{view.name}: pool", data))
 
     def data(request: Request) -> Response:
         return JSONResponse(view.data() | {"acts": act is not None})
@@ -217,3 +209,81 @@ def page_app(view: PoolView, token: str, *, token_to_read: bool, act: Act | None
         token_to_read=token_to_read,
         cookie=_COOKIE,
     )
+
+
+_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+def prometheus_text(timeline: Timeline, standings: Sequence[Standing]) -> bytes:
+    """The figures in Prometheus's text format."""
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    class Figures:
+        def collect(self) -> Iterable[Metric]:
+            return _metrics(timeline, standings)
+
+    registry = CollectorRegistry()
+    registry.register(Figures())
+    return generate_latest(registry)
+
+
+def _metrics(timeline: Timeline, standings: Sequence[Standing]) -> Iterator[Metric]:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+    yield GaugeMetricFamily("nrl_pool_gpus", "GPUs of the pool.", timeline.pool.gpus)
+    gpus = GaugeMetricFamily("nrl_pool_gpus_in_use", "GPUs by pipeline and use.", labels=("pipeline", "use"))
+    for (pipeline, use), count in sorted(_in_use(timeline).items()):
+        gpus.add_metric((pipeline, use), count)
+    yield gpus
+    closed = [o for o in timeline.outages if o.kind == "quarantined" and o.end >= timeline.end]
+    out = sum(timeline.pool.gpus_in(outage.gpus) for outage in closed)
+    yield GaugeMetricFamily("nrl_pool_gpus_quarantined", "GPUs out of use.", out)
+    demand = GaugeMetricFamily("nrl_pool_demand_samples", "Samples still to be generated.", labels=("pipeline",))
+    for pipeline, samples in {level.pipeline: level.value for level in timeline.demand}.items():
+        demand.add_metric((pipeline,), samples)
+    yield demand
+    spans = [handover.seconds for handover in timeline.handovers]
+    buckets = [(str(edge), float(sum(span <= edge for span in spans))) for edge in _BUCKETS_S]
+    yield HistogramMetricFamily(
+        "nrl_pool_handover_seconds",
+        "From the decision to give GPUs until they are used.",
+        buckets=[*buckets, ("+Inf", float(len(spans)))],
+        sum_value=sum(spans),
+    )
+    yield CounterMetricFamily(
+        "nrl_pool_faults", "Pipelines cut off, quarantines, ranks taken out.", len(timeline.faults)
+    )
+    steps = CounterMetricFamily("nrl_pool_steps", "Completed steps.", labels=("pipeline",))
+    waited = CounterMetricFamily("nrl_pool_waited_seconds", "Waits for training GPUs.", labels=("pipeline",))
+    share = GaugeMetricFamily("nrl_pool_share", "Part of the pool's GPU time held so far.", labels=("pipeline",))
+    slowdown = GaugeMetricFamily(
+        "nrl_pool_slowdown", "Time passed over time not lost to other pipelines, estimated.", labels=("pipeline",)
+    )
+    gain = GaugeMetricFamily(
+        "nrl_pool_sharing_gain",
+        "How many times the work of one after the other those do that share this one's GPUs, measured.",
+        labels=("pipeline",),
+    )
+    for standing in standings:
+        if standing.sharing is not None and standing.sharing.gain is not None:
+            gain.add_metric((standing.name,), standing.sharing.gain.of_all)
+        if standing.sharing is not None:
+            share.add_metric((standing.name,), standing.sharing.share)
+            slowdown.add_metric((standing.name,), standing.sharing.slowdown)
+        progress, outcome = standing.progress, standing.outcome
+        seconds = outcome.waited_s if outcome is not None else progress.waited_s if progress is not None else 0.0
+        steps.add_metric((standing.name,), steps_of(standing))
+        waited.add_metric((standing.name,), seconds)
+    yield from (steps, waited, share, slowdown, gain)
+
+
+def _in_use(timeline: Timeline) -> dict[tuple[str, str], float]:
+    """GPUs by pipeline and use, of what is open at the end."""
+    uses = {"TRN": "training", "INIT": "initialising"}
+    found: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for o in timeline.occupations:
+        if o.end >= timeline.end:
+            generating = "generating" if o.phase == "active" else "handover"
+            use = "ended" if o.phase == "fenced" else generating if o.tag == "GEN" else uses.get(o.tag, "log_probs")
+            found[o.pipeline, use] += timeline.pool.gpus_in(o.gpus)
+    return found

@@ -1,8 +1,7 @@
 """A record as one self-contained HTML page: GPUs over time coloured by pipeline and phase, demand and GPU curves,
 hand-over latencies, and the checker's word.
 
-The page holds its data as JSON and draws it on canvases with the script in `report_page`; it loads nothing from
-anywhere.
+The page, `report.html`, holds its data as JSON and draws it on canvases; it loads nothing from anywhere.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from pathlib import Path
 from nemo_rl.time_sharing.history.check import INVARIANTS, Violation
 from nemo_rl.time_sharing.log.comparison import LEGEND
 from nemo_rl.time_sharing.viewing.handovers import percentile
-from nemo_rl.time_sharing.viewing.report_page import PAGE
 from nemo_rl.time_sharing.viewing.standings_table import columns
 from nemo_rl.time_sharing.viewing.timeline import Level, Timeline, in_unit
 
@@ -30,16 +28,19 @@ def write_report(
 ) -> None:
     """Writes the page. `violations` is what `history.check.check` found in the same record."""
     data = json.dumps(report_data(timeline, violations, title, unit), separators=(",", ":")).replace("</", "<\\/")
-    page = PAGE.replace("/*TITLE*/", html.escape(f"{title}: time-sharing report"))
-    Path(path).write_text(page.replace("/*DATA*/null", data), encoding="utf-8")
+    Path(path).write_text(filled_page(f"{title}: time-sharing report", data), encoding="utf-8")
+
+
+def filled_page(title: str, data: str) -> str:
+    """The page with a title, plain text, and its data as JSON."""
+    page = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
+    return page.replace("/*TITLE*/", html.escape(title)).replace("/*DATA*/null", data)
 
 
 def report_data(
     timeline: Timeline, violations: Sequence[Violation], title: str, unit: str = "GPU"
 ) -> dict[str, object]:
-    """What the page draws, as plain values. Times in seconds, GPUs by number, pipelines by their place in
-    `pipelines`.
-    """
+    """What the page draws. Times in seconds, GPUs by number, pipelines by their place in `pipelines`."""
     pipelines = timeline.pipelines
     index = {name: number for number, name in enumerate(pipelines)}
     gpu_seconds = [0.0] * len(pipelines)
