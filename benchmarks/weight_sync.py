@@ -33,7 +33,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from shapes import make_config  # noqa: E402
 
 from nemo_rl.models.dtensor.export import on_disk, remember_disk_names  # noqa: E402
-from nemo_rl.models.policy.empty_model import empty_model  # noqa: E402
+from nemo_rl.models.policy.model_config import empty_model  # noqa: E402
 from nemo_rl.weight_sync.cache import BucketCache, CacheBuilder, CacheManifest  # noqa: E402
 from nemo_rl.weight_sync.layout import TensorMeta  # noqa: E402
 

@@ -63,7 +63,14 @@ from nemo_rl.config.infrastructure import (
     WeightSyncConfig,
 )
 from nemo_rl.config.load import load_config, load_master_config
-from nemo_rl.config.master import DistillationMasterConfig, MasterConfig, RootConfig, SFTMasterConfig
+from nemo_rl.config.master import (
+    DistillationMasterConfig,
+    MasterConfig,
+    MultiLoraConfig,
+    MultiLoraMasterConfig,
+    RootConfig,
+    SFTMasterConfig,
+)
 from nemo_rl.config.megatron import (
     MegatronCheckpointConfig,
     MegatronConfig,
@@ -73,7 +80,6 @@ from nemo_rl.config.megatron import (
     MegatronPeftConfig,
     MegatronSchedulerConfig,
 )
-from nemo_rl.config.multi_lora_section import MultiLoraConfig, MultiLoraMasterConfig
 from nemo_rl.config.overrides import parse_hydra_overrides
 from nemo_rl.config.placement import (
     cluster_world_size,

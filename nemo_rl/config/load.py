@@ -19,8 +19,13 @@ from nemo_rl.config.errors import ConfigError, OverridesError
 from nemo_rl.config.evaluation import EvalMasterConfig
 from nemo_rl.config.foreign import adapt
 from nemo_rl.config.layers import Layer, merge, read_layers, with_sources
-from nemo_rl.config.master import CompleteConfig, DistillationMasterConfig, MasterConfig, SFTMasterConfig
-from nemo_rl.config.multi_lora_section import MultiLoraMasterConfig
+from nemo_rl.config.master import (
+    CompleteConfig,
+    DistillationMasterConfig,
+    MasterConfig,
+    MultiLoraMasterConfig,
+    SFTMasterConfig,
+)
 from nemo_rl.config.overrides import Action, Override, apply, parse_hydra_overrides, parse_override
 from nemo_rl.config.validate import validate
 
@@ -38,12 +43,7 @@ class Loaded(NamedTuple):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
-    """The file at `path` with its parents and overrides merged; interpolations unresolved, no defaults filled in.
-
-    Raises:
-        ConfigError: a file cannot be read.
-        OverridesError: an override cannot be applied.
-    """
+    """The merged file with overrides; interpolations unresolved, no defaults. Raises ConfigError, OverridesError."""
     register_omegaconf_resolvers()
     return parse_hydra_overrides(merge(read_layers(path)), overrides)
 
@@ -86,11 +86,7 @@ def load_layers(
     kind: type[CompleteConfig],
     mistakes: list[ConfigError] | None = None,
 ) -> Loaded:
-    """Merges files and overrides, every override as a layer of its own; `mistakes` is as in `read_layers`.
-
-    Raises:
-        ConfigError, OverridesError: as `load_master_config`.
-    """
+    """Merges files and overrides, each a layer. `mistakes`: see `read_layers`. Raises as `load_master_config`."""
     layers = [] if path is None else read_layers(path, mistakes)
     loaded = Loaded(merge(layers), layers, [])
     problems: list[str] = []

@@ -1,4 +1,4 @@
-"""The whole configuration of a GRPO run, a distillation run and an SFT run.
+"""The whole configuration of a GRPO run, one of many adapters, a distillation run and an SFT run.
 
 All accept raw mappings as NeMo-RL's run scripts build them (`MasterConfig(**mapping)`): omitted keys get their
 defaults, also those that follow other keys. Invariant: what validates here is complete; no reader needs a default of
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import Field, PositiveInt, ValidationInfo, model_validator
 
 from nemo_rl.config.algorithms import ClippedPGLossConfig, GRPOConfig, RewardPenaltiesConfig, SFTConfig
 from nemo_rl.config.async_rl import AsyncRLConfig
@@ -104,9 +104,7 @@ class MasterConfig(RootConfig):
         return not self.loss_fn.reads_advantages
 
     def max_staleness(self) -> int | None:
-        """How many versions older than the weights that train on them the tokens of a group may be; None for any
-        number.
-        """
+        """How many versions older than the training weights a group's tokens may be; None for any number."""
         if self.async_rl is not None:
             return self.async_rl.sampler.max_staleness()
         ahead = self.grpo.async_grpo
@@ -139,3 +137,36 @@ class SFTMasterConfig(RootConfig):
         CheckpointingConfig(checkpoint_dir="results/sft", metric_name="val:val_loss", higher_is_better=False),
         description="Checkpoints.",
     )
+
+
+class MultiLoraConfig(Section):
+    """`multi_lora`: adapters that share one base model."""
+
+    slots: PositiveInt = Field(4, description="Adapters that the job holds at once; each takes memory when it joins.")
+    weight: float = Field(
+        1.0, gt=0, description="Share of an adapter in training passes, relative to the others; set in its own file."
+    )
+    pass_tokens: PositiveInt | None = Field(
+        None,
+        description="Tokens of a training pass, at most: adapters whose steps do not fit wait for a later pass; one "
+        "step alone may be larger. null has no limit.",
+    )
+    pass_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="Share of the adapters in a training pass, at most, rounded up; the others generate meanwhile. 1 "
+        "has all share one pass.",
+    )
+    wait_s: float = Field(
+        0.5, ge=0, description="Seconds that a ready adapter waits for others to share its training pass."
+    )
+    http_port: int = Field(
+        0, ge=0, le=65535, description="Port of add, remove and list on this machine's loopback; 0 takes a free one."
+    )
+
+
+class MultiLoraMasterConfig(MasterConfig):
+    """A run of many adapters on one base model."""
+
+    multi_lora: MultiLoraConfig = Field(MultiLoraConfig(), description="Adapters that share one base model.")

@@ -14,7 +14,7 @@ from pathlib import Path
 from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.config.layers import merge, merge_mappings, read_layers
 from nemo_rl.config.load import load_layers
-from nemo_rl.config.multi_lora_section import MultiLoraMasterConfig
+from nemo_rl.config.master import MultiLoraMasterConfig
 from nemo_rl.config.validate import validate
 
 _LORA = "policy.dtensor_cfg.lora_cfg"
@@ -113,9 +113,7 @@ def _keys_of_base(values: Mapping[str, object], above: str = "") -> Iterator[str
 
 
 def check_adapter(base: MultiLoraMasterConfig, adapter: AdapterConfig, others: Sequence[AdapterConfig]) -> None:
-    """Whether an adapter may join. Raises ConfigError: its rank is above the base's, or another adapter has its name or
-    one of its directories.
-    """
+    """Raises ConfigError: an adapter's rank is above the base's, or another has its name or directories."""
     problems: list[Problem] = []
     rank, most = adapter.config.policy.dtensor_cfg.lora_cfg.dim, base.policy.dtensor_cfg.lora_cfg.dim
     if rank > most:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nemo_rl.config.errors import Problem
-from nemo_rl.config.multi_lora_section import MultiLoraMasterConfig
+from nemo_rl.config.master import MultiLoraMasterConfig
 from nemo_rl.config.placement import generation_slots_per_node
 from nemo_rl.config.rules import rule
 

@@ -18,7 +18,7 @@ from nemo_rl.algorithms.multi_lora.adapter_run import Shared
 from nemo_rl.algorithms.multi_lora.assembly import shared_parts
 from nemo_rl.algorithms.multi_lora.engines import AdapterEngines
 from nemo_rl.config import load_master_config
-from nemo_rl.config.multi_lora_section import MultiLoraMasterConfig
+from nemo_rl.config.master import MultiLoraMasterConfig
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.loss import ClippedPGLossFn

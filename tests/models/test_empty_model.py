@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
-from nemo_rl.models.policy.empty_model import empty_model
+from nemo_rl.models.policy.model_config import empty_model
 
 
 def _config(**changed: object) -> PretrainedConfig:

@@ -15,7 +15,7 @@ from nemo_rl.time_sharing.log.pool_state import Standing
 from nemo_rl.time_sharing.log.sharing import Gain, SharingWatch
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.scheduling.trials import StepTimes, Trials
-from nemo_rl.time_sharing.simulation.crowding import Crowding
+from nemo_rl.time_sharing.simulation.engines import Crowding
 from nemo_rl.time_sharing.simulation.scenario_reading import parse_scenario
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.time_sharing.viewing.report import report_data

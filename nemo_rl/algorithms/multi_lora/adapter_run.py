@@ -1,13 +1,15 @@
 """One adapter of a job as a GRPO run: its own data, environments, loss, logs and checkpoints, on shared accelerators.
 
 Everything that a run does is GRPO's own; policy, generation and control plane are views of the job's, and environments
-are shared where they keep nothing of what they judge. Invariant: what one adapter builds, it alone uses and closes.
+are shared where they keep nothing of what they judge. Invariants: what one adapter builds, it
+alone uses and closes; every prompt group of a closed record was trained or dropped.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
+from typing_extensions import override
 
 from nemo_rl.algorithms.grpo.assembly import assembled, make_loss
 from nemo_rl.algorithms.grpo.collect import prompts_per_batch
@@ -24,7 +27,6 @@ from nemo_rl.algorithms.grpo.sources import make_loaders, make_rollout_sources
 from nemo_rl.algorithms.grpo.step_reports import DeviceCount
 from nemo_rl.algorithms.multi_lora.engines import AdapterAccelerators, AdapterEngines, AdapterGeneration
 from nemo_rl.algorithms.multi_lora.passes import AdapterPolicy, SharedPasses
-from nemo_rl.algorithms.multi_lora.records import AdapterRecords
 from nemo_rl.algorithms.placement import check_policy
 from nemo_rl.algorithms.startup import Algorithm, Limits, prepared
 from nemo_rl.config.data_rules import environments_in_use
@@ -41,6 +43,7 @@ from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.adapters import AdapterInfo
 from nemo_rl.utils.progress import RunProgress, StartPhases
 from nemo_rl.utils.record import RecordWriter
+from nemo_rl.utils.record_events import GroupAdmitted, GroupDropped, GroupTrained, adapter_pipeline
 from nemo_rl.utils.timer import Timer
 
 if TYPE_CHECKING:
@@ -49,8 +52,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shared:
-    """What the adapters of a job share."""
-
     policy: MultiLoraPolicy
     engines: AdapterEngines
     passes: SharedPasses
@@ -83,7 +84,6 @@ class _Environments:
     shared: SharedEnvironments
 
     def shutdown(self) -> None:
-        """Gives them back. Safe to call twice."""
         self.shared.give_back(self.adapter)
 
 
@@ -112,12 +112,7 @@ def build_run(
     removed: threading.Event,
     progress: Callable[[int, int], None],
 ) -> GRPORun:
-    """An adapter's run, its slot filled. For errors see `algorithms.startup.prepared`.
-
-    Args:
-        removed: Set when the adapter was removed.
-        progress: Called with the prompt groups that are there and those that are waited for.
-    """
+    """An adapter's run, its slot filled. `removed`: set when it was removed. For errors see `startup.prepared`."""
     config, name = adapter.config, adapter.name
     console = Console(file=cast(Any, _Prefixed(name)), width=140)
     start, placement = StartPhases(console), _Guest(shared.accelerator)
@@ -206,3 +201,51 @@ def close_run(run: GRPORun, environments: SharedEnvironments) -> None:
         stack.callback(run.record.flush)
         stack.callback(run.checkpointer.shutdown)
         stack.callback(run.reports.close)
+
+
+_ARCHIVE_BYTES = 1 << 20
+
+
+class AdapterRecord(RecordWriter):
+    """The record of one adapter's run; `close` accounts for prompt groups that are still open."""
+
+    def __init__(self, path: Path, *, source: str) -> None:
+        self._open_groups: dict[str, None] = {}
+        super().__init__(path, source=source, archive_bytes=_ARCHIVE_BYTES)
+
+    @override
+    def _write(self, source: str, clock: Callable[[], float], event: object) -> None:
+        super()._write(source, clock, event)
+        if isinstance(event, GroupAdmitted):
+            self._open_groups[event.group_id] = None
+        elif isinstance(event, (GroupTrained, GroupDropped)):
+            self._open_groups.pop(event.group_id, None)
+
+    @override
+    def close(self) -> None:
+        # An adapter that was removed or failed leaves the groups of its step untrained.
+        for group in list(self._open_groups):
+            self.emit(GroupDropped(group, "adapter_left"))
+        super().close()
+
+
+@dataclass(frozen=True)
+class AdapterRecords:
+    """Where the adapters of a job write what happens to them: each into its own log directory.
+
+    job: The job's name in a pool, whose other jobs may have adapters of equal names.
+    folder: That pool's log, which gets a link to each record.
+    """
+
+    job: str = ""
+    folder: Path | None = None
+
+    def open(self, adapter: str, log_dir: Path) -> AdapterRecord:
+        """The record of an adapter that starts. `log_dir`: the numbered directory of this run of it."""
+        path = log_dir / "record.jsonl"
+        record = AdapterRecord(path, source=f"{adapter_pipeline(self.job, adapter)}/driver")
+        if self.folder is not None:
+            # A job that got its GPUs back goes on from checkpoints, in further records.
+            link = self.folder / f"{self.job}.{adapter}.{time.time_ns()}.jsonl"
+            link.symlink_to(path.absolute())
+        return record

@@ -21,8 +21,8 @@ from nemo_rl.algorithms.placement import check_device, check_policy
 from nemo_rl.algorithms.profiling import profile_of_run
 from nemo_rl.algorithms.startup import check_tokens, import_transformers
 from nemo_rl.config.errors import UserError
+from nemo_rl.config.master import MultiLoraMasterConfig
 from nemo_rl.config.multi_lora import AdapterConfig
-from nemo_rl.config.multi_lora_section import MultiLoraMasterConfig
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.actor_logs import collect_actor_logs
 from nemo_rl.models.generation.interfaces import request_timeout_s
@@ -68,9 +68,7 @@ def check_base(config: MultiLoraMasterConfig) -> PretrainedConfig:
 
 
 def check_layers(adapter: AdapterConfig) -> None:
-    """Checks an adapter against the model; loads no weights. Raises UnsupportedModelError: it names layers that do not
-    exist; for others see `placement.check_policy`.
-    """
+    """Checks an adapter against the model without weights. Raises UnsupportedModelError: it names layers it lacks."""
     try:
         check_policy(adapter.config)
     except UnsupportedModelError as error:

@@ -26,8 +26,8 @@ from nemo_rl.algorithms.launch import (
     directories_of_its_own,
 )
 from nemo_rl.config.errors import ConfigError, UserError, in_one_line
+from nemo_rl.config.master import MultiLoraMasterConfig
 from nemo_rl.config.multi_lora import AdapterConfig, check_adapter, load_adapter, load_base
-from nemo_rl.config.multi_lora_section import MultiLoraMasterConfig
 from nemo_rl.distributed.processes import collect_rarely, importing
 from nemo_rl.utils.directory_lock import DirectoryInUse
 
@@ -123,21 +123,17 @@ def run(
     stay: bool = False,
     pool: Membership | None = None,
 ) -> int:
-    """Runs checked adapters to their end; returns the exit code.
-
-    Args:
-        raw: The base's mapping, for adapters that are added later.
-        stay: Wait for more adapters when all are done.
-        pool: The pool that runs it, if one does.
+    """Runs checked adapters to their end; the exit code. `raw`: the base's mapping. `stay`: wait for more when all are
+    done.
     """
     from nemo_rl.algorithms.commands import _ray_ahead
 
     with _ray_ahead(base.cluster):
         with importing():
+            from nemo_rl.algorithms.multi_lora.adapter_run import AdapterRecords
             from nemo_rl.algorithms.multi_lora.assembly import DeviceBytes, shared_parts
             from nemo_rl.algorithms.multi_lora.http import serve
             from nemo_rl.algorithms.multi_lora.job import MultiLoraJob, write_reports
-            from nemo_rl.algorithms.multi_lora.records import AdapterRecords
             from nemo_rl.utils.progress import StartPhases
 
         start = StartPhases()

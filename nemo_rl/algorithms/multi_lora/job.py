@@ -21,15 +21,14 @@ from ray.exceptions import RayError
 from nemo_rl.algorithms.grpo.loop import GRPOSteps
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.launch import directories_of_its_own
-from nemo_rl.algorithms.multi_lora.adapter_run import Shared, build_run, close_run
+from nemo_rl.algorithms.multi_lora.adapter_run import AdapterRecords, Shared, build_run, close_run
 from nemo_rl.algorithms.multi_lora.assembly import check_layers
 from nemo_rl.algorithms.multi_lora.passes import AdapterRemoved
-from nemo_rl.algorithms.multi_lora.records import AdapterRecords
 from nemo_rl.algorithms.resume import NothingToDo
 from nemo_rl.algorithms.training_loop import CompletedStep, train_to_end
 from nemo_rl.config.errors import UserError, first_line
+from nemo_rl.config.master import MultiLoraMasterConfig
 from nemo_rl.config.multi_lora import AdapterConfig, check_adapter
-from nemo_rl.config.multi_lora_section import MultiLoraMasterConfig
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +40,11 @@ class SlotsFull(UserError, RuntimeError):
 
 
 class UnknownAdapter(UserError, KeyError):
-    """The job has no such adapter."""
-
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class Phase(str, Enum):
-    """Where an adapter is."""
-
     JOINING = "joining"
     RUNNING = "running"
     LEAVING = "leaving"
@@ -78,7 +73,6 @@ class AdapterState:
     reason: str = ""  # why it failed, or ended early
 
     def plain(self) -> dict[str, object]:
-        """For JSON."""
         return asdict(self) | {"phase": self.phase.value}
 
 
@@ -111,13 +105,7 @@ class _Member:
 
 
 class MultiLoraJob:
-    """Adapters on one base.
-
-    Args:
-        base: The base's configuration.
-        shared: What the adapters share.
-        records: Where adapters write what happens to them.
-    """
+    """Adapters on one base. `base`: its configuration. `shared`: what adapters share. `records`: where each writes."""
 
     def __init__(self, base: MultiLoraMasterConfig, shared: Shared, records: AdapterRecords | None = None) -> None:
         self.base, self._shared, self._records = base, shared, records or AdapterRecords()
@@ -157,9 +145,7 @@ class MultiLoraJob:
         )
 
     def remove(self, name: str) -> AdapterState:
-        """Lets an adapter leave: its requests are ended and what its open step has is discarded, unless its training
-        pass has begun. Returns at once. Raises UnknownAdapter: there is none that runs.
-        """
+        """Ends an adapter's requests, drops its open step unless its pass has begun. Raises UnknownAdapter."""
         with self._changed:
             member = self._members.get(name)
             if member is None or member.phase.over:
@@ -192,7 +178,6 @@ class MultiLoraJob:
                     member.run.timeout.end_after_step()
 
     def close(self) -> None:
-        """Removes every adapter and waits until they have left."""
         with self._changed:
             self._closing = True
             for member in self._members.values():
@@ -279,7 +264,6 @@ class _AdapterSteps(GRPOSteps):
 
 
 def write_reports(states: list[AdapterState]) -> list[Path]:
-    """Writes the report of every adapter that has one; their paths."""
     from nemo_rl.utils.metrics_file import NoMetrics
     from nemo_rl.utils.plots import NothingToShow
     from nemo_rl.utils.report import write_report

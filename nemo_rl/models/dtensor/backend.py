@@ -28,7 +28,6 @@ from nemo_rl.models.dtensor.load import load_scorer
 from nemo_rl.models.dtensor.lora import AdaptedLinear, base_model
 from nemo_rl.models.dtensor.mesh import ParallelMesh
 from nemo_rl.models.dtensor.parallelize import HEADWISE_NORMS, is_tensor_parallel, local_tensor
-from nemo_rl.models.dtensor.residency import model_tensors, optimizer_tensors, shards
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 from nemo_rl.models.policy.attention import ATTENTION_NAME, kernel_in_use
 from nemo_rl.models.policy.backend import Backend, BackendOptions
@@ -275,7 +274,6 @@ class DTensorBackend(Backend):
 
     @torch.no_grad()
     def apply_gradients(self, factor: float) -> None:
-        """Multiplies gradients by `factor`, steps the optimizer and drops the gradients."""
         if self.optimizer is None:
             raise RuntimeError("this policy was built without an optimizer (init_optimizer=False) and cannot train")
         gradients = [local_tensor(p.grad) for p in self.scorer.parameters() if p.grad is not None]
@@ -284,7 +282,6 @@ class DTensorBackend(Backend):
         self.discard_gradients()
 
     def trained_weights(self) -> list[torch.Tensor]:
-        """This rank's shards of what the optimizer updates."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         return [local_tensor(parameter) for group in groups for parameter in group["params"]]
 
@@ -397,3 +394,27 @@ class DTensorBackend(Backend):
             self.writer.save_weights(self.scorer, weights_path, dtype_in_config=self._dtype, save_format=save_format)
         if optimizer_path is not None and self.optimizer is not None:
             self.writer.save_optimizer(self.scorer, self.optimizer, self.scheduler, optimizer_path)
+
+
+def model_tensors(scorer: CausalLMScorer) -> Iterator[torch.Tensor]:
+    """This rank's parameters, their gradients, those that were not reduced yet, and buffers."""
+    for parameter in scorer.parameters():
+        yield local_tensor(parameter.detach())
+        if parameter.grad is not None:
+            yield local_tensor(parameter.grad.detach())
+    for gradient in scorer.deferred_gradients():
+        yield local_tensor(gradient.detach())
+    yield from scorer.buffers()
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """This rank's part of the optimizer's state; step counters stay where the optimizer put them."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                yield local_tensor(value)
+
+
+def shards(scorer: CausalLMScorer) -> list[torch.Tensor]:
+    """This rank's parameters."""
+    return [local_tensor(parameter.detach()) for parameter in scorer.parameters()]

@@ -113,7 +113,7 @@ def check_attention(model: PreTrainedModel) -> None:
 
 def _check_adapters(cfg: PolicyConfig, model: PretrainedConfig) -> None:
     from nemo_rl.models.dtensor.lora import chosen_layers
-    from nemo_rl.models.policy.empty_model import empty_model
+    from nemo_rl.models.policy.model_config import empty_model
 
     chosen_layers(empty_model(model, trust_remote_code=cfg.trust_remote_code), cfg.dtensor_cfg.lora_cfg)
 

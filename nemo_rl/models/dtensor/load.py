@@ -29,13 +29,13 @@ from nemo_rl.models.dtensor.parallelize import (
 from nemo_rl.models.dtensor.router_replay import attach_router_replay
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 from nemo_rl.models.policy import attention
-from nemo_rl.models.policy.empty_model import empty_model
 from nemo_rl.models.policy.lora import FACTORS, read_factors
 from nemo_rl.models.policy.model_config import (
     CheckpointMismatchError,
     ModelNotFoundError,
     UnsupportedModelError,
     compute_dtype,
+    empty_model,
     generation_config,
     model_config,
     number_of_experts,

@@ -7,7 +7,9 @@ schedule are left empty. Invariant: gradients are reduced over ranks exactly onc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,7 +31,6 @@ from nemo_rl.models.megatron.model import BuiltModel, build_model, is_frozen_rou
 from nemo_rl.models.megatron.optimizer import build_optimizer, build_schedule, inner_optimizers, with_gradients
 from nemo_rl.models.megatron.passes import Ending, Pipeline
 from nemo_rl.models.megatron.prediction import PredictingWeights
-from nemo_rl.models.megatron.residency import forget_workspaces, optimizer_tensors
 from nemo_rl.models.megatron.routers import Routers
 from nemo_rl.models.megatron.weights import ModelWeights, ShardedWeights
 from nemo_rl.models.policy.attention import kernel_in_use
@@ -377,8 +378,44 @@ def _is_trained(name: str, cfg: MegatronConfig) -> bool:
 
 
 def _for_other_stages(result: MicrobatchResult, stages: int) -> MicrobatchResult:
-    """The result on the host where it travels to ranks that have another device."""
     if stages == 1:
         return result
     metrics = {name: value.cpu() for name, value in result.metrics.items()}
     return MicrobatchResult(metrics, result.bad_rows_B.cpu(), result.work)
+
+
+_WORKSPACES = ("transformer_engine.pytorch.module.base", "transformer_engine.pytorch.cpp_extensions.gemm")
+
+
+# Megatron's parameters and gradients are views into a few large buffers, and its optimizer keeps views of those: they
+# move by `policy.residency`, storage by storage.
+def optimizer_tensors(optimizers: Iterable[object], model: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """An optimizer's tensors beside the model's own memory: state, and float32 parameters."""
+    known = {tensor.untyped_storage()._cdata for tensor in model}
+    found: list[torch.Tensor] = []
+    for optimizer in optimizers:
+        inner = getattr(optimizer, "optimizer", None)
+        if inner is None:
+            continue
+        found += [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
+        found += [parameter.data for group in inner.param_groups for parameter in group["params"]]
+    return [tensor for tensor in found if tensor.dim() > 0 and tensor.untyped_storage()._cdata not in known]
+
+
+def forget_workspaces() -> None:
+    """Lets go of the workspaces that Transformer Engine keeps for its matrix products, tens of MiB for each stream; it
+    makes new ones when it needs them.
+    """
+    for name in _WORKSPACES:
+        if name not in sys.modules:
+            continue
+        module = importlib.import_module(name)
+        for attribute, value in list(vars(module).items()):
+            if "workspace" not in attribute:
+                continue
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
+            elif isinstance(value, (list, dict)):
+                value.clear()
+            elif isinstance(value, torch.Tensor):
+                setattr(module, attribute, None)

@@ -9,10 +9,9 @@ from typing import Any
 from torch import nn
 
 from nemo_rl.config import PolicyConfig
-from nemo_rl.config.multi_lora_section import MultiLoraMasterConfig
+from nemo_rl.config.master import MultiLoraMasterConfig
 from nemo_rl.models.dtensor.lora import chosen_layers
-from nemo_rl.models.policy.empty_model import empty_model
-from nemo_rl.models.policy.model_config import model_config
+from nemo_rl.models.policy.model_config import empty_model, model_config
 
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM's kernels are made for."""

@@ -1,21 +1,25 @@
-"""The model's small configuration file, read before any weights: whether the model exists and its sizes divide.
+"""The model's small configuration file, read before any weights: whether the model exists, whether its sizes divide,
+and the model without weights (`empty_model`).
 
 Refuses before Ray starts.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from nemo_rl.config import DTensorConfig, PolicyConfig
 from nemo_rl.config.errors import UserError, did_you_mean, first_line
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PretrainedConfig
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 
 class UnsupportedModelError(UserError, ValueError):
@@ -35,7 +39,6 @@ class KernelUnavailableError(UserError, ValueError):
 
 
 def compute_dtype(precision: str) -> torch.dtype:
-    """The torch dtype of `policy.precision`."""
     return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[precision]
 
 
@@ -68,9 +71,7 @@ def model_config(cfg: PolicyConfig, source: str | None = None) -> PretrainedConf
 
 
 def generation_config(cfg: PolicyConfig, model: PretrainedConfig) -> GenerationConfig:
-    """The model's `generation_config.json`, which checkpoints carry on with its stop tokens; without one, what follows
-    from the model's configuration.
-    """
+    """The model's `generation_config.json`, kept with its stop tokens; else what follows from the model's own."""
     from transformers import GenerationConfig
 
     try:
@@ -120,9 +121,7 @@ def check_not_quantized(config: PretrainedConfig, cfg: PolicyConfig) -> None:
 
 
 def check_replay(config: PretrainedConfig, cfg: PolicyConfig) -> None:
-    """Whether the model has routes that could be replayed, if they are to be. Raises UnsupportedModelError: it has no
-    experts.
-    """
+    """Raises UnsupportedModelError: routes are to be replayed and the model has no experts."""
     if cfg.router_replay.enabled and not number_of_experts(text_config(config)):
         raise UnsupportedModelError(
             f"policy.router_replay.enabled=true, but policy.model_name={cfg.model_name} (a "
@@ -137,9 +136,7 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def layers_with_experts(config: PretrainedConfig) -> tuple[int, ...]:
-    """The decoder layers, from 0, whose feed-forward is a mixture of experts, by the model's Hugging Face
-    configuration.
-    """
+    """The decoder layers, from 0, whose feed-forward is a mixture of experts."""
     config = text_config(config)
     if not number_of_experts(config):
         return ()
@@ -185,3 +182,41 @@ def check_divisible(
         value = getattr(config, what, None)
         if value is not None and value % tp:
             raise UnsupportedModelError(f"{key}={tp} does not divide the model's {what}={value}")
+
+
+# Hugging Face's constructors set PyTorch's default dtype for the whole process while they run.
+_ONE_AT_A_TIME = threading.Lock()
+_BUILDING = threading.local()
+
+
+def empty_model(config: PretrainedConfig, *, trust_remote_code: bool = False, **further: object) -> PreTrainedModel:
+    """A causal language model by its Hugging Face configuration, its parameters on the meta device (shapes, no
+    values), its buffers real. `further`: what `from_config` takes besides (`dtype`, `attn_implementation`). Threads
+    may call it: modules that others build at the same time are left alone.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with _ONE_AT_A_TIME:
+        _watch_parameters()
+        _BUILDING.here = True
+        try:
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **further)
+        finally:
+            _BUILDING.here = False
+
+
+_INSTALLED: list[object] = []
+
+
+def _watch_parameters() -> None:
+    """Watches parameters from now on. It stays: PyTorch's table of hooks may not change while a module is built."""
+    if not _INSTALLED:
+        _INSTALLED.append(register_module_parameter_registration_hook(_without_values))
+
+
+def _without_values(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+    if parameter is None or not getattr(_BUILDING, "here", False):
+        return None
+    empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    empty.__dict__.update(parameter.__dict__)
+    return empty

@@ -28,7 +28,7 @@ from nemo_rl.config import (
 from nemo_rl.config.generation import VllmConfig
 from nemo_rl.config.layers import merge, read_layers
 from nemo_rl.config.load import kind_of_file
-from nemo_rl.config.multi_lora_section import MultiLoraMasterConfig
+from nemo_rl.config.master import MultiLoraMasterConfig
 from nemo_rl.config.overrides import parse_override
 from nemo_rl.config.placement import training_world_size
 from nemo_rl.config.schema import is_known
@@ -127,7 +127,6 @@ class Job:
 
     @property
     def kind(self) -> Kind:
-        """What it does."""
         return Kind.TEACHER if self.teaches else _KINDS[type(self.config)]
 
     @property
@@ -140,7 +139,6 @@ class Job:
 
     @property
     def engines(self) -> VllmConfig | None:
-        """The options of its engines; None where it has none."""
         return engines_of(self.config, self.name if self.teaches else None)
 
     @property
@@ -172,7 +170,6 @@ class Job:
 
     @property
     def mapped(self) -> placement.Mapped:
-        """Where it lies."""
         return placement.Mapped(self.train, self.infer, self.column)
 
     def covers_every_rank(self) -> bool:

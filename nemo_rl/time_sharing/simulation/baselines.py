@@ -164,7 +164,5 @@ def worth_comparing(scenario: Scenario) -> tuple[str, ...]:
 
 
 def accept_all(snapshot: Snapshot, plan: Plan) -> list[str]:
-    """No validation: the gap-ratio rule evicts for no taker, which the validator would refuse, and is to be shown as it
-    is.
-    """
+    """No validation: the gap-ratio rule evicts for no taker, which the validator would refuse."""
     return []

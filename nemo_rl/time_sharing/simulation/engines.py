@@ -2,7 +2,8 @@
 
 A shard with n running requests advances each of them at `tokens_per_s / (1 + n / half_batch)`, so the rate of a shard
 saturates and a batch never ends before its longest sample. Tokens are stamped with the weights that the shard really
-holds, which is the truth the checker judges stamps by.
+holds, which is the truth the checker judges stamps by. Where several jobs use a GPU at once, each slows the others
+(`Crowding`).
 """
 
 from __future__ import annotations
@@ -10,11 +11,10 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
-from nemo_rl.time_sharing.simulation.crowding import Crowding
 from nemo_rl.time_sharing.simulation.loop import Loop
 from nemo_rl.time_sharing.simulation.scenario import Engine, Job
 from nemo_rl.utils.record import Record
@@ -102,13 +102,11 @@ class Generation:
         self._requests = 0
 
     def submit(self, samples: list[Sample]) -> None:
-        """Adds samples to be generated."""
         self.queue.extend(samples)
         self._dispatch()
 
     @property
     def under_way(self) -> int:
-        """Requests that run, or wait for a shard."""
         return len(self.queue) + sum(len(shard.running) for shard in self.shards)
 
     def set_active(self, rank: int, active: bool) -> None:
@@ -150,7 +148,6 @@ class Generation:
         return [shard.rank for shard in self.shards if shard.active and shard.running and shard.speed < _SICK]
 
     def cancel(self) -> None:
-        """Drops all that is being generated."""
         self.queue.clear()
         for shard in self.shards:
             self._advance(shard)
@@ -307,3 +304,32 @@ class Generation:
             else:
                 sample.turn += 1
                 self._turn_over(sample)
+
+
+class Crowding:
+    """What is at work on each GPU. Beside n others a piece of work takes 1 + n x `slows` times as long."""
+
+    def __init__(self, slows: float) -> None:
+        self._slows = slows
+        self._at_work: dict[int, dict[Hashable, Callable[[], None]]] = defaultdict(dict)
+
+    def begin(self, who: Hashable, gpus: Sequence[int], changed: Callable[[], None] = lambda: None) -> None:
+        """Work begins on GPUs. `changed`: called whenever its `factor` may be another from now on."""
+        for gpu in gpus if self._slows else ():
+            self._at_work[gpu][who] = changed
+        self._tell(who, gpus)
+
+    def end(self, who: Hashable, gpus: Sequence[int]) -> None:
+        """The work is over, or had not begun."""
+        for gpu in gpus:
+            self._at_work[gpu].pop(who, None)
+        self._tell(who, gpus)
+
+    def factor(self, who: Hashable, gpus: Sequence[int]) -> float:
+        """How many times as long as alone work takes here now: that on the fullest of its GPUs counts."""
+        return 1.0 + self._slows * max(len(self._at_work[gpu].keys() - {who}) for gpu in gpus)
+
+    def _tell(self, who: Hashable, gpus: Sequence[int]) -> None:
+        others = {other: changed for gpu in gpus for other, changed in self._at_work[gpu].items() if other != who}
+        for changed in others.values():
+            changed()

@@ -39,9 +39,7 @@ class _Row:
 
 
 def plan(snapshot: Snapshot, now: float) -> Plan:
-    """One cycle of the rule. Cycles are strictly serial: none begins while hand-overs of the last one are under way,
-    of any pipeline.
-    """
+    """One cycle of the rule. Cycles are serial: none begins while any hand-over of the last is under way."""
     if _cycle_runs(snapshot):
         waiting = Plan()
         waiting.replan_by(now + _POLL_S)
@@ -50,9 +48,7 @@ def plan(snapshot: Snapshot, now: float) -> Plan:
 
 
 def decide(snapshot: Snapshot, now: float) -> Plan:
-    """The decisions of one cycle, whatever is under way: the rule on an executor that lets unrelated pipelines
-    go on.
-    """
+    """The decisions of one cycle, whatever is under way."""
     plan_state, result = PlanState(snapshot, now), Plan()
     for name, pipeline in snapshot.pipelines.items():
         if pipeline.withdraws and not pipeline.fenced:

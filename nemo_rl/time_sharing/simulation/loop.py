@@ -1,4 +1,5 @@
-"""Virtual time: a queue of callbacks in order of their time, and a network that delays, loses and repeats messages.
+"""Virtual time: a queue of callbacks in order of their time; a network that delays, loses and repeats messages; and the
+disk with the scheduler's log.
 
 Two runs with the same seed and the same calls happen in the same order, because ties are broken by the order of
 scheduling.
@@ -9,8 +10,13 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 
+from nemo_rl.time_sharing.log.segments import saved
+from nemo_rl.time_sharing.log.state import SchedulerState, replay
+from nemo_rl.time_sharing.protocol.types import SCHEDULER
 from nemo_rl.time_sharing.simulation.scenario import Network
+from nemo_rl.utils.record import Entry, Record, decode_line, encode_entry
 
 
 class Loop:
@@ -46,9 +52,7 @@ class Loop:
 
 
 class Wire:
-    """Sends messages over the loop. `cut_until`: time until which nothing is delivered to an agent (`TO`) or from it
-    (`FROM`), by its name.
-    """
+    """Sends messages over the loop. `cut_until`: when an agent hears (`TO`) or is heard (`FROM`) again, by name."""
 
     TO, FROM = "to", "from"
 
@@ -78,3 +82,42 @@ class Wire:
             if network.slow and rng.random() < network.slow:
                 delay += rng.random() * network.slow_s
             self._loop.after(delay, deliver, *arguments)
+
+
+class LogCopy:
+    """The record of one run plus the scheduler's log: what the next scheduler reads, whole, cut or by segments."""
+
+    def __init__(self, record: Record, clock: Callable[[], float]) -> None:
+        self.entries: list[Entry] = []
+        self._record, self._clock = record, clock
+
+    def emit(self, event: object) -> None:
+        self.entries.append(Entry(len(self.entries), self._clock(), "scheduler", event))
+        self._record.emit(event)
+
+    def bind(self, source: str, *, clock: Callable[[], float] | None = None) -> Record:
+        return self
+
+    def flush(self) -> None:
+        self._record.flush()
+
+
+class ForgetfulSegment(AssertionError):
+    """A segment of the log leads to another state than the entries that it stands for."""
+
+
+def saved_state_of(state: SchedulerState, at: float) -> Entry:
+    """A segment's beginning for this state, read back. Raises ForgetfulSegment: it leads to another state."""
+    entry = decode_line(encode_entry(Entry(0, at, SCHEDULER, saved(state))), 0)
+    again = replay([entry])
+    for name, value in vars(state).items():
+        if name not in ("pipelines", "time", "claimed") and value != vars(again)[name]:
+            raise ForgetfulSegment(f"{name} was {value}, and is {vars(again)[name]} after the segment was read")
+    for name, pipeline in state.pipelines.items():
+        for member in fields(pipeline):
+            before, after = getattr(pipeline, member.name), getattr(again.pipelines[name], member.name)
+            if member.name != "topology" and before != after:
+                raise ForgetfulSegment(
+                    f"{member.name} of {name} was {before}, and is {after} after the segment was read"
+                )
+    return entry

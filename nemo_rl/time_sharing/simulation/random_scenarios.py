@@ -183,9 +183,7 @@ def _job(rng: random.Random, number: int, pool: int, per_node: int) -> Drawn:
 
 
 class Verdict(NamedTuple):
-    """One scenario: how many events it took, how long it lasted (virtual seconds), the first violations, jobs that
-    never ended, and what the scheduler decided how often.
-    """
+    """One scenario: events, virtual seconds, first violations, jobs that never ended, decisions counted."""
 
     seed: int
     events: int

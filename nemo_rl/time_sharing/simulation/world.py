@@ -36,8 +36,7 @@ from nemo_rl.time_sharing.scheduling.scheduler import PlanRule, Scheduler, Still
 from nemo_rl.time_sharing.simulation.batch_queue import BatchQueue
 from nemo_rl.time_sharing.simulation.job_process import JobProcess
 from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
-from nemo_rl.time_sharing.simulation.log_copy import LogCopy, saved_state_of
-from nemo_rl.time_sharing.simulation.loop import Wire
+from nemo_rl.time_sharing.simulation.loop import LogCopy, Wire, saved_state_of
 from nemo_rl.time_sharing.simulation.scenario import Job, Scenario
 from nemo_rl.time_sharing.simulation.surroundings import Surroundings
 from nemo_rl.time_sharing.simulation.teachers import jobs_of

@@ -182,9 +182,7 @@ def _kv_cache_bytes(policy: PolicyConfig, slot_bytes: int) -> int:
 
 
 def least_slot_bytes(policy: PolicyConfig) -> int:
-    """Device memory that one rank of an engine takes at least: weights, activations, and the KV cache of some requests
-    of full length.
-    """
+    """Least device memory of an engine's rank: weights, activations, and the KV cache of some full-length requests."""
     from nemo_rl.models.policy.model_config import model_config
     from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture
 
@@ -215,14 +213,12 @@ def weight_bytes(policy: PolicyConfig) -> int:
 
 
 def parameters_of(policy: PolicyConfig) -> int:
-    """Number of the model's parameters, from its configuration alone."""
     return _parameters(policy.model_name, policy.trust_remote_code, json.dumps(dict(policy.hf_config_overrides)))
 
 
 @lru_cache
 def _parameters(name: str, trusted: bool, overrides: str) -> int:
-    from nemo_rl.models.policy.empty_model import empty_model
-    from nemo_rl.models.policy.model_config import model_config
+    from nemo_rl.models.policy.model_config import empty_model, model_config
 
     named = PolicyConfig(model_name=name, trust_remote_code=trusted, hf_config_overrides=json.loads(overrides))
     model = empty_model(model_config(named), trust_remote_code=trusted)
@@ -274,7 +270,6 @@ class EngineActors:
     nodes: EngineNodes | None = None  # the actors on further nodes, where engines lie on several
 
     def shutdown(self) -> None:
-        """Ends all actors."""
         self.group.shutdown()
         if self.nodes is not None:
             self.nodes.shutdown()
@@ -362,9 +357,7 @@ def _start_further_nodes(
 
 
 def engine_slots(slots: Sequence[Slot], width: int) -> list[list[tuple[int, list[int]]]]:
-    """The slots of each engine as (node, bundles), node by node: `width` neighbours inside one node, or all slots of
-    several nodes. Raises ConfigError: engines of this width do not fill the nodes.
-    """
+    """The slots of each engine as (node, bundles): inside one node, or whole nodes. Raises ConfigError: no fit."""
     by_node: dict[int, list[int]] = {}
     for slot in slots:
         by_node.setdefault(slot.node_rank, []).append(slot.bundle_index)
