@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from nemo_rl.config import load_master_config
 from nemo_rl.config.errors import UserError, in_one_line
@@ -25,14 +25,11 @@ from nemo_rl.config.infrastructure import CheckpointingConfig
 from nemo_rl.config.master import CompleteConfig, RootConfig
 from nemo_rl.distributed.processes import collect_rarely
 from nemo_rl.utils import hub
-from nemo_rl.utils.progress import RunProgress, StartPhases
+from nemo_rl.utils.progress import StartPhases
 
 if TYPE_CHECKING:
-    from nemo_rl.algorithms.run_checkpoint import RunState
-    from nemo_rl.utils.checkpoint import CheckpointManager
-    from nemo_rl.utils.logger import Logger
+    from nemo_rl.algorithms.training_loop import TrainingRun
     from nemo_rl.utils.run_page import RunPage
-    from nemo_rl.utils.timer import TimeoutChecker
 
 logger = logging.getLogger("nemo_rl")
 
@@ -42,21 +39,7 @@ TrainingConfig = TypeVar("TrainingConfig", bound=RootConfig)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Watchable(Protocol):
-    """A run as the command line sees it."""
-
-    progress: RunProgress
-    logger: Logger
-    timeout: TimeoutChecker
-    checkpointer: CheckpointManager
-
-    @property
-    def state(self) -> RunState:
-        """Its counters."""
-        ...
-
-
-Run = TypeVar("Run", bound=Watchable)
+Run = TypeVar("Run", bound="TrainingRun[Any]")
 
 
 def main(
@@ -110,9 +93,7 @@ def run_to_end(
     close: Callable[[Run], None],
     page_port: int | None = None,
 ) -> int:
-    """Runs a checked configuration and writes its report; returns the exit code. `page_port` serves a live page; 0
-    takes a free port.
-    """
+    """Runs a checked configuration and writes its report; the exit code. `page_port`: of the live page, 0: any."""
     from nemo_rl.utils.directory_lock import DirectoryInUse
 
     with ExitStack() as held:
@@ -140,9 +121,7 @@ def _live_page(config: RootConfig, port: int | None) -> Generator[RunPage | None
 
 @contextmanager
 def directories_of_its_own(config: RootConfig) -> Generator[None]:
-    """Context manager that locks the run's log and checkpoint directories. Raises DirectoryInUse: another run uses one
-    of them.
-    """
+    """Locks the run's log and checkpoint directories inside the block. Raises DirectoryInUse: another run uses one."""
     from nemo_rl.utils.directory_lock import locked
 
     named = {"logger.log_dir": config.logger.log_dir}
@@ -212,7 +191,6 @@ class _ErrorPrinter:
         self._printed: list[Exception] = []
 
     def print_once(self, error: Exception) -> bool:
-        """Prints the error unless it was printed. Returns False for errors that need their traceback."""
         from nemo_rl.algorithms.resume import NothingToDo
 
         if any(error is known for known in self._printed):
@@ -225,13 +203,13 @@ class _ErrorPrinter:
         return True
 
 
-def _show_trackers(run: Watchable) -> None:
+def _show_trackers(run: TrainingRun[Any]) -> None:
     from nemo_rl.utils.report import log_report
 
     log_report(run.logger)
 
 
-def _monitor(config: RootConfig, run: Watchable) -> AbstractContextManager[object]:
+def _monitor(config: RootConfig, run: TrainingRun[Any]) -> AbstractContextManager[object]:
     if not config.logger.monitor_gpus:
         return nullcontext()
     from nemo_rl.distributed.node_monitor import NodeMonitor
@@ -274,10 +252,7 @@ def _report(log_dir: Path, *, expected: bool) -> None:
 
 
 class Interrupts:
-    """Signal handlers of a run; a context manager that restores the previous ones.
-
-    SIGTERM, which job schedulers send, is handled like Ctrl-C.
-    """
+    """Signal handlers of a run, restored on exit. SIGTERM, which job schedulers send, is handled like Ctrl-C."""
 
     def __init__(self) -> None:
         self.save_asked = False
@@ -323,7 +298,7 @@ class Interrupts:
         raise KeyboardInterrupt
 
 
-def what_is_saved(run: Watchable, cfg: CheckpointingConfig) -> str:
+def what_is_saved(run: TrainingRun[Any], cfg: CheckpointingConfig) -> str:
     """Where an interrupted run would resume, and how many steps are lost. Call it after shutdown."""
     step = run.state.step
     done = f"interrupted after step {step}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from nemo_rl.algorithms.accelerators import Accelerators
 from nemo_rl.algorithms.profiling import profile_of_run
 from nemo_rl.algorithms.resume import Resume
-from nemo_rl.config import ClusterConfig, MasterConfig
+from nemo_rl.config import ClusterConfig, EvalMasterConfig, MasterConfig
 from nemo_rl.config.master import RootConfig
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.distributed.ray_runtime import RayConnection
@@ -55,9 +55,7 @@ def check_device(config: RootConfig, accelerator: Accelerator) -> None:
 def reserve(
     cluster: ClusterConfig, accelerator: Accelerator, name: str, per_node: Sequence[int], *, groups: int = 1
 ) -> RayVirtualCluster:
-    """Reserves slots on the cluster. `cluster`: ports, and slots per node. `groups`: worker groups that share each
-    slot.
-    """
+    """Reserves slots, `per_node` of each node. `groups`: worker groups that share each slot."""
     return RayVirtualCluster(
         list(per_node),
         use_gpus=accelerator.is_cuda,
@@ -77,16 +75,13 @@ def reserve_all(cluster: ClusterConfig, accelerator: Accelerator, name: str) -> 
 
 @dataclass(frozen=True)
 class Clusters:
-    """Slots of training and generation: the same object if they share them, None without generation. `teachers`: slots
-    of teachers that have their own, by name.
-    """
+    """Slots of training and generation (one object if shared, None without). `teachers`: of teachers with slots."""
 
     training: RayVirtualCluster
     generation: RayVirtualCluster | None
     teachers: Mapping[str, RayVirtualCluster] = field(default_factory=dict)
 
     def distinct(self) -> list[RayVirtualCluster]:
-        """Each cluster once."""
         every = [self.training, self.generation, *self.teachers.values()]
         return list({id(cluster): cluster for cluster in every if cluster is not None}.values())
 
@@ -131,15 +126,6 @@ class Placement(ConnectsRay[Config_contra], Protocol[Config_contra, Parts_contra
         ...
 
 
-class HasCluster(Protocol):
-    """A configuration with a `cluster` section."""
-
-    @property
-    def cluster(self) -> ClusterConfig:
-        """The section."""
-        ...
-
-
 class OwnSlots:
     """Base of placements that reserve slots for one run, and may start a Ray cluster for it."""
 
@@ -149,7 +135,7 @@ class OwnSlots:
     def __init__(self) -> None:
         self._ray = RayConnection()
 
-    def connect(self, config: HasCluster) -> Accelerator:
+    def connect(self, config: RootConfig | EvalMasterConfig) -> Accelerator:
         return self._ray.open(device=config.cluster.device, cpu_slots=config.cluster.cpu_slots)
 
     def disconnect(self) -> None:
@@ -173,15 +159,7 @@ def begin_policy(
     *,
     init_reference_model: bool,
 ) -> RayWorkerGroup:
-    """Starts the policy's actors.
-
-    Args:
-        cluster: Slots; all of them are used.
-        resume: Checkpoint to load, or None.
-        init_reference_model: Whether the initial weights are kept for reference log-probabilities.
-
-    Raises CheckpointError: the checkpoint has no weights.
-    """
+    """Starts the policy's actors on all slots, from a checkpoint if any. Raises CheckpointError: it has no weights."""
     paths = checkpointer.get_resume_paths(resume.checkpoint) if resume is not None else None
     optimizer = paths.optimizer if paths is not None and resume is not None and not resume.fresh_optimizer else None
     return start_policy_actors(
@@ -198,9 +176,7 @@ def begin_policy(
 def start_policy(
     config: RootConfig, cluster: RayVirtualCluster, tokenizer: PreTrainedTokenizerBase, actors: RayWorkerGroup
 ) -> Policy:
-    """Makes the actors load the policy; returns before they have finished. `cluster`: slots; all of them are used.
-    `actors`: from `begin_policy`.
-    """
+    """Makes the actors from `begin_policy` load the policy; returns before they have finished."""
     if isinstance(config, MasterConfig) and config.data_plane.enabled:
         from nemo_rl.models.policy.tq_policy import TQPolicy
 

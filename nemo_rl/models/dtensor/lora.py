@@ -7,8 +7,7 @@ vocabulary's output projection is never adapted.
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from nemo_rl.config import LoraConfig
-from nemo_rl.models.policy.lora import choose_layers, drawn_factors
+from nemo_rl.models.policy.lora import choose_layers, drawn_factors, without_adapters
 from nemo_rl.models.policy.model_config import UnsupportedModelError
 
 KEY = "policy.dtensor_cfg.lora_cfg"
@@ -45,9 +44,7 @@ class AdaptedLinear(nn.Linear):
 
 
 def apply_adapters(model: nn.Module, cfg: LoraConfig) -> list[str]:
-    """Freezes the model and gives the chosen layers adapters, in place; returns their names. Raises
-    UnsupportedModelError: no layer is chosen, or a pattern chooses none.
-    """
+    """Freezes the model and gives the chosen layers adapters, in place; their names. Raises UnsupportedModelError."""
     names = chosen_layers(model, cfg)
     model.requires_grad_(False)
     for name in names:
@@ -86,17 +83,9 @@ def merged_weight(weight: torch.Tensor, module: AdaptedLinear, device: torch.dev
     return whole.float() + module.scale * (up.float() @ down.float())
 
 
-@contextmanager
-def base_model(model: nn.Module) -> Generator[None]:
+def base_model(model: nn.Module) -> AbstractContextManager[None]:
     """The model computes without its adapters inside the block."""
-    layers = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
-    try:
-        for layer in layers:
-            layer.adapted = False
-        yield
-    finally:
-        for layer in layers:
-            layer.adapted = True
+    return without_adapters(module for module in model.modules() if isinstance(module, AdaptedLinear))
 
 
 def _adapt(layer: Any, cfg: LoraConfig) -> None:

@@ -11,8 +11,8 @@ model is the base model bit for bit; whole factors stay the same on all tensor-p
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from nemo_rl.config.megatron import MegatronPeftConfig
 from nemo_rl.models.megatron.families import Naming, Sizes, Weight, weights_of
 from nemo_rl.models.megatron.groups import MegatronGroups
 from nemo_rl.models.megatron.weights import ShardedWeights, whole_name
-from nemo_rl.models.policy.lora import FACTORS, choose_layers, drawn_factors, read_factors
+from nemo_rl.models.policy.lora import FACTORS, choose_layers, drawn_factors, read_factors, without_adapters
 from nemo_rl.models.policy.model_config import CheckpointMismatchError, UnsupportedModelError
 from nemo_rl.utils.adapters import AdapterInfo
 from nemo_rl.weight_sync.layout import TensorMeta, dtype_name
@@ -151,21 +151,12 @@ def attach_adapters(chunks: Iterable[nn.Module], cfg: PolicyConfig, sizes: Sizes
             part.register_forward_hook(_add_adapter)
 
 
-@contextmanager
-def base_model(chunks: Iterable[nn.Module]) -> Generator[None]:
+def base_model(chunks: Iterable[nn.Module]) -> AbstractContextManager[None]:
     """The model computes without its adapters inside the block."""
-    adapters = [part for chunk in chunks for part in chunk.modules() if isinstance(part, Adapter)]
-    try:
-        for adapter in adapters:
-            adapter.adapted = False
-        yield
-    finally:
-        for adapter in adapters:
-            adapter.adapted = True
+    return without_adapters(part for chunk in chunks for part in chunk.modules() if isinstance(part, Adapter))
 
 
 def factors_of(weight: Weight, rank: int) -> tuple[Weight, Weight]:
-    """The factors of a layer, by its weight."""
     layer = weight.name.removesuffix(".weight")
     modules = [(name.removesuffix(".weight"), shape) for name, shape in weight.parts]
     down, up = (
@@ -240,7 +231,6 @@ class AdaptedWeights(ShardedWeights):
         return self.gathered(self._factors, None, device)
 
     def sent_metas(self) -> list[TensorMeta]:
-        """Names, shapes and dtypes of `sent_factors`."""
         return [
             TensorMeta(name, shape, dtype_name(torch.float32))
             for factor in self._factors

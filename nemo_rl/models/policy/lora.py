@@ -8,8 +8,10 @@ layer and `lora_B` is 0, so that every rank starts with the same adapters and th
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +25,21 @@ FACTORS = ("lora_A", "lora_B")
 def is_factor(name: str) -> bool:
     """Whether a parameter is a factor of an adapter."""
     return name.rpartition(".")[2] in FACTORS
+
+
+@contextmanager
+def without_adapters(adapted: Iterable[Any]) -> Generator[None]:
+    """The model computes without its adapters inside the block. `adapted`: the modules that add them, each with a
+    switch of that name.
+    """
+    modules = list(adapted)
+    try:
+        for module in modules:
+            module.adapted = False
+        yield
+    finally:
+        for module in modules:
+            module.adapted = True
 
 
 def choose_layers(

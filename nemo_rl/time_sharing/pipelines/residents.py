@@ -48,8 +48,8 @@ def slot_bytes(device_bytes: int, slots_per_gpu: int) -> SlotBytes | None:
     part = int(usable / (slots_per_gpu + 1))
     if part < _LEAST_SLOT_BYTES:
         raise SlotTooSmall(
-            f"--slots-per-gpu {slots_per_gpu}: each slot would have {_gib(part)} of {_gib(device_bytes)}, and an "
-            f"engine needs {_gib(_LEAST_SLOT_BYTES)} at least; ask for at most "
+            f"--slots-per-gpu {slots_per_gpu}: each slot would have {in_gib(part)} of {in_gib(device_bytes)}, and an "
+            f"engine needs {in_gib(_LEAST_SLOT_BYTES)} at least; ask for at most "
             f"{max(int(usable / _LEAST_SLOT_BYTES) - 1, 1)}"
         )
     return SlotBytes(part, 2 * part)
@@ -120,10 +120,10 @@ class Residents:
             if memory.used + asked[neediest] > memory.total:
                 left = {name: entry.left for name, entry in there[gpu].items()}
                 left[pipeline] = left.pop(pipeline, 0) + mine[gpu].left
-                each = ", ".join(f"{name} {_gib(nbytes)}" for name, nbytes in left.items())
+                each = ", ".join(f"{name} {in_gib(nbytes)}" for name, nbytes in left.items())
                 raise PoolFull(
-                    f"{pipeline}: GPU {gpu} cannot hold it: {_gib(memory.used)} of {_gib(memory.total)} stay in use "
-                    f"while everybody is away ({each}), and {neediest} needs {_gib(asked[neediest])} when it is "
+                    f"{pipeline}: GPU {gpu} cannot hold it: {in_gib(memory.used)} of {in_gib(memory.total)} stay in "
+                    f"use while everybody is away ({each}), and {neediest} needs {in_gib(asked[neediest])} when it is "
                     "awake; lower its policy.generation.vllm_cfg.gpu_memory_utilization, train on other GPUs, or "
                     "submit the job when another has ended"
                 )
@@ -143,5 +143,5 @@ class Residents:
         return found
 
 
-def _gib(nbytes: int) -> str:
+def in_gib(nbytes: int) -> str:
     return f"{nbytes / _GIB:.1f} GiB"

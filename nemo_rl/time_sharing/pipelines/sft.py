@@ -16,12 +16,13 @@ from nemo_rl.algorithms.placement import Clusters
 from nemo_rl.algorithms.sft.driver import SFTRun, Trainer
 from nemo_rl.config import SFTMasterConfig
 from nemo_rl.distributed.accelerators import Accelerator
-from nemo_rl.time_sharing.agents.runtime import AgentRuntime, EngineError
+from nemo_rl.time_sharing.agents.runtime import AgentRuntime
 from nemo_rl.time_sharing.log.pool_state import Outcome, Progress
 from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles, progress_of
 from nemo_rl.time_sharing.pipelines.job import Job
 from nemo_rl.time_sharing.pipelines.lent import LentSlots, ReportMemory, leave_accelerators, leave_and_report_memory
 from nemo_rl.time_sharing.pipelines.shared_cluster import SharedCluster
+from nemo_rl.time_sharing.pipelines.vllm_engine import EngineSlot
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Priority
 from nemo_rl.utils.record import Record
 
@@ -67,7 +68,6 @@ class LentPlacement(LentSlots):
         self.grants = Grants(runtime, wait_s)
 
     def shard_record(self, record: Record) -> Record:
-        """It has no shards."""
         return record
 
     @contextmanager
@@ -77,9 +77,7 @@ class LentPlacement(LentSlots):
         yield
 
     def accelerators(self, parts: Trainer) -> LentTraining:
-        """The GPUs of the steps. Raises PoolFull: what stays on them while the run is away leaves too little for
-        everybody.
-        """
+        """The GPUs of the steps. Raises PoolFull: what stays on them meanwhile leaves too little."""
         leave_and_report_memory(parts.policy, self._accelerator, self._report_memory, _NO_ENGINE)
         return LentTraining(
             self.grants, parts, self._accelerator, self._wanted, slice_s=self._slice_s, longest_s=self._longest_s
@@ -101,9 +99,7 @@ class Grants:
         self.waited_s = 0.0
 
     def acquire(self, priority: Priority, step: int) -> None:
-        """Waits for the GPUs. Raises TimeoutError: they were not granted in time; Dismissed: the scheduler ended this
-        pipeline.
-        """
+        """Waits for the GPUs. Raises TimeoutError: they were not granted in time; Dismissed: the pipeline ended."""
         began = time.monotonic()
         self._runtime.acquire(ACTOR_TRAIN, priority, step, self._wait_s)
         now = time.monotonic()
@@ -113,19 +109,15 @@ class Grants:
         self.held = priority
 
     def seconds(self) -> float:
-        """For how long they have been held."""
         return time.monotonic() - self._since
 
     def release(self) -> None:
-        """Gives them back."""
         self._runtime.release(ACTOR_TRAIN)
         self.held = None
 
 
 class LentTraining(KeptAccelerators):
-    """Training GPUs that belong to the scheduler, of a run that generates nothing. For the arguments see
-    `LentPlacement`.
-    """
+    """Training GPUs of the scheduler, of a run that generates nothing. For the arguments see `LentPlacement`."""
 
     def __init__(
         self,
@@ -163,52 +155,19 @@ class LentTraining(KeptAccelerators):
             self._grants.release()
 
 
-class NoRanks:
-    """The generation ranks of a run that generates nothing: it has no demand, so they get no commands."""
-
-    def _refuse(self) -> EngineError:
-        return EngineError("this pipeline generates nothing")
-
-    def drain(self, rank: int) -> None:
-        """There is none."""
-        raise self._refuse()
-
-    def sleep(self, rank: int) -> None:
-        """There is none."""
-        raise self._refuse()
-
-    def wake(self, rank: int) -> None:
-        """There is none."""
-        raise self._refuse()
-
-    def load(self, rank: int, version: int) -> int:
-        """There is none."""
-        raise self._refuse()
-
-    def set_routable(self, rank: int, active: bool) -> None:
-        """There is none."""
-
-    def ended(self, rank: int) -> None:
-        """There is none."""
-
-
 class SFTPipeline(LentPipeline):
-    """An SFT run."""
-
     def __init__(self, job: Job, handles: PoolHandles, incarnation: int) -> None:
         super().__init__(job, handles, incarnation)
         self._run: SFTRun | None = None
         self._placement: LentPlacement | None = None
 
     def progress(self) -> Progress:
-        """What the run is doing now."""
         run, placement = self._run, self._placement
         if run is None or placement is None:
             return Progress("starting", 0, 0, "")
         return progress_of(run.progress, run.state.step, run.config.logger.log_dir, placement.grants.waited_s)
 
     def drain(self) -> str:
-        """Finishes its step, saves and leaves."""
         super().drain()
         if self._run is not None:
             self._run.timeout.end_after_step()
@@ -223,7 +182,8 @@ class SFTPipeline(LentPipeline):
         if not isinstance(config, SFTMasterConfig):
             raise TypeError(f"{job.name}: {type(config).__name__} is no configuration of SFT")
         with directories_of_its_own(config):
-            runtime = self.join(NoRanks(), self.open_record())
+            # A run that generates nothing has no demand, so its ranks get no commands.
+            runtime = self.join(EngineSlot(), self.open_record())
             self._placement = placement = LentPlacement(
                 self.cluster(job.train, leads_ranks=False),
                 runtime,

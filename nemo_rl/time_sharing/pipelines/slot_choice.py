@@ -17,7 +17,7 @@ from nemo_rl.config.teachers import pooled_teacher, teachers_of
 from nemo_rl.reference.sizing import FROZEN_BYTES, LAYER_BYTES, LOGITS_BYTES, STATE_BYTES
 from nemo_rl.time_sharing.pipelines.adapters import AdaptersConfig
 from nemo_rl.time_sharing.pipelines.job import Job
-from nemo_rl.time_sharing.pipelines.residents import SlotBytes, SlotTooSmall, slot_bytes
+from nemo_rl.time_sharing.pipelines.residents import SlotBytes, SlotTooSmall, in_gib, slot_bytes
 from nemo_rl.time_sharing.protocol.topology import Pool
 
 if TYPE_CHECKING:
@@ -25,20 +25,15 @@ if TYPE_CHECKING:
 
 MOST_SLOTS = 4
 """Trainers take turns on a GPU; with more jobs they wait for each other longer than generation takes."""
-_GIB = 1 << 30
 
 
 class Choice(NamedTuple):
-    """How many slots, and why not more."""
-
     slots: int
     why: str
 
 
 class Needs(NamedTuple):
-    """Device memory that a job takes at least on each of its GPUs, bytes; 0 for what it does not do. `beside`: whether
-    both are in its slot at once, without the training turn.
-    """
+    """Least device memory of a job on each GPU, bytes; `beside`: both are in its slot at once, without the turn."""
 
     job: str
     engines: int
@@ -46,25 +41,20 @@ class Needs(NamedTuple):
     beside: bool = False
 
     def lacks(self, sizes: SlotBytes) -> str | None:
-        """What does not fit; None where all does."""
         if self.beside:
             need, has = self.engines + self.trainer, sizes.engines
             if need <= has:
                 return None
-            return f"engine and trainer of {self.job} need about {_in_gib(need)} and would have {_in_gib(has)}"
+            return f"engine and trainer of {self.job} need about {in_gib(need)} and would have {in_gib(has)}"
         for part, need, has in (("engine", self.engines, sizes.engines), ("trainer", self.trainer, sizes.trainer)):
             if need > has:
-                return f"the {part} of {self.job} needs about {_in_gib(need)} and would have {_in_gib(has)}"
+                return f"the {part} of {self.job} needs about {in_gib(need)} and would have {in_gib(has)}"
         return None
 
     def divided(self, slot: int) -> tuple[int, int]:
         """What of a slot's bytes engines and trainer get when both are in it: what they need and half of the rest."""
         rest = (slot - self.engines - self.trainer) // 2
         return self.engines + rest, self.trainer + rest
-
-
-def _in_gib(nbytes: int) -> str:
-    return f"{nbytes / _GIB:.1f} GiB"
 
 
 def choose_slots(jobs: Sequence[Job], pool: Pool, device_bytes: int | None) -> Choice:
