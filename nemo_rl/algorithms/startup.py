@@ -74,9 +74,7 @@ class Loaders(Generic[TrainLoader]):
 class HasShutdown(Protocol):
     """Something on Ray that can be shut down."""
 
-    def shutdown(self) -> None:
-        """Shuts it down. Safe to call twice."""
-        ...
+    def shutdown(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -104,9 +102,7 @@ class Algorithm(Generic[State, TrainLoader, RayParts]):
 
 @dataclass(frozen=True)
 class Prepared(Generic[State, TrainLoader, RayParts]):
-    """A run without its parts on accelerators. `seconds`: durations of parts of the set-up, by metric; logged when the
-    run is ready.
-    """
+    """A run without its parts on accelerators. `seconds`: durations of the set-up by metric, logged later."""
 
     accelerator: Accelerator
     ray_parts: RayParts  # result of the algorithm's `begin`

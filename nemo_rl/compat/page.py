@@ -194,7 +194,6 @@ _DEFINED = (
 
 
 def page() -> str:
-    """The whole page as Markdown."""
     parts = [
         _INTRODUCTION,
         "### Keys without effect\n",

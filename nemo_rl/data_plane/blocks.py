@@ -200,7 +200,6 @@ def _padded(slot: Slot, parts: Sequence[Buffer], width: int, pad: float) -> torc
 
 
 def _typed(parts: Sequence[Buffer], slot: Slot, values: int) -> torch.Tensor:
-    """The bytes of `values` values as a tensor."""
     if not values * slot.nbytes:
         return torch.empty((values, *slot.shape), dtype=slot.torch_dtype)
     return torch.from_numpy(np.concatenate(parts)).view(slot.torch_dtype).view(values, *slot.shape)

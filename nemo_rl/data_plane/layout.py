@@ -61,7 +61,6 @@ class Slot:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The torch dtype."""
         return _DTYPES[self.dtype]
 
     @property
@@ -79,14 +78,12 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """The layout as text."""
         return json.dumps(
             [self.generation, *([s.column, s.kind, s.dtype, *s.shape] for s in self.slots)], separators=(",", ":")
         )
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Column names."""
         return tuple(slot.column for slot in self.slots)
 
     @property
@@ -105,9 +102,7 @@ class Layout:
 
 
 def next_generation(layout: Layout, present: Iterable[str]) -> Layout:
-    """The layout under which a block is written to rows that have the blocks `present`: later than any of them that
-    shares a column.
-    """
+    """The layout for a block of rows that have the blocks `present`: later than any that shares a column."""
     wanted = set(layout.columns)
     later = 0
     for name in present:

@@ -131,7 +131,6 @@ def _example() -> Iterator[tuple[str, str, str]]:
 
 
 def page() -> str:
-    """The whole page as Markdown."""
     header = (
         "model",
         "weights",

@@ -42,9 +42,7 @@ def versions() -> str:
 
 @dataclass(frozen=True)
 class OpenPool:
-    """How a pool is reached. `started`: when that process started, seconds since the epoch: its number may be another's
-    later.
-    """
+    """How a pool is reached. `started`: of its process, seconds since the epoch, since numbers are reused."""
 
     name: str  # for people, and for `--pool`
     address: str
@@ -73,9 +71,7 @@ _FILE = TypeAdapter(OpenPool)
 
 
 def directory() -> Path:
-    """Where the files are: `nemo_rl_<uid>` in the temporary directory. Raises NoOpenPool: others can read or write
-    there.
-    """
+    """Where the files are: `nemo_rl_<uid>` in the temporary directory. Raises NoOpenPool: others can use it."""
     path = Path(tempfile.gettempdir()) / f"nemo_rl_{os.getuid()}"
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -94,9 +90,7 @@ def announced(pool: OpenPool) -> AbstractContextManager[None]:
 
 
 def open_pools(say: Callable[[str], object]) -> list[OpenPool]:
-    """This user's open pools, by name; stale files are removed, and said. Raises NoOpenPool: a file cannot be trusted
-    or read.
-    """
+    """This user's open pools by name; stale files are removed, and said. Raises NoOpenPool: an untrusted file."""
     found = []
     for path in sorted(directory().glob("pool_*.json")):
         try:

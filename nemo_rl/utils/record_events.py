@@ -24,9 +24,7 @@ _SHAPES: dict[type, EventShape] = {}
 
 
 class EventDefinitionError(TypeError):
-    """An event class cannot be registered: its kind is taken, or one of its fields has a type that JSON lines cannot
-    carry.
-    """
+    """An event class cannot be registered: its kind is taken, or JSON lines cannot carry a field's type."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,6 @@ def event_kind(kind: str) -> Callable[[EventClass], EventClass]:
 
 
 def event_class(kind: str) -> type | None:
-    """The class registered as `kind`, or None."""
     return _KINDS.get(kind)
 
 
@@ -175,9 +172,7 @@ class UnknownEvent:
 
 
 def adapter_pipeline(job: str, adapter: str) -> str:
-    """How an adapter's entries name their pipeline: `<job>:<adapter>` in a pool, where jobs may have adapters of equal
-    names; without a job the adapter's own name.
-    """
+    """An adapter's pipeline in entries: `<job>:<adapter>` in a pool, without a job the adapter's own name."""
     return f"{job}:{adapter}" if job else adapter
 
 

@@ -17,9 +17,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Guard:
-    """How a system's sockets are closed to others. `keys`: public and secret key of all its processes; None: they
-    listen on the loopback address.
-    """
+    """How a system's sockets are closed to others. `keys`: of all its processes; None: loopback address only."""
 
     keys: tuple[bytes, bytes] | None = field(default=None, repr=False)
 

@@ -74,9 +74,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class TransferQueueAddress:
-    """How a process of the run finds the data plane: its controller actor's name in this job's namespace, and the
-    deadline of a call in seconds.
-    """
+    """The data plane: its controller actor's name in this job's namespace, and a call's deadline in seconds."""
 
     controller: str
     timeout_s: float
@@ -266,9 +264,7 @@ class _Rows(dict[str, object]):
 
 
 def fetch_config(controller: str) -> tuple[DictConfig, tuple[Endpoint, ...]]:
-    """The system's configuration from its controller, and what must be reachable. Raises DataPlaneError: there is no
-    such controller.
-    """
+    """The controller's configuration, and what must be reachable. Raises DataPlaneError: there is no controller."""
     import ray
 
     try:

@@ -26,9 +26,7 @@ from nemo_rl.models.policy.model_config import UnsupportedModelError
 
 
 def expert_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules of a transformers 5 model that hold all experts of a layer in stacked weights, first dimension
-    experts.
-    """
+    """The modules that hold all experts of a layer in stacked weights, first dimension experts (transformers 5)."""
     return [module for module in model.modules() if count_experts(module)]
 
 

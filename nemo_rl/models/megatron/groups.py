@@ -17,9 +17,7 @@ from nemo_rl.models.policy.groups import COLLECTIVE_TIMEOUT_S, RankGroups
 
 
 class MegatronGroups(RankGroups):
-    """Groups of this rank; made once per process and set of sizes. `virtual_stages`: parts of the model on each
-    pipeline stage; None for one. Raises ParallelSizesError: experts do not divide the ranks of a stage.
-    """
+    """Groups of this rank. `virtual_stages`: model parts of a pipeline stage, or None. Raises ParallelSizesError."""
 
     def __init__(self, sizes: ParallelSizes, accelerator: Accelerator, virtual_stages: int | None = None) -> None:
         per_stage = sizes.dp * sizes.cp * sizes.tp
@@ -61,7 +59,6 @@ class MegatronGroups(RankGroups):
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """The ranks that see different samples."""
         return self.dp_group
 
     def from_last_stage(self, value: object) -> Any:

@@ -41,11 +41,9 @@ class PolicyWeights:
         self.worker_group.run("prepare_for_training")
 
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
-        """Model on the device."""
         self.worker_group.run("prepare_for_training" if keep_train_buffers else "prepare_for_lp_inference")
 
     def finish_training(self) -> None:
-        """Gives cached memory back."""
         self.worker_group.run("release_cached_memory")
 
     def offload_before_refit(self) -> None:
@@ -65,9 +63,7 @@ class PolicyWeights:
         self.offload_after_refit()
 
     def destroy_nccl_groups(self) -> None:
-        """Gives the device memory of communicators back. They are made again before their next use. Raises WorkerError:
-        a train step is open.
-        """
+        """Frees communicators until their next use. Raises WorkerError: a train step is open."""
         self.worker_group.run("drop_communicators")
 
     def get_free_memory_bytes(self) -> int:
@@ -81,7 +77,6 @@ class PolicyWeights:
         return {meta.name: (meta.shape, meta.dtype) for meta in self.tensor_metas()}
 
     def tensor_metas(self) -> list[TensorMeta]:
-        """What a refit sends, in order."""
         if self._metas is None:
             metas: list[TensorMeta] = self.on_first("tensor_metas")
             self._metas = metas
@@ -92,7 +87,6 @@ class PolicyWeights:
         return min(self.worker_group.run("staging_budget"))
 
     def devices(self) -> list[str]:
-        """Device identity of every rank."""
         raise NotImplementedError
 
     def rendezvous(self) -> tuple[str, int]:
@@ -108,11 +102,9 @@ class PolicyWeights:
         self.worker_group.run("begin_export", spec=spec, timeout_s=timeout_s)
 
     def export_window(self, index: int, timeout_s: float) -> list[dict[str, Published] | None]:
-        """Packs a window on every rank."""
         return self.worker_group.run("export_window", index=index, timeout_s=timeout_s)
 
     def send_window(self, index: int, timeout_s: float) -> None:
-        """Pushes a window from rank 0."""
         self.on_first("send_window", timeout_s, index=index)
 
     def close(self, *, failed: bool = False) -> None:
@@ -146,7 +138,6 @@ class PolicyWeightCache:
 
     @property
     def version(self) -> int | None:
-        """The version that the cache serves."""
         return self.cache.version
 
     def build(self, version: int) -> CacheManifest:
@@ -169,13 +160,11 @@ class PolicyWeightCache:
         return manifest
 
     def source(self, version: int) -> CachedSource:
-        """A session's source of `version`."""
         return self.cache.source(version, through=self)
 
     # -- the owner rank as a sender -----------------------------------------------------------------------------------
 
     def devices(self) -> list[str]:
-        """Device identity of every rank, the owner first."""
         return self._policy.devices()
 
     def rendezvous(self) -> tuple[str, int]:
@@ -191,11 +180,9 @@ class PolicyWeightCache:
         self._policy.on_first("begin_cached_export", timeout_s, spec=spec, manifest=manifest)
 
     def export_window(self, index: int, timeout_s: float) -> list[dict[str, Published] | None]:
-        """Packs a window on the owner."""
         return [self._policy.on_first("export_window", timeout_s, index=index)]
 
     def send_window(self, index: int, timeout_s: float) -> None:
-        """Pushes a window from the owner."""
         self._policy.send_window(index, timeout_s)
 
     def close(self, *, failed: bool = False) -> None:

@@ -77,9 +77,7 @@ def start_scheduler(
 
 
 def stop_scheduler(scheduler: ActorHandle[object]) -> None:
-    """Closes the scheduler's log and ends its actor, so that its name is free. Pipelines notice by their unanswered
-    heartbeats only. Raises RayError when it did not close its log by itself in time; its actor is ended all the same.
-    """
+    """Closes the scheduler's log and ends its actor. Raises RayError: it did not close in time; it is ended."""
     import ray
 
     try:
@@ -134,9 +132,7 @@ class RayLink:
 
 
 class Orchestrator:
-    """Life cycle of pipelines: ids, registration, admission. Stateless but for registrations that are not
-    admitted yet.
-    """
+    """Life cycle of pipelines: ids, registration, admission. Keeps registrations until they are admitted."""
 
     def __init__(self, scheduler: ActorHandle[object], pool: Pool) -> None:
         self._scheduler, self._pool = scheduler, pool
@@ -162,9 +158,7 @@ class Orchestrator:
         self._registered[pipeline_id] = (ray_namespace, cluster_tp_configs, cluster_device_mappings, options)
 
     def admit_pipeline(self, pipeline_id: str) -> ActorHandle[object]:
-        """Makes a registered pipeline known to the scheduler; returns the scheduler's handle. Raises
-        RegistrationError.
-        """
+        """Registers with the scheduler; its handle. Raises RegistrationError."""
         import ray
 
         if pipeline_id not in self._registered:
@@ -173,17 +167,13 @@ class Orchestrator:
         return self._scheduler
 
     def drain_pipeline(self, pipeline_id: str) -> None:
-        """Gives a pipeline nothing more and lets it go once its ranks sleep and its trainer has released. Returns at
-        once.
-        """
+        """Lets a pipeline go once its ranks sleep and its trainer has released. Returns at once."""
         import ray
 
         ray.get(self._scheduler.drain.remote(pipeline_id), timeout=60)
 
     def unregister_pipeline(self, pipeline_id: str) -> None:
-        """Ends a pipeline whatever it does, unless it is already leaving by itself; one that is not there is no error.
-        Returns at once.
-        """
+        """Ends a pipeline whatever it does; nothing to do for one that leaves or is not there."""
         import ray
 
         self._registered.pop(pipeline_id, None)

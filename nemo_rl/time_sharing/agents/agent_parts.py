@@ -15,15 +15,11 @@ REFRESH = "refresh"
 
 
 class ProtocolError(RuntimeError):
-    """The pipeline asked for something that the protocol does not allow at this point; the message says what has to
-    come first.
-    """
+    """The protocol does not allow what the pipeline asked for now; the message says what comes first."""
 
 
 class Operation(NamedTuple):
-    """Something that takes time: a rank command's `kind` (drain, sleep, wake, sync) or `refresh`; `version` is what
-    sync and refresh load.
-    """
+    """Work in progress: `kind` drain, sleep, wake, sync or `refresh`; `version`: of sync and refresh."""
 
     number: int
     kind: str

@@ -36,7 +36,6 @@ class RankKeeper:
         self._seq = self._operations = 0
 
     def send_status(self) -> None:
-        """Says everything there is to say; also the heartbeat."""
         raise NotImplementedError
 
     def begin_at(self, version: int) -> None:
@@ -46,9 +45,7 @@ class RankKeeper:
         self.cached = self.published = version
 
     def refresh(self, *, recompute_kv: bool = False) -> None:
-        """Brings the cached weights to every rank that is awake and serving, then publishes; the host hears
-        `refreshed`. `recompute_kv` says what the host lets running requests do, for the record.
-        """
+        """Brings cached weights to serving ranks, then publishes. `recompute_kv`: for the record."""
         self._recompute_kv = recompute_kv
         self._refresh_begun = self.published != self.cached
         self._refreshing = {index for index, rank in enumerate(self.ranks) if rank.phase is Phase.ACTIVE}
@@ -85,9 +82,7 @@ class RankKeeper:
             self._go_on_refreshing(operation.rank)
 
     def rank_broken(self, index: int) -> None:
-        """A serving rank makes no progress or answers no more: it takes no further request, and its
-        failure is reported to the scheduler.
-        """
+        """A serving rank makes no progress: it takes no request, and its failure is reported."""
         rank = self.ranks[index]
         if rank.phase is Phase.ACTIVE and not rank.broken:
             self._unroute(rank, index)

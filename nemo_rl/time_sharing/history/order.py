@@ -75,9 +75,7 @@ class OrderChecks:
         }
 
     def tail_lost(self, entry: Entry) -> None:
-        """Which expands are under way, and what training GPUs are held for, is known again when the new scheduler says
-        so.
-        """
+        """The new scheduler says again which expands are under way, and what training GPUs are held for."""
         self._gap = True
         for pipeline in self._pipelines.values():
             pipeline.unsure = True

@@ -35,9 +35,7 @@ class PoolOpened:
 @event_kind("ts_scheduler_started")
 @dataclass(frozen=True, slots=True)
 class SchedulerStarted:
-    """A scheduler took over the log; `term` is larger than any before it. Not `complete`: the log may have lost its end
-    before.
-    """
+    """A scheduler took over under a larger `term`. Not `complete`: the log may have lost its end before."""
 
     term: int
     complete: bool = True
@@ -54,9 +52,7 @@ class LogSigned:
 @event_kind("ts_log_closed")
 @dataclass(frozen=True, slots=True)
 class LogClosed:
-    """The scheduler was stopped and wrote nothing more: as the last line of a log it shows that the end is not
-    missing.
-    """
+    """The scheduler was stopped; as a log's last line it shows that the end is not missing."""
 
 
 @event_kind("ts_inventory_done")
@@ -94,9 +90,7 @@ class DemandReported:
 @event_kind("ts_builds_ahead")
 @dataclass(frozen=True, slots=True)
 class BuildsAhead:
-    """The engines of a pipeline can be built, and may be on idle GPUs, ahead of their
-    first wakes.
-    """
+    """The engines of a pipeline can be built on idle GPUs, ahead of their first wakes."""
 
     pipeline: str
 
@@ -193,9 +187,7 @@ class Granted:
 @event_kind("ts_priority_changed")
 @dataclass(frozen=True, slots=True)
 class PriorityChanged:
-    """A cluster goes on holding its GPUs for another purpose (log-probs, then training); the hold's end does
-    not move.
-    """
+    """A cluster holds its GPUs for another purpose (log-probs, then training); the hold's end stays."""
 
     pipeline: str
     cluster: str
@@ -208,9 +200,7 @@ class PriorityChanged:
 @event_kind("ts_released")
 @dataclass(frozen=True, slots=True)
 class Released:
-    """A fixed cluster gave its GPUs back, the memory verified free by the agent; `version` is what it had published by
-    then.
-    """
+    """A fixed cluster gave its GPUs back, verified free; `version`: published by then."""
 
     pipeline: str
     cluster: str
@@ -221,9 +211,7 @@ class Released:
 @event_kind("ts_rank")
 @dataclass(frozen=True, slots=True)
 class RankMoved:
-    """A generation rank changed phase. WAKING and BUILDING take the rank's GPUs under a new epoch, ASLEEP gives them
-    back.
-    """
+    """A rank changed phase. WAKING, BUILDING take its GPUs under a new epoch; ASLEEP gives them back."""
 
     pipeline: str
     rank: int
@@ -261,9 +249,7 @@ class CommandSent:
 @event_kind("ts_command_ended")
 @dataclass(frozen=True, slots=True)
 class CommandEnded:
-    """A command is over: `done`, `failed`, `stale`, `refused` as answered, `expired` at its deadline, `fenced` with its
-    pipeline.
-    """
+    """A command is over: `done`, `failed`, `stale`, `refused`, `expired` at its deadline, or `fenced`."""
 
     command: str
     outcome: str
@@ -280,9 +266,7 @@ class Leaving:
 @event_kind("ts_paused")
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """A pipeline makes way for a while: its ranks go to sleep and nothing more is given to it until `Resumed`. What it
-    trains on it keeps until it gives it back.
-    """
+    """Makes way for a while: ranks sleep, nothing more is given until `Resumed`; training GPUs stay until released."""
 
     pipeline: str
     reason: str
@@ -313,9 +297,7 @@ class SharingMeasured:
 @event_kind("ts_fenced")
 @dataclass(frozen=True, slots=True)
 class Fenced:
-    """A pipeline is cut off: nothing it says counts any more, and its processes are being ended before its GPUs are
-    given on.
-    """
+    """A pipeline is cut off: nothing it says counts, and its processes end before its GPUs are given on."""
 
     pipeline: str
     incarnation: int
@@ -335,9 +317,7 @@ class Unregistered:
 @event_kind("ts_gpus_quarantined")
 @dataclass(frozen=True, slots=True)
 class GpusQuarantined:
-    """The memory of these GPUs could not be shown to be free: they are withheld until `until`, when freeing is tried
-    again.
-    """
+    """GPUs whose memory could not be shown to be free: withheld until `until`, then freeing is retried."""
 
     gpus: tuple[int, ...]
     pipeline: str
@@ -373,9 +353,7 @@ class ClockJumped:
 @event_kind("ts_isolated")
 @dataclass(frozen=True, slots=True)
 class Isolated:
-    """Most pipelines fell silent at once, so the scheduler takes itself for cut off: until `Reconnected` it fences
-    no pipeline for silence and no deadline passes.
-    """
+    """Most pipelines fell silent: until `Reconnected` none is fenced for silence and no deadline passes."""
 
     silent: int
     registered: int
@@ -384,9 +362,7 @@ class Isolated:
 @event_kind("ts_reconnected")
 @dataclass(frozen=True, slots=True)
 class Reconnected:
-    """Enough pipelines are heard again, or `isolation_s` has passed (`given_up`). Every open command and hold gets the
-    seconds that this lasted.
-    """
+    """Enough are heard, or `isolation_s` passed (`given_up`). Open commands and holds get those seconds."""
 
     seconds: float
     given_up: bool = False
@@ -395,9 +371,7 @@ class Reconnected:
 @event_kind("ts_memory_taken")
 @dataclass(frozen=True, slots=True)
 class MemoryTaken:
-    """Written by the pipeline's side: from now on `what` (`actor_train`, `rank 3`, ...) occupies memory on
-    these GPUs.
-    """
+    """By the pipeline: `what` (`actor_train`, `rank 3`) occupies memory on these GPUs from now on."""
 
     what: str
     gpus: tuple[int, ...]

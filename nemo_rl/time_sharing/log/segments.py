@@ -40,9 +40,7 @@ _BEGINNING_LINES = 3  # the file's opening, its writer's signature, the state
 
 
 def segments_of(first: Path) -> list[Path]:
-    """The segments of a log that are there, oldest first; `first` is the path of the first one, which may have been
-    removed.
-    """
+    """The segments of a log that are there, oldest first; `first`, the first one's path, may be removed."""
     later = [
         path for path in first.parent.glob(f"*{first.suffix}") if segment_number(path) and first_segment(path) == first
     ]
@@ -50,9 +48,7 @@ def segments_of(first: Path) -> list[Path]:
 
 
 def missing_segment(segments: Sequence[Path]) -> Path | None:
-    """The first that is missing between the segments of a log, and was not set aside; None if none is, whatever is
-    missing before them.
-    """
+    """The first missing between a log's segments and not set aside; None if none is."""
     for before, after in pairwise(segments):
         for number in range(segment_number(before) + 1, segment_number(after)):
             path = _numbered(first_segment(after), number)
@@ -62,9 +58,7 @@ def missing_segment(segments: Sequence[Path]) -> Path | None:
 
 
 def newest_segment(first: Path) -> tuple[Path, bool]:
-    """The segment to go on with, and whether that is the newest. One whose beginning is damaged is set aside, as
-    `*.damaged`, for the one before it.
-    """
+    """The segment to go on with, and whether it is the newest; a damaged one is set aside, as `*.damaged`."""
     for path in reversed(segments_of(first)):
         if path == first or any(
             isinstance(entry.event, StateSaved) for entry in islice(read_record(path, recover=True), _BEGINNING_LINES)
@@ -135,9 +129,7 @@ class SegmentedLog:
         return self._writer.bind(source, clock=clock)
 
     def flush(self) -> None:
-        """Brings what was emitted to the operating system; to the disk what must last, and all of it while the log is
-        unsigned.
-        """
+        """To the operating system; to the disk what must last, and everything while the log is unsigned."""
         self._writer.flush(durable=self._durable or self._must_reach_disk)
         self._must_reach_disk = False
 
@@ -147,9 +139,7 @@ class SegmentedLog:
         log_end.sign(self._writer, boot)
 
     def begin_segment(self, state: StateSaved) -> None:
-        """Goes on in a new file that begins with `state`. Where none can be written, goes on in the present one and is
-        due again later.
-        """
+        """Goes on in a new file that begins with `state`; where none can be written, in the present one."""
         first = first_segment(self._path)
         path = _numbered(first, self._number + 1)
         try:

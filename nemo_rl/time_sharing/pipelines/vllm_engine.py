@@ -65,9 +65,7 @@ def build_engine(fleet: EngineFleet, rank: int, on_first_sleep: FirstSlept, leve
 
 
 class BuildableEngines:
-    """The shards of one generation backend while there are no weights for them: they can be built and sleep.
-    `on_first_sleep`: see `build_engine`. `level`: at which they sleep; the configured one by default.
-    """
+    """Shards without weights yet: they can be built and sleep. `level`: of sleep; the configured one by default."""
 
     def __init__(self, fleet: EngineFleet, on_first_sleep: FirstSlept, level: int | None = None) -> None:
         self._fleet, self._on_first_sleep, self._level = fleet, on_first_sleep, level
@@ -105,9 +103,7 @@ class BuildableEngines:
 
 
 class VllmEngine(BuildableEngines):
-    """Implements `runtime.Engine` over the shards of one generation backend. `version`: the version that the weight
-    cache serves; None before the first. `on_first_sleep`: see `build_engine`.
-    """
+    """Implements `runtime.Engine`. `version`: that the weight cache serves; None before the first."""
 
     def __init__(
         self,
@@ -127,9 +123,7 @@ class VllmEngine(BuildableEngines):
             self._elastic.wake_weights([rank])
 
     def load(self, rank: int, version: int) -> int:
-        """Brings the cached weights to a rank that woke, or to one that serves; the version they are, `version` or a
-        newer one.
-        """
+        """Brings the cached weights to a woken or serving rank; their version: `version` or a newer one."""
         self._loads.run(rank)
         served = self._version()
         return version if served is None else max(version, served)
@@ -179,7 +173,6 @@ class EngineSlot:
         self.engine.set_routable(rank, active)
 
     def ended(self, rank: int) -> None:
-        """See `VllmEngine`; nothing to forget where nothing was built."""
         if self._engine is not None:
             self._engine.ended(rank)
 

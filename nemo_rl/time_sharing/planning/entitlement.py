@@ -17,9 +17,7 @@ from nemo_rl.time_sharing.planning.plan_state import PlanState
 
 
 class Claimant(NamedTuple):
-    """One pipeline in the division: `claim` > 0 relative, `minimum` and `maximum` in GPUs, `rank_gpus` the size of one
-    rank.
-    """
+    """One pipeline in the division: relative `claim` > 0, `minimum` and `maximum` in GPUs, `rank_gpus` of a rank."""
 
     name: str
     claim: float

@@ -54,9 +54,7 @@ _SEVERAL = 2
 
 
 class Isolation:
-    """The scheduler's judgement of its own network. `since`: steady time at which most had fallen silent; None while it
-    hears enough of them.
-    """
+    """The scheduler's view of its own network. `since`: steady time at which most fell silent, or None."""
 
     def __init__(self) -> None:
         self.since: float | None = None
@@ -92,7 +90,6 @@ class Liveness:
 
     @property
     def isolated(self) -> bool:
-        """Whether most pipelines have fallen silent."""
         return self._isolation.since is not None
 
     @property
