@@ -112,5 +112,3 @@ def test_a_shard_that_hangs_counts_as_dead_unless_another_one_raised(
         targets.staging_fits(100)
     assert targets.culprits.keys() == culprits.keys() and targets.died == died
     assert all(culprits[shard] in reason for shard, reason in targets.culprits.items())
-    for ref in refs:
-        ray.cancel(ref, force=True)
