@@ -16,7 +16,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from nemo_rl.data_plane.blocks import Column, Jagged, Padded, decode_jagged, decode_padded, encode
+from nemo_rl.data_plane.blocks import (
+    Column,
+    Jagged,
+    Layout,
+    Padded,
+    decode_jagged,
+    decode_padded,
+    encode,
+    holders,
+    newest_blocks,
+    next_generation,
+)
 from nemo_rl.data_plane.codec import object_array
 from nemo_rl.data_plane.interfaces import (
     Buffer,
@@ -28,7 +39,6 @@ from nemo_rl.data_plane.interfaces import (
     MissingRowsError,
     Storage,
 )
-from nemo_rl.data_plane.layout import Layout, holders, newest_blocks, next_generation
 from nemo_rl.data_plane.meta import KVBatchMeta
 from nemo_rl.data_plane.schema import SCHEMA, is_token_column
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict

@@ -11,9 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.data_plane.blocks import Jagged, Padded, decode_jagged, decode_padded, encode
+from nemo_rl.data_plane.blocks import (
+    Jagged,
+    Layout,
+    Padded,
+    Slot,
+    decode_jagged,
+    decode_padded,
+    encode,
+    holders,
+    next_generation,
+)
 from nemo_rl.data_plane.interfaces import MissingColumnsError
-from nemo_rl.data_plane.layout import Layout, Slot, holders, next_generation
 
 DTYPES = [
     torch.bool,

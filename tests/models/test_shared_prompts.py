@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.data_plane.schema import PROMPT, PROMPT_TOKENS, TAG
-from nemo_rl.distributed import shared_prefixes
-from nemo_rl.distributed.batch_sharding import plan_packed
+from nemo_rl.distributed import batch_sharding
+from nemo_rl.distributed.batch_sharding import SharedPrefixes, plan_packed
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.bin_packing import BinPackingError, PackingAlgorithm
-from nemo_rl.distributed.shared_prefixes import SharedPrefixes
 from nemo_rl.models.policy.attention import Kernel, Segments, packed_attention
 from nemo_rl.models.policy.batches import shard_batch
 from nemo_rl.models.policy.packed import pack
@@ -30,7 +29,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def short_prefixes_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_prefixes, "WORTHWHILE", 1)
+    monkeypatch.setattr(batch_sharding, "WORTHWHILE", 1)
 
 
 @st.composite

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from nemo_rl.time_sharing.agents.agent import Agent
-from nemo_rl.time_sharing.agents.agent_parts import REFRESH, Operation, ProtocolError
+from nemo_rl.time_sharing.agents.agent_ranks import REFRESH, Operation, ProtocolError
 from nemo_rl.time_sharing.protocol.topology import Pool, register
 from nemo_rl.time_sharing.protocol.types import (
     ACTOR_TRAIN,

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.time_sharing.protocol.topology import Pool
-from nemo_rl.time_sharing.simulation.batch_queue import BatchQueue, user_limit
+from nemo_rl.time_sharing.simulation.baselines import BatchQueue, user_limit
 from nemo_rl.time_sharing.simulation.scenario import Job
 
 

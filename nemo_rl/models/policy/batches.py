@@ -20,8 +20,8 @@ from nemo_rl.data_plane.schema import (
     model_inputs,
     replayed_fields,
 )
+from nemo_rl.distributed.batch_sharding import SharedPrefixes
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
-from nemo_rl.distributed.shared_prefixes import SharedPrefixes
 from nemo_rl.models.policy.interfaces import Scores
 
 RECORDED = (*ROUTE_FIELDS, *SAMPLING_MASK_FIELDS)

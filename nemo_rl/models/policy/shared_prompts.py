@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from nemo_rl.distributed import shared_prefixes
+from nemo_rl.distributed import batch_sharding
 
 
 class Run(NamedTuple):
@@ -40,7 +40,7 @@ def shared_runs(
         apart: Rows that share nothing with the one before them, whatever their tokens.
         cuda: Whether the row is computed on a GPU.
     """
-    least = shared_prefixes.WORTHWHILE if cuda else min(shared_prefixes.WORTHWHILE, shared_prefixes.WORTHWHILE_ON_CPU)
+    least = batch_sharding.WORTHWHILE if cuda else min(batch_sharding.WORTHWHILE, batch_sharding.WORTHWHILE_ON_CPU)
     rows = len(lengths)
     common = _common_with_next(ids_BS, lengths) - 1 if rows > 1 else np.zeros(0)
     common[[row - 1 for row in apart]] = 0.0

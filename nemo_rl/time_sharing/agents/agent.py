@@ -14,8 +14,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from operator import index
 
-from nemo_rl.time_sharing.agents.agent_parts import Host, LocalHold, ProtocolError
-from nemo_rl.time_sharing.agents.agent_ranks import RankKeeper
+from nemo_rl.time_sharing.agents.agent_ranks import Host, LocalHold, ProtocolError, RankKeeper
 from nemo_rl.time_sharing.log.events import MemoryFreed, MemoryTaken
 from nemo_rl.time_sharing.protocol.topology import Topology
 from nemo_rl.time_sharing.protocol.types import (

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from nemo_rl.time_sharing.agents.agent_parts import ProtocolError
+from nemo_rl.time_sharing.agents.agent_ranks import ProtocolError
 from nemo_rl.time_sharing.agents.runtime import AgentRuntime, Dismissed, EngineError, SchedulerLink
 from nemo_rl.time_sharing.protocol.topology import Topology
 from nemo_rl.time_sharing.protocol.types import Command, Limits, Reply, Verb

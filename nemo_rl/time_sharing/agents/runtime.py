@@ -16,7 +16,7 @@ from typing import Protocol
 
 from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing.agents.agent import Agent
-from nemo_rl.time_sharing.agents.agent_parts import REFRESH, Operation
+from nemo_rl.time_sharing.agents.agent_ranks import REFRESH, Operation
 from nemo_rl.time_sharing.protocol.topology import Topology
 from nemo_rl.time_sharing.protocol.types import Answer, Command, Limits, Priority, Reply, Status, Verb, Want
 from nemo_rl.utils.record import Record

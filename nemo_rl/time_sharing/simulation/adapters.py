@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from typing_extensions import override
 
-from nemo_rl.time_sharing.agents.agent_parts import Operation
+from nemo_rl.time_sharing.agents.agent_ranks import Operation
 from nemo_rl.time_sharing.protocol.types import Verb
 from nemo_rl.time_sharing.simulation.engines import Generation, Sample, Shard
 from nemo_rl.time_sharing.simulation.job_process import Group, JobProcess

@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 
 from nemo_rl.time_sharing.agents.agent import Agent
-from nemo_rl.time_sharing.agents.agent_parts import REFRESH, Operation
+from nemo_rl.time_sharing.agents.agent_ranks import REFRESH, Operation
 from nemo_rl.time_sharing.protocol.topology import Topology
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Answer, Command, Priority, Reply, Status, Verb, Want
 from nemo_rl.time_sharing.simulation.engines import Generation, Sample

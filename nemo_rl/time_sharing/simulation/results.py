@@ -25,12 +25,13 @@ from nemo_rl.time_sharing.simulation.baselines import (
     QUEUES,
     SERIAL,
     STATIC,
+    BatchQueue,
     accept_all,
     alone,
     on_whole_gpus,
+    user_limit,
     way,
 )
-from nemo_rl.time_sharing.simulation.batch_queue import BatchQueue, user_limit
 from nemo_rl.time_sharing.simulation.scenario import Job, Scenario
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.time_sharing.viewing.handovers import HandoverWatch, percentile

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from nemo_rl.time_sharing.agents.agent import Agent
-from nemo_rl.time_sharing.agents.agent_parts import REFRESH
+from nemo_rl.time_sharing.agents.agent_ranks import REFRESH
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.ledger import Lease, PipelineState
 from nemo_rl.time_sharing.log.state import SchedulerState

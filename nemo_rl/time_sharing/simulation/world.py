@@ -33,7 +33,7 @@ from nemo_rl.time_sharing.protocol.types import (
 )
 from nemo_rl.time_sharing.scheduling.liveness import SteadyClock
 from nemo_rl.time_sharing.scheduling.scheduler import PlanRule, Scheduler, StillRegistered
-from nemo_rl.time_sharing.simulation.batch_queue import BatchQueue
+from nemo_rl.time_sharing.simulation.baselines import BatchQueue
 from nemo_rl.time_sharing.simulation.job_process import JobProcess
 from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
 from nemo_rl.time_sharing.simulation.loop import LogCopy, Wire, saved_state_of
