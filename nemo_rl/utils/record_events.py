@@ -1,7 +1,7 @@
 """The run record's shared events, and the registry of their names on disk.
 
-An event is a frozen dataclass of plain values, registered with `@event_kind`. A field added later needs a default; a
-changed meaning needs a new `SCHEMA_VERSION`. Packages above add kinds of their own.
+An event is a frozen dataclass of plain values, made and registered by `@event_kind`. A field added later needs a
+default; a changed meaning needs a new `SCHEMA_VERSION`. Packages above add kinds of their own.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class EventShape:
     decoders: Mapping[str, Decoder]
 
 
+@typing.dataclass_transform(frozen_default=True)
 def event_kind(kind: str) -> Callable[[EventClass], EventClass]:
-    """Registers a frozen dataclass as the event `kind`.
+    """Makes a class a frozen dataclass and registers it as the event `kind`.
 
     Fields may be str, int, float, bool, enums of those, NamedTuples, other dataclasses, `tuple[X, ...]`, `set[X]`, `X |
     None` and `Mapping[K, X]` with K a str, int or enum. Raises EventDefinitionError when the kind is taken by another
@@ -52,8 +53,9 @@ def event_kind(kind: str) -> Callable[[EventClass], EventClass]:
                 f"event kind {kind!r} is already {taken.__module__}.{taken.__qualname__}; give "
                 f"{cls.__qualname__} another kind"
             )
-        _KINDS[kind] = cls
-        return cls
+        event = typing.cast(EventClass, dataclass(frozen=True, slots=True)(cls))
+        _KINDS[kind] = event
+        return event
 
     return register
 
@@ -183,7 +185,6 @@ def job_of_adapter(pipeline: str) -> str | None:
 
 
 @event_kind("record_opened")
-@dataclass(frozen=True, slots=True)
 class RecordOpened:
     """A writer took the file: the first line, and one more after each resume."""
 
@@ -192,7 +193,6 @@ class RecordOpened:
 
 
 @event_kind("policy_started")
-@dataclass(frozen=True, slots=True)
 class PolicyStarted:
     """Every training worker has its model: by which backend, and by which implementation of its layers."""
 
@@ -202,7 +202,6 @@ class PolicyStarted:
 
 
 @event_kind("group_admitted")
-@dataclass(frozen=True, slots=True)
 class GroupAdmitted:
     """A prompt group entered the run: from here it must end up trained or dropped, exactly once."""
 
@@ -214,7 +213,6 @@ class GroupAdmitted:
 
 
 @event_kind("group_committed")
-@dataclass(frozen=True, slots=True)
 class GroupCommitted:
     """All samples of a group are written and scored, with the newest weight version among their tokens; `restored`
     where that was before a restart, and an earlier record has its tokens.
@@ -227,7 +225,6 @@ class GroupCommitted:
 
 
 @event_kind("group_trained")
-@dataclass(frozen=True, slots=True)
 class GroupTrained:
     """A group was part of the optimizer step `step` (the step that makes version `step + 1`), of `adapter` where
     several share a base.
@@ -239,7 +236,6 @@ class GroupTrained:
 
 
 @event_kind("group_dropped")
-@dataclass(frozen=True, slots=True)
 class GroupDropped:
     """A group left the run untrained; `reason` is a short stable word such as `zero_variance`, `stale`, `overlong` or
     `end_of_run`.
@@ -258,7 +254,6 @@ class VersionSpan(typing.NamedTuple):
 
 
 @event_kind("tokens_generated")
-@dataclass(frozen=True, slots=True)
 class TokensGenerated:
     """Which weights produced each generated token of a sample; `mixed_kv` when later tokens attended to KV entries of
     older weights. `adapter`: whose versions they are, as the engines say; several names are joined by commas.
@@ -272,7 +267,6 @@ class TokensGenerated:
 
 
 @event_kind("version_published")
-@dataclass(frozen=True, slots=True)
 class VersionPublished:
     """Weight version `version` is what new tokens of these shards carry from now on; no shards named means
     all that are awake.
@@ -283,7 +277,6 @@ class VersionPublished:
 
 
 @event_kind("engine_built")
-@dataclass(frozen=True, slots=True)
 class EngineBuilt:
     """A shard's engine was built or rebuilt within `seconds`; asleep it keeps `left_bytes` on each of its devices."""
 
@@ -293,7 +286,6 @@ class EngineBuilt:
 
 
 @event_kind("shard_slept")
-@dataclass(frozen=True, slots=True)
 class ShardSlept:
     """A generation shard gave its memory back; `freed_bytes` as measured, `level` as the engine counts it."""
 
@@ -303,7 +295,6 @@ class ShardSlept:
 
 
 @event_kind("shard_woken")
-@dataclass(frozen=True, slots=True)
 class ShardWoken:
     """A shard has its memory again. It may not be routed before its weights are synced and published."""
 
@@ -311,7 +302,6 @@ class ShardWoken:
 
 
 @event_kind("shard_routed")
-@dataclass(frozen=True, slots=True)
 class ShardRouted:
     """A shard takes requests from now on; `generation` is the router's number of the active set, `version` the weights
     it serves.
@@ -323,7 +313,6 @@ class ShardRouted:
 
 
 @event_kind("shard_unrouted")
-@dataclass(frozen=True, slots=True)
 class ShardUnrouted:
     """A shard takes no new request from now on."""
 
@@ -332,7 +321,6 @@ class ShardUnrouted:
 
 
 @event_kind("request_submitted")
-@dataclass(frozen=True, slots=True)
 class RequestSubmitted:
     """A generation request was handed to a shard, to be drawn with `adapter` where several share a base."""
 
@@ -343,7 +331,6 @@ class RequestSubmitted:
 
 
 @event_kind("request_finished")
-@dataclass(frozen=True, slots=True)
 class RequestFinished:
     """A request left its shard; `outcome` is `done`, `preempted`, `aborted` or `failed`."""
 
@@ -354,7 +341,6 @@ class RequestFinished:
 
 
 @event_kind("wait_begun")
-@dataclass(frozen=True, slots=True)
 class WaitBegun:
     """A wait for `what` began, until at most `deadline` (seconds on the record's clock)."""
 
@@ -364,7 +350,6 @@ class WaitBegun:
 
 
 @event_kind("wait_ended")
-@dataclass(frozen=True, slots=True)
 class WaitEnded:
     """A wait is over; `outcome` is `done`, `expired` (its handler ran) or `cancelled`."""
 
@@ -373,7 +358,6 @@ class WaitEnded:
 
 
 @event_kind("step_begun")
-@dataclass(frozen=True, slots=True)
 class StepBegun:
     """Optimizer step `step` (from 0) begins; it starts from weight version `step`, of `adapter` where several share a
     base.
@@ -384,7 +368,6 @@ class StepBegun:
 
 
 @event_kind("step_span")
-@dataclass(frozen=True, slots=True)
 class StepSpan:
     """The driver was busy with `what` for step `step`, from `begun` to `ended` in seconds on the record's clock."""
 
@@ -395,7 +378,6 @@ class StepSpan:
 
 
 @event_kind("step_finished")
-@dataclass(frozen=True, slots=True)
 class StepFinished:
     """Optimizer step `step` is done and made weight version `version`, of `adapter` where several share a base."""
 
@@ -406,7 +388,6 @@ class StepFinished:
 
 
 @event_kind("validated")
-@dataclass(frozen=True, slots=True)
 class Validated:
     """Weight version `version` was validated with so many samples; its requests were open for `seconds`."""
 
@@ -416,7 +397,6 @@ class Validated:
 
 
 @event_kind("sync_started")
-@dataclass(frozen=True, slots=True)
 class SyncStarted:
     """A weight sync of `version` to the shards `targets` begins; with `recompute_kv` their running requests recompute
     keys and values. `adapter`: which of several is sent; running requests keep the version of it that they began with.
@@ -431,7 +411,6 @@ class SyncStarted:
 
 
 @event_kind("sync_finished")
-@dataclass(frozen=True, slots=True)
 class SyncFinished:
     """A weight sync ended; `checksums` by target if verified, `outcome` is `done`, `failed` or `expired`."""
 

@@ -77,7 +77,6 @@ class Part:
 
 
 @event_kind("test_nested")
-@dataclass(frozen=True)
 class Nested:
     parts: tuple[Part, ...]
     by_number: Mapping[int, Part]
@@ -94,7 +93,6 @@ def test_an_event_of_nested_values_comes_back_with_its_types(tmp_path: Path) -> 
 
 def test_values_that_a_line_cannot_carry_are_refused() -> None:
     @event_kind("test_keys")
-    @dataclass(frozen=True)
     class Keys:
         by_pair: Mapping[tuple[int, int], str]
 
@@ -183,7 +181,6 @@ def test_a_room_adds_its_own_kinds_and_a_reader_without_them_still_sees_the_line
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @event_kind("test_lease")
-    @dataclass(frozen=True, slots=True)
     class Lease:
         gpus: tuple[int, ...]
         holder: str | None = None
@@ -201,7 +198,6 @@ def test_a_kind_cannot_be_taken_twice() -> None:
     with pytest.raises(EventDefinitionError, match="already"):
 
         @event_kind("group_admitted")
-        @dataclass(frozen=True, slots=True)
         class Other:
             x: int
 

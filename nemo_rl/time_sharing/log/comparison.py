@@ -7,8 +7,6 @@ one made at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from nemo_rl.utils.record_events import event_kind
 
 LEGEND = (
@@ -37,7 +35,6 @@ LEGEND = (
 
 
 @event_kind("ts_simulated")
-@dataclass(frozen=True, slots=True)
 class Simulated:
     """The tables of one call of `simulate`, header lines first. `gpu_busy` (0 to 1) is that of the recorded run;
     `notes` are sentences.

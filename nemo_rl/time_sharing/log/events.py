@@ -9,7 +9,7 @@ against the scheduler's ledger.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import ClusterSpec, Phase, PipelineOptions, Priority
@@ -17,7 +17,6 @@ from nemo_rl.utils.record_events import event_kind
 
 
 @event_kind("ts_pool_opened")
-@dataclass(frozen=True, slots=True)
 class PoolOpened:
     """The first scheduler event of a log: what there is to share, and under which limits (seconds)."""
 
@@ -33,7 +32,6 @@ class PoolOpened:
 
 
 @event_kind("ts_scheduler_started")
-@dataclass(frozen=True, slots=True)
 class SchedulerStarted:
     """A scheduler took over under a larger `term`. Not `complete`: the log may have lost its end before."""
 
@@ -42,7 +40,6 @@ class SchedulerStarted:
 
 
 @event_kind("ts_log_signed")
-@dataclass(frozen=True, slots=True)
 class LogSigned:
     """A process writes the log from here on; `boot` names the boot of its machine, "" if unknown."""
 
@@ -50,13 +47,11 @@ class LogSigned:
 
 
 @event_kind("ts_log_closed")
-@dataclass(frozen=True, slots=True)
 class LogClosed:
     """The scheduler was stopped; as a log's last line it shows that the end is not missing."""
 
 
 @event_kind("ts_inventory_done")
-@dataclass(frozen=True, slots=True)
 class InventoryDone:
     """After a restart every registered pipeline has said what it holds, or was fenced: planning may go on."""
 
@@ -64,7 +59,6 @@ class InventoryDone:
 
 
 @event_kind("ts_registered")
-@dataclass(frozen=True, slots=True)
 class Registered(PipelineOptions):
     """A pipeline was registered and admitted, with everything that planning and checking need to know of it."""
 
@@ -75,7 +69,6 @@ class Registered(PipelineOptions):
 
 
 @event_kind("ts_demand")
-@dataclass(frozen=True, slots=True)
 class DemandReported:
     """Standing demand changed. `rank_batch`: as measured; 0 for that of the registration."""
 
@@ -88,7 +81,6 @@ class DemandReported:
 
 
 @event_kind("ts_builds_ahead")
-@dataclass(frozen=True, slots=True)
 class BuildsAhead:
     """The engines of a pipeline can be built on idle GPUs, ahead of their first wakes."""
 
@@ -96,7 +88,6 @@ class BuildsAhead:
 
 
 @event_kind("ts_requested")
-@dataclass(frozen=True, slots=True)
 class Requested:
     """A pipeline asks for all GPUs of a fixed cluster, or for another priority of what it holds."""
 
@@ -108,7 +99,6 @@ class Requested:
 
 
 @event_kind("ts_request_dropped")
-@dataclass(frozen=True, slots=True)
 class RequestDropped:
     """A request ended without a grant: withdrawn by its pipeline, expired, or its pipeline is gone."""
 
@@ -119,7 +109,6 @@ class RequestDropped:
 
 
 @event_kind("ts_claimed")
-@dataclass(frozen=True, slots=True)
 class Claimed:
     """These GPUs, free or about to be, go next to this cluster (`rank` -1) or this generation rank, and to no other.
 
@@ -139,7 +128,6 @@ class Claimed:
 
 
 @event_kind("ts_plan_explained")
-@dataclass(frozen=True, slots=True)
 class PlanExplained:
     """Why each decision of a plan was made, for people; nothing else rests on it. `entitled`: see `Plan`."""
 
@@ -149,7 +137,6 @@ class PlanExplained:
 
 
 @event_kind("ts_plan_rejected")
-@dataclass(frozen=True, slots=True)
 class PlanRejected:
     """A plan broke rules of the validator. Written by simulations, which carry the plan out all the same; earlier
     schedulers wrote it too, and left out what broke a rule.
@@ -159,7 +146,6 @@ class PlanRejected:
 
 
 @event_kind("ts_claim_dropped")
-@dataclass(frozen=True, slots=True)
 class ClaimDropped:
     """A claim ended without a lease; its GPUs are for the next plan."""
 
@@ -170,7 +156,6 @@ class ClaimDropped:
 
 
 @event_kind("ts_granted")
-@dataclass(frozen=True, slots=True)
 class Granted:
     """A fixed cluster holds its GPUs from now on, at most until `hold_until`."""
 
@@ -185,7 +170,6 @@ class Granted:
 
 
 @event_kind("ts_priority_changed")
-@dataclass(frozen=True, slots=True)
 class PriorityChanged:
     """A cluster holds its GPUs for another purpose (log-probs, then training); the hold's end stays."""
 
@@ -198,7 +182,6 @@ class PriorityChanged:
 
 
 @event_kind("ts_released")
-@dataclass(frozen=True, slots=True)
 class Released:
     """A fixed cluster gave its GPUs back, verified free; `version`: published by then."""
 
@@ -209,7 +192,6 @@ class Released:
 
 
 @event_kind("ts_rank")
-@dataclass(frozen=True, slots=True)
 class RankMoved:
     """A rank changed phase. WAKING, BUILDING take its GPUs under a new epoch; ASLEEP gives them back."""
 
@@ -222,7 +204,6 @@ class RankMoved:
 
 
 @event_kind("ts_rank_cooling")
-@dataclass(frozen=True, slots=True)
 class RankCooling:
     """A rank failed to wake, sync or route; it goes back to sleep and is left alone until `until`."""
 
@@ -232,7 +213,6 @@ class RankCooling:
 
 
 @event_kind("ts_command")
-@dataclass(frozen=True, slots=True)
 class CommandSent:
     """A command was first sent (resends are not repeated here); it must have ended by `deadline`."""
 
@@ -247,7 +227,6 @@ class CommandSent:
 
 
 @event_kind("ts_command_ended")
-@dataclass(frozen=True, slots=True)
 class CommandEnded:
     """A command is over: `done`, `failed`, `stale`, `refused`, `expired` at its deadline, or `fenced`."""
 
@@ -256,7 +235,6 @@ class CommandEnded:
 
 
 @event_kind("ts_leaving")
-@dataclass(frozen=True, slots=True)
 class Leaving:
     """A pipeline wants to end: all its ranks go to sleep, nothing more is given to it."""
 
@@ -264,7 +242,6 @@ class Leaving:
 
 
 @event_kind("ts_paused")
-@dataclass(frozen=True, slots=True)
 class Paused:
     """Makes way for a while: ranks sleep, nothing more is given until `Resumed`; training GPUs stay until released."""
 
@@ -273,7 +250,6 @@ class Paused:
 
 
 @event_kind("ts_resumed")
-@dataclass(frozen=True, slots=True)
 class Resumed:
     """A paused pipeline takes part again."""
 
@@ -281,7 +257,6 @@ class Resumed:
 
 
 @event_kind("ts_sharing_measured")
-@dataclass(frozen=True, slots=True)
 class SharingMeasured:
     """What pipelines gain by running at the same time. `together_s`, `alone_s`: seconds of a step of each while all of
     them run, and while the others pause. `gain`: how many times the work of one after the other they do; `keeps`:
@@ -295,7 +270,6 @@ class SharingMeasured:
 
 
 @event_kind("ts_fenced")
-@dataclass(frozen=True, slots=True)
 class Fenced:
     """A pipeline is cut off: nothing it says counts, and its processes end before its GPUs are given on."""
 
@@ -305,7 +279,6 @@ class Fenced:
 
 
 @event_kind("ts_unregistered")
-@dataclass(frozen=True, slots=True)
 class Unregistered:
     """A pipeline is gone and holds nothing."""
 
@@ -315,7 +288,6 @@ class Unregistered:
 
 
 @event_kind("ts_gpus_quarantined")
-@dataclass(frozen=True, slots=True)
 class GpusQuarantined:
     """GPUs whose memory could not be shown to be free: withheld until `until`, then freeing is retried."""
 
@@ -328,7 +300,6 @@ class GpusQuarantined:
 
 
 @event_kind("ts_gpus_cleared")
-@dataclass(frozen=True, slots=True)
 class GpusCleared:
     """A quarantine is over: its pipeline occupies these GPUs no more. They are back in the pool if no other quarantine
     keeps them.
@@ -343,7 +314,6 @@ class GpusCleared:
 
 
 @event_kind("ts_clock_jumped")
-@dataclass(frozen=True, slots=True)
 class ClockJumped:
     """The machine's clock moved by more than a tick can explain; the scheduler's own time went on without the jump."""
 
@@ -351,7 +321,6 @@ class ClockJumped:
 
 
 @event_kind("ts_isolated")
-@dataclass(frozen=True, slots=True)
 class Isolated:
     """Most pipelines fell silent: until `Reconnected` none is fenced for silence and no deadline passes."""
 
@@ -360,7 +329,6 @@ class Isolated:
 
 
 @event_kind("ts_reconnected")
-@dataclass(frozen=True, slots=True)
 class Reconnected:
     """Enough are heard, or `isolation_s` passed (`given_up`). Open commands and holds get those seconds."""
 
@@ -369,7 +337,6 @@ class Reconnected:
 
 
 @event_kind("ts_memory_taken")
-@dataclass(frozen=True, slots=True)
 class MemoryTaken:
     """By the pipeline: `what` (`actor_train`, `rank 3`) occupies memory on these GPUs from now on."""
 
@@ -381,7 +348,6 @@ EVERYTHING = "everything"
 
 
 @event_kind("ts_memory_freed")
-@dataclass(frozen=True, slots=True)
 class MemoryFreed:
     """Written by the pipeline's side, or by the daemon that ended its processes: the memory is verified free.
 

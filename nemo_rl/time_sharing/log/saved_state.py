@@ -66,7 +66,6 @@ _KEPT = tuple(member.name for member in fields(SavedPipeline) if member.name != 
 
 
 @event_kind("ts_state_saved")
-@dataclass(frozen=True, slots=True)
 class StateSaved:
     """The state after all events before this one; says nothing new."""
 
