@@ -22,7 +22,9 @@ class Accelerators(Protocol):
     def demand(
         self, step: int, groups: int, ready: int, kind: DemandKind = "training"
     ) -> AbstractContextManager[ReportProgress]:
-        """Context manager around the wait for `groups` prompt groups; yields a callback that reports progress."""
+        """Context manager around the wait for `groups` prompt groups, of which `ready` are finished. Yields a callback
+        that reports progress.
+        """
         ...
 
     def lend_training(self, step: int) -> None:
@@ -30,7 +32,9 @@ class Accelerators(Protocol):
         ...
 
     def yield_training(self, step: int) -> None:
-        """The run does without the training accelerators until the next lend; an open step keeps its gradients."""
+        """The run does without the training accelerators until the next `lend_training`; their lender may take them.
+        The gradients of an open step are kept.
+        """
         ...
 
     def stop(self) -> None:

@@ -28,6 +28,7 @@ logger = logging.getLogger("nemo_rl")
 
 
 def grpo(arguments: Sequence[str], *, default_config: Path) -> int:
+    """Runs GRPO; see `launch.main`."""
     return launch.main(
         arguments,
         default_config=default_config,
@@ -40,6 +41,7 @@ def grpo(arguments: Sequence[str], *, default_config: Path) -> int:
 
 
 def distillation(arguments: Sequence[str], *, default_config: Path) -> int:
+    """Runs distillation; see `launch.main`."""
     return launch.main(
         arguments,
         default_config=default_config,
@@ -69,6 +71,7 @@ def grpo_to_end(config: MasterConfig, page_port: int | None = None) -> int:
 
 
 def sft(arguments: Sequence[str], *, default_config: Path) -> int:
+    """Runs SFT; see `launch.main`."""
     return launch.main(
         arguments,
         default_config=default_config,
@@ -91,6 +94,7 @@ def sft_to_end(config: SFTMasterConfig, page_port: int | None = None) -> int:
 
 
 def evaluate(arguments: Sequence[str], *, default_config: Path) -> int:
+    """Evaluates a model; see `launch.main`."""
     return launch.main(
         arguments,
         default_config=default_config,

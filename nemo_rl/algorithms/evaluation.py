@@ -57,6 +57,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Score:
+    """Result of an evaluation."""
+
     metric: str  # name with its k, such as `pass@1`
     value: float
     problems: int
@@ -82,10 +84,14 @@ EvaluationPlacement = Placement[EvalMasterConfig, VllmGeneration, Accelerators]
 
 
 class OwnPlacement(OwnSlots):
+    """For an evaluation with slots of its own."""
+
     def reserve(self, config: EvalMasterConfig, accelerator: Accelerator) -> Clusters:
+        """All slots of the configuration."""
         return reserve_all(config.cluster, accelerator, "evaluation")
 
     def accelerators(self, parts: VllmGeneration) -> KeptAccelerators:
+        """They stay with the evaluation."""
         return KeptAccelerators()
 
 
@@ -354,7 +360,9 @@ def consensus_at_k(answers: Sequence[str | None], right: Sequence[bool], k: int)
 
 
 def _wins(counts: Counter[str | None], winner: str, k: int) -> float:
-    """Choices of k answers in which `winner` is the commonest; a place shared with t others counts 1 / (t + 1)."""
+    """Choices of k answers in which `winner` is the commonest; one in which it shares that place with t others counts 1
+    / (t + 1).
+    """
     others = [count for answer, count in counts.items() if answer != winner]
     total = 0.0
     for votes in range(1, min(counts[winner], k) + 1):

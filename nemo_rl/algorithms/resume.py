@@ -97,6 +97,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class Resume:
+    """A checkpoint to resume from."""
+
     checkpoint: Path
     info: TrainingInfo
     obeyed: list[Difference]  # differences that apply from now on
@@ -106,6 +108,7 @@ class Resume:
     same_data: bool = True  # whether the data position refers to the run's data
 
     def lines(self) -> Iterator[str]:
+        """The resume as lines for the terminal."""
         yield f"resuming from step {self.info['total_steps']} of {self.checkpoint}"
         if not (self.checkpoint / MANIFEST).is_file():
             yield f"  its files were not verified: it has no {MANIFEST}, which earlier versions did not write"
@@ -124,7 +127,9 @@ class Resume:
         return "optimizer" in self.allowed
 
     def check_unfinished(self, total: int, steps_key: str) -> None:
-        """Raises NothingToDo: no step is left. `steps_key`: dotted key of the number of steps, for the message."""
+        """Checks that the run has a step left. `steps_key`: dotted key of the number of steps, for the message. Raises
+        NothingToDo: it has none.
+        """
         step = self.info["total_steps"]
         if step >= total:
             raise NothingToDo(
@@ -242,7 +247,9 @@ def same_contents(resume: Resume | None, contents: Mapping[str, str], allowed: S
 
 
 def check_same_shape(model: PretrainedConfig, checkpoint: Path) -> None:
-    """Raises ResumeError: the checkpoint's weights do not fit the model, by the sizes in both configurations."""
+    """Checks that a checkpoint's weights fit the configured model, by the sizes in both configurations. `model`: the
+    Hugging Face configuration of `policy.model_name`. Raises ResumeError: they do not fit.
+    """
     file = checkpoint / WEIGHTS / "config.json"
     if not file.is_file():
         return

@@ -39,6 +39,8 @@ LATEST = "latest"
 
 @dataclass
 class RunState:
+    """Counters of a run."""
+
     step: int = 0
     epoch: int = 0  # completed passes over the data
     step_in_epoch: int = 0  # steps since the epoch began
@@ -57,14 +59,17 @@ class RunState:
         }
 
     def training_info(self) -> dict[str, object]:
+        """The fields of `training_info.json`, under the algorithm's names."""
         raise NotImplementedError
 
     @classmethod
     def resumed(cls, info: TrainingInfo, *, epoch: int, step_in_epoch: int, val_metrics: dict[str, float]) -> Self:
+        """Counters from a checkpoint."""
         totals = (info["consumed_samples"], info["total_valid_tokens"])
         return cls(info["total_steps"], epoch, step_in_epoch, *totals, val_metrics)
 
     def copy(self) -> Self:
+        """An independent copy."""
         return type(self)(**asdict(self))
 
 
@@ -104,7 +109,9 @@ def begin_checkpoint(
 
 @contextmanager
 def saved_without_logs(checkpointer: CheckpointManager, state: RunState, save: Callable[[], None]) -> Generator[None]:
-    """Around a run's steps: if logs can no longer be written, saves the last completed step and re-raises."""
+    """Context manager around a run's steps: if logs can no longer be written, saves the last completed step and
+    re-raises.
+    """
     try:
         yield
     except (MetricsLost, RecordUnwritable):

@@ -74,7 +74,9 @@ class Loaders(Generic[TrainLoader]):
 class HasShutdown(Protocol):
     """Something on Ray that can be shut down."""
 
-    def shutdown(self) -> None: ...
+    def shutdown(self) -> None:
+        """Shuts it down. Safe to call twice."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,9 @@ class Algorithm(Generic[State, TrainLoader, RayParts]):
 
 @dataclass(frozen=True)
 class Prepared(Generic[State, TrainLoader, RayParts]):
-    """A run without its parts on accelerators. `seconds`: durations of the set-up by metric, logged later."""
+    """A run without its parts on accelerators. `seconds`: durations of parts of the set-up, by metric; logged when the
+    run is ready.
+    """
 
     accelerator: Accelerator
     ray_parts: RayParts  # result of the algorithm's `begin`

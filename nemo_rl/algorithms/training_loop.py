@@ -55,6 +55,8 @@ class TrainingRun(Generic[Config]):
 
 @dataclass
 class CompletedStep:
+    """Result of a trained step."""
+
     metrics: Metrics
     val_metrics: dict[str, float] | None = None  # validation metrics; None if it did not validate
     saved: bool = False  # whether its weights are in a checkpoint
@@ -63,11 +65,14 @@ class CompletedStep:
 
     @property
     def ends_run(self) -> bool:
+        """Whether this is the last step."""
         return self.stops_early or self.timed_out
 
 
 class Steps(Generic[Run]):
-    """What an algorithm implements. `saves_before_publish`: `publish` loses the accelerators, so save before."""
+    """What an algorithm implements for the loop. `saves_before_publish`: whether the run loses its training
+    accelerators in `publish`, so that a due checkpoint must be taken before.
+    """
 
     run: Run
     section: Literal["grpo", "distillation", "sft"]  # name of the algorithm's configuration section
@@ -213,7 +218,9 @@ def _save_if_due(steps: Steps[Run], done: CompletedStep, *, is_last: bool) -> No
 
 
 def save_step(steps: Steps[Run], done: CompletedStep) -> None:
-    """Takes a checkpoint, finished in the background. Raises CheckpointError: three in a row have failed."""
+    """Takes a checkpoint; its files are finished in the background. After a failed write the next step tries again.
+    Raises CheckpointError: three checkpoints in a row have failed.
+    """
     run, cfg = steps.run, steps.run.config
     steps.lend_saving()
     with run.timer.time("checkpointing"), run.checkpointer.tolerate_failure():

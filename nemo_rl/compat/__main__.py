@@ -10,6 +10,7 @@ from nemo_rl.compat.page import page
 
 
 def main() -> int:
+    """Writes the page and returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m nemo_rl.compat", description="Write docs/from_nemo_rl.md.")
     parser.add_argument("--output", type=Path, default=Path("docs/from_nemo_rl.md"))
     chosen = parser.parse_args()

@@ -170,6 +170,7 @@ def parts_of(run: GRPORun, tokenizer: object) -> GRPOParts:
 
 
 def sft_parts_of(run: SFTRun, tokenizer: object) -> SFTParts:
+    """The parts of a run, by any of which `run_of` finds it."""
     parts = SFTParts(
         run.policy,
         run.clusters.training,
@@ -359,6 +360,7 @@ def sft_train(run: Any = None, *others: object, **named: object) -> None:
 
 
 def sft_validate(run: SFTRun, *others: object, **named: object) -> dict[str, float]:
+    """Validates and returns the metrics."""
     _refuse(others, named, "validate(run)", run)
     from nemo_rl.algorithms.sft.driver import validate
 
@@ -374,6 +376,7 @@ def eval_setup(
 
 
 def run_env_eval(master_config: EvalMasterConfig | Mapping[str, object], *others: object, **named: object) -> Score:
+    """Evaluates and returns the score."""
     _refuse(others, named, "run_env_eval(master_config)")
     from nemo_rl.algorithms.evaluation import evaluate
 

@@ -194,6 +194,7 @@ _DEFINED = (
 
 
 def page() -> str:
+    """The whole page as Markdown."""
     parts = [
         _INTRODUCTION,
         "### Keys without effect\n",

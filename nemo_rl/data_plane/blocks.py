@@ -109,7 +109,9 @@ class Layout:
 
 
 def next_generation(layout: Layout, present: Iterable[str]) -> Layout:
-    """The layout for a block of rows that have the blocks `present`: later than any that shares a column."""
+    """The layout under which a block is written to rows that have the blocks `present`: later than any of them that
+    shares a column.
+    """
     wanted = set(layout.columns)
     later = 0
     for name in present:
@@ -323,6 +325,7 @@ def _padded(slot: Slot, parts: Sequence[Buffer], width: int, pad: float) -> torc
 
 
 def _typed(parts: Sequence[Buffer], slot: Slot, values: int) -> torch.Tensor:
+    """The bytes of `values` values as a tensor."""
     if not values * slot.nbytes:
         return torch.empty((values, *slot.shape), dtype=slot.torch_dtype)
     return torch.from_numpy(np.concatenate(parts)).view(slot.torch_dtype).view(values, *slot.shape)

@@ -29,7 +29,9 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def to_nested_by_length(padded: torch.Tensor, lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
-    """Padded [N, S, ...] as jagged: row i has its first `lengths[i]` values. Raises ValueError: shapes do not fit."""
+    """A padded tensor [N, S, ...] as a jagged one whose row i has its first `lengths[i]` values. Raises ValueError: the
+    tensor has no second dimension, or there is not one length per row.
+    """
     counts = torch.as_tensor(lengths)
     if padded.ndim < 2 or counts.shape != (padded.shape[0],):
         raise ValueError(
@@ -85,7 +87,9 @@ def pack_jagged_fields(
 
 
 def object_array(values: Sequence[object] | NDArray[np.object_]) -> NDArray[np.object_]:
-    """A one-dimensional array of objects; numpy's own conversion would take sequences among them apart."""
+    """A one-dimensional array of objects; sequences among them stay objects, which numpy's own conversion would take
+    apart.
+    """
     array = np.empty(len(values), dtype=object)
     for index, value in enumerate(values):
         array[index] = value

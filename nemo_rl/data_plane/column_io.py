@@ -50,7 +50,9 @@ def read_columns(
 
 
 def write_columns(client: DataPlaneClient, meta: KVBatchMeta, fields: Mapping[str, object]) -> None:
-    """Adds columns to a meta's rows, without padding. Raises ValueError: not one row per id, or no lengths."""
+    """Adds columns to a meta's rows; padding of token columns stays here. Raises ValueError: a column does not have one
+    row per id, or the meta has no lengths to cut token columns by.
+    """
     if not fields or not meta.size:
         return
     if meta.sequence_lengths is None:

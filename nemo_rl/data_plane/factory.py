@@ -24,7 +24,9 @@ _BACKENDS = ("simple", "mooncake_cpu")
 
 
 def check_data_plane(cfg: DataPlaneConfig) -> None:
-    """Checks on this host what the storage needs, before anything starts. Raises MooncakeUnavailableError."""
+    """Checks on this host what the storage needs, before anything is started. Raises MooncakeUnavailableError:
+    Mooncake's package, a shared library or its master is missing.
+    """
     if cfg.enabled and cfg.backend == "mooncake_cpu":
         from nemo_rl.data_plane.adapters.mooncake import check_mooncake
 

@@ -73,7 +73,9 @@ class DataPlaneClient(ABC):
 
     @abstractmethod
     def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
-        """Columns of a meta's rows: `select_fields`, or those the meta names. Raises ValueError: neither names one."""
+        """Columns of a meta's rows: `select_fields`, or else those the meta names. Raises ValueError: neither names a
+        column.
+        """
 
     @abstractmethod
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
@@ -121,7 +123,9 @@ class DataPlaneClient(ABC):
         lengths: Sequence[int],
         tags: Sequence[Mapping[str, object]] | None = None,
     ) -> KVBatchMeta:
-        """`put_samples` of a padded batch (tensors [N, S, ...] and [N], lists of N); padding stays behind."""
+        """`put_samples` of a padded batch: token columns travel without their padding. `columns`: tensors [N, S, ...]
+        and [N], and lists of N objects. `tags`: see `put_samples`.
+        """
         from nemo_rl.data_plane.codec import pack_jagged_fields
 
         return self.put_samples(sample_ids, partition_id, pack_jagged_fields(columns, lengths=lengths), tags)
@@ -135,7 +139,9 @@ class DataPlaneClient(ABC):
         width: int = 0,
         pad_value_dict: Mapping[str, float] | None = None,
     ) -> BatchedDataDict:
-        """`get_samples` as a padded batch of at least `width`. `pad_value_dict`: padding by column; 0 where absent."""
+        """`get_samples` as a padded batch. `width`: width of token columns; 0 for the longest row. `pad_value_dict`:
+        padding by column; 0 where absent.
+        """
         from nemo_rl.data_plane.codec import materialize
 
         return materialize(

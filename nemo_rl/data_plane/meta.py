@@ -41,7 +41,9 @@ class KVBatchMeta:
         return len(self.sample_ids)
 
     def set_tags(self, values: dict[str, Sequence[object]]) -> None:
-        """Sets tags in place, one value per row and name. Raises ValueError: their number is not that of the rows."""
+        """Sets tags in place, one value per row and name. Raises ValueError: a sequence does not have one value per
+        row.
+        """
         for name, column in values.items():
             if len(column) != self.size:
                 raise ValueError(
@@ -81,6 +83,7 @@ class KVBatchMeta:
         )
 
     def slice(self, start: int, stop: int) -> KVBatchMeta:
+        """Rows `[start, stop)`."""
         return self.subset(range(*slice(start, stop).indices(self.size)))
 
     def drop(self, indices: Sequence[int]) -> KVBatchMeta | None:
@@ -90,7 +93,9 @@ class KVBatchMeta:
         return self.subset(kept) if kept else None
 
     def concat(self, *others: KVBatchMeta) -> KVBatchMeta:
-        """These rows, then the others'; keeps lengths and tags that all have. Raises ValueError: partitions differ."""
+        """These rows, then the others'. Lengths and tags remain only where all have them; fields and extra_info are
+        this meta's. Raises ValueError: the partitions differ.
+        """
         metas = (self, *others)
         if any(meta.partition_id != self.partition_id for meta in others):
             raise ValueError(f"partition_ids must match to join metas, got {[meta.partition_id for meta in metas]}")

@@ -127,7 +127,9 @@ def columns_of_others(names: Iterable[str]) -> list[str]:
 
 
 def replayed_fields(names: Iterable[str], *, routes: bool = True) -> list[str]:
-    """Those of the columns that a pass replays. `routes`: False for one that routes naturally, as the reference's."""
+    """Those of the columns that say what generation decided, for a forward pass that is to decide the same.
+    `routes`: False for a pass that chooses experts for itself, as the reference's does.
+    """
     fields = ROUTE_FIELDS + SAMPLING_MASK_FIELDS if routes else SAMPLING_MASK_FIELDS
     present = set(names)
     return [name for name in fields if name in present]

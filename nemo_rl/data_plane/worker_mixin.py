@@ -49,7 +49,9 @@ class TQWorkerMixin:
         raise NotImplementedError(f"{type(self).__name__} does not say where its rank sits")
 
     def _make_replica_group(self) -> dist.ProcessGroup | None:
-        """A host-side group of the ranks with the same rows, leader first; None if no other. Called on all ranks."""
+        """A host-side group of the ranks that share this rank's rows, its leader first; called on all ranks. None if
+        no other rank shares them.
+        """
         return None
 
     @abstractmethod
@@ -158,7 +160,9 @@ class TQWorkerMixin:
 
 
 def broadcast_batch(fetch: Callable[[], BatchedDataDict], group: dist.ProcessGroup) -> BatchedDataDict:
-    """What `fetch` gives on the group's first rank, on all. Raises DataPlaneError: that rank's fetch failed."""
+    """What `fetch` gives on the group's first rank, on all of its ranks. `fetch`: called on the group's first rank
+    only. Raises DataPlaneError: the leader's fetch failed; on the leader its own error.
+    """
     leader = dist.get_process_group_ranks(group)[0]
     if dist.get_rank() == leader:
         return _lead(fetch, group, leader)

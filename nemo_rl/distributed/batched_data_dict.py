@@ -87,7 +87,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return selected
 
     def repeat_interleave(self, num_repeats: int) -> Self:
-        """Each row `num_repeats` times in a row. List items are deep copies: repeats change apart."""
+        """Each row `num_repeats` times in a row. List items are deep copies, so that changing one repeat leaves the
+        others alone.
+        """
         repeated = type(self)()
         for key, column in self.data.items():
             if isinstance(column, torch.Tensor):
@@ -97,7 +99,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return repeated
 
     def chunk(self, rank: int, chunks: int) -> "SlicedDataDict":
-        """Part `rank` of `chunks` contiguous parts, sizes differing by at most one. Raises ValueError: no such part."""
+        """Part `rank` of `chunks` contiguous parts whose sizes differ by at most one row. Raises ValueError: `rank` is
+        outside `[0, chunks)`.
+        """
         if not 0 <= rank < chunks:
             raise ValueError(f"rank={rank} is outside the {chunks} chunks")
         return self.slice(self.size * rank // chunks, self.size * (rank + 1) // chunks)
@@ -131,7 +135,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return self.data
 
     def all_gather(self, group: dist.ProcessGroup) -> Self:
-        """Rows of every rank of `group`, in rank order, on all. Tensors differ between ranks in dim 0 at most."""
+        """Rows of every rank of `group`, joined in rank order, on every rank. Tensors must differ between ranks in dim
+        0 at most.
+        """
         world = dist.get_world_size(group)
         sizes = [0] * world
         dist.all_gather_object(sizes, self.size, group=group)
@@ -274,7 +280,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return (self.slice(start, start + microbatch_size) for start in range(0, self.size, microbatch_size))
 
     def make_microbatch_iterator_with_dynamic_shapes(self) -> "Iterator[SlicedDataDict]":
-        """The planned microbatches, cut to their own length along dim 1. Raises ValueError: none planned."""
+        """The planned microbatches, each cut to its own padded length along dim 1. Raises ValueError: this shard was
+        not made with dynamic batching.
+        """
         return self._planned_microbatches(truncate=True)
 
     def make_microbatch_iterator_with_dynamic_shapes_len(self) -> int:
@@ -282,7 +290,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return len(self._planned_spans())
 
     def make_microbatch_iterator_for_packable_sequences(self) -> "Iterator[SlicedDataDict]":
-        """The planned bins, rows to pack into one, still padded. Raises ValueError: none planned."""
+        """The planned bins, each as the rows to be packed into one sequence, still padded. Raises ValueError: this
+        shard was not made with sequence packing.
+        """
         return self._planned_microbatches(truncate=False)
 
     def make_microbatch_iterator_for_packable_sequences_len(self) -> int:

@@ -133,7 +133,10 @@ class FirstFitDecreasingPacker(SequencePacker):
 
 
 class FirstFitShufflePacker(SequencePacker):
-    """Random order by `seed` and number of sequences alone, each into the first bin with room."""
+    """Random order, each into the first bin with room.
+
+    The order depends on `seed` and the number of sequences alone, so every process of a job packs alike.
+    """
 
     def __init__(
         self,

@@ -69,7 +69,9 @@ def free_memory(device: torch.device) -> int:
 
 
 def keep_to_slot(device: torch.device) -> None:
-    """Limits PyTorch's allocations here to the slot's memory; a larger tensor raises `torch.OutOfMemoryError`."""
+    """Limits PyTorch's allocations in this process to its slot's memory, where other jobs use the device: a larger
+    tensor raises `torch.OutOfMemoryError`.
+    """
     given = os.environ.get(SLOT_BYTES_VARIABLE)
     if given is not None and device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(min(int(given) / total_memory(device), 1.0), device)
@@ -121,6 +123,7 @@ def device_uuid(device: torch.device) -> str:
 
 
 def host_of(identity: str) -> str:
+    """The host part of a device identity."""
     return identity.rpartition("@")[2]
 
 

@@ -93,7 +93,9 @@ class NamedSharding:
         return NamedSharding(selected, free) if free else int(selected)
 
     def get_ranks_by_coord(self, **coords: int) -> list[int]:
-        """Sorted ranks at the given coordinates; empty outside the range. Raises ValueError: an axis is unknown."""
+        """Sorted ranks at the given coordinates; empty when a coordinate is outside its range. Raises ValueError: an
+        axis is unknown.
+        """
         if any(not 0 <= position < self.get_axis_size(name) for name, position in coords.items()):
             return []
         found = self.get_ranks(**coords)

@@ -39,7 +39,9 @@ class NodeSampler:
         psutil.cpu_percent()
 
     def sample(self) -> dict[str, float]:
-        """`mem_gb`, `cpu_util` (percent of all cores), and per GPU `gpu.M.util` (percent) and `gpu.M.mem_gb`."""
+        """`mem_gb`, `cpu_util` (percent of all cores since the last sample), and per GPU `gpu.M.util` (percent) and
+        `gpu.M.mem_gb`.
+        """
         usage = {"mem_gb": psutil.virtual_memory().used / _GIB, "cpu_util": psutil.cpu_percent()}
         if self._nvidia_smi is None:
             return usage

@@ -28,7 +28,9 @@ class ProfilerUnavailable(UserError, RuntimeError):
 
 
 def runtime_env(env_vars: dict[str, str], profiled_as: str | None) -> dict[str, object]:
-    """Ray's environment of a worker. `profiled_as`: its name in the report's file name; None if not profiled."""
+    """Ray's runtime environment of a worker. `profiled_as`: its name in the report's, `<name>_<process id>.nsys-rep`;
+    None where it is not profiled.
+    """
     if profiled_as is None:
         return {"env_vars": env_vars}
     # Under nsys Ray starts the `python` that PATH finds first, which must be this one.
@@ -46,7 +48,9 @@ def check_gpus(*, cuda: bool) -> None:
 
 
 def check_profiler(*, cuda: bool) -> None:
-    """Raises ProfilerUnavailable: workers on this machine cannot be profiled; no GPU, or `nsys` is not on PATH."""
+    """Whether workers of a cluster on this machine can be profiled. Raises ProfilerUnavailable: there is no GPU, or
+    `nsys` is not on PATH.
+    """
     check_gpus(cuda=cuda)
     if shutil.which("nsys") is None:
         raise ProfilerUnavailable(

@@ -28,8 +28,10 @@ def free_ports(
     taken: Collection[int] = (),
     hold_s: float = math.inf,
 ) -> list[int]:
-    """Up to `count` free ports from `low` to `high` not in `taken`, reserved for `hold_s`; other runs' ones only at
-    need.
+    """Up to `count` free ports between `low` and `high` (both included) that are not in `taken`, reserved for `hold_s`
+    seconds.
+
+    A port that another run is about to use is given only where no others are free.
     """
     now = time.monotonic()
     for port in [port for port, (_, until) in _promises.items() if until < now]:

@@ -84,7 +84,9 @@ def enter_working_directory() -> None:
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Whether a process has ended. A zombie has: it may stay for as long as its container."""
+    """Whether a process has ended. A zombie has: it stays for as long as its container where the container's first
+    process waits for no children.
+    """
     try:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -107,7 +109,9 @@ def kill_and_wait(processes: Sequence[psutil.Process], timeout_s: float) -> list
 
 
 class OutputTail:
-    """Reads a child's piped stderr in a thread, hands every line to `pass_on`, and keeps the last ones."""
+    """Reads a child's standard error in a thread, passes it on, and keeps its last lines. `process`: started with
+    `stderr=subprocess.PIPE`. `pass_on`: gets every line; writes to this process's standard error by default.
+    """
 
     def __init__(
         self,

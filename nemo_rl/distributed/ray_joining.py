@@ -47,7 +47,9 @@ def credentials() -> tuple[str, str]:
 
 
 def join_cluster(address: str, credentials: tuple[str, str] | None = None) -> None:
-    """Joins a running cluster, without its workers' output. Raises RayStartError: no answer, or another token."""
+    """Joins a running cluster without showing its workers' output. Raises RayStartError: it does not answer, or has
+    another token. `credentials`: see `credentials`; by default from the environment.
+    """
     if credentials is not None:
         os.environ["RAY_AUTH_MODE"], token = credentials
         if token:

@@ -302,7 +302,9 @@ def _ended(before: set[psutil.Process]) -> list[str]:
 
 
 def _end_half_started(before: set[psutil.Process]) -> None:
-    """Ends the processes of a cluster that did not come up; Ray would leave them until this process ends."""
+    """Ends the processes of a cluster that did not come up; Ray itself would leave them running until this process
+    ends.
+    """
     ray.shutdown()
     kill_and_wait(
         [process for process in psutil.Process().children(recursive=True) if process not in before], _END_TIMEOUT_S
@@ -345,7 +347,9 @@ class _StartAhead:
 
 @contextmanager
 def starting_ahead(*, device: str, cpu_slots: int) -> Generator[None]:
-    """Starts Ray in parallel with the block until a `RayConnection` takes it over; stops it if none did."""
+    """Starts Ray in parallel with the block until a `RayConnection` in it takes it over; stops it if none did. For
+    arguments see `init_ray`.
+    """
     if not ray.is_initialized():
         _StartAhead.accelerator = RayStart(lambda: init_ray(device=device, cpu_slots=cpu_slots)).started
     try:

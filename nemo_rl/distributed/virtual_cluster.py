@@ -44,7 +44,9 @@ class ResourceInsufficientError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class Slot:
-    """One reserved slot. `device_index`: as CUDA_VISIBLE_DEVICES has it (index, UUID, MIG slice), or a CPU slot's."""
+    """One reserved accelerator slot. `device_index`: physical GPU of the node as CUDA_VISIBLE_DEVICES names it, by
+    index, UUID or MIG slice; the running slot number on a CPU node.
+    """
 
     node_rank: int  # index of the node inside this virtual cluster
     bundle_index: int  # bundle inside the node's placement group
@@ -77,7 +79,9 @@ def holders_of(resource: str) -> str:
 
 
 def first_not_reserved(groups: Sequence[PlacementGroup], timeout_s: float) -> int | None:
-    """Waits for all reservations; None, or after the timeout (all are released) the first one missing."""
+    """Waits for all reservations and returns None; after the timeout it releases them and returns the first that is
+    missing. A wait of some seconds is logged with the holders of the slots.
+    """
     deadline = time.monotonic() + timeout_s
     bundles = [bundle for group in groups for bundle in group.bundle_specs]
     said = False
@@ -150,10 +154,13 @@ class RayVirtualCluster:
         return sum(self._bundle_counts)
 
     def node_count(self) -> int:
+        """Number of nodes."""
         return len(self._bundle_counts)
 
     def get_placement_groups(self) -> list[PlacementGroup]:
-        """One group per node, reserved on the first call. Raises ResourceInsufficientError: no slots in time."""
+        """One placement group per node, reserved on the first call. Raises ResourceInsufficientError: the cluster lacks
+        the slots, or they did not become free in time.
+        """
         if self._groups is None:
             self._check_totals()
             self._groups = self._reserve()

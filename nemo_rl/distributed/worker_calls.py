@@ -33,7 +33,9 @@ _CLOSE_TIMEOUT_S = 10.0
 
 
 class WorkerError(UserError, RuntimeError):
-    """A worker raised or died. The message names worker, rank, node, and but for a `UserError` the remote traceback."""
+    """A worker raised or died. The message names worker, rank and node, and unless what was raised is a `UserError` the
+    remote traceback.
+    """
 
 
 class WorkerDiedError(WorkerError):
@@ -57,7 +59,9 @@ class WorkerIdentity:
 
 
 def worker_timeout_s() -> float:
-    """Seconds for one call of workers: `NRL_WORKER_TIMEOUT_SECONDS`, by default half an hour."""
+    """Seconds that workers may take for one call (a training step, a start with its download):
+    `NRL_WORKER_TIMEOUT_SECONDS`, by default half an hour.
+    """
     return float(os.environ.get(TIMEOUT_VARIABLE, "1800"))
 
 
@@ -163,7 +167,9 @@ def start_actor(kind: type, *args: object) -> Any:
 
 
 def call(ref: ObjectRef[Answer], *, what: str, timeout_s: float) -> Answer:
-    """The answer of an actor. Raises WorkerDiedError: its process ended; WorkerTimeoutError: no answer in time."""
+    """The answer of an actor. Raises WorkerDiedError: its process ended; WorkerTimeoutError: no answer within the
+    deadline.
+    """
     try:
         return ray.get(ref, timeout=timeout_s)
     except RayTaskError as error:

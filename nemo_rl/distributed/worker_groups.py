@@ -54,7 +54,9 @@ class RayWorkerBuilder:
 
 @dataclass(eq=False)
 class MultiWorkerFuture(list["ray.ObjectRef[object]"]):
-    """Calls under way; a list of references for `ray.get`. `return_from`: positions whose results are kept."""
+    """Calls under way on several workers; the list of their references, which `ray.get` takes. `return_from`: positions
+    in `futures` whose results are kept, so that replicated outputs are not repeated.
+    """
 
     futures: list[ray.ObjectRef[object]]  # one reference per called worker
     called_workers: list[int]  # index of each called worker
@@ -192,6 +194,7 @@ class RayWorkerGroup:
 
     @property
     def world_size(self) -> int:
+        """Number of workers."""
         return len(self.workers)
 
     @property
@@ -360,7 +363,9 @@ class PendingCall(Generic[Result]):
         return len(ready) == len(refs)
 
     def result(self, timeout_s: float | None = None) -> Result:
-        """Waits for the answer, by default until the workers' deadline. Raises WorkerError, WorkerTimeoutError."""
+        """Waits for the answer, at most `timeout_s` seconds (default: the workers' deadline). Raises WorkerError: a
+        worker failed; WorkerTimeoutError: no answer in time.
+        """
         try:
             return self._combine(self._group.get_all_worker_results(self._future, timeout_s=timeout_s))
         except WorkerError:

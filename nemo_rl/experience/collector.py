@@ -46,6 +46,8 @@ _STORE_WRITES = 8
 
 @dataclass(frozen=True)
 class CollectorParts:
+    """What a collector works with."""
+
     prompts: EpochPrompts
     rollouts: LiveRollouts
     store: ExperienceStore  # where finished groups wait for their step
@@ -106,7 +108,9 @@ class Collector:
     # -- prompts in ---------------------------------------------------------------------------------------------------
 
     def set_weight_version(self, version: int) -> None:
-        """Publishes `version`: restarts groups that became too old, and starts prompts that are now allowed."""
+        """Publishes `version`: restarts groups that are too old for every later step, and draws and starts prompts that
+        are now allowed.
+        """
         with self._changed:
             self._version = version
         self._pump()
@@ -137,12 +141,16 @@ class Collector:
         self._admit(fresh, _Prompt(number_samples(row, self._parts.generations, fresh.number), prompt.identity))
 
     def draw_ahead(self) -> None:
-        """Draws what the next version admits, meanwhile. A loader's error is raised where the batch is wanted."""
+        """Draws what the next version admits, while something else takes time. A loader that fails does so where the
+        batch is wanted.
+        """
         while not self._restored and self.queue.wants_batch(ahead=True) and self._parts.prompts.prefetch():
             self._draw(self.queue.draw)
 
     def extend_step(self) -> None:
-        """Draws and starts a further batch for the open step. Raises StopIteration: the prompts are used up."""
+        """Draws and starts a further generation batch for the open step, which took all of its groups. Raises
+        StopIteration: the prompts are used up.
+        """
         if not self._draw(self.queue.extend_step):
             raise StopIteration
         self._launch()

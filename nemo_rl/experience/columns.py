@@ -55,7 +55,9 @@ def in_process(handle: BatchHandle) -> BatchedDataDict:
 
 
 def sample_starts(rows: BatchedDataDict) -> torch.Tensor:
-    """Which rows [B] are the first of their sample; the others are further branches of an agent's session."""
+    """Which rows [B] are the first of their sample; the others are further branches of an agent's session. `rows`: row
+    columns, or a part of them that begins with a sample.
+    """
     starts_B = torch.ones(rows.size, dtype=torch.bool)
     if "sample_number" in rows:
         for name in ("prompt_number", "sample_number"):
@@ -193,7 +195,9 @@ def _is_flagged(trajectory: Trajectory, flag: str) -> bool:
 
 
 def joined_rows(parts: Sequence[BatchedDataDict]) -> BatchedDataDict:
-    """The row columns of several batches in one; a reward component that a batch lacks is 0 there."""
+    """The row columns of several batches in one; a reward component that a batch's environments do not give is 0 there.
+    `parts`: row columns of rollouts; components are named `reward/<name>`.
+    """
     names = sorted({name for part in parts for name in part if name.startswith("reward/")})
     filled = [BatchedDataDict({**dict.fromkeys(names, torch.zeros(part.size)), **part.get_dict()}) for part in parts]
     return BatchedDataDict.from_batches(filled)

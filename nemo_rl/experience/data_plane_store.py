@@ -125,12 +125,15 @@ class DataPlaneStore:
         return write_rollout(self._client, columns, self._partition, self._multiple)
 
     def update(self, handle: BatchHandle, columns: Mapping[str, object]) -> KVBatchMeta:
+        """Adds columns."""
         meta = self._current(handle)
         write_columns(self._client, meta, columns)
         return self._changed("update", meta, columns)
 
     def commit(self, handle: BatchHandle, result: Scores, **renamed: str) -> KVBatchMeta:
-        """Notes what the workers wrote. Raises TypeError: they returned it; ValueError: it has another name."""
+        """Takes note of what the workers wrote. Raises TypeError: they gave it back; ValueError: they wrote it under
+        another name.
+        """
         meta = self._current(handle)
         if not isinstance(result, StoredColumns):
             raise TypeError(f"expected columns that were stored with their rows, got {sorted(result)} in this process")
@@ -150,6 +153,7 @@ class DataPlaneStore:
         return list(self._current(handle).fields or ())
 
     def annotate(self, handle: BatchHandle, tags: Mapping[str, torch.Tensor]) -> KVBatchMeta:
+        """Tags are kept in the meta."""
         annotated = self._changed("annotate", self._current(handle), ())
         annotated.set_tags({name: value.tolist() for name, value in tags.items()})
         return annotated
@@ -173,6 +177,7 @@ class DataPlaneStore:
             return self._runner
 
     def select(self, handle: BatchHandle, rows: Sequence[int]) -> KVBatchMeta:
+        """Some of the rows."""
         return self._current(handle).subset(list(rows))
 
     def select_columns(self, handle: BatchHandle, columns: Sequence[str]) -> KVBatchMeta:
@@ -180,6 +185,7 @@ class DataPlaneStore:
         return self._with(handle, columns).only_fields(columns)
 
     def concat(self, handles: Sequence[BatchHandle]) -> KVBatchMeta:
+        """The rows of all."""
         first, *others = [self._current(handle) for handle in handles]
         return first.concat(*others)
 
@@ -214,6 +220,7 @@ class DataPlaneStore:
         return handle
 
     def _with(self, handle: BatchHandle, columns: Sequence[str]) -> KVBatchMeta:
+        """The meta with further columns."""
         meta = self._current(handle)
         if missing := [name for name in columns if name not in (meta.fields or ())]:
             raise KeyError(f"columns {missing} were never written; there are {sorted(meta.fields or ())}")
@@ -231,7 +238,9 @@ class DataPlaneStore:
 
 
 class StageRunner:
-    """Runs token stages near the rows: an actor on the driver's node, so that stages may write log files."""
+    """Runs token stages where the rows can be reached. An actor, on the driver's node, so that stages may write log
+    files.
+    """
 
     def __init__(self, client: DataPlaneClient, pad_values: Mapping[str, int]) -> None:
         self._client = client

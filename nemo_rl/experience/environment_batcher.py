@@ -139,7 +139,9 @@ class EnvironmentBatcher:
         self._queue = _queues.setdefault(environment.name, EnvironmentQueue())
 
     async def step(self, message_log: LLMMessageLogType, metadata: object) -> StepOutcome:
-        """The answer to one conversation. Raises EnvironmentFailure: it raised, hung or has a wrong shape."""
+        """The environment's answer to one conversation. Raises EnvironmentFailure: the environment raised, hung or
+        answered with the wrong shape.
+        """
         answer: asyncio.Future[StepOutcome] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Waiting(message_log, metadata, answer, time.monotonic()))
         self._queue.waiting += 1

@@ -61,7 +61,9 @@ class Failures:
         self._in_a_row = self._skipped_in_a_row = 0
 
     def tries_again(self, name: str, attempts: int, error: BaseException) -> bool:
-        """Whether group `name` is tried again, or its prompt dropped. Raises CollectorError: too many failures."""
+        """Whether a rollout of group `name`, which failed `attempts` times, is tried again; otherwise its prompt is
+        dropped. Raises CollectorError: the failures are too many for the run.
+        """
         self._in_a_row += 1
         if self._policy.in_a_row is None:
             return self._has_attempts(name, attempts, error)

@@ -19,7 +19,9 @@ class HooksError(UserError, RuntimeError):
 
 
 def time_sharing_enabled() -> bool:
-    """Whether a control plane owns accelerators, refits, sleep and Ray's end (`RLIX_CONTROL_PLANE=rlix`)."""
+    """Whether a control plane owns the accelerators (`RLIX_CONTROL_PLANE=rlix`), and with them refits, sleep and Ray's
+    end.
+    """
     return os.environ.get(CONTROL_PLANE_VARIABLE, "") == "rlix"
 
 

@@ -23,7 +23,9 @@ class QueueProtocolError(RuntimeError):
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """Bounds of the queue. `replaces`: later prompts move up for one given up; its step is smaller otherwise."""
+    """What bounds the queue. `replaces`: whether the prompts that follow move up for one that was given up; its step is
+    smaller otherwise.
+    """
 
     wanted: int  # prompt groups of a step
     last_step: int  # no prompt is drawn for this step or later ones
@@ -126,7 +128,9 @@ class PromptQueue:
     # -- prompts in ---------------------------------------------------------------------------------------------------
 
     def wants_batch(self, *, ahead: bool = False) -> bool:
-        """Whether to draw more prompts, for now or later capacity; with `ahead` also for the next version."""
+        """Whether to draw more prompts, for dispatch now or as soon as there is capacity; with `ahead` also those for
+        the next version.
+        """
         if self.exhausted or not self._admits(self._next_place, self.step.version + ahead):
             return False
         return self._sampler.paced or len(self._slots) < self._limits.capacity
@@ -188,7 +192,9 @@ class PromptQueue:
         return place < last * self._limits.wanted
 
     def to_launch(self, published: int) -> list[GroupKey]:
-        """Groups whose rollouts may start now, in order, under the `published` version."""
+        """Groups whose rollouts may start now, in order. `published`: the version they start under, which may be that
+        of the step before.
+        """
         version = min(published, self.step.version)
         waiting = [
             slot for slot in self.slots() if slot.status is SlotStatus.WAITING and self._admits(slot.place, version)
@@ -317,7 +323,9 @@ class PromptQueue:
         return min(there, self.step.wanted - len(self.step.dropped)) < self._limits.min_fraction * self.step.wanted
 
     def taken_in_order(self) -> list[tuple[GroupKey, int]]:
-        """The open step's groups, each with a number of its own: its prompt's in the batch, or the next free one."""
+        """The groups of the open step with a number that is their own in it: that of their prompt in its batch, or the
+        next free one.
+        """
         numbers: dict[int, GroupKey] = {}
         for key in self.step.taken:
             number = key.number

@@ -57,13 +57,17 @@ class EpochPrompts:
         self.epoch = epoch
 
     def prefetch(self) -> bool:
-        """Fetches the next batch without drawing it; whether there is one. `next` raises what fails."""
+        """Fetches the next batch while something else takes time; whether there is one. What fails is for `next` to
+        raise, and nothing is drawn yet.
+        """
         if self._fetched is None:
             self._fetched = self._fetch()
         return self._fetched.batch is not None
 
     def next(self) -> BatchedDataDict:
-        """The next batch, over epochs. Raises StopIteration: the last epoch is over; whatever the loader raised."""
+        """The next batch; at an epoch's end the next epoch's first. Raises StopIteration: the last epoch is over;
+        whatever the loader raised.
+        """
         fetched, self._fetched = self._fetched or self._fetch(), None
         self.epoch = fetched.epoch
         if fetched.batch is None:

@@ -70,11 +70,14 @@ class RolloutActor:
         return Rollout(RolloutColumns(meta, rollout.columns.rows), rollout.metrics, events, lost)
 
     def close(self) -> None:
+        """Lets go of the data plane."""
         self._client.close()
 
 
 def write_rollout(client: DataPlaneClient, columns: RolloutColumns, partition: str, multiple: int) -> KVBatchMeta:
-    """Writes a rollout's token columns under new ids. `multiple`: readers round widths up to a multiple of this."""
+    """Writes the token columns of a rollout in one go, under ids minted here. `columns`: the rollout, its tokens in
+    this process. `multiple`: readers round widths up to a multiple of this.
+    """
     versions = columns.rows["weight_version"].tolist() if "weight_version" in columns.rows else None
     return kv_first_write(
         in_process(columns.tokens),

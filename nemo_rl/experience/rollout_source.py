@@ -39,7 +39,9 @@ class RecordingError(UserError, FileNotFoundError):
 
 @dataclass(frozen=True)
 class Rollout:
-    """A batch's columns and metrics; from another process also record entries, and shards found dead there."""
+    """Columns of a generation batch and its rollout metrics; where it was made in another process, also entries for the
+    run record, and the shards that were found dead there.
+    """
 
     columns: RolloutColumns
     metrics: Metrics
@@ -144,7 +146,9 @@ class RecordedRollouts:
 
 
 class ReplayedRollouts:
-    """Reads what `RecordedRollouts` wrote. `recording`: decisions that the columns must hold; others are left out."""
+    """Reads what `RecordedRollouts` wrote. `recording`: what the columns must hold of generation's decisions; others
+    are left out.
+    """
 
     def __init__(self, directory: str, recording: Recording | None = None) -> None:
         self._directory = Path(directory)

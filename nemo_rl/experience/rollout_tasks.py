@@ -138,7 +138,9 @@ class RolloutTasks:
             self.let_go()
 
     def hold_back(self, timeout_s: float) -> None:
-        """Lets no generation begin and waits for running ones. Raises CollectorError: some failed or run on."""
+        """Lets no generation begin, and waits for those that run. Raises CollectorError: some still run after
+        `timeout_s`, or failed.
+        """
         self._start(self._set_gate(is_open=False)).result(timeout=timeout_s)
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -165,6 +167,7 @@ class RolloutTasks:
     # -- end ----------------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
+        """Ends all tasks."""
         with self._changed:
             self.stopped = True
             tasks = list(self._tasks.values())

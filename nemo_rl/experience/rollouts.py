@@ -88,7 +88,9 @@ class RolloutRunner:
         return self._generation.run_on_dispatch_loop(self._run_all(batch, plan))
 
     async def run_group(self, batch: BatchedDataDict, plan: RolloutPlan) -> list[Trajectory]:
-        """As `run`, awaited where requests are dispatched; concurrent groups share batched environment calls."""
+        """As `run`, awaited where requests are dispatched; groups that run at the same time share their environments'
+        batched calls.
+        """
         if not self._shared:
             self._shared = {name: EnvironmentBatcher(environment) for name, environment in self._environments.items()}
         return await self._run_all(batch, plan, self._shared)

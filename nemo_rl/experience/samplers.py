@@ -41,6 +41,7 @@ class Slot:
 
     @property
     def ready(self) -> bool:
+        """Whether its rollouts are finished."""
         return self.status is SlotStatus.READY
 
     def lag(self, version: int) -> int:
@@ -64,7 +65,9 @@ class Sampler(Protocol):
         ...
 
     def eligible(self, slots: Sequence[Slot], version: int, first: int, wanted: int) -> Sequence[Slot]:
-        """The ready slots that the step from `version` may take, preferred first. `first`: place of its first group."""
+        """The ready slots that the step starting from `version` may take, preferred ones first. `slots`: every
+        untrained slot, by place. `first`: place of the step's first group.
+        """
         ...
 
     def stale(self, slots: Sequence[Slot], version: int) -> Sequence[Slot]:
@@ -82,9 +85,11 @@ class InOrder:
 
     @property
     def max_lag(self) -> int:
+        """The lookahead: prompts dispatched this many versions early are trained this many versions late."""
         return self.max_lookahead_versions
 
     def window(self) -> int:
+        """The lookahead."""
         return self.max_lookahead_versions
 
     def eligible(self, slots: Sequence[Slot], version: int, first: int, wanted: int) -> Sequence[Slot]:
@@ -104,6 +109,7 @@ class _Window:
     in_order = False
 
     def window(self) -> int:
+        """The staleness that is allowed."""
         return self.max_staleness_versions
 
     def _inside(self, slot: Slot, version: int) -> bool:
@@ -118,14 +124,17 @@ class WeightFifo(_Window):
 
     @property
     def max_lag(self) -> int:
+        """The window."""
         return self.max_staleness_versions
 
     def eligible(self, slots: Sequence[Slot], version: int, first: int, wanted: int) -> Sequence[Slot]:
+        """Those whose generation began under the oldest version inside the window."""
         begun = [slot for slot in slots if self._inside(slot, version)]
         oldest = max((slot.lag(version) for slot in begun), default=0)
         return _by_arrival(slot for slot in begun if slot.ready and slot.lag(version) == oldest)
 
     def stale(self, slots: Sequence[Slot], version: int) -> Sequence[Slot]:
+        """Those that fell out of the window."""
         return _fallen(slots, version, self.max_staleness_versions)
 
 
@@ -138,13 +147,16 @@ class Windowed(_Window):
 
     @property
     def max_lag(self) -> int:
+        """The window."""
         return self.max_staleness_versions
 
     def eligible(self, slots: Sequence[Slot], version: int, first: int, wanted: int) -> Sequence[Slot]:
+        """Inside the window, as they arrived or the freshest first."""
         found = _by_arrival(slot for slot in slots if slot.ready and self._inside(slot, version))
         return sorted(found, key=lambda slot: slot.lag(version)) if self.sample_freshest_first else found
 
     def stale(self, slots: Sequence[Slot], version: int) -> Sequence[Slot]:
+        """Those that fell out of the window."""
         return _fallen(slots, version, self.max_staleness_versions)
 
 
@@ -156,9 +168,11 @@ class ReadyFirst(_Window):
     max_lag: int | None = field(default=None, init=False)
 
     def eligible(self, slots: Sequence[Slot], version: int, first: int, wanted: int) -> Sequence[Slot]:
+        """All that are ready, as they arrived."""
         return _by_arrival(slot for slot in slots if slot.ready)
 
     def stale(self, slots: Sequence[Slot], version: int) -> Sequence[Slot]:
+        """None."""
         return ()
 
 

@@ -35,7 +35,9 @@ class StageOutput:
 
 @dataclass(frozen=True)
 class TokenStage:
-    """A stage with the columns it declares. Pickles: `run` is a module-level function, `params` plain values."""
+    """A stage with the columns it declares. Can be pickled: `run` is a module-level function, `params` are plain
+    values.
+    """
 
     run: Callable[..., StageOutput]  # called with the columns it reads and `params`
     reads: tuple[str, ...]
@@ -71,7 +73,9 @@ class SpentHandles:
         self._verbs[key] = weakref.ref(handle, lambda _: self._verbs.pop(key, None)), verb
 
     def check(self, handle: BatchHandle) -> None:
-        """Raises SpentHandleError: a verb gave a new handle in this one's place, or cleared its rows."""
+        """Whether verbs take the handle. Raises SpentHandleError: one of them gave a new handle in its place, or
+        cleared its rows.
+        """
         spent = self._verbs.get(id(handle))
         if spent is not None and spent[0]() is handle:
             instead = "its rows are gone" if spent[1] == "clear" else f"use the handle that `{spent[1]}` returned"
@@ -97,7 +101,9 @@ class ExperienceStore(Protocol):
         ...
 
     def write_pending(self, columns: RolloutColumns) -> BatchHandle:
-        """Stores rows for a later step; `write` takes their handle over. From any thread."""
+        """Stores rows that wait for a later step, whichever ends meanwhile; `write` takes their handle over. From any
+        thread.
+        """
         ...
 
     def update(self, handle: BatchHandle, columns: Mapping[str, object]) -> BatchHandle:
@@ -117,7 +123,9 @@ class ExperienceStore(Protocol):
         ...
 
     def annotate(self, handle: BatchHandle, tags: Mapping[str, torch.Tensor]) -> BatchHandle:
-        """Notes numbers [B] about rows, which follow them through `select` and `concat` and cost no call."""
+        """Notes numbers about rows, [B] each, to decide by; they go wherever `select` and `concat` take the rows, and
+        cost no call.
+        """
         ...
 
     def tag(self, handle: BatchHandle, name: str) -> torch.Tensor:
@@ -128,13 +136,17 @@ class ExperienceStore(Protocol):
         """Runs a stage where the rows are. From any thread. Raises whatever the stage raised."""
         ...
 
-    def select(self, handle: BatchHandle, rows: Sequence[int]) -> BatchHandle: ...
+    def select(self, handle: BatchHandle, rows: Sequence[int]) -> BatchHandle:
+        """A handle on some of the rows."""
+        ...
 
     def select_columns(self, handle: BatchHandle, columns: Sequence[str]) -> BatchHandle:
         """A handle that shows a reader only the named columns."""
         ...
 
-    def concat(self, handles: Sequence[BatchHandle]) -> BatchHandle: ...
+    def concat(self, handles: Sequence[BatchHandle]) -> BatchHandle:
+        """One handle on the rows of several."""
+        ...
 
     def keep(self, handle: BatchHandle) -> None:
         """Lets rows outlive their step; the caller clears them."""
@@ -144,11 +156,15 @@ class ExperienceStore(Protocol):
         """Drops the rows of a handle. Thread-safe."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends what the store started. Safe to call twice."""
+        ...
 
 
 class InProcessStore:
-    """Rows in this process; the handle is the batch. Widths are rounded up to `multiple`."""
+    """Rows in this process; the handle is the batch. `pad_token_id`: padding of `input_ids` when batches of different
+    width are joined. `multiple`: widths are rounded up to a multiple of this.
+    """
 
     def __init__(self, pad_token_id: int, multiple: int = 1) -> None:
         self._pad_values = pad_values(pad_token_id)
@@ -160,20 +176,25 @@ class InProcessStore:
         return nullcontext()
 
     def write(self, columns: BatchHandle) -> BatchedDataDict:
+        """Takes the columns over."""
         return BatchedDataDict(in_process(columns).get_dict())
 
     def write_pending(self, columns: RolloutColumns) -> BatchedDataDict:
+        """The columns wait as they are."""
         return in_process(columns.tokens)
 
     def update(self, handle: BatchHandle, columns: Mapping[str, object]) -> BatchedDataDict:
+        """Adds columns."""
         return self._changed("update", handle, columns)
 
     def commit(self, handle: BatchHandle, result: Scores, **renamed: str) -> BatchedDataDict:
+        """Takes the result's columns under their new names. Raises TypeError: the result lies on a data plane."""
         if not isinstance(result, BatchedDataDict):
             raise TypeError(f"expected the columns of a result, got {result}: they are not in this process")
         return self._changed("commit", handle, {column: result[name] for column, name in renamed.items()})
 
     def read(self, handle: BatchHandle, columns: Sequence[str]) -> BatchedDataDict:
+        """The named columns. Raises KeyError: a column was never written."""
         batch = self._current(handle)
         missing = [name for name in columns if name not in batch]
         if missing:
@@ -181,6 +202,7 @@ class InProcessStore:
         return BatchedDataDict({name: batch[name] for name in columns})
 
     def columns(self, handle: BatchHandle) -> list[str]:
+        """The batch's keys, but for tags."""
         return [name for name in self._current(handle) if not name.startswith(TAG)]
 
     def annotate(self, handle: BatchHandle, tags: Mapping[str, torch.Tensor]) -> BatchedDataDict:
@@ -197,18 +219,22 @@ class InProcessStore:
         return batch[TAG + name]
 
     def apply(self, handle: BatchHandle, stage: TokenStage) -> Applied:
+        """Runs the stage here."""
         output = stage(self._current(handle))
         changed = self._changed("apply", handle, output.columns) if stage.writes else handle
         return Applied(changed, output.rows)
 
     def select(self, handle: BatchHandle, rows: Sequence[int]) -> BatchedDataDict:
+        """Some of the rows."""
         return self._trimmed(self._current(handle).select_indices(list(rows)))
 
     def select_columns(self, handle: BatchHandle, columns: Sequence[str]) -> BatchedDataDict:
+        """Only the named columns, and the tags."""
         tags = {name: column for name, column in self._current(handle).items() if name.startswith(TAG)}
         return BatchedDataDict({**self.read(handle, columns), **tags})
 
     def concat(self, handles: Sequence[BatchHandle]) -> BatchedDataDict:
+        """All rows, padded to the widest."""
         # Parts are trimmed, so the widest of them is as wide as the longest row needs.
         return BatchedDataDict.from_batches(
             [self._current(handle) for handle in handles], pad_value_dict=self._pad_values

@@ -48,6 +48,7 @@ limit: compare with a run that learns.
 
 
 def page() -> str:
+    """The whole page as Markdown."""
     parts = [_INTRODUCTION]
     for group, metrics in METRICS.items():
         parts += [f"## {group}\n", *table(("metric", "what it is", "unit", "healthy"), map(_row, metrics))]

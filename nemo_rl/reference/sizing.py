@@ -131,6 +131,7 @@ def _example() -> Iterator[tuple[str, str, str]]:
 
 
 def page() -> str:
+    """The whole page as Markdown."""
     header = (
         "model",
         "weights",

@@ -34,6 +34,7 @@ _PUBLISHED = """Loaded from the Hugging Face hub, or with `data_path` from a cop
 
 
 def page() -> str:
+    """The whole page as Markdown."""
     parts = [
         _INTRODUCTION,
         "## Published data sets\n",

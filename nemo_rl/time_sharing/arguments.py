@@ -80,6 +80,7 @@ AUTO = "auto"
 
 
 def slots(text: str) -> int | str:
+    """A whole number from 1, or `auto`."""
     if text == AUTO:
         return text
     if text.isascii() and text.isdigit() and int(text) > 0:
@@ -88,12 +89,14 @@ def slots(text: str) -> int | str:
 
 
 def whole(text: str) -> int:
+    """A whole number from 0."""
     if text.isascii() and text.isdigit():
         return int(text)
     raise argparse.ArgumentTypeError(f"{text}: expected a whole number from 0")
 
 
 def seconds(text: str) -> float:
+    """A positive number of seconds."""
     with suppress(ValueError):
         if 0 < (number := float(text)) < math.inf:
             return number
@@ -101,6 +104,7 @@ def seconds(text: str) -> float:
 
 
 def seconds_or_none(text: str) -> float:
+    """A number of seconds, which may be 0."""
     with suppress(ValueError):
         if float(text) == 0:
             return 0.0
@@ -108,6 +112,7 @@ def seconds_or_none(text: str) -> float:
 
 
 def add_page_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where the page is served."""
     parser.add_argument(
         "--port",
         type=int,

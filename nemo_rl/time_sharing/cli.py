@@ -57,6 +57,7 @@ The rules and the columns of the table: docs/time_sharing_scheduler.md."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status."""
     chosen = parser().parse_args(arguments)
     logging.basicConfig(format="%(levelname)s %(name)s %(message)s")
     package = logging.getLogger("nemo_rl")
@@ -81,6 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
+    """All commands with their arguments."""
     about = "Many RL pipelines on one pool of GPUs: share, simulate, check, look."
     whole = argparse.ArgumentParser(
         prog="python -m nemo_rl.time_sharing",

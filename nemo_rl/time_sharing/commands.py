@@ -73,6 +73,7 @@ def submit(chosen: argparse.Namespace) -> int:
 
 
 def status(chosen: argparse.Namespace) -> int:
+    """Shows every pipeline of the open pool on standard output."""
     import ray
 
     actor, _ = _join(chosen.pool)
@@ -90,10 +91,12 @@ def status(chosen: argparse.Namespace) -> int:
 
 
 def drain(chosen: argparse.Namespace) -> int:
+    """Lets pipelines finish their step, save and leave; waits for that until the deadline."""
     return _end_each(chosen, "drain", chosen.deadline)
 
 
 def cancel(chosen: argparse.Namespace) -> int:
+    """Ends pipelines whatever they do."""
     return _end_each(chosen, "cancel", _CANCEL_S)
 
 
@@ -122,6 +125,7 @@ def _end_each(chosen: argparse.Namespace, method: str, deadline_s: float) -> int
 
 
 def adapters(chosen: argparse.Namespace) -> int:
+    """Adds, removes or lists the adapters of a pipeline of the open pool."""
     if (chosen.what == "list") == bool(chosen.values):
         wanted = {"add": "files of adapters", "remove": "names of adapters", "list": "nothing more"}[chosen.what]
         raise PoolError(f"adapters {chosen.what} {chosen.name}: give {wanted}")
@@ -176,7 +180,9 @@ def explained(timeline: Timeline, names: Sequence[str], unit: str) -> Iterator[s
 
 
 def run_under_control_plane(arguments: Sequence[str], *, default_config: Path) -> int:
-    """With `RLIX_CONTROL_PLANE=rlix` the example scripts submit to the open pool and follow the run."""
+    """What `RLIX_CONTROL_PLANE=rlix` makes of the scripts under `examples`: the run is submitted to the open pool, and
+    followed to its end.
+    """
     parser = argparse.ArgumentParser(description="Runs on a shared pool.")
     parser.add_argument("--config", type=Path, default=default_config, help="YAML file")
     chosen, overrides = parser.parse_known_args(list(arguments))
@@ -233,7 +239,9 @@ def _has_stepped(standing: Standing) -> bool:
 
 
 def check_code(jobs: Sequence[Job]) -> None:
-    """Imports classes and functions that the files name: a job would fail minutes later. Raises ConfigError."""
+    """Imports the classes and functions that the files name, from where the jobs will: a job would fail minutes later.
+    Raises ConfigError: one cannot be imported.
+    """
     problems: list[str] = []
     with _importing_from_here():
         for job in jobs:

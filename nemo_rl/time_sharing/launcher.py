@@ -67,6 +67,7 @@ def run_together(arguments: Sequence[str]) -> int:
 
 
 def launcher_parser() -> argparse.ArgumentParser:
+    """The arguments of `examples/run_time_sharing.py`."""
     parser = argparse.ArgumentParser(
         prog="run_time_sharing.py",
         description="Runs GRPO, SFT, evaluations and commands side by side on one pool of GPUs; further arguments are "
@@ -95,6 +96,7 @@ def launcher_parser() -> argparse.ArgumentParser:
 
 
 def scenario_files(letter: str) -> list[str]:
+    """The files of an example scenario."""
     named = {file: file.stem.split("_")[1].upper() for file in sorted(_SCENARIOS.glob("scenario_*.yaml"))}
     files = [str(file) for file, of in named.items() if of == letter.upper()]
     if not files:
@@ -121,7 +123,9 @@ def _run_together(chosen: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _pool_of(chosen: argparse.Namespace) -> Pool:
-    """The pool of the command line. Raises PoolError: there is none, or a variable asks for something else."""
+    """The pool that the command line describes. Raises PoolError: there is no such pool, or a variable asks for
+    something else.
+    """
     refused = list(refused_variables(os.environ))
     if refused:
         raise PoolError("\n".join(refused))
@@ -191,7 +195,9 @@ def _open(pool: Pool, chosen: argparse.Namespace, log_dir: Path) -> ActorHandle[
 
 @contextmanager
 def _page(actor: ActorHandle[object], log_dir: Path, host: str, port: int) -> Generator[str]:
-    """Serves the pool's page inside the block at its address; on a free port where the default one is taken."""
+    """The pool's page is served inside the block, at the address that it gets; where the default port is another
+    pool's, on a free one.
+    """
     import ray
 
     from nemo_rl.time_sharing.viewing.page_server import PageServer, PoolView

@@ -42,7 +42,9 @@ def versions() -> str:
 
 @dataclass(frozen=True)
 class OpenPool:
-    """How a pool is reached. `started`: of its process, seconds since the epoch, since numbers are reused."""
+    """How a pool is reached. `started`: when that process started, seconds since the epoch: its number may be another's
+    later.
+    """
 
     name: str  # for people, and for `--pool`
     address: str
@@ -71,7 +73,9 @@ _FILE = TypeAdapter(OpenPool)
 
 
 def directory() -> Path:
-    """Where the files are: `nemo_rl_<uid>` in the temporary directory. Raises NoOpenPool: others can use it."""
+    """Where the files are: `nemo_rl_<uid>` in the temporary directory. Raises NoOpenPool: others can read or write
+    there.
+    """
     path = Path(tempfile.gettempdir()) / f"nemo_rl_{os.getuid()}"
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -90,7 +94,9 @@ def announced(pool: OpenPool) -> AbstractContextManager[None]:
 
 
 def open_pools(say: Callable[[str], object]) -> list[OpenPool]:
-    """This user's open pools by name; stale files are removed, and said. Raises NoOpenPool: an untrusted file."""
+    """This user's open pools, by name; stale files are removed, and said. Raises NoOpenPool: a file cannot be trusted
+    or read.
+    """
     found = []
     for path in sorted(directory().glob("pool_*.json")):
         try:

@@ -52,6 +52,8 @@ class PoolError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class About:
+    """A pool in general."""
+
     name: str
     unit: str  # what a slot is, in words
     log_dir: str
@@ -100,6 +102,7 @@ class PoolActor(Orchestrator):
         PoolState(submissions, residents, self._handles.name, self._handles.unit).write(self._path)
 
     def pid(self) -> int:
+        """The process."""
         return os.getpid()
 
     def report_memory(
@@ -119,16 +122,21 @@ class PoolActor(Orchestrator):
             raise
 
     def shape(self) -> tuple[Pool, str]:
+        """The pool's shape, and where its logs are."""
         return self._handles.pool, self._handles.log_dir
 
     def about(self) -> About:
+        """The pool in general."""
         return About(self._handles.name, self._handles.unit, self._handles.log_dir)
 
     def handles(self) -> PoolHandles:
+        """What a pipeline needs of the pool."""
         return self._handles
 
     def submit(self, job: Job) -> str:
-        """Starts a pipeline, where the least goes on if it may train anywhere. Raises PoolError, RegistrationError."""
+        """Starts a pipeline, on the training GPUs on which the least goes on where it may train anywhere; its name.
+        Raises PoolError: a pipeline of this name runs already; RegistrationError: it does not fit the pool.
+        """
         with self._lock:
             running = [
                 Mapped(submission.train, submission.infer, submission.column)
@@ -160,7 +168,9 @@ class PoolActor(Orchestrator):
         return job.name
 
     def create_pipeline_actor(self, job: Job, incarnation: int) -> object:
-        """Starts a job's process under the names by which its GPUs can be taken back; its handle."""
+        """Starts a job's process under the name and in the namespace by which its GPUs can be taken back; its handle.
+        `incarnation`: larger than that of any earlier submission of this pipeline.
+        """
         import ray
 
         pipeline: Any = ray.remote(self.pipeline_class(job))
@@ -176,6 +186,7 @@ class PoolActor(Orchestrator):
         return actor
 
     def pipeline_class(self, job: Job) -> type[LentPipeline]:
+        """What runs a job."""
         return _pipeline_class(job.kind)
 
     def _watch(self, submission: Submission) -> None:
@@ -258,7 +269,9 @@ class PoolActor(Orchestrator):
             return self._sharing.so_far(time.time())
 
     def cancel(self, name: str) -> str:
-        """Ends a pipeline whatever it does, but its checkpoints; what happens, in words. Raises PoolError."""
+        """Ends a pipeline whatever it does; its checkpoints stay. Returns what happens, in words. Raises PoolError:
+        there is none of this name.
+        """
         import ray
 
         submission = self._known(name)
@@ -273,7 +286,9 @@ class PoolActor(Orchestrator):
         return "is being cancelled"
 
     def drain(self, name: str) -> str:
-        """Lets a pipeline go where it can go on later; what it does first, in words. Raises PoolError."""
+        """Lets a pipeline go at the next place from which it can go on; what it does first, in words. Raises PoolError:
+        there is none of this name.
+        """
         import ray
 
         submission = self._known(name)
@@ -287,7 +302,9 @@ class PoolActor(Orchestrator):
         return f"draining: {does}"
 
     def adapters(self, name: str, command: str, values: Sequence[str]) -> object:
-        """Adds, removes or lists adapters; see `CommandPipeline.adapters`. Raises PoolError."""
+        """Adds, removes or lists adapters of a pipeline; see `CommandPipeline.adapters`. Raises PoolError: there is no
+        such pipeline, it has no adapters, or it refused.
+        """
         import ray
 
         submission = self._known(name)
@@ -355,6 +372,8 @@ def _pipeline_class(kind: Kind) -> type[LentPipeline]:
 
 
 def variables_of(job: Job) -> dict[str, str]:
-    """Environment of a job's processes: as submitted, where that has a say. A command's threads are its own."""
+    """Environment variables of a job's processes: those that it was submitted with, where they have a say. A command's
+    threads are its own.
+    """
     caps = {} if job.kind is Kind.EXTERNAL else {name: os.environ.get(name, value) for name, value in _CAPS.items()}
     return {**caps, WORKING_DIRECTORY: job.folder, **job.env}

@@ -37,10 +37,12 @@ class AdapterInfo:
 
     @property
     def scale(self) -> float:
+        """Factor of the adapters' product."""
         return self.lora_alpha / self.r
 
 
 def is_adapter(directory: str | Path) -> bool:
+    """Whether a directory holds an adapter."""
     return (Path(directory) / CONFIG_FILE).is_file()
 
 
@@ -63,7 +65,9 @@ def write_adapter(directory: str | Path, info: AdapterInfo, tensors: Mapping[str
 
 
 def read_adapter(directory: str | Path) -> tuple[AdapterInfo, dict[str, torch.Tensor]]:
-    """Configuration and tensors by `<module>.lora_A`, `.lora_B`. Raises AdapterError: none, or not plain factors."""
+    """An adapter's configuration, and its tensors by `<module>.lora_A` and `<module>.lora_B`. Raises AdapterError:
+    there is none, or it is not one of plain low-rank factors.
+    """
     from safetensors.torch import load_file
 
     path = Path(directory)
@@ -93,7 +97,9 @@ def merged(name: str, weight: torch.Tensor, adapters: Mapping[str, torch.Tensor]
 
 
 def base_directory(name_or_path: str) -> Path:
-    """The base model's directory, downloaded from the hub if need be. Raises AdapterError: it is neither."""
+    """The directory of an adapter's base model, downloaded where it is a name on the hub. Raises AdapterError: it is
+    neither.
+    """
     path = Path(name_or_path).expanduser()
     if (path / "config.json").is_file():
         return path

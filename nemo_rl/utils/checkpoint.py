@@ -76,14 +76,18 @@ class CheckpointManager:
         return bool(self._failures)
 
     def poll(self) -> None:
-        """Handles a finished background checkpoint without waiting; see `tolerate_failure`."""
+        """Handles a finished background checkpoint, without waiting. A failure is logged, and the next step tries
+        again. Raises CheckpointError: it was the third in a row.
+        """
         if self._pending is not None and self._pending[1].done():
             with self.tolerate_failure():
                 self.finalize_pending()
 
     @contextmanager
     def tolerate_failure(self) -> Generator[None]:
-        """Logs a checkpoint that fails inside, to be tried again. Raises CheckpointError: the third one."""
+        """Logs a checkpoint that fails inside; the next step tries again. Raises CheckpointError: it was the third in a
+        row.
+        """
         try:
             yield
         except CheckpointError as error:
@@ -95,7 +99,9 @@ class CheckpointManager:
             )
 
     def finish(self) -> None:
-        """Waits for the background checkpoint. Raises CheckpointError: it failed, or an earlier one with none after."""
+        """Waits for the background checkpoint at the end of a run. Raises CheckpointError: it failed, or an earlier one
+        did and none came after it.
+        """
         self.finalize_pending()
         if self._failures:
             raise self._failures[-1]
@@ -130,7 +136,9 @@ class CheckpointManager:
 
     @contextmanager
     def writing(self, path: Path) -> Generator[None]:
-        """Removes the unfinished `path` on errors. Raises CheckpointError: `OSError`, or a worker's full disk."""
+        """Removes the unfinished `path` after a failed write. Raises CheckpointError: an `OSError` inside, or a worker
+        reported a full disk.
+        """
         try:
             yield
         except (OSError, RuntimeError) as error:
@@ -149,7 +157,9 @@ class CheckpointManager:
         self._pending = (tmp_path, self._executor.submit(self._finalize_in_background, tmp_path, wait_fn))
 
     def finalize_pending(self) -> None:
-        """Waits for the background checkpoint, if any. Raises CheckpointError: it failed or is late."""
+        """Waits for the background checkpoint, if any. Raises CheckpointError: it failed or passed the deadline;
+        earlier ones are intact.
+        """
         if self._pending is None:
             return
         path, future = self._pending
@@ -270,7 +280,9 @@ class CheckpointManager:
         return None if step is None else self.root / f"step_{step}"
 
     def get_resume_paths(self, checkpoint_path: Path | str | None = None) -> ResumePaths | None:
-        """Paths of a checkpoint (by default the latest), or None. Raises CheckpointError: no weights."""
+        """Weights and optimizer of a checkpoint (by default the latest); None without one. Raises CheckpointError: no
+        weights.
+        """
         path = self.get_latest_checkpoint_path() if checkpoint_path is None else Path(checkpoint_path)
         if path is None:
             return None
@@ -297,7 +309,9 @@ class CheckpointManager:
             ) from error
 
     def remove_old_checkpoints(self) -> list[int]:
-        """Removes what no rule keeps; their steps. Failures are logged, and retried later."""
+        """Removes the checkpoints that no rule keeps and returns their steps. Failures are logged and retried next
+        time.
+        """
         history = self._history()
         kept = steps_to_keep(history, self.cfg)
         removed = []

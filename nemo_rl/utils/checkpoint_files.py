@@ -71,7 +71,9 @@ def damage(folder: Path, below: str = "") -> list[str] | None:
 
 
 def apply_umask(folder: Path) -> None:
-    """Gives all files the rights that new files get here: safetensors and atomic writers leave 0600."""
+    """Gives everything in a directory the permissions that the process gives to new files: safetensors and atomic
+    writers leave 0600.
+    """
     mask = _umask()
     for path in [*folder.rglob("*"), folder]:
         if not path.is_symlink():

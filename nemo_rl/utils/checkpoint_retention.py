@@ -74,7 +74,9 @@ def should_save(
 def ranking_metric(
     cfg: CheckpointingConfig, step: int, *, train: Mapping[str, Any] | None, val: Mapping[str, Any] | None
 ) -> dict[str, float]:
-    """The entry that ranks a checkpoint, such as `{"val:accuracy": 0.5}`; empty, with a warning, if not measured."""
+    """The entry of `training_info` that ranks a checkpoint, such as `{"val:accuracy": 0.5}`; empty with a warning if
+    the metric was not measured in this step: the checkpoint is then unranked.
+    """
     if cfg.metric_name is None:
         return {}
     metric = MetricName.read(cfg.metric_name)

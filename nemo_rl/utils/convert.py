@@ -152,6 +152,7 @@ def _made_whole(out_dir: Path) -> Generator[Path]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one conversion and returns its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m nemo_rl.utils.convert", description="Convert checkpoints to and from Hugging Face directories."
     )

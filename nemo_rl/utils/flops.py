@@ -69,7 +69,9 @@ class Work:
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """The sizes FLOPs depend on. `mlp_operations`: multiply-adds per token and layer, averaged over layers."""
+    """The sizes FLOPs depend on. `mlp_operations` are multiply-adds per token and layer in the feed-forward part,
+    averaged over layers.
+    """
 
     layers: int
     hidden: int
@@ -80,7 +82,9 @@ class TransformerShape:
 
     @classmethod
     def from_hf_config(cls, config: PretrainedConfig) -> TransformerShape:
-        """Of a dense or expert decoder's configuration. Raises UnknownArchitecture: a size is missing."""
+        """Read a `transformers` configuration of a decoder with (grouped) attention, dense or mixture of experts.
+        Raises UnknownArchitecture: a size is missing.
+        """
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         try:
             hidden, heads, layers = config.hidden_size, config.num_attention_heads, config.num_hidden_layers

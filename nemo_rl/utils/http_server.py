@@ -81,7 +81,9 @@ class _BoundedProtocol(H11Protocol):
 
 
 class BackgroundServer:
-    """Serves an ASGI application from a thread. `port`: 0 takes a free one. Raises OSError: address in use."""
+    """Serves an ASGI application from a thread. `port`: the port it listens on; 0 takes a free one. Raises OSError: the
+    address cannot be used.
+    """
 
     def __init__(self, app: ASGIApp, *, host: str, port: int, name: str) -> None:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -125,7 +127,9 @@ def bearer(request: Request) -> str:
 
 
 def metrics_handler(text: Callable[[], str], token: str | None = None) -> Starlette:
-    """Answers `/metrics` with Prometheus `text`. `token`: what `Authorization: Bearer` must bring; None: nothing."""
+    """Answers `/metrics`. `text`: gives the current metrics in Prometheus's text format. `token`: what `Authorization:
+    Bearer` must bring; None: nothing.
+    """
 
     def metrics(request: Request) -> Response:
         if token is not None and not shows_token(token, [bearer(request)]):
@@ -182,7 +186,9 @@ def guarded_app(routes: Sequence[Route], token: str, *, token_to_read: bool, coo
 
 
 def serve_page(app: Starlette, token: str | None, *, host: str, port: int, name: str) -> tuple[BackgroundServer, str]:
-    """Starts serving; the server and its address, with the token if any. Raises PageError: cannot listen there."""
+    """Starts serving; the server, and the page's address with the token, where there is one. Raises PageError: the
+    address cannot be listened on.
+    """
     try:
         server = BackgroundServer(app, host=host, port=port, name=name)
     except OSError as error:
@@ -202,6 +208,7 @@ def of_this_machine(host: str) -> bool:
 
 
 def file_of(folder: Path, path: str) -> Response:
+    """A file of a folder or below it."""
     # Links lead out of the folder only by a name that a visitor must not choose.
     wanted = (folder / path).resolve()
     if not wanted.is_relative_to(folder.resolve()):

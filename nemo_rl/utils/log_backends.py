@@ -66,15 +66,21 @@ class LoggerInterface(Protocol):
         """The configuration, nested."""
         ...
 
-    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None: ...
+    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
+        """Values to show as a distribution."""
+        ...
 
-    def log_plot(self, figure: "Figure", step: int, name: str) -> None: ...
+    def log_plot(self, figure: "Figure", step: int, name: str) -> None:
+        """A matplotlib figure."""
+        ...
 
     def log_table(self, table: Mapping[str, Sequence[object]], step: int, name: str) -> None:
         """Rows of text and numbers, as columns by name."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Flush and close."""
+        ...
 
     def failures(self) -> tuple[type[Exception], ...]:
         """What its package raises when the tracker is out of reach."""
@@ -99,6 +105,7 @@ def full_name(prefix: str, name: str) -> str:
 
 
 def split_scalars(metrics: Mapping[str, MetricValue]) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Numbers and lists of numbers apart."""
     scalars = {name: value for name, value in metrics.items() if not isinstance(value, list)}
     return scalars, {name: value for name, value in metrics.items() if isinstance(value, list)}
 
@@ -166,6 +173,7 @@ class TensorboardLogger:
         self._writer.add_figure(name, figure, step)
 
     def log_table(self, table: Mapping[str, Sequence[object]], step: int, name: str) -> None:
+        """See `LoggerInterface`; as Markdown."""
         self._writer.add_text(name, markdown_table(table), step)
 
     def close(self) -> None:
@@ -312,6 +320,7 @@ class SwanlabLogger(SummarisingLogger):
         self._run.log({name: self._swanlab.Image(figure)}, step=step)
 
     def log_table(self, table: Mapping[str, Sequence[object]], step: int, name: str) -> None:
+        """See `LoggerInterface`; as Markdown."""
         self._run.log({name: self._swanlab.Text(markdown_table(table))}, step=step)
 
     def close(self) -> None:

@@ -38,7 +38,9 @@ _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE | orjson.OPT_N
 
 
 class Logger:
-    """Logs to all backends and into `cfg.log_dir`, which is created. Raises BackendMissing: not installed; OSError."""
+    """Logs to all backends. `cfg.log_dir` is used as it is (see `get_next_experiment_dir`) and created. Raises
+    BackendMissing: an enabled backend is not installed; OSError: the directory cannot be written.
+    """
 
     def __init__(self, cfg: LoggerConfig | Mapping[str, object]) -> None:
         cfg = LoggerConfig.read(cfg)
@@ -96,6 +98,7 @@ class Logger:
             backend.log_hyperparams(flat)
 
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
+        """Values to show as a distribution."""
         prefix, _, short = name.rpartition("/")
         with self._lock:
             self._file.append({short: [float(value) for value in histogram]}, step, prefix)
@@ -103,6 +106,7 @@ class Logger:
                 backend.log_histogram(histogram, step, name)
 
     def log_plot(self, figure: Figure, step: int, name: str) -> None:
+        """A matplotlib figure, for backends that show figures."""
         with self._lock:
             for backend in self.backends:
                 backend.log_plot(figure, step, name)
@@ -127,6 +131,7 @@ class Logger:
         return path
 
     def close(self) -> None:
+        """Flush and close all backends."""
         self._file.close()
         for backend in self.backends:
             backend.close()
@@ -258,7 +263,9 @@ def best_to_worst(rewards: Sequence[float], count: int) -> list[int]:
 
 
 class ReachableTracker:
-    """A tracker while it can be reached, nothing afterwards. `log_dir`: for the message. Raises BackendMissing."""
+    """A `LoggerInterface`: a tracker while it can be reached, and nothing afterwards. `log_dir`: where the metrics are
+    kept anyway, for the message. Raises BackendMissing: its package is not installed.
+    """
 
     def __init__(self, name: str, make: Callable[[], LoggerInterface], log_dir: Path) -> None:
         self._name = name

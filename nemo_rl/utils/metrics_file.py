@@ -35,7 +35,9 @@ class MetricsFile:
         self._lost = False
 
     def append(self, metrics: Mapping[str, float | Sequence[float]], step: int, prefix: str) -> None:
-        """Writes one line. Raises ValueError: a metric has a field's name; MetricsLost: it cannot be written."""
+        """Write one line. Raises ValueError: a metric has the name of one of the line's own fields; MetricsLost: the
+        line cannot be written.
+        """
         taken = [name for name in _RESERVED if name in metrics]
         if taken:
             raise ValueError(

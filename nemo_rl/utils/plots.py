@@ -52,6 +52,8 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
+    """One chart."""
+
     title: str
     note: str  # how to read it, in a few words
     series: list[Series]
@@ -62,7 +64,9 @@ class Panel:
 
 
 def main_panels(run: RunMetrics, *, graded: bool = False) -> list[Panel]:
-    """The panels of the picture. `graded`: rewards are other than 0 and 1, so that their mean is no accuracy."""
+    """The panels of the picture: reward, validation, lengths, KL, agreement of the engines, time per step. `graded`:
+    whether rewards are other than 0 and 1, so that their mean is no accuracy.
+    """
     pick = _picker(run)
     judged = "reward" if graded else "accuracy"
     candidates = [
@@ -178,7 +182,9 @@ def _responses_over_the_step(run: RunMetrics) -> list[Series]:
 
 
 def phase_series(run: RunMetrics) -> list[Series]:
-    """Seconds per phase and step, largest first; untimed is `other`. `x/total` is `x`; other `/` timers are parts."""
+    """Seconds of each phase per step, largest first; time without a timer is `other`. `x/total` stands for `x`; other
+    timers with a slash are part of one of these and skipped.
+    """
     prefix = "timing/train/"
     phases: dict[str, dict[int, float]] = {}
     for name in run.series:
@@ -225,7 +231,9 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def figure(run: RunMetrics, title: str, subtitle: str = "", *, graded: bool = False) -> "Figure":
-    """The picture of a run; `subtitle`: its result. Raises NothingToShow: nothing that can be drawn was logged."""
+    """The picture of a run. `subtitle`: its result in one line. `graded`: see `main_panels`. Raises NothingToShow:
+    nothing that can be drawn was logged.
+    """
     from matplotlib.figure import Figure
 
     panels = main_panels(run, graded=graded)

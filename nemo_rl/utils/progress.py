@@ -66,9 +66,11 @@ class StartPhases:
         self._line(f"{name} {self.seconds[name]:.1f} s")
 
     def say(self, line: str) -> None:
+        """A line for the person."""
         self.console.print(printable(line), highlight=False, soft_wrap=True, markup=False)
 
     def done(self) -> float:
+        """The start is over; its seconds."""
         total = self._clock() - self._began
         self._line(f"ready after {total:.1f} s")
         return total
@@ -178,17 +180,22 @@ class RunProgress:
 
     @property
     def step(self) -> int:
+        """Steps that are done."""
         return self._step
 
     @property
     def current_phase(self) -> str:
+        """What the run is doing now."""
         return self._phase
 
     def phase(self, name: str) -> None:
+        """What the run is doing now, such as `generation`; shown on a terminal only."""
         self._phase = name
 
     def validated(self, value: float, name: str = "accuracy", *, step: int | None = None) -> None:
-        """The newest validation result, shown below the line of `step` (by default the newest finished)."""
+        """The newest validation result. `step`: the validated step, by default the newest finished; shown below its
+        line.
+        """
         self._validated, self._validation_name = value, name
         if self._live is None:
             line = f"validation {name}={value:.3f}"

@@ -89,7 +89,9 @@ class RecordTooNew(RecordError):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One line: `seq` from 0, `time` on the writer's clock, `source` is `<pipeline>/<part>` or `scheduler`."""
+    """One line of a record: `seq` counts from 0 in its file, `time` in seconds on the writer's clock, `source` is
+    `<pipeline>/<part>` or `scheduler`.
+    """
 
     seq: int
     time: float
@@ -112,6 +114,8 @@ class Record(Protocol):
 
 
 class NullRecord:
+    """Drops all events."""
+
     def emit(self, event: object) -> None:
         pass
 
@@ -187,6 +191,7 @@ class RecordWriter:
 
     @property
     def lines(self) -> int:
+        """How many lines the file has."""
         return self._next
 
     def emit(self, event: object) -> None:
@@ -218,7 +223,9 @@ class RecordWriter:
         self._lost = False
 
     def flush(self, *, durable: bool = False) -> None:
-        """To the operating system; `durable`: to the disk. Raises RecordUnwritable: lines wait for the next time."""
+        """Hands everything to the operating system (survives this process); `durable` also waits for the disk (survives
+        the machine). Raises RecordUnwritable: lines cannot be written; they wait for the next time.
+        """
         with self._lock:
             self._flush_failed = True
             self._hand_over()
@@ -253,6 +260,8 @@ class RecordWriter:
 
 
 class BoundRecord:
+    """A RecordWriter under another source name."""
+
     def __init__(self, writer: RecordWriter, source: str, clock: Callable[[], float]) -> None:
         self._writer, self._source, self._clock = writer, source, clock
 

@@ -46,7 +46,9 @@ def archive_of(record: Path) -> Path:
 
 
 def move_to_archive(record: Path) -> None:
-    """Moves the lines of a record that nothing writes to. Raises OSError: no archive; the record is unchanged."""
+    """Moves the lines of a record that no one writes to meanwhile. Raises OSError: the archive cannot be written; the
+    record is unchanged.
+    """
     content = record.read_bytes()
     if not content:
         return
@@ -58,7 +60,9 @@ def move_to_archive(record: Path) -> None:
 
 
 def lines_of(record: Path) -> Iterator[bytes]:
-    """A record's lines with their ends, archived ones first. Raises OSError: no record; ArchiveDamaged at the end."""
+    """The lines of a record, with their ends, the archived ones first. Raises OSError: there is no such record;
+    ArchiveDamaged: the lines so far are all that can be read.
+    """
     archive = archive_of(record)
     seen = archived = 0
     while True:
@@ -81,7 +85,9 @@ def lines_of(record: Path) -> Iterator[bytes]:
 
 
 def mend_archive(record: Path) -> int:
-    """Removes an unfinished move's rest; how many lines are archived. Raises ArchiveDamaged: nothing was changed."""
+    """Removes what an unfinished move left, so that the record can be written again; how many lines are archived.
+    Raises ArchiveDamaged: lines of the archive cannot be read; the record is as it was.
+    """
     archive = archive_of(record)
     archived = whole = 0
     with record.open("rb") as file:
@@ -109,7 +115,9 @@ def _whole_pieces(archive: Path, offset: int) -> Iterator[_Piece]:
 
 
 def _pieces(archive: Path, offset: int = 0) -> Iterator[_Piece]:
-    """An archive's pieces from an offset; the last is the first that cannot be read. None without an archive."""
+    """The pieces of an archive from a piece's offset on; the last of them is the first that cannot be read. None where
+    there is no archive.
+    """
     if not archive.exists():
         return
     with archive.open("rb") as file:

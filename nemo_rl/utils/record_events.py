@@ -24,7 +24,9 @@ _SHAPES: dict[type, EventShape] = {}
 
 
 class EventDefinitionError(TypeError):
-    """An event class cannot be registered: its kind is taken, or JSON lines cannot carry a field's type."""
+    """An event class cannot be registered: its kind is taken, or one of its fields has a type that JSON lines cannot
+    carry.
+    """
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ def event_kind(kind: str) -> Callable[[EventClass], EventClass]:
 
 
 def event_class(kind: str) -> type | None:
+    """The class registered as `kind`, or None."""
     return _KINDS.get(kind)
 
 
@@ -174,7 +177,9 @@ class UnknownEvent:
 
 
 def adapter_pipeline(job: str, adapter: str) -> str:
-    """An adapter's pipeline in entries: `<job>:<adapter>` in a pool, without a job the adapter's own name."""
+    """How an adapter's entries name their pipeline: `<job>:<adapter>` in a pool, where jobs may have adapters of equal
+    names; without a job the adapter's own name.
+    """
     return f"{job}:{adapter}" if job else adapter
 
 

@@ -340,6 +340,7 @@ class LiveReport:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line."""
     parser = argparse.ArgumentParser(
         prog="python -m nemo_rl.utils.report", description="Write report.html and report.png of a run."
     )

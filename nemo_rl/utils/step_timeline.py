@@ -40,11 +40,14 @@ class Span(NamedTuple):
 
     @property
     def seconds(self) -> float:
+        """How long it is."""
         return self.ended - self.begun
 
 
 @dataclass
 class StepTimeline:
+    """One step."""
+
     step: int  # its number, from 0
     span: Span  # from the moment at which the step begins to wait for rollouts to its new weights
     groups: dict[str, Span] = field(default_factory=dict)  # when each of its prompt groups was generated, by its name
@@ -74,6 +77,7 @@ class RunTimeline:
 
 
 def read_timeline(entries: Iterable[Entry]) -> RunTimeline:
+    """The timeline of one run's record."""
     submitted: dict[str, tuple[float, str]] = {}
     running: list[Span] = []
     begun_of_sample: dict[str, float] = {}

@@ -71,6 +71,7 @@ class Timer:
 
     @contextmanager
     def time(self, label: str) -> Generator[None]:
+        """Measure the block, also when it raises."""
         self.start(label)
         try:
             yield
@@ -78,6 +79,7 @@ class Timer:
             self.stop(label)
 
     def record(self, label: str, seconds: float) -> float:
+        """Add a duration that was measured elsewhere, and return it."""
         self._measured.setdefault(label, []).append(seconds)
         return seconds
 
@@ -93,6 +95,7 @@ class Timer:
         return None if before is None else self.record(label, now - before)
 
     def elapsed(self, label: str) -> list[float]:
+        """All durations of a label, in order."""
         return list(self._measured.get(label, []))
 
     def get_elapsed(self, label: str) -> list[float]:
@@ -158,9 +161,11 @@ class TimeoutChecker:
         return "checkpointing.checkpoint_must_save_by has come; the same command goes on from the checkpoint"
 
     def start_iterations(self) -> None:
+        """The first step begins now."""
         self._iteration_started = self._clock()
 
     def mark_iteration(self) -> None:
+        """A step has ended."""
         now = self._clock()
         if self._iteration_started is not None:
             self._iterations.append(now - self._iteration_started)

@@ -58,6 +58,7 @@ class CacheManifest:
 
     @property
     def metas(self) -> list[TensorMeta]:
+        """All tensors in order."""
         return [meta for bucket in self.buckets for meta in bucket.tensors]
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
@@ -166,7 +167,9 @@ class BucketCache:
         return self._manifest.version if self._manifest is not None else None
 
     def build(self, version: int) -> CacheManifest:
-        """Builds `version` beside the served one, then serves it. Raises CacheError: busy, older, or read on."""
+        """Builds `version` while the served one is read, then serves it. Raises CacheError: another build is under way,
+        the version is older than the served one, or sessions read on beyond the deadline.
+        """
         if not self._building.acquire(blocking=False):
             raise CacheError(
                 f"version {version} cannot be built: another build is under way, and there is room for one"
@@ -191,7 +194,9 @@ class BucketCache:
         return manifest
 
     def open(self, version: int) -> CacheManifest:
-        """Begins a session's reading; `release` ends it. Raises CacheError: another version, or it is read on."""
+        """Begins a session's reading; `release` ends it. Raises CacheError: the cache serves another version, or
+        another session reads beyond the deadline.
+        """
         if not self._reading.acquire(timeout=self._timeout_s):
             raise CacheError(f"another session has been reading the weight cache for {self._timeout_s:.0f} s")
         if self._manifest is None or self._manifest.version != version:
@@ -248,8 +253,10 @@ class CachedSender(Protocol):
 
 
 class CachedSource:
-    """One session's `WeightSource` on a cache, which receivers on the host map: nothing is staged for them and no rank
-    is disturbed. The owner rank takes part only where another transport is used.
+    """One session's `WeightSource` on a cache.
+
+    By the host transport receivers map the cache itself: nothing is staged and no rank is disturbed. The owner rank
+    takes part only where a target is reached by another one.
     """
 
     maps_host_memory = True
@@ -262,6 +269,7 @@ class CachedSource:
         self._spec: SendSpec | None = None
 
     def tensor_metas(self) -> list[TensorMeta]:
+        """What the cache holds."""
         return self._cache.manifest().metas
 
     def devices(self) -> list[str]:
@@ -284,7 +292,9 @@ class CachedSource:
         return self._owner().kept_group(timeout_s)
 
     def begin(self, spec: SendSpec, timeout_s: float) -> None:
-        """Begins to read. Raises CacheError: another version is served; LayoutError: the session's buckets differ."""
+        """Begins to read. Raises CacheError: the cache serves another version; LayoutError: the session's buckets are
+        not the cache's.
+        """
         self._manifest = self._cache.open(self._version)
         if [bucket for window in spec.windows for bucket in window] != list(self._manifest.buckets):
             raise LayoutError(

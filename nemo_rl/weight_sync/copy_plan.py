@@ -75,6 +75,7 @@ class CopyPlan:
         self._stages = [_Stage()]
 
     def add_copy(self, place: torch.Tensor, source: _Source) -> None:
+        """Appends a copy."""
         stage = self._stage_for(place)
         # What is laid out alike on both sides goes by one kernel for all; the rest one by one, with copy_'s own rules.
         alike = place.dtype == source.dtype and tuple(place.shape) == source.shape and place.is_contiguous()
@@ -97,7 +98,9 @@ class CopyPlan:
 
     @torch.no_grad()
     def replay(self, window_B: torch.Tensor) -> None:
-        """Copies a window of the plan's layout (uint8, on the plan's device) into the model."""
+        """Copies a window of the plan's layout into the model. `window_B`: uint8, on the device that the plan was made
+        on.
+        """
         typed: dict[torch.dtype, torch.Tensor] = {}
 
         def view(source: _Source) -> torch.Tensor:

@@ -68,7 +68,9 @@ def align(offset: int) -> int:
 
 
 def plan_buckets(tensors: Iterable[TensorMeta], bucket_bytes: int) -> list[BucketLayout]:
-    """Fills buckets of at most `bucket_bytes` in order; a larger tensor gets its own. Raises LayoutError."""
+    """Fills buckets of at most `bucket_bytes` in order; a larger tensor gets its own. Raises LayoutError:
+    `bucket_bytes` is not positive or a name appears twice.
+    """
     if bucket_bytes <= 0:
         raise LayoutError(f"weight_sync.bucket_bytes must be positive, got {bucket_bytes}")
     buckets: list[BucketLayout] = []
@@ -114,7 +116,9 @@ def plan_windows(buckets: Sequence[BucketLayout], window_bytes: int) -> list[lis
 
 
 def pack_tensor(buffer_B: torch.Tensor, offset: int, meta: TensorMeta, tensor: torch.Tensor) -> None:
-    """Copies a tensor into a byte buffer as the layout's dtype. Raises LayoutError: another shape, or offloaded."""
+    """Copies one tensor into a byte buffer, converting to the layout's dtype. Raises LayoutError: the shape differs
+    from the layout's, or the tensor has no storage (it was offloaded).
+    """
     if tuple(tensor.shape) != meta.shape:
         raise LayoutError(f"{meta.name}: exported with shape {tuple(tensor.shape)}, the layout says {meta.shape}")
     if tensor.numel() and not tensor.untyped_storage().size():
@@ -148,6 +152,7 @@ class Window:
     buckets: tuple[BucketLayout, ...]
 
     def parts(self) -> Iterator[tuple[torch.Tensor, BucketLayout]]:
+        """The bytes of each bucket, and its layout."""
         start = 0
         for bucket in self.buckets:
             yield self.bytes_B[start : start + bucket.nbytes], bucket

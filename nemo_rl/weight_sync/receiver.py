@@ -146,7 +146,9 @@ class WeightReceiver:
         self._target.begin_load()
 
     def receive(self, window: Mapping[str, Any]) -> None:
-        """Loads one window: `{index, buckets, senders}`. Raises SyncProtocolError, ChecksumMismatchError."""
+        """Loads one window: `{index, buckets, senders: {place: {handle, checksums}}}`. Raises SyncProtocolError: no
+        session is open, or a window was skipped; ChecksumMismatchError: the bytes differ from the sender's.
+        """
         if self._opener is None or window["index"] != self._next_window:
             raise SyncProtocolError(
                 f"window {window['index']} arrived, expected {self._next_window if self._opener else 'a begin'}"
@@ -195,7 +197,9 @@ class WeightReceiver:
                 )
 
     def finish(self, version: int) -> int:
-        """Finalises the model and takes over the version. Raises SyncProtocolError: windows are missing."""
+        """Finalises the model, ends the session and takes over its version. Raises SyncProtocolError: windows are
+        missing.
+        """
         if not self._session or self._next_window != self._session["windows"]:
             raise SyncProtocolError(f"finish after {self._next_window} of {self._session.get('windows', 0)} windows")
         if self._session.get("staged"):

@@ -51,7 +51,9 @@ class RoutePlan:
 
 
 def place_of(transport: TransportName, device: str) -> str:
-    """Where a staged copy can be read, as source and target compute alike: its device, its host, or the group."""
+    """Where a staged copy can be read, as a key that source and target compute alike: on its device, on its host, or by
+    members of the group.
+    """
     return f"{transport}:{ {'cuda_ipc': device, 'host': host_of(device), 'nccl': 'group'}[transport] }"
 
 

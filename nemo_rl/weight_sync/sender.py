@@ -98,7 +98,9 @@ class WeightSender:
 
     @torch.no_grad()
     def export_window(self, index: int) -> dict[str, Published] | None:
-        """Publishes window `index`; `{handle, checksums}` per lane, or None. Raises LayoutError: the export differs."""
+        """Packs window `index` and publishes it. Returns `{handle, checksums}` per lane, or None on a rank without one.
+        Raises LayoutError: the export and the layout disagree.
+        """
         buckets = self._spec.windows[index]
         stagings = self._stagings[index % len(self._stagings)] if self._stagings else []
         start = 0
@@ -120,7 +122,9 @@ class WeightSender:
         return {name: {"handle": handles.get(name, {"nbytes": start}), "checksums": sums} for name in self._lanes}
 
     def send_window(self, index: int) -> None:
-        """Broadcasts a published window; without a group receivers pull. Raises TransportError: not exported."""
+        """Broadcasts a published window where the transport pushes; receivers pull otherwise. Raises TransportError:
+        the window was not exported.
+        """
         if self._group is None:
             return
         if index not in self._published:

@@ -33,7 +33,9 @@ class SyncTimeoutError(TransportError):
 
 
 class WeightSource(Protocol):
-    """A source of weights: all trainer ranks, or a cache. `maps_host_memory`: targets read it, nothing is staged."""
+    """A source of weights: all trainer ranks together, or a cache. `maps_host_memory`: targets on the host read its
+    memory, so nothing is staged for them.
+    """
 
     maps_host_memory: bool
 
@@ -86,7 +88,9 @@ class WeightTargets(Protocol):
         ...
 
     def begin(self, session: dict[str, object], routes: Sequence[dict[str, Any]], timeout_s: float) -> None:
-        """Opens the session on every target, each by its route (see `WeightReceiver.begin`)."""
+        """Opens the session on every target, each with its own route: the fields of `WeightReceiver.begin`'s message
+        that `session` lacks.
+        """
         ...
 
     def receive_window(self, window: dict[str, object], timeout_s: float) -> None:
@@ -128,7 +132,9 @@ class SyncOptions:
 
 
 class SyncSession:
-    """Sends `version`; call `run` once. `staged`: targets load all windows in one pause, beside their live weights."""
+    """Sends version `version` from `source` to `targets`; call `run` once. `staged`: targets keep the windows beside
+    their live weights and load all of them in one short pause.
+    """
 
     def __init__(
         self, source: WeightSource, targets: WeightTargets, *, version: int, options: SyncOptions, staged: bool = False
@@ -282,7 +288,9 @@ class SyncSession:
 
 
 def steady_window(budget: int, bucket_bytes: int) -> int:
-    """A window size that does not follow small changes of the budget: receivers know windows by their layout."""
+    """A window size that stays the same while the budget, a share of free memory, varies between sessions: receivers
+    recognise windows by their layout.
+    """
     return budget if budget < bucket_bytes else bucket_bytes << (budget // bucket_bytes).bit_length() - 1
 
 

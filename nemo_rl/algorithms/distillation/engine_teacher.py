@@ -47,7 +47,9 @@ _BATCHED_TOKENS = 2048
 def start_scoring_actors(
     cluster: RayVirtualCluster, teacher: Teacher, cluster_cfg: ClusterConfig, *, shares: bool, lent: bool = False
 ) -> EngineActors:
-    """Starts the actors of a teacher's engines. `shares`: with training. `lent`: whether a scheduler lends slots."""
+    """Starts the actors of a teacher's engines, which import what they need. `shares`: whether training is on the same
+    slots. `lent`: whether a scheduler lends them.
+    """
     policy = teacher.policy
     if cluster.accelerator.is_cuda:
         policy.generation.vllm_kwargs.setdefault("max_num_batched_tokens", _BATCHED_TOKENS)
@@ -66,6 +68,7 @@ def start_scoring_actors(
 def scoring_engines(
     actors: EngineActors, tokenizer: PreTrainedTokenizerBase, record: Record | None = None
 ) -> VllmGeneration:
+    """The engines of a teacher."""
     return VllmGeneration(
         actors,
         pad_token_id=tokenizer.pad_token_id,
@@ -90,7 +93,9 @@ class ServedTeacher(Protocol):
         """What computes it, in words."""
         ...
 
-    def shutdown(self) -> None: ...
+    def shutdown(self) -> None:
+        """Lets go of it."""
+        ...
 
 
 class EngineTeacher:
@@ -102,10 +107,12 @@ class EngineTeacher:
         self._fleet.enable_rebuilds()
 
     def wait_until_started(self) -> None:
+        """Waits for the engines. Raises WorkerError: one did not start."""
         self._generation.wait_until_started()
         self._fleet.await_rebuild(True)
 
     def memory_in_use(self) -> int:
+        """Bytes in use on the fullest device."""
         return max(max(devices) for devices in self._fleet.call(self._fleet.healthy(), "memory_in_use"))
 
     def prepare_for_lp_inference(self) -> None:
@@ -127,19 +134,23 @@ class EngineTeacher:
                     raise
 
     def get_topk_logits(self, batch: BatchedDataDict, k: int) -> BatchedDataDict:
+        """See `topk_of_prompts`; lost shards are rebuilt meanwhile."""
         return topk_of_prompts(self._generation, batch, k, while_waiting=self._rebuild)
 
     def get_token_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
+        """See `logprobs_of_prompts`; lost shards are rebuilt meanwhile."""
         return logprobs_of_prompts(self._generation, batch, while_waiting=self._rebuild)
 
     def _rebuild(self) -> None:
         self._fleet.rebuild_in_background(self._fleet.activate)
 
     def kernels(self) -> str:
+        """What computes it, in words."""
         count = self._generation.dp_size
         return f"vLLM, {count} engine{'s' if count > 1 else ''}"
 
     def shutdown(self) -> None:
+        """Ends the engines. Safe to call twice."""
         self._fleet.close()
         self._generation.shutdown()
 
@@ -202,6 +213,7 @@ def _scored(
     while_waiting: Callable[[], object],
     finished: Callable[[], object] = lambda: None,
 ) -> dict[int, LikelyNext]:
+    """The scores of prompts by row."""
     name = uuid.uuid4().hex[:12]
     requests = {
         row: GenerationRequest(f"{name}-{row}", ids, 1, GenerationSamplingParams(), top_tokens=k)

@@ -129,6 +129,7 @@ class TeacherActors:
     actors: RayWorkerGroup | EngineActors | ServedTeacher
 
     def shutdown(self) -> None:
+        """Ends them. Safe to call twice."""
         self.actors.shutdown()
 
 
@@ -138,8 +139,11 @@ def start_teacher_actors(
     own: Mapping[str, RayVirtualCluster],
     served: Callable[[Teacher], ServedTeacher],
 ) -> list[TeacherActors]:
-    """Starts the actors of every teacher. `own`: slots of teachers that have their own. `served`: finds a job's
-    teacher.
+    """Starts the actors of every teacher.
+
+    Args:
+        own: Slots of teachers that have their own, by name.
+        served: Finds a teacher that is a job of its own.
     """
     with ExitStack() as undo:
         started = []
@@ -166,7 +170,12 @@ def start_teacher_actors(
 
 
 class Teachers:
-    """The teachers of a run. `student` is asked for room on shared accelerators. `lends`: nothing may stay on them."""
+    """The teachers of a run.
+
+    Args:
+        student: The policy, built; it is asked for room where a teacher shares its accelerators.
+        lends: Whether accelerators are lent, so that nothing may stay on them.
+    """
 
     def __init__(
         self,
@@ -198,8 +207,9 @@ class Teachers:
             self._leave(one.seat, model)
 
     def score(self, handle: BatchHandle, tasks: Sequence[str], store: ExperienceStore, timer: Timer) -> BatchHandle:
-        """Adds the columns of the teachers. `tasks`: agent or data set of each row. Raises WorkerError,
-        WorkerTimeoutError.
+        """Adds the columns of the teachers. `tasks`: agent or data set of each row.
+
+        Raises WorkerError, WorkerTimeoutError: a teacher failed or does not answer.
         """
         if self._topk:
             index = next(i for i, seat in enumerate(self._seats) if seat.teacher.tasks is None)
@@ -309,6 +319,7 @@ class Teachers:
             yield f"{seat.teacher.name}: {seat.teacher.policy.model_name}, {where}; {said or ''}"
 
     def shutdown(self) -> None:
+        """Ends the workers. Safe to call twice."""
         for model in self._models:
             model.shutdown()
 
@@ -335,7 +346,9 @@ def start_teachers(
 
 
 def teacher_of(teachers: Sequence[Teacher], task: str, *, strict: bool) -> int:
-    """Number of the teacher that names a task, or else (unless `strict`) the default. Raises ConfigError: none."""
+    """Number of the teacher of an agent or data set: the one that names it, or else the default. Raises ConfigError:
+    there is none. `strict`: whether the default stands in for no one.
+    """
     key = "on_policy_distillation.teacher_model_by_agent_name"
     named = sorted(name for teacher in teachers for name in teacher.names)
     for index, teacher in enumerate(teachers):

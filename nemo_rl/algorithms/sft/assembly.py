@@ -83,10 +83,13 @@ def setup(config: SFTMasterConfig, start: StartPhases | None = None, placement: 
 
 @dataclass(frozen=True)
 class _RayParts:
+    """Slots, and the policy's actors on them."""
+
     clusters: Clusters
     policy: RayWorkerGroup
 
     def shutdown(self) -> None:
+        """Ends both. Safe to call twice."""
         self.policy.shutdown()
         for cluster in self.clusters.distinct():
             cluster.shutdown()

@@ -37,10 +37,12 @@ class SFTState(RunState):
     """Counters of a run, under the names that SFT checkpoints use."""
 
     def training_info(self) -> dict[str, object]:
+        """The fields of a checkpoint's `training_info.json`."""
         return self.totals() | {"step": self.step_in_epoch, "epoch": self.epoch, **self.val_metrics}
 
     @classmethod
     def from_training_info(cls, info: TrainingInfo) -> SFTState:
+        """Counters from a checkpoint."""
         return cls.resumed(
             info,
             epoch=info["epoch"],
@@ -61,10 +63,14 @@ SFTPlacement = Placement[SFTMasterConfig, Trainer, Accelerators]
 
 
 class OwnPlacement(OwnSlots):
+    """For a run with slots of its own."""
+
     def reserve(self, config: SFTMasterConfig, accelerator: Accelerator) -> Clusters:
+        """All slots of the configuration."""
         return reserve_all(config.cluster, accelerator, "policy")
 
     def accelerators(self, parts: Trainer) -> OwnAccelerators:
+        """They stay with the run."""
         return OwnAccelerators(parts.policy)
 
 
@@ -75,6 +81,7 @@ class OwnAccelerators(KeptAccelerators):
         self._policy, self._there = policy, False
 
     def lend_training(self, step: int) -> None:
+        """Moves the policy to the devices, once."""
         if not self._there:
             self._policy.prepare_for_training()
             self._there = True
@@ -82,6 +89,8 @@ class OwnAccelerators(KeptAccelerators):
 
 @dataclass
 class SFTRun(TrainingRun[SFTMasterConfig]):
+    """An SFT run."""
+
     train_loader: StatefulDataLoader[Batch]  # training conversations, batches of `policy.train_global_batch_size`
     clusters: Clusters
     placement: SFTPlacement
@@ -98,6 +107,8 @@ def sft_train(run: SFTRun) -> None:
 
 
 class SFTSteps(Steps[SFTRun]):
+    """Steps of SFT."""
+
     section = "sft"
 
     def __init__(self, run: SFTRun) -> None:
@@ -114,14 +125,17 @@ class SFTSteps(Steps[SFTRun]):
         yield
 
     def finished(self) -> bool:
+        """Whether steps or epochs are used up."""
         return _finished(self.run)
 
     @contextmanager
     def open(self) -> Generator[None]:
+        """Loads the step's batch."""
         self._batch = next(self._batches, None)
         yield
 
     def train(self) -> Metrics | None:
+        """Trains on the batch."""
         if self._batch is None:
             return None
         self.run.accelerators.lend_training(self.run.state.step)
@@ -131,6 +145,7 @@ class SFTSteps(Steps[SFTRun]):
         return validate(self.run)
 
     def position(self) -> tuple[HasState, Mapping[str, object]]:
+        """The loader; no further files."""
         return self.run.train_loader, {}
 
     def report(self, done: CompletedStep) -> None:

@@ -17,7 +17,9 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Guard:
-    """How a system's sockets are closed to others. `keys`: of all its processes; None: loopback address only."""
+    """How a system's sockets are closed to others. `keys`: public and secret key of all its processes; None: they
+    listen on the loopback address.
+    """
 
     keys: tuple[bytes, bytes] | None = field(default=None, repr=False)
 

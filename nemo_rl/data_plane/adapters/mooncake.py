@@ -63,7 +63,9 @@ def check_mooncake() -> None:
 
 
 def load_mooncake() -> None:
-    """Loads Mooncake's engine here. Raises MooncakeUnavailableError: the package or a library is missing."""
+    """Loads Mooncake's engine into this process. Raises MooncakeUnavailableError: the package or a shared library is
+    missing.
+    """
     load_native_libraries()
     try:
         importlib.import_module("mooncake.store")
@@ -96,7 +98,9 @@ def load_native_libraries() -> None:
 
 
 def prepare_process(config: DictConfig) -> None:
-    """Sets this process's environment for Mooncake's engine and loads it, before the engine starts."""
+    """Sets this process's environment for Mooncake's engine and loads it; must run before the engine starts. Raises
+    MooncakeUnavailableError: Mooncake cannot be loaded.
+    """
     import ray
 
     # Forced: actors inherit the driver's environment, and with it the address of another machine.
@@ -119,7 +123,9 @@ def announced_address(address: str) -> str:
 
 
 def segment_sizes(cfg: DataPlaneConfig, host_bytes: int) -> tuple[int, int]:
-    """Bytes of each process's segment and buffer: as configured, else a 32nd and a 128th of host memory, in MiB."""
+    """Bytes of each process's shared segment and of its buffer: as configured, else a 32nd and a 128th of the host's
+    memory, in whole MiB.
+    """
     segment = cfg.global_segment_size or max(host_bytes // 32 // _MIB, 256) * _MIB
     buffer = cfg.local_buffer_size or max(host_bytes // 128 // _MIB, 64) * _MIB
     return segment, buffer

@@ -30,6 +30,8 @@ _START_TIMEOUT_S = 120.0
 
 @dataclass
 class TransferQueueSystem:
+    """A running system."""
+
     address: TransferQueueAddress  # how processes of the run attach
     undo: ExitStack  # ends everything, in reverse order
 

@@ -74,7 +74,9 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class TransferQueueAddress:
-    """The data plane: its controller actor's name in this job's namespace, and a call's deadline in seconds."""
+    """How a process of the run finds the data plane: its controller actor's name in this job's namespace, and the
+    deadline of a call in seconds.
+    """
 
     controller: str
     timeout_s: float
@@ -264,7 +266,9 @@ class _Rows(dict[str, object]):
 
 
 def fetch_config(controller: str) -> tuple[DictConfig, tuple[Endpoint, ...]]:
-    """The controller's configuration, and what must be reachable. Raises DataPlaneError: there is no controller."""
+    """The system's configuration from its controller, and what must be reachable. Raises DataPlaneError: there is no
+    such controller.
+    """
     import ray
 
     try:

@@ -26,7 +26,9 @@ from nemo_rl.models.policy.model_config import UnsupportedModelError
 
 
 def expert_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that hold all experts of a layer in stacked weights, first dimension experts (transformers 5)."""
+    """The modules of a transformers 5 model that hold all experts of a layer in stacked weights, first dimension
+    experts.
+    """
     return [module for module in model.modules() if count_experts(module)]
 
 

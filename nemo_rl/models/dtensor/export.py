@@ -74,6 +74,7 @@ def adapter_factors(scorer: CausalLMScorer, device: torch.device) -> Iterator[tu
 
 
 def adapter_metas(scorer: CausalLMScorer) -> list[TensorMeta]:
+    """Names, shapes and dtypes of `sent_adapters`."""
     return [
         TensorMeta(hf_name(name), tuple(parameter.shape), dtype_name(torch.float32))
         for name, parameter in scorer.named_parameters()

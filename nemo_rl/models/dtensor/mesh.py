@@ -54,6 +54,7 @@ class ParallelMesh(RankGroups):
 
     @property
     def data_group(self) -> dist.ProcessGroup:
+        """The ranks that see different samples."""
         return self.data_mesh.get_group()
 
     @property
@@ -63,7 +64,9 @@ class ParallelMesh(RankGroups):
 
     @property
     def ep_mesh(self) -> DeviceMesh | None:
-        """Ranks that share out each layer's experts, neighbours in rank; None where every rank has all experts."""
+        """Ranks among which each layer's experts are shared out, neighbours in rank; None where every rank has all
+        experts.
+        """
         return None if self._experts is None else self._experts["ep"]
 
     @property
@@ -79,16 +82,20 @@ class ParallelMesh(RankGroups):
 
     @property
     def tp_mesh(self) -> DeviceMesh:
+        """Tensor-parallel mesh."""
         return self.mesh["tp"]
 
     @property
     def tp_group(self) -> dist.ProcessGroup | None:
+        """Tensor-parallel group, None when there is one rank."""
         return self.mesh.get_group("tp") if self.sizes.tp > 1 else None
 
     @property
     def cp_group(self) -> dist.ProcessGroup | None:
+        """Context-parallel group, None when there is one rank."""
         return self.mesh.get_group("cp") if self.sizes.cp > 1 else None
 
     @property
     def cp_rank(self) -> int:
+        """Coordinate along cp."""
         return self._coordinates["context_parallel"]

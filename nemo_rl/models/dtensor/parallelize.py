@@ -129,7 +129,9 @@ def _plan(model: object, cfg: DTensorConfig) -> dict[str, ParallelStyle]:
 
 
 def apply_activation_checkpointing(model: Any, *, keep_routing: bool = False) -> None:
-    """Recomputes decoder layers in the backward pass; `keep_routing`: all but the router's logits."""
+    """Recomputes each decoder layer in the backward pass; with `keep_routing` all of it but the router's logits, so
+    that every choice is the same.
+    """
     layers = model.base_model.layers
     for index, layer in enumerate(layers):
         widths = {count_experts(module) for module in expert_modules(layer)} if keep_routing else set()

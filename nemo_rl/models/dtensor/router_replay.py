@@ -60,7 +60,9 @@ class _ReplayedRouter:
 
 
 def attach_router_replay(model: Any, device: torch.device) -> RouterReplay:
-    """Has a model's routers replay what the result is handed, in place. Raises UnsupportedModelError."""
+    """Has the routers of a model replay what is handed to the result, in place. Raises UnsupportedModelError: the model
+    has no experts, or routers that choose them in another way.
+    """
     routers = [_router(layer, model) for layer in model.base_model.layers if expert_modules(layer)]
     if not routers:
         raise UnsupportedModelError(f"{_KEY}: {type(model).__name__} has no layers with experts; set it to false")
@@ -88,6 +90,7 @@ def _router(layer: nn.Module, model: nn.Module) -> Any:
 
 
 def _run_on_shapes(router: nn.Module, model: Any) -> None:
+    """Runs a router on shapes alone."""
     state = {name: torch.empty_like(value, device="meta") for name, value in router.state_dict().items()}
     hidden = torch.empty(2, model.config.hidden_size, device="meta")
     torch.func.functional_call(router, state, (hidden,))

@@ -46,7 +46,11 @@ class _Load:
 
 
 class BatchMeter:
-    """Watches the requests of equal engines, on one thread; any thread may ask for the figure."""
+    """Watches the requests of equal engines, on one thread; any thread may ask for the figure.
+
+    Args:
+        clock: Monotonic seconds.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -65,7 +69,9 @@ class BatchMeter:
             self._seen.append(np.log(had_s / tokens))
 
     def good_batch(self) -> int | None:
-        """Requests at once, 1 to 1,024, at which a token takes 1.25 times what it takes alone; None if unknown."""
+        """Requests at once with which a token takes 1.25 times what it takes alone, from 1 to 1,024; None where too
+        little was seen to tell.
+        """
         if len(self._seen) < _FEWEST:
             return None
         paces = np.array(list(self._seen))

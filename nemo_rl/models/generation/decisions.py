@@ -34,6 +34,7 @@ class TokenRoutes:
 
     @property
     def end(self) -> int:
+        """The position after the last one."""
         return self.start + len(self.valid)
 
     def until(self, end: int) -> TokenRoutes:
@@ -59,10 +60,12 @@ class SamplingMasks:
         )
 
     def first(self, count: int) -> SamplingMasks:
+        """Those of the first `count` tokens."""
         counts = self.counts[:count]
         return SamplingMasks(counts, self.ids[: int(counts.sum())])
 
     def then(self, later: SamplingMasks) -> SamplingMasks:
+        """These, and those of the tokens that follow."""
         return SamplingMasks(np.concatenate([self.counts, later.counts]), np.concatenate([self.ids, later.ids]))
 
 
@@ -83,7 +86,9 @@ class RouteRecord:
         return start + int(unknown[0]) if len(unknown) else max(start, self._end)
 
     def add(self, routes: TokenRoutes) -> None:
-        """Takes the routes of unknown positions. Raises ValueError: other layers or experts per token than before."""
+        """Takes the routes of positions that were not known. Raises ValueError: they are of another number of layers or
+        of experts per token than those before.
+        """
         if not len(routes.valid):
             return
         held = self._held(routes)

@@ -129,7 +129,9 @@ class ElasticGeneration:
             return Resize(self._fleet.healthy(wanted), self._fleet.failures(wanted), report)
 
     def sync_selected_workers(self, tgt_dp_ranks: Sequence[int], verify: bool = False) -> SyncReport:
-        """Syncs awake, unrouted shards, and nothing else. Raises WorkerError, TransportError."""
+        """Syncs shards that are awake and not routed, and nothing else. Raises WorkerError, TransportError: the session
+        failed; no target has the version.
+        """
         options = replace(self._options, verify=verify or self._options.verify)
         with self._alone("sync"):
             version = self._version()

@@ -54,7 +54,9 @@ class StaleVersionError(GenerationError):
 
 
 def request_timeout_s() -> float:
-    """Seconds that a request waits while its shard finishes no other (`NRL_VLLM_ASYNC_TIMEOUT_SECONDS`; 900)."""
+    """Seconds that a generation request may wait while its shard finishes no other: `NRL_VLLM_ASYNC_TIMEOUT_SECONDS`,
+    by default a quarter of an hour.
+    """
     return float(os.environ.get(REQUEST_TIMEOUT_VARIABLE, "900"))
 
 
@@ -126,6 +128,7 @@ class GenerationResult:
 
     @property
     def truncated(self) -> bool:
+        """Whether the response ended by its length limit."""
         return self.finish_reason == "length"
 
     def first(self, count: int) -> GenerationResult:
@@ -220,7 +223,9 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     def generate(self, data: BatchedDataDict, greedy: bool = False) -> BatchedDataDict:
-        """Continues a right-padded batch (`input_ids [B,S]`, `input_lengths [B]`; `stop_strings`, `seeds`)."""
+        """Continues a right-padded batch (`input_ids [B,S]`, `input_lengths [B]`, optional `stop_strings`, optional
+        `seeds`).
+        """
 
     @abstractmethod
     async def generate_one(self, request: GenerationRequest) -> GenerationResult:

@@ -66,6 +66,7 @@ def recording_of(cfg: PolicyConfig) -> Recording | None:
 
 
 def columns_of(recording: Recording | None) -> tuple[str, ...]:
+    """The columns that hold what is recorded."""
     if recording is None:
         return ()
     return (ROUTE_FIELDS if recording.layers else ()) + (SAMPLING_MASK_FIELDS if recording.masks else ())
@@ -98,7 +99,9 @@ def check_columns(columns: Mapping[str, torch.Tensor], recording: Recording, whe
 
 
 def check_routes(routes_BSLK: torch.Tensor, valid_BS: torch.Tensor, recording: Recording, where: str) -> None:
-    """Raises RecordedDecisionsError: another shape than the model's, an expert that it lacks, or one twice."""
+    """Checks routes. Raises RecordedDecisionsError: they are of another shape than the model's, name an expert that it
+    does not have, or one twice.
+    """
     expected = (*valid_BS.shape, len(recording.layers), recording.per_token)
     if tuple(routes_BSLK.shape) != expected:
         raise RecordedDecisionsError(

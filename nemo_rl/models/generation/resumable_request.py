@@ -18,7 +18,9 @@ OnPreempt = Literal["continue", "redo_turn"]
 
 
 class ResumableRequest:
-    """A request served in pieces. `on_preempt`: `continue` keeps a cut piece's tokens; `redo_turn` drops them."""
+    """A request that may be served in pieces. `on_preempt`: `continue` keeps the tokens of an interrupted piece;
+    `redo_turn` drops them.
+    """
 
     def __init__(self, request: GenerationRequest, on_preempt: OnPreempt = "continue") -> None:
         self._request = request
@@ -59,7 +61,9 @@ class ResumableRequest:
         )
 
     def extend(self, new: NewTokens) -> None:
-        """The running piece drew tokens that were passed on: they stay, even if nothing comes back from the shard."""
+        """The piece that runs has drawn some tokens. They were passed on, so that they stay part of the response even
+        if nothing comes back from their shard.
+        """
         before = self._drawn or GenerationResult(new.request_id, [], [], "abort")
         before.token_ids.extend(new.token_ids)
         before.logprobs.extend(new.logprobs)

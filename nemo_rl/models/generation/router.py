@@ -20,7 +20,9 @@ class NoActiveShardError(UserError, RuntimeError):
 
 
 class Router:
-    """Books requests on active shards (all at first). `policy`: `least_outstanding_tokens` or `round_robin`."""
+    """Books requests on active shards. `shards`: number of data-parallel shards; all are active at first. `policy`:
+    `least_outstanding_tokens` or `round_robin`.
+    """
 
     def __init__(self, shards: int, policy: RouterPolicy = "least_outstanding_tokens") -> None:
         if policy not in ("least_outstanding_tokens", "round_robin"):
@@ -35,6 +37,7 @@ class Router:
 
     @property
     def active(self) -> frozenset[int]:
+        """Shards that take requests."""
         return frozenset(self._active)
 
     def outstanding(self, shard: int) -> int:
@@ -46,7 +49,9 @@ class Router:
         return self._requests[shard]
 
     def set_active(self, shards: Iterable[int]) -> int:
-        """Replaces the active set, without closed shards; its new generation number. Raises ValueError: no shard."""
+        """Replaces the active set, without closed shards; the new generation number. Raises ValueError: a shard does
+        not exist.
+        """
         wanted = set(shards)
         unknown = wanted - set(self._outstanding)
         if unknown:
@@ -67,7 +72,9 @@ class Router:
         self._closed -= set(shards)
 
     def reserve(self, tokens: int) -> int:
-        """Chooses an active shard and reserves `tokens` of work on it. Raises NoActiveShardError: there is none."""
+        """Chooses an active shard and reserves `tokens` of work on it. Raises NoActiveShardError: the active set is
+        empty.
+        """
         if not self._active:
             raise NoActiveShardError("no shard is active")
         if self._policy == "round_robin":

@@ -85,7 +85,9 @@ def _auto_bridge(model: PretrainedConfig) -> Any:
 
 
 def check(cfg: PolicyConfig, model: PretrainedConfig) -> Sizes:
-    """The driver's check; returns the model's sizes. Raises UnsupportedModelError: no package, or a model it lacks."""
+    """The driver's check; returns the sizes of the model. Raises UnsupportedModelError: the package is not installed or
+    does not know the model either, or the model has an unsupported part.
+    """
     auto = _auto_bridge(model)
     if cfg.hf_config_overrides:
         raise UnsupportedModelError(
@@ -143,7 +145,9 @@ def _sizes(provider: TransformerConfig) -> Sizes:
 
 
 class Bridge:
-    """One model by way of the package. `engine`: whether Transformer Engine's layers run. For errors see `check`."""
+    """One model by way of the package. `engine`: whether Transformer Engine's layers run. Raises UnsupportedModelError:
+    see `check`.
+    """
 
     def __init__(self, cfg: PolicyConfig, model: PretrainedConfig, *, engine: bool) -> None:
         self.sizes = check(cfg, model)
@@ -186,13 +190,16 @@ class Bridge:
         return spec
 
     def load(self, chunks: list[nn.Module], source: str) -> None:
-        """Reads this rank's part of every parameter. Collective. Raises CheckpointMismatchError."""
+        """Reads this rank's part of every parameter. Collective. Raises CheckpointMismatchError: the files do not fit
+        the model.
+        """
         try:
             self._auto.load_hf_weights(chunks, hf_path=source)
         except (ValueError, KeyError, RuntimeError) as error:
             raise CheckpointMismatchError(f"{source}: megatron-bridge could not read the weights: {error}") from error
 
     def export(self, chunks: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and full tensors as in the model's files. Collective."""
         yield from self._auto.export_hf_weights(chunks, cpu=False, show_progress=False)
 
 
@@ -224,15 +231,18 @@ class BridgedWeights:
         self._kept = {name for name in self._own if first[name] == groups.rank}
 
     def load(self, source: str) -> None:
+        """Reads this rank's part of every parameter. Collective."""
         self._bridge.load(self._chunks, source)
         if not self._metas:
             self._metas = [(name, tuple(tensor.shape)) for name, tensor in self._bridge.export(self._chunks)]
 
     def metas(self, dtype: torch.dtype) -> list[TensorMeta]:
+        """Names, shapes and dtypes of an export, in order."""
         return [TensorMeta(name, shape, dtype_name(dtype)) for name, shape in self._metas]
 
     @torch.no_grad()
     def full(self, dtype: torch.dtype | None, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and full tensors. Collective."""
         for name, tensor in self._bridge.export(self._chunks):
             yield name, tensor.detach().to(device=device, dtype=dtype or tensor.dtype)
 
@@ -241,6 +251,7 @@ class BridgedWeights:
         return self._own
 
     def copies(self, weight: Weight) -> list[nn.Parameter]:
+        """This rank's parameter."""
         return [self._own[weight.name]]
 
     def part(self, weight: Weight, whole: torch.Tensor) -> torch.Tensor:
@@ -257,6 +268,7 @@ class BridgedWeights:
         return local.detach().to(device=device, dtype=dtype or local.dtype)
 
     def keeps(self, number: int, name: str) -> bool:
+        """Whether this rank writes the state of a parameter."""
         del number
         return name in self._kept
 

@@ -56,6 +56,7 @@ class OptimizerState:
 
     @property
     def step(self) -> float:
+        """Optimizer steps so far."""
         for inner in self._inner:
             for group in inner.optimizer.param_groups:
                 if "step" in group:
@@ -66,7 +67,9 @@ class OptimizerState:
         return 0.0
 
     def gathered(self, trained: dict[str, bool]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Keys and whole tensors, the same on every rank; collective. `trained`: which parameters are trained."""
+        """Keys and whole tensors of everything; collective, the same on every rank. `trained`: by name whether a
+        parameter is trained.
+        """
         for weight in self._weights.described:
             if not trained[weight.name]:
                 continue
@@ -155,7 +158,9 @@ def _holds(inner: DistributedOptimizer, parameter: nn.Parameter) -> bool:
 
 
 class StateFiles:
-    """A checkpoint's state tensors, from all its writers' files. Raises CheckpointMismatchError: other backend."""
+    """State tensors of a checkpoint, read one by one from the files of all ranks that wrote it. Raises
+    CheckpointMismatchError: it holds no state of this backend.
+    """
 
     def __init__(self, path: str) -> None:
         from safetensors import safe_open
@@ -171,6 +176,7 @@ class StateFiles:
         self._file = {key: number for number, file in enumerate(self._files) for key in file.keys()}  # noqa: SIM118 - no mapping, only the method
 
     def tensor(self, key: str) -> torch.Tensor:
+        """One tensor. Raises CheckpointMismatchError: it is missing."""
         if key not in self._file:
             raise CheckpointMismatchError(f"{self._path}: {key} is missing; it is of another model, optimizer or grid")
         return self._files[self._file[key]].get_tensor(key)

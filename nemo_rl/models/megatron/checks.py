@@ -21,7 +21,9 @@ _KEY = "policy.megatron_cfg"
 
 
 def check_policy(cfg: PolicyConfig, model: PretrainedConfig) -> None:
-    """See `BackendSpec.check`. Raises KernelUnavailableError: no Megatron-Core; UnsupportedModelError."""
+    """See `BackendSpec.check`. Raises KernelUnavailableError: Megatron-Core is not installed; UnsupportedModelError:
+    the model is of no known family, or does not divide as asked.
+    """
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
         raise KernelUnavailableError(
             f"{_KEY}.enabled=true needs the package megatron-core, which is not installed; pip install "

@@ -61,7 +61,9 @@ class Sizes:
 
     @staticmethod
     def of(config: PretrainedConfig) -> Sizes:
-        """Sizes of the model. Raises UnsupportedModelError: the family is unknown, or a part is not here."""
+        """Sizes of the model. Raises UnsupportedModelError: the family is unknown, or the model has a part that
+        Megatron's layers here lack.
+        """
         family = FAMILIES.get(config.model_type)
         if family is None:
             raise UnsupportedModelError(
@@ -120,6 +122,7 @@ class Weight:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
         first = self.parts[0][1]
         return first if self.shared else (sum(shape[0] for _, shape in self.parts), *first[1:])
 
@@ -167,7 +170,9 @@ class Weight:
 
 @dataclass(frozen=True)
 class Naming:
-    """Names by Megatron's kind of layers. `grouped_experts`: a layer's experts are one module, a weight for each."""
+    """Names that differ between Megatron's kinds of layers. `grouped_experts`: whether a layer's experts are one module
+    with a weight for each (Transformer Engine).
+    """
 
     fused_norms: bool = False  # whether norms are part of the projection after them (Transformer Engine)
     grouped_experts: bool = False

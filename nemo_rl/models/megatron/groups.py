@@ -17,7 +17,9 @@ from nemo_rl.models.policy.groups import COLLECTIVE_TIMEOUT_S, RankGroups
 
 
 class MegatronGroups(RankGroups):
-    """Groups of this rank. `virtual_stages`: model parts of a pipeline stage, or None. Raises ParallelSizesError."""
+    """Groups of this rank; made once per process and set of sizes. `virtual_stages`: parts of the model on each
+    pipeline stage; None for one. Raises ParallelSizesError: experts do not divide the ranks of a stage.
+    """
 
     def __init__(self, sizes: ParallelSizes, accelerator: Accelerator, virtual_stages: int | None = None) -> None:
         per_stage = sizes.dp * sizes.cp * sizes.tp
@@ -59,6 +61,7 @@ class MegatronGroups(RankGroups):
 
     @property
     def data_group(self) -> dist.ProcessGroup:
+        """The ranks that see different samples."""
         return self.dp_group
 
     def from_last_stage(self, value: object) -> Any:

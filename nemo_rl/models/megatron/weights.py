@@ -31,7 +31,9 @@ _FILES = ["*.safetensors", "*.safetensors.index.json", "config.json"]
 
 
 class ModelFiles:
-    """The tensors of a Hugging Face directory or id, read one by one. Raises ModelNotFoundError: no weights."""
+    """The tensors of a Hugging Face directory, read one by one. `source`: directory or Hugging Face id. Raises
+    ModelNotFoundError: there are no weights.
+    """
 
     def __init__(self, source: str) -> None:
         folder = Path(source) if os.path.isdir(source) else _downloaded(source)
@@ -62,6 +64,7 @@ class ModelFiles:
         return self._open[path]
 
     def names(self) -> list[str]:
+        """Of all tensors."""
         return [*self._file, *self._state]
 
     def whole(self, weight: Weight) -> torch.Tensor:
@@ -187,7 +190,9 @@ class ShardedWeights:
         return _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + first}", name)
 
     def _mark_cuts(self) -> None:
-        """Marks sharded parameters for Megatron's norm; its layers do so only when they initialise."""
+        """Marks sharded parameters, so that Megatron's norm counts whole ones once; its layers do so only when they
+        initialise.
+        """
         for weight in self.described:
             for parameter in self.copies(weight):
                 if weight.cut != "whole":
@@ -199,7 +204,9 @@ class ShardedWeights:
         return self._groups.tp_group if weight.expert is None else self._groups.etp_group
 
     def load(self, source: str) -> None:
-        """Reads this rank's part of every parameter. Raises ModelNotFoundError, CheckpointMismatchError."""
+        """Reads this rank's part of every parameter. Raises ModelNotFoundError: there are no weights;
+        CheckpointMismatchError: they are of another model.
+        """
         self.put(self.files, ModelFiles(source).whole)
 
     @torch.no_grad()
@@ -210,9 +217,11 @@ class ShardedWeights:
                 target.copy_(self.part(weight, whole(weight)))
 
     def metas(self, dtype: torch.dtype) -> list[TensorMeta]:
+        """Names, shapes and dtypes of an export, in order."""
         return [TensorMeta(name, shape, dtype_name(dtype)) for weight in self.files for name, shape in weight.parts]
 
     def full(self, dtype: torch.dtype | None, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and full tensors of an export; collective over the replica."""
         return self.gathered(self.files, dtype, device)
 
     @torch.no_grad()
@@ -233,18 +242,23 @@ class ShardedWeights:
         return self._own.get(weight.name)
 
     def own(self) -> Mapping[str, nn.Parameter]:
+        """This rank's parameters by their global names."""
         return self._own
 
     def copies(self, weight: Weight) -> list[nn.Parameter]:
-        """This rank's parameters that hold a weight; the last stage has a copy of a tied embedding."""
+        """This rank's parameters that hold a weight: none, one, or with several stages the last one's own copy of a
+        tied embedding.
+        """
         names = [weight.name, *(["output_layer.weight"] if self._tied and weight.name == _EMBEDDING else [])]
         return [self._own[name] for name in names if name in self._own]
 
     def keeps(self, number: int, name: str) -> bool:
+        """Whether this rank writes the `number`-th piece of state: ranks take turns."""
         del name
         return number % self._groups.sizes.world == self._groups.rank
 
     def part(self, weight: Weight, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of anything that is cut like a weight."""
         group = self._cut_over(weight)
         return weight.shard(whole, group.rank(), group.size())
 

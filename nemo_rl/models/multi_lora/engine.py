@@ -64,6 +64,7 @@ class AdapterTable:
     _numbers: int = 0
 
     def number(self) -> int:
+        """A number that no version had before."""
         self._numbers += 1
         return self._numbers
 
@@ -160,10 +161,12 @@ class MultiLoraGenerationWorker(VllmGenerationWorker):
             self._drop_soon(self._adapters.put(held))
 
     async def remove_adapter(self, name: str) -> None:
+        """Forgets an adapter; nothing to do when it is not there."""
         async with self._loading[name]:
             await self._drop(self._adapters.remove(name))
 
     async def adapter_versions(self) -> dict[str, int]:
+        """The newest version of each adapter here."""
         return {name: held.version for name, held in self._adapters.newest.items()}
 
     def _drop_soon(self, held: Held | None) -> None:
@@ -213,5 +216,6 @@ class MultiLoraGenerationWorker(VllmGenerationWorker):
 
     @override
     async def shutdown(self) -> None:
+        """See `VllmGenerationWorker.shutdown`."""
         await super().shutdown()
         shutil.rmtree(self._folder, ignore_errors=True)

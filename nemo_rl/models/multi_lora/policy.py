@@ -46,6 +46,8 @@ def with_own_prompts(data: BatchedDataDict) -> BatchedDataDict:
 
 
 class MultiLoraPolicy(Policy):
+    """See `Policy`; the arguments are its own."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._turn = threading.RLock()
@@ -76,6 +78,7 @@ class MultiLoraPolicy(Policy):
         return found[0]
 
     def clear_slot(self, slot: int) -> None:
+        """Empties a slot."""
         with self._turn:
             self._stepped.pop(slot, None)
             self.worker_group.run("clear_slot", slot=slot)
@@ -136,7 +139,9 @@ class MultiLoraPolicy(Policy):
         return results
 
     def score_adapters(self, data: BatchedDataDict, *, policy: bool, reference: bool) -> BatchedDataDict:
-        """`logprobs` [B, S] under each row's adapter (`SLOT`), and `reference_logprobs` of the base."""
+        """`logprobs` [B, S] of rows under their adapters, and `reference_logprobs` under the base model. `data`: rows
+        with a column `SLOT` [B]. Raises WorkerError: a worker failed.
+        """
         refuse_model_inputs(data)
         names = ("input_ids", "input_lengths", SLOT, *replayed_fields(data, routes=policy), *tags_of(data))
         columns = with_own_prompts(BatchedDataDict({name: data[name] for name in names}))

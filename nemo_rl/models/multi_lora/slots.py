@@ -174,6 +174,7 @@ class AdapterSlots:
             self._layers[name].slots[str(slot)] = Factors(down, up, scale)
 
     def clear(self, slot: int) -> None:
+        """Empties a slot."""
         for layer in self._layers.values():
             if str(slot) in layer.slots:
                 del layer.slots[str(slot)]
@@ -186,6 +187,7 @@ class AdapterSlots:
                     yield f"{name}.{kind}", parameter
 
     def parameters(self, slot: int) -> list[nn.Parameter]:
+        """A slot's factors."""
         return [parameter for _, parameter in self.named(slot)]
 
 

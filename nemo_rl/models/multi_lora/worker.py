@@ -27,6 +27,8 @@ from nemo_rl.models.policy.worker import PolicyWorker
 
 
 class MultiLoraWorker(PolicyWorker):
+    """One rank. See `PolicyWorker`."""
+
     multi: MultiLoraBackend  # `backend`, as what it is
 
     @override
@@ -54,9 +56,11 @@ class MultiLoraWorker(PolicyWorker):
         return self.multi.fill(slot, policy, weights_path, optimizer_path, steps_done)
 
     def clear_slot(self, slot: int) -> None:
+        """Empties a slot."""
         self.multi.clear(slot)
 
     def free_bytes(self) -> int:
+        """Device memory that this rank may still take."""
         return allowed_memory(self.multi.device)
 
     def slot_factors(self, slots: Sequence[int]) -> dict[int, dict[str, torch.Tensor]]:
@@ -64,6 +68,7 @@ class MultiLoraWorker(PolicyWorker):
         return {slot: self.multi.factors(slot) if self.backend.rank == 0 else {} for slot in slots}
 
     def save_slot(self, slot: int, weights_path: str, optimizer_path: str | None) -> None:
+        """Snapshots an adapter; files follow in the background."""
         self.multi.save_adapter(slot, weights_path, optimizer_path)
 
     def slot_written(self, slot: int) -> bool:

@@ -55,6 +55,7 @@ class Segments:
 
     @property
     def cu_seqlens_k(self) -> torch.Tensor:
+        """Borders of the keys."""
         return self.cu_seqlens if self.shared is None else self.shared.cu_seqlens
 
     @cached_property
@@ -64,11 +65,14 @@ class Segments:
 
     @cached_property
     def places_of_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Segment and position of each key."""
         return _places(self.cu_seqlens_k, self.cu_seqlens_k)
 
 
 def register(attn: str | None = None) -> str:
-    """Makes the attention known to transformers; its name there. `attn`: `...backend.attn`. Safe to call twice."""
+    """Makes the attention known to transformers. Safe to call twice. `attn`:
+    `policy.dtensor_cfg.automodel_kwargs.backend.attn`. Returns the name under which transformers finds it.
+    """
     from transformers import AttentionInterface
 
     kernel = KERNELS[attn]

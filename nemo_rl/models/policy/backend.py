@@ -109,7 +109,9 @@ class Backend(StepBackend, Protocol):
         ...
 
     def reference_weights(self) -> AbstractContextManager[None]:
-        """Inside the block the model has the run's initial weights. Raises RuntimeError: they were not kept."""
+        """The model computes with the weights that the run started from inside the block. Raises RuntimeError: they
+        were not kept.
+        """
         ...
 
     # -- weights ------------------------------------------------------------------------------------------------------
@@ -145,7 +147,9 @@ class Backend(StepBackend, Protocol):
         ...
 
     def offload(self, *, model: bool, optimizer: bool, keep_gradients: bool) -> None:
-        """Moves model or optimizer state to the host. `keep_gradients`: whether an open step needs its gradients."""
+        """Moves model or optimizer state to the host and frees memory. `keep_gradients`: whether an open step needs its
+        gradients restored.
+        """
         ...
 
     def drop_communicators(self) -> None:

@@ -49,7 +49,9 @@ def refuse_model_inputs(columns: Iterable[str]) -> None:
 
 
 def shares_prompts(config: PolicyConfig, *, cuda: bool) -> bool:
-    """Whether packed rows hold the tokens that a prompt's samples begin with once. `cuda`: training on GPUs."""
+    """Whether packed rows hold the tokens that a prompt's samples begin with once. `cuda`: whether training runs on
+    GPUs.
+    """
     packing = config.sequence_packing
     if not packing.enabled or config.megatron_cfg.enabled or config.dtensor_cfg.context_parallel_size > 1:
         return False

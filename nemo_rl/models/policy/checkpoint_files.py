@@ -28,6 +28,7 @@ class BackgroundWriter:
         self._pending: list[Future[object]] = []
 
     def submit(self, write: Callable[..., object], *args: object) -> None:
+        """Queues a write."""
         self._pending.append(self._pool.submit(write, *args))
 
     def poll(self) -> bool:
@@ -112,6 +113,8 @@ def write_tensors(state: dict[str, torch.Tensor], path: str) -> None:
 def write_adapter_directory(
     config: PretrainedConfig, path: str, info: AdapterInfo, factors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Writes an adapter in PEFT's format, with its model's configuration. `factors`: see `write_adapter`."""
+    """Writes an adapter in PEFT's format, with the configuration of the model that it adapts. `factors`: see
+    `write_adapter`.
+    """
     write_adapter(path, info, factors)
     config.save_pretrained(path)

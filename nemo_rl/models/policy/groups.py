@@ -40,10 +40,12 @@ class RankGroups(ABC):
         return dict(self._coordinates)
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over data-parallel ranks."""
         dist.all_reduce(values, group=self.data_group)
         return values
 
     def max_over_data(self, value: int) -> int:
+        """Maximum over data-parallel ranks."""
         if self.sizes.dp == 1:
             return value
         tensor = torch.tensor([value], device=self.device)
@@ -51,6 +53,7 @@ class RankGroups(ABC):
         return int(tensor)
 
     def gather_over_data(self, numbers: list[int]) -> list[int]:
+        """The numbers of all data-parallel ranks, in rank order."""
         parts: list[list[int]] = [[]] * self.sizes.dp
         dist.all_gather_object(parts, numbers, group=self.data_group)
         return [number for part in parts for number in part]

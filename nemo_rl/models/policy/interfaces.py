@@ -35,7 +35,9 @@ Scores = BatchedDataDict | StoredColumns
 
 
 class TrainResult(TypedDict, total=False):
-    """What `train` returns. `all_mb_metrics`: values of all microbatches of all ranks, divided by global counts."""
+    """What `train` returns. `all_mb_metrics`: per metric the values of all microbatches of all ranks, divided by global
+    counts.
+    """
 
     loss: torch.Tensor  # float32 tensor, one entry per optimizer step
     grad_norm: float  # norm of the last optimizer step, before clipping

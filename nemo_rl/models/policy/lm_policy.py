@@ -94,7 +94,9 @@ def start_policy_actors(
 
 
 class Policy(PolicyWeights, PolicyInterface):
-    """A policy on the slots of a cluster. `actors`: by default `start_policy_actors` is called with `options`."""
+    """A policy on the slots of a cluster. `actors`: what `start_policy_actors` started; by default it is called here,
+    with `options`.
+    """
 
     def __init__(
         self,
@@ -118,7 +120,9 @@ class Policy(PolicyWeights, PolicyInterface):
         self._shape: TransformerShape | None = None
 
     def wait_until_started(self) -> None:
-        """Waits until every worker has its model. Raises WorkerError: e.g. because the model does not exist."""
+        """Waits until every worker has loaded its model. Raises WorkerError: a worker could not start, e.g. because the
+        model does not exist.
+        """
         if self._devices is None:
             self.worker_group.get_all_worker_results(self._building)
             answers = self.worker_group.run("describe")
@@ -129,11 +133,14 @@ class Policy(PolicyWeights, PolicyInterface):
             logger.info("policy=started backend=%s kernels=%s", self.started.backend, self.started.kernels)
 
     def devices(self) -> list[str]:
+        """Device identity of every rank."""
         self.wait_until_started()
         return list(self._devices or [])
 
     def profile(self, on: bool) -> None:
-        """Switches recording of workers under Nsight Systems on, or off and written. Raises WorkerError."""
+        """Has the workers that run under Nsight Systems record from here on, or write what they recorded. Raises
+        WorkerError: one could not.
+        """
         group = self.worker_group
         refs = [group.run_single_worker_single_data("profile", rank, on=on) for rank in group.profiled]
         wait_for_workers(
@@ -142,6 +149,7 @@ class Policy(PolicyWeights, PolicyInterface):
 
     @property
     def data_parallel_size(self) -> int:
+        """Ranks that see different samples."""
         return self.sharding_annotations.get_axis_size("data_parallel")
 
     # -- sharding -----------------------------------------------------------------------------------------------------
@@ -219,7 +227,9 @@ class Policy(PolicyWeights, PolicyInterface):
         mbs: int | None = None,
         timer: Timer | None = None,
     ) -> TrainResult:
-        """`submit_train` and its result. Raises WorkerError: a worker failed; a non-finite loss names samples."""
+        """`submit_train` and its result. Raises WorkerError: a worker failed; a step whose loss is not finite names the
+        samples.
+        """
         return self.submit_train(data, loss_fn, eval_mode, gbs=gbs, mbs=mbs, timer=timer).result()
 
     def submit_train(
@@ -294,7 +304,9 @@ class Policy(PolicyWeights, PolicyInterface):
         return PendingCall(self.worker_group, future, lambda _: None, on_error=self._abandon_step)
 
     def train_microbatches(self, data: BatchHandle, timer: Timer | None = None) -> None:
-        """Adds a chunk of any size to the open step. Raises WorkerError: a worker failed; the step is closed."""
+        """Adds a chunk of any number of samples to the open step. Raises WorkerError: a worker failed; the step is
+        closed on all of them.
+        """
         self.submit_microbatches(data, timer).result()
 
     def train_microbatch(self, data: BatchHandle, timer: Timer | None = None) -> None:
@@ -371,7 +383,9 @@ class Policy(PolicyWeights, PolicyInterface):
                 self.tokenizer.save_pretrained(path)
 
     def finalize_async_save(self) -> None:
-        """Waits until the last snapshot is on disk. Raises WorkerError; WorkerTimeoutError: half an hour."""
+        """Waits until the last snapshot is on disk. Raises WorkerError: the disk is full or the directory cannot be
+        written; WorkerTimeoutError: the files are not complete after half an hour.
+        """
         deadline = time.monotonic() + _SAVE_TIMEOUT_S
         while not all(self.worker_group.run("checkpoint_written")):
             if time.monotonic() > deadline:
@@ -381,6 +395,7 @@ class Policy(PolicyWeights, PolicyInterface):
             time.sleep(_SAVE_POLL_S)
 
     def shutdown(self) -> bool:
+        """Ends the workers."""
         return self.worker_group.shutdown(cleanup_method="shutdown")
 
 

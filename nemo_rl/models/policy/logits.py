@@ -47,6 +47,7 @@ class LogitTransform:
         return logits if self.temperature == 1.0 else logits / self.temperature
 
     def raw_gradient(self, raw: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Gradient of the raw logits from the one of `model_logits(raw)`."""
         if self.temperature != 1.0:
             gradient = gradient / self.temperature
         if self.softcap is not None:
@@ -55,7 +56,9 @@ class LogitTransform:
 
 
 def filter_logits(logits_CV: torch.Tensor, *, top_p: float, top_k: int | None) -> torch.Tensor:
-    """Sets excluded tokens' logits to -inf: top-k, then top-p of the rest, as vLLM does; keeps the likeliest."""
+    """Sets the logits of excluded tokens to -inf: first top-k, then top-p of the rest, as vLLM does. The most likely
+    token is always kept.
+    """
     ordered, indices = logits_CV.sort(dim=-1, descending=False)
     if top_k is not None and top_k < logits_CV.shape[-1]:
         threshold = ordered[:, logits_CV.shape[-1] - top_k].unsqueeze(-1)

@@ -26,7 +26,9 @@ class OptimizerConfigError(UserError, ValueError):
 
 
 def check_names(optimizer: OptimizerConfig | None, scheduler: list[SchedulerConfig] | None) -> None:
-    """Builds optimizer and schedule on a single number; needs no device. Raises OptimizerConfigError."""
+    """Whether optimizer and schedule can be built, by building them on a single number; needs no device. Raises
+    OptimizerConfigError: they cannot.
+    """
     if optimizer is None:
         return
     try:
@@ -51,7 +53,9 @@ def check_names(optimizer: OptimizerConfig | None, scheduler: list[SchedulerConf
 
 
 def build_optimizer(cfg: OptimizerConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer behind `policy.optimizer.name`. Raises OptimizerConfigError: no such name or arguments."""
+    """The optimizer class behind `policy.optimizer.name` on `parameters`. Raises OptimizerConfigError: the name does
+    not exist, is no optimizer, or refuses its arguments.
+    """
     try:
         cls = fused_adam.FusedAdam if cfg.name in fused_adam.NAMES else resolve_fqn(cfg.name)
         optimizer = cls(_by_mesh(parameters), **cfg.kwargs)
@@ -74,7 +78,9 @@ def _by_mesh(parameters: Iterable[torch.nn.Parameter]) -> list[Any]:
 
 
 def build_scheduler(entries: list[SchedulerConfig] | None, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-    """One scheduler, or several by `milestones`; None keeps the rate. Raises OptimizerConfigError."""
+    """One scheduler, or several in a row where an entry gives `milestones`; None keeps the rate. Raises
+    OptimizerConfigError: names, arguments or milestones do not fit.
+    """
     if not entries:
         return None
     schedulers: list[LRScheduler] = []

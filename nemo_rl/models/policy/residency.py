@@ -41,7 +41,9 @@ def pieces(sizes: Iterable[int], chunk_bytes: int) -> Iterator[Piece]:
 
 
 class MovableStorages:
-    """The storages of `tensors`, which move together, through pieces of `chunk_bytes` of host memory."""
+    """Storages that move together. `tensors`: their tensors; several may share a storage. `chunk_bytes`: size of one
+    piece of host memory.
+    """
 
     def __init__(self, tensors: Iterable[torch.Tensor], chunk_bytes: int = _CHUNK_BYTES) -> None:
         unique = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}

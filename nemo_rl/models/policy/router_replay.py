@@ -37,6 +37,7 @@ class Routes:
     read_T: torch.Tensor  # tokens that a trained token of their sequence follows
 
     def part(self, places: slice) -> Routes:
+        """Routes of a slice of the row."""
         return Routes(self.experts_TLK[places], self.valid_T[places], self.read_T[places])
 
 
@@ -77,7 +78,9 @@ def packed_routes(data: Mapping[str, torch.Tensor], source_T: torch.Tensor, padd
 
 
 def check_routes(routes: Routes, layers: int, experts: int, experts_per_token: int) -> None:
-    """Raises RouterReplayError: other layers or experts per token, an expert that is not there, or one twice."""
+    """Whether a row's routes fit a model. Raises RouterReplayError: another number of layers or of experts per token,
+    an expert that does not exist, or one twice for a token.
+    """
     got = tuple(routes.experts_TLK.shape[1:])
     if got != (layers, experts_per_token):
         raise RouterReplayError(

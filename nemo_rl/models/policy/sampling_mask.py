@@ -34,6 +34,7 @@ class KeptTokens:
     ids_M: torch.Tensor
 
     def at(self, places: torch.Tensor | slice) -> KeptTokens:
+        """The sets of some places, ascending."""
         chosen_T = torch.zeros(len(self.counts_T), dtype=torch.bool, device=self.counts_T.device)
         chosen_T[places] = True
         return KeptTokens(self.counts_T[places], self.ids_M[chosen_T.repeat_interleave(self.counts_T)])
@@ -49,6 +50,7 @@ class KeptTokens:
 
 
 def has_masks(data: Mapping[str, object]) -> bool:
+    """Whether a batch has recorded sets."""
     return COUNTS in data or IDS in data
 
 

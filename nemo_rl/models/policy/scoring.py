@@ -34,7 +34,9 @@ _FUSED_CHUNK_BYTES = 2 << 30
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Log-probabilities [T] after and before the filters (maybe one tensor). `given`: of tokens the caller named."""
+    """Log-probabilities [T] after the filters, and before them (the same tensor where nothing is filtered). `given`:
+    scores of tokens that the caller named.
+    """
 
     logprobs_T: torch.Tensor
     unfiltered_T: torch.Tensor
@@ -47,7 +49,9 @@ def local_logits(hidden_CD: torch.Tensor, weight_WD: torch.Tensor, bias_W: torch
 
 
 def chunk_size(width: int, chunk: int | None = None) -> int:
-    """Tokens whose logits exist at a time: `chunk`, or as many as 256 MiB hold. `width`: this rank's vocabulary."""
+    """Tokens whose logits exist at a time: `chunk`, or as many as stay under 256 MiB. `width`: this rank's slice of the
+    vocabulary.
+    """
     return chunk or max(1, _AUTOMATIC_CHUNK_BYTES // (4 * width))
 
 
@@ -219,6 +223,7 @@ def _raw_gradient(
     gradient_C: torch.Tensor,
     transform: LogitTransform,
 ) -> torch.Tensor:
+    """Gradient of the raw logits, in their precision."""
     probability_CV = (transform.model_logits(raw_CV) - total_C[:, None]).exp()
     chosen_CV = torch.arange(raw_CV.shape[-1], device=raw_CV.device)[None] == target_C[:, None]
     logits_grad_CV = (chosen_CV.float() - probability_CV) * gradient_C[:, None]

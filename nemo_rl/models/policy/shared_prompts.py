@@ -100,6 +100,7 @@ class SharedRow:
 
 
 def lay_out(runs: Sequence[Run], lengths: Sequence[int], width: int) -> SharedRow:
+    """The row of these runs."""
     source: list[torch.Tensor] = []
     place: list[torch.Tensor] = []
     keys: list[torch.Tensor] = []

@@ -29,6 +29,7 @@ class GivenTokens:
     rest: bool = False
 
     def at(self, tokens: slice | torch.Tensor) -> GivenTokens:
+        """Those of some positions."""
         return GivenTokens(self.ids_Tk[tokens], self.rest)
 
 

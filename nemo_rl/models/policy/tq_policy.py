@@ -152,6 +152,7 @@ class TQPolicy(Policy):
             raise
 
     def wait_until_started(self) -> None:
+        """Waits for the workers, and attaches them."""
         super().wait_until_started()
         if not self._attached:
             self.worker_group.run("setup_data_plane", client=self.dp_client, pad_token_id=self._pad_token_id)
@@ -170,17 +171,21 @@ class TQPolicy(Policy):
     # -- rows ---------------------------------------------------------------------------------------------------------
 
     def prepare_step(self, num_samples: int, group_size: int | None = None) -> None:
+        """Declares the training partition."""
         self.dp_client.register_partition(
             self.tq_partition_id, DP_TRAIN_FIELDS, num_samples, ["prev_lp", "ref_lp", "train"], group_size
         )
 
     def prepare_val_partition(self, num_samples: int, *, partition_id: str = "val") -> None:
+        """Declares the validation partition."""
         self.dp_client.register_partition(partition_id, [], num_samples, ["val"])
 
     def finish_step(self, meta: KVBatchMeta) -> None:
+        """Clears a meta's rows."""
         self.discard_samples(meta.sample_ids, meta.partition_id)
 
     def discard_samples(self, sample_ids: Sequence[str], partition_id: str) -> None:
+        """Clears rows."""
         self.dp_client.clear_samples(list(sample_ids), partition_id)
 
     def read_from_dataplane(
@@ -192,6 +197,7 @@ class TQPolicy(Policy):
         )
 
     def write_to_dataplane(self, meta: KVBatchMeta, fields: Mapping[str, object]) -> None:
+        """Adds columns from this process."""
         write_columns(self.dp_client, meta, fields)
 
     # -- log-probabilities --------------------------------------------------------------------------------------------
@@ -240,6 +246,7 @@ class TQPolicy(Policy):
         self.begin_train_step(loss_fn, gbs, mbs)
 
     def train_microbatches_from_meta(self, meta: KVBatchMeta, timer: Timer | None = None) -> None:
+        """Adds a chunk of rows to the open step."""
         self.train_microbatches(meta, timer)
 
     train_microbatch_from_meta = train_microbatches_from_meta
@@ -253,6 +260,7 @@ class TQPolicy(Policy):
         self.abort_train_step()
 
     def shutdown(self) -> bool:
+        """Ends the workers, then the data plane."""
         clean = super().shutdown()
         if self._owns_client:
             self.dp_client.close()

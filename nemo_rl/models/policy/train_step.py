@@ -35,7 +35,9 @@ class NonFiniteStepError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class MicrobatchResult:
-    """Of a backward pass besides gradients: metric sums, rows that were not finite [B], and its work."""
+    """Results of a microbatch's backward pass besides gradients: metric sums, rows that were not finite [B], and its
+    work.
+    """
 
     metrics: dict[str, torch.Tensor]
     bad_rows_B: torch.Tensor
@@ -146,7 +148,9 @@ class TrainStep:
             undo.pop_all()
 
     def deposit(self, batches: Sequence[Mapping[str, torch.Tensor]], results: Sequence[MicrobatchResult]) -> None:
-        """Adds a chunk whose gradients are accumulated already. Raises TrainStepStateError: no step is open."""
+        """Adds a chunk whose gradients the backend has accumulated already. Raises TrainStepStateError: no step is
+        open.
+        """
         step = self._require_open("train_microbatches")
         for data in batches:
             step.counts += torch.stack(count_valid(data)).to(step.counts.device)
@@ -216,6 +220,7 @@ class TrainStep:
 
     @property
     def is_open(self) -> bool:
+        """Whether a step is open."""
         return self._open is not None
 
     def _require_open(self, what: str) -> _OpenStep:
@@ -237,6 +242,7 @@ def _require_finite_weights(shards: Sequence[torch.Tensor], result: StepResult) 
 
 
 def total_work(results: Sequence[MicrobatchResult | StepResult]) -> Work:
+    """What the passes of microbatches, or of whole steps, computed."""
     return sum((result.work for result in results), start=Work())
 
 

@@ -41,9 +41,11 @@ class PolicyWeights:
         self.worker_group.run("prepare_for_training")
 
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
+        """Model on the device."""
         self.worker_group.run("prepare_for_training" if keep_train_buffers else "prepare_for_lp_inference")
 
     def finish_training(self) -> None:
+        """Gives cached memory back."""
         self.worker_group.run("release_cached_memory")
 
     def offload_before_refit(self) -> None:
@@ -63,7 +65,9 @@ class PolicyWeights:
         self.offload_after_refit()
 
     def destroy_nccl_groups(self) -> None:
-        """Frees communicators until their next use. Raises WorkerError: a train step is open."""
+        """Gives the device memory of communicators back. They are made again before their next use. Raises WorkerError:
+        a train step is open.
+        """
         self.worker_group.run("drop_communicators")
 
     def get_free_memory_bytes(self) -> int:
@@ -77,6 +81,7 @@ class PolicyWeights:
         return {meta.name: (meta.shape, meta.dtype) for meta in self.tensor_metas()}
 
     def tensor_metas(self) -> list[TensorMeta]:
+        """What a refit sends, in order."""
         if self._metas is None:
             metas: list[TensorMeta] = self.on_first("tensor_metas")
             self._metas = metas
@@ -87,6 +92,7 @@ class PolicyWeights:
         return min(self.worker_group.run("staging_budget"))
 
     def devices(self) -> list[str]:
+        """Device identity of every rank."""
         raise NotImplementedError
 
     def rendezvous(self) -> tuple[str, int]:
@@ -102,9 +108,11 @@ class PolicyWeights:
         self.worker_group.run("begin_export", spec=spec, timeout_s=timeout_s)
 
     def export_window(self, index: int, timeout_s: float) -> list[dict[str, Published] | None]:
+        """Packs a window on every rank."""
         return self.worker_group.run("export_window", index=index, timeout_s=timeout_s)
 
     def send_window(self, index: int, timeout_s: float) -> None:
+        """Pushes a window from rank 0."""
         self.on_first("send_window", timeout_s, index=index)
 
     def close(self, *, failed: bool = False) -> None:
@@ -138,6 +146,7 @@ class PolicyWeightCache:
 
     @property
     def version(self) -> int | None:
+        """The version that the cache serves."""
         return self.cache.version
 
     def build(self, version: int) -> CacheManifest:
@@ -160,11 +169,13 @@ class PolicyWeightCache:
         return manifest
 
     def source(self, version: int) -> CachedSource:
+        """A session's source of `version`."""
         return self.cache.source(version, through=self)
 
     # -- the owner rank as a sender -----------------------------------------------------------------------------------
 
     def devices(self) -> list[str]:
+        """Device identity of every rank, the owner first."""
         return self._policy.devices()
 
     def rendezvous(self) -> tuple[str, int]:
@@ -180,9 +191,11 @@ class PolicyWeightCache:
         self._policy.on_first("begin_cached_export", timeout_s, spec=spec, manifest=manifest)
 
     def export_window(self, index: int, timeout_s: float) -> list[dict[str, Published] | None]:
+        """Packs a window on the owner."""
         return [self._policy.on_first("export_window", timeout_s, index=index)]
 
     def send_window(self, index: int, timeout_s: float) -> None:
+        """Pushes a window from the owner."""
         self._policy.send_window(index, timeout_s)
 
     def close(self, *, failed: bool = False) -> None:

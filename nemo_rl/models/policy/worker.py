@@ -150,7 +150,9 @@ class PolicyWorker(TQWorkerMixin):
         reference: bool = False,
         natural: bool = False,
     ) -> BatchedDataDict:
-        """Log-probabilities of the same microbatches: current weights, initial ones, or natural routing."""
+        """Log-probabilities under the current weights, the initial ones, or the current ones with natural routing, of
+        the same microbatches.
+        """
         if policy and (trace := route_trace()) is not None:
             trace.fetched("prev_lp", data)
         parts, idle = self._cut(
@@ -174,6 +176,7 @@ class PolicyWorker(TQWorkerMixin):
         return BatchedDataDict(scores)
 
     def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
+        """`logprobs [B, S]` under the current weights."""
         return self._score(data, micro_batch_size, policy=True)
 
     def get_naturally_routed_logprobs(
@@ -191,7 +194,9 @@ class PolicyWorker(TQWorkerMixin):
     def get_policy_and_reference_logprobs(
         self, data: BatchedDataDict, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        """`logprobs` and `reference_logprobs` [B, S]. Raises RuntimeError: no reference."""
+        """`logprobs` and `reference_logprobs`, [B, S] each, of the same microbatches. Raises RuntimeError: no reference
+        was kept.
+        """
         return self._score(data, micro_batch_size, policy=True, reference=True)
 
     def get_topk_logits(self, data: BatchedDataDict, k: int, micro_batch_size: int | None = None) -> BatchedDataDict:
@@ -245,6 +250,7 @@ class PolicyWorker(TQWorkerMixin):
         self.step.microbatches(microbatches(data, self.cfg, self._mbs))
 
     def finish_train_step(self) -> dict[str, object]:
+        """Steps the optimizer and the schedule."""
         rates = self.backend.rates()
         result = self.step.finish(self.cfg.max_grad_norm)
         if (trace := route_trace()) is not None:
@@ -260,6 +266,7 @@ class PolicyWorker(TQWorkerMixin):
         return step_report([result], rates, self.backend.router_metrics())
 
     def abort_train_step(self) -> None:
+        """Closes an open step without stepping."""
         self.step.abort()
 
     def _evaluate(self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int) -> StepResult:
@@ -282,6 +289,7 @@ class PolicyWorker(TQWorkerMixin):
     # -- residency ----------------------------------------------------------------------------------------------------
 
     def prepare_for_training(self) -> None:
+        """Model and optimizer on the device, communicators in place."""
         self.backend.rebuild_communicators()
         self.backend.to_device(optimizer=True)
 
@@ -319,9 +327,11 @@ class PolicyWorker(TQWorkerMixin):
         release_cached_memory(self.backend.device)
 
     def free_memory(self) -> int:
+        """Bytes free on this rank's device."""
         return free_memory(self.backend.device)
 
     def memory_in_use(self) -> int:
+        """Bytes in use on this rank's device."""
         return memory_in_use(self.backend.device)
 
     # -- weight export ------------------------------------------------------------------------------------------------
@@ -330,6 +340,7 @@ class PolicyWorker(TQWorkerMixin):
         return compute_dtype(self.cfg.precision)
 
     def tensor_metas(self) -> list[TensorMeta]:
+        """What an export yields, in order."""
         return self.backend.tensor_metas(self._export_dtype())
 
     def staging_budget(self) -> int:
@@ -373,9 +384,11 @@ class PolicyWorker(TQWorkerMixin):
         self._sender = WeightSender(spec, weights, self.backend.device, source=CACHE_OWNER, groups=self._groups)
 
     def export_window(self, index: int) -> dict[str, Published] | None:
+        """Packs and publishes one window."""
         return self._open_sender().export_window(index)
 
     def send_window(self, index: int) -> None:
+        """Pushes one window where the transport pushes."""
         self._open_sender().send_window(index)
 
     def _open_sender(self) -> WeightSender:
@@ -396,6 +409,7 @@ class PolicyWorker(TQWorkerMixin):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, weights_path: str, optimizer_path: str | None, save_format: str = "safetensors") -> None:
+        """Snapshots weights and optimizer; files follow in the background."""
         self.prepare_for_training()
         self.backend.save(weights_path, optimizer_path, save_format)
 

@@ -77,7 +77,9 @@ def start_scheduler(
 
 
 def stop_scheduler(scheduler: ActorHandle[object]) -> None:
-    """Closes the scheduler's log and ends its actor. Raises RayError: it did not close in time; it is ended."""
+    """Closes the scheduler's log and ends its actor, so that its name is free. Pipelines notice by their unanswered
+    heartbeats only. Raises RayError when it did not close its log by itself in time; its actor is ended all the same.
+    """
     import ray
 
     try:
@@ -132,7 +134,9 @@ class RayLink:
 
 
 class Orchestrator:
-    """Life cycle of pipelines: ids, registration, admission. Keeps registrations until they are admitted."""
+    """Life cycle of pipelines: ids, registration, admission. Stateless but for registrations that are not
+    admitted yet.
+    """
 
     def __init__(self, scheduler: ActorHandle[object], pool: Pool) -> None:
         self._scheduler, self._pool = scheduler, pool
@@ -158,7 +162,9 @@ class Orchestrator:
         self._registered[pipeline_id] = (ray_namespace, cluster_tp_configs, cluster_device_mappings, options)
 
     def admit_pipeline(self, pipeline_id: str) -> ActorHandle[object]:
-        """Registers with the scheduler; its handle. Raises RegistrationError."""
+        """Makes a registered pipeline known to the scheduler; returns the scheduler's handle. Raises
+        RegistrationError.
+        """
         import ray
 
         if pipeline_id not in self._registered:
@@ -167,13 +173,17 @@ class Orchestrator:
         return self._scheduler
 
     def drain_pipeline(self, pipeline_id: str) -> None:
-        """Lets a pipeline go once its ranks sleep and its trainer has released. Returns at once."""
+        """Gives a pipeline nothing more and lets it go once its ranks sleep and its trainer has released. Returns at
+        once.
+        """
         import ray
 
         ray.get(self._scheduler.drain.remote(pipeline_id), timeout=60)
 
     def unregister_pipeline(self, pipeline_id: str) -> None:
-        """Ends a pipeline whatever it does; nothing to do for one that leaves or is not there."""
+        """Ends a pipeline whatever it does, unless it is already leaving by itself; one that is not there is no error.
+        Returns at once.
+        """
         import ray
 
         self._registered.pop(pipeline_id, None)

@@ -110,7 +110,9 @@ class Agent(RankKeeper):
             self.send_status()
 
     def release(self, cluster: str) -> None:
-        """Gives a fixed cluster back. Raises ProtocolError: weights built on it are not published yet."""
+        """Gives a fixed cluster back. Raises ProtocolError when new weights were built on it and are not
+        published yet.
+        """
         held = self.holds.get(cluster)
         if held is None:
             raise ProtocolError(f"{self.topology.pipeline}: {cluster} is not held; held: {sorted(self.holds)}")
@@ -136,7 +138,9 @@ class Agent(RankKeeper):
         self.cached = version
 
     def begin_progress(self, target: int, done: int = 0, unit: int = 1) -> None:
-        """A new batch is waited for: `target` units of `unit` samples, `done` buffered. Raises ProtocolError."""
+        """Generation of a new batch is waited for: `target` units of `unit` samples, `done` of them buffered already.
+        Raises ProtocolError for what is no count.
+        """
         target, done, unit = (
             self._count("target", target),
             self._count("done", done),
@@ -160,6 +164,7 @@ class Agent(RankKeeper):
             self.send_status()
 
     def end_progress(self) -> None:
+        """Ends the demand for generation."""
         self._set_demand(0, 0, 1)
         self.send_status()
 
@@ -167,11 +172,15 @@ class Agent(RankKeeper):
         self.demand = Demand(target, min(done, target), unit, self.demand.seq + 1, self._rank_batch)
 
     def batch_measured(self, rank_batch: int) -> None:
-        """How many samples one engine runs at once at good speed, from 1; sent with the next demand."""
+        """How many samples one engine runs at once at good speed; sent with the next demand. Raises ProtocolError for
+        what is no count from 1.
+        """
         self._rank_batch = self._count("rank_batch", rank_batch, least=1)
 
     def builds_ahead(self) -> None:
-        """From here on engines can be built without weights, ahead of their first wakes."""
+        """The engines can be built from here on, without weights: the scheduler may have that done ahead of their first
+        wakes.
+        """
         self.builds = True
         self.send_status()
 
@@ -185,7 +194,9 @@ class Agent(RankKeeper):
 
     @contextmanager
     def one_status(self) -> Generator[None]:
-        """Sends what is done inside as one status: GPUs given back and asked for again are not reassigned."""
+        """Sends what is done inside as one status, so that GPUs that are given back and asked for again are not
+        reassigned in between.
+        """
         self._held_back, self._unsaid = True, False
         try:
             yield

@@ -21,11 +21,15 @@ REFRESH = "refresh"
 
 
 class ProtocolError(RuntimeError):
-    """The protocol does not allow what the pipeline asked for now; the message says what comes first."""
+    """The pipeline asked for something that the protocol does not allow at this point; the message says what has to
+    come first.
+    """
 
 
 class Operation(NamedTuple):
-    """Work in progress: `kind` drain, sleep, wake, sync or `refresh`; `version`: of sync and refresh."""
+    """Something that takes time: a rank command's `kind` (drain, sleep, wake, sync) or `refresh`; `version` is what
+    sync and refresh load.
+    """
 
     number: int
     kind: str
@@ -102,6 +106,7 @@ class RankKeeper:
         self._seq = self._operations = 0
 
     def send_status(self) -> None:
+        """Says everything there is to say; also the heartbeat."""
         raise NotImplementedError
 
     def begin_at(self, version: int) -> None:
@@ -111,7 +116,9 @@ class RankKeeper:
         self.cached = self.published = version
 
     def refresh(self, *, recompute_kv: bool = False) -> None:
-        """Brings cached weights to serving ranks, then publishes. `recompute_kv`: for the record."""
+        """Brings the cached weights to every rank that is awake and serving, then publishes; the host hears
+        `refreshed`. `recompute_kv` says what the host lets running requests do, for the record.
+        """
         self._recompute_kv = recompute_kv
         self._refresh_begun = self.published != self.cached
         self._refreshing = {index for index, rank in enumerate(self.ranks) if rank.phase is Phase.ACTIVE}
@@ -148,7 +155,9 @@ class RankKeeper:
             self._go_on_refreshing(operation.rank)
 
     def rank_broken(self, index: int) -> None:
-        """A serving rank makes no progress: it takes no request, and its failure is reported."""
+        """A serving rank makes no progress or answers no more: it takes no further request, and its
+        failure is reported to the scheduler.
+        """
         rank = self.ranks[index]
         if rank.phase is Phase.ACTIVE and not rank.broken:
             self._unroute(rank, index)

@@ -86,6 +86,7 @@ class ExternalJob:
             return self.held()
 
     def held(self) -> list[tuple[int, ...]]:
+        """The GPUs of each rank that may be used now; none after the release, or when the job was fenced."""
         with self._changed:
             return [] if self._over else [self._topology.ranks[rank] for rank in sorted(self._held)]
 
@@ -112,7 +113,9 @@ class ExternalJob:
             self._runtime.end_progress()
 
     def release(self, timeout_s: float) -> None:
-        """Gives everything back, free by now, and ends the registration. Raises TimeoutError."""
+        """Gives everything back, which must be free by now, and ends the registration. Raises TimeoutError; there is
+        nothing to do for a fenced job.
+        """
         with self._changed:
             self._released = True
             self._held.clear()

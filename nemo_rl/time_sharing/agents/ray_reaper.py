@@ -37,7 +37,9 @@ def agent_namespace(pipeline: str) -> str:
 
 
 def agent_actor_name(incarnation: int) -> str:
-    """The name of a pipeline's agent; it ends in the incarnation, so that ending one spares its successor."""
+    """The name of a pipeline's agent. Every actor of a pipeline ends in its incarnation, so that ending one never ends
+    its successor.
+    """
     return f"{_AGENT}{incarnation}"
 
 
@@ -59,7 +61,9 @@ def rank_actor_name(rank: int, incarnation: int) -> str:
 
 
 class SurvivingProcess(NamedTuple):
-    """A killed process not known to be gone. `started`: seconds since the epoch, 0 if unknown (reused numbers)."""
+    """A killed process that is not known to be gone. `started`: seconds since the epoch, 0 if unknown;
+    its number may be another's later.
+    """
 
     node: str
     pid: int
@@ -79,7 +83,9 @@ class Reaper:
         self._led_by_ranks = {key[:2] for key in self._left if key[2] >= 0}
 
     def ends_single_ranks(self, pipeline: str, incarnation: int) -> bool:
-        """Whether engines are, or were, actors of their own, so that one rank can be ended alone."""
+        """Whether the engines of a pipeline are, or were, actors of their own, so that one rank can be ended without
+        the others.
+        """
         if (pipeline, incarnation) not in self._led_by_ranks:
             namespace = agent_namespace(pipeline)
             # An engine that died may have been the only one.

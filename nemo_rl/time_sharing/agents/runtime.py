@@ -54,7 +54,9 @@ class EngineError(UserError, RuntimeError):
 
 
 class SchedulerLink(Protocol):
-    """The way to the scheduler; calls return at once, replies to a status come by the callback, if ever."""
+    """The way to the scheduler; both calls return at once, and a reply to a status comes back through the callback, if
+    ever.
+    """
 
     def status(self, status: Status, replied: Callable[[Reply], None]) -> None: ...
 
@@ -66,11 +68,15 @@ class Dismissed(RuntimeError):
 
 
 class RequestEnded(TimeoutError):
-    """The scheduler ended a request that waited longer than `request_s`; it may be asked for again."""
+    """The scheduler has ended a request without a grant, because it waited longer than `request_s`; it may be asked for
+    again.
+    """
 
 
 class AgentRuntime:
-    """An agent with its threads. `closed`: the pipeline left or was `fenced`; `on_closed` is called then."""
+    """An agent with its threads. `closed` is set when the pipeline has left, or was fenced (`fenced` is true then), and
+    `on_closed` called.
+    """
 
     def __init__(
         self,
@@ -135,7 +141,9 @@ class AgentRuntime:
             self._agent.cache_built(version)
 
     def publish(self, version: int, timeout_s: float, *, recompute_kv: bool = False) -> None:
-        """Refreshes awake ranks with the cache of `version` and publishes it. Raises TimeoutError."""
+        """Refreshes the ranks that are awake with the cache of `version`, and publishes it. Raises TimeoutError after
+        timeout_s. `recompute_kv` says whether the engine has running requests recompute their keys and values.
+        """
         with self._changed:
             if self._agent.cached < version:
                 self._agent.cache_built(version)

@@ -166,6 +166,7 @@ class SchedulerActor:
             }
 
     def stop(self) -> None:
+        """Ends the timers and closes the log; call it through `stop_scheduler`, which also ends the actor."""
         with self._lock:
             if self._stopped.is_set():
                 return
@@ -257,7 +258,9 @@ class SchedulerActor:
             core.answer(answer, time.time())
 
     def _note_memory_free(self, command: Command) -> None:
-        """Records what ended processes occupy no more: quarantined, or theirs by the ledger."""
+        """Records what the ended processes occupy no more: what is quarantined because of them, and what the ledger
+        gives them.
+        """
         record, state = self._record.bind(f"{command.pipeline}/reaper"), self._core.state
         for quarantine in state.quarantines:
             pipeline, incarnation, rank = quarantine.whose

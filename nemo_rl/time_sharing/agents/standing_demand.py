@@ -38,6 +38,7 @@ class RecentPeak:
         self._counts: deque[tuple[int, float | None]] = deque()
 
     def add(self, count: int, now: float) -> None:
+        """`count` holds from now on."""
         if self._counts:
             last, _ = self._counts.pop()
             if last > count:
@@ -74,12 +75,15 @@ class StandingDemand:
         self._begun = False
 
     def open_groups(self, ready: int, of: int, samples: int, now: float) -> None:
+        """`ready` of `of` groups of `samples` samples each are there."""
         with self._lock:
             self._total, self._open = of * samples, max(of - ready, 0) * samples
             self._send(now)
 
     def under_way(self, requests: int, now: float) -> None:
-        """Requests on an engine or waiting; before the first, all that is open counts: engines wake early."""
+        """So many requests run on an engine or wait for one. Before the first of them the whole of what is open
+        counts: engines may wake before requests are sent.
+        """
         with self._lock:
             self._begun |= requests > 0
             if self._begun:
@@ -103,7 +107,9 @@ class StandingDemand:
 
 
 class OpenSamples:
-    """The demand of batches that others send: all samples not finished. True while a batch is open."""
+    """The demand of batches that others send when they like: the samples of all of them that are not finished. True
+    while a batch is open.
+    """
 
     def __init__(self, progress: Progress) -> None:
         self._demand = StandingDemand(progress)
@@ -117,7 +123,9 @@ class OpenSamples:
 
     @contextmanager
     def batch(self, samples: int) -> Generator[Callable[[], None]]:
-        """A batch is open inside the block; yields what to call per finished sample. The end forgets the rest."""
+        """Such a batch is open inside the block; yields what is called for each of its samples that is finished, and
+        does not wait. Samples that are not finished when the block ends, by an error, count no more.
+        """
         mine = [samples]
 
         def finished() -> None:

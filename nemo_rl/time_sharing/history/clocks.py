@@ -22,7 +22,9 @@ class Clocks:
         self.drift_s = 0.0
 
     def went_back(self, source: str, time: float) -> str | None:
-        """Takes a time earlier than its source's last one, and says what is wrong with it, if anything."""
+        """Takes the time of an entry that is earlier than its source's last one, and says what is wrong with it, if it
+        is.
+        """
         before = self.latest[source]
         # The scheduler's clock is steady by its own promise; another machine's may be corrected a little.
         if time < before - (0.0 if source == SCHEDULER else SLACK_S):

@@ -37,7 +37,9 @@ class _Request:
 
 
 class _Eviction(NamedTuple):
-    """A serving rank is drained: its GPUs, seconds served, ranks up before; `own`: for a reason of its own."""
+    """A serving rank is drained: its GPUs, seconds served, ranks its pipeline had up before; `own`: for a reason of its
+    own.
+    """
 
     pipeline: str
     gpus: frozenset[int]
@@ -80,6 +82,7 @@ class _Pipeline:
 
     @property
     def withdraws(self) -> bool:
+        """Whether nothing more is given to it."""
         return self.leaving or self.paused
 
     @property
@@ -89,6 +92,7 @@ class _Pipeline:
 
     @property
     def pull(self) -> float:
+        """What its share is in proportion to."""
         return max(self.spec.weight * self.demand * self.tp, 1e-9)
 
     def least_slice(self, min_hold_s: float, max_slice_s: float) -> float:

@@ -75,7 +75,9 @@ class OrderChecks:
         }
 
     def tail_lost(self, entry: Entry) -> None:
-        """The new scheduler says again which expands are under way, and what training GPUs are held for."""
+        """Which expands are under way, and what training GPUs are held for, is known again when the new scheduler says
+        so.
+        """
         self._gap = True
         for pipeline in self._pipelines.values():
             pipeline.unsure = True

@@ -137,7 +137,9 @@ class PromptChecks:
                 of.gone = pipeline.gone
 
     def _sent(self, entry: Entry, event: ev.CommandSent) -> None:
-        """Adapters that are ended by force lose what they had open, also where their job lives on."""
+        """Adapters that were ended by force lose what they had open, also where their job lives on and leaves by
+        itself.
+        """
         if event.verb == "reap":
             for name, pipeline in self._pipelines.items():
                 if job_of_adapter(name) == event.pipeline:

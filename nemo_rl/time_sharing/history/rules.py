@@ -284,7 +284,9 @@ class RuleChecks:
                 self._taken.append((what, holder, gpus))
 
     def _judge_taken(self, time: float) -> None:
-        """Judges plans that are over: a request may have what is left of a wide rank that made way."""
+        """Judges plans that are over: a request may have what is left of the GPUs of a wide rank that makes way for
+        generation, or for a request of its own pipeline.
+        """
         if time == self._claims_at[0]:
             return
         for what, holder, gpus in self._taken:

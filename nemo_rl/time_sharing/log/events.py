@@ -33,7 +33,9 @@ class PoolOpened:
 
 @event_kind("ts_scheduler_started")
 class SchedulerStarted:
-    """A scheduler took over under a larger `term`. Not `complete`: the log may have lost its end before."""
+    """A scheduler took over the log; `term` is larger than any before it. Not `complete`: the log may have lost its end
+    before.
+    """
 
     term: int
     complete: bool = True
@@ -48,7 +50,9 @@ class LogSigned:
 
 @event_kind("ts_log_closed")
 class LogClosed:
-    """The scheduler was stopped; as a log's last line it shows that the end is not missing."""
+    """The scheduler was stopped and wrote nothing more: as the last line of a log it shows that the end is not
+    missing.
+    """
 
 
 @event_kind("ts_inventory_done")
@@ -82,7 +86,9 @@ class DemandReported:
 
 @event_kind("ts_builds_ahead")
 class BuildsAhead:
-    """The engines of a pipeline can be built on idle GPUs, ahead of their first wakes."""
+    """The engines of a pipeline can be built, and may be on idle GPUs, ahead of their
+    first wakes.
+    """
 
     pipeline: str
 
@@ -171,7 +177,9 @@ class Granted:
 
 @event_kind("ts_priority_changed")
 class PriorityChanged:
-    """A cluster holds its GPUs for another purpose (log-probs, then training); the hold's end stays."""
+    """A cluster goes on holding its GPUs for another purpose (log-probs, then training); the hold's end does
+    not move.
+    """
 
     pipeline: str
     cluster: str
@@ -183,7 +191,9 @@ class PriorityChanged:
 
 @event_kind("ts_released")
 class Released:
-    """A fixed cluster gave its GPUs back, verified free; `version`: published by then."""
+    """A fixed cluster gave its GPUs back, the memory verified free by the agent; `version` is what it had published by
+    then.
+    """
 
     pipeline: str
     cluster: str
@@ -193,7 +203,9 @@ class Released:
 
 @event_kind("ts_rank")
 class RankMoved:
-    """A rank changed phase. WAKING, BUILDING take its GPUs under a new epoch; ASLEEP gives them back."""
+    """A generation rank changed phase. WAKING and BUILDING take the rank's GPUs under a new epoch, ASLEEP gives them
+    back.
+    """
 
     pipeline: str
     rank: int
@@ -228,7 +240,9 @@ class CommandSent:
 
 @event_kind("ts_command_ended")
 class CommandEnded:
-    """A command is over: `done`, `failed`, `stale`, `refused`, `expired` at its deadline, or `fenced`."""
+    """A command is over: `done`, `failed`, `stale`, `refused` as answered, `expired` at its deadline, `fenced` with its
+    pipeline.
+    """
 
     command: str
     outcome: str
@@ -243,7 +257,9 @@ class Leaving:
 
 @event_kind("ts_paused")
 class Paused:
-    """Makes way for a while: ranks sleep, nothing more is given until `Resumed`; training GPUs stay until released."""
+    """A pipeline makes way for a while: its ranks go to sleep and nothing more is given to it until `Resumed`. What it
+    trains on it keeps until it gives it back.
+    """
 
     pipeline: str
     reason: str
@@ -271,7 +287,9 @@ class SharingMeasured:
 
 @event_kind("ts_fenced")
 class Fenced:
-    """A pipeline is cut off: nothing it says counts, and its processes end before its GPUs are given on."""
+    """A pipeline is cut off: nothing it says counts any more, and its processes are being ended before its GPUs are
+    given on.
+    """
 
     pipeline: str
     incarnation: int
@@ -289,7 +307,9 @@ class Unregistered:
 
 @event_kind("ts_gpus_quarantined")
 class GpusQuarantined:
-    """GPUs whose memory could not be shown to be free: withheld until `until`, then freeing is retried."""
+    """The memory of these GPUs could not be shown to be free: they are withheld until `until`, when freeing is tried
+    again.
+    """
 
     gpus: tuple[int, ...]
     pipeline: str
@@ -322,7 +342,9 @@ class ClockJumped:
 
 @event_kind("ts_isolated")
 class Isolated:
-    """Most pipelines fell silent: until `Reconnected` none is fenced for silence and no deadline passes."""
+    """Most pipelines fell silent at once, so the scheduler takes itself for cut off: until `Reconnected` it fences
+    no pipeline for silence and no deadline passes.
+    """
 
     silent: int
     registered: int
@@ -330,7 +352,9 @@ class Isolated:
 
 @event_kind("ts_reconnected")
 class Reconnected:
-    """Enough are heard, or `isolation_s` passed (`given_up`). Open commands and holds get those seconds."""
+    """Enough pipelines are heard again, or `isolation_s` has passed (`given_up`). Every open command and hold gets the
+    seconds that this lasted.
+    """
 
     seconds: float
     given_up: bool = False
@@ -338,7 +362,9 @@ class Reconnected:
 
 @event_kind("ts_memory_taken")
 class MemoryTaken:
-    """By the pipeline: `what` (`actor_train`, `rank 3`) occupies memory on these GPUs from now on."""
+    """Written by the pipeline's side: from now on `what` (`actor_train`, `rank 3`, ...) occupies memory on
+    these GPUs.
+    """
 
     what: str
     gpus: tuple[int, ...]

@@ -65,7 +65,9 @@ class HeldCluster:
 
 @dataclass(slots=True)
 class AwakeRank:
-    """A rank with its GPUs; `since` it got them, `serves_since` it first took requests."""
+    """A generation rank that holds its GPUs; `since` is when it got them, `serves_since` when it first took
+    requests.
+    """
 
     phase: Phase
     epoch: int
@@ -132,6 +134,7 @@ class PipelineState:
         return self.leaving or self.paused
 
     def waking(self) -> bool:
+        """Whether an expand is planned or under way."""
         return bool(self.claimed_ranks) or any(
             rank.phase in (Phase.WAKING, Phase.SYNCING, Phase.READY) for rank in self.awake.values()
         )

@@ -76,6 +76,8 @@ class Submission:
 
 @dataclass(frozen=True)
 class Standing:
+    """One pipeline of the pool."""
+
     name: str
     train: tuple[int, ...]
     infer: tuple[int, ...]

@@ -40,7 +40,9 @@ _BEGINNING_LINES = 3  # the file's opening, its writer's signature, the state
 
 
 def segments_of(first: Path) -> list[Path]:
-    """The segments of a log that are there, oldest first; `first`, the first one's path, may be removed."""
+    """The segments of a log that are there, oldest first; `first` is the path of the first one, which may have been
+    removed.
+    """
     later = [
         path for path in first.parent.glob(f"*{first.suffix}") if segment_number(path) and first_segment(path) == first
     ]
@@ -48,7 +50,9 @@ def segments_of(first: Path) -> list[Path]:
 
 
 def missing_segment(segments: Sequence[Path]) -> Path | None:
-    """The first missing between a log's segments and not set aside; None if none is."""
+    """The first that is missing between the segments of a log, and was not set aside; None if none is, whatever is
+    missing before them.
+    """
     for before, after in pairwise(segments):
         for number in range(segment_number(before) + 1, segment_number(after)):
             path = _numbered(first_segment(after), number)
@@ -58,7 +62,9 @@ def missing_segment(segments: Sequence[Path]) -> Path | None:
 
 
 def newest_segment(first: Path) -> tuple[Path, bool]:
-    """The segment to go on with, and whether it is the newest; a damaged one is set aside, as `*.damaged`."""
+    """The segment to go on with, and whether that is the newest. One whose beginning is damaged is set aside, as
+    `*.damaged`, for the one before it.
+    """
     for path in reversed(segments_of(first)):
         if path == first or any(
             isinstance(entry.event, StateSaved) for entry in islice(read_record(path, recover=True), _BEGINNING_LINES)
@@ -129,7 +135,9 @@ class SegmentedLog:
         return self._writer.bind(source, clock=clock)
 
     def flush(self) -> None:
-        """To the operating system; to the disk what must last, and everything while the log is unsigned."""
+        """Brings what was emitted to the operating system; to the disk what must last, and all of it while the log is
+        unsigned.
+        """
         self._writer.flush(durable=self._durable or self._must_reach_disk)
         self._must_reach_disk = False
 
@@ -139,7 +147,9 @@ class SegmentedLog:
         log_end.sign(self._writer, boot)
 
     def begin_segment(self, state: StateSaved) -> None:
-        """Goes on in a new file that begins with `state`; where none can be written, in the present one."""
+        """Goes on in a new file that begins with `state`. Where none can be written, goes on in the present one and is
+        due again later.
+        """
         first = first_segment(self._path)
         path = _numbered(first, self._number + 1)
         try:

@@ -74,13 +74,16 @@ class SchedulerState:
         self.commands: dict[str, PendingCommand] = {}
 
     def apply(self, event: object, at: float) -> None:
-        """Takes one event into the state; those of other parts of the run change nothing."""
+        """Takes one event into the state; events of other parts of the run are not the scheduler's and change
+        nothing.
+        """
         fold = _FOLDS.get(type(event))
         if fold is not None:
             self.time = at
             fold(self, event, at)
 
     def free(self, gpu: int) -> bool:
+        """Whether the GPU is not held (it may still be claimed)."""
         return self.owner[gpu] is None and gpu not in self.quarantined
 
     def pipeline(self, name: str) -> PipelineState:

@@ -76,6 +76,7 @@ class CommandPipeline(LentPipeline):
     # -- the command --------------------------------------------------------------------------------------------------
 
     def progress(self) -> Progress:
+        """How often it was started, as steps."""
         running = self._process is not None and self._process.poll() is None
         phase = "running" if running else "waiting for GPUs"
         if running and self._stopping.is_set() and isinstance(self._config, CommandConfig):
@@ -294,7 +295,9 @@ class CommandPipeline(LentPipeline):
         return max(0.0, deadline - time.monotonic())
 
     def _end(self, grace_s: float) -> bool:
-        """Ends the command's processes: politely for `grace_s`, then at once; whether it ended by itself."""
+        """Ends the command with all its processes: politely for `grace_s`, then at once. Returns whether it ended by
+        itself.
+        """
         process = self._process
         if process is None or process.poll() is not None:
             return True

@@ -91,12 +91,15 @@ class LentPlacement(LentSlots):
         self.done, self.of = 0, 0
 
     def shard_record(self, record: Record) -> Record:
+        """That of the pipeline."""
         return self._record
 
     def building(self) -> AbstractContextManager[object]:
+        """Does nothing: there is no policy."""
         return nullcontext()
 
     def accelerators(self, parts: VllmGeneration) -> LentEngines:
+        """The GPUs of the engines."""
         self._engines.put(FixedWeights(parts.fleet, self._on_first_sleep))
         parts.fleet.on_failure(lambda rank, reason: self._runtime.rank_broken_soon(rank))
         return LentEngines(self._runtime, parts, self._answers, self._show)
@@ -131,11 +134,14 @@ class LentEngines(KeptAccelerators):
 
 
 class EvaluationPipeline(LentPipeline):
+    """An evaluation."""
+
     def __init__(self, job: Job, handles: PoolHandles, incarnation: int) -> None:
         super().__init__(job, handles, incarnation)
         self._placement: LentPlacement | None = None
 
     def progress(self) -> Progress:
+        """Problems answered so far, as steps."""
         placement = self._placement
         if placement is None or placement.of == 0:
             return Progress("starting", 0, 0, "")

@@ -33,7 +33,9 @@ def engines_are_too_wide(name: str, engines: VllmConfig | None, gpus: int) -> st
 
 
 def as_teacher(config: MasterConfig, name: str) -> None:
-    """Raises ConfigError: the configuration has no teacher in engines, which a job could serve."""
+    """Checks the configuration of a student whose teacher a job serves to others. Raises ConfigError: it has none that
+    engines can be.
+    """
     teacher, jobs = config.teacher, config.on_policy_distillation.job_by_agent_name.values()
     if teacher is None and jobs and not config.on_policy_distillation.enabled:
         raise ConfigError(

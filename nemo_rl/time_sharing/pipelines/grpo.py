@@ -41,7 +41,9 @@ _REGISTER_S = 60.0
 
 @dataclass(frozen=True)
 class PoolHandles:
-    """What a pipeline needs of its pool. `slot_bytes`: of one slot; None for whole accelerators and CPU slots."""
+    """What a pipeline needs of its pool. `slot_bytes`: device memory of one slot; None where a slot is a whole
+    accelerator, or on CPU slots.
+    """
 
     scheduler: Any
     pool: Pool
@@ -54,6 +56,7 @@ class PoolHandles:
 
     @property
     def unit(self) -> str:
+        """What a slot is, in words."""
         return "GPU" if self.accelerator == "cuda" else "CPU slot"
 
 
@@ -66,7 +69,9 @@ def progress_of(shown: RunProgress, step: int, log_dir: str, waited_s: float) ->
 
 
 class LentPipeline:
-    """What every kind of pipeline is to its pool. `incarnation`: number of this start, larger than any before."""
+    """What every kind of pipeline is to its pool. `incarnation`: number of this start of the pipeline; larger than any
+    before.
+    """
 
     def __init__(self, job: Job, handles: PoolHandles, incarnation: int) -> None:
         # Ray gives actors a working directory of their own.
@@ -82,6 +87,7 @@ class LentPipeline:
         self._outcome = Outcome("failed", "it was never started")
 
     def pid(self) -> int:
+        """The process."""
         return os.getpid()
 
     # -- from the scheduler -------------------------------------------------------------------------------------------
@@ -103,6 +109,7 @@ class LentPipeline:
     # -- the run ------------------------------------------------------------------------------------------------------
 
     def progress(self) -> Progress:
+        """What the pipeline is doing now."""
         raise NotImplementedError
 
     def drain(self) -> str:
@@ -158,7 +165,9 @@ class LentPipeline:
             return Outcome("failed", f"{type(error).__name__}: {error}", self.progress().step)
 
     def register(self) -> Topology:
-        """Registers with the scheduler; its topology. `join` must follow at once: it sends heartbeats."""
+        """Makes the pipeline known to the scheduler; its topology. `join` must follow at once: no heartbeats are sent
+        before.
+        """
         from nemo_rl.time_sharing.agents.actors import register_at
         from nemo_rl.time_sharing.agents.ray_reaper import agent_namespace
 
@@ -168,10 +177,12 @@ class LentPipeline:
         return register_at(self._handles.scheduler, registration, _REGISTER_S)
 
     def open_record(self) -> RecordWriter:
+        """Where the agent writes, beside the scheduler's log."""
         path = Path(self._handles.log_dir) / f"{self._job.name}.{self._incarnation}.jsonl"
         return RecordWriter(path, source=f"{self._job.name}/agent", flush_interval_s=0.0)
 
     def join(self, engines: Ranks, record: RecordWriter) -> AgentRuntime:
+        """Registers and starts the agent."""
         self._engines, self._record = engines, record
         topology, link = self.register(), RayLink(self._handles.scheduler)
         self._runtime = AgentRuntime(topology, self._incarnation, engines, link, record, self._handles.limits)
@@ -186,7 +197,9 @@ class LentPipeline:
         self._enter(Part.TRAINER, self._job.train, measured, needs)
 
     def engine_built(self, rank: int, built: FirstSleep) -> None:
-        """Enters what a sleeping new engine leaves on its GPUs. Raises EngineError: it does not fit."""
+        """Enters what a new engine leaves on its GPUs while it sleeps into the pool's ledger. Raises EngineError: it
+        does not fit; the pool ends this pipeline.
+        """
         from nemo_rl.time_sharing.pipelines.residents import Part, PoolFull
 
         left = tuple(memory.used for memory in built.measured)
@@ -250,12 +263,14 @@ class NemoRLFullFinetunePipeline(LentPipeline):
         self._run: GRPORun | None = None
 
     def progress(self) -> Progress:
+        """What the run is doing now."""
         run = self._run
         if run is None:
             return Progress("starting", 0, 0, "")
         return progress_of(run.progress, run.state.step, run.config.logger.log_dir, self._waited_s())
 
     def drain(self) -> str:
+        """Finishes its step, saves and leaves."""
         super().drain()
         if self._run is not None:
             self._run.timeout.end_after_step()

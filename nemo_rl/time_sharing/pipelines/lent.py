@@ -52,13 +52,16 @@ class RequestsOnly:
         self._record = record
 
     def emit(self, event: object) -> None:
+        """Passes requests on."""
         if isinstance(event, RequestSubmitted | RequestFinished):
             self._record.emit(event)
 
     def bind(self, source: str, *, clock: Callable[[], float] | None = None) -> Record:
+        """The same under another source name."""
         return RequestsOnly(self._record.bind(source, clock=clock))
 
     def flush(self) -> None:
+        """Flushes what is behind it."""
         self._record.flush()
 
 
@@ -76,6 +79,7 @@ class LentSlots:
         """The Ray cluster is the pool's."""
 
     def reserve(self, config: object, accelerator: Accelerator) -> Clusters:
+        """The slots of the registration."""
         return self.clusters
 
 
@@ -115,6 +119,7 @@ class LentPlacement(LentSlots):
         self._runtime, self._engines, self._wait_s = runtime, engines, wait_s
 
     def served_teacher(self, teacher: Teacher, config: MasterConfig) -> ServedTeacher:
+        """A job of the same pool."""
         return PooledTeacher(self.record_prefix.rstrip("/"), teacher, *teacher.asked(config), wait_s=self._wait_s)
 
     def shard_record(self, record: Record) -> Record:
@@ -134,7 +139,9 @@ class LentPlacement(LentSlots):
         self._runtime.release(ACTOR_TRAIN)
 
     def accelerators(self, parts: Built) -> LentAccelerators:
-        """Packs the first weights, leaves the GPUs, gives the agent the engines. Raises CacheError."""
+        """Packs the first weights, moves training off the GPUs and hands the engines to the agent. Raises CacheError:
+        two copies of the weights do not fit into host memory.
+        """
         if parts.generation is None:
             raise ValueError("a pipeline on a shared pool generates; grpo.rollout_replay leaves nothing to share")
         sync = parts.config.weight_sync
@@ -258,7 +265,9 @@ class LentAccelerators:
             yield report
 
     def lend_training(self, step: int) -> None:
-        """Waits for the training GPUs. Raises TimeoutError: not granted in time; Dismissed."""
+        """Waits for the training GPUs. Raises TimeoutError: they were not granted in time; Dismissed: the scheduler
+        ended this pipeline.
+        """
         if self._holds:
             return
         self._phase("waiting for training GPUs")
@@ -308,7 +317,9 @@ class LentAccelerators:
             self._runtime.end_progress()
 
     def leave(self) -> None:
-        """Gives GPUs back, puts ranks to sleep and ends the registration. Raises TimeoutError."""
+        """The run is over: training GPUs that were asked for once more go back, the ranks are put to sleep, and the
+        registration ends. Raises TimeoutError: the scheduler did not let the pipeline go in time.
+        """
         if self._holds:
             leave_accelerators(self._policy, self._accelerator)
             self._runtime.release(ACTOR_TRAIN)

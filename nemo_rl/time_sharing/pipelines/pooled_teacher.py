@@ -101,7 +101,9 @@ class PooledTeacher:
         return found
 
     def _scored(self, batch: BatchedDataDict, k: int) -> BatchedDataDict:
-        """What the job says of a batch; if it dies, the next. Raises GenerationError: too late; ConfigError: gone."""
+        """What the job says of a batch; of one that dies meanwhile the next is asked. Raises GenerationError: it could
+        not score them in time; ConfigError: it died, and no other came.
+        """
         deadline = time.monotonic() + self._wait_s
         while True:
             left_s = max(1.0, deadline - time.monotonic())
@@ -123,6 +125,7 @@ class PooledTeacher:
                 raise
 
     def kernels(self) -> str:
+        """What computes it, in words."""
         return f"the job {self._job} of the pool"
 
     def shutdown(self) -> None:

@@ -35,7 +35,9 @@ RESERVATION = "time_sharing_"
 
 
 def reserve_pool(pool: Pool, accelerator: Accelerator) -> list[PlacementGroup]:
-    """A group per node with a bundle per GPU, outliving this process. Raises ResourceInsufficientError."""
+    """One placement group per node, with one bundle per GPU; they outlive the process that reserves them. Raises
+    ResourceInsufficientError: the Ray cluster does not have the slots, or they did not become free in time.
+    """
     bundle = {accelerator.ray_resource: 1.0, "CPU": 1.0}
     groups = [
         placement_group(
@@ -101,9 +103,11 @@ class SharedCluster(RayVirtualCluster):
         self._pipeline, self._incarnation, self._leads_ranks = pipeline, incarnation, leads_ranks
 
     def get_placement_groups(self) -> list[PlacementGroup]:
+        """Those of the pool, by node of the pool."""
         return self._pool_groups
 
     def places(self) -> list[tuple[int, int]]:
+        """Node of the pool and bundle of each GPU."""
         return [divmod(gpu, self._pool.gpus_per_node) for gpu in self._gpus]
 
     def actor_name(self, group: str, rank: int) -> dict[str, str]:
@@ -112,4 +116,5 @@ class SharedCluster(RayVirtualCluster):
         return {"name": name, "namespace": agent_namespace(self._pipeline)}
 
     def shutdown(self) -> None:
+        """The slots stay the pool's."""
         self._slots = None

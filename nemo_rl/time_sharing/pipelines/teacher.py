@@ -48,6 +48,7 @@ class TeacherPipeline(LentPipeline):
         self._samples = self._batches = 0
 
     def progress(self) -> Progress:
+        """Batches scored so far, as steps."""
         if self._generation is None:
             phase = "starting"
         else:
@@ -55,6 +56,7 @@ class TeacherPipeline(LentPipeline):
         return Progress(phase, self._batches, 0, self._handles.log_dir)
 
     def drain(self) -> str:
+        """Scores what is open and leaves."""
         super().drain()
         return "scores the samples that it has, and leaves"
 
@@ -97,6 +99,7 @@ class TeacherPipeline(LentPipeline):
     # -- from students ------------------------------------------------------------------------------------------------
 
     def teaches(self) -> Served:
+        """What it serves."""
         policy, (topk, _) = self._teacher.policy, self._teacher.asked(self._config)
         return Served(policy.model_name, topk, policy.generation.vllm_cfg.max_model_len)
 

@@ -65,7 +65,9 @@ def build_engine(fleet: EngineFleet, rank: int, on_first_sleep: FirstSlept, leve
 
 
 class BuildableEngines:
-    """Shards without weights yet: they can be built and sleep. `level`: of sleep; the configured one by default."""
+    """The shards of one generation backend while there are no weights for them: they can be built and sleep.
+    `on_first_sleep`: see `build_engine`. `level`: at which they sleep; the configured one by default.
+    """
 
     def __init__(self, fleet: EngineFleet, on_first_sleep: FirstSlept, level: int | None = None) -> None:
         self._fleet, self._on_first_sleep, self._level = fleet, on_first_sleep, level
@@ -103,7 +105,9 @@ class BuildableEngines:
 
 
 class VllmEngine(BuildableEngines):
-    """Implements `runtime.Engine`. `version`: that the weight cache serves; None before the first."""
+    """Implements `runtime.Engine` over the shards of one generation backend. `version`: the version that the weight
+    cache serves; None before the first. `on_first_sleep`: see `build_engine`.
+    """
 
     def __init__(
         self,
@@ -123,7 +127,9 @@ class VllmEngine(BuildableEngines):
             self._elastic.wake_weights([rank])
 
     def load(self, rank: int, version: int) -> int:
-        """Brings the cached weights to a woken or serving rank; their version: `version` or a newer one."""
+        """Brings the cached weights to a rank that woke, or to one that serves; the version they are, `version` or a
+        newer one.
+        """
         self._loads.run(rank)
         served = self._version()
         return version if served is None else max(version, served)
@@ -173,6 +179,7 @@ class EngineSlot:
         self.engine.set_routable(rank, active)
 
     def ended(self, rank: int) -> None:
+        """See `VllmEngine`; nothing to forget where nothing was built."""
         if self._engine is not None:
             self._engine.ended(rank)
 

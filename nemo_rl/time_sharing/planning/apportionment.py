@@ -51,7 +51,9 @@ def _trains_next(pipeline: PipelineState) -> bool:
 
 
 def serve_unscheduled(plan_state: PlanState, result: Plan, name: str, pipeline: PipelineState) -> None:
-    """Gives a pipeline without a rank a free one, else one past its time slice; else reserves the likeliest."""
+    """A pipeline with work and no rank gets one: a free one, else one whose holder has had its time slice; else it
+    reserves the likeliest.
+    """
     since = pipeline.unscheduled_since
     if since is None or plan_state.useful[name] == 0 or name in plan_state.no_expand or _trains_next(pipeline):
         return
@@ -111,7 +113,9 @@ _Marks = list[int]
 
 
 def hand_out_free(plan_state: PlanState, result: Plan, takers: list[PipelineShare]) -> None:
-    """Gives free GPUs to the least served, beyond its entitlement only what no entitled pipeline wants."""
+    """Gives free GPUs to the pipeline that is served least, again and again; beyond what it is entitled to only what
+    no entitled pipeline wants.
+    """
     marks = list(plan_state.kind.translate(_MARK_OF_KIND))
     if _CLEAR not in marks:
         return

@@ -24,7 +24,9 @@ _Option = tuple[float, int, list[tuple[str, int]]]
 def move_busy(
     plan_state: PlanState, result: Plan, takers: list[PipelineShare], shares: dict[str, PipelineShare]
 ) -> None:
-    """Moves ranks from better to worse served pipelines, where the mapping allows."""
+    """Moves ranks from pipelines that are served better to pipelines that are served worse, where the mapping
+    allows.
+    """
     if RANK in plan_state.kind:
         moves = _Moves(plan_state, result, shares)
         for taker in sorted([p for p in takers if p.ranks_up < p.useful], key=lambda p: (p.now, p.name)):
@@ -141,7 +143,9 @@ def _wide_options(
     willing: set[PipelineShare],
     shares: dict[str, PipelineShare],
 ) -> list[_Option]:
-    """Ranks of several GPUs whose holders might give way, the best served's first; `holders` by rank."""
+    """Ranks of several GPUs each whose holders might give way, those of the best served first; `holders` by rank, of
+    its first GPU.
+    """
     found = []
     for rank in candidates(plan_state, plan_state.pipelines[taker.name]):
         giver, gpus = holders[rank], taker.ranks[rank]

@@ -17,7 +17,9 @@ from nemo_rl.time_sharing.planning.plan_state import PlanState
 
 
 class Claimant(NamedTuple):
-    """One pipeline in the division: relative `claim` > 0, `minimum` and `maximum` in GPUs, `rank_gpus` of a rank."""
+    """One pipeline in the division: `claim` > 0 relative, `minimum` and `maximum` in GPUs, `rank_gpus` the size of one
+    rank.
+    """
 
     name: str
     claim: float

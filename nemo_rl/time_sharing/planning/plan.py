@@ -20,7 +20,9 @@ Reason = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a planner reads and must not change. `slots`: leased for engines; training turns are numbered after."""
+    """What a planner reads. It must not change any of it. `slots`: how many of what is leased engines may be on;
+    training turns have the numbers from there on.
+    """
 
     limits: Limits
     pipelines: Mapping[str, PipelineState]
@@ -35,7 +37,9 @@ class Snapshot:
 
 
 class Grant(NamedTuple):
-    """All GPUs of a fixed cluster go to it once free; `passed`: requests ahead of it that it safely overtakes."""
+    """All GPUs of a fixed cluster go to it once free; `passed` are the requests ahead of it that it overtakes
+    safely.
+    """
 
     pipeline: str
     cluster: str
@@ -65,7 +69,9 @@ class Shrink(NamedTuple):
 
 
 class Expand(NamedTuple):
-    """A rank takes its GPUs once free and wakes (`ahead`: is built, and sleeps). `guaranteed`: for the minimum hold."""
+    """A generation rank takes its GPUs once free and wakes; `ahead`: its engine is built there, and sleeps then. A
+    `guaranteed` rank is safe from every request for the minimum hold time.
+    """
 
     pipeline: str
     rank: int
@@ -86,7 +92,9 @@ class Wait(NamedTuple):
 
 @dataclass(slots=True)
 class Plan:
-    """Everything to begin now. `entitled`: elastic GPUs of each pipeline with demand; `in_ranks`: as whole ranks."""
+    """Everything to begin now. `entitled`: GPUs of the elastic budget each pipeline with demand is entitled to, before
+    rounding; `in_ranks`: the GPUs of as many whole ranks.
+    """
 
     grants: list[Grant] = field(default_factory=list)
     priority_changes: list[PriorityChange] = field(default_factory=list)
@@ -137,7 +145,9 @@ _ABOUT_TIME = ("backfill", "unscheduled", "time_slice")
 
 
 def reason_text(because: Reason, now: float = 0.0, name_of: Callable[[int], str] = str) -> str:
-    """A reason as a clause; times are seconds from `now`. `name_of`: what people call a slot."""
+    """A reason as an English clause; points in time are given as seconds from `now`. `name_of`: what people call a
+    slot.
+    """
     name, *values = because
     if name in _ABOUT_TIME:
         values[-1] = abs(now - float(str(values[-1])))
@@ -149,7 +159,9 @@ def reason_text(because: Reason, now: float = 0.0, name_of: Callable[[int], str]
 
 
 def explain(plan: Plan, now: float = 0.0, name_of: Callable[[int], str] = str) -> Iterator[str]:
-    """Why each GPU goes where it goes, a sentence per decision made at `now`. `name_of`: what people call a slot."""
+    """Why each GPU goes where it goes, one sentence per decision; `now` is when the plan was made. `name_of`: what
+    people call a slot.
+    """
     reason = partial(reason_text, now=now, name_of=name_of)
     for g in plan.grants:
         what = f"{g.cluster} (GPUs {_listed(g.gpus, name_of)}) for {g.priority.name}"

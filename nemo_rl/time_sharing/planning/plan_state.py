@@ -26,7 +26,9 @@ _KIND_OF_PHASE = {phase: FREEING if phase in SLEEP_PHASES else RANK for phase in
 
 
 class Reservation(NamedTuple):
-    """A request that waits for a GPU: label, pipeline, when GPUs are expected, and its want (None: unscheduled)."""
+    """A request that waits for a GPU: its label, its pipeline, when the GPUs are expected free, and the request (None:
+    an unscheduled pipeline).
+    """
 
     label: str
     name: str
@@ -35,7 +37,9 @@ class Reservation(NamedTuple):
 
 
 def useful_ranks(pipeline: PipelineState) -> int:
-    """How many ranks a pipeline can use: for its remaining samples, within its share, one while it has demand."""
+    """How many ranks a pipeline can use: enough for its remaining samples, within its maximum share, at least one while
+    it has demand.
+    """
     remaining = pipeline.demand.remaining
     if remaining <= 0 or pipeline.withdraws or pipeline.fenced:
         return 0
@@ -155,7 +159,9 @@ class PlanState:
         return self.first_start.keys() | self.kept_for.keys()
 
     def may_be_passed(self, reservation: Reservation) -> bool:
-        """Whether a later request may be let past, this plan's counted; an unscheduled pipeline never."""
+        """Whether a later request may yet be let past, counting those that this plan has let past already; an
+        unscheduled pipeline never.
+        """
         queued = reservation.queued
         return queued is not None and queued.passed + self.passings[reservation.label] < self.limits.max_backfills
 

@@ -40,7 +40,9 @@ class QueueItem(NamedTuple):
 
 @dataclass(slots=True)
 class _Obstacles:
-    """What keeps a fixed request from its GPUs, and what it would evict; `building`: ranks being built there."""
+    """What keeps a fixed request from its GPUs now, and what it would evict; `building` are ranks, each with a GPU of
+    it, whose engines are being built.
+    """
 
     victims: set[tuple[str, int]] = field(default_factory=set)
     because: Reason | None = None
@@ -210,7 +212,9 @@ def _initialises(snapshot: Snapshot, pipeline: PipelineState) -> bool:
 
 
 def _check_places(plan_state: PlanState, name: str, pipeline: PipelineState, found: _Obstacles) -> None:
-    """At most `max_initialising` at a time; those who wait count, so that later ones cannot take every place."""
+    """No more than `max_initialising` at a time. Those who wait count for those behind them, or a later one could take
+    every place that comes free.
+    """
     others = plan_state.initialising - {name}
     if len(others) >= plan_state.limits.max_initialising and not pipeline.held:
         found.block(("initialising", ", ".join(sorted(others))), float("inf"))

@@ -57,7 +57,9 @@ def validate(snapshot: Snapshot, plan: Plan) -> list[str]:
 
 
 def _named_once(plan: Plan) -> Iterator[str]:
-    """Rules 1, 5, 14: nothing is ordered twice, no rank sleeps and wakes, no pipeline trains and wakes."""
+    """Rule 1: nothing is ordered twice. Rule 5: no rank both sleeps and wakes. Rule 14: no pipeline both begins to
+    train and wakes a rank.
+    """
     orders = Counter(("shrink", s.pipeline, str(s.rank)) for s in plan.shrinks)
     orders.update(("grant", g.pipeline, g.cluster) for g in [*plan.grants, *plan.priority_changes])
     orders.update(("expand", e.pipeline, str(e.rank)) for e in plan.expands)
@@ -96,7 +98,9 @@ def _known(snapshot: Snapshot, plan: Plan) -> Iterator[str]:
 
 
 def _idle_and_owned(snapshot: Snapshot) -> Iterator[str]:
-    """Rules 4, 8, 10: GPUs and pipelines agree about who holds what, checked once for each GPU."""
+    """Rules 4, 8, 10: what the GPUs say and what the pipelines say about who holds them is the same, once for
+    each GPU.
+    """
     owner, agreed = snapshot.owner, 0
     holders: dict[int, tuple[str, str, int, int]] = {}
     for name, pipeline in snapshot.pipelines.items():
@@ -124,7 +128,9 @@ def _bundle(snapshot: Snapshot, name: str, rank: int) -> tuple[int, ...]:
 
 
 def _shrinks(snapshot: Snapshot, plan: Plan) -> tuple[set[int], list[str]]:
-    """Rules 5, 9: only ranks that are up shrink, and no GPU is freed twice. Every GPU that is or will be free."""
+    """Rules 5, 9: only ranks that are up are shrunk, and no GPU is freed twice. Returns every GPU that is or will be
+    free.
+    """
     problems = []
     freed: set[int] = set()
     for shrink in plan.shrinks:
@@ -155,7 +161,9 @@ def _take(gpus: tuple[int, ...], who: str, freed: set[int], taken: set[int]) -> 
 
 
 def _grant(snapshot: Snapshot, grant: Grant, freed: set[int], taken: set[int]) -> Iterator[str]:
-    """Rules 3, 6, 11, 14 for one grant: training waits for expands of its own pipeline that are under way."""
+    """Rules 3, 6, 11 for one grant, and 14: training does not begin while an expand of its own pipeline is
+    under way.
+    """
     pipeline = snapshot.pipelines[grant.pipeline]
     if pipeline.fenced or pipeline.withdraws:
         yield f"rule 11: {grant.pipeline} is leaving or paused and gets nothing more"

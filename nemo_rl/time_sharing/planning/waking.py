@@ -58,7 +58,9 @@ def guaranteed_from(pipeline: PipelineState, limits: Limits) -> float:
 def trained_on_within(
     plan_state: PlanState, gpus: tuple[int, ...], seconds: float | None, but: str | None = None
 ) -> bool:
-    """Whether another pipeline than `but` may train on these GPUs in so many seconds (None: unknown)."""
+    """Whether a pipeline other than `but` may ask for these GPUs to train on within so many seconds (None:
+    unknown), by its past steps.
+    """
     for name, pipeline in plan_state.pipelines.items():
         if pipeline.fenced or name == but or pipeline.topology.training_gpus.isdisjoint(gpus):
             continue
@@ -80,7 +82,9 @@ def rank_state(plan_state: PlanState, gpus: tuple[int, ...], name: str, rank: in
 
 
 def reserved_against(plan_state: PlanState, gpus: tuple[int, ...], name: str, rank: int) -> bool:
-    """Whether a GPU is reserved for another's first rank, or a request before this rank's slice would end."""
+    """Whether one of the GPUs is reserved for another pipeline's first rank, or for a request that will start before
+    this rank could have had a slice.
+    """
     first_start, kept_for = plan_state.first_start, plan_state.kept_for
     if not first_start and not kept_for:
         return False
@@ -98,7 +102,9 @@ def _slice_ends(plan_state: PlanState, name: str, rank: int) -> float:
 
 
 def candidates(plan_state: PlanState, pipeline: PipelineState) -> Sequence[int]:
-    """Ranks that could wake and serve for a useful time; those whose engine was built before first."""
+    """Ranks that could wake: asleep, not claimed, not cooling off after a failure, and likely to serve for as long as
+    is of use; those first whose engine has been built before.
+    """
     name = pipeline.topology.pipeline
     asleep = plan_state.asleep.get(name)
     if asleep is None:

@@ -40,7 +40,9 @@ _MAX_ID = 256
 
 
 class RegistrationError(UserError, ValueError):
-    """A pipeline cannot be registered; `pipeline`, `cluster` and `gpu` say where, None where not applicable."""
+    """A pipeline cannot be registered as asked; `pipeline`, `cluster` and `gpu` say where, each None where it does not
+    apply.
+    """
 
     def __init__(self, message: str, *, pipeline: str, cluster: str | None = None, gpu: int | None = None) -> None:
         where = f"pipeline {pipeline!r}" + (f", cluster {cluster!r}" if cluster else "")
@@ -96,7 +98,9 @@ class StillRegistered(RegistrationError):
 
 
 class IncarnationUsed(RegistrationError):
-    """The pipeline was registered under this incarnation or a larger one; the message has the next free one."""
+    """The pipeline has been registered under this incarnation, or a larger one, before; the message names the next free
+    one.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,7 @@ class Pool:
 
     @property
     def gpus(self) -> int:
+        """GPUs of all nodes."""
         return self.nodes * self.gpus_per_node
 
     @property
@@ -135,6 +140,7 @@ class Pool:
         return slot - self.slots if slot >= self.slots else slot // self.slots_per_gpu
 
     def node_of(self, slot: int) -> int:
+        """The node of a slot."""
         return self.gpu_of(slot) // self.gpus_per_node
 
     def local_gpus(self, slots: Iterable[int]) -> list[int]:

@@ -49,7 +49,9 @@ UNMEASURED_RANK_BATCH = 64
 
 
 class Phase(str, Enum):
-    """Where a rank is. Only ASLEEP holds no GPUs; only ACTIVE takes requests; BUILDING precedes the first wake."""
+    """Where one generation rank is. A rank holds its GPUs in every phase but ASLEEP; it takes requests in ACTIVE only.
+    BUILDING: its engine is built ahead of its first wake, and it goes to sleep by itself when it stands.
+    """
 
     # Equal to its text, so hashed like it; the hash of Enum is a Python call, and every plan looks up the phases of all
     # ranks.
@@ -141,7 +143,9 @@ class PipelineSpec(PipelineOptions):
 
 
 class Demand(NamedTuple):
-    """Standing demand in units of `unit` samples; a larger `seq` replaces. `rank_batch`: measured; 0 as registered."""
+    """Standing generation demand of the step being waited for: `target` and `done` in units of `unit` samples each; a
+    larger `seq` replaces. `rank_batch`: as measured; 0 for that of the registration.
+    """
 
     target: int = 0
     done: int = 0
@@ -156,7 +160,9 @@ class Demand(NamedTuple):
 
 
 class Want(NamedTuple):
-    """A fixed cluster that a pipeline waits for, or holds and wants at another priority. `request` is unique to it."""
+    """A fixed cluster that a pipeline waits for, or wants at another priority while it holds it. `request` is unique in
+    the pipeline's life.
+    """
 
     cluster: str
     priority: Priority
@@ -173,7 +179,9 @@ class Held(NamedTuple):
 
 
 class GivenBack(NamedTuple):
-    """The newest hold of a cluster that was given back, and the weight version published by then."""
+    """The newest hold of a cluster that the pipeline has given back, and the weight version it had published by
+    then.
+    """
 
     cluster: str
     epoch: int
@@ -326,6 +334,8 @@ COUNTS = frozenset({"max_backfills", "max_initialising", "trial_steps"})
 
 
 def limits_from(values: Mapping[str, float]) -> Limits:
-    """Limits from plain numbers by name, the rest by default. Raises TypeError for a name that is no limit."""
+    """Limits from plain numbers by name; what is not named keeps its default. Raises TypeError for a name that is no
+    limit.
+    """
     typed: dict[str, Any] = {name: int(value) if name in COUNTS else value for name, value in values.items()}
     return replace(Limits(), **typed)

@@ -36,6 +36,7 @@ def is_whole(value: object, least: int = 0, most: int = MAX_COUNT) -> bool:
 
 
 def demand_problem(demand: object) -> str:
+    """What is wrong with a demand."""
     if not isinstance(demand, Demand):
         return f"demand is {shown(demand)}, expected a Demand"
     for name, value in zip(Demand._fields, demand, strict=True):
@@ -103,7 +104,9 @@ def status_problem(status: Status) -> str:
 
 
 class Admissible(NamedTuple):
-    """A status without what cannot be taken of it: requests that are over for that, and what was left out."""
+    """A status without what cannot be taken of it: which of its requests are over for that, and what else was
+    left out.
+    """
 
     status: Status
     ended: tuple[EndedRequest, ...] = ()
@@ -111,7 +114,9 @@ class Admissible(NamedTuple):
 
 
 def admissible(status: Status, clusters: Iterable[str]) -> Admissible:
-    """What can be taken of a status of a pipeline with `clusters`; nothing of a malformed one (number -1)."""
+    """What can be taken of a status of a pipeline that is registered with `clusters`; nothing of one that is not
+    well-formed, which gets number -1.
+    """
     if problem := status_problem(status):
         return Admissible(Status(status.pipeline, status.incarnation, -1), (), (problem,))
     problem = demand_problem(status.demand)
@@ -145,7 +150,9 @@ def answer_problem(answer: Answer) -> str:
 
 
 def shown(value: object) -> str:
-    """`value` in at most a line: it may be long, and an int of more than 4,300 digits has no text at all."""
+    """`value` in at most a line, for messages: what is wrong may be long, and an int of more than 4,300 digits has no
+    text at all.
+    """
     if type(value) is int and abs(value) > MAX_COUNT**2:
         return f"an int of {value.bit_length()} bits"
     text = repr(value) if not isinstance(value, tuple) else f"({', '.join(shown(v) for v in value[:8])})"

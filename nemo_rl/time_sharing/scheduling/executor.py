@@ -35,7 +35,9 @@ class _Outgoing:
 
 
 class Executor:
-    """Moves ranks and claims. `emit` writes events and folds them into `state`; `send` may lose a command."""
+    """Moves ranks and claims. `emit` writes an event and folds it into `state`; `send` hands a command to the network,
+    which may lose it.
+    """
 
     def __init__(
         self,
@@ -67,7 +69,9 @@ class Executor:
             self._lease_if_free(self._state.claims[expand.pipeline, ACTOR_INFER, expand.rank])
 
     def begin_shrink(self, name: str, rank: int) -> None:
-        """Sends a rank to sleep from whatever it does; a waking one finishes its step in hand first."""
+        """Sends a rank to sleep from whatever it is doing. A waking rank is turned round: the agent finishes its step
+        in hand first.
+        """
         pipeline = self._state.pipelines[name]
         awake = pipeline.awake[rank]
         if awake.phase in SLEEP_PHASES:
@@ -87,7 +91,9 @@ class Executor:
             self.begin_shrink(name, rank)
 
     def answer(self, answer: Answer) -> bool:
-        """Takes an answer; False for one to an ended command or of another incarnation, which changes nothing."""
+        """Takes an answer. One to a command that has ended (superseded, expired, fenced), or of another incarnation,
+        changes nothing: False.
+        """
         pending = self._state.commands.get(answer.command)
         if pending is None or (pending.pipeline, pending.incarnation) != (answer.pipeline, answer.incarnation):
             return False
@@ -96,7 +102,9 @@ class Executor:
         return True
 
     def tick(self, *, isolated: bool) -> float:
-        """Resends commands and, unless `isolated`, expires those past their deadline; when to look again."""
+        """Repeats commands without an answer and expires those past their deadline, unless the scheduler is `isolated`;
+        returns when to look again.
+        """
         now = self._now()
         due = now + self._state.limits.retry_s
         for key in list(self._outgoing):
@@ -119,7 +127,9 @@ class Executor:
             self._emit(ev.ClaimDropped(name, claim.cluster, claim.rank, reason))
 
     def fence(self, name: str, reason: str, *, contested: tuple[int, ...] = ()) -> None:
-        """Cuts a pipeline off, ends its processes; its GPUs and `contested` ones come back once verified."""
+        """Cuts a pipeline off and has its processes ended; its GPUs come back when that is verified, and so do
+        `contested` ones that it occupies though the ledger has given them to others.
+        """
         pipeline = self._state.pipelines[name]
         for pending in [
             c for c in self._state.commands.values() if (c.pipeline, c.incarnation) == (name, pipeline.incarnation)
@@ -155,7 +165,9 @@ class Executor:
                 self._raw_command(name, incarnation, Verb.REAP, rank, 0, "", quarantine.gpus, seconds)
 
     def resume(self) -> None:
-        """After a restart: takes up the log's open commands and claims, with new deadlines for the delay."""
+        """After a restart: takes up every command and claim that the log leaves open, with new deadlines for what the
+        restart has held up.
+        """
         for pending in list(self._state.commands.values()):
             verb, pipeline = Verb(pending.verb), self._state.pipelines.get(pending.pipeline)
             self._emit(ev.CommandEnded(pending.command, "restarted"))

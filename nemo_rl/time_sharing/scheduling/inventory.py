@@ -22,7 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 def reconcile(state: SchedulerState, executor: Executor, emit: Callable[[object], None], status: Status) -> None:
-    """Adopts what `status` holds and the ledger misses, frees the opposite; fences where that is impossible."""
+    """Adopts what `status` holds and the ledger misses, frees what the ledger holds and it does not; fences the
+    pipeline where that is impossible.
+    """
     name, pipeline = status.pipeline, state.pipelines[status.pipeline]
     granting = {c.cluster for c in state.commands.values() if c.pipeline == name and c.verb == Verb.GRANT}
     for held in status.holds:
@@ -77,7 +79,9 @@ def _unbooked(state: SchedulerState, status: Status) -> tuple[int, ...]:
 
 
 def _being_ended(state: SchedulerState, status: Status, rank: int) -> bool:
-    """Whether the ledger knows that the rank's processes are still there, and ending them is tried again."""
+    """Whether the ledger knows that the rank's processes are still there: they could not be ended so far, and it is
+    tried again.
+    """
     return any(q.whose == (status.pipeline, status.incarnation, rank) for q in state.quarantines)
 
 

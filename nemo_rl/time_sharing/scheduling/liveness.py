@@ -54,7 +54,9 @@ _SEVERAL = 2
 
 
 class Isolation:
-    """The scheduler's view of its own network. `since`: steady time at which most fell silent, or None."""
+    """The scheduler's judgement of its own network. `since`: steady time at which most had fallen silent; None while it
+    hears enough of them.
+    """
 
     def __init__(self) -> None:
         self.since: float | None = None
@@ -90,6 +92,7 @@ class Liveness:
 
     @property
     def isolated(self) -> bool:
+        """Whether most pipelines have fallen silent."""
         return self._isolation.since is not None
 
     @property

@@ -97,7 +97,9 @@ class Scheduler:
         self._timers_due = 0.0
 
     def open(self, pool: Pool, limits: Limits, reading: float, *, complete: bool = True) -> None:
-        """Begins a log over a pool; not `complete` if one is lost, so that somebody may hold GPUs."""
+        """Begins a new log over a pool; not `complete` if there was one that is lost, so that somebody may hold GPUs
+        (see `recover`).
+        """
         self.clock.advance(reading)
         self._emit(ev.PoolOpened(pool.nodes, pool.gpus_per_node, asdict(limits), pool.slots_per_gpu))
         self._restart(1 if complete else _LOST_TERMS, complete=complete)
@@ -192,7 +194,9 @@ class Scheduler:
         self._flush()
 
     def unregister(self, pipeline: str, reading: float) -> None:
-        """Cuts a pipeline off and ends its processes; nothing to do for one that is leaving or not there."""
+        """Cuts a pipeline off and has its processes ended; one that is not registered, or is leaving or fenced already,
+        is left alone.
+        """
         self._advance(reading)
         known = self.state.pipelines.get(pipeline)
         if known is not None and not known.leaving and not known.fenced:
@@ -245,6 +249,7 @@ class Scheduler:
         return reply
 
     def answer(self, answer: Answer, reading: float) -> None:
+        """Takes what became of a command."""
         self._advance(reading)
         if problem := answer_problem(answer):
             logger.error("event=answer_refused reason=%s", problem)
@@ -256,6 +261,7 @@ class Scheduler:
         self._flush()
 
     def wanted(self, name: str) -> bool:
+        """Whether somebody else waits for GPUs that this pipeline holds: to train on them, or to generate at all."""
         return self._requests.wait_for(name)
 
     def tick(self, reading: float) -> float:

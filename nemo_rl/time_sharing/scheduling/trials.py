@@ -43,6 +43,7 @@ class StepTimes:
             self._ends.setdefault(name, []).append((now, version))
 
     def forget(self, name: str) -> None:
+        """It is gone."""
         self._versions.pop(name, None)
         self._ends.pop(name, None)
 
@@ -55,7 +56,9 @@ class StepTimes:
         return len(self._ends.get(name, ()))
 
     def seconds(self, name: str, count: int) -> float | None:
-        """Mean of its newest steps: two may be trained in a row. None before `count` of them can be used."""
+        """What one of its newest steps takes, a mean: a pipeline that generates ahead may train two in a row. None
+        before `count` of them can be used.
+        """
         used = self._ends.get(name, [])[_LEFT_OUT - 1 :]
         if len(used) <= count:
             return None
@@ -186,6 +189,7 @@ class Trials:
             self._paying.update(self._groups)
 
     def _put_off(self, now: float) -> None:
+        """Until the next time."""
         limits = self._state.limits
         self._again_at = now + max(limits.measure_s, _BETWEEN * limits.trial_steps * max(self._together.values()))
 

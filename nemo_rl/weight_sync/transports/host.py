@@ -87,7 +87,12 @@ class HostOpener(Opener):
         self._mapped: dict[str, torch.Tensor] = {}
 
     def open(self, handle: Handle) -> torch.Tensor:
-        """The bytes on this process's device. A handle with `keep` serves later sessions too. Raises TransportError."""
+        """The bytes on this process's device.
+
+        A handle with `keep` names a segment that later sessions read too.
+
+        Raises TransportError: the segment is gone.
+        """
         path, start = handle["path"], handle.get("offset", 0)
         mapped_B = self._keep(path, handle["mapped"]) if handle.get("keep") else self._mapped.get(path)
         if mapped_B is None:

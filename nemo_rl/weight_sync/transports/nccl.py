@@ -22,7 +22,13 @@ from nemo_rl.weight_sync.transports.base import Handle, Opener, Staging, Transpo
 
 
 class BroadcastGroup:
-    """A group of one sender (rank 0) and its receivers. `timeout_s`: deadline of rendezvous and collectives."""
+    """A group of one sender (rank 0) and its receivers.
+
+    Args:
+        rank: 0 for the sender.
+        timeout_s: Deadline of rendezvous and collectives.
+        device: Where this member's tensors are.
+    """
 
     def __init__(
         self, address: str, port: int, rank: int, world_size: int, timeout_s: float, device: torch.device
@@ -125,6 +131,7 @@ def new_group_id(members: str) -> str:
 
 
 def is_of(group_id: str | None, members: str) -> bool:
+    """Whether an id is that of a group of these members."""
     return group_id is not None and group_id.startswith(f"{members}-")
 
 
@@ -136,7 +143,9 @@ class KeptGroup:
         self.group_id: str | None = None
 
     def join(self, meeting: GroupMeeting, rank: int, timeout_s: float, device: torch.device) -> BroadcastGroup:
-        """The session's group: the held one, or a new one. Raises TransportError: it counts on one that is not held."""
+        """The session's group: the one that is held, or a new one in its place. Raises TransportError: the session
+        counts on a group that is not held, or the device is no GPU.
+        """
         if self._group is not None and self.group_id == meeting.group_id:
             return self._group
         self.drop()

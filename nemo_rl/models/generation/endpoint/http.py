@@ -125,6 +125,7 @@ def error_response(
 
 
 async def no_such_path(request: Request, error: Any) -> Response:
+    """The response to what is not served."""
     return error_response(
         error.status_code,
         f"{request.method} {request.url.path} is not served; POST /v1/chat/completions, /v1/completions, /tokenize and "
@@ -158,7 +159,9 @@ def answer_of(choice: Mapping[str, Any]) -> dict[str, object]:
 
 
 def decisions_of(routes: TokenRoutes | None, masks: SamplingMasks | None, start: int = 0) -> dict[str, str]:
-    """Fields of a choice with its routes from `start` on and its sampling masks, as the training columns have them."""
+    """Fields of a choice that hold its routes from position `start` on and its sampling masks, by the names and in the
+    types of the training columns; none for what is None.
+    """
     arrays: dict[str, Array] = {}
     if routes is not None:
         arrays |= {"routed_experts": routes.experts[start:], "routed_experts_valid": routes.valid[start:]}

@@ -56,6 +56,7 @@ def without_strict(body: dict[str, object]) -> dict[str, object]:
 
 
 def plain(message: Mapping[str, object] | BaseModel) -> dict[str, object]:
+    """A message as the client sent it."""
     return dict(message) if isinstance(message, Mapping) else message.model_dump(exclude_none=True)
 
 

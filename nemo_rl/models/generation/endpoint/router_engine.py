@@ -403,7 +403,9 @@ def _check_params(params: SamplingParams) -> None:
 
 
 def check_sampling(session: Session, request: object) -> None:
-    """Raises BadRequest: a session's request asks for other sampling than its tokens are trained with."""
+    """Whether a request of a session asks for the sampling that its tokens are trained with. Raises BadRequest: it does
+    not.
+    """
     drawn = session.plan.sampling
     key, why = "policy.generation.", "the session's tokens are trained with"
     if session.plan.validates:

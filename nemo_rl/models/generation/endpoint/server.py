@@ -145,7 +145,9 @@ class Endpoint:
         gc.unfreeze()
 
     def base_urls(self, engines: int) -> list[str]:
-        """As many addresses as engines, for clients that spread requests. The router chooses the engine at each."""
+        """As many addresses as there are engines, for clients that spread their requests over a list of them. The
+        router chooses the engine at each: one of its own would not outlive its sleep.
+        """
         return [f"{self._root}/engine/{number}/v1" for number in range(engines)]
 
     # -- sessions -----------------------------------------------------------------------------------------------------

@@ -54,7 +54,9 @@ class Serving:
     detokenize_request: TypeAdapter[DetokenizeRequest]
 
     async def until_answer(self, request: ChatCompletionRequest, count: int) -> list[int] | None:
-        """The first `count` messages of a chat as the template gives them; None where it cannot show them alone."""
+        """The first `count` messages of a chat as the template gives them, with nothing after them; None where it
+        cannot show them alone.
+        """
         alone = request.model_copy(
             update={"messages": request.messages[:count], "add_generation_prompt": False, "stream": False}
         )

@@ -49,6 +49,7 @@ class Turn:
 
     @property
     def token_ids(self) -> list[int]:
+        """Prompt and response."""
         return [*self.prompt_ids, *self.result.token_ids]
 
 
@@ -70,6 +71,7 @@ class Branch:
 
     @property
     def token_ids(self) -> list[int]:
+        """All tokens."""
         return self.parts[-1].turn.token_ids
 
     @property
@@ -173,7 +175,9 @@ class Session:
         return routes
 
     def branches(self) -> list[Branch]:
-        """A branch for each last turn with tokens, most sampled first; a shared turn is trained in the first."""
+        """One branch for each turn with tokens that no other continues, those with most sampled tokens first. A turn
+        that several share is trained in the first.
+        """
         answered = [turn for turn in self.turns if turn.result.token_ids]
         parents = {turn.parent for turn in answered}
         chains = [self.ancestors(leaf) for leaf in answered if leaf.number not in parents]
@@ -247,7 +251,9 @@ def _digest(before: bytes, value: object) -> bytes:
 
 
 def _shown(message: Message) -> dict[str, object]:
-    """What tells a message from another. Clients send answers back without reasoning, and with empty text for none."""
+    """What tells a message from another. Clients send an answer back without its reasoning, and with an empty text for
+    none.
+    """
     shown: dict[str, object] = {"role": message.get("role"), "content": text_of(message)}
     if message.get("role") == "assistant":
         shown["tool_calls"] = _tool_calls(message)
@@ -257,6 +263,7 @@ def _shown(message: Message) -> dict[str, object]:
 
 
 def text_of(message: Message) -> str:
+    """The text of a message, whose content may come in parts."""
     content = message.get("content")
     if isinstance(content, str) or content is None:
         return content or ""

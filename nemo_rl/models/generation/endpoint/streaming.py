@@ -30,6 +30,7 @@ class TextStream:
         self._sent = 0
 
     def add(self, token_ids: Sequence[int]) -> str:
+        """What these tokens add to the text that can be shown."""
         self._token_ids += token_ids
         before = self._decode(self._token_ids[self._from : self._shown])
         now = self._decode(self._token_ids[self._from :])
@@ -74,6 +75,7 @@ class StreamedAnswers:
 
     @property
     def complete(self) -> bool:
+        """Whether all choices have ended."""
         return not self._open
 
 
@@ -109,4 +111,5 @@ def may_end(event: str) -> bool:
 
 
 def event_of(chunk: Mapping[str, object]) -> str:
+    """A chunk as an event of a stream."""
     return f"data: {orjson.dumps(chunk).decode()}\n\n"

@@ -32,7 +32,12 @@ def engine_arguments(recording: Recording, *, by_engine: bool) -> dict[str, obje
 
 
 class DecisionReader:
-    """Of one engine. `rpc`: calls a method of its workers. `by_engine`: whether vLLM records routes itself."""
+    """Of one engine.
+
+    Args:
+        rpc: Calls a method of the engine's workers.
+        by_engine: Whether vLLM records the routes itself.
+    """
 
     def __init__(self, rpc: Rpc, recording: Recording, *, by_engine: bool) -> None:
         self._rpc = rpc
@@ -64,7 +69,9 @@ class DecisionReader:
     async def complete(
         self, request: GenerationRequest, result: GenerationResult, completion: CompletionOutput
     ) -> GenerationResult:
-        """The result with what was recorded of it. Raises RecordedDecisionsError: nothing was recorded."""
+        """The result with what was recorded of it. `completion`: the engine's own. Raises RecordedDecisionsError: the
+        engine recorded nothing.
+        """
         if request.record_from is None:
             return result
         prompt, tokens = len(request.prompt_ids), len(result.token_ids)

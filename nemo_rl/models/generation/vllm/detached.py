@@ -34,7 +34,9 @@ class ServingShard(NamedTuple):
 
 
 class DetachedGenerator:
-    """Continues prompts on shards that another process started. `record`: pickled, so it collects where it runs."""
+    """Continues prompts on shards that another process started. `record`: pickled with this, so events are collected
+    where it runs.
+    """
 
     def __init__(
         self,
@@ -90,6 +92,7 @@ class DetachedGenerator:
         return dict(self._dispatcher.failed) if self._dispatcher is not None else {}
 
     async def generate_one(self, request: GenerationRequest) -> GenerationResult:
+        """Continues one prompt; may be awaited on any event loop."""
         loop, dispatcher = self._started()
         return await asyncio.wrap_future(
             asyncio.run_coroutine_threadsafe(dispatcher.run(request, self._request_timeout_s), loop)

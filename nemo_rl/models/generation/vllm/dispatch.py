@@ -311,7 +311,9 @@ class Dispatcher:
     # -- shards come and go -------------------------------------------------------------------------------------------
 
     def route(self, shards: Sequence[int], versions: Sequence[int | None] | None = None) -> int:
-        """Lets shards take requests, recorded with `versions`; the router's generation. Raises ShardStateError."""
+        """Lets shards take requests; returns the router's generation number. Recorded only if versions are given.
+        Raises ShardStateError: a shard is quarantined.
+        """
         bad = [shard for shard in shards if shard in self.failed]
         if bad:
             raise ShardStateError(
@@ -359,7 +361,9 @@ class Dispatcher:
             self.quarantine(shard, first_line(error))
 
     def unroute(self, shards: Sequence[int]) -> int:
-        """Shards take no new request; what they were not yet handed goes elsewhere. The router's generation."""
+        """Shards take no new request from now on, and what was not yet handed to them goes elsewhere; the router's
+        generation number.
+        """
         gone = sorted(set(shards) & self.router.active)
         with self._booking:
             generation = self.router.set_active(self.router.active - set(shards))
@@ -373,7 +377,9 @@ class Dispatcher:
         return generation
 
     def stop_routing(self, shards: Sequence[int]) -> None:
-        """Shards take no new request until `allow_routing`, whatever `route` is on its way. From any thread."""
+        """Shards take no new request until `allow_routing`, whatever `route` is still on its way to the loop. From any
+        thread; `unroute` on the loop does the rest.
+        """
         with self._booking:
             self.router.close(shards)
 
@@ -383,7 +389,9 @@ class Dispatcher:
             self.router.reopen(shards)
 
     async def until_idle(self, shards: Sequence[int], timeout_s: float) -> None:
-        """Waits until these shards owe no result. Raises ShardStateError: they do after `timeout_s`."""
+        """Waits until no result of these shards is outstanding. Raises ShardStateError: results are outstanding after
+        `timeout_s`.
+        """
         deadline = asyncio.get_running_loop().time() + timeout_s
         while busy := sorted({pending.shard for pending in self._pending.values()} & set(shards)):
             if asyncio.get_running_loop().time() > deadline:

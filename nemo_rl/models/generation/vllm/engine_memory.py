@@ -100,7 +100,9 @@ class EngineMemory:
         self.holds_group = False
 
     async def sleep(self, level: int) -> dict[str, int]:
-        """Drops weights (level 1: to the host) and KV cache; bytes before and after. Raises MemoryNotFreedError."""
+        """Drops weights and KV cache (level 1: keeps the weights on the host); bytes in use before and after, over
+        ranks. Raises MemoryNotFreedError: the memory did not come back.
+        """
         async with device_turn(self._device):
             return await self._sleep(level)
 
@@ -125,6 +127,7 @@ class EngineMemory:
             self.holds_group = False
 
     async def allocated(self) -> int:
+        """Bytes over ranks (`allocated_bytes`)."""
         return sum(await self._rpc("nrl_allocated_bytes"))
 
     async def _freed(self, before: int, expected: int) -> int:

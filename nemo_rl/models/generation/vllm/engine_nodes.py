@@ -69,6 +69,7 @@ class EngineNodeWorker:
         self._spec = spec
 
     def prepare(self) -> None:
+        """Imports what an engine needs and touches no accelerator."""
         set_environment(self._spec.env)
         import_engine(self._spec.kwargs_of(0))
 
@@ -88,7 +89,9 @@ class EngineNodeWorker:
 
 
 class FurtherRanks:
-    """An engine's ranks on further nodes, started and watched here; if some are lost, this node's end as well."""
+    """An engine's ranks on its further nodes, as its first node sees them: started here, and watched. Once some of them
+    are lost, the processes of this node are ended as well.
+    """
 
     def __init__(self, rendezvous: Rendezvous, shard: int) -> None:
         self.lost: str | None = None  # why ranks of a further node are gone
@@ -122,13 +125,19 @@ class FurtherRanks:
                 return
 
     def close(self) -> None:
+        """Ends the ranks."""
         self._closed.set()
         for actor in self._further:
             ray.kill(actor)
 
 
 class EngineNodes:
-    """The actors on engines' further nodes. `group`: one per node, a shard's side by side. `first_nodes`: of shards."""
+    """The actors on the further nodes of all engines.
+
+    Args:
+        group: One per further node, those of a shard side by side.
+        first_nodes: Node of the cluster on which each shard's own actor is.
+    """
 
     def __init__(self, group: RayWorkerGroup, first_nodes: Sequence[int]) -> None:
         self._group, self._first_nodes = group, first_nodes
@@ -150,10 +159,12 @@ class EngineNodes:
             self._group.start_worker(rank)
 
     def end(self, shard: int) -> None:
+        """Ends the actors of a shard and with them their ranks."""
         for rank in self._of(shard):
             ray.kill(self._group.workers[rank])
 
     def shutdown(self) -> None:
+        """Ends all of them."""
         self._group.shutdown()
 
 

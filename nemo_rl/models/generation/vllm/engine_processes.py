@@ -100,7 +100,9 @@ class EngineSpec:
 
 
 def import_engine(engine_kwargs: dict[str, object]) -> None:
-    """Imports what an engine needs and lets vLLM inspect the model (seconds the first time); touches no GPU."""
+    """Imports what an engine needs and lets vLLM inspect the model, which takes seconds the first time; touches no GPU.
+    `engine_kwargs`: keyword arguments of `AsyncEngineArgs`; their errors are raised when the engine starts.
+    """
     with importing():
         with suppress(Exception):
             engine_config(engine_kwargs)
@@ -293,7 +295,9 @@ def _end_with(descriptor: int, between: list[int]) -> None:
 
 
 def last_errors() -> str:
-    """The last errors of the engine's processes, from the logs that they share with this one; empty without any."""
+    """The last errors of the engine's processes, from the logs that they share with this process; empty if there are
+    none.
+    """
     lines: list[str] = []
     for descriptor in (1, 2):
         path = os.path.realpath(f"/proc/self/fd/{descriptor}")

@@ -18,7 +18,9 @@ GAUGES = ("inflight_batch_sizes", "num_pending_samples", "kv_cache_usage_perc")
 
 @dataclass(frozen=True)
 class EngineSample:
-    """One engine since last asked. `sums`: over readings of running and waiting requests and KV-cache share."""
+    """One engine since it was last asked. `sums`: of each gauge's readings: running requests, waiting requests, and the
+    used share of the KV cache (0 to 1).
+    """
 
     samples: int = 0  # how often the gauges were read
     sums: Mapping[str, float] = field(default_factory=dict)
@@ -47,6 +49,7 @@ class EngineStats:
     def record(
         self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None, *_: object, **__: object
     ) -> None:
+        """After a step of the engine; either may be None."""
         self._tokens += iteration_stats.num_generation_tokens if iteration_stats is not None else 0
         now = self._clock()
         if scheduler_stats is None or now < self._next:
@@ -59,6 +62,7 @@ class EngineStats:
             self._largest[name] = max(self._largest[name], value)
 
     def take(self) -> EngineSample:
+        """What was recorded since the last time."""
         sample = EngineSample(self._samples, self._sums, self._largest, self._tokens)
         self._clear()
         return sample

@@ -87,6 +87,7 @@ class ArrivedAdapters:
             )
 
     def forget(self) -> None:
+        """Drops what arrived."""
         self._factors.clear()
 
 
@@ -209,13 +210,17 @@ class VllmInternalWorkerExtension(ReceiverMethods):
     vllm_config: VllmConfig
 
     def __new__(cls, *_: object, **__: object) -> object:
-        """vLLM's only hook at a worker's start; from here on the engine does not outlive its actor."""
+        """vLLM offers no hook at a worker's start but its construction; from here on the engine does not outlive its
+        actor.
+        """
         follow_owner()
         end_without_last_collection()
         return super().__new__(cls)
 
     def nrl_describe(self) -> dict[str, object]:
-        """Process id, tensor-parallel rank and device of this worker. Raises UserError: kernels lack."""
+        """Process id, tensor-parallel rank and device identity of this worker. Raises UserError: the kernels that were
+        asked for do not run here.
+        """
         if self.vllm_config.quant_config is not None and os.environ.get("VLLM_USE_DEEP_GEMM") == "1":
             from vllm.utils.deep_gemm import is_deep_gemm_supported
 
@@ -227,10 +232,13 @@ class VllmInternalWorkerExtension(ReceiverMethods):
         return {"pid": os.getpid(), "rank": self.rank, "device": device_uuid(self.device)}
 
     def nrl_profile(self, on: bool) -> None:
+        """Begins or ends what Nsight Systems records of this worker."""
         capture(on)
 
     def nrl_record_decisions(self, routes: bool, masks: bool) -> None:
-        """Records routes and masks from here on; of ranks that compute the same, on the first."""
+        """From here on keeps which experts tokens take and of which tokens they are drawn; of the ranks that compute
+        the same, the first keeps them.
+        """
         if self.rank == 0:
             self._nrl_recorder = StepRecorder(self.model_runner, routes=routes, masks=masks)
 
@@ -252,6 +260,7 @@ class VllmInternalWorkerExtension(ReceiverMethods):
         return allocated_bytes(self.device)
 
     def nrl_free_memory(self) -> int:
+        """Bytes that this worker could still allocate on its device."""
         return free_memory(self.device)
 
     def nrl_model_bytes(self) -> dict[str, int]:
@@ -267,6 +276,7 @@ class VllmInternalWorkerExtension(ReceiverMethods):
         }
 
     def nrl_load_target(self) -> LoadTarget:
+        """The model that takes weights."""
         return _VllmModel(self)
 
     def _nrl_receiver(self) -> WeightReceiver:
@@ -279,6 +289,7 @@ class VllmInternalWorkerExtension(ReceiverMethods):
         self._nrl_receiver().begin(session | routes[self.rank])
 
     def nrl_receive_window(self, window: dict[str, object]) -> None:
+        """Loads one window."""
         self._nrl_receiver().receive(window)
 
     def nrl_finish_sync(self, version: int) -> int:

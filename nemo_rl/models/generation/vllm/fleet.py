@@ -81,6 +81,7 @@ class EngineFleet:
     # -- what is known ------------------------------------------------------------------------------------------------
 
     def state(self, shard: int) -> ShardState:
+        """Where a shard is."""
         return ShardState.FAILED if shard in self._dispatcher.failed else self.shards[shard].state
 
     def having(self, *states: ShardState) -> list[int]:
@@ -237,7 +238,9 @@ class EngineFleet:
                 self.shards[shard].build = self._builds.submit(self._start_engine, shard, True)
 
     def take_back(self, wait_s: float = 0.0) -> list[int]:
-        """The shards whose new engines are up, awake, without weights. `wait_s`: for those under way."""
+        """The shards whose new engines are up: awake, without weights, not routed. `wait_s`: how long to wait for those
+        under way.
+        """
         builds = {shard: known.build for shard, known in self.shards.items() if known.build is not None}
         wait(builds.values(), timeout=wait_s)
         back: list[int] = []
@@ -348,7 +351,9 @@ class EngineFleet:
         self._call_each(wanted, "wake_up", woken, only_lost=in_place, tags=list(tags))
 
     def activate(self, shards: Iterable[int]) -> int:
-        """Shards take requests again; the router's generation. Raises ShardStateError; WorkerError: asleep."""
+        """Shards take requests again; the router's generation number. Raises ShardStateError: a shard is quarantined;
+        WorkerError: a shard sleeps or has no weights.
+        """
         wanted = self._check(shards)
         if bad := self.failures(wanted):
             raise ShardStateError(f"shards {list(bad)} are quarantined and take no requests: {'; '.join(bad.values())}")
@@ -368,7 +373,9 @@ class EngineFleet:
         return self.activate(self.call_healthy("accept", shards))
 
     def accept(self, shards: Sequence[int]) -> list[int]:
-        """Awake shards take requests once routed; their versions. Raises WorkerError: asleep, or no weights."""
+        """Shards that are awake take requests again, once they are routed; the versions that they serve. Raises
+        WorkerError: a shard sleeps or has no weights.
+        """
         versions: list[int] = self.call(shards, "accept")
         for shard, version in zip(shards, versions, strict=True):
             self.shards[shard].has(version)

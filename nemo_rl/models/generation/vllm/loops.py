@@ -24,7 +24,9 @@ async def answer_of(ref: ObjectRef[object]) -> Any:
 
 
 def wait_on_loop(work: Coroutine[object, object, T], loop: asyncio.AbstractEventLoop, timeout_s: float) -> T:
-    """Runs a coroutine on a loop from another thread. Raises GenerationError after `timeout_s`; cancels it then."""
+    """Runs a coroutine on a dispatcher's loop, from another thread, and waits. Raises GenerationError: it has not ended
+    after `timeout_s`, and was cancelled.
+    """
     name = getattr(work, "__qualname__", type(work).__name__)
     future = asyncio.run_coroutine_threadsafe(work, loop)
     done, _ = wait([future], timeout=timeout_s)

@@ -30,6 +30,7 @@ class ReceiverMethods:
     rank: int
 
     def nrl_load_target(self) -> LoadTarget:
+        """The model that takes weights."""
         raise NotImplementedError
 
     def _nrl_update(self) -> dict[str, Any]:
@@ -145,7 +146,9 @@ class ReceiverMethods:
             update["open"] = False
 
     def verify_model(self, expected_stats: dict[str, Sequence[float]]) -> None:
-        """Compares received tensors' sums and extremes with the sender's. Raises ChecksumMismatchError."""
+        """Compares sum, largest and smallest value of every tensor that was received with the sender's. Raises
+        ChecksumMismatchError: a tensor is missing or differs.
+        """
         got = self._nrl_update()["stats"]
         for name, expected in expected_stats.items():
             if name not in got:

@@ -89,7 +89,9 @@ class _Recorded:
 
 
 class _Drawn(NamedTuple):
-    """A row of a step's logits: whose record (None: not recorded), the drawn token's position, and whether it stays."""
+    """A row of a step's logits: the record of whose it is, None if it is not recorded; the position of the token that
+    is drawn of it, and whether that stays.
+    """
 
     recorded: _Recorded | None
     position: int
@@ -208,6 +210,7 @@ class StepRecorder:
         return stacked.cpu().numpy().astype(route_dtype(self._experts))
 
     def _recorded(self, request: CachedRequestState) -> _Recorded | None:
+        """The record of a request that is to be recorded."""
         key = ((request.sampling_params and request.sampling_params.extra_args) or {}).get(REQUEST)
         if key is None:
             return None
@@ -287,6 +290,7 @@ def packed(routes: TokenRoutes | None, masks: SamplingMasks | None) -> Taken:
 
 
 def unpacked(taken: Taken) -> tuple[TokenRoutes | None, SamplingMasks | None]:
+    """What was packed."""
     routes, masks = None, None
     if "experts" in taken:
         experts = np.frombuffer(taken["experts"], np.dtype(taken["dtype"])).reshape(taken["shape"])

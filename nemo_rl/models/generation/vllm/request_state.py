@@ -47,7 +47,9 @@ class VersionTracker:
         self._running[request_id] = _Running([(self.version, 0)])
 
     async def publish(self, version: int, *, kv_recomputed: bool) -> None:
-        """Labels further tokens with `version`; the engine must be paused. `kv_recomputed`: by running requests."""
+        """Labels further tokens with `version`; the engine must be paused. `kv_recomputed`: whether running requests
+        recompute keys and values.
+        """
         # Requests that begin while this waits belong to the new version, whose weights are loaded.
         self.version, before = version, dict(self._running)
         drawn = {} if self.labelled_by_engine else await self._all_drawn()
@@ -184,10 +186,12 @@ class ResultBuffer:
     ready: asyncio.Event = field(default_factory=asyncio.Event)
 
     def put(self, result: GenerationResult | NewTokens | RequestFailure) -> None:
+        """Adds a result and wakes waiting polls."""
         self.results.append(result)
         self.ready.set()
 
     def take(self) -> list[GenerationResult | NewTokens | RequestFailure]:
+        """Gives up all results."""
         self.ready.clear()
         results = self.results
         self.results = []
@@ -226,7 +230,9 @@ class FinalTokens:
         engine: AsyncLLM,
         versions: VersionTracker,
     ) -> NewTokens | None:
-        """Final tokens after the first `start` of a running request; None without any."""
+        """Tokens after the first `start` of a running request that are final; None where there are none. `versions`:
+        which weights drew which token.
+        """
         if completion.finish_reason is not None or request.request_id in self.restarted:
             return None
         # No stop string begins in what was passed on, so that only later tokens are searched for one.

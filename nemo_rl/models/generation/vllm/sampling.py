@@ -114,7 +114,9 @@ def keeping_arrays(engine: AsyncLLM) -> AsyncLLM:
 
 
 def scored(result: GenerationResult, output: RequestOutput, k: int) -> GenerationResult:
-    """The result with the k likeliest tokens after each prompt position; an aborted one keeps nothing (redone)."""
+    """The result with the k most likely tokens after every position of its prompt; an aborted one keeps nothing, so
+    that the prompt is scored again elsewhere.
+    """
     if result.finish_reason == "abort":
         return result.first(0)
     # vLLM has no entry for the first token, and puts the token that is there before the k most likely ones.

@@ -60,6 +60,7 @@ class ShardTargets:
         self.died = False
 
     def devices(self) -> list[str]:
+        """Device identity of every engine rank, shard by shard."""
         return [device for shard in self._devices for device in shard]
 
     def kept_groups(self, timeout_s: float) -> list[str | None]:
@@ -95,6 +96,7 @@ class ShardTargets:
         self._wait(refs, "begin_sync", timeout_s)
 
     def receive_window(self, window: dict[str, object], timeout_s: float) -> None:
+        """Takes a window on every target."""
         if not self._staged:
             self._have(None, half_new=True)
         self._wait(

@@ -113,7 +113,9 @@ class VllmGeneration(GenerationInterface):
         self.dp_openai_server_base_urls: list[str] = []  # of the run's endpoint, one per engine; empty without one
 
     def wait_until_started(self) -> None:
-        """Waits for every engine. Raises WorkerError: an engine failed to start."""
+        """Waits for every engine; engines start while the caller builds other things. Raises WorkerError: an engine
+        failed to start.
+        """
         starting, self._starting = self._starting, None
         if starting is not None:
             for shard, answer in enumerate(self.group.get_all_worker_results(starting)):
@@ -143,19 +145,24 @@ class VllmGeneration(GenerationInterface):
 
     @property
     def dp_size(self) -> int:
+        """Number of shards."""
         return self.group.world_size
 
     def profile(self, on: bool) -> None:
-        """Switches recording of shards under Nsight Systems on, or off and written. Raises WorkerError."""
+        """Has the shards that run under Nsight Systems record from here on, or write what they recorded. Raises
+        WorkerError: one could not.
+        """
         shards = [shard for shard in self.fleet.healthy() if shard in self.group.profiled]
         self.fleet.call(shards, "profile", timeout_s=_PROFILE_TIMEOUT_S, on=on)
 
     def default_sampling(self, *, greedy: bool = False) -> GenerationSamplingParams:
+        """The training sampling parameters of the configuration."""
         sampling = GenerationSamplingParams(self.cfg.temperature, self.cfg.top_p, self.cfg.top_k)
         return sampling.greedy() if greedy else sampling
 
     @property
     def requests_under_way(self) -> int:
+        """Requests that run, or wait for a shard."""
         return self._dispatcher.under_way
 
     def good_batch(self) -> int | None:
@@ -163,7 +170,9 @@ class VllmGeneration(GenerationInterface):
         return self._dispatcher.meter.good_batch()
 
     async def generate_one(self, request: GenerationRequest, on_tokens: OnTokens | None = None) -> GenerationResult:
-        """Continues one prompt, on any event loop, where `on_tokens` is called too. See `Dispatcher.run`."""
+        """Continues one prompt; may be awaited on any event loop, where `on_tokens` is called as well. See
+        `Dispatcher.run`.
+        """
         loop = asyncio.get_running_loop()
         if loop is self._loop:
             return await self._dispatcher.run(request, self._request_timeout_s, on_tokens)
@@ -176,7 +185,9 @@ class VllmGeneration(GenerationInterface):
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def run_on_dispatch_loop(self, work: Coroutine[object, object, T], timeout_s: float = LOOP_TIMEOUT_S) -> T:
-        """Runs a coroutine on the dispatcher's loop, saving thread switches. Raises GenerationError."""
+        """Runs a coroutine on the dispatcher's loop and waits, which saves a thread switch per request. Raises
+        GenerationError: it did not end within `timeout_s`.
+        """
         return wait_on_loop(work, self._loop, timeout_s)
 
     def start_on_dispatch_loop(self, work: Coroutine[object, object, T]) -> Future[T]:
@@ -191,7 +202,9 @@ class VllmGeneration(GenerationInterface):
         }
 
     def for_other_process(self, record: Record) -> DetachedGenerator:
-        """What another process needs to send requests here; pickles. `record`: takes what becomes of them."""
+        """What another process needs to send requests to these shards; it can be pickled. `record`: takes what becomes
+        of the requests there.
+        """
         names = [str(identity) for identity in self.group.identities]
         return DetachedGenerator(
             self.serving(), names, self.cfg.router, self._request_timeout_s, self.cfg.on_preempt, record
@@ -232,6 +245,8 @@ class VllmGeneration(GenerationInterface):
     async def generate_async(
         self, data: BatchedDataDict, greedy: bool = False
     ) -> AsyncIterator[tuple[int, BatchedDataDict]]:
+        """Yields (row, one-row batch) in the order in which rows finish."""
+
         async def one(row: int, request: GenerationRequest) -> tuple[int, BatchedDataDict]:
             return row, results_to_batch([request.prompt_ids], [await self.generate_one(request)], self._pad_token_id)
 
@@ -269,7 +284,9 @@ class VllmGeneration(GenerationInterface):
         self.fleet.call_healthy("reset_prefix_cache")
 
     def engine_metrics(self) -> dict[str, float]:
-        """The `generation_metrics/` since the last call; engines that do not answer at once are skipped."""
+        """The `generation_metrics/` since the last call; empty if `vllm_cfg.enable_vllm_metrics_logger` is off. Engines
+        that do not answer at once are skipped.
+        """
         if not self.cfg.vllm_cfg.enable_vllm_metrics_logger:
             return {}
         refs = [self.group.workers[shard].take_stats.remote() for shard in self.fleet.healthy()]
@@ -303,12 +320,15 @@ class VllmGeneration(GenerationInterface):
         return self.fleet.drain(dp_ranks)
 
     def activate_dp_ranks(self, dp_ranks: Sequence[int]) -> int:
+        """Shards take requests again; the router's generation number."""
         return self.fleet.activate(dp_ranks)
 
     def get_model_update_receiver(
         self, dp_ranks: Sequence[int] | None = None, *, recompute_kv: bool = True
     ) -> ShardTargets:
-        """Shards (all healthy ones) as sync targets. `recompute_kv`: whether requests recompute."""
+        """Shards as the targets of a sync session; by default all that are not quarantined. `recompute_kv`: whether
+        running requests recompute keys and values.
+        """
         self.wait_until_started()
         wanted = self.fleet.healthy() if dp_ranks is None else sorted(set(dp_ranks))
         return self.fleet.targets(wanted, recompute_kv=recompute_kv)
@@ -321,6 +341,7 @@ class VllmGeneration(GenerationInterface):
         self.fleet.set_version(dp_ranks, version)
 
     def shutdown(self) -> bool:
+        """Ends every engine and the dispatcher's thread."""
         if self._thread.is_alive():
             with contextlib.suppress(GenerationError):
                 self.run_on_dispatch_loop(self._dispatcher.close(), _CLOSE_TIMEOUT_S)

@@ -56,7 +56,9 @@ _RECEIVES = ("update_parameter_in_bucket", "broadcast_parameter")
 
 
 class VllmGenerationWorker:
-    """One engine. All methods run on the actor's event loop. `bad_words`: strings that are never generated."""
+    """One engine. All methods run on the actor's event loop. `spec`: how the engine is started. `bad_words`: strings
+    that are never generated.
+    """
 
     def __init__(self, spec: EngineSpec, bad_words: list[str] | None = None) -> None:
         self._spec = spec
@@ -146,7 +148,9 @@ class VllmGenerationWorker:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     async def submit(self, client: str, requests: list[GenerationRequest]) -> None:
-        """Starts requests; `collect` of the same client has results. A shard that leaves sends them back."""
+        """Starts requests; their results come by `collect` of the same client. A shard that leaves sends them back at
+        once.
+        """
         result_buffer = self._result_buffers.setdefault(client, ResultBuffer())
         for request in requests:
             if self._leaving:
@@ -249,10 +253,13 @@ class VllmGenerationWorker:
             await self._engine.abort(list(self._tasks))
 
     async def is_idle(self) -> bool:
+        """Whether no request runs."""
         return not self._tasks
 
     async def leave(self, timeout_s: float) -> int:
-        """Takes no more requests and ends running ones with what they have; how many. Raises ShardStateError."""
+        """Takes no more requests and ends those that run, each with what it has; how many there were. Raises
+        ShardStateError: requests still run after `timeout_s`.
+        """
         self._leaving = True
         ended, deadline = len(self._tasks), time.monotonic() + timeout_s
         while self._tasks:
@@ -265,7 +272,9 @@ class VllmGenerationWorker:
         return ended
 
     async def accept(self) -> int:
-        """Takes requests again; the version it serves. Raises ShardStateError: it sleeps, or has no weights."""
+        """Takes requests again; the version that it serves. Raises ShardStateError: the shard sleeps, or has no
+        weights.
+        """
         if self._memory.asleep:
             raise ShardStateError(
                 f"shard {self._shard} sleeps ({', '.join(sorted(self._memory.asleep))}); "
@@ -277,6 +286,7 @@ class VllmGenerationWorker:
         return self._versions.version
 
     async def take_stats(self) -> EngineSample:
+        """What the engine recorded of itself since it was last asked."""
         return self._stats.take() if self._stats else EngineSample()
 
     async def check_engine(self, timeout_s: float) -> None:
@@ -312,6 +322,7 @@ class VllmGenerationWorker:
         await self._alive(self._engine.reset_prefix_cache())
 
     async def model_bytes(self) -> list[dict[str, int]]:
+        """Bytes of weights and KV cache per rank."""
         return await self._rpc("nrl_model_bytes")
 
     # -- new weights --------------------------------------------------------------------------------------------------
@@ -340,6 +351,7 @@ class VllmGenerationWorker:
             raise
 
     async def receive_window(self, window: dict[str, object], timeout_s: float) -> None:
+        """Takes one window on every rank."""
         self._session["untouched"] = False
         await self._rpc("nrl_receive_window", window, timeout_s=timeout_s)
 
@@ -354,7 +366,9 @@ class VllmGenerationWorker:
         return await self._resume()
 
     async def abort_sync(self, session_id: str) -> None:
-        """Ends this session on every rank; an engine with partly new weights stays paused."""
+        """Ends this session on every rank; an engine whose weights may be partly new stays paused until a session
+        succeeds.
+        """
         await self._rpc("nrl_abort_sync", session_id)
         if self._session.get("id") == session_id:
             self._weights_lost |= not (self._session.get("staged") or self._session["untouched"])
@@ -412,9 +426,11 @@ class VllmGenerationWorker:
         return await self._rpc("nrl_kept_group", timeout_s=timeout_s)
 
     async def memory_in_use(self) -> list[int]:
+        """Bytes in use on the device of each rank (resident memory of its process on a CPU slot)."""
         return await self._rpc("nrl_memory_in_use")
 
     async def free_memory(self) -> list[int]:
+        """Bytes that each rank could still allocate."""
         return await self._rpc("nrl_free_memory")
 
     async def profile(self, on: bool) -> None:
