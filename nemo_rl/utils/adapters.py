@@ -2,7 +2,7 @@
 
 A directory with `adapter_config.json` and `adapter_model.safetensors`, which PEFT and vLLM read; tensors are called
 `base_model.model.<module>.lora_A.weight` (`[rank, in]`) and `lora_B.weight` (`[out, rank]`). Invariant: merged, a
-weight is `W + alpha / rank * B @ A` (https://arxiv.org/abs/2106.09685), added in float32.
+weight is `W + scale * B @ A` (https://arxiv.org/abs/2106.09685), added in float32; other kinds of adapters are refused.
 """
 
 from __future__ import annotations
@@ -34,11 +34,23 @@ class AdapterInfo:
     r: int
     lora_alpha: float
     target_modules: list[str]  # last names of the adapted modules
+    use_rslora: bool = False  # whether the scale is alpha / sqrt(r), of https://arxiv.org/abs/2312.03732
 
     @property
     def scale(self) -> float:
         """Factor of the adapters' product."""
-        return self.lora_alpha / self.r
+        return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
+
+
+# Keys of PEFT that make a weight of something else than two factors and one scale, and their values without effect.
+_PLAIN: dict[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    **dict.fromkeys(("use_dora", "fan_in_fan_out", "lora_bias", "use_qalora", "use_bdlora"), (False, None)),
+    **dict.fromkeys(("alpha_pattern", "rank_pattern", "modules_to_save", "layer_replication"), (None, {}, [])),
+}
+# Ways to begin that take the product out of the base model's weights.
+_OF_OTHER_BASES = ("pissa", "olora", "corda", "loftq")
 
 
 def is_adapter(directory: str | Path) -> bool:
@@ -73,7 +85,8 @@ def read_adapter(directory: str | Path) -> tuple[AdapterInfo, dict[str, torch.Te
     path = Path(directory)
     if not is_adapter(path) or not (path / TENSORS_FILE).is_file():
         raise AdapterError(f"{path}: holds no adapter ({CONFIG_FILE} and {TENSORS_FILE})")
-    written = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
+    written = {"use_rslora": False, **json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))}
+    _check_plain(written, path / CONFIG_FILE)
     try:
         info = AdapterInfo(**{name: written[name] for name in AdapterInfo.__dataclass_fields__})
     except KeyError as error:
@@ -85,6 +98,18 @@ def read_adapter(directory: str | Path) -> tuple[AdapterInfo, dict[str, torch.Te
             raise AdapterError(f"{path / TENSORS_FILE}: {name} is no factor of a low-rank adapter")
         tensors[short] = tensor
     return info, tensors
+
+
+def _check_plain(written: Mapping[str, object], path: Path) -> None:
+    found = next((key for key, values in _PLAIN.items() if key in written and written[key] not in values), None)
+    begun = str(written.get("init_lora_weights", "")).lower()
+    if found is None and begun.startswith(_OF_OTHER_BASES):
+        found = "init_lora_weights"
+    if found is not None:
+        raise AdapterError(
+            f"{path}: {found} is {written[found]!r}, and only adapters of two factors and one scale are read; merge it "
+            "with PEFT (merge_and_unload) and use the whole model"
+        )
 
 
 def merged(name: str, weight: torch.Tensor, adapters: Mapping[str, torch.Tensor], scale: float) -> torch.Tensor:

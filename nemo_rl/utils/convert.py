@@ -45,10 +45,10 @@ def to_hugging_face(checkpoint: Path, out_dir: Path, dtype: str | None = None) -
     Raises ConversionError: there is no such checkpoint, or `out_dir` exists; CheckpointError: it is damaged.
     """
     source = Path(model_directory(str(checkpoint)))
-    if not (source / "config.json").is_file():
+    if not (source / "config.json").is_file() and not is_adapter(source):
         raise ConversionError(
             f"{checkpoint}: is neither a checkpoint (step_N with policy/weights) nor a directory of "
-            "checkpoints, nor a Hugging Face directory"
+            "checkpoints, nor a Hugging Face directory or an adapter in PEFT's format"
         )
     logger.info("model: %s", source)
     with _made_whole(out_dir) as aside:

@@ -7,6 +7,7 @@ layer and `lora_B` is 0, so that every rank starts with the same adapters and th
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -109,10 +110,10 @@ def read_factors(path: str, wanted: AdapterInfo, names: Collection[str], key: st
             f"{path}: is an adapter of {found.base_model_name_or_path}, not of policy.model_name "
             f"{wanted.base_model_name_or_path}"
         )
-    if (found.r, found.lora_alpha) != (wanted.r, wanted.lora_alpha):
+    if found.r != wanted.r or not math.isclose(found.scale, wanted.scale):
         raise CheckpointMismatchError(
-            f"{path}: the adapter has dim {found.r} and alpha {found.lora_alpha:g}, {key} has {wanted.r} and "
-            f"{wanted.lora_alpha:g}"
+            f"{path}: the adapter has dim {found.r} and alpha {found.lora_alpha:g}"
+            f"{' (over the root of dim)' if found.use_rslora else ''}, {key} has {wanted.r} and {wanted.lora_alpha:g}"
         )
     different = sorted(tensors.keys() ^ set(names))
     if different:
