@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config.errors import UserError
 
@@ -85,7 +85,7 @@ def read_adapter(directory: str | Path) -> tuple[AdapterInfo, dict[str, torch.Te
     path = Path(directory)
     if not is_adapter(path) or not (path / TENSORS_FILE).is_file():
         raise AdapterError(f"{path}: holds no adapter ({CONFIG_FILE} and {TENSORS_FILE})")
-    written = {"use_rslora": False, **json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))}
+    written: dict[str, Any] = {"use_rslora": False, **json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))}
     _check_plain(written, path / CONFIG_FILE)
     try:
         info = AdapterInfo(**{name: written[name] for name in AdapterInfo.__dataclass_fields__})
