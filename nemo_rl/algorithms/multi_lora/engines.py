@@ -121,9 +121,7 @@ class AdapterEngines:
                 logger.warning("adapter=%s removal=failed reason=%s", name, first_line(error))
 
     def restore(self, shards: Iterable[int]) -> None:
-        """Sends the newest version of every adapter to shards, which take requests afterwards. Raises WorkerError: one
-        refused.
-        """
+        """Sends every adapter's newest version to shards, which take requests then. Raises WorkerError."""
         with self._lock:
             wanted = tuple(shards)
             self._restored += 1

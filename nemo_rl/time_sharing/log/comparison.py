@@ -36,9 +36,7 @@ LEGEND = (
 
 @event_kind("ts_simulated")
 class Simulated:
-    """The tables of one call of `simulate`, header lines first. `gpu_busy` (0 to 1) is that of the recorded run;
-    `notes` are sentences.
-    """
+    """The tables of one `simulate`, header lines first. `gpu_busy`: 0 to 1, recorded run. `notes`: sentences."""
 
     scenario: str
     about: str
