@@ -48,7 +48,9 @@ def names_of(module: str) -> tuple[Callable[[str], object], Callable[[], list[st
 
 
 def find_paths_of_nemo_rl() -> None:
-    """From now on modules that the table lists, and their packages, import without a file. Safe to call twice."""
+    """From now on modules that the table lists, and packages of such, can be imported without a file. Safe to call
+    twice.
+    """
     if not any(isinstance(finder, _PathsOfNemoRL) for finder in sys.meta_path):
         sys.meta_path.append(_PathsOfNemoRL())
 

@@ -108,7 +108,9 @@ class ReinforcePlusPlusAdvantageEstimator(_Estimator):
 
 
 class OPDAdvantageEstimator(_Estimator):
-    """On-policy distillation: teacher minus student. Needs `teacher_logprobs`, `prev_logprobs` [B, S]."""
+    """On-policy distillation: teacher minus student log-probability. Needs `teacher_logprobs` and `prev_logprobs` [B,
+    S].
+    """
 
     def compute_advantage(
         self,

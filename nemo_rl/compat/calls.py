@@ -31,7 +31,9 @@ class _LogprobsFirst:
     """Calls of a loss with the log-probabilities as the first of four arguments by position."""
 
     def __call__(self, *given: object, **named: object) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Of `(data, seqs, toks, next_token_logprobs=...)` or `(next_token_logprobs, data, seqs, toks)`."""
+        """The loss and its metrics, of `(data, seqs, toks, next_token_logprobs=...)` or `(next_token_logprobs, data,
+        seqs, toks)`.
+        """
         if given and isinstance(given[0], torch.Tensor):
             named, given = {"next_token_logprobs": given[0], **named}, given[1:]
         whole: Any = super()

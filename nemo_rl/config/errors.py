@@ -38,7 +38,9 @@ def in_one_line(error: BaseException) -> str | None:
 
 
 def disk_is_full(error: BaseException) -> bool:
-    """Whether an error, or a cause of it, was a full disk; also one passed on as text by a worker or library."""
+    """Whether an error, or one that it follows from, was a full disk; also where a worker or a library passed it on as
+    text.
+    """
     known: BaseException | None = error
     while known is not None:
         full = isinstance(known, OSError) and known.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -375,7 +375,9 @@ def _padded_column(name: str, value: Any, lengths: tuple[int, ...]) -> Column:
 
 
 def _check_dtype(name: str, column: Column) -> None:
-    """A known column of whole or real numbers holds such; their width is the writer's choice."""
+    """A known column of whole numbers holds whole numbers, one of real numbers real ones; their width is the writer's
+    choice.
+    """
     values = column.values if isinstance(column, (Jagged, Padded)) else column
     expected = SCHEMA[name].dtype if name in SCHEMA else None
     if expected is None:

@@ -352,7 +352,9 @@ class PromptQueue:
         return done
 
     def ready_for_step(self, version: int | None = None) -> int:
-        """Groups that the open step took or could take; with `version`, that a later step could take now."""
+        """Groups that the open step took or could take now; with `version` those that a later step could take, if it
+        began now.
+        """
         if version is None or version == self.step.version:
             return min(self.step.wanted, len(self.step.taken) + len(self._eligible(self.slots())))
         wanted = self._limits.wanted

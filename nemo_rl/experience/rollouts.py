@@ -253,7 +253,9 @@ def number_samples(batch: BatchedDataDict, generations: int, first_prompt: int =
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory], max_turns: int) -> dict[str, object]:
-    """Turns, terminations, token counts and rewards; `histogram/*` have an entry per sample (at least one)."""
+    """Turns, terminations, token counts and rewards; `histogram/*` are lists with one entry per sample. `trajectories`:
+    finished samples, at least one.
+    """
 
     def summed(count: Callable[[Trajectory], int]) -> np.ndarray:
         """A count of every sample over its branches."""

@@ -13,7 +13,9 @@ from nemo_rl.models.generation.interfaces import GenerationSamplingParams, Versi
 
 @dataclass(frozen=True)
 class RolloutLimits:
-    """Limits of every sample. `environment_s`: deadline of one step of the environment, waiting included."""
+    """Limits of every sample. `environment_s`: deadline of one step of the environment, its batched call and the wait
+    for it; likewise.
+    """
 
     max_total_tokens: int  # prompt, responses and observations together
     max_new_tokens: int

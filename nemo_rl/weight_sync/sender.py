@@ -37,7 +37,9 @@ def window_bytes(buckets: Sequence[BucketLayout]) -> int:
 
 
 def make_staging(name: TransportName, nbytes: int, device: torch.device) -> Staging:
-    """A sender's buffer. Raises TransportError: the transport does not work here, or memory is short."""
+    """A sender's buffer of `nbytes` bytes. Raises TransportError: the transport does not work on this device, or memory
+    is short.
+    """
     if name == "host":
         return HostStaging(nbytes, device)
     if name == "cuda_ipc":

@@ -123,7 +123,9 @@ def run(
     stay: bool = False,
     pool: Membership | None = None,
 ) -> int:
-    """Runs checked adapters to their end; the exit code. `raw`: the base's mapping. `stay`: for more when all are done."""
+    """Runs checked adapters to their end; the exit code. `raw`: the base's mapping. `stay`: wait for more when all are
+    done.
+    """
     from nemo_rl.algorithms.commands import _ray_ahead
 
     with _ray_ahead(base.cluster):

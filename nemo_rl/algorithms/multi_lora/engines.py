@@ -121,7 +121,9 @@ class AdapterEngines:
                 logger.warning("adapter=%s removal=failed reason=%s", name, first_line(error))
 
     def restore(self, shards: Iterable[int]) -> None:
-        """Sends every adapter's newest version to shards, which take requests then. Raises WorkerError."""
+        """Sends the newest version of every adapter to shards, which take requests afterwards. Raises WorkerError: one
+        refused.
+        """
         with self._lock:
             wanted = tuple(shards)
             self._restored += 1

@@ -144,7 +144,9 @@ def _with_slot(work: _Work) -> BatchedDataDict:
 
 
 class AdapterPolicy:
-    """The policy as the run of one adapter sees it. Calls raise AdapterRemoved once `removed` is set."""
+    """The policy as the run of one adapter sees it (see `PolicyInterface`). Calls raise AdapterRemoved once `removed`
+    is set.
+    """
 
     def __init__(
         self,

@@ -41,7 +41,9 @@ def count_experts(module: nn.Module) -> int:
 
 
 def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cuts every layer's experts over `mesh`, in place. Raises UnsupportedModelError: they cannot be cut so."""
+    """Cuts the experts of every layer over `mesh`, in place. Raises UnsupportedModelError: the model has no experts in
+    stacked weights, they do not divide, or they cannot skip tokens of other ranks.
+    """
     found = expert_modules(model)
     key = f"policy.dtensor_cfg.expert_parallel_size={mesh.size()}"
     if not found:

@@ -152,7 +152,9 @@ def with_prediction_metrics(result: MicrobatchResult, sums_K: torch.Tensor) -> M
 
 
 def prediction_block(config: TransformerConfig, layers: object, virtual: int | None, *, engine: bool) -> object:
-    """Megatron's specification of one chunk's prediction layers, or None. `layers`: of the model's."""
+    """Megatron's specification of the prediction layers of one chunk; None on chunks without. `layers`: its
+    specification of the model's.
+    """
     if not config.mtp_num_layers:
         return None
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec

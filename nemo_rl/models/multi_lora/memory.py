@@ -51,7 +51,9 @@ def _model(policy: PolicyConfig) -> nn.Module:
 
 
 def layer_kinds(policy: PolicyConfig) -> list[str]:
-    """Last name parts of the layers that the base may adapt. Raises UnsupportedModelError: no such layers."""
+    """The last parts of the names of the layers that the base may adapt. Raises UnsupportedModelError: it names layers
+    that do not exist.
+    """
     chosen = chosen_layers(_model(policy), policy.dtensor_cfg.lora_cfg)
     return sorted({name.rpartition(".")[2] for name in chosen})
 

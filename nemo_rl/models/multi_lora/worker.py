@@ -131,7 +131,9 @@ class MultiLoraWorker(PolicyWorker):
     def score_adapters(
         self, data: BatchedDataDict, micro_batch_size: int | None = None, *, policy: bool, reference: bool
     ) -> BatchedDataDict:
-        """`logprobs` [B, S] under each row's adapter (`SLOT`), `reference_logprobs` under the base."""
+        """Log-probabilities of rows with a column `SLOT`: `logprobs` under their adapters, `reference_logprobs` under
+        the base model, [B, S] each.
+        """
         size = micro_batch_size or self.cfg.logprob_batch_size
         parts, idle = self._cut(data, size, replayed=RECORDED if policy else SAMPLING_MASK_FIELDS)
         width = data["input_ids"].shape[1] if data.size else 0

@@ -210,7 +210,9 @@ class Policy(PolicyWeights, PolicyInterface):
     def get_topk_logits(
         self, data: BatchHandle, k: int, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> Scores:
-        """`topk_indices` [B, S, k] after each position, before filters, and `topk_logits` as log-probabilities."""
+        """`topk_indices` [B, S, k], the k most likely tokens after each position before generation's filters, and
+        `topk_logits`, as log-probabilities.
+        """
         return self._score("get_topk_logits", data, timer, k=k, micro_batch_size=micro_batch_size)
 
     # -- training -----------------------------------------------------------------------------------------------------

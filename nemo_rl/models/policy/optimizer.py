@@ -68,7 +68,9 @@ def build_optimizer(cfg: OptimizerConfig, parameters: Iterable[torch.nn.Paramete
 
 
 def _by_mesh(parameters: Iterable[torch.nn.Parameter]) -> list[Any]:
-    """The parameters, grouped where meshes differ: torch's batched updates take tensors of one mesh."""
+    """The parameters, in groups where some are cut over other ranks than others: torch's batched updates take tensors
+    of one mesh.
+    """
     groups: dict[object, list[torch.nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)

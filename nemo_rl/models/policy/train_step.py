@@ -249,7 +249,9 @@ def total_work(results: Sequence[MicrobatchResult | StepResult]) -> Work:
 def step_report(
     results: Sequence[StepResult], rates: Mapping[str, float], routers: Mapping[str, float]
 ) -> dict[str, object]:
-    """What a worker answers after steps. `rates`: that they used. `routers`: metrics of a mixture of experts."""
+    """What a worker answers after steps. `rates`: learning rate and weight decay that they used. `routers`: metrics of
+    a mixture of experts.
+    """
     metrics: dict[str, list[float]] = {}
     for result in results:
         for name, values in result.metrics.items():

@@ -129,7 +129,9 @@ class SchedulerActor:
             core.answer(answer, time.time())
 
     def drain(self, pipeline: str) -> None:
-        """Sends a pipeline's ranks to sleep and ends it once it holds nothing; see `Scheduler.drain`."""
+        """Sends every rank of a pipeline to sleep and ends its registration once it holds nothing; see
+        `Scheduler.drain`.
+        """
         with self._serving() as core:
             core.drain(pipeline, time.time())
 

@@ -36,7 +36,9 @@ LEGEND = (
 
 @event_kind("ts_simulated")
 class Simulated:
-    """The tables of one `simulate`, header lines first. `gpu_busy`: 0 to 1, recorded run. `notes`: sentences."""
+    """The tables of one call of `simulate`, header lines first. `gpu_busy` (0 to 1) is that of the recorded run;
+    `notes` are sentences.
+    """
 
     scenario: str
     about: str

@@ -13,7 +13,9 @@ Config = MasterConfig | SFTMasterConfig | EvalMasterConfig | CommandConfig  # of
 
 
 def with_own_folders(configs: Mapping[str, Config]) -> dict[str, Config]:
-    """Configurations by job name; jobs that share a directory get one each below it, named after the job."""
+    """Configurations of jobs by the jobs' names; those that would write into the same directory get one each below it,
+    named after the job.
+    """
     # The pipelines' processes have working directories of their own.
     wanted = {job: [str(Path(folder).absolute()) for folder in _folders(config)] for job, config in configs.items()}
     logs, checkpoints = ([folders[which] for folders in wanted.values() if folders] for which in (0, 1))

@@ -86,7 +86,9 @@ class Verb(str, Enum):
 
 
 class Outcome(str, Enum):
-    """How a command ended. STALE: weights changed meanwhile, sync again. REFUSED: it makes no sense to the agent."""
+    """How a command ended. STALE: the weights changed meanwhile, sync again. REFUSED: the command makes no sense to the
+    agent.
+    """
 
     DONE = "done"
     FAILED = "failed"

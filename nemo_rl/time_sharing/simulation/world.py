@@ -57,7 +57,9 @@ class _Memory:
 
 
 class World(Surroundings):
-    """One simulation. `rule`: the planner. `validator`: judges plans. `queue`: says when and where jobs start."""
+    """One simulation. `record` gets every event; `rule` is the planner, `validator` judges its plans. With a
+    `queue`, jobs start when and where that says, instead of when they come.
+    """
 
     def __init__(
         self,
@@ -138,7 +140,9 @@ class World(Surroundings):
             self.loop.after(self.limits.heartbeat_s, self._stop_if_done, self.loop.now + longest_end_s)
 
     def _stop_if_done(self, at_the_latest: float) -> None:
-        """The run is over when the scheduler knows no pipeline; one that never gets there is cut short."""
+        """The run is over when the scheduler knows no pipeline any more; a scheduler that never gets there is cut short
+        for the checker to see.
+        """
         all_unregistered = self._scheduler is not None and not self._scheduler.state.pipelines
         if all_unregistered or self.loop.now >= at_the_latest:
             self.loop.stopped = True
