@@ -23,6 +23,8 @@ from nemo_rl.utils.record import Record
 
 logger = logging.getLogger(__name__)
 
+_LEAVE_S = 300.0
+
 
 class Engine(Protocol):
     """What a pipeline can do with one of its generation ranks.
@@ -195,7 +197,7 @@ class AgentRuntime:
         """The same from a thread that must not wait, such as an event loop's."""
         self._work.submit(self.rank_broken, rank).add_done_callback(_log_error)
 
-    def leave(self, timeout_s: float) -> None:
+    def leave(self, timeout_s: float = _LEAVE_S) -> None:
         """Puts all ranks to sleep and ends the registration. Raises TimeoutError after timeout_s."""
         with self._lock:
             self._agent.leave()

@@ -33,7 +33,6 @@ from nemo_rl.utils.record import Record
 
 logger = logging.getLogger(__name__)
 
-_LEAVE_S = 300.0
 _KEEP_WEIGHTS = 1
 
 
@@ -130,7 +129,7 @@ class LentEngines(KeptAccelerators):
 
             tell(ready, groups)
             yield tell
-        self._runtime.leave(_LEAVE_S)
+        self._runtime.leave()
 
 
 class EvaluationPipeline(LentPipeline):

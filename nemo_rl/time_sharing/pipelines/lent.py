@@ -39,7 +39,6 @@ from nemo_rl.weight_sync.session import SyncOptions
 
 logger = logging.getLogger(__name__)
 
-_LEAVE_S = 300.0
 
 ReportMemory = Callable[[Sequence[SlotMemory], Sequence[int]], None]
 """Takes memory and needs (bytes) by training rank."""
@@ -324,7 +323,7 @@ class LentAccelerators:
             leave_accelerators(self._policy, self._accelerator)
             self._runtime.release(ACTOR_TRAIN)
             self._holds = False
-        self._runtime.leave(_LEAVE_S)
+        self._runtime.leave()
 
     def metrics(self) -> Mapping[str, float]:
         """Pauses of ranks that were refreshed while they served."""

@@ -29,7 +29,6 @@ from nemo_rl.utils.record import Record
 logger = logging.getLogger(__name__)
 
 _NO_ENGINE = 0.0
-_LEAVE_S = 300.0
 _ANSWER_S = 60.0
 
 
@@ -201,7 +200,7 @@ class SFTPipeline(LentPipeline):
                     sft_train(run)
                 if isinstance(run.accelerators, LentTraining):
                     run.accelerators.give_back()
-                runtime.leave(_LEAVE_S)
+                runtime.leave()
             finally:
                 close(run)
         saves = config.checkpointing.enabled

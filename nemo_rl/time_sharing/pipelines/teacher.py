@@ -27,7 +27,6 @@ from nemo_rl.time_sharing.pipelines.vllm_engine import EngineSlot
 if TYPE_CHECKING:
     from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 
-_LEAVE_S = 300.0
 _START_S = 300.0
 _POLL_S = 1.0
 _LINGER_S = 10.0
@@ -79,7 +78,7 @@ class TeacherPipeline(LentPipeline):
             self._serving.set()
             self._until_nobody_needs_it(runtime)
             self._serving.clear()
-            runtime.leave(_LEAVE_S)
+            runtime.leave()
         finally:
             generation.shutdown()
         kind = "drained" if self._draining.is_set() else "done"
