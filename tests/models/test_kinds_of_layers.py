@@ -191,3 +191,12 @@ def test_a_model_that_passes_no_borders_on_is_refused_by_name(kind: str) -> None
     model = model_of(config_of(kind), attention.register())
     with pytest.raises(NotImplementedError, match="Attention gets no borders of sequences"):
         model.base_model(torch.tensor([[1, 2]]), attention_mask=None, use_cache=False, segments=None)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_experts_that_get_no_adapters_are_named_at_the_start(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    cfg = PolicyConfig.read(
+        {"model_name": kind, "dtensor_cfg": {"lora_cfg": {"enabled": True, "match_all_linear": True}}}
+    )
+    check_policy(cfg, config_of(kind))
+    assert ("the experts of qwen3_moe lie in stacked weights" in caplog.text) == (kind == "qwen3_moe")

@@ -7,6 +7,7 @@ The driver's read configurations only. They refuse before Ray starts, or as soon
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from nemo_rl.models.policy.optimizer import check_names
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+logger = logging.getLogger(__name__)
 
 LIGER = "policy.dtensor_cfg.automodel_kwargs.use_liger_kernel"
 _ATTENTION = "policy.dtensor_cfg.automodel_kwargs.backend.attn"
@@ -112,10 +114,18 @@ def check_attention(model: PreTrainedModel) -> None:
 
 
 def _check_adapters(cfg: PolicyConfig, model: PretrainedConfig) -> None:
-    from nemo_rl.models.dtensor.lora import chosen_layers
+    from nemo_rl.models.dtensor.experts import expert_modules
+    from nemo_rl.models.dtensor.lora import KEY, chosen_layers
     from nemo_rl.models.policy.model_config import empty_model
 
-    chosen_layers(empty_model(model, trust_remote_code=cfg.trust_remote_code), cfg.dtensor_cfg.lora_cfg)
+    whole = empty_model(model, trust_remote_code=cfg.trust_remote_code)
+    chosen_layers(whole, cfg.dtensor_cfg.lora_cfg)
+    if cfg.dtensor_cfg.lora_cfg.match_all_linear and expert_modules(whole):
+        logger.warning(
+            "%s.match_all_linear: the experts of %s lie in stacked weights, which get no adapters",
+            KEY,
+            cfg.model_name,
+        )
 
 
 def check_packages(cfg: DTensorConfig) -> None:
