@@ -93,7 +93,9 @@ def run_to_end(
     close: Callable[[Run], None],
     page_port: int | None = None,
 ) -> int:
-    """Runs a checked configuration and writes its report; the exit code. `page_port`: of the live page, 0: any."""
+    """Runs a checked configuration and writes its report; returns the exit code. `page_port` serves a live page; 0
+    takes a free port.
+    """
     from nemo_rl.utils.directory_lock import DirectoryInUse
 
     with ExitStack() as held:
@@ -121,7 +123,9 @@ def _live_page(config: RootConfig, port: int | None) -> Generator[RunPage | None
 
 @contextmanager
 def directories_of_its_own(config: RootConfig) -> Generator[None]:
-    """Locks the run's log and checkpoint directories inside the block. Raises DirectoryInUse: another run uses one."""
+    """Context manager that locks the run's log and checkpoint directories. Raises DirectoryInUse: another run uses one
+    of them.
+    """
     from nemo_rl.utils.directory_lock import locked
 
     named = {"logger.log_dir": config.logger.log_dir}
@@ -191,6 +195,7 @@ class _ErrorPrinter:
         self._printed: list[Exception] = []
 
     def print_once(self, error: Exception) -> bool:
+        """Prints the error unless it was printed. Returns False for errors that need their traceback."""
         from nemo_rl.algorithms.resume import NothingToDo
 
         if any(error is known for known in self._printed):
@@ -252,7 +257,10 @@ def _report(log_dir: Path, *, expected: bool) -> None:
 
 
 class Interrupts:
-    """Signal handlers of a run, restored on exit. SIGTERM, which job schedulers send, is handled like Ctrl-C."""
+    """Signal handlers of a run; a context manager that restores the previous ones.
+
+    SIGTERM, which job schedulers send, is handled like Ctrl-C.
+    """
 
     def __init__(self) -> None:
         self.save_asked = False

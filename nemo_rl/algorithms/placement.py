@@ -55,7 +55,9 @@ def check_device(config: RootConfig, accelerator: Accelerator) -> None:
 def reserve(
     cluster: ClusterConfig, accelerator: Accelerator, name: str, per_node: Sequence[int], *, groups: int = 1
 ) -> RayVirtualCluster:
-    """Reserves slots, `per_node` of each node. `groups`: worker groups that share each slot."""
+    """Reserves slots on the cluster. `cluster`: ports, and slots per node. `groups`: worker groups that share each
+    slot.
+    """
     return RayVirtualCluster(
         list(per_node),
         use_gpus=accelerator.is_cuda,
@@ -75,13 +77,16 @@ def reserve_all(cluster: ClusterConfig, accelerator: Accelerator, name: str) -> 
 
 @dataclass(frozen=True)
 class Clusters:
-    """Slots of training and generation (one object if shared, None without). `teachers`: of teachers with slots."""
+    """Slots of training and generation: the same object if they share them, None without generation. `teachers`: slots
+    of teachers that have their own, by name.
+    """
 
     training: RayVirtualCluster
     generation: RayVirtualCluster | None
     teachers: Mapping[str, RayVirtualCluster] = field(default_factory=dict)
 
     def distinct(self) -> list[RayVirtualCluster]:
+        """Each cluster once."""
         every = [self.training, self.generation, *self.teachers.values()]
         return list({id(cluster): cluster for cluster in every if cluster is not None}.values())
 
@@ -159,7 +164,15 @@ def begin_policy(
     *,
     init_reference_model: bool,
 ) -> RayWorkerGroup:
-    """Starts the policy's actors on all slots, from a checkpoint if any. Raises CheckpointError: it has no weights."""
+    """Starts the policy's actors.
+
+    Args:
+        cluster: Slots; all of them are used.
+        resume: Checkpoint to load, or None.
+        init_reference_model: Whether the initial weights are kept for reference log-probabilities.
+
+    Raises CheckpointError: the checkpoint has no weights.
+    """
     paths = checkpointer.get_resume_paths(resume.checkpoint) if resume is not None else None
     optimizer = paths.optimizer if paths is not None and resume is not None and not resume.fresh_optimizer else None
     return start_policy_actors(
@@ -176,7 +189,9 @@ def begin_policy(
 def start_policy(
     config: RootConfig, cluster: RayVirtualCluster, tokenizer: PreTrainedTokenizerBase, actors: RayWorkerGroup
 ) -> Policy:
-    """Makes the actors from `begin_policy` load the policy; returns before they have finished."""
+    """Makes the actors load the policy; returns before they have finished. `cluster`: slots; all of them are used.
+    `actors`: from `begin_policy`.
+    """
     if isinstance(config, MasterConfig) and config.data_plane.enabled:
         from nemo_rl.models.policy.tq_policy import TQPolicy
 

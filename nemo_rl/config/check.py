@@ -70,7 +70,11 @@ class Checked:
 
 
 def recipe_files(paths: Iterable[Path]) -> list[Path]:
-    """The files given, and of folders every YAML file below, in order. Raises ConfigError: there is none."""
+    """Files as they are given, and of folders every YAML file below, in order.
+
+    Raises:
+        ConfigError: there is nothing at a path, or no YAML file in a folder.
+    """
     found: list[Path] = []
     for path in paths:
         below = [path] if path.is_file() else sorted([*path.rglob("*.yaml"), *path.rglob("*.yml")])

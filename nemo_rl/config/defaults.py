@@ -61,14 +61,20 @@ _RESOLVERS: dict[str, Callable[..., Number]] = {"add": _add, "mul": _mul, "div":
 
 
 def register_omegaconf_resolvers() -> None:
-    """Registers `add`, `mul`, `div` (whole quotients are ints) and `max` with OmegaConf."""
+    """Makes `${add:a,b}`, `${mul:a,b}`, `${div:a,b}` and `${max:a,b}` known to OmegaConf; a quotient that is whole is
+    an int.
+    """
     for name, function in _RESOLVERS.items():
         if not OmegaConf.has_resolver(name):
             OmegaConf.register_new_resolver(name, function)
 
 
 def complete(raw: Mapping[str, object], root: type[Section]) -> dict[str, object]:
-    """A copy of `raw` under present names, omitted keys filled in and interpolations resolved. Raises ConfigError."""
+    """A copy of `raw` under present names, with every omitted key filled in and every interpolation resolved.
+
+    Raises:
+        ConfigError: an interpolation names a key that does not exist, or goes round in circles.
+    """
     return resolve(with_defaults(adapt(raw, root).values, root))
 
 
@@ -84,7 +90,11 @@ def _defaults_of(schema: type[Section]) -> Section:
 
 
 def resolve(raw: Mapping[str, object]) -> dict[str, object]:
-    """A copy of `raw` with its interpolations resolved. Raises ConfigError: a key is not there, or goes in circles."""
+    """A copy of `raw` whose interpolations are replaced by their values.
+
+    Raises:
+        ConfigError: an interpolation names a key that does not exist, or goes round in circles.
+    """
     register_omegaconf_resolvers()
     try:
         return _resolved(raw)

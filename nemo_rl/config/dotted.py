@@ -24,7 +24,11 @@ def at(node: object, key: Sequence[str | int], default: object = ABSENT) -> Any:
 
 
 def put(node: Any, key: Sequence[str], value: object) -> None:
-    """Sets a value, making mappings on the way. Raises LookupError: the key lies below a plain value or off a list."""
+    """Sets a value, with mappings made on the way where nothing, or null, is there.
+
+    Raises:
+        LookupError: the key lies below a plain value or outside a list.
+    """
     for depth, part in enumerate(key[:-1]):
         child = at(node, [part])
         if isinstance(node, dict) and (child is ABSENT or child is None):
@@ -49,7 +53,12 @@ def take(node: object, key: Sequence[str | int]) -> None:
 
 
 def import_dotted(path: str, key: str) -> Any:
-    """Imports `package.module.name` or `package.module:name`. `key`: who names it. Raises ConfigError: no such name."""
+    """Imports what `path` (`package.module.name` or `package.module:name`) names; `key` is the dotted key that holds
+    it, for messages.
+
+    Raises:
+        ConfigError: the module cannot be imported, or has no such name.
+    """
     module_name, _, name = path.replace(":", ".").rpartition(".")
     if not module_name or not name:
         raise ConfigError([f"{key}: {path!r} is not a dotted path such as package.module.name"])

@@ -72,7 +72,11 @@ class _FastLoader(_Parser, _Loader):  # type: ignore[misc]
 
 
 def read_yaml(text: str) -> Any:
-    """A YAML document as plain containers. Raises yaml.YAMLError: it is none."""
+    """A YAML document as plain containers.
+
+    Raises:
+        yaml.YAMLError: it is none.
+    """
     if yaml.__with_libyaml__ and "\t" not in text:
         # libyaml reads tabs where the other parser refuses them, and refuses what that one reads, as {a:{b:1}}.
         with suppress(yaml.YAMLError):

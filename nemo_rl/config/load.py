@@ -43,7 +43,12 @@ class Loaded(NamedTuple):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
-    """The merged file with overrides; interpolations unresolved, no defaults. Raises ConfigError, OverridesError."""
+    """The file at `path` with its parents and overrides merged; interpolations unresolved, no defaults filled in.
+
+    Raises:
+        ConfigError: a file cannot be read.
+        OverridesError: an override cannot be applied.
+    """
     register_omegaconf_resolvers()
     return parse_hydra_overrides(merge(read_layers(path)), overrides)
 
@@ -86,7 +91,11 @@ def load_layers(
     kind: type[CompleteConfig],
     mistakes: list[ConfigError] | None = None,
 ) -> Loaded:
-    """Merges files and overrides, each a layer. `mistakes`: see `read_layers`. Raises as `load_master_config`."""
+    """Merges files and overrides, every override as a layer of its own; `mistakes` is as in `read_layers`.
+
+    Raises:
+        ConfigError, OverridesError: as `load_master_config`.
+    """
     layers = [] if path is None else read_layers(path, mistakes)
     loaded = Loaded(merge(layers), layers, [])
     problems: list[str] = []

@@ -104,7 +104,9 @@ class MasterConfig(RootConfig):
         return not self.loss_fn.reads_advantages
 
     def max_staleness(self) -> int | None:
-        """How many versions older than the training weights a group's tokens may be; None for any number."""
+        """How many versions older than the weights that train on them the tokens of a group may be; None for any
+        number.
+        """
         if self.async_rl is not None:
             return self.async_rl.sampler.max_staleness()
         ahead = self.grpo.async_grpo

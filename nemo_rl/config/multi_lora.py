@@ -113,7 +113,9 @@ def _keys_of_base(values: Mapping[str, object], above: str = "") -> Iterator[str
 
 
 def check_adapter(base: MultiLoraMasterConfig, adapter: AdapterConfig, others: Sequence[AdapterConfig]) -> None:
-    """Raises ConfigError: an adapter's rank is above the base's, or another has its name or directories."""
+    """Whether an adapter may join. Raises ConfigError: its rank is above the base's, or another adapter has its name or
+    one of its directories.
+    """
     problems: list[Problem] = []
     rank, most = adapter.config.policy.dtensor_cfg.lora_cfg.dim, base.policy.dtensor_cfg.lora_cfg.dim
     if rank > most:

@@ -45,7 +45,11 @@ class Override:
 
 
 def parse_override(text: str) -> Override:
-    """Reads one override. Raises OverridesError: none of the four forms, or its value is not YAML."""
+    """Reads one override.
+
+    Raises:
+        OverridesError: the text follows none of the four forms, or its value is not YAML.
+    """
     match = _PATTERN.fullmatch(text.strip())
     action = Action(match["sign"] or "") if match else Action.SET
     if match is None or (match["assigned"] is None and action is not Action.DELETE):
@@ -121,7 +125,11 @@ def apply(values: Mapping[str, object], override: Override, schema: type[Section
 
 
 def parse_hydra_overrides(config: DictConfig | Mapping[str, object], overrides: Sequence[str]) -> DictConfig:
-    """Applies overrides to a loaded configuration, as NeMo-RL's scripts do. Raises OverridesError."""
+    """Applies overrides to a loaded configuration, as NeMo-RL's run scripts do; interpolations stay unresolved.
+
+    Raises:
+        OverridesError: see `parse_override` and `apply`.
+    """
     values = OmegaConf.to_container(config, resolve=False) if isinstance(config, DictConfig) else config
     named = {str(key): value for key, value in values.items()} if isinstance(values, Mapping) else {}
     for text in overrides:

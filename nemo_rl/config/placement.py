@@ -44,7 +44,9 @@ def generation_slots_per_node(config: RootConfig) -> int:
 
 
 def engine_fits(width: int, slots: int, nodes: int) -> bool:
-    """Whether engines of `width` ranks fill nodes of `slots` accelerators: several in a node, or one on whole nodes."""
+    """Whether engines of `width` ranks fill nodes of `slots` accelerators each: several inside a node, or each on whole
+    nodes.
+    """
     return slots % width == 0 or (width % slots == 0 and nodes % (width // slots) == 0)
 
 
@@ -125,7 +127,11 @@ def replica_sizes(policy: PolicyConfig) -> ParallelSizes:
 
 
 def parallel_sizes(policy: PolicyConfig, world: int) -> ParallelSizes:
-    """How `world` training ranks are divided, whatever the backend. Raises ParallelSizesError: they do not divide."""
+    """How `world` training ranks are divided, whatever the backend.
+
+    Raises:
+        ParallelSizesError: They do not divide.
+    """
     sizes = replica_sizes(policy)
     if world % sizes.replica:
         possible = ", ".join(str(size) for size in range(1, world + 1) if world % size == 0)

@@ -34,7 +34,9 @@ from nemo_rl.config.section import (
 
 @dataclass(frozen=True)
 class KeyInfo:
-    """One key. `default`: a value, or an interpolation. `not_yet`: what is missing; None when the key is honoured."""
+    """One key of the schema. `default` is a value, or an interpolation; `not_yet` says what is missing, None when the
+    key is honoured.
+    """
 
     name: str
     kind: str
@@ -57,7 +59,9 @@ def keys_of(
     default: Section | None = None,
     follows: Mapping[str, str] | None = None,
 ) -> Iterator[KeyInfo]:
-    """Every key below `schema`, each section before its keys; a section that is not built makes its keys so."""
+    """Every key below `schema` in order, each section before its keys; a section that is not built yet makes its keys
+    so.
+    """
     instance = schema.model_construct() if default is None else default
     follows = {**(follows or {}), **schema.follows}
     for name, field in schema.model_fields.items():
@@ -82,7 +86,9 @@ def find_key(schema: type[Section], key: Sequence[str]) -> KeyInfo | None:
 
 
 def free_mapping(schema: type[Section], key: Sequence[str]) -> KeyInfo | None:
-    """The mapping that takes any name and holds a dotted key, such as `policy.optimizer.kwargs`; None if none does."""
+    """The entry of the mapping that holds a dotted key and takes any name, such as `policy.optimizer.kwargs` for
+    `policy.optimizer.kwargs.lr`; None when no such mapping holds it.
+    """
     if not is_known(schema, key):
         return None
     names = _without_indices(key)

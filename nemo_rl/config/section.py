@@ -100,7 +100,11 @@ class Section(BaseModel):
 
     @classmethod
     def read(cls, given: Self | Mapping[str, object]) -> Self:
-        """The section itself, or one made of a mapping. Raises pydantic.ValidationError: a key or value is bad."""
+        """The section itself, or one made of a plain mapping, as scripts written for NeMo-RL hold them.
+
+        Raises:
+            pydantic.ValidationError: a key is unknown or a value wrong.
+        """
         return given if isinstance(given, cls) else cls.model_validate(dict(given))
 
     def __getitem__(self, key: str) -> Any:

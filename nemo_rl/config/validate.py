@@ -79,7 +79,11 @@ def validate(raw: Mapping[str, object], kind: type[Config], source: str | None =
 
 
 def examine(raw: Mapping[str, object], kind: type[Config]) -> Examined[Config]:
-    """Everything to be said about a merged mapping. Raises ConfigError: an interpolation cannot be resolved."""
+    """Everything that is to be said about a merged mapping.
+
+    Raises:
+        ConfigError: an interpolation cannot be resolved.
+    """
     strangers = _strangers(raw, kind)
     if len(strangers) > max(1, len(raw) - len(strangers)):
         return Examined(problems=[_of_another_framework(strangers, kind)])
@@ -125,7 +129,11 @@ def examine(raw: Mapping[str, object], kind: type[Config]) -> Examined[Config]:
 
 
 def check_config(config: CompleteConfig) -> None:
-    """Checks a configuration that was built in Python. Raises ConfigError: with one line per mistake."""
+    """Checks a configuration that was built in Python: what is not built yet, and the rules between sections.
+
+    Raises:
+        ConfigError: with one line per mistake.
+    """
     problems: list[Problem] = [*refusals(config), *broken_rules(config)]
     if problems:
         raise ConfigError(problems)
@@ -149,7 +157,9 @@ def _required_sections(raw: Mapping[str, object], kind: type[CompleteConfig]) ->
 def _without_echoes(
     errors: list[ErrorDetails], given: Mapping[str, object], filled: Mapping[str, object]
 ) -> list[ErrorDetails]:
-    """The errors about keys that were given; a default that follows a wrong value is wrong too, and left out."""
+    """The errors about keys that were given; a default that follows a wrong value is wrong too, and not worth a second
+    line.
+    """
     original = [error for error in errors if error["type"] == "missing" or _is_given(given, key_of(error, filled))]
     return original or errors
 

@@ -68,6 +68,7 @@ class Slot:
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """The torch dtype."""
         return _DTYPES[self.dtype]
 
     @property
@@ -85,12 +86,14 @@ class Layout:
 
     @property
     def name(self) -> str:
+        """The layout as text."""
         return json.dumps(
             [self.generation, *([s.column, s.kind, s.dtype, *s.shape] for s in self.slots)], separators=(",", ":")
         )
 
     @property
     def columns(self) -> tuple[str, ...]:
+        """Column names."""
         return tuple(slot.column for slot in self.slots)
 
     @property

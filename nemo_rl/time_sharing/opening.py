@@ -54,6 +54,7 @@ def open_pool(
     accelerator: Accelerator,
     log_dir: Path,
     limits: Limits = LIVE_LIMITS,
+    pool_class: type[PoolActor] = PoolActor,
     name: str = "",
 ) -> Any:
     """Reserves the slots, starts the scheduler and the pool's actor; the actor's handle. Ray must be initialised.
@@ -85,7 +86,7 @@ def open_pool(
         scheduler, pool, accelerator.kind, tuple(groups), limits, str(log_dir), memory, name or log_dir.name
     )
     actor: Any = (
-        ray.remote(PoolActor)
+        ray.remote(pool_class)
         .options(
             name=POOL_NAME,
             namespace=CONTROL_NAMESPACE,
@@ -130,7 +131,9 @@ def close_pool(actor: Any) -> None:
 
 
 def _wait_until_reaped(handles: PoolHandles) -> None:
-    """Waits until the scheduler wrote that all processes are gone: closed before, GPUs stay with them."""
+    """Waits until the scheduler has written that the processes of all pipelines are gone: a log that is closed before
+    leaves GPUs with those who were cut off.
+    """
     import ray
 
     deadline = time.monotonic() + handles.limits.reap_s

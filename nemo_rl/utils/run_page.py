@@ -40,9 +40,11 @@ class RunPage:
         self._progress: RunProgress | None = None
 
     def follow(self, progress: RunProgress, log_dir: Path) -> None:
+        """The run is set up."""
         self._progress, self.log_dir = progress, log_dir
 
     def data(self) -> dict[str, object]:
+        """What the page draws."""
         progress = self._progress
         if progress is None:
             return {

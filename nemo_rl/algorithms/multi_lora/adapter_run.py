@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shared:
+    """What the adapters of a job share."""
+
     policy: MultiLoraPolicy
     engines: AdapterEngines
     passes: SharedPasses
@@ -84,6 +86,7 @@ class _Environments:
     shared: SharedEnvironments
 
     def shutdown(self) -> None:
+        """Gives them back. Safe to call twice."""
         self.shared.give_back(self.adapter)
 
 
@@ -112,7 +115,12 @@ def build_run(
     removed: threading.Event,
     progress: Callable[[int, int], None],
 ) -> GRPORun:
-    """An adapter's run, its slot filled. `removed`: set when it was removed. For errors see `startup.prepared`."""
+    """An adapter's run, its slot filled. For errors see `algorithms.startup.prepared`.
+
+    Args:
+        removed: Set when the adapter was removed.
+        progress: Called with the prompt groups that are there and those that are waited for.
+    """
     config, name = adapter.config, adapter.name
     console = Console(file=cast(Any, _Prefixed(name)), width=140)
     start, placement = StartPhases(console), _Guest(shared.accelerator)

@@ -68,7 +68,9 @@ def check_base(config: MultiLoraMasterConfig) -> PretrainedConfig:
 
 
 def check_layers(adapter: AdapterConfig) -> None:
-    """Checks an adapter against the model without weights. Raises UnsupportedModelError: it names layers it lacks."""
+    """Checks an adapter against the model; loads no weights. Raises UnsupportedModelError: it names layers that do not
+    exist; for others see `placement.check_policy`.
+    """
     try:
         check_policy(adapter.config)
     except UnsupportedModelError as error:

@@ -123,8 +123,12 @@ def run(
     stay: bool = False,
     pool: Membership | None = None,
 ) -> int:
-    """Runs checked adapters to their end; the exit code. `raw`: the base's mapping. `stay`: wait for more when all are
-    done.
+    """Runs checked adapters to their end; returns the exit code.
+
+    Args:
+        raw: The base's mapping, for adapters that are added later.
+        stay: Wait for more adapters when all are done.
+        pool: The pool that runs it, if one does.
     """
     from nemo_rl.algorithms.commands import _ray_ahead
 

@@ -37,7 +37,9 @@ class JobUnreachable(UserError, RuntimeError):
 
 @contextmanager
 def serve(job: MultiLoraJob, base: Mapping[str, object], log_dir: Path, port: int) -> Generator[str]:
-    """Serves a job inside the block; its address. `base`: mapping under adapters' files. Raises OSError: port taken."""
+    """Serves a job inside the block; its address. `base`: mapping that adapters' files are laid over. Raises OSError:
+    the port is taken, or the directory cannot be written.
+    """
     from nemo_rl.utils.http_server import BackgroundServer
 
     token = secrets.token_hex(16)

@@ -40,11 +40,15 @@ class SlotsFull(UserError, RuntimeError):
 
 
 class UnknownAdapter(UserError, KeyError):
+    """The job has no such adapter."""
+
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class Phase(str, Enum):
+    """Where an adapter is."""
+
     JOINING = "joining"
     RUNNING = "running"
     LEAVING = "leaving"
@@ -73,6 +77,7 @@ class AdapterState:
     reason: str = ""  # why it failed, or ended early
 
     def plain(self) -> dict[str, object]:
+        """For JSON."""
         return asdict(self) | {"phase": self.phase.value}
 
 
@@ -105,7 +110,13 @@ class _Member:
 
 
 class MultiLoraJob:
-    """Adapters on one base. `base`: its configuration. `shared`: what adapters share. `records`: where each writes."""
+    """Adapters on one base.
+
+    Args:
+        base: The base's configuration.
+        shared: What the adapters share.
+        records: Where adapters write what happens to them.
+    """
 
     def __init__(self, base: MultiLoraMasterConfig, shared: Shared, records: AdapterRecords | None = None) -> None:
         self.base, self._shared, self._records = base, shared, records or AdapterRecords()
@@ -145,7 +156,9 @@ class MultiLoraJob:
         )
 
     def remove(self, name: str) -> AdapterState:
-        """Ends an adapter's requests, drops its open step unless its pass has begun. Raises UnknownAdapter."""
+        """Lets an adapter leave: its requests are ended and what its open step has is discarded, unless its training
+        pass has begun. Returns at once. Raises UnknownAdapter: there is none that runs.
+        """
         with self._changed:
             member = self._members.get(name)
             if member is None or member.phase.over:
@@ -178,6 +191,7 @@ class MultiLoraJob:
                     member.run.timeout.end_after_step()
 
     def close(self) -> None:
+        """Removes every adapter and waits until they have left."""
         with self._changed:
             self._closing = True
             for member in self._members.values():
@@ -264,6 +278,7 @@ class _AdapterSteps(GRPOSteps):
 
 
 def write_reports(states: list[AdapterState]) -> list[Path]:
+    """Writes the report of every adapter that has one; their paths."""
     from nemo_rl.utils.metrics_file import NoMetrics
     from nemo_rl.utils.plots import NothingToShow
     from nemo_rl.utils.report import write_report

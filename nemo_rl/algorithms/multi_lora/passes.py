@@ -46,6 +46,8 @@ class AdapterStepRefused(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class _Work:
+    """What an adapter asked for."""
+
     slot: int
     rows: BatchedDataDict
     answer: Future[Any]
@@ -55,7 +57,10 @@ class _Work:
 
 
 class SharedPasses:
-    """Joins what adapters ask for into passes of `policy`, on a thread of its own."""
+    """Joins what adapters ask for into passes, on a thread of its own.
+
+    `policy`: runs the passes.
+    """
 
     def __init__(self, policy: MultiLoraPolicy, cfg: MultiLoraConfig) -> None:
         self._policy = policy
@@ -67,6 +72,7 @@ class SharedPasses:
         self._thread.start()
 
     def join(self, adapter: str, weight: float) -> None:
+        """An adapter takes part."""
         with self._changed:
             self._turns.join(adapter, weight)
             self._changed.notify()
@@ -144,8 +150,12 @@ def _with_slot(work: _Work) -> BatchedDataDict:
 
 
 class AdapterPolicy:
-    """The policy as the run of one adapter sees it (see `PolicyInterface`). Calls raise AdapterRemoved once `removed`
-    is set.
+    """The policy as the run of one adapter sees it; see `PolicyInterface`.
+
+    Args:
+        cfg: The adapter's policy section.
+        removed: Set when the adapter was removed; calls raise AdapterRemoved from then on.
+        tokenizer: Saved with checkpoints.
     """
 
     def __init__(
@@ -166,6 +176,7 @@ class AdapterPolicy:
 
     @property
     def started(self) -> PolicyStarted | None:
+        """What runs the base model."""
         return self._policy.started
 
     def require_present(self) -> None:
@@ -224,7 +235,9 @@ class AdapterPolicy:
                 self._tokenizer.save_pretrained(path)
 
     def finalize_async_save(self) -> None:
-        """Waits until the last snapshot is on disk. Raises WorkerError; WorkerTimeoutError: after half an hour."""
+        """Waits until the last snapshot is on disk. Raises WorkerError: it cannot be written; WorkerTimeoutError: it is
+        not complete after half an hour.
+        """
         deadline = time.monotonic() + _SAVE_TIMEOUT_S
         while not self._policy.slot_written(self._slot):
             if time.monotonic() > deadline:

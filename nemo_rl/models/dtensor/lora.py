@@ -44,7 +44,9 @@ class AdaptedLinear(nn.Linear):
 
 
 def apply_adapters(model: nn.Module, cfg: LoraConfig) -> list[str]:
-    """Freezes the model and gives the chosen layers adapters, in place; their names. Raises UnsupportedModelError."""
+    """Freezes the model and gives the chosen layers adapters, in place; returns their names. Raises
+    UnsupportedModelError: no layer is chosen, or a pattern chooses none.
+    """
     names = chosen_layers(model, cfg)
     model.requires_grad_(False)
     for name in names:

@@ -378,6 +378,7 @@ def _is_trained(name: str, cfg: MegatronConfig) -> bool:
 
 
 def _for_other_stages(result: MicrobatchResult, stages: int) -> MicrobatchResult:
+    """The result on the host where it travels to ranks that have another device."""
     if stages == 1:
         return result
     metrics = {name: value.cpu() for name, value in result.metrics.items()}

@@ -157,6 +157,7 @@ def base_model(chunks: Iterable[nn.Module]) -> AbstractContextManager[None]:
 
 
 def factors_of(weight: Weight, rank: int) -> tuple[Weight, Weight]:
+    """The factors of a layer, by its weight."""
     layer = weight.name.removesuffix(".weight")
     modules = [(name.removesuffix(".weight"), shape) for name, shape in weight.parts]
     down, up = (
@@ -231,6 +232,7 @@ class AdaptedWeights(ShardedWeights):
         return self.gathered(self._factors, None, device)
 
     def sent_metas(self) -> list[TensorMeta]:
+        """Names, shapes and dtypes of `sent_factors`."""
         return [
             TensorMeta(name, shape, dtype_name(torch.float32))
             for factor in self._factors

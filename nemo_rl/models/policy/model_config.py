@@ -39,6 +39,7 @@ class KernelUnavailableError(UserError, ValueError):
 
 
 def compute_dtype(precision: str) -> torch.dtype:
+    """The torch dtype of `policy.precision`."""
     return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[precision]
 
 
@@ -71,7 +72,9 @@ def model_config(cfg: PolicyConfig, source: str | None = None) -> PretrainedConf
 
 
 def generation_config(cfg: PolicyConfig, model: PretrainedConfig) -> GenerationConfig:
-    """The model's `generation_config.json`, kept with its stop tokens; else what follows from the model's own."""
+    """The model's `generation_config.json`, which checkpoints carry on with its stop tokens; without one, what follows
+    from the model's configuration.
+    """
     from transformers import GenerationConfig
 
     try:
@@ -121,7 +124,9 @@ def check_not_quantized(config: PretrainedConfig, cfg: PolicyConfig) -> None:
 
 
 def check_replay(config: PretrainedConfig, cfg: PolicyConfig) -> None:
-    """Raises UnsupportedModelError: routes are to be replayed and the model has no experts."""
+    """Whether the model has routes that could be replayed, if they are to be. Raises UnsupportedModelError: it has no
+    experts.
+    """
     if cfg.router_replay.enabled and not number_of_experts(text_config(config)):
         raise UnsupportedModelError(
             f"policy.router_replay.enabled=true, but policy.model_name={cfg.model_name} (a "
@@ -136,7 +141,9 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def layers_with_experts(config: PretrainedConfig) -> tuple[int, ...]:
-    """The decoder layers, from 0, whose feed-forward is a mixture of experts."""
+    """The decoder layers, from 0, whose feed-forward is a mixture of experts, by the model's Hugging Face
+    configuration.
+    """
     config = text_config(config)
     if not number_of_experts(config):
         return ()

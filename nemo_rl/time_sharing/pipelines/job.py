@@ -127,6 +127,7 @@ class Job:
 
     @property
     def kind(self) -> Kind:
+        """What it does."""
         return Kind.TEACHER if self.teaches else _KINDS[type(self.config)]
 
     @property
@@ -139,6 +140,7 @@ class Job:
 
     @property
     def engines(self) -> VllmConfig | None:
+        """The options of its engines; None where it has none."""
         return engines_of(self.config, self.name if self.teaches else None)
 
     @property
@@ -170,6 +172,7 @@ class Job:
 
     @property
     def mapped(self) -> placement.Mapped:
+        """Where it lies."""
         return placement.Mapped(self.train, self.infer, self.column)
 
     def covers_every_rank(self) -> bool:

@@ -67,6 +67,7 @@ class LentPlacement(LentSlots):
         self.grants = Grants(runtime, wait_s)
 
     def shard_record(self, record: Record) -> Record:
+        """It has no shards."""
         return record
 
     @contextmanager
@@ -76,7 +77,9 @@ class LentPlacement(LentSlots):
         yield
 
     def accelerators(self, parts: Trainer) -> LentTraining:
-        """The GPUs of the steps. Raises PoolFull: what stays on them meanwhile leaves too little."""
+        """The GPUs of the steps. Raises PoolFull: what stays on them while the run is away leaves too little for
+        everybody.
+        """
         leave_and_report_memory(parts.policy, self._accelerator, self._report_memory, _NO_ENGINE)
         return LentTraining(
             self.grants, parts, self._accelerator, self._wanted, slice_s=self._slice_s, longest_s=self._longest_s
@@ -98,7 +101,9 @@ class Grants:
         self.waited_s = 0.0
 
     def acquire(self, priority: Priority, step: int) -> None:
-        """Waits for the GPUs. Raises TimeoutError: they were not granted in time; Dismissed: the pipeline ended."""
+        """Waits for the GPUs. Raises TimeoutError: they were not granted in time; Dismissed: the scheduler ended this
+        pipeline.
+        """
         began = time.monotonic()
         self._runtime.acquire(ACTOR_TRAIN, priority, step, self._wait_s)
         now = time.monotonic()
@@ -108,15 +113,19 @@ class Grants:
         self.held = priority
 
     def seconds(self) -> float:
+        """For how long they have been held."""
         return time.monotonic() - self._since
 
     def release(self) -> None:
+        """Gives them back."""
         self._runtime.release(ACTOR_TRAIN)
         self.held = None
 
 
 class LentTraining(KeptAccelerators):
-    """Training GPUs of the scheduler, of a run that generates nothing. For the arguments see `LentPlacement`."""
+    """Training GPUs that belong to the scheduler, of a run that generates nothing. For the arguments see
+    `LentPlacement`.
+    """
 
     def __init__(
         self,
@@ -155,18 +164,22 @@ class LentTraining(KeptAccelerators):
 
 
 class SFTPipeline(LentPipeline):
+    """An SFT run."""
+
     def __init__(self, job: Job, handles: PoolHandles, incarnation: int) -> None:
         super().__init__(job, handles, incarnation)
         self._run: SFTRun | None = None
         self._placement: LentPlacement | None = None
 
     def progress(self) -> Progress:
+        """What the run is doing now."""
         run, placement = self._run, self._placement
         if run is None or placement is None:
             return Progress("starting", 0, 0, "")
         return progress_of(run.progress, run.state.step, run.config.logger.log_dir, placement.grants.waited_s)
 
     def drain(self) -> str:
+        """Finishes its step, saves and leaves."""
         super().drain()
         if self._run is not None:
             self._run.timeout.end_after_step()

@@ -28,12 +28,16 @@ MOST_SLOTS = 4
 
 
 class Choice(NamedTuple):
+    """How many slots, and why not more."""
+
     slots: int
     why: str
 
 
 class Needs(NamedTuple):
-    """Least device memory of a job on each GPU, bytes; `beside`: both are in its slot at once, without the turn."""
+    """Device memory that a job takes at least on each of its GPUs, bytes; 0 for what it does not do. `beside`: whether
+    both are in its slot at once, without the training turn.
+    """
 
     job: str
     engines: int
@@ -41,6 +45,7 @@ class Needs(NamedTuple):
     beside: bool = False
 
     def lacks(self, sizes: SlotBytes) -> str | None:
+        """What does not fit; None where all does."""
         if self.beside:
             need, has = self.engines + self.trainer, sizes.engines
             if need <= has:

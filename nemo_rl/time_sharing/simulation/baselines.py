@@ -168,7 +168,9 @@ def worth_comparing(scenario: Scenario) -> tuple[str, ...]:
 
 
 def accept_all(snapshot: Snapshot, plan: Plan) -> list[str]:
-    """No validation: the gap-ratio rule evicts for no taker, which the validator would refuse."""
+    """No validation: the gap-ratio rule evicts for no taker, which the validator would refuse, and is to be shown as it
+    is.
+    """
     return []
 
 
@@ -196,6 +198,7 @@ class BatchQueue:
         self._running: dict[str, _Running] = {}
 
     def submit(self, job: Job) -> None:
+        """Puts a job at the end of the queue."""
         self._waiting.append(job)
 
     def ended(self, name: str) -> None:
@@ -236,7 +239,9 @@ class BatchQueue:
         raise ValueError(f"job {head.name!r} does not fit an empty pool of {self._pool.slots} GPUs")
 
     def _fit(self, job: Job, free: set[int]) -> tuple[int, ...] | None:
-        """GPUs for all ranks of a job, the fullest nodes first; None if there are too few."""
+        """GPUs for all ranks of a job, the fullest nodes first so that few are broken into; None if there are
+        too few.
+        """
         node = self._pool.gpus_per_node
         per_node: dict[int, list[range]] = {}
         for begin in range(0, self._pool.slots, max(node, job.tp)):
@@ -253,5 +258,7 @@ class BatchQueue:
 
 
 def user_limit(seconds: float, job: Job, seed: int) -> float:
-    """For how long a user who knows roughly that a job takes `seconds` asks; the same for a job and seed."""
+    """For how long a user who knows roughly that a job takes `seconds` asks: the same for a job and seed at
+    every call.
+    """
     return seconds * random.Random(f"{seed}/{job.name}/limit").uniform(*_LIMIT_ERROR)

@@ -102,11 +102,13 @@ class Generation:
         self._requests = 0
 
     def submit(self, samples: list[Sample]) -> None:
+        """Adds samples to be generated."""
         self.queue.extend(samples)
         self._dispatch()
 
     @property
     def under_way(self) -> int:
+        """Requests that run, or wait for a shard."""
         return len(self.queue) + sum(len(shard.running) for shard in self.shards)
 
     def set_active(self, rank: int, active: bool) -> None:
@@ -148,6 +150,7 @@ class Generation:
         return [shard.rank for shard in self.shards if shard.active and shard.running and shard.speed < _SICK]
 
     def cancel(self) -> None:
+        """Drops all that is being generated."""
         self.queue.clear()
         for shard in self.shards:
             self._advance(shard)

@@ -101,7 +101,9 @@ class Fitted:
 
 
 def fit(entries: Iterable[Entry]) -> Fitted:
-    """The scenario of a run, from the scheduler's log and its pipelines' records. Raises FitError: no step."""
+    """The scenario of a run. `entries`: the scheduler's log and the records of its pipelines, in the order in which
+    things happened. Raises FitError: no pipeline of the records trained a step.
+    """
     jobs: dict[str, _Job] = {}
     costs, pool = _Costs(), ev.PoolOpened(1, 1)
     for entry in entries:

@@ -39,7 +39,9 @@ class _Row:
 
 
 def plan(snapshot: Snapshot, now: float) -> Plan:
-    """One cycle of the rule. Cycles are serial: none begins while any hand-over of the last is under way."""
+    """One cycle of the rule. Cycles are strictly serial: none begins while hand-overs of the last one are under way,
+    of any pipeline.
+    """
     if _cycle_runs(snapshot):
         waiting = Plan()
         waiting.replan_by(now + _POLL_S)
@@ -48,7 +50,9 @@ def plan(snapshot: Snapshot, now: float) -> Plan:
 
 
 def decide(snapshot: Snapshot, now: float) -> Plan:
-    """The decisions of one cycle, whatever is under way."""
+    """The decisions of one cycle, whatever is under way: the rule on an executor that lets unrelated pipelines
+    go on.
+    """
     plan_state, result = PlanState(snapshot, now), Plan()
     for name, pipeline in snapshot.pipelines.items():
         if pipeline.withdraws and not pipeline.fenced:

@@ -61,7 +61,9 @@ class JobProcess:
         self.requests_changed()
 
     def requests_changed(self) -> None:
-        """Reports requests under way, now and once fewer count. Of one-turn samples all open ones are."""
+        """Reports the requests under way, now and once fewer of them count. Of samples of one turn each, all that are
+        open are under way.
+        """
         if self.turns > 1:
             self._count_requests()
             self.loop.after(FALLS_AFTER_S * 1.01, self._count_requests)

@@ -43,6 +43,7 @@ class SimulatedJob:
 
     @property
     def finished(self) -> bool:
+        """Whether every step is trained."""
         return self.trained_steps >= self.job.steps
 
     @property
@@ -99,6 +100,7 @@ class SimulatedJob:
             self.kill(reason)
 
     def stop(self) -> None:
+        """The user stops the job."""
         self.stopping = True
         if self.first_seen is None:
             # It still waits in a batch queue.
@@ -282,7 +284,9 @@ class SimulatedJob:
         self.world.loop.after(self._vary(seconds, self._rng), self._if_alive, process, action, arguments)
 
     def _trainer_later(self, process: JobProcess, seconds: float, action: str, *arguments: object) -> None:
-        """Work of trainer or environment; its jitter is the same for a job beside any neighbour."""
+        """Work of the trainer or the environment. Its jitter belongs to job, step and sample, so that a job does the
+        same work beside any neighbour.
+        """
         of = tuple(f"{a.name}/{a.turn}" if isinstance(a, Sample) else a for a in arguments)
         rng = random.Random(f"{self.world.seed}/{self.job.name}/{action}/{of}")
         self.world.loop.after(self._vary(seconds, rng), self._if_alive, process, action, arguments)

@@ -52,7 +52,9 @@ class Loop:
 
 
 class Wire:
-    """Sends messages over the loop. `cut_until`: when an agent hears (`TO`) or is heard (`FROM`) again, by name."""
+    """Sends messages over the loop. `cut_until`: time until which nothing is delivered to an agent (`TO`) or from it
+    (`FROM`), by its name.
+    """
 
     TO, FROM = "to", "from"
 
@@ -107,7 +109,9 @@ class ForgetfulSegment(AssertionError):
 
 
 def saved_state_of(state: SchedulerState, at: float) -> Entry:
-    """A segment's beginning for this state, read back. Raises ForgetfulSegment: it leads to another state."""
+    """What a segment of the log that is begun with this state begins with, read back. Raises ForgetfulSegment where
+    that leads to another state.
+    """
     entry = decode_line(encode_entry(Entry(0, at, SCHEDULER, saved(state))), 0)
     again = replay([entry])
     for name, value in vars(state).items():

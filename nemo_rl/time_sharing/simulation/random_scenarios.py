@@ -183,7 +183,9 @@ def _job(rng: random.Random, number: int, pool: int, per_node: int) -> Drawn:
 
 
 class Verdict(NamedTuple):
-    """One scenario: events, virtual seconds, first violations, jobs that never ended, decisions counted."""
+    """One scenario: how many events it took, how long it lasted (virtual seconds), the first violations, jobs that
+    never ended, and what the scheduler decided how often.
+    """
 
     seed: int
     events: int

@@ -67,7 +67,9 @@ class Outcome:
 
 
 class AloneTimes:
-    """Each job by itself, same prompts, no faults; simulated once per job and seed. `known`: runs there already."""
+    """Each job by itself, with the same prompts, without faults; simulated once per job and seed. `known` are runs that
+    are there already.
+    """
 
     def __init__(self, scenario: Scenario, known: dict[tuple[str, int], Outcome] | None = None) -> None:
         self._scenario = scenario.model_copy(
@@ -188,7 +190,9 @@ def _queued_ends(scenario: Scenario, queue: BatchQueue, seed: int, times: AloneT
 
 
 def batch_queue(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes) -> BatchQueue | None:
-    """The queue of a way that has one: by how long each job takes alone (QUEUE), or users' limits (QUEUE_LIMITS)."""
+    """The queue of a way that has one: knowing how long each job takes alone (QUEUE), or by users' limits
+    (QUEUE_LIMITS).
+    """
     if name not in QUEUES:
         return None
     known = {job.name: alone_times.of(job, seed) for job in scenario.jobs}

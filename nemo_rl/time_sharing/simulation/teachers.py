@@ -59,6 +59,7 @@ class SimulatedTeacher(SimulatedJob):
         process.generation.submit(samples)
 
     def one_has_ended(self) -> None:
+        """A student has ended."""
         process = self.process
         if process is not None and not process.agent.leaving and all(s.finished_at is not None for s in self.students):
             self._leave(process)

@@ -213,10 +213,12 @@ class AgentWatch:
         self._refreshes = False
 
     def answered(self, answer: Answer) -> None:
+        """The agent sends an answer."""
         self._answers.append(answer)
         self._known[answer.command] = answer
 
     def heard(self, reply: Reply) -> None:
+        """A reply is on its way to the agent."""
         if reply.incarnation == self._agent.incarnation and not self._dismissed:
             self._dismissed = not reply.registered
             self._term = max(self._term, reply.term) if reply.registered else self._term

@@ -14,7 +14,9 @@ from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, Phase
 
 
 class Handover(NamedTuple):
-    """From a claim on GPUs to their use: granted, or routed. Seconds; `what`: a cluster, or `rank 3`."""
+    """From a claim on GPUs to their use: granted, or the rank routed. Seconds on the record's clock; `what` is a
+    cluster, or `rank 3`.
+    """
 
     pipeline: str
     what: str

@@ -57,7 +57,9 @@ Act = Callable[[str, str], str]
 
 
 class PoolView:
-    """What a pool shows, at most a second old. `standings`: of its pipelines; None where only the log is left."""
+    """What there is to show of one pool, no older than a second. `standings`: the pool's pipelines; None where only the
+    log is left.
+    """
 
     def __init__(self, log_dir: Path, standings: Callable[[], Sequence[Standing]] | None = None) -> None:
         self._log_dir, self._standings = log_dir, standings
@@ -85,6 +87,7 @@ class PoolView:
         return self._builder.so_far(time.time() - origin if live and origin else None)
 
     def data(self) -> dict[str, object]:
+        """What the page draws."""
         with self._lock:
             timeline = self._timeline()
             if self._closed and self._violations is None:
@@ -123,6 +126,7 @@ class PoolView:
             return [error]
 
     def metrics(self) -> bytes:
+        """For Prometheus."""
         with self._lock:
             return prometheus_text(self._timeline(), self._known)
 
@@ -163,11 +167,14 @@ class PageServer:
         self._server, self.url = serve_page(app, of_use, host=host, port=port, name="pool-page")
 
     def close(self) -> None:
+        """Stops serving. Safe to call twice."""
         self._server.close()
 
 
 def page_app(view: PoolView, token: str, *, token_to_read: bool, act: Act | None) -> Starlette:
-    """The page as an ASGI application; see `PageServer`. `token_to_read`: also reading needs the token."""
+    """The page as an ASGI application; see `PageServer`. `token_to_read`: whether reading needs the token, and not only
+    acting. `act`: see `PageServer`.
+    """
 
     def page(request: Request) -> Response:
         data = json.dumps(view.data() | {"acts": act is not None}, separators=(",", ":")).replace("</", "<\\/")

@@ -40,7 +40,9 @@ def filled_page(title: str, data: str) -> str:
 def report_data(
     timeline: Timeline, violations: Sequence[Violation], title: str, unit: str = "GPU"
 ) -> dict[str, object]:
-    """What the page draws. Times in seconds, GPUs by number, pipelines by their place in `pipelines`."""
+    """What the page draws, as plain values. Times in seconds, GPUs by number, pipelines by their place in
+    `pipelines`.
+    """
     pipelines = timeline.pipelines
     index = {name: number for number, name in enumerate(pipelines)}
     gpu_seconds = [0.0] * len(pipelines)

@@ -22,7 +22,9 @@ _WIDTH = 240
 
 
 class StandingsTable:
-    """Shows standings as they change. `unit`: a pool's slot in words. `file`: standard error by default."""
+    """Shows standings as they change. `unit`: what a slot of the pool is, in words. `file`: where; standard error by
+    default.
+    """
 
     def __init__(self, unit: str = "GPU", file: TextIO | None = None) -> None:
         shown = file or sys.stderr
@@ -47,12 +49,14 @@ class StandingsTable:
             self.print(self._newest)
 
     def print(self, standings: Sequence[Standing]) -> None:
+        """The table once, and below it why pipelines ended that are not done."""
         self._console.print(self._table(standings))
         for standing in standings:
             if standing.outcome is not None and standing.outcome.kind != "done":
                 self._line(f"{standing.name}: {_ended(standing)}")
 
     def show(self, standings: Sequence[Standing]) -> None:
+        """How the pipelines stand now."""
         self._newest = standings
         if self._live is not None:
             self._live.update(self._table(standings))

@@ -151,6 +151,7 @@ class TimelineBuilder:
         self._empty = True
 
     def take(self, entry: Entry) -> None:
+        """The next entry."""
         if self._empty:
             self._empty, self.timeline.origin = False, entry.time
         time = entry.time - self.timeline.origin
@@ -160,7 +161,9 @@ class TimelineBuilder:
         _take(self, entry.source, entry.event, time)
 
     def so_far(self, end: float | None = None) -> Timeline:
-        """What was seen; what is open is drawn to `end` (default: the last entry), and stays open."""
+        """What was seen; what is still open is drawn to `end`, seconds since the first entry (default: the last
+        entry), and stays open here.
+        """
         seen = copy.copy(self)
         seen.open, seen.queue, seen.out, seen.counts = map(dict, (self.open, self.queue, self.out, self.counts))
         t = self.timeline

@@ -19,6 +19,7 @@ _SCHEDULER, _GPUS, _QUEUE = 1, 2, 3
 
 
 def write_trace(entries: Iterable[Entry], path: str | Path, *, pool: str = "", unit: str = "GPU") -> int:
+    """Writes the trace of a record; returns the number of trace events."""
     events = list(trace_events(build_timeline(entries), pool, unit))
     Path(path).write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":")))
     return len(events)

@@ -182,7 +182,9 @@ def _kv_cache_bytes(policy: PolicyConfig, slot_bytes: int) -> int:
 
 
 def least_slot_bytes(policy: PolicyConfig) -> int:
-    """Least device memory of an engine's rank: weights, activations, and the KV cache of some full-length requests."""
+    """Device memory that one rank of an engine takes at least: weights, activations, and the KV cache of some requests
+    of full length.
+    """
     from nemo_rl.models.policy.model_config import model_config
     from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture
 
@@ -213,6 +215,7 @@ def weight_bytes(policy: PolicyConfig) -> int:
 
 
 def parameters_of(policy: PolicyConfig) -> int:
+    """Number of the model's parameters, from its configuration alone."""
     return _parameters(policy.model_name, policy.trust_remote_code, json.dumps(dict(policy.hf_config_overrides)))
 
 
@@ -270,6 +273,7 @@ class EngineActors:
     nodes: EngineNodes | None = None  # the actors on further nodes, where engines lie on several
 
     def shutdown(self) -> None:
+        """Ends all actors."""
         self.group.shutdown()
         if self.nodes is not None:
             self.nodes.shutdown()
@@ -357,7 +361,9 @@ def _start_further_nodes(
 
 
 def engine_slots(slots: Sequence[Slot], width: int) -> list[list[tuple[int, list[int]]]]:
-    """The slots of each engine as (node, bundles): inside one node, or whole nodes. Raises ConfigError: no fit."""
+    """The slots of each engine as (node, bundles), node by node: `width` neighbours inside one node, or all slots of
+    several nodes. Raises ConfigError: engines of this width do not fill the nodes.
+    """
     by_node: dict[int, list[int]] = {}
     for slot in slots:
         by_node.setdefault(slot.node_rank, []).append(slot.bundle_index)
