@@ -27,6 +27,8 @@ from nemo_rl.utils.record_events import SCHEMA_VERSION, RecordOpened, UnknownEve
 logger = logging.getLogger(__name__)
 
 TORN = "is torn: it has no end"
+ARCHIVE_BYTES = 1 << 20
+"""Size from which the record of a training run is archived while it goes on."""
 _ENVELOPE = ("crc", "v", "n", "t", "src", "kind")
 _BUFFER_BYTES = 1 << 16
 _PREFIX_BYTES = len('{"crc":"00000000",')

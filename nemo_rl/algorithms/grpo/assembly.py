@@ -58,13 +58,11 @@ from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.model_config import check_divisible
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.progress import RunProgress, StartPhases
-from nemo_rl.utils.record import Record, RecordWriter
+from nemo_rl.utils.record import ARCHIVE_BYTES, Record, RecordWriter
 from nemo_rl.utils.timer import TimeoutChecker, Timer
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
-
-_ARCHIVE_BYTES = 1 << 20
 
 
 def setup(config: MasterConfig, start: StartPhases | None = None, placement: GRPOPlacement | None = None) -> GRPORun:
@@ -219,7 +217,7 @@ def _build(
 ) -> GRPORun:
     tokenizer, undo, began = ready.tokenizer, ready.undo, time.monotonic()
     path, source = Path(config.logger.log_dir) / "record.jsonl", f"{placement.record_prefix}driver"
-    record = RecordWriter(path, source=source, archive_bytes=_ARCHIVE_BYTES)
+    record = RecordWriter(path, source=source, archive_bytes=ARCHIVE_BYTES)
     timer = Timer()
     title = "Distillation" if config.distils else "GRPO"
     progress = RunProgress(ready.total_steps, title=title, first_step=ready.state.step, details=environment_lines)

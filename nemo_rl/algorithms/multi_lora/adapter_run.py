@@ -1,8 +1,8 @@
 """One adapter of a job as a GRPO run: its own data, environments, loss, logs and checkpoints, on shared accelerators.
 
 Everything that a run does is GRPO's own; policy, generation and control plane are views of the job's, and environments
-are shared where they keep nothing of what they judge. Invariants: what one adapter builds, it
-alone uses and closes; every prompt group of a closed record was trained or dropped.
+are shared where they keep nothing of what they judge. Invariants: what one adapter builds, it alone uses and closes;
+every prompt group of a closed record was trained or dropped.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from nemo_rl.models.multi_lora.policy import MultiLoraPolicy
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.adapters import AdapterInfo
 from nemo_rl.utils.progress import RunProgress, StartPhases
-from nemo_rl.utils.record import RecordWriter
+from nemo_rl.utils.record import ARCHIVE_BYTES, RecordWriter
 from nemo_rl.utils.record_events import GroupAdmitted, GroupDropped, GroupTrained, adapter_pipeline
 from nemo_rl.utils.timer import Timer
 
@@ -211,15 +211,12 @@ def close_run(run: GRPORun, environments: SharedEnvironments) -> None:
         stack.callback(run.reports.close)
 
 
-_ARCHIVE_BYTES = 1 << 20
-
-
 class AdapterRecord(RecordWriter):
     """The record of one adapter's run; `close` accounts for prompt groups that are still open."""
 
     def __init__(self, path: Path, *, source: str) -> None:
         self._open_groups: dict[str, None] = {}
-        super().__init__(path, source=source, archive_bytes=_ARCHIVE_BYTES)
+        super().__init__(path, source=source, archive_bytes=ARCHIVE_BYTES)
 
     @override
     def _write(self, source: str, clock: Callable[[], float], event: object) -> None:

@@ -63,6 +63,8 @@ if TYPE_CHECKING:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from transformers import PretrainedConfig
 
+_WORKSPACES = ("transformer_engine.pytorch.module.base", "transformer_engine.pytorch.cpp_extensions.gemm")
+
 
 def build_backend(cfg: PolicyConfig, sizes: ParallelSizes, options: BackendOptions) -> MegatronBackend:
     """This rank's model, optimizer and schedule, from the base model or a checkpoint. Collective. Raises
@@ -383,9 +385,6 @@ def _for_other_stages(result: MicrobatchResult, stages: int) -> MicrobatchResult
         return result
     metrics = {name: value.cpu() for name, value in result.metrics.items()}
     return MicrobatchResult(metrics, result.bad_rows_B.cpu(), result.work)
-
-
-_WORKSPACES = ("transformer_engine.pytorch.module.base", "transformer_engine.pytorch.cpp_extensions.gemm")
 
 
 # Megatron's parameters and gradients are views into a few large buffers, and its optimizer keeps views of those: they
