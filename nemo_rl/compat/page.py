@@ -54,7 +54,8 @@ _ENVIRONMENT = {
 # What was compared and gives the same, by area.
 _SAME = {
     "losses": "all switches of `loss_fn`, values and gradients; SFT's; log-probabilities first or by name",
-    "advantages": "`grpo`, `gdpo`, `reinforce_plus_plus` and `opd`, with the exception of the first row below",
+    "advantages": "`grpo`, `gdpo`, `reinforce_plus_plus` and `opd`; "
+    "`grpo.adv_estimator.zero_deviation: group`, a key of ours, has another number for a group's only success",
     "metrics": "names and formulas of `train/*` (probability ratios, KL and Jensen-Shannon errors, entropy), "
     "`validation/*` and `pass@samples_per_prompt`, `fraction_of_samples_properly_ended`, `*generation_lengths`",
     "rewards": "`reward_scaling`, `reward_shaping`, dynamic sampling, overlong filtering, and their order",
@@ -79,11 +80,6 @@ _SAME = {
 
 # What: there, here, because. Where nothing is known of NeMo-RL, `there` says so.
 _DIFFERENT = {
-    "advantage of a sample whose `use_leave_one_out_baseline` deviation is 0": (
-        "not normalised: a lone reward of 100 has the advantage 100",
-        "divided by the deviation of its whole group",
-        "no advantage should depend on the unit of the rewards; every other advantage is the same number",
-    ),
     "`use_dynamic_sampling` with `use_leave_one_out_baseline`": (
         "each sample is kept by its own deviation",
         "a group is kept or dropped as a whole, by the deviation of all of its rewards",

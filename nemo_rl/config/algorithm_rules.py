@@ -312,6 +312,25 @@ def groups_are_kept_whole(config: MasterConfig) -> Iterator[str]:
     if grpo.use_dynamic_sampling and grpo.adv_estimator.use_leave_one_out_baseline:
         yield (
             "grpo.use_dynamic_sampling with use_leave_one_out_baseline: true keeps or drops whole groups, by the "
-            "deviation of all of their rewards; a group's only success is normalised by it. DAPO's recipe sets "
+            "deviation of all of their rewards. DAPO's recipe sets "
             "grpo.use_leave_one_out_baseline: false"
+        )
+
+
+@caution
+def a_deviation_of_zero(config: MasterConfig) -> Iterator[str]:
+    estimator, key = config.grpo.adv_estimator, "grpo.adv_estimator.zero_deviation"
+    groups = estimator.name in ("grpo", "gdpo") and config.grpo.num_generations_per_prompt > 1
+    if not (groups and estimator.normalize_rewards and estimator.use_leave_one_out_baseline):
+        return
+    if estimator.zero_deviation == "unnormalized":
+        yield (
+            f"{key}: unnormalized: the only success of a group, whose fellows' rewards do not differ, has its reward "
+            "minus the baseline as its advantage (1 where the others earned 0), as in NeMo-RL; `group` divides by the "
+            "deviation of the whole group"
+        )
+    else:
+        yield (
+            f"{key}: group: the only success of a group, whose fellows' rewards do not differ, is divided by the "
+            "deviation of the whole group; `unnormalized` leaves it as NeMo-RL does"
         )

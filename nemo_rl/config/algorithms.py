@@ -54,6 +54,11 @@ class AdvEstimatorConfig(Section):
     use_leave_one_out_baseline: Annotated[bool, DefaultFrom("${grpo.use_leave_one_out_baseline}")] = Field(
         True, description="Baseline of a sample is the mean of the other samples of its group."
     )
+    zero_deviation: Literal["unnormalized", "group"] = Field(
+        "unnormalized",
+        description="With normalize_rewards and use_leave_one_out_baseline, a sample whose fellows have equal rewards "
+        "(a group's only success): its reward minus the baseline as it is, or divided by its whole group's deviation.",
+    )
     minus_baseline: bool = Field(True, description="reinforce_plus_plus: subtract the group mean first.")
     reward_weights: list[float] | dict[str, float] | None = Field(
         None,

@@ -96,7 +96,8 @@ def scored(
         sample_mask=(~flags.pop("no_loss")).float(),
         **flags,
     )
-    cfg = GRPOConfig.read(keys | {"adv_estimator": {"use_leave_one_out_baseline": keys["use_leave_one_out_baseline"]}})
+    estimator = {"use_leave_one_out_baseline": keys["use_leave_one_out_baseline"], **keys.get("adv_estimator", {})}
+    cfg = GRPOConfig.read(keys | {"adv_estimator": estimator})
     score_rewards(rows, cfg)
     filter_rows(rows, cfg)
     return rows
@@ -107,11 +108,13 @@ def scored(
     leave_one_out=st.booleans(),
     unit=st.sampled_from([0.01, 7.0, 1000.0]),
 )
-def test_a_group_is_judged_as_a_whole_and_no_advantage_has_a_unit(
+def test_a_group_is_judged_as_a_whole_and_with_its_deviation_no_advantage_has_a_unit(
     rewards: list[float], leave_one_out: bool, unit: float
 ) -> None:
     def rows(scale: float) -> BatchedDataDict:
-        return scored([scale * reward for reward in rewards], len(rewards), use_leave_one_out_baseline=leave_one_out)
+        scaled = [scale * reward for reward in rewards]
+        keys = {"use_leave_one_out_baseline": leave_one_out, "adv_estimator": {"zero_deviation": "group"}}
+        return scored(scaled, len(rewards), **keys)
 
     one = rows(1.0)
     assert one["std"].tolist() == [one["std"][0].item()] * len(rewards)
@@ -119,12 +122,33 @@ def test_a_group_is_judged_as_a_whole_and_no_advantage_has_a_unit(
     torch.testing.assert_close(rows(unit)["row_advantages"], one["row_advantages"], rtol=1e-3, atol=1e-3)
 
 
-def test_the_only_success_of_a_group_is_kept_and_normalised() -> None:
+def test_the_only_success_of_a_group_is_kept_and_measured_as_its_key_says() -> None:
     for reward in (1.0, 100.0):
-        rows = scored([reward] + [0.0] * 7, 8, use_leave_one_out_baseline=True)
-        cfg = GRPOConfig(num_prompts_per_step=1, num_generations_per_prompt=8, use_dynamic_sampling=True)
-        assert select_rows(rows["std"], kept_before=0, num_gen_batches=1, cfg=cfg).keep == list(range(8))
-        assert rows["row_advantages"].tolist() == pytest.approx([8**0.5] + [-(7**-0.5)] * 7, abs=1e-3)
+        for zero_deviation, alone in (("unnormalized", reward), ("group", 8**0.5)):
+            keys = {"use_leave_one_out_baseline": True, "adv_estimator": {"zero_deviation": zero_deviation}}
+            rows = scored([reward] + [0.0] * 7, 8, **keys)
+            cfg = GRPOConfig(num_prompts_per_step=1, num_generations_per_prompt=8, use_dynamic_sampling=True)
+            assert select_rows(rows["std"], kept_before=0, num_gen_batches=1, cfg=cfg).keep == list(range(8))
+            assert rows["row_advantages"].tolist() == pytest.approx([alone] + [-(7**-0.5)] * 7, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "advantages"),
+    [
+        # A recipe of NeMo-RL's: one right answer of 16, one wrong of 16, and pairs, whose deviations are all 0.
+        ([1.0] + [0.0] * 15, [1.0] + [-0.2582] * 15),
+        ([0.0] + [1.0] * 15, [-1.0] + [0.2582] * 15),
+        ([1.0, 0.0], [1.0, -1.0]),
+        ([5.0, 2.0], [3.0, -3.0]),
+        # Two of four: every deviation is above 0.
+        ([1.0, 1.0, 0.0, 0.0], [1.1547, 1.1547, -1.1547, -1.1547]),
+    ],
+)
+def test_without_a_key_of_ours_a_recipe_has_the_advantages_of_nemo_rl(
+    rewards: list[float], advantages: list[float]
+) -> None:
+    rows = scored(rewards, len(rewards), use_leave_one_out_baseline=True)
+    assert rows["row_advantages"].tolist() == pytest.approx(advantages, abs=1e-4)
 
 
 @pytest.mark.parametrize("leave_one_out", [True, False])

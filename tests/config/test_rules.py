@@ -18,8 +18,10 @@ from nemo_rl.config import (
     load_master_config,
 )
 from nemo_rl.config.data_rules import GRPO_TRAINING, GRPO_VALIDATION, SFT_TRAINING
+from nemo_rl.config.load import load_layers
 from nemo_rl.config.metric_names import MetricName
 from nemo_rl.config.teachers import teachers_of
+from nemo_rl.config.validate import examine
 from nemo_rl.utils.checkpoint_retention import ranking_metric
 
 EXAMPLE = Path(__file__).parents[2] / "examples/configs/grpo_math_1B.yaml"
@@ -1073,3 +1075,26 @@ def test_teachers_of_one_model_are_one_unless_their_sizes_differ() -> None:
         (("b",), ("b",), 2),
         (("c",), ("c",), 1),
     ]
+
+
+def notes(*overrides: str, kind: type[MasterConfig | SFTMasterConfig] = MasterConfig) -> str:
+    """What a start says of settings that are allowed and may not be what was meant."""
+    examined = examine(load_layers(None, list(overrides), kind).values, kind)
+    assert not examined.problems
+    return "\n".join(examined.notes)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], "zero_deviation: unnormalized"),
+        (["grpo.adv_estimator.zero_deviation=group"], "zero_deviation: group"),
+        (["grpo.adv_estimator.name=gdpo"], "zero_deviation: unnormalized"),
+        (["grpo.use_leave_one_out_baseline=false"], None),
+        (["grpo.normalize_rewards=false"], None),
+        (["grpo.adv_estimator.name=reinforce_plus_plus"], None),
+    ],
+)
+def test_a_start_says_which_formula_an_only_success_has(overrides: list[str], said: str | None) -> None:
+    told = notes(*overrides)
+    assert said in told if said else "zero_deviation" not in told

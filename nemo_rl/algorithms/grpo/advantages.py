@@ -159,19 +159,23 @@ def row_advantages(
             else rewards_B
         )
     statistics = group_statistics(rewards_B, group_ids_B, valid_B, leave_one_out=cfg.use_leave_one_out_baseline)
-    return normalized_advantages(rewards_B, statistics, normalize=cfg.normalize_rewards)
+    return normalized_advantages(cfg, rewards_B, statistics)
 
 
-def normalized_advantages(rewards_B: torch.Tensor, statistics: GroupStatistics, *, normalize: bool) -> torch.Tensor:
-    """Reward minus baseline, divided by the deviation plus 1e-6.
+def normalized_advantages(
+    cfg: AdvEstimatorConfig, rewards_B: torch.Tensor, statistics: GroupStatistics
+) -> torch.Tensor:
+    """Reward minus baseline; with `normalize_rewards` divided by the deviation plus 1e-6, where that is above 0.
 
-    A sample whose own deviation is 0 (the odd one of a group that it is left out of) is measured by its group's, so
-    that no advantage depends on the unit of the rewards; where that is 0 too, nothing is divided.
+    The odd one of a group that it is left out of has deviation 0. `zero_deviation` leaves its advantage in the unit of
+    the rewards, as NeMo-RL does, or divides it by the deviation of its whole group.
     """
     advantages_B = rewards_B - statistics.baseline_B
-    if not normalize:
+    if not cfg.normalize_rewards:
         return advantages_B
-    std_B = torch.where(statistics.std_B > 0, statistics.std_B, statistics.group_std_B)
+    std_B = statistics.std_B
+    if cfg.zero_deviation == "group":
+        std_B = torch.where(std_B > 0, std_B, statistics.group_std_B)
     return torch.where(std_B > 0, advantages_B / (std_B + STD_EPSILON), advantages_B)
 
 
@@ -189,9 +193,7 @@ def _gdpo(
         statistics = group_statistics(
             components[name], group_ids_B, valid_B, leave_one_out=cfg.use_leave_one_out_baseline
         )
-        total_B = total_B + weight * normalized_advantages(
-            components[name], statistics, normalize=cfg.normalize_rewards
-        )
+        total_B = total_B + weight * normalized_advantages(cfg, components[name], statistics)
     counted = total_B[valid_B.bool()]
     centred_B = total_B - (counted.mean() if len(counted) else 0)
     std = counted.std() if len(counted) > 1 else total_B.new_zeros(())
