@@ -33,7 +33,10 @@ _YES = (1, True, "1", "1.0", "true")
 _NO = (0, False, "0", "0.0", "false")
 # Keys that say something which the text of a conversation must show.
 _SHOWN = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "name", "refusal")
-_MARKED_ANSWER = re.compile(r"(?:^|\n|\s)####[ \t]*([^\n]+?)\s*$")
+# GSM8K's mark, with a number or a formula behind it; the same signs before words are a heading or a comment.
+_NUMBER = r"[-+]?[$€£]?[-+]?\.?\d[\d,]*(?:\.\d*)?(?:/\d+)?[ \t]*\\?%?"
+_FORMULA = r"\$?[-+]?\d*\\(?:[dt]?frac|sqrt)\b[^\n]*"
+_MARKED_ANSWER = re.compile(rf"(?:^|\s)####[ \t]*({_NUMBER}|{_FORMULA})\s*$")
 _THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
 _MESSAGES_AS_PYTHON = re.compile(r"^\[\s*\{\s*'(role|content|from|value)'")
 _OBJECT_WITH_GOLD = re.compile(r"""^\{.*['"]ground_truth['"]\s*:""", re.DOTALL)
@@ -152,12 +155,12 @@ def filled_text(value: object, what: str) -> str:
 
 
 def expected_answer(text: str) -> str:
-    """The answer that a solution ends with: what follows GSM8K's `####`, or the last `\\boxed{}` of a text around it;
-    any other text is the answer itself. Raises RowError: the box is empty.
+    """The answer that a solution ends with: the number or formula behind GSM8K's `####`, or the last `\\boxed{}` of a
+    text around it; any other text is the answer itself. Raises RowError: the box is empty.
     """
     marked = _MARKED_ANSWER.search(text)
     if marked is not None:
-        answer = marked[1].strip()
+        answer = marked[1].strip().removesuffix(".")
         return answer.replace(",", "") if _THOUSANDS.fullmatch(answer) else answer
     boxed = last_boxed(text)
     if boxed is not None and not boxed.strip():

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nemo_rl.config import DatasetConfig
 from nemo_rl.config.dotted import import_dotted
 from nemo_rl.config.errors import ConfigError, did_you_mean
 from nemo_rl.config.foreign import UNBUILT
@@ -249,6 +250,19 @@ def get_processor(name: str) -> TaskDataProcessFnCallable:
             f"{known}; one of your own is named by its dotted path"
         )
     return PROCESSORS[name]
+
+
+def processor_of(config: DatasetConfig) -> TaskDataProcessFnCallable:
+    """The processor of a dataset's entry. Where a judge compares whole texts, the answer stays whole: what a solution
+    of mathematics ends with is a heading or a comment in it. For errors see `get_processor`.
+    """
+    found = get_processor(config.processor)
+    whole = found is math_hf_data_processor and config.env_name in _COMPARE_TEXTS
+    return helpsteer3_data_processor if whole else found
+
+
+# Environments whose reward is how much of the expected text a response repeats.
+_COMPARE_TEXTS = ("code_jaccard",)
 
 
 def _user(content: str) -> list[Message]:

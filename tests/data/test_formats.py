@@ -254,6 +254,14 @@ def test_rows_of_a_published_dataset_that_do_not_fit_are_named(
         ([{"type": "text", "text": "sev"}, {"type": "text", "text": "en"}], "seven"),
         ("6 + 1 = 7.\n#### 7", "7"),
         ("#### $1,234.50", "$1,234.50"),
+        ("Half.\n#### 1/2", "1/2"),
+        ("A root.\n#### \\frac{1}{2}", "\\frac{1}{2}"),
+        # Answers that are no mathematics: a heading, a comment of code, a version.
+        ("# Guide\n\ntext\n\n#### See also", "# Guide\n\ntext\n\n#### See also"),
+        ("def f():\n    return 1\n#### end of module", "def f():\n    return 1\n#### end of module"),
+        ("# Changes\n#### 1.2.3", "# Changes\n#### 1.2.3"),
+        ("x = 1 #### 2 lines", "x = 1 #### 2 lines"),
+        ("####", "####"),
         ("It is $\\boxed{\\frac{1}{2}}$ then.", "\\frac{1}{2}"),
         ("\\boxed{7}", "\\boxed{7}"),
         ("a #1 b", "a #1 b"),
@@ -263,6 +271,13 @@ def test_a_gold_is_converted_by_a_stated_rule_alone(gold: Any, expected: str, to
     dataset = load_response_dataset(rows(tmp_path / "a.jsonl", [{"input": "q", "output": gold}]))
     datum = math_hf_data_processor(dataset.dataset[0], dataset.task_spec, tokenizer, 999, 0)
     assert datum["extra_env_info"] == {"ground_truth": expected}
+
+
+@pytest.mark.parametrize("answer", ["# Changes\n\n#### 2024", "\\newcommand{\\boxed}{x}\n\\boxed{7} is seven", "7"])
+def test_a_judge_that_compares_texts_is_given_the_whole_answer(answer: str, tokenizer: Any, tmp_path: Path) -> None:
+    entry = {**rows(tmp_path / "a.jsonl", [{"input": "q", "output": answer}]), "env_name": "code_jaccard"}
+    datum = load_datasets(tokenizer, DataConfig.model_validate({"train": entry})).train[0]
+    assert datum["extra_env_info"] == {"ground_truth": answer}
 
 
 CARRIED: list[tuple[str, dict[str, Any]]] = [

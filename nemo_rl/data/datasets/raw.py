@@ -18,7 +18,7 @@ from nemo_rl.config import DatasetConfig
 from nemo_rl.data.conversations import Message, RowError, shown_keys
 from nemo_rl.data.datasets.files import PlacedRow
 from nemo_rl.data.interfaces import DataError, Row, TaskDataProcessFnCallable, TaskDataSpec
-from nemo_rl.data.processors import get_processor, multichoice_qa_processor, used_messages
+from nemo_rl.data.processors import multichoice_qa_processor, processor_of, used_messages
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -63,7 +63,7 @@ class RawDataset:
 
     def set_processor(self, config: DatasetConfig) -> None:
         """Looks up the processor of the dataset's entry."""
-        self.processor = get_processor(config.processor)
+        self.processor = processor_of(config)
 
     def split_train_validation(self, size: float, seed: int) -> None:
         """Moves rows from `dataset` to `val_dataset`. `size`: a share of the rows when below 1, otherwise how many; 0

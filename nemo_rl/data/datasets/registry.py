@@ -26,7 +26,7 @@ from nemo_rl.data.datasets.generated import ArithmeticDataset, DigitsDataset, Re
 from nemo_rl.data.datasets.raw import RawDataset, ReadRows, check_rows
 from nemo_rl.data.datasets.sliding_puzzle import SlidingPuzzleDataset
 from nemo_rl.data.interfaces import DataError
-from nemo_rl.data.processors import get_processor, trains_whole, used_messages
+from nemo_rl.data.processors import processor_of, trains_whole, used_messages
 
 Conversation = list[Message] | None
 GENERATED: dict[str, Callable[[DatasetConfig, str, str], RawDataset]] = {
@@ -160,7 +160,8 @@ class NamedDataset(RawDataset):
     def set_processor(self, config: DatasetConfig) -> None:
         """The processor of the entry; of rows that are no conversation, theirs in place of the default."""
         default = config.processor in ("math_hf_data_processor", "default")
-        self.processor = get_processor(self._source.processor if default else config.processor)
+        named = {"processor": self._source.processor} if default else {}
+        self.processor = processor_of(config.model_copy(update=named))
 
     def _conversation(self, config: DatasetConfig, first: Row, key: str) -> Callable[[Row], Conversation]:
         """How rows become conversations, from what the entry says and, for ResponseDataset, the columns of the first
