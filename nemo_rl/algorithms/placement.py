@@ -187,13 +187,22 @@ def begin_policy(
 
 
 def start_policy(
-    config: RootConfig, cluster: RayVirtualCluster, tokenizer: PreTrainedTokenizerBase, actors: RayWorkerGroup
+    config: RootConfig,
+    cluster: RayVirtualCluster,
+    tokenizer: PreTrainedTokenizerBase,
+    actors: RayWorkerGroup,
+    *,
+    last_step: int,
 ) -> Policy:
-    """Makes the actors load the policy; returns before they have finished. `cluster`: slots; all of them are used.
-    `actors`: from `begin_policy`.
+    """Makes the actors load the policy; returns before they have finished.
+
+    Args:
+        cluster: Slots; all of them are used.
+        actors: From `begin_policy`.
+        last_step: Of the run.
     """
     if isinstance(config, MasterConfig) and config.data_plane.enabled:
         from nemo_rl.models.policy.tq_policy import TQPolicy
 
-        return TQPolicy(cluster, config.policy, tokenizer, dp_cfg=config.data_plane, actors=actors)
-    return Policy(cluster, config.policy, tokenizer, actors=actors)
+        return TQPolicy(cluster, config.policy, tokenizer, dp_cfg=config.data_plane, actors=actors, last_step=last_step)
+    return Policy(cluster, config.policy, tokenizer, actors=actors, last_step=last_step)

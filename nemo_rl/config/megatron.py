@@ -50,9 +50,15 @@ class MegatronSchedulerConfig(Section):
     end_weight_decay: Annotated[float, DefaultFrom("${policy.megatron_cfg.optimizer.weight_decay}")] = Field(
         0.01, description="Weight decay at last."
     )
-    weight_decay_incr_style: str = Field("constant", description="How weight decay changes.")
-    lr_decay_style: str = Field("constant", description="How the learning rate decays.")
-    lr_decay_iters: PositiveInt | None = Field(1000, description="RL steps of the decay.")
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="How weight decay changes, over lr_decay_iters steps."
+    )
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = Field(
+        "constant", description="How the learning rate decays after the warm-up, from lr to min_lr."
+    )
+    lr_decay_iters: PositiveInt | None = Field(
+        1000, description="RL step at which the learning rate is min_lr; null: the run's last step."
+    )
     lr_warmup_iters: NonNegativeInt = Field(13, description="RL steps of the warm-up.")
     lr_warmup_init: float = Field(5.0e-7, description="Learning rate at the start of the warm-up.")
 

@@ -404,6 +404,41 @@ def experts_divide_the_ranks(config: RootConfig) -> Iterator[str]:
         )
 
 
+@rule
+def schedules_are_possible(config: RootConfig) -> Iterator[str]:
+    megatron = config.policy.megatron_cfg
+    rates, schedule, key = megatron.optimizer, megatron.scheduler, f"{_KEY}.scheduler"
+    if not megatron.enabled:
+        return
+    decays = schedule.lr_decay_style != "constant" or schedule.weight_decay_incr_style != "constant"
+    until, warmup = schedule.lr_decay_iters, schedule.lr_warmup_iters
+    if decays and until is not None and until <= warmup:
+        yield (
+            f"{key}.lr_decay_iters is {until}, and {key}.lr_warmup_iters {warmup}: rates decay after the warm-up, so "
+            "that a decay must end later; raise lr_decay_iters, or set it to null for the run's last step"
+        )
+    if schedule.lr_decay_style != "constant" and rates.min_lr > rates.lr:
+        yield (
+            f"{_KEY}.optimizer.min_lr is {rates.min_lr:g}, above {_KEY}.optimizer.lr {rates.lr:g}; it is where rates "
+            "end"
+        )
+    if warmup and schedule.lr_warmup_init > rates.lr:
+        yield (
+            f"{key}.lr_warmup_init is {schedule.lr_warmup_init:g}, above {_KEY}.optimizer.lr {rates.lr:g}; a warm-up "
+            "begins below it"
+        )
+    if schedule.start_weight_decay > schedule.end_weight_decay:
+        yield (
+            f"{key}.start_weight_decay is {schedule.start_weight_decay:g}, above end_weight_decay "
+            f"{schedule.end_weight_decay:g}; Megatron's weight decay rises"
+        )
+    elif schedule.weight_decay_incr_style == "constant" and schedule.start_weight_decay < schedule.end_weight_decay:
+        yield (
+            f"{key}.weight_decay_incr_style is constant, but start_weight_decay is {schedule.start_weight_decay:g} and "
+            f"end_weight_decay {schedule.end_weight_decay:g}; name linear or cosine, or set both to the same"
+        )
+
+
 # A step of Adam moves every weight by about the learning rate, and weights are mostly below 1.
 _HIGHEST_LR = 1.0
 

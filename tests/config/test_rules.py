@@ -1098,3 +1098,32 @@ def notes(*overrides: str, kind: type[MasterConfig | SFTMasterConfig] = MasterCo
 def test_a_start_says_which_formula_an_only_success_has(overrides: list[str], said: str | None) -> None:
     told = notes(*overrides)
     assert said in told if said else "zero_deviation" not in told
+
+
+_MEGATRON = ["policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true"]
+_SCHEDULE = "policy.megatron_cfg.scheduler"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "key"),
+    [
+        ([f"{_SCHEDULE}.lr_decay_style=cosine", f"{_SCHEDULE}.lr_decay_iters=13"], "lr_decay_iters is 13"),
+        (
+            [f"{_SCHEDULE}.lr_decay_style=linear", "policy.megatron_cfg.optimizer.min_lr=0.01"],
+            "policy.megatron_cfg.optimizer.min_lr is 0.01",
+        ),
+        ([f"{_SCHEDULE}.lr_warmup_init=0.01"], "lr_warmup_init is 0.01"),
+        ([f"{_SCHEDULE}.end_weight_decay=0.001"], "start_weight_decay is 0.01"),
+        ([f"{_SCHEDULE}.end_weight_decay=0.1"], "weight_decay_incr_style is constant"),
+        ([f"{_SCHEDULE}.lr_decay_style=WSD"], "lr_decay_style: 'WSD'"),
+    ],
+)
+def test_a_schedule_that_megatron_cannot_follow_is_refused(wrong: list[str], key: str) -> None:
+    (problem,) = problems(*_MEGATRON, *wrong)
+    assert key in problem
+
+
+def test_what_a_constant_rate_does_not_read_is_not_refused() -> None:
+    ignored = [f"{_SCHEDULE}.lr_decay_iters=5", "policy.megatron_cfg.optimizer.min_lr=0.01"]
+    notes(*_MEGATRON, *ignored)
+    notes(*_MEGATRON, f"{_SCHEDULE}.lr_warmup_iters=0", f"{_SCHEDULE}.lr_warmup_init=0.01")

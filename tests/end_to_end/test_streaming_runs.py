@@ -39,7 +39,9 @@ MEGATRON = (
     "policy.optimizer=null",
     "policy.scheduler=null",
     "policy.megatron_cfg.optimizer={lr: 0.001, min_lr: 0.001, weight_decay: 0.0, adam_beta1: 0.9, adam_beta2: 0.99}",
-    "policy.megatron_cfg.scheduler={lr_warmup_iters: 4, lr_warmup_init: 2.0e-4}",
+    # A decay without a length ends with the run, which a policy has to be told.
+    "policy.megatron_cfg.scheduler={lr_warmup_iters: 4, lr_warmup_init: 2.0e-4, lr_decay_style: cosine}",
+    "policy.megatron_cfg.scheduler.lr_decay_iters=null",
 )
 
 

@@ -193,7 +193,7 @@ def test_a_mistake_in_the_endpoint_ends_the_run_before_the_policy_starts(
 
     monkeypatch.setattr(assembly, "_start_generation", lambda *_: generation)
     monkeypatch.setattr(assembly, "start_endpoint", failing)
-    monkeypatch.setattr(assembly, "start_policy", lambda *_: pytest.fail("the policy was started"))
+    monkeypatch.setattr(assembly, "start_policy", lambda *_, **__: pytest.fail("the policy was started"))
     with pytest.raises(ConfigError, match="hermez"):
         assembly._build(config, ready, placement, StartPhases())  # type: ignore[arg-type]
     ready.undo.close()

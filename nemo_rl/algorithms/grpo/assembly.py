@@ -241,7 +241,9 @@ def _build(
     _sleep_before_training(generation, ready, start)
     with placement.building():
         with start.phase("policy, beside the data plane" if config.data_plane.enabled else "policy"):
-            policy = start_policy(config, clusters.training, tokenizer, ready.ray_parts.policy)
+            policy = start_policy(
+                config, clusters.training, tokenizer, ready.ray_parts.policy, last_step=ready.total_steps
+            )
             undo.callback(policy.shutdown)
             store = make_store(config, tokenizer, policy, undo)
             policy.wait_until_started()

@@ -57,7 +57,9 @@ def setup(config: SFTMasterConfig, start: StartPhases | None = None, placement: 
         progress = RunProgress(ready.total_steps, title="SFT", first_step=ready.state.step, measure="val_loss")
         with placement.building():
             with start.phase("policy"):
-                policy = start_policy(config, clusters.training, ready.tokenizer, ready.ray_parts.policy)
+                policy = start_policy(
+                    config, clusters.training, ready.tokenizer, ready.ray_parts.policy, last_step=ready.total_steps
+                )
                 ready.undo.callback(policy.shutdown)
                 policy.wait_until_started()
             accelerators = placement.accelerators(Trainer(policy, timer, progress))

@@ -153,7 +153,7 @@ class MegatronBackend(Backend):
         if options.init_optimizer:
             self.chunks = self._pipeline.chunks = with_gradients(model, cfg)
             self.optimizer = build_optimizer(self.chunks, cfg)
-            self.schedule = build_schedule(self.optimizer, cfg)
+            self.schedule = build_schedule(self.optimizer, cfg, options.last_step)
             if options.optimizer_path is not None:
                 load_optimizer(self._state(), self.schedule, self._trained, options.optimizer_path)
             else:

@@ -16,6 +16,7 @@ from nemo_rl.config.megatron import MegatronOptimizerConfig, MegatronSchedulerCo
 from nemo_rl.models.megatron import cpu
 from nemo_rl.models.megatron.model import BuiltModel
 from nemo_rl.models.policy.model_config import compute_dtype
+from nemo_rl.models.policy.optimizer import OptimizerConfigError
 
 if TYPE_CHECKING:
     from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
@@ -70,18 +71,33 @@ def build_optimizer(chunks: list[DistributedDataParallel], cfg: PolicyConfig) ->
     return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
 
 
-def build_schedule(optimizer: MegatronOptimizer, cfg: PolicyConfig) -> OptimizerParamScheduler:
-    """Megatron's schedule of learning rate and weight decay, in RL steps."""
+def build_schedule(
+    optimizer: MegatronOptimizer, cfg: PolicyConfig, last_step: int | None = None
+) -> OptimizerParamScheduler:
+    """Megatron's schedule of learning rate and weight decay, in RL steps.
+
+    Args:
+        last_step: Step of the run at which a decay without `lr_decay_iters` ends.
+
+    Raises OptimizerConfigError: rates decay, and neither says until when.
+    """
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     keys: MegatronSchedulerConfig = cfg.megatron_cfg.scheduler
     rates = cfg.megatron_cfg.optimizer
-    decay = max(keys.lr_decay_iters or 0, keys.lr_warmup_iters + 1)
+    until = keys.lr_decay_iters or last_step
+    if until is None and not (keys.lr_decay_style == keys.weight_decay_incr_style == "constant"):
+        raise OptimizerConfigError(
+            "policy.megatron_cfg.scheduler.lr_decay_iters: null means the run's steps, and this policy was built "
+            "without a run; write a number of steps"
+        )
+    # Megatron wants a decay behind the warm-up even where no rate decays, and of runs that end within the warm-up.
+    decay = max(until or 0, keys.lr_warmup_iters + 1)
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=keys.lr_warmup_init,
+        init_lr=keys.lr_warmup_init if keys.lr_warmup_iters else 0.0,
         max_lr=rates.lr,
-        min_lr=min(rates.min_lr, rates.lr),
+        min_lr=rates.min_lr if keys.lr_decay_style != "constant" else 0.0,
         lr_warmup_steps=keys.lr_warmup_iters,
         lr_decay_steps=decay,
         lr_decay_style=keys.lr_decay_style,

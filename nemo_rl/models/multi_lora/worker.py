@@ -32,7 +32,7 @@ class MultiLoraWorker(PolicyWorker):
     multi: MultiLoraBackend  # `backend`, as what it is
 
     @override
-    def build(self) -> None:
+    def build(self, last_step: int | None = None) -> None:
         """Loads the frozen base model onto the accelerator. Collective. For errors see `PolicyWorker.build`."""
         torch.manual_seed(0)
         if not torch.cuda.is_available():

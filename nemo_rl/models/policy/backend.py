@@ -38,6 +38,7 @@ class BackendOptions:
     weights_path: str | None = None  # checkpoint weights to start from
     optimizer_path: str | None = None  # checkpoint optimizer state to start from
     steps_done: int = 0  # steps behind the weights: where the schedule is if there is no optimizer state
+    last_step: int | None = None  # of the run: where schedules end that have no length of their own
 
 
 class Backend(StepBackend, Protocol):

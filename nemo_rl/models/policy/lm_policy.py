@@ -95,7 +95,7 @@ def start_policy_actors(
 
 class Policy(PolicyWeights, PolicyInterface):
     """A policy on the slots of a cluster. `actors`: what `start_policy_actors` started; by default it is called here,
-    with `options`.
+    with `options`. `last_step`: of the run, at which schedules end that have no length of their own.
     """
 
     def __init__(
@@ -105,6 +105,7 @@ class Policy(PolicyWeights, PolicyInterface):
         tokenizer: PreTrainedTokenizerBase,
         *,
         actors: RayWorkerGroup | None = None,
+        last_step: int | None = None,
         **options: Any,
     ) -> None:
         self.cfg = config
@@ -113,7 +114,7 @@ class Policy(PolicyWeights, PolicyInterface):
         workers = actors or start_policy_actors(cluster, config, **options)
         self.sharding_annotations = workers.sharding_annotations
         super().__init__(workers, cluster)
-        self._building = workers.run_all_workers_single_data("build")
+        self._building = workers.run_all_workers_single_data("build", last_step=last_step)
         self._devices: list[str] | None = None
         self.started: PolicyStarted | None = None
         self.device_name = ""

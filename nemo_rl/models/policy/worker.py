@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -87,17 +88,21 @@ class PolicyWorker(TQWorkerMixin):
         self._has_stepped = False
         backend_spec(cfg).load()
 
-    def build(self) -> None:
-        """Loads the model onto the accelerator. Collective. Raises ModelNotFoundError: there is no such model;
-        CheckpointMismatchError: the checkpoint is of another model or optimizer; KernelUnavailableError: a kernel that
-        is asked for does not run here.
+    def build(self, last_step: int | None = None) -> None:
+        """Loads the model onto the accelerator. Collective.
+
+        Args:
+            last_step: Of the run, if there is one.
+
+        Raises ModelNotFoundError: there is no such model; CheckpointMismatchError: the checkpoint is of another model
+        or optimizer; KernelUnavailableError: a kernel that is asked for does not run here.
         """
         torch.manual_seed(0)
         if not torch.cuda.is_available():
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         keep_to_slot(device_of_process())
         spec, sizes = backend_spec(self.cfg), parallel_sizes(self.cfg, int(os.environ["WORLD_SIZE"]))
-        self.backend = spec.build(self.cfg, sizes, self._options)
+        self.backend = spec.build(self.cfg, sizes, replace(self._options, last_step=last_step))
         self.step = TrainStep(self.backend)
         keep_living()
         if self.backend.rank == 0:
