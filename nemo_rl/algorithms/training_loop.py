@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
+from nemo_rl.algorithms.memory_watch import MemoryWatch
 from nemo_rl.algorithms.profiling import profiled_steps
 from nemo_rl.algorithms.run_checkpoint import RunState, begin_checkpoint, saved_without_logs
 from nemo_rl.config.master import RootConfig
@@ -51,6 +52,7 @@ class TrainingRun(Generic[Config]):
     timer: Timer  # times of the current step
     timeout: TimeoutChecker  # watches `checkpointing.checkpoint_must_save_by`
     progress: RunProgress
+    memory: MemoryWatch  # logs the memory of the run's processes after each step
 
 
 @dataclass
@@ -167,6 +169,7 @@ def train_to_end(steps: Steps[Run]) -> None:
                 break
         # The last report may fail too, and the run can be saved only while its source still runs.
         steps.await_reports()
+        run.memory.last()
     run.checkpointer.finish()
     if (why := steps.why_ended(newest)) is not None:
         asked = f"{steps.section}.max_num_steps={steps.cfg.max_num_steps}"
@@ -201,6 +204,8 @@ def run_step(steps: Steps[Run]) -> CompletedStep | None:
         elif done.stops_early and run.config.checkpointing.enabled:
             # The first save was before validation. Save again, so that a restart knows that the run is over.
             save_step(steps, done)
+    # Before the next step's first call reaches the workers.
+    run.memory.after_step(run.state.step)
     steps.report(done)
     if done.saved or done.ends_run:
         steps.await_reports()

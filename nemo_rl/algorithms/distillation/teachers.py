@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,6 +32,7 @@ from nemo_rl.models.policy.model_config import check_divisible, model_config
 from nemo_rl.models.policy.tq_policy import TQPolicy
 
 if TYPE_CHECKING:
+    from ray.actor import ActorHandle
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from nemo_rl.experience.store import ExperienceStore
@@ -205,6 +206,10 @@ class Teachers:
                 model.wait_until_started()
             self._bytes.append(_memory_in_use(model) if self._cuda else 0)
             self._leave(one.seat, model)
+
+    def workers(self) -> list[ActorHandle[Any]]:
+        """The actors of teachers that are models of this run's own, beside the policy."""
+        return [worker for model in self._models if isinstance(model, Policy) for worker in model.worker_group.workers]
 
     def score(self, handle: BatchHandle, tasks: Sequence[str], store: ExperienceStore, timer: Timer) -> BatchHandle:
         """Adds the columns of the teachers. `tasks`: agent or data set of each row.

@@ -22,6 +22,7 @@ from nemo_rl.algorithms.grpo.run import GRPORun, GRPOState, ValidationParts
 from nemo_rl.algorithms.grpo.sources import make_loaders, make_rollout_sources, make_source, make_store
 from nemo_rl.algorithms.grpo.step_reports import DeviceCount, StepReports
 from nemo_rl.algorithms.grpo.streaming import check_streaming
+from nemo_rl.algorithms.memory_watch import MemoryWatch
 from nemo_rl.algorithms.placement import Clusters, begin_policy, check_policy, start_policy
 from nemo_rl.algorithms.profiling import profile_of_run
 from nemo_rl.algorithms.resume import Resume
@@ -350,6 +351,16 @@ def assembled(
         timer=timer,
         timeout=TimeoutChecker(config.checkpointing.checkpoint_must_save_by),
         progress=progress,
+        memory=MemoryWatch(
+            {
+                "trainer": lambda: policy.worker_group.workers,
+                "teacher": lambda: teachers.workers() if teachers is not None else [],
+                "environment": lambda: [actor for replicas in environments.values() for actor in replicas],
+            },
+            generation,
+            ready.logger,
+            progress.say,
+        ),
         total_steps=ready.total_steps,
         environments=environments,
         placement=placement,

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nemo_rl.algorithms.memory_watch import MemoryWatch
 from nemo_rl.algorithms.placement import Clusters, begin_policy, check_policy, start_policy
 from nemo_rl.algorithms.resume import Resume
 from nemo_rl.algorithms.run_checkpoint import name_latest
@@ -77,6 +78,7 @@ def setup(config: SFTMasterConfig, start: StartPhases | None = None, placement: 
             timer=timer,
             timeout=TimeoutChecker(config.checkpointing.checkpoint_must_save_by),
             progress=progress,
+            memory=MemoryWatch({"trainer": lambda: policy.worker_group.workers}, None, ready.logger, progress.say),
             clusters=clusters,
             placement=placement,
             accelerators=accelerators,

@@ -2,6 +2,11 @@
 
 Right only where both processes see the same GPU; the session checks that by device UUID. Invariant: the receiver's
 device index, not the sender's, is used to open a handle, since both see the GPU under numbers of their own.
+
+torch counts the readers of a shared tensor in an unsigned number that starts at one: it expects exactly one reader per
+tensor. A second reader takes the count below zero, a reader that died never takes it to zero, and either way the sender
+keeps the buffer for ever. A sync session knows when its readers are done, so only the sender counts here: receivers get
+the name of a counter that does not exist, and `close` takes the one count back.
 """
 
 from __future__ import annotations
@@ -27,6 +32,8 @@ _PLAIN = (
     "event_handle",
     "event_sync_required",
 )
+# Counting down on a counter that does not exist does nothing.
+_NO_COUNTER: dict[str, Any] = {"ref_counter_handle": b"/nemo_rl-no-counter", "ref_counter_offset": 0}
 
 
 class CudaIpcStaging(Staging):
@@ -44,11 +51,14 @@ class CudaIpcStaging(Staging):
         torch.cuda.synchronize(self._device)
         if self._handle is None:
             self._handle = dict(zip(_PLAIN, reduce_tensor(self.buffer_B)[1][6:], strict=True))
-        return {"ipc": self._handle, "capacity": self.buffer_B.numel(), "nbytes": nbytes}
+        return {"ipc": self._handle | _NO_COUNTER, "capacity": self.buffer_B.numel(), "nbytes": nbytes}
 
     def close(self) -> None:
-        """Frees the buffer."""
-        self._handle = None
+        """Frees the buffer, whatever became of its readers."""
+        if self._handle is not None:
+            counter = self._handle["ref_counter_handle"], self._handle["ref_counter_offset"]
+            UntypedStorage._release_ipc_counter(*counter, device=self._device)
+            self._handle = None
         self.buffer_B = torch.empty(0, dtype=torch.uint8)
 
 

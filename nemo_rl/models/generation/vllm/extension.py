@@ -263,6 +263,17 @@ class VllmInternalWorkerExtension(ReceiverMethods):
         """Bytes that this worker could still allocate on its device."""
         return free_memory(self.device)
 
+    def nrl_kept_bytes(self) -> int | None:
+        """Bytes that this rank keeps on its GPU while it sleeps: all that PyTorch has reserved but weights and KV
+        cache. None on a CPU slot.
+        """
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        if self.device.type != "cuda":
+            return None
+        sleeping = CuMemAllocator.get_instance().get_current_usage() if CuMemAllocator.instance is not None else 0
+        return max(0, torch.cuda.memory_reserved(self.device) - sleeping)
+
     def nrl_model_bytes(self) -> dict[str, int]:
         """Bytes of weights (parameters and buffers) and of KV cache in this worker."""
         model = self.model_runner.get_model()

@@ -299,6 +299,10 @@ class VllmGeneration(GenerationInterface):
                     samples.append(sample)
         return generation_metrics(samples)
 
+    def ask_memory_use(self) -> list[Any]:
+        """Asks every shard for its memory, without waiting: references to `MemoryUse`."""
+        return [self.group.workers[shard].memory_use.remote() for shard in self.fleet.healthy()]
+
     # -- some shards only ---------------------------------------------------------------------------------------------
 
     def sleep_partial(self, dp_ranks: Sequence[int], level: int | None = None) -> dict[int, dict[str, int]]:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from nemo_rl.distributed.memory_use import MemoryUse, host_bytes
 from nemo_rl.models.generation.interfaces import (
     GenerationError,
     GenerationRequest,
@@ -428,6 +429,15 @@ class VllmGenerationWorker:
     async def memory_in_use(self) -> list[int]:
         """Bytes in use on the device of each rank (resident memory of its process on a CPU slot)."""
         return await self._rpc("nrl_memory_in_use")
+
+    async def memory_use(self) -> MemoryUse:
+        """Host memory of this process with those below it, and what the fullest rank keeps on its GPU while it sleeps
+        (`device` and `peak`; None on CPU slots and before the start).
+        """
+        host = await asyncio.to_thread(host_bytes)
+        kept = await self._rpc("nrl_kept_bytes") if self._engine is not None else []
+        on_gpu = [rank for rank in kept if rank is not None]
+        return MemoryUse(host, max(on_gpu), max(on_gpu)) if on_gpu else MemoryUse(host)
 
     async def free_memory(self) -> list[int]:
         """Bytes that each rank could still allocate."""
