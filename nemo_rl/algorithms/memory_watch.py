@@ -79,7 +79,7 @@ class MemoryWatch:
     """Memory of one run's processes.
 
     Args:
-        actors: The actors of each role, such as `trainer`; asked for anew each step, since they may be replaced.
+        actors: The actors of each role, such as `trainer`; asked for at each step, since they may be replaced.
         generation: The run's engines, if it has some.
         logger: Takes `gpu/*` and `host/*`, in GiB.
         say: Prints a line for the person.
