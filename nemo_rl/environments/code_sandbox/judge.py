@@ -1,8 +1,8 @@
 """Runs one response's code and its tests, each in an interpreter of its own. A script that imports nothing of nemo_rl.
 
-The judge confines the response's process, runs the tests with proxies for the response's names, writes the verdict to a
-pipe that the response never has, and kills what the response started. Invariant: the response's code runs only in its
-own process, which never sees the tests or the secret.
+The judge confines the response's process, runs the tests, whose calls of the response go over `remote_calls.py`, writes the
+verdict to a pipe that the response never has, and kills what the response started. Invariant: the response's code runs
+only in its own process, which never sees the tests or the secret.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ import types
 
 # The script's folder is no place for the response, nor for the tests, to import from.
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+
 from cell import run_cell  # pyrefly: ignore[missing-import]
-from remote_values import Peer  # pyrefly: ignore[missing-import]
+from remote_calls import Channel, Response, serve  # pyrefly: ignore[missing-import]
 
 sys.path.pop(0)
 
@@ -73,10 +74,11 @@ def judge() -> None:
     )
     theirs.close()
     os.close(status_end)
-    peer = Peer(ours, is_judge=True)
-    peer.send_first({"code": request["code"], "tests": bool(request["tests"]), "cell": request["cell"]})
+    channel = Channel(ours)
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        channel.send({"code": request["code"], "tests": bool(request["tests"]), "cell": request["cell"]})
     if request["tests"]:
-        passed = _passes(peer, request["tests"])
+        passed = _passes(Response(channel), request["tests"])
         ours.shutdown(socket.SHUT_RDWR)
     else:
         passed = os.read(status, 16) == b"0"
@@ -123,8 +125,15 @@ def _children() -> list[int]:
     return found
 
 
-def _passes(peer: Peer, tests: str) -> bool:
-    """Whether the tests run to their end without an error."""
+def _passes(response: Response, tests: str) -> bool:
+    """Whether the tests run to their end without an error, on plain values alone."""
+    passed = _ends_well(response, tests)
+    if passed and response.refusals:
+        sys.stderr.write(f"the tests do not count: {response.refusals[0]}\n")
+    return passed and not response.refusals
+
+
+def _ends_well(response: Response, tests: str) -> bool:
     module = types.ModuleType("__main__")
     names = vars(module)
     names["__builtins__"] = builtins
@@ -137,17 +146,20 @@ def _passes(peer: Peer, tests: str) -> bool:
         for name in modules:
             with contextlib.suppress(ImportError):
                 names[name] = importlib.import_module(_ALIASES.get(name, name))
+        wanted = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - hidden
         bound: dict[str, object] = {}
         for statement in tree.body:
             # Plain globals of the response may have changed with every call.
-            for name, value in peer.ask(0, "names").items():
+            for name, value in response.names(wanted).items():
                 if name not in hidden and (name not in names or (name in bound and names[name] is bound[name])):
                     names[name] = bound[name] = value
             exec(compile(ast.Module([statement], []), "<tests>", "exec", dont_inherit=True), names)
     except SystemExit as ended:
         # `unittest.main()` ends so; the response's own is no verdict.
-        return not any(ended is failure for failure in peer.failures) and ended.code in (None, 0, False)
+        return not any(ended is failure for failure in response.failures) and ended.code in (None, 0, False)
     except BaseException as error:  # noqa: BLE001 - a test may end in anything
+        if isinstance(error, NameError) and error.name in response.left_out:
+            error.add_note(f"{error.name} is a {response.left_out[error.name]} in the response, no plain value")
         if not isinstance(error, EOFError):
             _show(error, "<tests>")
         return False
@@ -240,8 +252,8 @@ def play() -> None:
     _LIBC.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
     os.close(status)
     channel.set_inheritable(False)
-    peer = Peer(channel, is_judge=False)
-    task = peer.receive_first()
+    messages = Channel(channel)
+    task = messages.receive()
     sys.argv = ["-"]
     module = types.ModuleType("__main__")
     vars(module)["__builtins__"] = builtins
@@ -260,8 +272,7 @@ def play() -> None:
     with contextlib.suppress(Exception):
         sys.stdout.flush()
     if task["tests"]:
-        peer.export(module)
-        peer.serve()
+        serve(messages, module)
 
 
 if __name__ == "__main__":
