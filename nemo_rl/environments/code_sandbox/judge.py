@@ -1,8 +1,8 @@
 """Runs one response's code and its tests, each in an interpreter of its own. A script that imports nothing of nemo_rl.
 
-The judge confines the response's process, runs the tests, whose calls of the response go over `remote_calls.py`, writes the
-verdict to a pipe that the response never has, and kills what the response started. Invariant: the response's code runs
-only in its own process, which never sees the tests or the secret.
+The judge confines the response's process and runs the tests, whose calls of the response go over `remote_calls.py`. It
+writes the verdict to a pipe that the response never has, and kills what the response started. Invariant: the response's
+code runs only in its own process, which never sees the tests or the secret.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ import types
 
 # The script's folder is no place for the response, nor for the tests, to import from.
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-
 from cell import run_cell  # pyrefly: ignore[missing-import]
 from remote_calls import Channel, Response, serve  # pyrefly: ignore[missing-import]
 
