@@ -110,6 +110,8 @@ def adapt(raw: Mapping[str, object], root: type[Section]) -> Adapted:
     _move_puzzle_game(adapted)
     for old, new in MOVED.items():
         _move(adapted, tuple(old.split(".")), tuple(new.split(".")))
+        if old.startswith("policy."):
+            _move(adapted, ("teacher", *old.split(".")[1:]), ("teacher", *new.split(".")[1:]))
     left_out: list[str] = []
     for key, value in list(unknown_leaves(adapted.values, root)):
         entry = find(key)
@@ -126,8 +128,12 @@ def adapt(raw: Mapping[str, object], root: type[Section]) -> Adapted:
 def find(key: Sequence[str]) -> Foreign | None:
     """The entry of a recipe's key; None for a name that NeMo-RL does not have either."""
     names = [part for part in key if not part.isdigit()]
-    # An evaluation has a policy's generation and tokenizer at its top.
-    spellings = (names, ["policy", *names]) if names[:1] in (["generation"], ["tokenizer"]) else (names,)
+    spellings = [names]
+    if names[:1] in (["generation"], ["tokenizer"]):
+        # An evaluation has a policy's generation and tokenizer at its top.
+        spellings.append(["policy", *names])
+    elif names[:1] == ["teacher"]:
+        spellings.append(["policy", *names[1:]])
     return next((entry for entry in RECIPES if any(map(entry.matches, spellings))), None)
 
 

@@ -81,10 +81,10 @@ def load_balancing_has_a_weight_and_a_router(config: RootConfig) -> Iterator[str
     kind, weight = megatron.moe_router_load_balancing_type, megatron.moe_aux_loss_coeff
     if not megatron.enabled:
         return
-    if (kind == "aux_loss") != (weight > 0):
+    if weight > 0 and kind == "none":
         yield (
-            f"{key} is {kind} and policy.megatron_cfg.moe_aux_loss_coeff is {weight:g}; a load-balancing loss needs "
-            "aux_loss and a coefficient above 0, and without one they are none and 0"
+            f"policy.megatron_cfg.moe_aux_loss_coeff is {weight:g}, but {key} is none, which has no loss; set it to "
+            "aux_loss, or the coefficient to 0"
         )
     elif weight > 0 and megatron.freeze_moe_router:
         yield (

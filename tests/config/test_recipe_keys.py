@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.algorithms.grpo.validation import batch_size, batches_to_run
-from nemo_rl.config import ConfigError, EvalMasterConfig, MasterConfig
+from nemo_rl.config import ConfigError, DistillationMasterConfig, EvalMasterConfig, MasterConfig
 from nemo_rl.config.dotted import put
 from nemo_rl.config.errors import NotBuilt
 from nemo_rl.config.layers import Layer, merge
@@ -304,3 +304,37 @@ def test_flagged_samples_are_masked_by_the_key_of_the_environment_too() -> None:
 def test_a_question_with_choices_and_no_prompt_is_said_to_differ(data: dict[str, Any], said: bool) -> None:
     notes = examine({"data": data}, EvalMasterConfig).notes
     assert any("asked with their choices" in note for note in notes) == said
+
+
+TEACHERS_KEYS: dict[str, dict[str, Any]] = {
+    "megatron_cfg.optimizer.overlap_cpu_optimizer_d2h_h2d": {"optimizer": {"overlap_cpu_optimizer_d2h_h2d": True}},
+    "megatron_cfg.attention_backend": {"attention_backend": "flash"},
+    "megatron_cfg.train_iters": {"train_iters": 1000},
+}
+
+
+@pytest.mark.parametrize("key", TEACHERS_KEYS)
+def test_a_key_of_a_policy_is_known_in_its_teacher(key: str) -> None:
+    model = {"dtensor_cfg": {"enabled": False}, "megatron_cfg": {"enabled": True, **TEACHERS_KEYS[key]}}
+    policy = {**model, "model_name": "student", "train_global_batch_size": 128}
+    recipe = {"policy": policy, "teacher": {**model, "model_name": "teacher"}}
+    examined = examine(recipe, DistillationMasterConfig)
+    assert examined.problems == []
+    assert any(f"policy.{key}" in note and f"teacher.{key}" in note for note in examined.notes)
+
+
+def test_an_earlier_name_of_a_policys_key_is_read_in_its_teacher() -> None:
+    teacher = {"model_name": "teacher", "activation_checkpointing_enabled": True}
+    recipe = {"policy": {"train_global_batch_size": 128}, "teacher": teacher}
+    examined = examine(recipe, DistillationMasterConfig)
+    assert examined.config is not None
+    assert examined.config.teacher.dtensor_cfg.activation_checkpointing
+
+
+def test_a_load_balancing_loss_without_a_weight_is_none() -> None:
+    megatron = {"enabled": True, "moe_router_load_balancing_type": "aux_loss"}
+    recipe = {"policy": {"dtensor_cfg": {"enabled": False}, "megatron_cfg": megatron}}
+    assert examine(recipe, MasterConfig).problems == []
+    megatron |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.01}
+    (problem,) = examine(recipe, MasterConfig).problems
+    assert "moe_aux_loss_coeff is 0.01" in str(problem)
