@@ -85,6 +85,16 @@ _DIFFERENT = {
         "a group is kept or dropped as a whole, by the deviation of all of its rewards",
         "it would drop the only success of a group and keep its failures",
     ),
+    "`probs_ratio*` with `disable_ppo_ratio`": (
+        "log-probabilities of the policy",
+        "ratios of probabilities, as without it",
+        "a ratio that is far from 1 says that the policy has moved, also where the loss does not read it",
+    ),
+    "`sampling_importance_ratio` with `sequence_level_importance_ratios`": (
+        "another number, by a formula that is not known",
+        "mean over sequences of the weights that the loss multiplies by",
+        "it does not depend on the cut into microbatches",
+    ),
     "rewards of samples that the environment flags (`mask_sample`, `invalid_tool_call`) or whose prompt was cut": (
         "count in their group's baseline",
         "count in no baseline, no deviation and no mean reward of a step; truncated samples count",

@@ -334,3 +334,18 @@ def a_deviation_of_zero(config: MasterConfig) -> Iterator[str]:
             f"{key}: group: the only success of a group, whose fellows' rewards do not differ, is divided by the "
             "deviation of the whole group; `unnormalized` leaves it as NeMo-RL does"
         )
+
+
+@caution
+def metrics_of_another_formula(config: MasterConfig) -> Iterator[str]:
+    loss = config.loss_fn
+    if loss.disable_ppo_ratio:
+        yield (
+            "loss_fn.disable_ppo_ratio: probs_ratio and its companions are ratios of probabilities all the same; "
+            "NeMo-RL logs log-probabilities under these names"
+        )
+    if loss.sequence_level_importance_ratios:
+        yield (
+            "loss_fn.sequence_level_importance_ratios: sampling_importance_ratio is the mean over sequences of their "
+            "importance weights; NeMo-RL logs another number under this name"
+        )

@@ -93,6 +93,7 @@ class AgentRollouts:
         for branch in trajectory.branches:
             branch.reward, branch.components, branch.truncated = outcome.reward, dict(outcome.components), truncated
             branch.metadata, branch.answer, branch.terminated = metadata, outcome.answer, failed is None
+            branch.out_of_room = failed is not None
         return trajectory
 
 

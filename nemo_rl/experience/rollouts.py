@@ -178,7 +178,7 @@ class RolloutRunner:
             observed, fits = self._append_observation(trajectory, outcome.observation, room)
             ids = ids + observed
             if not fits and not outcome.terminated:
-                trajectory.truncated = True
+                trajectory.truncated = trajectory.out_of_room = True
             if not (goes_on and fits):
                 break
         return trajectory
@@ -268,7 +268,9 @@ def rollout_metrics(trajectories: Sequence[Trajectory], max_turns: int) -> dict[
     observed = summed(lambda t: t.observed)
     total = summed(lambda t: sum(len(m["token_ids"]) for m in t.message_log))
     rewards = np.array([t.reward for t in trajectories], dtype=np.float64)
-    stopped_by_limit = np.array([not t.terminated and not t.truncated and t.turns >= max_turns for t in trajectories])
+    # NeMo-RL's natural end is any but that by the number of turns.
+    ended = np.array([t.terminated or t.out_of_room for t in trajectories])
+    stopped_by_limit = np.array([not t.truncated and t.turns >= max_turns for t in trajectories]) & ~ended
     branches = [len(t.branches) for t in trajectories if t.by_agent]
     of_agents = {"agent_branches_per_sample": float(np.mean(branches))} if branches else {}
     parts = sorted({name for t in trajectories for name in t.components})
@@ -280,10 +282,10 @@ def rollout_metrics(trajectories: Sequence[Trajectory], max_turns: int) -> dict[
         "max_turns_per_sample": float(turns.max()),
         "turns_per_sample/p95": float(np.percentile(turns, 95)),
         "turns_per_sample/p99": float(np.percentile(turns, 99)),
-        "natural_termination_rate": float(np.mean([t.terminated for t in trajectories])),
+        "natural_termination_rate": float(ended.mean()),
         "truncation_rate": float(np.mean([t.truncated for t in trajectories])),
         "max_turns_reached_rate": float(stopped_by_limit.mean()),
-        "mean_total_tokens_per_sample": float(total.mean()),
+        "mean_total_tokens_per_sample": float((generated + observed).mean()),
         "mean_gen_tokens_per_sample": float(generated.mean()),
         "mean_env_tokens_per_sample": float(observed.mean()),
         "max_gen_tokens_per_sample": float(generated.max()),

@@ -45,6 +45,7 @@ class Trajectory:
     components: dict[str, float] = field(default_factory=dict)  # sums of `reward/<name>` over turns
     truncated: bool = False  # a response or observation was cut
     terminated: bool = False  # the environment ended the episode
+    out_of_room: bool = False  # the limit on tokens ended the episode
     turns: int = 0
     generated: list[int] = field(default_factory=list)
     observed: int = 0  # tokens that came from the environment

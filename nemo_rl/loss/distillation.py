@@ -98,4 +98,6 @@ class DistillationLossFn:
         kl_BT = compared(data, given, self.cfg)
         mask_BT = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).to(kl_BT.dtype)
         loss = masked_mean(kl_BT, mask_BT, global_normalization_factor=global_valid_toks)
-        return loss, {"loss": loss.detach(), "num_valid_samples": data["sample_mask"].sum()}
+        # NeMo-RL counts every sample here, also one without loss.
+        samples = loss.new_tensor(float(data["sample_mask"].numel()))
+        return loss, {"loss": loss.detach(), "num_valid_samples": samples}

@@ -185,6 +185,9 @@ def test_stages_on_parts_give_the_bits_of_the_whole(seed: int, cut: int, name: s
     assert apart == together
     assert torch.equal(torch.cat([part["advantages"] for part in parts]), batch["advantages"])
     trained = batch["advantages"][batch["token_mask"] > 0]
+    if name == "opd":
+        gap = (batch["teacher_logprobs"] - batch["prev_logprobs"])[batch["token_mask"] > 0].double().mean().item()
+        assert together["on_policy_distillation/teacher_student_logprob_gap_mean"] == pytest.approx(gap)
     assert together["advantages/min"] == pytest.approx(trained.min().item())
     assert together["advantages/max"] == pytest.approx(trained.max().item())
     assert together["advantages/mean"] == pytest.approx(trained.double().mean().item())

@@ -432,6 +432,9 @@ def test_metrics_of_parts_are_joined_by_their_kind() -> None:
     def part(size: int, **metrics: object) -> Any:
         return SimpleNamespace(rows=SimpleNamespace(size=size), metrics=metrics)
 
+    rates = {"natural_termination_rate": 1.0, "max_turns_reached_rate": 0.0, "max_gen_tokens_per_turn/mean": 4.0}
+    joined = joined_metrics([part(1, **rates), part(1, **dict.fromkeys(rates, 0.0))])
+    assert joined == {name: value / 2 for name, value in rates.items()}
     one = {"num_masked": 1.0, "advantages/sum": 2.0, "advantages/max": 5.0, "min_seq": 0.5, "lag/mean": 1.0, "h": [1]}
     two = {"num_masked": 2.0, "advantages/sum": 3.0, "advantages/max": 4.0, "min_seq": 0.1, "lag/mean": 4.0, "h": [2]}
     joined = joined_metrics([part(1, **one), part(3, **two, late=7.0)])

@@ -150,7 +150,9 @@ def test_check_says_what_runs_what_waits_and_what_is_refused(
     refused = recipe(tmp_path, "c_refused.yaml", "grpo: {sed: 4}\npolicy: {is_vlm: true}")
     assert main(["check", str(runs)]) == 0
     out = capsys.readouterr().out
-    assert out.splitlines() == [f"{runs}: runs here", "  needs RECIPE_DATA in the environment"]
+    first, needs, formula = out.splitlines()
+    assert [first, needs] == [f"{runs}: runs here", "  needs RECIPE_DATA in the environment"]
+    assert formula.startswith("  note: grpo.adv_estimator.zero_deviation: unnormalized")
     assert main(["check", str(runs), str(waits)]) == 1
     assert main(["check", str(tmp_path)]) == 2
     out = capsys.readouterr().out

@@ -1127,3 +1127,18 @@ def test_what_a_constant_rate_does_not_read_is_not_refused() -> None:
     ignored = [f"{_SCHEDULE}.lr_decay_iters=5", "policy.megatron_cfg.optimizer.min_lr=0.01"]
     notes(*_MEGATRON, *ignored)
     notes(*_MEGATRON, f"{_SCHEDULE}.lr_warmup_iters=0", f"{_SCHEDULE}.lr_warmup_init=0.01")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "metric"),
+    [
+        (["loss_fn.disable_ppo_ratio=true"], "probs_ratio"),
+        (
+            ["loss_fn.sequence_level_importance_ratios=true", "loss_fn.token_level_loss=false"],
+            "sampling_importance_ratio",
+        ),
+    ],
+)
+def test_a_start_says_which_metrics_are_of_another_formula(overrides: list[str], metric: str) -> None:
+    assert metric in notes(*overrides)
+    assert metric not in notes()

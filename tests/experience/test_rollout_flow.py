@@ -22,7 +22,7 @@ from nemo_rl.experience.columns import rollout_columns
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.failures import is_infrastructure
 from nemo_rl.experience.rollout_source import LiveRollouts, RecordedRollouts, RecordingError, ReplayedRollouts
-from nemo_rl.experience.rollouts import RolloutRunner, number_samples
+from nemo_rl.experience.rollouts import RolloutRunner, number_samples, rollout_metrics
 from nemo_rl.experience.store import InProcessStore, SpentHandleError, StageOutput, TokenStage
 from nemo_rl.experience.trajectories import RolloutLimits, RolloutPlan, Trajectory
 from nemo_rl.models.generation.interfaces import (
@@ -176,7 +176,7 @@ def test_a_prompt_that_leaves_no_room_is_answered_with_nothing_and_not_with_an_e
 
 def test_an_observation_that_does_not_fit_is_cut_and_ends_the_sample() -> None:
     (done,) = roll_out(number_samples(prompts("abcd"), 1), plan(max_total=9))
-    assert done.truncated and done.turns == 1
+    assert done.truncated and done.out_of_room and done.turns == 1
     assert sum(len(message["token_ids"]) for message in done.message_log) <= 9
 
 
@@ -199,6 +199,20 @@ def test_a_turn_that_was_cut_goes_on_with_the_environments_answer() -> None:
     assert (done.turns, done.terminated, done.truncated) == (3, True, True)
     (last,) = roll_out(number_samples(prompts("a"), 1), plan(max_turns=1), Counts(turns=3), Cut())
     assert (last.turns, last.terminated, last.truncated, last.observed) == (1, False, True, 2)
+
+
+def test_an_episode_ends_by_its_environment_by_room_or_by_its_turns() -> None:
+    def log(tokens: int) -> list[dict[str, Any]]:
+        return [{"role": "user", "token_ids": torch.zeros(tokens, dtype=torch.long)}]
+
+    ended = Trajectory(log(9), terminated=True, turns=1, generated=[3], observed=1)
+    cut = Trajectory(log(9), truncated=True, out_of_room=True, turns=1, generated=[4], observed=2)
+    stopped = Trajectory(log(9), turns=2, generated=[1, 1], observed=4)
+    metrics = rollout_metrics([ended, cut, stopped], 2)
+    assert metrics["natural_termination_rate"] == pytest.approx(2 / 3)
+    assert metrics["truncation_rate"] == metrics["max_turns_reached_rate"] == pytest.approx(1 / 3)
+    # What came behind the prompt: responses and what the environment said.
+    assert metrics["mean_total_tokens_per_sample"] == pytest.approx((4 + 6 + 6) / 3)
 
 
 def test_metadata_of_none_leave_what_the_environment_was_given() -> None:

@@ -98,6 +98,17 @@ def test_mixed_lies_between_its_two_divergences() -> None:
     assert losses[2] == losses[3]
 
 
+def test_a_sample_without_loss_is_counted_as_a_sample() -> None:
+    logprobs = torch.log_softmax(torch.randn(3, 4, 2), -1)
+    data = {
+        "token_mask": torch.ones(3, 5),
+        "sample_mask": torch.tensor([1.0, 0.0, 1.0]),
+        TOPK_LOGPROBS: torch.log_softmax(torch.randn(3, 5, 2), -1),
+    }
+    _, metrics = DistillationLossFn(TeacherKLConfig())(data, 2, 8, given=GivenScores(logprobs))
+    assert metrics["num_valid_samples"] == 3
+
+
 def test_a_batch_without_a_teachers_columns_is_refused() -> None:
     data = {"token_mask": torch.ones(1, 3), "sample_mask": torch.ones(1)}
     with pytest.raises(KeyError, match=TOPK_LOGPROBS):

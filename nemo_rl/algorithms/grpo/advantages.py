@@ -237,6 +237,8 @@ def compute_advantages(apply: ApplyStage, cfg: GRPOConfig, loss_cfg: ClippedPGLo
         rows = apply(
             TokenStage(distillation_advantages, ("teacher_logprobs", "prev_logprobs", *always), ("advantages",), clip)
         )
+        gap = rows["gap_sum"].sum().item() / max(1, int(rows["count"].sum()))
+        return {**advantage_metrics(rows), "on_policy_distillation/teacher_student_logprob_gap_mean": gap}
     elif name == "reinforce_plus_plus":
         unwhitened = apply(penalized_advantages_stage(loss_cfg))
         mean, variance = whitening_statistics(unwhitened)
@@ -266,7 +268,10 @@ def distillation_advantages(
 ) -> StageOutput:
     """On-policy distillation: teacher minus student log-probability of each trained token."""
     gap_BS = columns["teacher_logprobs"] - columns["prev_logprobs"]
-    return _finish(columns, torch.where(_trained(columns) != 0, gap_BS, 0).detach(), clip_low, clip_high)
+    gap_BS = torch.where(_trained(columns) != 0, gap_BS, 0).detach()
+    output = _finish(columns, gap_BS, clip_low, clip_high)
+    output.rows["gap_sum"] = gap_BS.double().sum(-1)
+    return output
 
 
 def penalized_advantages_stage(loss_cfg: ClippedPGLossConfig) -> TokenStage:

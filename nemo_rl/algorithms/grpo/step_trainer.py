@@ -6,6 +6,7 @@ keeps the weights of the step before and leaves no step open.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -198,12 +199,18 @@ def joined_metrics(parts: Sequence[Experience]) -> dict[str, object]:
         values = [value for value, _ in found]
         if isinstance(values[0], list):
             joined[name] = [one for value in values for one in value]
-        elif "max" in name:
-            joined[name] = max(values)
-        elif "min" in name:
-            joined[name] = min(values)
+        elif (extremum := _extremum(name)) is not None:
+            joined[name] = extremum(values)
         elif name.startswith(("num_", "total_")) or name.endswith("/sum"):
             joined[name] = sum(values)
         else:
             joined[name] = sum(value * size for value, size in found) / sum(size for _, size in found)
     return joined
+
+
+def _extremum(name: str) -> Callable[[Sequence[float]], float] | None:
+    """How metrics join that are an extremum, such as `advantages/max`; a mean of maxima or a rate is none."""
+    if name.endswith(("_rate", "/mean", "/p95", "/p99")):
+        return None
+    words = re.split("[/_]", name)
+    return max if "max" in words else min if "min" in words else None
