@@ -26,7 +26,7 @@ _GIB = 1 << 30
 _STEPS = 5
 _LAST_ANSWERS_S = 5.0
 
-Actors = Callable[[], Sequence["ActorHandle[Any]"]]
+WatchedActors = Callable[[], Sequence["ActorHandle[Any]"]]
 
 
 class GrowthWatch:
@@ -87,7 +87,7 @@ class MemoryWatch:
 
     def __init__(
         self,
-        actors: Mapping[str, Actors],
+        actors: Mapping[str, WatchedActors],
         generation: VllmGeneration | None,
         logger: Logger,
         say: Callable[[str], None],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,19 +55,37 @@ def test_options_within_an_argument_are_added_to_what_is_set_for_it() -> None:
 
 
 @pytest.mark.parametrize("engines", [1, 3])
-def test_engines_of_a_device_share_its_memory_and_its_turns(engines: int) -> None:
-    vllm = "policy.generation.vllm_cfg"
-    keys = [f"{vllm}.engines_per_gpu={engines}", f"{vllm}.gpu_memory_utilization=0.6"]
+def test_engines_of_a_device_share_its_memory_and_its_turns(tiny_model: Path, engines: int) -> None:
+    vllm, model = "policy.generation.vllm_cfg", f"policy.model_name={tiny_model}"
+    keys = [f"{vllm}.engines_per_gpu={engines}", f"{vllm}.gpu_memory_utilization=0.6", model]
     policy = load_master_config(CONFIG, [*keys, "~policy.generation.vllm_kwargs.kv_cache_memory_bytes"]).policy
     rest = {"seed": 0, "sleeps": True, "refits": True, "cpu_slot_memory_gb": 6.0, "threads": 1}
     on_gpu, on_cpu = (engine_spec(policy, cuda=cuda, **rest) for cuda in (True, False))
     assert on_gpu.engine_kwargs["gpu_memory_utilization"] == pytest.approx(0.6 / engines)
+    assert on_gpu.sized == (engines > 1) and on_cpu.memory_share is None
     assert on_cpu.engine_kwargs["kv_cache_memory_bytes"] == (6 << 30) // 4 // engines
     devices = [on_gpu.shared_device(shard) for shard in range(6)]
     assert len(set(devices)) == (1 if engines == 1 else 2)
     if engines > 1:
         assert devices[:3] == [devices[0]] * 3 and None not in devices
         assert devices[0] != on_cpu.shared_device(0)
+
+
+@pytest.mark.parametrize("engines", [1, 2, 3])
+def test_engines_that_start_beside_others_know_their_cache_before(tiny_model: Path, engines: int) -> None:
+    vllm, model = "policy.generation.vllm_cfg", f"policy.model_name={tiny_model}"
+    keys = [f"{vllm}.engines_per_gpu={engines}", f"{vllm}.gpu_memory_utilization=0.6", model]
+    policy = load_master_config(CONFIG, [*keys, "~policy.generation.vllm_kwargs.kv_cache_memory_bytes"]).policy
+    rest: dict[str, Any] = {"cuda": True, "seed": 0, "sleeps": True, "refits": True, "cpu_slot_memory_gb": 6.0}
+    share = engine_spec(policy, beside=True, threads=1, **rest).memory_share
+    assert share is not None
+    caches = [share.cache_bytes(device << 30) for device in (80, 140)]
+    assert caches[1] - caches[0] == pytest.approx(0.6 * (60 << 30) / engines, abs=8)
+    assert 0 < caches[0] < 0.6 * (80 << 30) / engines - weight_bytes(policy) - (2 << 30)
+    sized = load_master_config(CONFIG, keys).policy  # this file sets `kv_cache_memory_bytes`
+    assert engine_spec(sized, beside=True, threads=1, **rest).memory_share is None
+    assert engine_spec(sized, beside=True, threads=1, **rest).sized
+    assert engine_spec(policy, slot_bytes=20 << 30, beside=True, threads=1, **rest).memory_share is None
 
 
 @pytest.mark.parametrize(("wanted", "on_cpu", "on_gpus"), [("null", True, False), ("true", True, True)])

@@ -22,7 +22,7 @@ from nemo_rl.algorithms.grpo.run import GRPORun, GRPOState, ValidationParts
 from nemo_rl.algorithms.grpo.sources import make_loaders, make_rollout_sources, make_source, make_store
 from nemo_rl.algorithms.grpo.step_reports import DeviceCount, StepReports
 from nemo_rl.algorithms.grpo.streaming import check_streaming
-from nemo_rl.algorithms.memory_watch import MemoryWatch
+from nemo_rl.algorithms.memory_watch import MemoryWatch, WatchedActors
 from nemo_rl.algorithms.placement import Clusters, begin_policy, check_policy, start_policy
 from nemo_rl.algorithms.profiling import profile_of_run
 from nemo_rl.algorithms.resume import Resume
@@ -53,7 +53,7 @@ from nemo_rl.loss import ClippedPGLossFn, DistillationLossFn
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.generation.endpoint.server import Endpoint, start_endpoint
 from nemo_rl.models.generation.interfaces import request_timeout_s
-from nemo_rl.models.generation.vllm.engine_actors import EngineActors, start_engine_actors
+from nemo_rl.models.generation.vllm.engine_actors import EngineActors, parameters_of, start_engine_actors
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.model_config import check_divisible
@@ -64,6 +64,10 @@ from nemo_rl.utils.timer import TimeoutChecker, Timer
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+
+_FIRST_PASSES_BYTES = 6 << 30
+_WARM_UP_S = 900.0
 
 
 def setup(config: MasterConfig, start: StartPhases | None = None, placement: GRPOPlacement | None = None) -> GRPORun:
@@ -200,17 +204,21 @@ def check_model(config: MasterConfig) -> PretrainedConfig:
     return model
 
 
-def _sleep_before_training(
-    generation: VllmGeneration | None, ready: Prepared[GRPOState, Loader, _RayParts], start: StartPhases
-) -> None:
-    """Puts the engines to sleep where training follows on their GPUs."""
-    if generation is None or not (generation.colocated and ready.accelerator.is_cuda):
-        return
-    # An engine takes its share of the memory that is free, and measures it while it starts: training takes its own
-    # afterwards.
-    with start.phase("engines"):
-        generation.wait_until_started()
-        generation.sleep()
+def _share_gpus(generation: VllmGeneration | None, ready: Prepared[GRPOState, Loader, _RayParts]) -> bool:
+    """Whether the engines sleep on the GPUs of training."""
+    return generation is not None and generation.colocated and ready.accelerator.is_cuda
+
+
+def _fits_beside_engines(config: MasterConfig, parts: _RayParts) -> bool:
+    """Whether the policy fits onto the GPUs while the engines that share them are awake, so that both start at once:
+    its weights, its gradients in both precisions, and the row of its first passes.
+    """
+    vllm = config.policy.generation.vllm_cfg
+    if parts.engines is None or not parts.engines.sized or parts.teachers:
+        return False
+    weights = 12 * parameters_of(config.policy) / len(parts.policy.workers)
+    left = (1.0 - vllm.gpu_memory_utilization) * min(parts.policy.run("device_bytes"))
+    return weights + _FIRST_PASSES_BYTES < left
 
 
 def _build(
@@ -239,7 +247,13 @@ def _build(
     endpoint = _start_endpoint(config, ready, generation, start)
     if endpoint is not None:
         undo.callback(endpoint.close)
-    _sleep_before_training(generation, ready, start)
+    shares = _share_gpus(generation, ready)
+    beside = shares and _fits_beside_engines(config, ready.ray_parts)
+    if shares and not beside and generation is not None:
+        with start.phase("engines"):
+            generation.wait_until_started()
+            generation.sleep()
+    loss_fn = make_loss(config.loss_fn)
     with placement.building():
         with start.phase("policy, beside the data plane" if config.data_plane.enabled else "policy"):
             policy = start_policy(
@@ -248,6 +262,9 @@ def _build(
             undo.callback(policy.shutdown)
             store = make_store(config, tokenizer, policy, undo)
             policy.wait_until_started()
+        warming = None
+        if ready.accelerator.is_cuda and not placement.lends_shards and type(loss_fn) is ClippedPGLossFn:
+            warming = policy.submit_warm_up(loss_fn)
         begun, lends = ready.ray_parts.teachers, placement.lends_shards
         teachers = teaching.start_teachers(begun, config, policy, tokenizer, start, undo, lends=lends)
         rollouts = make_rollout_sources(
@@ -261,13 +278,25 @@ def _build(
             with start.phase("engines, beside the policy"):
                 generation.wait_until_started()
             ready.seconds["vllm_init_time_s"] = time.monotonic() - began
+        if warming is not None:
+            with start.phase("first passes of training, compiled"):
+                ready.seconds["policy_warm_up_time_s"] = warming.result(_WARM_UP_S)
+        if beside and generation is not None:
+            # Only now: an engine that sleeps measures what comes back, and the first passes move it.
+            generation.sleep()
         built = Built(config, policy, generation, ready.state.step, record, timer, progress)
         accelerators = placement.accelerators(built)
     slots = [cluster.world_size() for cluster in clusters.distinct()]
+    watched: dict[str, WatchedActors] = {
+        "trainer": lambda: policy.worker_group.workers,
+        "teacher": lambda: teachers.workers() if teachers is not None else [],
+        "environment": lambda: [actor for replicas in actors.values() for actor in replicas],
+    }
     return assembled(
         config,
         ready,
         policy=policy,
+        loss_fn=loss_fn,
         generation=generation,
         accelerators=accelerators,
         sources=rollouts,
@@ -280,6 +309,7 @@ def _build(
         teachers=teachers,
         endpoint=endpoint,
         clusters=clusters.distinct(),
+        memory=MemoryWatch(watched, generation, ready.logger, progress.say),
         device_count=DeviceCount(
             max(slots) if placement.lends_shards else sum(slots),
             clusters.training.world_size(),
@@ -293,6 +323,7 @@ def assembled(
     ready: Prepared[GRPOState, Loader, Any],
     *,
     policy: Policy,
+    loss_fn: LossFunction,
     generation: VllmGeneration | None,
     accelerators: GRPOAccelerators,
     sources: tuple[RolloutSource, RolloutSource | None],
@@ -304,6 +335,7 @@ def assembled(
     placement: GRPOPlacement,
     clusters: list[RayVirtualCluster],
     device_count: DeviceCount,
+    memory: MemoryWatch,
     teachers: teaching.Teachers | None = None,
     endpoint: Endpoint | None = None,
     adapter: str = "",
@@ -341,7 +373,7 @@ def assembled(
         source=source,
         validation=validation,
         store=store,
-        loss_fn=make_loss(config.loss_fn),
+        loss_fn=loss_fn,
         train_loader=ready.loaders.train,
         val_loader=ready.loaders.validation,
         logger=ready.logger,
@@ -351,16 +383,7 @@ def assembled(
         timer=timer,
         timeout=TimeoutChecker(config.checkpointing.checkpoint_must_save_by),
         progress=progress,
-        memory=MemoryWatch(
-            {
-                "trainer": lambda: policy.worker_group.workers,
-                "teacher": lambda: teachers.workers() if teachers is not None else [],
-                "environment": lambda: [actor for replicas in environments.values() for actor in replicas],
-            },
-            generation,
-            ready.logger,
-            progress.say,
-        ),
+        memory=memory,
         total_steps=ready.total_steps,
         environments=environments,
         placement=placement,

@@ -25,6 +25,7 @@ from nemo_rl.algorithms.grpo.placement import OwnPlacement
 from nemo_rl.algorithms.grpo.run import GRPORun, GRPOState
 from nemo_rl.algorithms.grpo.sources import make_loaders, make_rollout_sources
 from nemo_rl.algorithms.grpo.step_reports import DeviceCount
+from nemo_rl.algorithms.memory_watch import MemoryWatch, WatchedActors
 from nemo_rl.algorithms.multi_lora.engines import AdapterAccelerators, AdapterEngines, AdapterGeneration
 from nemo_rl.algorithms.multi_lora.passes import AdapterPolicy, SharedPasses
 from nemo_rl.algorithms.placement import check_policy
@@ -152,17 +153,24 @@ def build_run(
         sources = make_rollout_sources(
             store, config, ready.tokenizer, generation_view, ready.datasets, actors, record, f"{name}/"
         )
+        progress_of_run = RunProgress(ready.total_steps, title=name, first_step=ready.state.step, console=console)
+        watched: dict[str, WatchedActors] = {
+            "trainer": lambda: shared.policy.worker_group.workers,
+            "environment": lambda: [actor for replicas in actors.values() for actor in replicas],
+        }
         run = assembled(
             config,
             ready,
             policy=policy_view,
+            loss_fn=make_loss(config.loss_fn),
             generation=generation_view,
             accelerators=AdapterAccelerators(shared.engines, name, slot, info, timer, record, progress),
             sources=sources,
             store=store,
             record=record,
             timer=timer,
-            progress=RunProgress(ready.total_steps, title=name, first_step=ready.state.step, console=console),
+            progress=progress_of_run,
+            memory=MemoryWatch(watched, shared.engines.generation, ready.logger, progress_of_run.say),
             environments=actors,
             placement=placement,
             clusters=[],

@@ -333,6 +333,19 @@ class DTensorBackend(Backend):
             self.scorer(self._packed(idle_microbatch()), LogitTransform())
         self.scorer.drop_gathered()
 
+    def warm_up(self, rows: Mapping[str, torch.Tensor], loss_fn: LossFunction) -> bool:
+        """On GPUs. Draws of dropout do not count."""
+        if self.device.type != "cuda" or self.scorer.replay is not None:
+            return False
+        with torch.random.fork_rng(devices=[self.device]):
+            self.logprobs([rows], filtered=True, idle=0)
+            self.start_step()
+            self.forward_backward([rows], loss_fn, idle=0)
+        self.discard_gradients()
+        self._microbatches = 0
+        release_cached_memory(self.device)
+        return True
+
     def reference_weights(self) -> AbstractContextManager[None]:
         if self._reference is None:
             raise RuntimeError("this policy keeps no reference weights (init_reference_model=False)")

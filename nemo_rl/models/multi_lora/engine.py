@@ -125,16 +125,15 @@ class MultiLoraGenerationWorker(VllmGenerationWorker):
         self._dropping: set[asyncio.Task[None]] = set()
 
     @override
-    def _new_engine(self, rendezvous: Rendezvous | None) -> _EngineWithAdapters:
+    def _new_engine(self, kwargs: dict[str, object], rendezvous: Rendezvous | None) -> _EngineWithAdapters:
         from vllm.engine.arg_utils import AsyncEngineArgs
 
         # Older vLLM adapts all layers.
         known = {field.name for field in fields(AsyncEngineArgs)}
-        kwargs = {key: value for key, value in self._spec.engine_kwargs.items() if key != LAYERS or key in known}
-        self._spec = replace(self._spec, engine_kwargs=kwargs)
+        kwargs = {key: value for key, value in kwargs.items() if key != LAYERS or key in known}
         if not torch.cuda.is_available():
             use_grouped_products()
-        return _EngineWithAdapters(super()._new_engine(rendezvous), self._adapters)
+        return _EngineWithAdapters(super()._new_engine(kwargs, rendezvous), self._adapters)
 
     async def load_adapter(
         self, name: str, version: int, info: AdapterInfo, factors: Mapping[str, torch.Tensor]

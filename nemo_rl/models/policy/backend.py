@@ -115,6 +115,12 @@ class Backend(StepBackend, Protocol):
         """
         ...
 
+    def warm_up(self, rows: Mapping[str, torch.Tensor], loss_fn: LossFunction) -> bool:
+        """Scores and trains on rows, so that what is compiled for it is there, and drops the result. Returns whether
+        there was something to compile. Collective.
+        """
+        return False
+
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def tensor_metas(self, dtype: torch.dtype) -> list[TensorMeta]:

@@ -133,6 +133,13 @@ class Policy(PolicyWeights, PolicyInterface):
             self.started = PolicyStarted(answers[0]["backend"], answers[0]["kernels"], len(answers))
             logger.info("policy=started backend=%s kernels=%s", self.started.backend, self.started.kernels)
 
+    def submit_warm_up(self, loss_fn: LossFunction) -> PendingCall[float]:
+        """Compiles what the first step would compile, in the background; the seconds of the slowest worker. `loss_fn`:
+        the clipped policy-gradient loss.
+        """
+        future = self.worker_group.run_all_workers_single_data("warm_up", loss_fn=loss_fn)
+        return PendingCall(self.worker_group, future, _slowest, on_error=lambda: None)
+
     def devices(self) -> list[str]:
         """Device identity of every rank."""
         self.wait_until_started()
@@ -403,6 +410,10 @@ class Policy(PolicyWeights, PolicyInterface):
 def _rank_grid(config: PolicyConfig, world: int) -> NamedSharding:
     sizes = parallel_sizes(config, world)
     return NamedSharding(np.arange(world).reshape(sizes.pp, sizes.dp, sizes.cp, sizes.tp), _AXES)
+
+
+def _slowest(seconds: list[Any]) -> float:
+    return max(seconds)
 
 
 def _submit_label(method: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -29,6 +30,7 @@ from nemo_rl.distributed.devices import (
     memory_in_use,
     release_cached_memory,
     synchronize,
+    total_memory,
 )
 from nemo_rl.distributed.nsight import capture
 from nemo_rl.distributed.processes import keep_living
@@ -44,6 +46,7 @@ from nemo_rl.models.policy.train_step import (
     step_report,
     total_work,
 )
+from nemo_rl.models.policy.warm_up import keep_compiled, warm_up_rows
 from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture
 from nemo_rl.utils.route_trace import route_trace
 from nemo_rl.weight_sync.cache import CACHE_OWNER, CacheBuilder, CacheManifest
@@ -101,12 +104,14 @@ class PolicyWorker(TQWorkerMixin):
         if not torch.cuda.is_available():
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         keep_to_slot(device_of_process())
+        compiled = keep_compiled() if torch.cuda.is_available() else "none"
         spec, sizes = backend_spec(self.cfg), parallel_sizes(self.cfg, int(os.environ["WORLD_SIZE"]))
         self.backend = spec.build(self.cfg, sizes, replace(self._options, last_step=last_step))
         self.step = TrainStep(self.backend)
         keep_living()
         if self.backend.rank == 0:
-            logger.info("backend=%s kernels=%s sizes=%s", spec.name, self.backend.kernels(), sizes)
+            kernels = self.backend.kernels()
+            logger.info("backend=%s kernels=%s sizes=%s compiled_code=%s", spec.name, kernels, sizes, compiled)
 
     def describe(self) -> dict[str, object]:
         """This rank's device identity and name, its backend and kernels, and the model's sizes (None if unknown)."""
@@ -125,6 +130,18 @@ class PolicyWorker(TQWorkerMixin):
             "backend": backend_spec(self.cfg).name,
             "kernels": self.backend.kernels(),
         }
+
+    def device_bytes(self) -> int:
+        """Memory of this rank's device in bytes, of which nothing is taken."""
+        return total_memory(device_of_process())
+
+    def warm_up(self, loss_fn: LossFunction) -> float:
+        """Compiles what the first step would compile; seconds that it took, 0 where nothing is compiled. Collective.
+        `loss_fn`: the clipped policy-gradient loss.
+        """
+        began = time.monotonic()
+        rows = warm_up_rows(self.cfg, self.backend.model_config.get_text_config().vocab_size)
+        return time.monotonic() - began if self.backend.warm_up(rows, loss_fn) else 0.0
 
     def profile(self, on: bool) -> None:
         """Begins or ends what Nsight Systems records of this rank."""

@@ -25,7 +25,7 @@ from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.recording import Recording, recording_of
 from nemo_rl.models.generation.vllm.decision_reader import engine_arguments
 from nemo_rl.models.generation.vllm.engine_nodes import EngineNodes
-from nemo_rl.models.generation.vllm.engine_processes import EngineSpec
+from nemo_rl.models.generation.vllm.engine_processes import EngineSpec, MemoryShare, measures_nothing
 
 DEEP_GEMM_VARIABLE = "VLLM_USE_DEEP_GEMM"
 EXTENSION = "nemo_rl.models.generation.vllm.extension.VllmInternalWorkerExtension"
@@ -33,7 +33,6 @@ _GIB = 1 << 30
 _ACTIVATION_BYTES = 3 * _GIB
 _LEAST_REQUESTS = 16
 _WEIGHTS_OVERHEAD = 1.1
-_LEAST_FREE = 0.02
 _WORKER = "nemo_rl.models.generation.vllm.worker.VllmGenerationWorker"
 _FURTHER = "nemo_rl.models.generation.vllm.engine_nodes.EngineNodeWorker"
 
@@ -48,6 +47,7 @@ def engine_spec(
     cpu_slot_memory_gb: float,
     threads: int,
     slot_bytes: int | None = None,
+    beside: bool = False,
     recording: Recording | None = None,
 ) -> EngineSpec:
     """The start parameters of one engine.
@@ -60,11 +60,13 @@ def engine_spec(
         cpu_slot_memory_gb: Memory budget of a CPU slot; a quarter of it holds the KV caches of its engines.
         threads: CPU threads of one engine rank.
         slot_bytes: Device memory for the engine beside other jobs; None for `gpu_memory_utilization` of the device.
+        beside: Whether training starts on the device at the same time.
         recording: What is recorded of the engine's decisions.
 
     Raises ConfigError: the weights alone do not fit into the slot, or the engine cannot quantise there.
     """
     generation, vllm = policy.generation, policy.generation.vllm_cfg
+    shares = beside or vllm.engines_per_gpu > 1
     kwargs: dict[str, object] = {
         "model": policy.model_name,
         "tokenizer": policy.tokenizer.name,
@@ -108,7 +110,23 @@ def engine_spec(
         has_neighbours=slot_bytes is not None,
         recording=recording,
         engine_records_routes=cuda,
+        memory_share=_memory_share(policy) if cuda and slot_bytes is None and shares else None,
     )
+
+
+def _memory_share(policy: PolicyConfig) -> MemoryShare | None:
+    """An engine's part of its device, as `gpu_memory_utilization` says; None where the user sizes the cache."""
+    vllm = policy.generation.vllm_cfg
+    if "kv_cache_memory_bytes" in policy.generation.vllm_kwargs or vllm.num_gpu_blocks_override is not None:
+        return None
+    return MemoryShare(vllm.gpu_memory_utilization / vllm.engines_per_gpu, _beside_cache_bytes(policy))
+
+
+def _beside_cache_bytes(policy: PolicyConfig) -> int:
+    """Bytes that a rank of an engine takes besides its KV cache."""
+    vllm = policy.generation.vllm_cfg
+    weights = weight_bytes(policy) / (vllm.tensor_parallel_size * vllm.pipeline_parallel_size)
+    return int(weights * _WEIGHTS_OVERHEAD) + _ACTIVATION_BYTES
 
 
 def _gpu_arguments(policy: PolicyConfig, sleeps: bool, slot_bytes: int | None) -> dict[str, object]:
@@ -121,9 +139,7 @@ def _gpu_arguments(policy: PolicyConfig, sleeps: bool, slot_bytes: int | None) -
     if vllm.enable_prefix_caching is not None:
         kwargs["enable_prefix_caching"] = vllm.enable_prefix_caching
     if slot_bytes is not None:
-        # vLLM refuses to start where less of the device is free than this, and sizes nothing by it then.
-        kwargs["gpu_memory_utilization"] = _LEAST_FREE
-        kwargs["kv_cache_memory_bytes"] = _kv_cache_bytes(policy, slot_bytes)
+        kwargs |= measures_nothing(_kv_cache_bytes(policy, slot_bytes))
     if vllm.tensor_parallel_size * vllm.pipeline_parallel_size > 1:
         # FlashInfer's fused all-reduce holds memory that sleep cannot free, and its workers can spin for ever at their
         # end.
@@ -168,7 +184,7 @@ def _kv_cache_bytes(policy: PolicyConfig, slot_bytes: int) -> int:
     """What of a slot's memory is left for the KV cache of one rank. Raises ConfigError: nothing is."""
     vllm = policy.generation.vllm_cfg
     weights = weight_bytes(policy) / (vllm.tensor_parallel_size * vllm.pipeline_parallel_size)
-    left = int(slot_bytes - weights * _WEIGHTS_OVERHEAD) - _ACTIVATION_BYTES
+    left = slot_bytes - _beside_cache_bytes(policy)
     if left <= 0:
         raise ConfigError(
             [
@@ -271,6 +287,7 @@ class EngineActors:
     colocated: bool  # whether the slots are shared with training, so that engines must sleep
     lent: bool
     nodes: EngineNodes | None = None  # the actors on further nodes, where engines lie on several
+    sized: bool = False  # whether engines take a known share of their device, so that others may start on it meanwhile
 
     def shutdown(self) -> None:
         """Ends all actors."""
@@ -319,6 +336,7 @@ def start_engine_actors(
         cpu_slot_memory_gb=cluster_cfg.cpu_slot_memory_gb,
         threads=cores_per_slot(cluster.world_size() // cluster.node_count() * vllm.engines_per_gpu),
         slot_bytes=cluster.slot_bytes,
+        beside=colocated,
         recording=recording_of(policy),
     )
     nodes = _start_further_nodes(cluster, spec, tied, f"{name_prefix}_nodes")
@@ -332,7 +350,7 @@ def start_engine_actors(
         profile=profile,
     )
     group.run_all_workers_single_data("prepare")
-    return EngineActors(policy.generation, group, colocated, lent, nodes)
+    return EngineActors(policy.generation, group, colocated, lent, nodes, spec.sized)
 
 
 def _start_further_nodes(

@@ -79,7 +79,7 @@ class EngineNodeWorker:
         announce_address()
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-        arguments = self._spec.kwargs_of(shard) | arguments
+        arguments = self._spec.kwargs_on_device(shard) | arguments
         with temporary_files_in(os.environ["VLLM_RPC_BASE_PATH"]), forked_engine():
             config = engine_config(arguments, headless=True)
             executor = MultiprocExecutor(config, monitor_workers=False)

@@ -64,6 +64,30 @@ _ENGINE_ERROR = re.compile(
 )
 
 
+_LEAST_FREE = 0.02
+"""Share of a device that must be free where an engine starts that does not measure."""
+
+
+def measures_nothing(cache_bytes: int) -> dict[str, object]:
+    """Keyword arguments of an engine that takes `cache_bytes` for the KV cache of a rank, whatever is free."""
+    # vLLM refuses to start where less of the device is free than this, and sizes nothing by it then.
+    return {"gpu_memory_utilization": _LEAST_FREE, "kv_cache_memory_bytes": cache_bytes}
+
+
+@dataclass(frozen=True)
+class MemoryShare:
+    """What an engine takes of a device that others start on at the same time: it cannot measure what is free, so its KV
+    cache is what its share leaves beside the rest.
+    """
+
+    share: float  # of the device's memory
+    beside: int  # bytes of weights, activations and CUDA graphs
+
+    def cache_bytes(self, device_bytes: int) -> int:
+        """Bytes of the KV cache of a rank; negative where nothing is left."""
+        return int(self.share * device_bytes) - self.beside
+
+
 @dataclass(frozen=True)
 class EngineSpec:
     """How one engine is started.
@@ -87,16 +111,33 @@ class EngineSpec:
     has_neighbours: bool = False
     recording: Recording | None = None  # what is recorded of its decisions; None if nothing is
     engine_records_routes: bool = False  # whether vLLM records routes itself, rather than our extension
+    memory_share: MemoryShare | None = None  # what it takes of its device; None if vLLM measures that
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def shared_device(self, shard: int) -> str | None:
         """Name on this machine of the device that a shard shares with other engines; None where it has its own."""
         return None if self.engines_per_device == 1 else f"{self.run}-{shard // self.engines_per_device}"
 
+    @property
+    def sized(self) -> bool:
+        """Whether its KV cache has a size before it starts, so that it does not measure what is free."""
+        return self.memory_share is not None or "kv_cache_memory_bytes" in self.engine_kwargs
+
     def kwargs_of(self, shard: int) -> dict[str, object]:
         """Keyword arguments of one shard's engine: no two draw the same numbers."""
         seed = self.engine_kwargs.get("seed")
         return self.engine_kwargs | ({"seed": seed + shard} if isinstance(seed, int) else {})
+
+    def kwargs_on_device(self, shard: int) -> dict[str, object]:
+        """`kwargs_of` where the shard's device can be seen."""
+        kwargs = self.kwargs_of(shard)
+        if self.memory_share is None:
+            return kwargs
+        from vllm.platforms import current_platform
+
+        cache = self.memory_share.cache_bytes(current_platform.get_device_total_memory())
+        # Where nothing is left, vLLM measures, and says what is missing.
+        return kwargs | (measures_nothing(cache) if cache > 0 else {})
 
 
 def import_engine(engine_kwargs: dict[str, object]) -> None:

@@ -96,9 +96,10 @@ class VllmGenerationWorker:
         self._stop_token_ids = stop_token_ids
         await self.prepare()
         spec, device = self._spec, self._spec.shared_device(self._shard)
+        kwargs = spec.kwargs_on_device(self._shard)
         # vLLM reads how much memory is free before and after it takes its own, unless the KV cache has a set size.
-        async with device_turn(None if "kv_cache_memory_bytes" in spec.engine_kwargs else device):
-            self._engine = keeping_arrays(self._new_engine(rendezvous))
+        async with device_turn(None if "kv_cache_memory_bytes" in kwargs else device):
+            self._engine = keeping_arrays(self._new_engine(kwargs, rendezvous))
         self._memory = EngineMemory(
             self._engine,
             self._rpc,
@@ -117,8 +118,7 @@ class VllmGenerationWorker:
         self._weights_lost = self._spec.engine_kwargs.get("load_format") == "dummy"
         return await self._rpc("nrl_describe")
 
-    def _new_engine(self, rendezvous: Rendezvous | None) -> AsyncLLM:
-        kwargs = self._spec.kwargs_of(self._shard)
+    def _new_engine(self, kwargs: dict[str, object], rendezvous: Rendezvous | None) -> AsyncLLM:
         if rendezvous is not None:
             kwargs |= rendezvous.arguments(0)
             self._further = FurtherRanks(rendezvous, self._shard)
