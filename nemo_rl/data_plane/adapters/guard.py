@@ -1,12 +1,14 @@
 """Access control of TransferQueue's sockets, whose messages are unpickled: only processes of the run may connect.
 
-On one host they listen on the loopback address. On several, every connection is encrypted by ZMQ's CURVE
-(https://rfc.zeromq.org/spec/26/) with keys that only the run's processes get, from Ray; other peers are dropped before
-a message is read. Invariant: a process installs its guard before TransferQueue opens a socket there.
+Every connection is authenticated and encrypted by ZMQ's CURVE (https://rfc.zeromq.org/spec/26/) with keys that only the
+run's processes get, from Ray; other peers, of this host too, are dropped before a message is read. On one host the
+sockets listen on the loopback address. Invariant: a process installs its guard before TransferQueue opens a socket in
+it.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,23 +19,23 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Guard:
-    """How a system's sockets are closed to others. `keys`: public and secret key of all its processes; None: they
+    """How a system's sockets are closed to others. `keys`: public and secret key of all its processes. `one_host`: they
     listen on the loopback address.
     """
 
-    keys: tuple[bytes, bytes] | None = field(default=None, repr=False)
+    keys: tuple[bytes, bytes] = field(repr=False)
+    one_host: bool
 
     @classmethod
     def of_cluster(cls) -> Guard:
         """The guard that this job's Ray cluster needs."""
         import ray
-        import zmq
 
         one_host = sum(bool(node["Alive"]) for node in ray.nodes()) == 1
-        return cls() if one_host else cls(zmq.curve_keypair())
+        return cls(_keys(), one_host)
 
     def __str__(self) -> str:
-        return "loopback" if self.keys is None else "curve"
+        return "curve+loopback" if self.one_host else "curve"
 
     def stand(self, *namespaces: dict[str, object]) -> None:
         """Guards the sockets that TransferQueue opens in this process from now on. `namespaces`: globals of functions
@@ -42,8 +44,8 @@ class Guard:
         from transfer_queue.utils import zmq_utils
 
         original = getattr(zmq_utils.create_zmq_socket, "unguarded", zmq_utils.create_zmq_socket)
-        replaced = {"create_zmq_socket": original if self.keys is None else _guarded(original, self.keys)}
-        if self.keys is None:
+        replaced = {"create_zmq_socket": _guarded(original, self.keys)}
+        if self.one_host:
             replaced["get_node_ip_address"] = lambda: LOOPBACK
         modules = [vars(module) for name, module in sys.modules.items() if name.startswith("transfer_queue")]
         for namespace in (*modules, *namespaces):
@@ -73,6 +75,14 @@ class Guard:
 
         Guarded.__name__ = plain.__name__
         return ray.remote(Guarded)
+
+
+@functools.cache
+def _keys() -> tuple[bytes, bytes]:
+    """Those of this process, for every system that it starts: a process guards all its sockets alike."""
+    import zmq
+
+    return zmq.curve_keypair()
 
 
 def _guarded(create: Callable[..., Any], keys: tuple[bytes, bytes]) -> Callable[..., object]:

@@ -63,7 +63,7 @@ def start_transfer_queue(cfg: DataPlaneConfig) -> TransferQueueSystem:
     mooncake = cfg.backend == "mooncake_cpu"
     with ExitStack() as undo:
         guard = Guard.of_cluster()
-        overlay = start_master(cfg, undo, one_host=guard.keys is None) if mooncake else {}
+        overlay = start_master(cfg, undo, one_host=guard.one_host) if mooncake else {}
         actor_class = guard.actor(TransferQueueController)
         from transfer_queue.sampler.sequential_sampler import SequentialSampler
 
@@ -93,7 +93,7 @@ def start_transfer_queue(cfg: DataPlaneConfig) -> TransferQueueSystem:
             guard,
             endpoint or "off",
         )
-        return TransferQueueSystem(TransferQueueAddress(name, timeout_s, mooncake, guard), undo.pop_all())
+        return TransferQueueSystem(TransferQueueAddress(name, timeout_s, guard, mooncake), undo.pop_all())
 
 
 def _configuration(cfg: DataPlaneConfig, overlay: dict[str, object]) -> DictConfig:

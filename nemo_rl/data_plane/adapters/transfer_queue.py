@@ -80,8 +80,8 @@ class TransferQueueAddress:
 
     controller: str
     timeout_s: float
-    mooncake: bool = False
-    guard: Guard = Guard()
+    guard: Guard
+    mooncake: bool
 
     def connect(self) -> TransferQueueStorage:
         """A storage of this process. Raises DataPlaneError: there is no such controller."""

@@ -6,14 +6,19 @@ master weights, so a run resumes bit for bit; files load without running code.
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import pickle
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.optim.lr_scheduler import LRScheduler
+from typing_extensions import override
 
 from nemo_rl.models.dtensor.export import adapter_factors, full_weights, hf_name
 from nemo_rl.models.dtensor.mesh import ParallelMesh
@@ -30,6 +35,20 @@ from nemo_rl.models.policy.optimizer import advance_scheduler
 from nemo_rl.utils.adapters import AdapterInfo
 
 SCHEDULE_FILE = "schedule.json"
+_PLAIN_CLASSES = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("pathlib", "PosixPath"),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+            *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+        )
+    ),
+}
+"""What torch's description of a sharded checkpoint is made of, beside names of number types."""
 
 
 class CheckpointWriter(BackgroundWriter):
@@ -95,6 +114,45 @@ def _initialise_state(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads a pickle whose classes hold values and run no code."""
+
+    @override
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        is_dtype = module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype)
+        if is_dtype or (module_name, global_name) in _PLAIN_CLASSES:
+            return super().find_class(module_name, global_name)
+        raise pickle.UnpicklingError(
+            f"it names {module_name}.{global_name}, which belongs to no optimizer state and could run code"
+        )
+
+
+class _PlainReader(dcp.FileSystemReader):
+    """torch's reader, which unpickles the description of a checkpoint as it comes, made safe for files of others."""
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = self._get_metadata_path(kwargs.get("rank"))
+        with self.fs.create_stream(path, "rb") as file:
+            metadata = _PlainUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError("it is no description of a sharded checkpoint")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _PlainPlanner(dcp.DefaultLoadPlanner):
+    """torch's planner, which unpickles what is no tensor as it comes, made safe for files of others."""
+
+    @override
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        # Raises for whatever is more than a plain value; what passes is read again.
+        torch.load(value, weights_only=True)
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
 def load_optimizer(
     scorer: CausalLMScorer, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None, path: str
 ) -> None:
@@ -105,8 +163,8 @@ def load_optimizer(
     _initialise_state(optimizer)
     state = _named_state(scorer, optimizer)
     try:
-        dcp.load({"optimizer": state}, checkpoint_id=path)
-    except (RuntimeError, ValueError, KeyError, dcp.api.CheckpointException) as error:
+        dcp.load({"optimizer": state}, storage_reader=_PlainReader(path), planner=_PlainPlanner())
+    except (RuntimeError, ValueError, KeyError, pickle.UnpicklingError, dcp.api.CheckpointException) as error:
         raise CheckpointMismatchError(
             f"{path}: optimizer state does not fit the configured model or optimizer ({error})"
         ) from error
