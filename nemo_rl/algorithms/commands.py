@@ -109,10 +109,12 @@ def evaluate_to_end(config: EvalMasterConfig) -> int:
     """Runs a checked configuration and prints its score; the exit code."""
     from nemo_rl.algorithms.evaluation import evaluate
 
+    interrupted = "interrupted: engines are ended; nothing was written"
     try:
-        score = evaluate(config)
+        with launch.Interrupts(), launch.ending_with_ray(lambda: interrupted):
+            score = evaluate(config)
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted: engines are ended; nothing was written\n")
+        sys.stderr.write(f"{interrupted}\n")
         return launch.EXIT_INTERRUPTED
     except (UserError, OSError) as error:
         message = in_one_line(error)

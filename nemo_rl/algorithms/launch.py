@@ -13,17 +13,19 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from nemo_rl.config import load_master_config
 from nemo_rl.config.errors import UserError, in_one_line
 from nemo_rl.config.infrastructure import CheckpointingConfig
 from nemo_rl.config.master import CompleteConfig, RootConfig
 from nemo_rl.distributed.processes import collect_rarely
+from nemo_rl.distributed.ray_signals import RayWatch, end_at_once
 from nemo_rl.utils import hub
 from nemo_rl.utils.progress import StartPhases
 
@@ -37,6 +39,9 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 Config = TypeVar("Config", bound=CompleteConfig)
 TrainingConfig = TypeVar("TrainingConfig", bound=RootConfig)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_INTERRUPTED_WHILE_STARTING = "interrupted while starting"
+# Where Ray's processes were ended by the signal that interrupts a run, that reaches this process within so long.
+_SIGNALLED_TOGETHER_S = 0.5
 
 
 Run = TypeVar("Run", bound="TrainingRun[Any]")
@@ -63,6 +68,23 @@ def main(
 
     Returns the process's exit code: 0 done, 1 the run failed, 2 the configuration is wrong, 130 interrupted.
     """
+    with Interrupts(), ending_with_ray(lambda: _INTERRUPTED_WHILE_STARTING):
+        try:
+            return _main(arguments, default_config, kind, what, example, run_to_end, run_with_page)
+        except KeyboardInterrupt:
+            sys.stderr.write(f"{_INTERRUPTED_WHILE_STARTING}\n")
+            return EXIT_INTERRUPTED
+
+
+def _main(
+    arguments: Sequence[str],
+    default_config: Path,
+    kind: type[Config],
+    what: str,
+    example: str,
+    run_to_end: Callable[[Config], int],
+    run_with_page: Callable[[Config, int | None], int] | None,
+) -> int:
     collect_rarely()
     parser = argparse.ArgumentParser(description=f"{what}; further arguments are overrides such as {example}.")
     parser.add_argument("--config", type=Path, default=default_config, help=f"YAML file; default {default_config.name}")
@@ -151,11 +173,13 @@ def _run_to_end(
 
     run: Run | None = None
     code, errors = EXIT_FAILED, _ErrorPrinter()
-    with Interrupts() as interrupts:
+
+    def saved() -> str:
+        return _INTERRUPTED_WHILE_STARTING if run is None else what_is_saved(run, config.checkpointing)
+
+    with Interrupts() as interrupts, ending_with_ray(saved):
         try:
             run = setup(config, StartPhases(failed=errors.print_once))
-            # Starting Ray installs a handler of its own.
-            interrupts.listen()
             if config.checkpointing.enabled and config.checkpointing.save_on_signal:
                 interrupts.save_first(run.timeout.end_after_step)
             if page is not None:
@@ -168,7 +192,7 @@ def _run_to_end(
             errors.print_once(nothing)
             code = EXIT_OK
         except KeyboardInterrupt:
-            sys.stderr.write("interrupted: ending workers\n" if run else "interrupted while starting\n")
+            sys.stderr.write(f"{'interrupted: ending workers' if run else _INTERRUPTED_WHILE_STARTING}\n")
             code = EXIT_INTERRUPTED
         except (UserError, OSError) as error:
             if not errors.print_once(error):
@@ -262,6 +286,8 @@ class Interrupts:
     SIGTERM, which job schedulers send, is handled like Ctrl-C.
     """
 
+    received: ClassVar[bool] = False  # whether this process was interrupted
+
     def __init__(self) -> None:
         self.save_asked = False
         self._end_after_step: Callable[[], None] | None = None
@@ -269,20 +295,14 @@ class Interrupts:
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Self:
-        self.listen()
+        # Handlers can be set by the main thread only; a run inside another thread is ended by the owner of the process.
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # pyrefly: ignore[bad-argument-type]
-
-    def listen(self) -> None:
-        """Installs the handlers, also over those of libraries."""
-        # Handlers can be set by the main thread only; a run inside another thread is ended by the owner of the process.
-        if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
-                before = signal.signal(number, self._on_signal)
-                self._before.setdefault(number, before)
 
     def save_first(self, end_after_step: Callable[[], None]) -> None:
         """Makes the first signal finish the step, save and end; `end_after_step` requests that."""
@@ -293,6 +313,7 @@ class Interrupts:
         self._ending = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        Interrupts.received = True
         if self._ending:
             if not self._warned:
                 self._warned = True
@@ -304,6 +325,25 @@ class Interrupts:
             sys.stderr.write("interrupted: the step is finished and saved first; once more ends at once\n")
             return
         raise KeyboardInterrupt
+
+
+@contextmanager
+def ending_with_ray(saved: Callable[[], str]) -> Generator[None]:
+    """Inside the block the process ends at once, with one line, when something else ends the Ray cluster that it
+    started: a scheduler that signals every process of a job, or the system when memory runs out. `saved`: what is left
+    of the run.
+    """
+
+    def end(names: str) -> None:
+        time.sleep(_SIGNALLED_TOGETHER_S)
+        cause = "the signal reached Ray's processes, too" if Interrupts.received else f"Ray's {names} was ended"
+        hint = "" if Interrupts.received else ", by a signal or for want of memory (see dmesg)"
+        sys.stderr.write(f"{cause}{hint}: nothing more can be saved; {saved()}\n")
+        sys.stderr.flush()
+        end_at_once(EXIT_INTERRUPTED if Interrupts.received else EXIT_FAILED)
+
+    with RayWatch.calling(end):
+        yield
 
 
 def what_is_saved(run: TrainingRun[Any], cfg: CheckpointingConfig) -> str:

@@ -36,6 +36,7 @@ from nemo_rl.distributed.ray_joining import (
     running_here,
     without_errors_of_others,
 )
+from nemo_rl.distributed.ray_signals import RayWatch, first_processes, in_groups_of_their_own, keeping_sigterm
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,6 @@ _START_ATTEMPTS = 3
 _START_S = 180.0
 """How long a cluster of this machine may take to start, all attempts together."""
 _POLL_S, _LIVENESS_POLL_S = 0.02, 1.0
-_FIRST_PROCESSES = {"gcs_server", "raylet"}
 # The processes of a local cluster end with the thread that started them, so it lasts as long as this process.
 Started = TypeVar("Started")
 
@@ -140,7 +140,7 @@ def _joined(echo: bool, runtime_env: Mapping[str, object]) -> bool:
         probe(named)
     try:
         # Ray takes the token of this machine's clusters only where it finds the cluster itself.
-        with nullcontext() if echo else without_errors_of_others():
+        with keeping_sigterm(), nullcontext() if echo else without_errors_of_others():
             ray.init(address=named or "auto", log_to_driver=echo, runtime_env=runtime_env, configure_logging=False)
     except (ConnectionError, RuntimeError, RayError) as error:
         if named:
@@ -184,12 +184,15 @@ def _start_local(**options: Any) -> None:
         try:
             with ExitStack() as stack:
                 stack.enter_context(_without(*_UNUSED))
+                stack.enter_context(keeping_sigterm())
                 stack.enter_context(_with_idle_agent())
+                stack.enter_context(in_groups_of_their_own())
                 stack.enter_context(_waiting_until(began + _START_S, before))
                 if not options["log_to_driver"]:
                     stack.enter_context(_without(_ECHOES))
                     stack.enter_context(without_errors_of_others())
                 ray.init(**options)
+            RayWatch.begin(first_processes(but=before))
             return
         except Exception as error:
             if not isinstance(error, _NotUp) and "timed out during startup" not in str(error):
@@ -294,9 +297,9 @@ def _waiting_until(deadline: float, before: set[psutil.Process]) -> Generator[No
 def _ended(before: set[psutil.Process]) -> list[str]:
     """Which of Ray's first processes have ended."""
     names: list[str] = []
-    for process in psutil.Process().children():
+    for process in first_processes(but=before):
         with suppress(psutil.NoSuchProcess):
-            if process not in before and process.name() in _FIRST_PROCESSES and has_ended(process):
+            if has_ended(process):
                 names.append(process.name())
     return names
 
@@ -335,6 +338,7 @@ class RayStart(Generic[Started]):
 
 def shutdown_ray() -> None:
     """Leaves the cluster; ends it when this process started it. Safe to call twice."""
+    RayWatch.end()
     if ray.is_initialized():
         ray.shutdown()
 

@@ -153,16 +153,19 @@ def limits_of(chosen: argparse.Namespace) -> Limits:
 @contextmanager
 def _pool(pool: Pool, chosen: argparse.Namespace, log_dir: Path) -> Generator[ActorHandle[object]]:
     """The pool is open inside the block, with its page and its Ray cluster where this process started it."""
-    from nemo_rl.algorithms.launch import Interrupts
+    from nemo_rl.algorithms.launch import Interrupts, ending_with_ray
     from nemo_rl.distributed.ray_runtime import shutdown_ray
 
     several = pool.slots_per_gpu > 1 and chosen.device != "cpu"
-    with multi_process_service(chosen.mps, several=several), Interrupts() as interrupts:
+    left = "the last finished checkpoints of its pipelines are complete"
+    with (
+        multi_process_service(chosen.mps, several=several),
+        Interrupts() as interrupts,
+        ending_with_ray(lambda: left),
+    ):
         try:
             actor = _open(pool, chosen, log_dir)
             try:
-                # Starting Ray installs handlers of its own, which print the stacks of compiled code.
-                interrupts.listen()
                 with _page(actor, log_dir, chosen.host, chosen.port) as page, _announced(actor, page):
                     yield actor
             finally:

@@ -24,6 +24,7 @@ from nemo_rl.algorithms.launch import (
     EXIT_USAGE,
     Interrupts,
     directories_of_its_own,
+    ending_with_ray,
 )
 from nemo_rl.config.errors import ConfigError, UserError, in_one_line
 from nemo_rl.config.master import MultiLoraMasterConfig
@@ -84,6 +85,15 @@ def main(arguments: Sequence[str]) -> int:
     # Overrides may follow the files, whose number is free.
     overrides += [str(path) for path in options.adapters if "=" in str(path)]
     options.adapters = [path for path in options.adapters if "=" not in str(path)]
+    with Interrupts(), ending_with_ray(lambda: "interrupted while starting"):
+        try:
+            return _train(options, overrides)
+        except KeyboardInterrupt:
+            sys.stderr.write("interrupted while starting\n")
+            return EXIT_INTERRUPTED
+
+
+def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     try:
         base, raw = load_base(options.config, overrides)
         adapters = _load_all(base, raw, options.adapters)
@@ -146,10 +156,13 @@ def run(
         states: list[AdapterState] = []
         reports: Future[list[Path]] | None = None
         code = EXIT_FAILED
-        with Interrupts() as interrupts, ThreadPoolExecutor(1, "reports") as reporting:
+        with (
+            Interrupts() as interrupts,
+            ending_with_ray(lambda: "the same command goes on from the newest checkpoints"),
+            ThreadPoolExecutor(1, "reports") as reporting,
+        ):
             try:
                 with shared_parts(base, start, adapters=adapters, device_bytes=device_bytes) as shared:
-                    interrupts.listen()
                     members = MultiLoraJob(base, shared, records)
                     # It answers until the last adapter has left.
                     with ExitStack() as served:
