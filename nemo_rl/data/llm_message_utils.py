@@ -239,9 +239,10 @@ def render_chat(
     messages: Sequence[Mapping[str, object]],
     add_generation_prompt: bool,
     tools: Sequence[Mapping[str, object]] | None = None,
+    variables: Mapping[str, object] | None = None,
 ) -> str:
-    """The conversation, and the tools it may use, as text. Raises DataError: the tokenizer has no chat template, or the
-    template rejects the conversation.
+    """The conversation, and the tools it may use, as text. `variables`: further ones of the template. Raises
+    DataError: the tokenizer has no chat template, or the template rejects the conversation.
     """
     if tokenizer.chat_template is None:
         raise DataError(
@@ -260,6 +261,7 @@ def render_chat(
                 add_generation_prompt=add_generation_prompt,
                 add_special_tokens=False,
                 **({} if tools is None else {"tools": list(tools)}),
+                **(variables or {}),
             )
         )
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import ConcatDataset
 
 from nemo_rl.config import DataConfig, DatasetConfig
+from nemo_rl.data.carried import shows
 from nemo_rl.data.datasets.raw import HandedOn, RawDataset
 from nemo_rl.data.datasets.registry import load_response_dataset
 from nemo_rl.data.interfaces import DataError, TaskDataProcessFnCallable, TaskDataSpec
 from nemo_rl.data.llm_message_utils import render_chat
 from nemo_rl.data.processors import AllTaskProcessedDataset
-from nemo_rl.data.tool_calls import readable_calls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -152,14 +152,9 @@ def _is_shown(key: str, example: HandedOn, tokenizer: PreTrainedTokenizerBase) -
     if key in ("reasoning_content", "thinking") and key in str(tokenizer.chat_template):
         # Templates leave out the reasoning of earlier turns, as their models were trained.
         return True
-    tools = example.tools
     try:
-        messages = readable_calls(example.messages, lambda some: render_chat(tokenizer, some, False, tools))
-        whole = render_chat(tokenizer, messages, False, tools)
+        return shows(
+            key, example.messages, example.tools, lambda some, tools: render_chat(tokenizer, some, False, tools)
+        )
     except (DataError, TypeError) as error:
         raise DataError(f"{example.place}: {error}") from error
-    without = [{name: value for name, value in message.items() if name != key} for message in messages]
-    try:
-        return whole != render_chat(tokenizer, without, False, None if key == "tools" else tools)
-    except (DataError, TypeError):
-        return True

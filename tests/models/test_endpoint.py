@@ -65,6 +65,8 @@ class Model:
     tokenizer: Any
     text: str = "hi"
     ended: bool = True
+    silent: bool = True
+    stop: str = ""  # the token that ends its responses; empty: the tokenizer's
     requests: list[GenerationRequest] = field(default_factory=list)
     wait: Callable[[], Any] | None = None
     midway: Callable[[], Any] | None = None
@@ -73,7 +75,8 @@ class Model:
         self.requests.append(request)
         if self.wait is not None:
             await self.wait()
-        ids = [*self.tokenizer(self.text)["input_ids"], _SILENT, *([self.tokenizer.eos_token_id] * self.ended)]
+        stop = self.tokenizer.convert_tokens_to_ids(self.stop) if self.stop else self.tokenizer.eos_token_id
+        ids = [*self.tokenizer(self.text)["input_ids"], *([_SILENT] * self.silent), *([stop] * self.ended)]
         for place in range(0, len(ids) - 1, 2):
             if on_tokens is not None:
                 on_tokens(ids[place : place + 2], [-0.5] * len(ids[place : place + 2]))
@@ -96,7 +99,7 @@ def configured(model: Path, *overrides: str) -> Any:
     given = [
         f"policy.model_name={model}",
         "policy.max_total_sequence_length=512",
-        "policy.tokenizer.chat_template=default",
+        f"policy.tokenizer.chat_template={Path(__file__).with_name('tools.jinja')}",
         "policy.generation.max_new_tokens=64",
         "data.max_input_seq_length=400",
         f"{_VLLM}.max_model_len=512",
@@ -110,9 +113,10 @@ def configured(model: Path, *overrides: str) -> Any:
 
 def started(model: Path, says: Model, *overrides: str) -> Endpoint:
     policy = configured(model, *overrides)
-    return start_endpoint(
-        policy, says.tokenizer, says.generate_one, stop_token_ids=[says.tokenizer.eos_token_id], cuda=False
-    )
+    stops = [says.tokenizer.eos_token_id]
+    if says.stop:
+        stops.append(says.tokenizer.convert_tokens_to_ids(says.stop))
+    return start_endpoint(policy, says.tokenizer, says.generate_one, stop_token_ids=stops, cuda=False)
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +216,77 @@ def test_a_call_of_a_tool_is_read_and_continued(session: tuple[Endpoint, Model, 
     assert [turn.parent for turn in one.turns] == [None, 0] and len(one.branches()) == 1
 
 
+@pytest.fixture(scope="module")
+def next_speaker(tiny_model: Path) -> Iterator[tuple[Endpoint, Model]]:
+    """A template that closes a turn with the next speaker's token, and shows neither tools nor what they say."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("NRL_TEST_TOKEN", _TOKEN)
+    template = f"policy.tokenizer.chat_template={Path(__file__).with_name('next_speaker.jinja')}"
+    says = Model(get_tokenizer(configured(tiny_model, template).tokenizer), "4", stop="<|im_start|>")
+    endpoint = started(tiny_model, says, template)
+    yield endpoint, says
+    endpoint.close()
+    patch.undo()
+
+
+def test_the_next_speakers_token_is_in_a_prompt_once(next_speaker: tuple[Endpoint, Model]) -> None:
+    endpoint, says = next_speaker
+    url = endpoint.open("g", SessionPlan("0-0-0", GenerationSamplingParams(), 64, 512))
+    messages = [user("1+3?")]
+    for question in ("and 3?", "and 5?"):
+        answer = chat(url, messages)["choices"][0]["message"]
+        messages += [{"role": "assistant", "content": answer["content"]}, user(question)]
+    chat(url, messages)
+    texts = [
+        says.tokenizer.decode(request.prompt_ids).replace(says.tokenizer.decode([_SILENT]), "")
+        for request in says.requests
+    ]
+    turn, opened = "<|im_start|>user\n{}<|im_start|>assistant\n", "4"
+    expected = turn.format("1+3?")
+    for text, question in zip(texts, ("and 3?", "and 5?", ""), strict=True):
+        assert text == expected
+        expected += opened + turn.format(question)
+    (branch,) = endpoint.finish("g").branches()
+    assert sum(branch.token_mask) == 3 * len(says.tokenizer("4")["input_ids"]) + 3 * 2
+
+
+CARRIED_BY_A_REQUEST: list[tuple[str, dict[str, Any]]] = [
+    ("tools", {"messages": [user("a")], "tools": [{"type": "function", "function": {"name": "add"}}]}),
+    (
+        "tool_calls",
+        {
+            "messages": [
+                user("a"),
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}],
+                },
+                user("b"),
+            ]
+        },
+    ),
+    ("content of tool", {"messages": [user("a"), {"role": "tool", "tool_call_id": "1", "content": "3"}]}),
+]
+
+
+@pytest.mark.parametrize(("key", "body"), CARRIED_BY_A_REQUEST)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_template_does_not_show_is_refused_in_a_request(
+    key: str,
+    body: dict[str, Any],
+    stream: bool,
+    next_speaker: tuple[Endpoint, Model],
+    session: tuple[Endpoint, Model, str],
+) -> None:
+    endpoint, _ = next_speaker
+    for _ in range(2):
+        refused = post(f"{endpoint.base_url}/chat/completions", model="policy", stream=stream, **body)
+        assert refused.status_code == 400 and f"{key}: the chat template shows nothing of it" in refused.text
+    _, _, url = session
+    assert post(f"{url}/chat/completions", model="policy", stream=stream, **body).status_code == 200
+
+
 def test_what_else_a_template_reads_is_a_part_of_the_history(session: tuple[Endpoint, Model, str]) -> None:
     endpoint, _, url = session
     answer = chat(url, [user("a")])["choices"][0]["message"]
@@ -251,6 +326,40 @@ def test_a_stream_says_what_a_whole_answer_says(session: tuple[Endpoint, Model, 
     (call,) = turn.answer["tool_calls"]
     assert call["function"]["name"] == "add" and json.loads(call["function"]["arguments"]) == {"a": 1, "b": 2}
     assert json.loads(whole["arguments"]) == {"a": 1, "b": 2}
+
+
+CALLS = {
+    "a call": (_CALL, True),
+    "two calls and a text": (f"I add.{_CALL}{_CALL.replace('1', '7')}", True),
+    "a call in another language": ('<tool_call>find(b="x")</tool_call>', True),
+    "arguments that were cut": ('<tool_call>{"name": "add", "arguments": {"a": 1, "b"', False),
+    "a call and one that was cut": (f'{_CALL}<tool_call>{{"name": "add", "argum', False),
+    "a mark alone": ("<tool_call>", True),
+    "text": ("It is <b>3</b>.", True),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_a_stream_reads_the_calls_that_a_whole_answer_reads(case: str, session: tuple[Endpoint, Model, str]) -> None:
+    endpoint, says, url = session
+    says.text, says.ended = CALLS[case]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    asked = {"model": "policy", "messages": [user("1+2?")], "tools": tools, "n": 2, "return_token_ids": True}
+    seen = []
+    for stream in (False, True):
+        told = []
+        for choice in choices_of(post(f"{url}/chat/completions", stream=stream, **asked)):
+            message = choice["message"]
+            calls = [call["function"] for call in message.get("tool_calls") or []]
+            told.append((message.get("content") or "", calls, choice["finish_reason"], choice["token_ids"]))
+        seen.append(told)
+    assert seen[0] == seen[1] and len(seen[0]) == 2
+    content, calls, reason, _ = seen[0][0]
+    assert content or calls
+    assert reason == ("tool_calls" if calls else "stop" if says.ended else "length")
+    # The session knows what the client got.
+    one = endpoint.finish("s")
+    assert [(turn.answer or {}).get("content") or "" for turn in one.turns] == [content] * 4
 
 
 def test_a_stream_does_not_show_the_token_that_ends_it(session: tuple[Endpoint, Model, str]) -> None:

@@ -142,6 +142,32 @@ def test_an_answer_is_known_without_its_reasoning_and_by_what_its_calls_say() ->
     assert one.continued([said("user", "u"), other, tool]) is None
 
 
+def test_of_equal_texts_the_client_continues_the_one_whose_reasoning_or_ids_it_sends() -> None:
+    one = session()
+    messages, later = [said("user", "u")], said("user", "v")
+    call = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
+    for number, reasoning in enumerate(("so", "else")):
+        answer = {**said("assistant", "4"), "reasoning": reasoning, "tool_calls": [{**call, "id": f"call-{number}"}]}
+        one.add([1], result([10 + number, STOP]), messages=messages, answer=answer)
+
+    def continued(**sent: object) -> int | None:
+        turn = one.continued([*messages, {**said("assistant", "4"), "tool_calls": [call], **sent}, later])
+        return None if turn is None else turn.number
+
+    assert continued(reasoning="so") == 0 and continued(reasoning=" else\n") == 1
+    assert continued(tool_calls=[{**call, "id": "call-0"}]) == 0
+    assert continued(tool_calls=[{**call, "id": "the client's own"}]) == continued() == 1, "the latest"
+    assert continued(reasoning="the client's own") is None
+
+    # Two turns later it is still the client's word that counts.
+    for number, tokens in ((0, [10, STOP]), (1, [11, STOP])):
+        sent = {**said("assistant", "4"), "tool_calls": [{**call, "id": f"call-{number}"}]}
+        one.add([1, *tokens, 2], result([20, STOP]), messages=[*messages, sent, later], answer=said("assistant", "5"))
+    first = {**said("assistant", "4"), "reasoning": "so", "tool_calls": [call]}
+    turn = one.continued([*messages, first, later, said("assistant", "5"), said("user", "w")])
+    assert turn is not None and turn.prompt_ids[:2] == [1, 10]
+
+
 def test_a_template_that_shows_earlier_answers_otherwise_begins_a_branch() -> None:
     one = session()
     turn = one.add([1, 2], result([901, STOP]))
@@ -151,3 +177,23 @@ def test_a_template_that_shows_earlier_answers_otherwise_begins_a_branch() -> No
     # A stop token of the prompt is not the end of the answer.
     turn = one.add([1, STOP, 2], result([901, STOP]))
     assert exact_prompt(turn, [1, STOP, 2, 7, 5], [1, STOP, 2, 7], [STOP]) is None
+
+
+@given(
+    answer=st.lists(st.integers(2, 9), max_size=3),
+    shown=st.lists(st.integers(2, 9), max_size=3),
+    closes=st.booleans(),
+    speaker=st.sampled_from([0, 1]),
+)
+def test_a_token_that_ends_an_answer_and_begins_the_next_message_is_there_once(
+    answer: list[int], shown: list[int], closes: bool, speaker: int
+) -> None:
+    """Templates of GLM's kind show nothing behind an answer: the next speaker's token ends it."""
+    prompt, stops = [10, 1, 11, 12], [0, 1]
+    turn = session().add(prompt, result([*answer, speaker]))
+    until = [*prompt, *shown]
+    later = [20, 12]
+    assert exact_prompt(turn, [*until, speaker, *later], until, stops, closes=closes) == [*turn.token_ids, *later]
+    # What ended for another reason has the token from the template.
+    cut = session().add(prompt, result([*answer, 7]))
+    assert exact_prompt(cut, [*until, speaker, *later], until, stops, closes=False) == [*cut.token_ids, speaker, *later]

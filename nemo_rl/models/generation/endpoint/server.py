@@ -14,8 +14,10 @@ import json
 import logging
 import os
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import orjson
 
 from nemo_rl.config import ConfigError, PolicyConfig
 from nemo_rl.config.errors import UserError
@@ -47,7 +49,7 @@ from nemo_rl.models.generation.endpoint.router_engine import (
 )
 from nemo_rl.models.generation.endpoint.serving import MODEL, Serving, make_serving
 from nemo_rl.models.generation.endpoint.session import Session, SessionPlan, Turn
-from nemo_rl.models.generation.endpoint.streaming import StreamedAnswers, chunk_of, event_of, may_end
+from nemo_rl.models.generation.endpoint.streaming import StreamedAnswers, chunk_of, event_of, events_of, may_end
 from nemo_rl.models.generation.interfaces import GenerationError
 
 if TYPE_CHECKING:
@@ -259,6 +261,7 @@ class Endpoint:
         asked = self._serving.chat_request.model_validate(body)
         call = Call(session, bool(asked.return_token_ids))
         messages, setup = [plain(message) for message in asked.messages], setup_of(asked)
+        self._serving.check_shown(asked, messages)
         if session is not None:
             check_sampling(session, asked)
             call.continued = session.continued(messages, setup)
@@ -283,7 +286,19 @@ class Endpoint:
                 if result is not None
             ]
 
-        return await self._made(self._serving.chat.create_chat_completion, asked, call, request, record)
+        make = self._serving.chat.create_chat_completion
+        if not (asked.stream and asked.tools and asked.tool_choice != "none"):
+            return await self._made(make, asked, call, request, record)
+        # Whether a text is a call of a tool is known at its end: parts of what turned out to be none cannot be taken
+        # back. So both ways to ask give the same answer.
+        whole = asked.model_copy(update={"stream": False, "stream_options": None})
+        usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
+        made = await self._made(make, whole, call, request, record)
+        if made.status_code != 200:
+            return made
+        events, release = events_of(orjson.loads(made.body), include_usage=usage), request.state.release
+        response, request.state.release = event_stream(_sent(events), release), None
+        return response
 
     async def _completion(self, request: Request) -> Response:
         body = await read_body(request)
@@ -417,6 +432,11 @@ def start_endpoint(
     serving = make_serving(policy, tokenizer, generate_one, stop_token_ids=stop_token_ids, seeded=seeded)
     ports = (generation.port_range_low, generation.port_range_high)
     return Endpoint(serving, vllm.http_server, ports)
+
+
+async def _sent(events: Iterable[str]) -> AsyncGenerator[str]:
+    for event in events:
+        yield event
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

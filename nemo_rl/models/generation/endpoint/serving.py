@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config import ConfigError, PolicyConfig
 from nemo_rl.config.errors import did_you_mean
+from nemo_rl.data.carried import shows
+from nemo_rl.data.interfaces import DataError
+from nemo_rl.data.llm_message_utils import render_chat
 from nemo_rl.data.tokenizer import chat_template
-from nemo_rl.models.generation.endpoint.router_engine import GenerateOne, RouterEngine
+from nemo_rl.models.generation.endpoint.router_engine import BadRequest, GenerateOne, RouterEngine
+from nemo_rl.models.generation.endpoint.session import text_of
 from nemo_rl.models.generation.recording import replays
 
 if TYPE_CHECKING:
@@ -52,6 +57,43 @@ class Serving:
     completion_request: type[CompletionRequest]
     tokenize_request: TypeAdapter[TokenizeRequest]  # adapters that validate
     detokenize_request: TypeAdapter[DetokenizeRequest]
+    tokenizer: PreTrainedTokenizerBase
+    template: str | None  # of chats, unless a request has its own
+    _shown: set[tuple[str, str]] = field(default_factory=set)  # what a template was seen to show
+
+    def check_shown(self, request: ChatCompletionRequest, messages: Sequence[Mapping[str, object]]) -> None:
+        """Whether the chat template shows tools, their calls, and what others than the model say. Raises BadRequest: it
+        renders the request as if they were not there.
+
+        Args:
+            messages: Those of the request, as the client sent them.
+        """
+        variables = {**(request.chat_template_kwargs or {}), "chat_template": request.chat_template or self.template}
+        whole = [{**message, "content": text_of(message)} for message in messages]
+        tools = [tool.model_dump() for tool in request.tools or ()] if request.tool_choice != "none" else []
+        keys = [f"content of {role}" for role in dict.fromkeys(str(message["role"]) for message in whole)]
+        keys = [key for key in keys if key != "content of assistant"] + ["tools"] * bool(tools)
+        keys += ["tool_calls"] * any(message.get("tool_calls") for message in whole)
+        for key in keys:
+            known = (key, json.dumps(variables, sort_keys=True, default=str))
+            if known in self._shown:
+                continue
+            try:
+                shown = shows(
+                    key,
+                    whole,
+                    tools or None,
+                    lambda some, of: render_chat(self.tokenizer, some, True, of, variables),
+                )
+            except DataError:
+                # vLLM renders it in its own way, and says what is wrong.
+                return
+            if not shown:
+                raise BadRequest(
+                    f"{key}: the chat template shows nothing of it, so that the model would be asked without it; leave "
+                    "it out, or set policy.tokenizer.chat_template to a template that shows it"
+                )
+            self._shown.add(known)
 
     async def until_answer(self, request: ChatCompletionRequest, count: int) -> list[int] | None:
         """The first `count` messages of a chat as the template gives them, with nothing after them; None where it
@@ -139,6 +181,8 @@ def make_serving(
         CompletionRequest,
         TypeAdapter(TokenizeRequest),
         TypeAdapter(DetokenizeRequest),
+        tokenizer,
+        template if isinstance(template := common["chat_template"], str) else None,
     )
 
 

@@ -91,7 +91,7 @@ class Session:
     turns: list[Turn] = field(default_factory=list)
     asked: int = 0  # responses begun; numbers their seeds
     overflowed: bool = False  # whether a prompt was refused because it left no room
-    _by_history: dict[bytes, int] = field(default_factory=dict)
+    _by_history: dict[bytes, list[int]] = field(default_factory=dict)  # turns of equal texts, in their order
 
     def begin(self, count: int) -> int:
         """The number of the first of `count` new responses."""
@@ -105,17 +105,32 @@ class Session:
         self._by_history.clear()
 
     def continued(self, messages: Sequence[Message], setup: object = None) -> Turn | None:
-        """The latest turn whose messages and answer are the longest beginning of `messages`.
+        """The turn whose messages and answer are the longest beginning of `messages`.
+
+        Of answers with one text it is that whose reasoning the client sends back, or else the one whose calls have the
+        ids that it sends, and among equal ones the latest. A reasoning that none of them had is another history.
 
         Args:
             messages: The request's.
             setup: What else the template reads, such as tools; histories differ where it does.
         """
-        found = None
         # Something must follow an answer for a request to continue it.
-        for history in _histories(messages, setup)[:-1]:
-            found = self._by_history.get(history, found)
-        return None if found is None else self.turns[found]
+        for history in reversed(_histories(messages, setup)[:-1]):
+            turns = [self.turns[number] for number in self._by_history.get(history, ())]
+            fit = [turn for turn in turns if all(map(_same_reasoning, *self._sent_and_given(messages, turn)))]
+            if fit:
+                return max(fit, key=lambda turn: (self._calls_known(messages, turn), turn.number))
+        return None
+
+    def _sent_and_given(self, messages: Sequence[Message], turn: Turn) -> tuple[list[Message], list[Message]]:
+        """The answers of a turn and of those before it, as a request has them and as they were given."""
+        answered = [one for one in self.ancestors(turn) if one.answer is not None and len(one.messages) < len(messages)]
+        return [messages[len(one.messages)] for one in answered], [one.answer or {} for one in answered]
+
+    def _calls_known(self, messages: Sequence[Message], turn: Turn) -> int:
+        """How many calls of tools in a request have the ids that they were given by the answers up to a turn."""
+        pairs = zip(*self._sent_and_given(messages, turn), strict=True)
+        return sum(len(_call_ids(sent) & _call_ids(given)) for sent, given in pairs)
 
     def add(
         self,
@@ -140,7 +155,7 @@ class Session:
         )
         self.turns.append(turn)
         if answer is not None:
-            self._by_history[_histories([*messages, answer], setup)[-1]] = turn.number
+            self._by_history.setdefault(_histories([*messages, answer], setup)[-1], []).append(turn.number)
         return turn
 
     def parent_of(self, prompt_ids: list[int]) -> Turn | None:
@@ -217,11 +232,14 @@ def exact_prompt(
     """
     if list(rendered[: len(until_answer)]) != list(until_answer):
         return None
-    sampled = turn.result.token_ids
-    if not closes:
-        return [*turn.token_ids, *rendered[len(until_answer) :]]
+    sampled, rest = turn.result.token_ids, list(rendered[len(until_answer) :])
     ended = bool(sampled) and sampled[-1] in stop_token_ids
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(turn.template_ids, until_answer)))  # noqa: B905
+    if ended and rest[:1] == sampled[-1:] and sampled[-1] not in until_answer[shared:]:
+        # A token that ends the answer and begins the next message, such as `<|user|>`: it was sampled.
+        return [*turn.token_ids, *rest[1:]]
+    if not closes:
+        return [*turn.token_ids, *rest]
     closing = {sampled[-1]} if ended else set(stop_token_ids)
     ends = [place for place in range(shared, len(until_answer)) if until_answer[place] in closing]
     if not ends:
@@ -260,6 +278,16 @@ def _shown(message: Message) -> dict[str, object]:
     else:
         shown |= {name: message[name] for name in ("name", "tool_call_id") if message.get(name) is not None}
     return shown
+
+
+def _same_reasoning(sent: Message, given: Message) -> bool:
+    reasonings = [str(message.get("reasoning") or "").strip() for message in (sent, given)]
+    return not reasonings[0] or reasonings[0] == reasonings[1]
+
+
+def _call_ids(message: Message) -> set[str]:
+    calls = message.get("tool_calls")
+    return {str(call["id"]) for call in (calls if isinstance(calls, Sequence) else ()) if call.get("id")}
 
 
 def text_of(message: Message) -> str:

@@ -6,7 +6,7 @@ stop string that may still be cut off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -113,3 +113,35 @@ def may_end(event: str) -> bool:
 def event_of(chunk: Mapping[str, object]) -> str:
     """A chunk as an event of a stream."""
     return f"data: {orjson.dumps(chunk).decode()}\n\n"
+
+
+def events_of(answer: Mapping[str, Any], *, include_usage: bool) -> Iterator[str]:
+    """A whole answer of a chat as the events of a stream: the role, what was said, and the end of each choice.
+
+    Args:
+        answer: As it would be sent whole.
+        include_usage: Whether a last chunk says how many tokens there were.
+    """
+    common = {name: answer.get(name) for name in ("id", "created", "model", "system_fingerprint")}
+    common["object"] = "chat.completion.chunk"
+
+    def event(choices: list[dict[str, object]], **more: object) -> str:
+        return event_of({**common, "choices": choices, **more})
+
+    prompt = {"prompt_token_ids": answer.get("prompt_token_ids")}
+    for choice in answer["choices"]:
+        index, message = choice["index"], choice["message"]
+        yield event(
+            [{"index": index, "delta": {"role": message["role"], "content": ""}, "finish_reason": None}], **prompt
+        )
+        delta = {name: value for name, value in message.items() if name != "role" and value not in (None, [])}
+        if "tool_calls" in delta:
+            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(delta["tool_calls"])]
+        said = {name: choice.get(name) for name in ("logprobs", "token_ids")}
+        yield event([{"index": index, "delta": delta, "finish_reason": None, **said}])
+    for choice in answer["choices"]:
+        ended = {name: value for name, value in choice.items() if name not in ("message", "logprobs", "token_ids")}
+        yield event([{**ended, "delta": {}}])
+    if include_usage:
+        yield event([], usage=answer.get("usage"))
+    yield "data: [DONE]\n\n"
