@@ -135,13 +135,15 @@ def helpsteer3_data_processor(row: Row) -> Prompt:
 @_prompt_of
 def state_processor(row: Row) -> Prompt:
     """A row with `messages`, of which those up to the last question are the prompt, and `state`: JSON that its
-    environment is given back as metadata.
+    environment is given back as metadata, with an answer after that question as `ground_truth`.
     """
     messages = conversation_of(row)
     last = max((place for place, message in enumerate(messages) if message["role"] == "user"), default=-1)
     if last < 0:
         raise RowError("`messages` has no question of a user")
-    return messages[: last + 1], json.loads(cell(row, "state"))
+    answers = [message["content"] for message in messages[last + 1 :] if message["role"] == "assistant"]
+    known = {"ground_truth": answers[-1]} if answers else {}
+    return messages[: last + 1], known | json.loads(cell(row, "state"))
 
 
 def sft_processor(

@@ -202,6 +202,8 @@ def code_in(response: str) -> str | None:
 class CodeJaccardEnvironment(EnvironmentInterface[dict[str, object]]):
     """`env.code_jaccard`. `cfg`: the keys of `env.code_jaccard`."""
 
+    needs = ("ground_truth",)
+
     def __init__(self, cfg: Mapping[str, object]) -> None:
         self.cfg = CodeJaccardEnvConfig.model_validate(dict(cfg))
 

@@ -28,7 +28,7 @@ from nemo_rl.environments.interfaces import (
 )
 
 _GIVEN = ("response", "expected", "messages")
-_FORM = "write it as def reward(response: str, expected: str | None, **row) -> float"
+_FORM = "write it as def reward(response: str, expected: str, **row) -> float"
 
 
 def reward_function(

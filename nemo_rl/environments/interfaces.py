@@ -146,9 +146,11 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT], metaclass=ActorOnRequest
     Attributes:
         shareable: Whether several runs of one process, such as adapters of a job, may use one actor: its answers
             depend on nothing but the conversations and the metadata of the call.
+        needs: Names in a row's metadata without which it cannot judge; rows without them are refused at the start.
     """
 
     shareable: ClassVar[bool] = False
+    needs: ClassVar[tuple[str, ...]] = ()
 
     @abc.abstractmethod
     def step(

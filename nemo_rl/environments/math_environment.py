@@ -11,12 +11,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 
 import torch
 from typing_extensions import override
 
 from nemo_rl.config import MathEnvConfig, ReasoningGymEnvConfig
 from nemo_rl.config.env import MathMultiRewardEnvConfig
+from nemo_rl.data.datasets.generated import ProblemReference
 from nemo_rl.data.interfaces import LLMMessageLogType
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, response_of
@@ -31,6 +33,7 @@ class MathEnvironment(EnvironmentInterface[dict[str, object]]):
     """`env.math`. `cfg`: the keys of `env.math`."""
 
     shareable = True
+    needs = ("ground_truth",)
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
         self.cfg = MathEnvConfig.model_validate(dict(cfg))
@@ -103,6 +106,7 @@ class MathMultiRewardEnvironment(EnvironmentInterface[dict[str, object]]):
     """
 
     shareable = True
+    needs = ("ground_truth",)
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
         self.cfg = MathMultiRewardEnvConfig.model_validate(dict(cfg))
@@ -157,6 +161,7 @@ class ReasoningGymEnvironment(EnvironmentInterface[dict[str, object]]):
     """`env.reasoning_gym`. `cfg`: the keys of `env.reasoning_gym`."""
 
     shareable = True
+    needs = tuple(field.name for field in fields(ProblemReference))
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
         self.cfg = ReasoningGymEnvConfig.model_validate(dict(cfg))
@@ -169,7 +174,13 @@ class ReasoningGymEnvironment(EnvironmentInterface[dict[str, object]]):
         """Verifies B responses."""
         tag = {"tag": self.cfg.answer_tag}
         verdicts = self._pool.verify(
-            [(response_of(log), json.dumps(item | tag)) for log, item in zip(message_log_batch, metadata, strict=True)]
+            [
+                (
+                    response_of(log),
+                    json.dumps({name: value for name, value in item.items() if name in self.needs} | tag),
+                )
+                for log, item in zip(message_log_batch, metadata, strict=True)
+            ]
         )
         return EnvironmentReturn(
             observations=[

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -26,7 +26,7 @@ from nemo_rl.data.processors import AllTaskProcessedDataset
 from nemo_rl.data.setup import TaskDatasets, load_datasets
 from nemo_rl.environments.agent_environment import AGENTS_AT_ONCE, AgentEnvironment, check_agent
 from nemo_rl.environments.function_environment import FunctionEnvironment, reward_function
-from nemo_rl.environments.interfaces import EnvironmentFailure, UnknownEnvironment, ray_actor
+from nemo_rl.environments.interfaces import EnvironmentFailure, UnknownEnvironment, expected_of, ray_actor
 from nemo_rl.environments.other_interpreter import check_interpreter
 
 if TYPE_CHECKING:
@@ -110,14 +110,41 @@ def environment_class(name: str, config: EnvironmentConfig | None) -> Any:
 def check_rows(
     datasets: Mapping[str, AllTaskProcessedDataset], env_of_task: Mapping[str, str], env_configs: EnvConfig
 ) -> None:
-    """Whether the rows of each task bring along what the function that rewards them asks for. Raises ConfigError: they
-    do not.
+    """Whether the rows of each task bring along what their environment, or the function that rewards them, asks for.
+    Raises ConfigError: they do not.
     """
     for task, name in env_of_task.items():
         section = section_of(name, env_configs)
-        if section is not None and section.function is not None and task in datasets:
-            known = datasets[task][0]["extra_env_info"]
-            reward_function(section.function, f"env.{name}", section.model_extra or {}, list(known or ()))
+        if task not in datasets:
+            continue
+        known = datasets[task][0]["extra_env_info"]
+        if section is not None and section.function is not None:
+            function = reward_function(section.function, f"env.{name}", section.model_extra or {}, list(known or ()))
+            _check_expected(function, section.function, name, task, known)
+        needs = getattr(_plain_class(environment_class(name, section)), "needs", ())
+        missing = [one for one in needs if one not in (known or {})]
+        if missing:
+            raise ConfigError(
+                [
+                    f"data.*.env_name: {name} judges by {', '.join(missing)}, which rows of {task} do not give: they "
+                    f"give {', '.join(known or ()) or 'nothing'}; name the environment that is made for them (the "
+                    "data set's own, or env.<name>.class or .function), or a data.*.processor that gives it"
+                ]
+            )
+
+
+def _check_expected(
+    function: Callable[..., object], path: str, name: str, task: str, known: Mapping[str, object] | None
+) -> None:
+    """Raises ConfigError: a function wants the expected answer, and the rows have none."""
+    expected = inspect.signature(function).parameters.get("expected")
+    if expected is not None and expected.default is expected.empty and expected_of(known) is None:
+        raise ConfigError(
+            [
+                f"env.{name}.function: {path} wants expected, and rows of {task} have no expected answer; name data "
+                "that have one, or write expected: str | None = None where the function judges without it"
+            ]
+        )
 
 
 def environment_settings(config: EnvironmentConfig | None, name: str = "<name>") -> dict[str, object]:

@@ -36,6 +36,7 @@ class SlidingPuzzleEnvironment(EnvironmentInterface[PuzzleState]):
     """`env.sliding_puzzle`. `cfg`: the keys of `env.sliding_puzzle`."""
 
     shareable = True
+    needs = tuple(PuzzleState.__annotations__)
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
         self.cfg = SlidingPuzzleEnvConfig.model_validate(dict(cfg))

@@ -83,7 +83,7 @@ def test_users_processors_have_names_of_their_own(monkeypatch: pytest.MonkeyPatc
 
 def test_a_row_with_a_state_is_asked_its_last_question_and_keeps_its_answer_out(tokenizer: Any) -> None:
     asked = [*conversation("hi", "hello"), *conversation("1+1", "2")]
-    for messages in (asked, asked[:3]):
+    for messages, known in ((asked, {"ground_truth": "2"}), (asked[:3], {})):
         datum = state_processor({"messages": messages, "state": '{"moves": 0}'}, SPEC, tokenizer, 500, 0)
         assert [message["role"] for message in datum["message_log"]] == ["user", "assistant", "user"]
-        assert "1+1" in datum["message_log"][-1]["content"] and datum["extra_env_info"] == {"moves": 0}
+        assert "1+1" in datum["message_log"][-1]["content"] and datum["extra_env_info"] == known | {"moves": 0}

@@ -15,11 +15,11 @@ from nemo_rl.environments.registry import check_rows, environment_class, environ
 HERE = __name__
 
 
-def exact(response: str, expected: str | None) -> float:
+def exact(response: str, expected: str) -> float:
     return float(response == expected)
 
 
-def weighed(response: str, expected: str | None, *, partial: float, word: str = "", **row: Any) -> dict[str, float]:
+def weighed(response: str, expected: str, *, partial: float, word: str = "", **row: Any) -> dict[str, float]:
     return {"right": float(response == expected), "word": partial * (word in response)}
 
 
@@ -134,9 +134,13 @@ def test_a_function_that_cannot_be_called_is_refused_at_the_start(
 
 
 def test_what_a_function_wants_of_rows_is_looked_for_in_the_first_one() -> None:
-    env = EnvConfig.read({"math": {"function": f"{HERE}.weighed"}, "other": {"function": f"{HERE}.slow"}})
-    rows = {"sums": [{"extra_env_info": {"ground_truth": "4"}}], "more": [{"extra_env_info": None}]}
+    env = EnvConfig.read({"math": {"function": f"{HERE}.weighed"}, "other": {"function": f"{HERE}.exact"}})
+    rows: Any = {"sums": [{"extra_env_info": {"ground_truth": "4"}}], "more": [{"extra_env_info": {"answer": "4"}}]}
     with pytest.raises(ConfigError, match="wants partial, which neither env.math nor a row gives: rows give ground_t"):
         check_rows(rows, {"sums": "math", "more": "other"}, env)
-    rows["sums"][0]["extra_env_info"] = {"partial": 1}
+    rows["sums"][0]["extra_env_info"] |= {"partial": 1}
     check_rows(rows, {"sums": "math", "more": "other"}, env)
+    for unknown in (None, {}, {"ground_truth": None}):
+        rows["more"][0]["extra_env_info"] = unknown
+        with pytest.raises(ConfigError, match="exact wants expected, and rows of more have no expected answer"):
+            check_rows(rows, {"more": "other"}, env)

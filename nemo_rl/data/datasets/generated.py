@@ -13,7 +13,7 @@ import itertools
 import json
 import operator
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from nemo_rl.config import DatasetConfig, Section
 from nemo_rl.config.errors import did_you_mean
+from nemo_rl.data.conversations import Message
 from nemo_rl.data.datasets.raw import RawDataset, conversation
 from nemo_rl.data.interfaces import DataError, Row
 from nemo_rl.data.processors import get_processor
@@ -68,7 +69,10 @@ def judged_by(environment: str, config: DatasetConfig, key: str) -> None:
     Raises DataError: another built-in environment is named.
     """
     if config.env_name == "math" and config.processor in (_PROCESSOR_OF_MATH, "default"):
-        raise DataError(f"{key}.env_name: {config.dataset_name} is judged by env_name: {environment}, not by math")
+        raise DataError(
+            f"{key}.env_name: {config.dataset_name} is judged by env_name: {environment}, not by math; a judge of your "
+            "own is env_name: NAME with env.NAME.function or .class"
+        )
 
 
 def checked_settings(kind: type[Settings], config: DatasetConfig, key: str) -> Settings:
@@ -275,10 +279,16 @@ class ReasoningGymDataset(GeneratedDataset):
         references = distinct_split(_problems(task, config, key), config, key)
         entries = [_entry(reference) for reference in references]
         rows = [
-            {"messages": conversation(str(entry["question"]), str(entry["answer"])), "state": reference.state()}
+            {"messages": _asked(entry), "state": reference.state()}
             for entry, reference in zip(entries, references, strict=True)
         ]
         super().__init__(rows, f"{task_name}_{task}" if task_name == config.dataset_name else task_name)
+
+
+def _asked(entry: Mapping[str, object]) -> list[Message]:
+    """Question and answer; some tasks have no answer to show, as many are right, and only a verifier."""
+    asked = conversation(str(entry["question"]), str(entry["answer"]))
+    return asked[:1] if entry["answer"] is None else asked
 
 
 def _known_task(task: str | None, key: str) -> str:
