@@ -24,13 +24,18 @@ from nemo_rl.config.dotted import import_dotted
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.data.interfaces import LLMMessageLogType
 from nemo_rl.environments.interfaces import AgentSession, EnvironmentInterface, EnvironmentReturn, expected_of
-from nemo_rl.environments.other_interpreter import OtherInterpreter
+from nemo_rl.environments.other_interpreter import AgentError, OtherInterpreter
+from nemo_rl.environments.other_python.agent_process import overflow_of
 
 _PARAMETERS = ("task", "base_url", "session")
 _FORM = "write it as def agent(task, base_url, session) -> float, or as a class with such a method run"
 _RESTART_S = 60.0
-FAILED = "agent_failed"
-"""Key of the metadata that come back from an agent which raised: what it raised."""
+FAILED, OVERFLOW = "agent_failed", "agent_overflow"
+"""Keys of the metadata that come back from an agent which raised: what it raised, and how that tells of a prompt that
+left no room (`overflow_of`).
+"""
+UNNAMED = "reward/unnamed"
+"""The part of a reward that a plain number is, where other episodes of its call earn parts."""
 # Agents mostly wait, for the model or for a tool.
 AGENTS_AT_ONCE = 64
 
@@ -102,6 +107,10 @@ class AgentEnvironment(EnvironmentInterface[object]):
         )
         rewards = [reward for reward, _ in played]
         names = sorted({name for reward in rewards for name in reward})
+        if len(names) > 1 and "" in names:
+            # What an episode earns must not depend on which others share its call.
+            rewards = [{name or UNNAMED: value for name, value in reward.items()} for reward in rewards]
+            names = sorted({name or UNNAMED for name in names})
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": ""} for _ in played],
             metadata=[failure for _, failure in played],
@@ -128,7 +137,8 @@ class AgentEnvironment(EnvironmentInterface[object]):
             return _numbers(await self._run(task, session), self._path), None
         # SystemExit: a script's exit() would otherwise end this actor, and leave no reason.
         except (Exception, SystemExit) as error:  # noqa: BLE001 - who opened the session knows whether it ran out of room
-            return {}, {FAILED: f"{self._path} raised {error!r:.2000}"}
+            overflow = error.overflow if isinstance(error, AgentError) else overflow_of(error)
+            return {}, {FAILED: f"{self._path} raised {error!r:.2000}", OVERFLOW: overflow}
 
     async def _run(self, task: dict[str, object], session: AgentSession) -> object:
         if self._awaits:

@@ -34,7 +34,11 @@ class _Waiting:
 
 
 class AgentError(UserError, RuntimeError):
-    """What an agent raised in its own process, or how that process ended."""
+    """What an agent raised in its own process, or how that process ended. `overflow`: see `overflow_of`."""
+
+    def __init__(self, said: str, overflow: str | None = None) -> None:
+        super().__init__(said)
+        self.overflow = overflow
 
 
 def check_interpreter(python: str, key: str, package: str | None = None) -> None:
@@ -180,11 +184,13 @@ class OtherInterpreter:
 
 
 def _answer(waiting: _Waiting, reply: Mapping[str, object]) -> None:
+    overflow = str(reply["overflow"]) if reply.get("overflow") else None
+
     def resolve() -> None:
         if waiting.answer.done():
             return
         if "error" in reply:
-            waiting.answer.set_exception(AgentError(reply["error"]))
+            waiting.answer.set_exception(AgentError(str(reply["error"]), overflow))
         else:
             waiting.answer.set_result(reply["result"])
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nemo_rl.data.interfaces import LLMMessageLogType
-from nemo_rl.environments.agent_environment import FAILED
+from nemo_rl.environments.agent_environment import FAILED, OVERFLOW, UNNAMED
 from nemo_rl.environments.interfaces import AgentSession, EnvironmentFailure
 from nemo_rl.experience.environment_batcher import EnvironmentBatcher
 from nemo_rl.experience.trajectories import RolloutPlan, Trajectory
@@ -50,7 +50,8 @@ class AgentRollouts:
             metadata: What the environment is to know of it.
             prompt, sample: Numbers of the prompt in its step and of the sample in its group.
 
-        Raises EnvironmentFailure: the agent raised, although its session had room, or never asked the model.
+        Raises EnvironmentFailure: the agent raised another error than that its prompt left no room, or never asked the
+        model.
         """
         sample_id = f"{plan.step}-{prompt}-{sample}"
         session_id = f"{sample_id}-{uuid.uuid4().hex[:12]}"
@@ -66,6 +67,7 @@ class AgentRollouts:
                 plan.limits.max_new_tokens,
                 plan.limits.max_total_tokens,
                 seed_of,
+                seed_of(-1),
                 plan.stop_strings,
                 plan.records,
                 plan.step >= VALIDATION_STEP_OFFSET,
@@ -76,10 +78,14 @@ class AgentRollouts:
             outcome = await batcher.step(message_log, {"session": agents, "row": metadata})
         finally:
             session = self._endpoint.finish(session_id)
-        failed = outcome.metadata.get(FAILED) if isinstance(outcome.metadata, Mapping) else None
+        told = outcome.metadata if isinstance(outcome.metadata, Mapping) else {}
+        failed, overflow = told.get(FAILED), told.get(OVERFLOW)
         branches = session.branches()
-        if failed is not None and not session.overflowed:
-            raise EnvironmentFailure(f"sample {sample_id}: the agent {failed}")
+        # An error without the endpoint's words is that of its last answer.
+        full = session.overflowed and (overflow == "said" or (overflow == "status" and session.last_overflowed))
+        if failed is not None and not full:
+            before = " (a prompt of its session had left no room before, which is another error)" * session.overflowed
+            raise EnvironmentFailure(f"sample {sample_id}: the agent {failed}{before}")
         if branches:
             trajectory = trajectory_of(session, self._tokenizer)
         elif failed is not None:
@@ -89,9 +95,10 @@ class AgentRollouts:
             raise EnvironmentFailure(
                 f"sample {sample_id}: the agent never got a token of the model, so there is nothing to train"
             )
+        components = {name: value for name, value in outcome.components.items() if name != UNNAMED}
         truncated = failed is not None or any(branch.truncated for branch in trajectory.branches)
         for branch in trajectory.branches:
-            branch.reward, branch.components, branch.truncated = outcome.reward, dict(outcome.components), truncated
+            branch.reward, branch.components, branch.truncated = outcome.reward, dict(components), truncated
             branch.metadata, branch.answer, branch.terminated = metadata, outcome.answer, failed is None
             branch.out_of_room = failed is not None
         return trajectory

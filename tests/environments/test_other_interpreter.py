@@ -32,6 +32,10 @@ class Parts:
             os.kill(os.getpid(), 9)
         if task["what"] == "fail":
             raise KeyError("oops")
+        if task["what"] == "read":
+            return [len(sys.stdin.read()), subprocess.run(["cat"], capture_output=True).returncode]
+        if task["what"] == "full":
+            raise RuntimeError("the model failed") from ValueError("the prompt leaves no room for a response")
         if task["what"] == "odd":
             return {"x": object()}
         if task["what"] == "program":
@@ -79,6 +83,29 @@ def test_an_agent_plays_fails_and_ends_with_its_process_by_name(folder: Path) ->
         assert await play("a") == {"x": 1.5, "seed": 7, "url": 11}
 
     asyncio.run(story())
+    far.close()
+
+
+def test_programs_that_read_standard_input_take_nothing_of_other_episodes(folder: Path) -> None:
+    far = OtherInterpreter(sys.executable, "far_agents.Parts", {"factor": 3}, calls=32, key="env.mine")
+
+    async def story() -> None:
+        async with asyncio.timeout(60):
+            what = ["read" if number % 3 == 0 else "a" for number in range(32)]
+            got = await asyncio.gather(*(far.run({"what": one}, "http://x/v1", SESSION) for one in what))
+        whole = {"x": 1.5, "seed": 7, "url": 11}
+        assert got == [[0, 0] if one == "read" else whole for one in what]
+
+    asyncio.run(story())
+    far.close()
+
+
+@pytest.mark.parametrize(("what", "overflow"), [("full", "said"), ("fail", None)])
+def test_an_agents_error_says_whether_its_prompt_left_no_room(what: str, overflow: str | None, folder: Path) -> None:
+    far = OtherInterpreter(sys.executable, "far_agents.Parts", {"factor": 3}, calls=1, key="env.mine")
+    with pytest.raises(AgentError) as caught:
+        asyncio.run(far.run({"what": what}, "http://x/v1", SESSION))
+    assert caught.value.overflow == overflow
     far.close()
 
 

@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,8 @@ from nemo_rl.data.datasets import load_response_dataset
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.agent_environment import AgentEnvironment
-from nemo_rl.environments.interfaces import EnvironmentFailure
+from nemo_rl.environments.call import step_environment
+from nemo_rl.environments.interfaces import AgentSession, EnvironmentFailure
 from nemo_rl.environments.registry import environment_class, environment_settings
 from nemo_rl.experience.agent_rollouts import AgentRollouts
 from nemo_rl.experience.columns import rollout_columns, sample_starts
@@ -822,6 +824,128 @@ def test_an_agent_that_ran_out_of_room_is_a_truncated_sample(served: tuple[Endpo
     assert columns.rows["truncated"].tolist() == [True, True] and columns.rows["total_reward"].tolist() == [0.0, 0.0]
     assert columns.tokens["input_lengths"].tolist() == [4, 4] and not columns.tokens["token_mask"].any()
     assert rollout_metrics(trajectories, 1)["truncation_rate"] == 1.0
+
+
+class Overflows:
+    """An agent whose conversation leaves no room once, and then what a test wants."""
+
+    def __init__(self, then: str) -> None:
+        self.then = then
+
+    def run(self, task: dict[str, Any], base_url: str, session: Any) -> float:
+        ask(base_url, task["messages"])
+        body = {"model": "policy", "messages": [user("x" * 600)]}
+        if self.then == "its error of urllib":
+            request = urllib.request.Request(
+                f"{base_url}/chat/completions",
+                json.dumps(body).encode(),
+                {"Authorization": f"Bearer {_TOKEN}", "Content-Type": "application/json"},
+            )
+            urllib.request.urlopen(request)
+        response = post(f"{base_url}/chat/completions", **body)
+        try:
+            response.raise_for_status()
+        except requests.HTTPError as error:
+            if self.then == "its error":
+                raise
+            if self.then == "its error, wrapped":
+                raise RuntimeError("the model failed") from error
+            if self.then == "its error, in a group":
+                raise ExceptionGroup("tasks", [error]) from None
+            if self.then == "a mistake while it is handled":
+                raise KeyError("oops") from None
+        if self.then == "a mistake of its own":
+            raise KeyError("oops")
+        if self.then == "what the answer lacks":
+            return float(response.json()["reward"])
+        if self.then == "another refusal":
+            refused = post(f"{base_url}/chat/completions", model="policy", messages=task["messages"], temperature=0.25)
+            refused.raise_for_status()
+        return 0.5
+
+
+@pytest.mark.parametrize(
+    "then", ["its error", "its error, wrapped", "its error, in a group", "its error of urllib", "a reward"]
+)
+def test_the_error_of_a_prompt_without_room_ends_its_episode(then: str, served: tuple[Endpoint, Model]) -> None:
+    _, trajectories = rolled_out(*served, "Overflows", then=then)
+    cut = then != "a reward"
+    assert [(t.truncated, t.reward) for t in trajectories] == [(cut, 0.0 if cut else 0.5)] * 2
+
+
+@pytest.mark.parametrize(
+    "then", ["a mistake of its own", "a mistake while it is handled", "what the answer lacks", "another refusal"]
+)
+def test_another_error_of_an_agent_that_once_had_no_room_ends_the_run(
+    then: str, served: tuple[Endpoint, Model]
+) -> None:
+    with pytest.raises(EnvironmentFailure, match=r"Overflows raised (.|\n)*had left no room before"):
+        rolled_out(*served, "Overflows", then=then)
+
+
+def either(task: dict[str, Any], base_url: str, session: Any) -> object:
+    """An agent that earns a number, or parts."""
+    ask(base_url, task["messages"])
+    return 0.5 if session.seed % 2 else {"right": 1.0, "form": 0.25}
+
+
+def test_numbers_and_parts_of_rewards_may_share_a_call(served: tuple[Endpoint, Model]) -> None:
+    endpoint, says = served
+    says.text, says.ended, says.wait = "hi", True, None
+    section = EnvConfig.read({"mine": {"agent": f"{__name__}.either"}}).of("mine")
+    environment = AgentEnvironment(environment_settings(section, "mine"))
+    sessions = [
+        AgentSession(
+            f"s{number}",
+            endpoint.open(f"s{number}", SessionPlan("0", GenerationSamplingParams(), 64, 512)),
+            "policy",
+            _TOKEN,
+            number,
+        )
+        for number in range(3)
+    ]
+    log = [{"role": "user", "content": "a"}]
+
+    def earned(chosen: list[AgentSession]) -> list[float]:
+        known = [{"session": session, "row": {}} for session in chosen]
+        returned = step_environment(environment, [log] * len(chosen), known, timeout_s=60, name="mine")
+        rewards = returned.rewards
+        columns = list(rewards.values()) if isinstance(rewards, dict) else [rewards]
+        return torch.stack(columns).sum(0).tolist()
+
+    assert earned(sessions) == [1.25, 0.5, 1.25]
+    # With whom an episode shares its call does not matter.
+    assert [earned([session])[0] for session in sessions] == [1.25, 0.5, 1.25]
+    _, trajectories = rolled_out(*served, "either")
+    assert all(set(t.components) <= {"reward/right", "reward/form"} for t in trajectories)
+
+
+def test_a_seed_that_an_agent_sends_differs_by_sample_and_stays_its_own(session: tuple[Endpoint, Model, str]) -> None:
+    endpoint, says, _ = session
+    seeds: list[list[int | None]] = []
+    for own in (11, 12):
+        url = endpoint.open(f"seeded-{own}", SessionPlan("0", GenerationSamplingParams(), 64, 512, lambda _: 5, own))
+        says.requests.clear()
+        for seed in (42, 42, 43):
+            chat(url, [user("a")], seed=seed)
+        seeds.append([request.seed for request in says.requests])
+    for first, again, other in seeds:
+        assert first == again != other
+    assert not set(seeds[0]) & set(seeds[1])
+    # Outside of any session it is the client's.
+    chat(endpoint.base_url, [user("a")], seed=42)
+    assert says.requests[-1].seed == 42
+
+
+def test_one_call_at_most_is_refused_by_its_own_name(session: tuple[Endpoint, Model, str]) -> None:
+    _, _, url = session
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    body: dict[str, Any] = {"model": "policy", "messages": [user("a")], "parallel_tool_calls": False}
+    refused = post(f"{url}/chat/completions", **body, tools=tools)
+    assert refused.status_code == 400 and "parallel_tool_calls=false: calls are drawn freely" in refused.text
+    assert post(f"{url}/chat/completions", **body).status_code == 200
+    body["parallel_tool_calls"] = True
+    assert post(f"{url}/chat/completions", **body, tools=tools).status_code == 200
 
 
 def test_the_mistake_of_an_agent_ends_the_run_and_names_it(served: tuple[Endpoint, Model]) -> None:

@@ -105,7 +105,8 @@ class NemoGym:
         response = await self._helper._server_client.post(server_name=agent, url_path="/run", json=row)
         text = (await response.read()).decode()
         if response.status != 200:
-            raise RuntimeError(f"NeMo-Gym's agent {agent} answered {response.status}: {text:.2000}")
+            # Its servers ask each other, and a refusal of the model's comes back as an error without its words.
+            raise GymError(f"NeMo-Gym's agent {agent} answered {response.status}: {text:.2000}", response.status)
         return json.loads(text)
 
     async def _start(self, base_url: str, session: Any) -> None:
@@ -128,6 +129,14 @@ class NemoGym:
             ) from None
         except RuntimeError as error:
             raise RuntimeError(f"{error} {_PRINTED}") from error
+
+
+class GymError(RuntimeError):
+    """An answer of NeMo-Gym's servers, with its HTTP status."""
+
+    def __init__(self, said: str, status: int) -> None:
+        super().__init__(said)
+        self.status = status
 
 
 def _is_agent(section: object) -> bool:

@@ -45,10 +45,16 @@ async def read_body(request: Request) -> dict[str, object]:
     return body
 
 
-def without_strict(body: dict[str, object]) -> dict[str, object]:
-    """The body with its tools' `strict` left out, which the OpenAI Agents SDK sets by itself: calls are drawn freely,
-    as the trainer takes it, and not held to their schemas.
+def with_free_calls(body: dict[str, object]) -> dict[str, object]:
+    """The body without what holds calls of tools to a form: they are drawn freely, as the trainer takes it. Their
+    tools' `strict` is left out, which the OpenAI Agents SDK sets by itself. Raises BadRequest: it asks for one call
+    at most.
     """
+    if body.pop("parallel_tool_calls", None) is False and body.get("tools"):
+        raise BadRequest(
+            "not supported here: parallel_tool_calls=false: calls are drawn freely, so that a response may have "
+            "several; leave it out, and answer each call"
+        )
     for tool in body["tools"] if isinstance(body.get("tools"), list) else ():
         if isinstance(tool, dict) and isinstance(tool.get("function"), dict):
             tool["function"].pop("strict", None)

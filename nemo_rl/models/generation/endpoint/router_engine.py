@@ -23,6 +23,7 @@ from nemo_rl.models.generation.interfaces import (
     GenerationResult,
     GenerationSamplingParams,
     OnTokens,
+    request_seed,
 )
 
 if TYPE_CHECKING:
@@ -313,6 +314,9 @@ class RouterEngine:
                 f"the prompt has {len(prompt_ids)} tokens and leaves no room for a response; the maximum context "
                 f"length is {longest} (policy.max_total_sequence_length, policy.generation.vllm_cfg.max_model_len)"
             )
+        if seed is not None and session is not None and session.plan.own_seed is not None:
+            # Agents write one seed for all episodes, and samples of a group must differ.
+            seed = request_seed(session.plan.own_seed, 0, seed, 0)
         seeds: list[int | None] = [
             seed + index if seed is not None else (session.plan.seed_of(first + index) if session is not None else None)
             for index in range(count)

@@ -36,7 +36,7 @@ from nemo_rl.models.generation.endpoint.http import (
     unavailable,
     unless_gone,
 )
-from nemo_rl.models.generation.endpoint.reading import named_session, plain, read_body, setup_of, without_strict
+from nemo_rl.models.generation.endpoint.reading import named_session, plain, read_body, setup_of, with_free_calls
 from nemo_rl.models.generation.endpoint.router_engine import (
     BadRequest,
     Call,
@@ -247,16 +247,18 @@ class Endpoint:
             return None
         if name not in self._sessions:
             raise UnknownSession(f"session {name} is not open: it has ended, or never began")
-        return self._sessions[name]
+        session = self._sessions[name]
+        session.last_overflowed = False
+        return session
 
     def _overflowed(self, request: Request) -> None:
         # The session may have ended while its request waited.
         session = self._sessions.get(named_session(request) or "")
         if session is not None:
-            session.overflowed = True
+            session.overflow()
 
     async def _chat(self, request: Request) -> Response:
-        body = without_strict(await read_body(request))
+        body = with_free_calls(await read_body(request))
         session = self._session(request)
         asked = self._serving.chat_request.model_validate(body)
         call = Call(session, bool(asked.return_token_ids))
@@ -335,7 +337,7 @@ class Endpoint:
         if hasattr(made, "error"):
             check_full(made.error.message, asked)
             if call.session is not None and is_overflow(made.error.message):
-                call.session.overflowed = True
+                call.session.overflow()
             return json_response(made.model_dump(), made.error.code)
         if isinstance(made, AsyncGenerator):
             # Nothing is sent before the first token, so that a request which cannot be served gets its status.

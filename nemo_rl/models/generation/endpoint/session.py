@@ -30,6 +30,7 @@ class SessionPlan:
     max_new_tokens: int  # of each response
     max_total_tokens: int  # of a prompt and its response
     seed_of: Callable[[int], int | None] = lambda number: None  # seed of response `number` of the session
+    own_seed: int | None = None  # mixed into a seed that the client sends, which samples of a group share
     stop_strings: tuple[str, ...] = ()
     records: bool = False  # whether generation's routes and sampling masks are wanted
     validates: bool = False  # whether nothing of it is trained
@@ -91,7 +92,12 @@ class Session:
     turns: list[Turn] = field(default_factory=list)
     asked: int = 0  # responses begun; numbers their seeds
     overflowed: bool = False  # whether a prompt was refused because it left no room
+    last_overflowed: bool = False  # whether the last request was
     _by_history: dict[bytes, list[int]] = field(default_factory=dict)  # turns of equal texts, in their order
+
+    def overflow(self) -> None:
+        """Notes that a prompt was refused because it left no room."""
+        self.overflowed = self.last_overflowed = True
 
     def begin(self, count: int) -> int:
         """The number of the first of `count` new responses."""
@@ -101,7 +107,7 @@ class Session:
     def restart(self) -> None:
         """Drops all turns: the agent begins again."""
         self.turns.clear()
-        self.overflowed = False
+        self.overflowed = self.last_overflowed = False
         self._by_history.clear()
 
     def continued(self, messages: Sequence[Message], setup: object = None) -> Turn | None:
