@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config import TokenizerConfig
-from nemo_rl.config.errors import did_you_mean
+from nemo_rl.config.errors import did_you_mean, first_line
 from nemo_rl.data.interfaces import DataError, load_text
 
 if TYPE_CHECKING:
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 # Chat template null: contents follow each other as they are.
 PASSTHROUGH_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+_PROBE = "The answer is 7."
+# Files that hold a vocabulary, each of another kind of tokenizer.
+_VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "*.tiktoken")
 
 
 def get_tokenizer(
@@ -42,16 +46,22 @@ def get_tokenizer(
         with _fast_backend() if config.use_fastokens else nullcontext():
             tokenizer: Any = AutoTokenizer.from_pretrained(config.name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DataError(
-            f"policy.tokenizer.name {config.name}: cannot be loaded as a tokenizer, neither as a directory "
-            f"nor from the hub: {reason}"
-        ) from error
+        reason = _without_files(config.name) or (
+            f"cannot be loaded as a tokenizer, neither as a directory nor from the hub: {first_line(error)}"
+        )
+        raise DataError(f"policy.tokenizer.name {config.name}: {reason}") from error
+    if not _reads_text(tokenizer):
+        reason = _without_files(config.name) or (
+            f"maps {_PROBE!r} to no token that it knows, so that every prompt would be empty; are its files those of "
+            "another model, or cut off?"
+        )
+        raise DataError(f"policy.tokenizer.name {config.name}: {reason}")
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise DataError(
                 f"policy.tokenizer.name {config.name}: has neither a padding nor an end-of-sequence token, "
-                "so rows cannot be padded"
+                "so rows cannot be padded and responses have no end; tokenizer_config.json says which they are: save "
+                "it beside the vocabulary"
             )
         tokenizer.pad_token = tokenizer.eos_token
     template = chat_template(config.chat_template)
@@ -61,6 +71,26 @@ def get_tokenizer(
         _check_template_reads(tokenizer, config.chat_template_kwargs)
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **config.chat_template_kwargs)
     return tokenizer
+
+
+def _reads_text(tokenizer: Any) -> bool:
+    """Whether ordinary text is more to a tokenizer than nothing. Of a model without tokenizer files, transformers makes
+    tokenizers with their special tokens alone.
+    """
+    ids = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
+    return any(token != tokenizer.unk_token_id for token in ids)
+
+
+def _without_files(name: str) -> str | None:
+    """What to do about a directory that holds no tokenizer; None for everything else."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir() or any(next(folder.glob(pattern), None) for pattern in _VOCABULARIES):
+        return None
+    return (
+        f"the directory holds no tokenizer (none of {', '.join(_VOCABULARIES)}); save the model's own there, in Python "
+        f"AutoTokenizer.from_pretrained(NAME).save_pretrained({name!r}), or set policy.tokenizer.name to the model "
+        "that it belongs to"
+    )
 
 
 def _check_template_reads(tokenizer: PreTrainedTokenizerBase, given: Mapping[str, object]) -> None:
