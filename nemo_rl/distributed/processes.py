@@ -20,6 +20,8 @@ from contextlib import contextmanager, suppress
 
 import psutil
 
+from nemo_rl.distributed.private_variables import take_private_variables
+
 WORKING_DIRECTORY = "NRL_WORKING_DIRECTORY"
 # Ray's setup hook of worker processes, by name.
 HOOK = f"{__name__}.begin_worker"
@@ -38,6 +40,7 @@ _HARMLESS = {
 def begin_worker() -> None:
     """What a Ray worker does first."""
     collect_rarely()
+    take_private_variables()
     enter_working_directory()
 
 

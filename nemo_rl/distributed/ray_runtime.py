@@ -10,6 +10,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -37,6 +38,7 @@ from nemo_rl.distributed.ray_joining import (
     without_errors_of_others,
 )
 from nemo_rl.distributed.ray_signals import RayWatch, first_processes, in_groups_of_their_own, keeping_sigterm
+from nemo_rl.utils.files import users_directory
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,7 @@ _AGENT = "--dashboard_agent_command="
 _START_ATTEMPTS = 3
 _START_S = 180.0
 """How long a cluster of this machine may take to start, all attempts together."""
+_LONGEST_DIRECTORY = 35
 _POLL_S, _LIVENESS_POLL_S = 0.02, 1.0
 # The processes of a local cluster end with the thread that started them, so it lasts as long as this process.
 Started = TypeVar("Started")
@@ -87,7 +90,7 @@ def init_ray(
         device: `cluster.device`.
         cpu_slots: Accelerator slots that a local cluster without GPUs offers.
         log_to_driver: Whether workers' output is echoed here; by default only with NRL_LOG_LEVEL=DEBUG.
-        log_dir: Directory for Ray's session files of a local cluster; Ray's default if None.
+        log_dir: Directory for Ray's session files of a local cluster; by default one that no other user can enter.
 
     Returns the accelerator kind of the cluster. Raises RayStartError: the address does not answer;
     DeviceUnavailableError: `cuda` was asked for and the cluster has none.
@@ -120,10 +123,20 @@ def init_ray(
         configure_logging=False,
         runtime_env=runtime_env,
         object_store_memory=int(os.environ.get("NRL_OBJECT_STORE_BYTES", "0")) or None,
-        _temp_dir=log_dir,
+        _temp_dir=log_dir or _session_directory(),
     )
     logger.info("ray=started slots=%s", resources or f"GPU:{ray.cluster_resources().get('GPU', 0):.0f}")
     return accelerator
+
+
+def _session_directory() -> str:
+    """Where a cluster of this machine has its logs, its sockets and its workers' code, which Ray lets everybody read
+    and write: a place that no other user can enter.
+    """
+    wanted = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    folder = users_directory(wanted) / "ray"
+    # The path of a Unix socket has 107 bytes at most, and Ray appends so many.
+    return str(folder if len(str(folder)) <= _LONGEST_DIRECTORY else users_directory("/tmp") / "ray")
 
 
 def _accelerator_of_cluster(device: str) -> Accelerator:
@@ -200,7 +213,7 @@ def _start_local(**options: Any) -> None:
             _end_half_started(before)
             seconds = time.monotonic() - began
             if attempt == _START_ATTEMPTS or seconds >= _START_S:
-                logs = Path(options.get("_temp_dir") or "/tmp/ray") / "session_latest" / "logs"
+                logs = Path(options["_temp_dir"]) / "session_latest" / "logs"
                 raise RayStartError(
                     f"Ray did not start within {seconds:.0f} s, attempts: {attempt}. {error}. The load average is "
                     f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores: is this machine overloaded? End other work "

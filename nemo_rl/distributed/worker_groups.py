@@ -22,6 +22,7 @@ from nemo_rl.config.profiling import Profile
 from nemo_rl.distributed import nsight
 from nemo_rl.distributed.accelerators import SLOT_BYTES_VARIABLE
 from nemo_rl.distributed.named_sharding import NamedSharding
+from nemo_rl.distributed.private_variables import without_private
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, Slot, cores_per_slot
 from nemo_rl.distributed.worker_calls import WorkerError, WorkerIdentity, wait_for_workers
 
@@ -129,7 +130,7 @@ class RayWorkerGroup:
         if self.workers[rank] is not None:
             ray.kill(self.workers[rank])
         slots = self._slots[rank]
-        env = self._environment(rank, *self._rendezvous) | self._env_vars
+        env = self._environment(rank, *self._rendezvous) | without_private(self._env_vars)
         env = {"PYTHONPATH": os.pathsep.join(_import_path()), **env}
         runtime_env = nsight.runtime_env(env, f"{self.name_prefix}-{rank}" if rank in self.profiled else None)
         options = self._options(slots, runtime_env, self._max_concurrency)

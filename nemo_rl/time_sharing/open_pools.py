@@ -10,9 +10,8 @@ import os
 import platform
 import socket
 import stat
-import tempfile
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.processes import has_ended
-from nemo_rl.utils.files import private_file
+from nemo_rl.utils.files import private_file, users_directory
 
 _OPEN_ONE = "open a pool with python -m nemo_rl.time_sharing serve --gpus N"
 
@@ -72,33 +71,17 @@ class OpenPool:
 _FILE = TypeAdapter(OpenPool)
 
 
-def directory() -> Path:
-    """Where the files are: `nemo_rl_<uid>` in the temporary directory. Raises NoOpenPool: others can read or write
-    there.
-    """
-    path = Path(tempfile.gettempdir()) / f"nemo_rl_{os.getuid()}"
-    with suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise NoOpenPool(
-            f"{path}: must be a directory that belongs to you and that no other user can enter (mode 0700), since it "
-            "holds the tokens of your pools; remove it, or set TMPDIR to another place"
-        )
-    return path
-
-
 def announced(pool: OpenPool) -> AbstractContextManager[None]:
     """Inside the block the pool can be found."""
-    return private_file(directory() / f"pool_{pool.pid}.json", _FILE.dump_json(pool))
+    return private_file(users_directory() / f"pool_{pool.pid}.json", _FILE.dump_json(pool))
 
 
 def open_pools(say: Callable[[str], object]) -> list[OpenPool]:
     """This user's open pools, by name; stale files are removed, and said. Raises NoOpenPool: a file cannot be trusted
-    or read.
+    or read; NotPrivate: others can enter the directory.
     """
     found = []
-    for path in sorted(directory().glob("pool_*.json")):
+    for path in sorted(users_directory().glob("pool_*.json")):
         try:
             pool = _read(path)
         except FileNotFoundError:  # closed meanwhile

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.errors import UserError
+from nemo_rl.distributed.private_variables import without_private
 from nemo_rl.distributed.processes import WORKING_DIRECTORY
 from nemo_rl.time_sharing.agents.actors import (
     Orchestrator,
@@ -180,7 +181,7 @@ class PoolActor(Orchestrator):
             lifetime="detached",
             num_cpus=0,
             max_concurrency=ACTOR_THREADS,
-            runtime_env={"env_vars": variables_of(job)},
+            runtime_env={"env_vars": without_private(variables_of(job))},
         ).remote(job, self._handles, incarnation)
         actor.start.remote()
         return actor

@@ -1,14 +1,42 @@
-"""Files that are there whole or not at all, files that their owner alone can read, and YAML."""
+"""Files that are there whole or not at all, files and a directory that their owner alone can read, and YAML."""
 
 from __future__ import annotations
 
 import os
+import stat
+import tempfile
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from nemo_rl.config.errors import UserError
+
+
+class NotPrivate(UserError, RuntimeError):
+    """A directory that must be the user's own can be entered by others."""
+
+
+def users_directory(parent: str | None = None) -> Path:
+    """This user's directory `nemo_rl_<uid>`, which is made and which no other user can enter.
+
+    Args:
+        parent: Where it is; the temporary directory if None.
+
+    Raises NotPrivate: something else is there, or others can enter it.
+    """
+    path = Path(parent or tempfile.gettempdir()) / f"nemo_rl_{os.getuid()}"
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise NotPrivate(
+            f"{path}: must be a directory that belongs to you and that no other user can enter (mode 0700), since it "
+            "holds tokens; remove it, or set TMPDIR to another place"
+        )
+    return path
 
 
 def replace_file(path: Path, content: str | bytes, *, durable: bool = False, mode: int = 0o666) -> None:

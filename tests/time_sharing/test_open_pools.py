@@ -15,10 +15,11 @@ import yaml
 
 from nemo_rl.config import ConfigError
 from nemo_rl.time_sharing.commands import check_code, submitters_env
-from nemo_rl.time_sharing.open_pools import NoOpenPool, OpenPool, announced, directory, open_pools, the_open_pool
+from nemo_rl.time_sharing.open_pools import NoOpenPool, OpenPool, announced, open_pools, the_open_pool
 from nemo_rl.time_sharing.pipelines.job import read_jobs
 from nemo_rl.time_sharing.pool import PoolError
 from nemo_rl.time_sharing.protocol.topology import Pool
+from nemo_rl.utils.files import NotPrivate, users_directory
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples" / "configs"
@@ -42,17 +43,17 @@ def test_a_pool_is_found_while_it_is_open_and_its_token_is_not_shown() -> None:
     with announced(pool()):
         there = found()
         assert there is not None and there.token == "secret" and "secret" not in repr(there)
-        (path,) = directory().iterdir()
-        assert path.stat().st_mode & 0o777 == 0o600 and directory().stat().st_mode & 0o777 == 0o700
+        (path,) = users_directory().iterdir()
+        assert path.stat().st_mode & 0o777 == 0o600 and users_directory().stat().st_mode & 0o777 == 0o700
     assert found() is None
 
 
 @pytest.mark.parametrize("spoilt", ["open directory", "link directory", "open file", "link file", "no json", "no pool"])
 def test_what_others_could_have_written_is_refused(spoilt: str, tmp_path: Path) -> None:
     with announced(pool()):
-        (path,) = directory().iterdir()
+        (path,) = users_directory().iterdir()
         if spoilt == "open directory":
-            directory().chmod(0o755)
+            users_directory().chmod(0o755)
         elif spoilt == "link directory":
             moved = path.parent.rename(tmp_path / "elsewhere")
             path.parent.symlink_to(moved)
@@ -63,7 +64,7 @@ def test_what_others_could_have_written_is_refused(spoilt: str, tmp_path: Path) 
             path.symlink_to(moved)
         else:
             path.write_text("{" if spoilt == "no json" else '{"name": "p"}')
-        with pytest.raises(NoOpenPool, match="remove it"):
+        with pytest.raises((NoOpenPool, NotPrivate), match="remove it"):
             found()
         # So that the file can be removed again.
         if spoilt == "open directory":
