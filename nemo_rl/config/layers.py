@@ -97,7 +97,10 @@ def read_layers(
     Raises:
         ConfigError: a file is missing, is not YAML, gives a key twice, has no mapping at its root, or inherits itself.
     """
-    file = Path(path).expanduser()
+    try:
+        file = Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError([f"{path}: no such file, and no user of that name has a home directory"]) from error
     layers: list[Layer] = []
     try:
         values = _read_mapping(file, heirs)
