@@ -9,6 +9,7 @@ fails or passes its deadline.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -31,6 +32,9 @@ LINES: dict[str, str] = {
     "endpoint": "--model tiny --device cpu --requests 32 --at-once 8 --tokens 8 --prompt 16 --repeats 1",
     "generation": "--shape tiny --ways uni --requests 8 --work WORK",
     "grpo_step": f"{_ON_CPU} --precision float32 --steps 2 --mb-tokens 512 --skip vllm trl --once --work WORK",
+    "learning_curve": "--model MODEL --train PROBLEMS --validation PROBLEMS --ways ours --steps 2 --val-period 2 "
+    "--val-samples 4 --prompts 2 --generations 4 --prompt-tokens 256 --new-tokens 16 --micro-batch 4 "
+    "--engines-per-gpu 1 --precision float32 --device cpu --work WORK",
     "logging_cost": "",
     "multi_lora": f"{_ON_CPU} --adapters 2 --rank 8 --mb-tokens 512 --steps 2 --alone 1 --work WORK",
     "named_gpus": "--mix long_tail --seeds 1",
@@ -46,15 +50,29 @@ LINES: dict[str, str] = {
     "train_step": "--shape tiny-moe --device cpu --backends dtensor --replay --steps 1 --work WORK",
     "weight_sync": "--shape tiny --device cpu --cycles 1 --refreshes 1 --work WORK",
 }
-"""What is given to each benchmark; WORK stands for a folder of its own."""
+"""What is given to each benchmark; WORK stands for a folder of its own, MODEL and PROBLEMS for a small model and some
+sums in it.
+"""
 PARTS = ("drawn_mixes", "shapes")
 """What others import."""
+
+
+def _with_model(line: list[str], work: Path) -> list[str]:
+    model, problems = work / "model", work / "problems.jsonl"
+    subprocess.run(
+        [sys.executable, "examples/make_tiny_model.py", str(model)], cwd=ROOT, check=True, timeout=DEADLINE_S
+    )
+    rows = [{"question": f"{number} + 1 = ?", "answer": str(number + 1)} for number in range(8)]
+    problems.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return [{"MODEL": str(model), "PROBLEMS": str(problems)}.get(word, word) for word in line]
 
 
 def run(name: str) -> bool:
     """Runs one of them; whether it ended well."""
     with tempfile.TemporaryDirectory() as work:
         line = LINES[name].replace("WORK", work).split()
+        if "MODEL" in line:
+            line = _with_model(line, Path(work))
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         began, output = time.monotonic(), Path(work) / "output.txt"
         with output.open("wb") as file:
