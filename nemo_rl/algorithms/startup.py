@@ -347,7 +347,10 @@ def check_prompt_lengths(
             )
         left_out = f", {dataset.left_out} more left out by its format" if dataset.left_out else ""
         cut = f"{count} are longer than data.max_input_seq_length={limit} and {effect}" if too_long else "none is cut"
-        say(f"{key} ({task}): {rows} rows{left_out}; {cut}; {example(dataset, mask)}")
+        file = dataset.prompt_file_of(task)
+        # The default is NeMo-RL's, for mathematical problems; for conversations of one's own it is rarely meant.
+        asked = f"each question is put into {file} ({key}.prompt_file; null asks it as it is); " if file else ""
+        say(f"{key} ({task}): {rows} rows{left_out}; {cut}; {asked}{example(dataset, mask)}")
 
 
 def check_cpu_is_meant(config: RootConfig, accelerator: Accelerator, model: PretrainedConfig, say: Say) -> None:

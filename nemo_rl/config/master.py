@@ -14,7 +14,7 @@ from pydantic import Field, PositiveInt, ValidationInfo, model_validator
 
 from nemo_rl.config.algorithms import ClippedPGLossConfig, GRPOConfig, RewardPenaltiesConfig, SFTConfig
 from nemo_rl.config.async_rl import AsyncRLConfig
-from nemo_rl.config.data import DataConfig
+from nemo_rl.config.data import DataConfig, DatasetDefaults
 from nemo_rl.config.defaults import complete
 from nemo_rl.config.distillation import (
     DistillationConfig,
@@ -135,6 +135,11 @@ class SFTMasterConfig(RootConfig):
     """An SFT run."""
 
     sft: SFTConfig = Field(SFTConfig(), description="The training loop.")
+    data: DataConfig = Field(
+        # Conversations are trained as they are. GRPO's defaults ask for the solution of a problem.
+        DataConfig(default=DatasetDefaults(prompt_file=None, processor="sft_processor")),
+        description="Datasets.",
+    )
     checkpointing: CheckpointingConfig = Field(
         CheckpointingConfig(checkpoint_dir="results/sft", metric_name="val:val_loss", higher_is_better=False),
         description="Checkpoints.",

@@ -185,7 +185,8 @@ def reference_page() -> str:
         "## GRPO\n",
         *_tables(MasterConfig, ()),
         "## SFT\n",
-        "Shares `policy`, `data`, `logger`, `cluster` and `checkpointing` with GRPO.\n",
+        "Shares `policy`, `data`, `logger`, `cluster` and `checkpointing` with GRPO. Rows are trained as they are: "
+        "`data.default.processor` is `sft_processor` and `data.default.prompt_file` null.\n",
     ]
     parts += _tables(SFTMasterConfig, tuple(seen))
     parts += [

@@ -351,6 +351,10 @@ class AllTaskProcessedDataset:
             self._check_tokens(datum, self.vocabulary)
         return datum
 
+    def prompt_file_of(self, task: str) -> str | None:
+        """The file whose text stands around each question of a task, if any."""
+        return self._processor_of(task)[0].prompt_file
+
     def _check_tokens(self, datum: DatumSpec, vocabulary: int) -> None:
         highest = max(int(message["token_ids"].max()) for message in datum["message_log"] if len(message["token_ids"]))
         if highest >= vocabulary:

@@ -50,7 +50,6 @@ def configured(root: Path, model: Path, **sft: Any) -> SFTMasterConfig:
         data={
             "num_workers": 0,
             "max_input_seq_length": 32,
-            "default": {"prompt_file": None, "processor": "sft_processor"},
             "train": {**problems, "split": "train"},
             "validation": {**problems, "split": "validation"},
         },

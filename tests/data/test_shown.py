@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nemo_rl.algorithms.startup import check_prompt_lengths
+from nemo_rl.config import DatasetConfig, SFTMasterConfig
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.llm_message_utils import add_loss_mask_to_message_log
 from nemo_rl.data.model_tokens import StopTokens
 from nemo_rl.data.processors import AllTaskProcessedDataset, get_processor
+from nemo_rl.data.setup import load_datasets
 from nemo_rl.data.shown import example, unstopped_turn
 
 ANSWER = {"role": "assistant", "content": "2"}
@@ -48,6 +52,26 @@ def test_rows_and_those_that_are_cut_are_counted_and_a_whole_one_is_shown(tokeni
     rows.left_out = 3
     check_prompt_lengths("data.validation", {"sums": rows}, None, said.append)
     assert "data.validation (sums): 2 rows, 3 more left out by its format; none is cut" in said[1]
+    assert not any("prompt_file" in line for line in said)
+
+
+def test_a_prompt_file_around_questions_is_named(tokenizer: Any) -> None:
+    rows = dataset(tokenizer, "math_hf_data_processor", [ASKED, ANSWER])
+    rows.default_task_data_spec = TaskDataSpec("sums", DatasetConfig(dataset_name="any").prompt_file)
+    said: list[str] = []
+    check_prompt_lengths("data.train", {"sums": rows}, 999, said.append)
+    assert "each question is put into examples/prompts/step_by_step.txt (data.train.prompt_file; null asks" in said[0]
+    assert "Reason step by step" in said[0]
+
+
+@pytest.mark.parametrize("default", [{}, {"system_prompt_file": None}, {"env_name": "mine"}])
+def test_fine_tuning_takes_conversations_as_they_are(default: dict[str, Any], tokenizer: Any, tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "Say {} to $x$"}, {"role": "assistant", "content": "It is {}."}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+    entry = {"dataset_name": "ResponseDataset", "data_path": str(tmp_path / "rows.jsonl")}
+    config = SFTMasterConfig(data={"train": entry, "default": default})  # type: ignore[arg-type]
+    shown = example(load_datasets(tokenizer, config.data).train, mask)
+    assert "<|im_start|>user\nSay {} to $x$<|im_end|>\n⟦<|im_start|>assistant\nIt is {}.<|im_end|>" in shown
 
 
 def test_long_texts_are_shown_from_both_ends(tokenizer: Any) -> None:
