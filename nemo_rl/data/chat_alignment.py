@@ -77,7 +77,7 @@ def align(
             known[between] = end - least
         ends.append(least + known[between])
     ends.append(len(text))
-    return Alignment(text, ends, _answers(render, messages, text, ends, placed))
+    return Alignment(text, ends, _answers(render, messages, add_generation_prompt, text, ends, placed))
 
 
 def _whole(render: Render, messages: Sequence[Message], add_generation_prompt: bool) -> str:
@@ -268,6 +268,7 @@ def _with_stop(text: str, end: int, least: int, most: int, stop_texts: Sequence[
 def _answers(
     render: Render,
     messages: Sequence[Message],
+    add_generation_prompt: bool,
     text: str,
     ends: Sequence[int],
     placed: Sequence[tuple[int, int] | None],
@@ -278,14 +279,32 @@ def _answers(
         return begins
     opening = _opening(render, list(messages[:first]) or [{"role": "user", "content": "x"}])
     answers = []
-    for message, begin, end, span in zip(messages, begins, ends, placed, strict=True):
-        if message["role"] != "assistant":
-            answers.append(begin)
-            continue
+    for index, (message, begin, end, span) in enumerate(zip(messages, begins, ends, placed, strict=True)):
         limit = span[0] if span is not None else end
         at = text.find(opening, begin, limit) if opening else -1
-        answers.append(at + len(opening) if at >= 0 else limit if span is not None else begin)
+        if message["role"] != "assistant" or (at < 0 and span is None):
+            answers.append(begin)
+        elif at >= 0:
+            answers.append(at + len(opening))
+        else:
+            answers.append(max(begin, _first_space(render, messages, add_generation_prompt, index, text, limit)))
     return answers
+
+
+def _first_space(
+    render: Render, messages: Sequence[Message], add_generation_prompt: bool, index: int, text: str, start: int
+) -> int:
+    """Where a message begins with the white space in front of its content, which begins at `start`: what the template
+    keeps of it is the message's own.
+    """
+    space, end = _bounds(messages[index]) or (0, 0)
+    if space == 0:
+        return start
+    marks = _Marks(text, len(messages))
+    # A template that trims does not trim behind a mark.
+    marked = render(marks.put(messages, {index: (0, end)}), add_generation_prompt)
+    found = marks.read(marked, [index]).get(index) if marks.without(marked) == text else None
+    return start if found is None else found[0]
 
 
 def _opening(render: Render, messages: Sequence[Message]) -> str:

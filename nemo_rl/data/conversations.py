@@ -154,10 +154,16 @@ def filled_text(value: object, what: str) -> str:
     return text
 
 
+def as_whole(text: str) -> str:
+    """A whole number without the `.0` that pandas writes where a column has gaps; any other text as it is."""
+    return text.removesuffix(".0") if re.fullmatch(r"\s*-?\d+\.0", text) else text
+
+
 def expected_answer(text: str) -> str:
     """The answer that a solution ends with: the number or formula behind GSM8K's `####`, or the last `\\boxed{}` of a
-    text around it; any other text is the answer itself. Raises RowError: the box is empty.
+    text around it; any other text is the answer itself, a whole number without `.0`. Raises RowError: the box is empty.
     """
+    text = as_whole(text)
     marked = _MARKED_ANSWER.search(text)
     if marked is not None:
         answer = marked[1].strip().removesuffix(".")

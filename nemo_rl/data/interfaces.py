@@ -105,6 +105,12 @@ def load_prompt(path: str | None, stands_before: bool = False) -> str | None:
             f"prompt_file {path}: needs exactly one {{}} where the problem goes, and has {found}; literal "
             "braces are written twice"
         )
+    try:
+        text.format("1")
+    except ValueError as error:
+        raise DataError(
+            f"prompt_file {path}: the problem is text, and its place is for something else ({error}); write {{}}"
+        ) from error
     command = _COMMAND_OF_LATEX.search(text)
     if command is not None:
         raise DataError(

@@ -24,6 +24,10 @@ class Verdict:
 Verifier = Callable[[str, str], Verdict]
 
 _INTEGER = re.compile(r"-?\d{1,18}")
+# How far two numbers may be apart, as a share of the larger: six decimals of 1/6 are within it.
+_NEAR = 1e-5
+_TERM = r"[-+\w.*/^() ]+"
+_BARE_RELATION = re.compile(rf"{_TERM}(?:(?:[<>]=?|≤|≥){_TERM})+")
 _BARE_PERCENT = re.compile(r"(?<!\\)%")
 _ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 # What may stand between "Answer:" and the letter: emphasis, mathematics, a box, brackets.
@@ -68,7 +72,8 @@ def quick(response: str, expected: str) -> Verdict | None:
 
 def hf_math_verify(response: str, expected: str) -> Verdict:
     """Mathematical equality by math-verify (https://github.com/huggingface/Math-Verify): any answer read from the
-    response may match. A `%` and LaTeX's `\\%` are the same.
+    response may match. A `%` and LaTeX's `\\%` are the same, and so are an interval and a chain of inequalities. Small
+    numbers are compared by their first digits, where math-verify compares decimals.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
@@ -79,13 +84,55 @@ def hf_math_verify(response: str, expected: str) -> Verdict:
         found = parse(response, extraction_config=(ExprExtractionConfig(), LatexExtractionConfig()), parsing_timeout=0)
         if not gold or not found:
             return Verdict(0.0, None)
-        return Verdict(float(verify(gold, found, timeout_seconds=0)), str(found[-1]))
+        pairs = ((wanted, given) for wanted in gold for given in found)
+        right = any(
+            verify([wanted], [given], timeout_seconds=0, allow_set_relation_comp=True) and _near(wanted, given)
+            for wanted, given in pairs
+        )
+        return Verdict(float(right), str(found[-1]))
 
+    if _BARE_RELATION.fullmatch(response.strip()):
+        # Without marks of mathematics only its first number would be read.
+        response = f"${response.strip().replace('≤', '<=').replace('≥', '>=')}$"
     verdict = judged(response, expected)
     if verdict.reward or not any(map(_BARE_PERCENT.search, (response, expected))):
         return verdict
     again = judged(*(_BARE_PERCENT.sub(r"\\%", text) for text in (response, expected)))
     return again if again.reward else verdict
+
+
+def _near(wanted: object, given: object) -> bool:
+    """Whether all numbers of two expressions that math-verify takes for equal are near each other."""
+    from sympy import Basic, FiniteSet, Interval, Tuple, Union
+    from sympy.core.relational import Relational
+    from sympy.matrices import MatrixBase
+
+    if isinstance(wanted, MatrixBase) and isinstance(given, MatrixBase):
+        return all(map(_near, wanted.flat(), given.flat()))
+    if not isinstance(wanted, Basic) or not isinstance(given, Basic):
+        return True
+    if wanted == given:
+        return True
+    if _is_number(wanted) and _is_number(given):
+        left, right = (complex(one.evalf(30)) for one in (wanted, given))  # pyrefly: ignore[missing-attribute]
+        return abs(left - right) <= _NEAR * max(abs(left), abs(right))
+    collections = (FiniteSet, Interval, Tuple, Union, Relational)
+    if not isinstance(wanted, collections) or type(wanted) is not type(given) or len(wanted.args) != len(given.args):
+        # Forms of one expression, which it compared exactly.
+        return True
+    left, right = wanted.args, given.args
+    if isinstance(wanted, FiniteSet) and all(map(_is_number, (*left, *right))):
+        # The order of a set's elements is that of their forms.
+        left, right = sorted(left, key=_size), sorted(right, key=_size)
+    return all(map(_near, left, right))
+
+
+def _is_number(expression: object) -> bool:
+    return bool(getattr(expression, "is_number", False) and getattr(expression, "is_finite", False))
+
+
+def _size(number: object) -> float:
+    return float(abs(complex(number.evalf(30))))  # type: ignore[attr-defined]
 
 
 def dapo_math_verify(response: str, expected: str) -> Verdict:

@@ -286,6 +286,37 @@ def test_the_plain_template_trains_the_contents(tokenizer: Any) -> None:
     assert trained(formatted(turns(2), using, add_eos_token=True), using) == ["answer 0.", "answer 1.<eos>"]
 
 
+UNOPENED = {
+    "contents alone": PASSTHROUGH_TEMPLATE,
+    "names": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+    "lines": "{% for m in messages %}{{ m.content }}\n{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", UNOPENED)
+@pytest.mark.parametrize("opens", [False, True])
+@pytest.mark.parametrize("space", [" ", "\n\n", "\t "])
+def test_white_space_that_an_answer_begins_with_is_trained(name: str, opens: bool, space: str, tokenizer: Any) -> None:
+    """Also where no opening of an assistant's turn says where the answer begins."""
+    using = with_template(tokenizer, UNOPENED[name])
+    messages = turns(3)
+    for message in messages[2::2]:
+        message["content"] = space + message["content"]
+    log = formatted(messages, using, opens=opens)
+    check_whole(log, messages, using)
+    for number, text in enumerate(trained(log, using)):
+        assert f"{space}answer {number}." in text
+        if opens:
+            assert text.startswith(space)
+
+
+def test_white_space_that_a_template_trims_or_has_itself_is_not_the_answers(tokenizer: Any) -> None:
+    using = with_template(tokenizer, "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}")
+    messages = turns(1)
+    messages[-1]["content"] = " " + messages[-1]["content"]
+    assert trained(formatted(messages, using, opens=True), using) == ["answer 0.\n"]
+
+
 def test_the_last_turn_alone_may_be_trained(tokenizer: Any) -> None:
     for name in ("chatml", "generation_marks"):
         using = with_template(tokenizer, TEMPLATES[name])

@@ -180,6 +180,7 @@ CHOICES: dict[str, tuple[dict[str, Any], str]] = {
         "yes",
     ),
     "mmlu": ({"question": "q", "choices": ["no 1", "no 2", "yes", "no 3"], "answer": 2, "subject": "logic"}, "yes"),
+    "mmlu of pandas": ({"question": "q", "choices": ["no", "yes"], "answer": 1.0, "subject": "logic"}, "yes"),
     "mmlu_pro": ({"question": "q", "options": ["no 1", "yes"], "answer": "B", "category": "law"}, "yes"),
 }
 
@@ -187,7 +188,7 @@ CHOICES: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", CHOICES)
 def test_questions_with_choices_become_prompts_with_letters(name: str, tmp_path: Path, tokenizer: Any) -> None:
     row, right = CHOICES[name]
-    dataset = load(dataset_name=name, data_path=jsonl(tmp_path / "rows.jsonl", [row, row]))
+    dataset = load(dataset_name=name.split()[0], data_path=jsonl(tmp_path / "rows.jsonl", [row, row]))
     datum = dataset.processor(dataset.dataset[0], dataset.task_spec, tokenizer, 999, 0)
     assert datum["extra_env_info"] is not None
     letter = datum["extra_env_info"]["ground_truth"]
@@ -312,6 +313,10 @@ def test_a_missing_prompt_file_is_named_and_the_shipped_one_is_found_from_anywhe
     for theirs in ("cot", "math", "gsm8k", "mmlu_pro"):
         with pytest.raises(DataError, match="prompts of NeMo-RL's examples are not shipped here: copy.*step_by_step"):
             load_prompt(f"examples/prompts/{theirs}.txt")
+    for wrong in ("Solve {:d}", "Solve {0:.2f}", "Solve {:,}"):
+        (tmp_path / "typed.txt").write_text(wrong)
+        with pytest.raises(DataError, match="prompt_file typed.txt: the problem is text"):
+            load_prompt("typed.txt")
     assert "\\boxed{}" in str(load_prompt("examples/prompts/step_by_step.txt")).format("x")
 
 

@@ -256,6 +256,11 @@ def test_rows_of_a_published_dataset_that_do_not_fit_are_named(
         ("#### $1,234.50", "$1,234.50"),
         ("Half.\n#### 1/2", "1/2"),
         ("A root.\n#### \\frac{1}{2}", "\\frac{1}{2}"),
+        # What pandas writes for 7 where a column has gaps.
+        (7.0, "7"),
+        ("-12.0", "-12"),
+        ("7.50", "7.50"),
+        ("1.10.0", "1.10.0"),
         # Answers that are no mathematics: a heading, a comment of code, a version.
         ("# Guide\n\ntext\n\n#### See also", "# Guide\n\ntext\n\n#### See also"),
         ("def f():\n    return 1\n#### end of module", "def f():\n    return 1\n#### end of module"),

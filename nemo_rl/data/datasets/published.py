@@ -19,6 +19,7 @@ from nemo_rl.data.conversations import (
     Row,
     RowError,
     as_text,
+    as_whole,
     cell,
     expected_answer,
     filled_text,
@@ -117,6 +118,7 @@ def gpqa(row: Row) -> dict[str, object]:
 def mmlu(row: Row) -> dict[str, object]:
     """MMLU (https://arxiv.org/abs/2009.03300): `question`, four `choices`; `answer` is the index of the right one."""
     question, choices, answer = _question_with_choices(row, "choices")
+    answer = as_whole(answer)
     if not answer.isdecimal():
         raise refusal("column 'answer'", answer, "the index of the right choice, such as 2")
     return _choices(question, choices, int(answer), row.get("subject"))

@@ -106,7 +106,7 @@ class NemoGym:
         text = (await response.read()).decode()
         if response.status != 200:
             # Its servers ask each other, and a refusal of the model's comes back as an error without its words.
-            raise GymError(f"NeMo-Gym's agent {agent} answered {response.status}: {text:.2000}", response.status)
+            raise _GymError(f"NeMo-Gym's agent {agent} answered {response.status}: {text:.2000}", response.status)
         return json.loads(text)
 
     async def _start(self, base_url: str, session: Any) -> None:
@@ -131,7 +131,7 @@ class NemoGym:
             raise RuntimeError(f"{error} {_PRINTED}") from error
 
 
-class GymError(RuntimeError):
+class _GymError(RuntimeError):
     """An answer of NeMo-Gym's servers, with its HTTP status."""
 
     def __init__(self, said: str, status: int) -> None:
