@@ -58,7 +58,8 @@ _SAME = {
     "`grpo.adv_estimator.zero_deviation: group`, a key of ours, has another number for a group's only success",
     "metrics": "names and formulas of `train/*` (probability ratios, KL and Jensen-Shannon errors, entropy), "
     "`validation/*` and `pass@samples_per_prompt`, `fraction_of_samples_properly_ended`, `*generation_lengths`",
-    "rewards": "`reward_scaling`, `reward_shaping`, dynamic sampling, overlong filtering, and their order",
+    "rewards": "`reward_scaling`, `reward_shaping` (by the first response of a sample; a factor that brings negative "
+    "rewards nearer to 0), dynamic sampling, overlong filtering, and their order",
     "judges": "`hf_math_verify`; `math_multi_reward`: exact text after the last `<answer>`, `str.isdigit()`, one "
     "form; `english_multichoice` and `multilingual_multichoice`: the first `Answer: X`",
     "several turns": "metadata None keeps what was there, a response cut at `max_new_tokens` goes on to the "
@@ -139,6 +140,16 @@ _DIFFERENT = {
         "another answer than `\\%`",
         "the same answer",
         "data has either spelling, and `\\boxed{50\\%}` answers `50%`",
+    ),
+    "`hf_math_verify`: numbers below 1, and an interval answered by inequalities": (
+        "six decimals are compared, so that `1/2^98` is `1/2^99`; `0<x<12.5` is not `(0, 12.5)`",
+        "the first digits are compared, whatever the size; the two are the same",
+        "small numbers are different answers, and one answer has two forms",
+    ),
+    "a whole number as an expected answer that pandas has written as `7.0`": (
+        "`7.0`, as it is written",
+        "`7`",
+        "judges that compare texts would take no answer for it",
     ),
     "arguments of tool calls that rows have as JSON text, as OpenAI's format has them": (
         "given to the chat template as they are, so that most templates quote them once more",

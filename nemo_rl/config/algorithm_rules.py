@@ -349,3 +349,31 @@ def metrics_of_another_formula(config: MasterConfig) -> Iterator[str]:
             "loss_fn.sequence_level_importance_ratios: sampling_importance_ratio is the mean over sequences of their "
             "importance weights; NeMo-RL logs another number under this name"
         )
+
+
+@caution
+def shaped_rewards_say_what_was_meant(config: MasterConfig) -> Iterator[str]:
+    grpo, key = config.grpo, "grpo.reward_shaping"
+    shaping, scaling = grpo.reward_shaping, grpo.reward_scaling
+    if not shaping.enabled:
+        return
+    factor = shaping.stop_properly_penalty_coef
+    if factor is None:
+        if grpo.max_rollout_turns > 1:
+            yield (
+                f"{key}: the length penalty counts the first response of a sample, as in NeMo-RL, and none of its "
+                "later turns"
+            )
+        return
+    lowest = min(scaling.target_min, scaling.target_max)
+    if scaling.enabled and lowest < 0 and factor < 1:
+        yield (
+            f"{key}.stop_properly_penalty_coef is {factor:g} and grpo.reward_scaling makes a wrong answer {lowest:g}: "
+            f"a truncated one earns {factor * lowest + 0.0:g}, which is more than a wrong one that ended; with "
+            "rewards from 0 on (grpo.reward_scaling.target_min: 0) truncation only costs"
+        )
+    elif not scaling.enabled and factor < 1:
+        yield (
+            f"{key}.stop_properly_penalty_coef is {factor:g}: where an environment gives negative rewards, a truncated "
+            "sample earns more than one that ended with the same"
+        )

@@ -19,16 +19,20 @@ class RewardShapingConfig(Section):
     (https://arxiv.org/abs/2503.14476, eq. 13).
     """
 
-    enabled: bool = Field(False, description="Shape rewards by response length.")
+    enabled: bool = Field(False, description="Shape rewards by the length of a sample's first response.")
     overlong_buffer_length: NonNegativeInt = Field(
         128, description="Tokens before max_response_length over which the penalty grows."
     )
     overlong_buffer_penalty: float = Field(1.0, description="Penalty at max_response_length, in reward units.")
     max_response_length: Annotated[PositiveInt, DefaultFrom("${policy.max_total_sequence_length}")] = Field(
-        512, description="Response length, in tokens, at which the penalty reaches overlong_buffer_penalty."
+        512,
+        description="Length, in tokens, of a sample's first response at which the penalty reaches "
+        "overlong_buffer_penalty; later turns count nothing.",
     )
     stop_properly_penalty_coef: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="Factor on the rewards of truncated responses; when set, the overlong_* keys are not used."
+        None,
+        description="Factor on the rewards of truncated responses; when set, the overlong_* keys are not used. It "
+        "brings negative rewards nearer to 0.",
     )
 
 

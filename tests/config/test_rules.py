@@ -1142,3 +1142,28 @@ def test_what_a_constant_rate_does_not_read_is_not_refused() -> None:
 def test_a_start_says_which_metrics_are_of_another_formula(overrides: list[str], metric: str) -> None:
     assert metric in notes(*overrides)
     assert metric not in notes()
+
+
+_SHAPING = "grpo.reward_shaping.enabled=true"
+_COEF = "grpo.reward_shaping.stop_properly_penalty_coef"
+_SIGNED = ["grpo.reward_scaling.enabled=true", "grpo.reward_scaling.target_min=-1.0"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([_SHAPING, f"{_COEF}=0.5", *_SIGNED], "a truncated one earns -0.5, which is more"),
+        ([_SHAPING, f"{_COEF}=0", *_SIGNED], "a truncated one earns 0, which is more"),
+        ([_SHAPING, f"{_COEF}=0.5"], "where an environment gives negative rewards"),
+        ([_SHAPING, f"{_COEF}=1.0", *_SIGNED], None),
+        ([_SHAPING, f"{_COEF}=0.5", "grpo.reward_scaling.enabled=true"], None),
+        ([f"{_COEF}=0.5", *_SIGNED], None),
+        ([_SHAPING, "grpo.max_rollout_turns=3"], "counts the first response of a sample"),
+        ([_SHAPING], None),
+    ],
+)
+def test_a_start_says_what_shaping_does_to_negative_rewards_and_later_turns(
+    overrides: list[str], said: str | None
+) -> None:
+    told = notes(*overrides)
+    assert said in told if said else "reward_shaping" not in told
