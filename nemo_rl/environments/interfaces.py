@@ -24,6 +24,8 @@ MetadataT = TypeVar("MetadataT", default=object)
 Observation = dict[str, str]
 METADATA_FLAGS = ("mask_sample", "invalid_tool_call")
 """Keys, true or false, by which an environment's last metadata say that a sample is not to be trained on as it is."""
+GIVEN_UP = "verification_given_up"
+"""Key by which an environment's last metadata say that nothing judged a sample in time, so that it earns 0 unjudged."""
 
 
 class EnvironmentFailure(UserError, RuntimeError):

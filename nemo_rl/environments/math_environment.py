@@ -21,11 +21,17 @@ from nemo_rl.config.env import MathMultiRewardEnvConfig
 from nemo_rl.data.datasets.generated import ProblemReference
 from nemo_rl.data.interfaces import LLMMessageLogType
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, response_of
+from nemo_rl.environments.interfaces import GIVEN_UP, EnvironmentInterface, EnvironmentReturn, response_of
 from nemo_rl.environments.verifier_pool import VerifierPool
 from nemo_rl.environments.verifiers import Verdict, quick
 from nemo_rl.lazy import names_of
 
+# Forms that a prompt has to ask for.
+_FORMS = {
+    "dapo_math_verify": "the last line `Answer: ...`",
+    "english_multichoice": "`Answer:` with a letter behind it",
+    "multilingual_multichoice": "the word for answer, a colon and a letter",
+}
 _THINK_THEN_ANSWER = re.compile(r"^<think>.*?</think>\n<answer>.*?</answer>$", re.DOTALL)
 
 
@@ -41,6 +47,13 @@ class MathEnvironment(EnvironmentInterface[dict[str, object]]):
         verifier = self.cfg.math_verify_impl if self._is_math else self.cfg.verifier_type
         self._reads_plain_integers = verifier == "hf_math_verify"
         self._pool = VerifierPool(verifier, self.cfg.num_workers, self.cfg.verify_timeout_s)
+
+    @classmethod
+    def start_line(cls, cfg: Mapping[str, object]) -> str | None:
+        """What the environment prints at a run's start: a form that it wants of answers."""
+        settings = MathEnvConfig.model_validate(dict(cfg))
+        form = _FORMS.get(settings.math_verify_impl if settings.verifier_type == "math" else settings.verifier_type)
+        return None if form is None else f"answers are read from {form}; a response without it earns 0"
 
     @override
     def step(
@@ -135,6 +148,12 @@ def answer_in(response: str) -> str:
     return response.rpartition("<answer>")[2].partition("</answer>")[0].strip()
 
 
+def _judged(metadata: Sequence[dict[str, object]], verdicts: Sequence[Verdict]) -> list[dict[str, object]]:
+    return [
+        {**item, GIVEN_UP: True} if verdict.given_up else item for item, verdict in zip(metadata, verdicts, strict=True)
+    ]
+
+
 def _finished(
     verdicts: Sequence[Verdict],
     metadata: Sequence[dict[str, object]],
@@ -145,7 +164,7 @@ def _finished(
     said = ["Environment: correct" if verdict.reward == 1.0 else "Environment: incorrect" for verdict in verdicts]
     return EnvironmentReturn(
         observations=[{"role": "environment", "content": text} for text in said],
-        metadata=list(metadata),
+        metadata=_judged(metadata, verdicts),
         next_stop_strings=[stop_strings] * size,
         rewards=rewards,
         terminateds=torch.ones(size, dtype=torch.bool),
@@ -167,6 +186,17 @@ class ReasoningGymEnvironment(EnvironmentInterface[dict[str, object]]):
         self.cfg = ReasoningGymEnvConfig.model_validate(dict(cfg))
         self._pool = VerifierPool("reasoning_gym", self.cfg.num_workers, self.cfg.verify_timeout_s)
 
+    @classmethod
+    def start_line(cls, cfg: Mapping[str, object]) -> str:
+        """What the environment prints at a run's start."""
+        if (tag := cfg.get("answer_tag")) is not None:
+            return f"env.reasoning_gym: the answer is what stands in <{tag}></{tag}>; a response without it earns 0"
+        return (
+            "env.reasoning_gym: the answer is the whole response, so that a right answer within a sentence earns 0 in "
+            "most tasks; with env.reasoning_gym.answer_tag=answer it is what stands in <answer></answer>, which the "
+            "prompt (data.*.prompt_file) has to ask for"
+        )
+
     @override
     def step(
         self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, object]]
@@ -186,7 +216,7 @@ class ReasoningGymEnvironment(EnvironmentInterface[dict[str, object]]):
             observations=[
                 {"role": "environment", "content": f"Environment: score {verdict.reward:g}"} for verdict in verdicts
             ],
-            metadata=list(metadata),
+            metadata=_judged(metadata, verdicts),
             next_stop_strings=None,
             rewards=torch.tensor([verdict.reward for verdict in verdicts]),
             terminateds=torch.ones(len(verdicts), dtype=torch.bool),

@@ -309,8 +309,9 @@ def start_lines(names: Iterable[str], env_configs: EnvConfig) -> list[str]:
     for name in dict.fromkeys(names):
         section = section_of(name, env_configs)
         line = getattr(_plain_class(environment_class(name, section)), "start_line", None)
-        if line is not None:
-            lines.append(line(environment_settings(section, name)))
+        said = None if line is None else line(environment_settings(section, name))
+        if said is not None:
+            lines.append(said)
     return lines
 
 

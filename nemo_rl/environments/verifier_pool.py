@@ -46,7 +46,7 @@ class _Worker:
     incoming: bytearray = field(default_factory=bytearray)
 
 
-_LOST = Verdict(0.0, None)
+_LOST = Verdict(0.0, None, given_up=True)
 
 
 class VerifierPool:
@@ -188,7 +188,7 @@ class VerifierPool:
             self._deadline_s,
             code,
         )
-        return Verdict(0.0, None) if timed_out else _LOST
+        return Verdict(0.0, None, given_up=True) if timed_out else _LOST
 
     def _end(self, worker: _Worker) -> None:
         self._selector.unregister(worker.replies)

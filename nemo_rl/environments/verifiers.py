@@ -19,6 +19,7 @@ class Verdict:
 
     reward: float
     answer: str | None
+    given_up: bool = False  # no verdict came in time, or its process ended twice
 
 
 Verifier = Callable[[str, str], Verdict]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.interfaces import EnvironmentFailure
+from nemo_rl.environments.interfaces import GIVEN_UP, EnvironmentFailure
 from nemo_rl.experience.environment_batcher import EnvironmentBatcher, EnvironmentHandle
 from nemo_rl.experience.trajectories import RolloutPlan, Trajectory, moved_spans
 from nemo_rl.lazy import names_of
@@ -285,6 +285,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], max_turns: int) -> dict[
         "natural_termination_rate": float(ended.mean()),
         "truncation_rate": float(np.mean([t.truncated for t in trajectories])),
         "max_turns_reached_rate": float(stopped_by_limit.mean()),
+        "unverified_rate": float(np.mean([_given_up(t.metadata) for t in trajectories])),
         "mean_total_tokens_per_sample": float((generated + observed).mean()),
         "mean_gen_tokens_per_sample": float(generated.mean()),
         "mean_env_tokens_per_sample": float(observed.mean()),
@@ -299,6 +300,10 @@ def rollout_metrics(trajectories: Sequence[Trajectory], max_turns: int) -> dict[
         "histogram/input_tokens_length": (total - generated - observed).tolist(),
         "histogram/total_tokens_length": total.tolist(),
     }
+
+
+def _given_up(metadata: object) -> bool:
+    return isinstance(metadata, Mapping) and bool(metadata.get(GIVEN_UP))
 
 
 def merged_rollout_metrics(parts: Sequence[dict[str, Any]]) -> dict[str, object]:
@@ -323,7 +328,8 @@ def merged_rollout_metrics(parts: Sequence[dict[str, Any]]) -> dict[str, object]
 
 
 class RolloutWatch:
-    """Warns when many samples are cut short, which looks like a bad model and is mostly a wrong setting.
+    """Warns when many samples are cut short, or any is not verified, which looks like a bad model and is mostly a wrong
+    setting.
 
     Warns once per reason, and again only after the share was low in between.
     """
@@ -349,7 +355,9 @@ class RolloutWatch:
             max_turns: Rounds of a sample, at most.
             keys: Sections of the two limits.
         """
-        cut, unfinished = (float(metrics.get(name, 0.0)) for name in ("truncation_rate", "max_turns_reached_rate"))
+        cut, unfinished, unverified = (
+            float(metrics.get(name, 0.0)) for name in ("truncation_rate", "max_turns_reached_rate", "unverified_rate")
+        )
         return [
             *self._once(
                 "tokens",
@@ -366,6 +374,13 @@ class RolloutWatch:
                 _MANY_CUT if max_turns > 1 else 1e-9,
                 f"{what}: {unfinished:.0%} of the episodes were cut after {keys[1]}.max_rollout_turns={max_turns} "
                 "although their environment would have gone on; raise it for an environment of several turns",
+            ),
+            *self._once(
+                "verifier",
+                unverified,
+                1e-9,
+                f"{what}: {unverified:.1%} of the answers were not verified within env.*.verify_timeout_s (or their "
+                "verifier died twice) and earned 0; raise it, or env.*.num_workers where the machine has idle cores",
             ),
         ]
 

@@ -93,8 +93,12 @@ def main_panels(run: RunMetrics, *, graded: bool = False) -> list[Panel]:
             ),
             smooth=True,
         ),
+        # Without a penalty the divergence is not measured, and logged as 0.
         Panel(
-            "KL divergence", "from the reference policy", pick(("train/kl_penalty", "kl_penalty", VIOLET)), smooth=True
+            "KL divergence",
+            "from the reference policy",
+            _not_zero(pick(("train/kl_penalty", "kl_penalty", VIOLET))),
+            smooth=True,
         ),
         Panel(
             "Generation and training agree",
@@ -154,6 +158,12 @@ def more_panels(run: RunMetrics) -> list[Panel]:
             unit="%",
         ),
         Panel(
+            "Unverified samples",
+            "given up by their verifier; they earn 0",
+            _not_zero(pick(("train/unverified_rate", "unverified_rate", ROSE))),
+            unit="%",
+        ),
+        Panel(
             "Response tokens per second",
             "while generating, and over the whole step",
             [*pick(("performance/generation_tokens_per_sec", "generation", TEAL)), *_responses_over_the_step(run)],
@@ -169,6 +179,11 @@ def more_panels(run: RunMetrics) -> list[Panel]:
         Panel("Learning rate", "of the step", pick(("train/lr", "lr", SLATE))),
     ]
     return [panel for panel in candidates if panel.series]
+
+
+def _not_zero(series: Sequence[Series]) -> list[Series]:
+    """Those that say more than that nothing was measured, or nothing happened."""
+    return [one for one in series if any(value != 0 for value in one.values if math.isfinite(value))]
 
 
 def _responses_over_the_step(run: RunMetrics) -> list[Series]:

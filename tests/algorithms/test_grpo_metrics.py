@@ -19,8 +19,10 @@ from nemo_rl.algorithms.grpo.metrics import (
 from nemo_rl.algorithms.grpo.stages import Experience, mask_and_weigh
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.rollouts import RolloutWatch
+from nemo_rl.environments.interfaces import GIVEN_UP
+from nemo_rl.experience.rollouts import RolloutWatch, merged_rollout_metrics, rollout_metrics
 from nemo_rl.experience.store import InProcessStore
+from nemo_rl.experience.trajectories import Trajectory
 
 
 def test_microbatch_metrics_are_summed_averaged_or_taken_at_the_extremum() -> None:
@@ -208,3 +210,19 @@ def test_samples_of_a_later_part_go_on_counting_where_the_earlier_ended() -> Non
     mask_and_weigh(part, store, GRPOConfig(), ClippedPGLossConfig(force_on_policy_ratio=True), 2, first_row=6)
     assert store.read(part.handle, ["sample_index"])["sample_index"].tolist() == [6, 7]
     assert store.read(part.handle, ["advantages"])["advantages"][:, 1].tolist() == [1.0, -1.0]
+
+
+def test_answers_that_no_verifier_judged_in_time_are_counted_and_said_once() -> None:
+    judged = [
+        Trajectory([], metadata={"ground_truth": "4", GIVEN_UP: True}),
+        Trajectory([], metadata={}),
+        Trajectory([]),
+    ]
+    metrics = rollout_metrics(judged, 1)
+    assert metrics["unverified_rate"] == pytest.approx(1 / 3)
+    merged = merged_rollout_metrics([metrics, {**metrics, "unverified_rate": 0.0}])
+    assert merged["unverified_rate"] == pytest.approx(1 / 6)
+    watch = RolloutWatch()
+    (line,) = watch.observe("step 4", metrics, max_new_tokens=64, max_turns=9)
+    assert "step 4: 33.3% of the answers were not verified within env.*.verify_timeout_s" in line
+    assert watch.observe("step 5", metrics, max_new_tokens=64, max_turns=9) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import signal
 import subprocess
 import time
@@ -19,9 +20,15 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments import registry
 from nemo_rl.environments.call import step_environment
 from nemo_rl.environments.code_environment import CodeJaccardEnvironment, jaccard
-from nemo_rl.environments.interfaces import Conversation, EnvironmentFailure, UnknownEnvironment, response_of
+from nemo_rl.environments.interfaces import GIVEN_UP, Conversation, EnvironmentFailure, UnknownEnvironment, response_of
 from nemo_rl.environments.math_environment import MathEnvironment, MathMultiRewardEnvironment, ReasoningGymEnvironment
-from nemo_rl.environments.registry import environment_class, environment_settings, register_env, section_of
+from nemo_rl.environments.registry import (
+    environment_class,
+    environment_settings,
+    register_env,
+    section_of,
+    start_lines,
+)
 from nemo_rl.environments.verifier_pool import VerifierPool
 from nemo_rl.environments.verifiers import (
     Verdict,
@@ -90,6 +97,7 @@ def test_a_verifier_stuck_in_c_code_is_ended_by_its_deadline() -> None:
             ]
         )
         assert [verdict.reward for verdict in verdicts] == [0.0, 1.0]
+        assert [verdict.given_up for verdict in verdicts] == [True, False]
         assert pool.timeouts == 1
     finally:
         pool.shutdown()
@@ -479,3 +487,35 @@ def test_a_verifier_process_that_is_stopped_is_replaced_by_the_deadline(size: in
         assert pool.timeouts == 0
     finally:
         pool.shutdown()
+
+
+@pytest.mark.parametrize("kind", [MathEnvironment, ReasoningGymEnvironment])
+def test_an_answer_that_takes_too_long_is_marked_in_the_metadata(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = kind({})
+    late = [Verdict(0.0, None, given_up=True), Verdict(1.0, "4")]
+    monkeypatch.setattr(judge._pool, "verify", lambda pairs: late)
+    logs = [[{"role": "user", "content": ""}, {"role": "assistant", "content": "It is 4"}]] * 2
+    assert judge.step(logs, [{"ground_truth": "4"}] * 2).metadata == [
+        {"ground_truth": "4", GIVEN_UP: True},
+        {"ground_truth": "4"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("reasoning_gym", {}, "the answer is the whole response.*answer_tag=answer"),
+        ("reasoning_gym", {"answer_tag": "answer"}, "what stands in <answer></answer>; a response without it earns 0"),
+        ("dapo", {}, "read from the last line `Answer: ...`"),
+        ("math", {"verifier_type": "english_multichoice"}, "`Answer:` with a letter"),
+    ],
+)
+def test_the_form_that_a_judge_wants_of_answers_is_said_at_the_start(
+    name: str, settings: dict[str, object], said: str
+) -> None:
+    (line,) = start_lines([name], EnvConfig.read({name: settings}))
+    assert re.search(said, line)
+
+
+def test_a_judge_that_finds_any_answer_says_nothing_at_the_start() -> None:
+    assert start_lines(["math"], EnvConfig.read({})) == []

@@ -197,3 +197,13 @@ def test_damage_in_a_record_or_in_samples_is_said_beside_the_page(
         assert main([str(tmp_path)]) == (1 if line else 0)
         assert (f"{path}: line {line} has a wrong checksum" in capsys.readouterr().err) == bool(line)
     assert "What is 1+1?" in data_of(tmp_path / "report.html")["samples"][0]["samples"][0]["text"]
+
+
+@pytest.mark.parametrize(("logged", "drawn"), [([0.0, 0.0], False), ([0.0, 1e-6], True), ([0.2, float("nan")], True)])
+def test_a_divergence_that_was_not_measured_is_not_drawn(logged: list[float], drawn: bool, tmp_path: Path) -> None:
+    with Logger(LoggerConfig(log_dir=str(tmp_path))) as logger:
+        for step, value in enumerate(logged, start=1):
+            logger.log_metrics({"reward": 1.0, "kl_penalty": value, "unverified_rate": value}, step, "train")
+    run = read_metrics(tmp_path)
+    assert ("KL divergence" in [panel.title for panel in main_panels(run)]) is drawn
+    assert ("Unverified samples" in [panel.title for panel in more_panels(run)]) is drawn

@@ -160,7 +160,7 @@ def _roll_out_all(run: GRPORun, source: RolloutSource, batches: Sequence[Batched
         columns = rollout.columns
         rows.append(columns.rows)
         total += batch.size
-        for name in ("truncation_rate", "max_turns_reached_rate"):
+        for name in ("truncation_rate", "max_turns_reached_rate", "unverified_rate"):
             ends[name] = ends.get(name, 0.0) + float(rollout.metrics.get(name, 0.0)) * batch.size
         tasks += batch["task_name"]
         handle = run.store.update(run.store.write(columns.tokens), {"rewards": columns.rows["total_reward"]})
