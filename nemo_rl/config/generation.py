@@ -56,7 +56,10 @@ class HttpServerConfig(Section):
         description="Seconds that a request may wait and run, while engines sleep, are refitted, fail or are lent; "
         "then the client gets 503 with Retry-After.",
     )
-    max_requests: PositiveInt = Field(1024, description="Requests that are worked on at once; more of them wait.")
+    max_requests: PositiveInt = Field(
+        1024, description="Responses that are made at once; a request of n responses counts n times, and more wait."
+    )
+    max_responses: PositiveInt = Field(1024, description="Responses that one request may ask for: its prompts times n.")
     max_body_bytes: PositiveInt = Field(16 << 20, description="Largest body of a request.")
 
     @property

@@ -14,6 +14,10 @@ import yaml
 
 from nemo_rl.config.errors import UserError
 
+PAGE_ADDRESS, ADAPTERS_ADDRESS = "page.json", "adapters.json"
+ADDRESS_FILES = (PAGE_ADDRESS, ADAPTERS_ADDRESS)
+"""Files of a log directory with a token in them, which no page shows."""
+
 
 class NotPrivate(UserError, RuntimeError):
     """A directory that must be the user's own can be entered by others."""

@@ -11,11 +11,15 @@ import asyncio
 import hmac
 import ipaddress
 import logging
+import math
+import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import quote, urlsplit
 
 import uvicorn
@@ -29,6 +33,7 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nemo_rl.config.errors import UserError
+from nemo_rl.utils.files import ADDRESS_FILES
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -56,62 +61,158 @@ class PageError(UserError, RuntimeError):
     """The page cannot be served as asked."""
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """What a server grants one visitor, in seconds, and all of them together.
+
+    `request_s`: for the head of a request. `body_s`: for the rest of it. `answer_s`: for making and reading the answer.
+    `idle_s`: between two requests. `visitors`: connections; one more takes the place of the oldest that has not sent a
+    whole request, and is answered 503 if all are being answered. `head_bytes`: of a request.
+    """
+
+    request_s: float
+    body_s: float
+    answer_s: float
+    idle_s: float
+    visitors: int
+    head_bytes: int = _HEADER_BYTES
+
+
+class _Waiting:
+    """Connections that have not sent a whole request, each group the oldest first."""
+
+    def __init__(self) -> None:
+        self.groups: dict[str, dict[_BoundedProtocol, None]] = {"request": {}, "body": {}, "idle": {}}
+
+    def move(self, one: _BoundedProtocol, group: str | None) -> None:
+        for name, members in self.groups.items():
+            members.pop(one, None)
+            if name == group:
+                members[one] = None
+
+    def oldest_but(self, one: _BoundedProtocol) -> _BoundedProtocol | None:
+        # Who has been answered before is the least likely to be an attacker.
+        everybody = (other for members in self.groups.values() for other in members)
+        return next((other for other in everybody if other is not one), None)
+
+
 class _BoundedProtocol(H11Protocol):
     """Cuts off visitors who have not sent a whole request in time, or not read its answer: uvicorn waits for them."""
 
+    bounds: Bounds
+    waiting: _Waiting
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._bound = self.loop.call_later(_REQUEST_S, transport.abort)
+        self._state = ""
+        self._bound: asyncio.TimerHandle | None = None
+        self._enter("request")
+        if len(self.connections) > self.bounds.visitors and (oldest := self.waiting.oldest_but(self)) is not None:
+            self.waiting.move(oldest, None)
+            oldest.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        waits = self.cycle is None or self.cycle.response_complete
         super().data_received(data)
-        if waits and self.cycle is not None and not self.cycle.response_complete:
-            self._bound.cancel()
-            self._bound = self.loop.call_later(_ANSWER_S, self.transport.abort)
+        self._enter(self._received(began=True))
 
     def on_response_complete(self) -> None:
-        self._bound.cancel()
-        self._bound = self.loop.call_later(_REQUEST_S, self.transport.abort)
+        # A next request may have been sent already; uvicorn takes it up here.
         super().on_response_complete()
+        self._enter(self._received(began=False))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._bound.cancel()
+        self._enter(None)
         super().connection_lost(exc)
+
+    def _received(self, *, began: bool) -> str:
+        if self.cycle is None or self.cycle.response_complete:
+            return "request" if began else "idle"
+        return "body" if self.cycle.more_body else "answer"
+
+    def _enter(self, state: str | None) -> None:
+        if state == self._state:
+            return
+        self._state = state
+        self.waiting.move(self, state)
+        if self._bound is not None:
+            self._bound.cancel()
+        if state is not None:
+            self._bound = self.loop.call_later(getattr(self.bounds, f"{state}_s"), self.transport.abort)
 
 
 class BackgroundServer:
-    """Serves an ASGI application from a thread. `port`: the port it listens on; 0 takes a free one. Raises OSError: the
-    address cannot be used.
+    """Serves an ASGI application from a thread.
+
+    Args:
+        port: 0 takes a free one.
+        listening: A socket that listens already, in the place of `host` and `port`.
+        bounds: By default those of a page for people.
+        loop: uvicorn's name of the event loop to use.
+
+    Attributes:
+        port: The port it listens on.
+
+    Raises OSError: the address cannot be used.
     """
 
-    def __init__(self, app: ASGIApp, *, host: str, port: int, name: str) -> None:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        self._socket = socket.create_server((host, port), family=family, backlog=_VISITORS)
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        host: str = "",
+        port: int = 0,
+        name: str,
+        listening: socket.socket | None = None,
+        bounds: Bounds | None = None,
+        loop: Literal["asyncio", "auto"] = "asyncio",
+    ) -> None:
+        bounds = bounds or Bounds(_REQUEST_S, _REQUEST_S, _ANSWER_S, _REQUEST_S, _VISITORS)
+        if listening is None:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            listening = socket.create_server((host, port), family=family, backlog=bounds.visitors)
+        self._socket = listening
         self.port = int(self._socket.getsockname()[1])
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         config = uvicorn.Config(
             app,
-            http=_BoundedProtocol,
+            http=type("Bounded", (_BoundedProtocol,), {"bounds": bounds, "waiting": _Waiting()}),
             ws="none",
-            loop="asyncio",
+            loop=loop,
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
+            date_header=False,
             proxy_headers=False,
-            limit_concurrency=_VISITORS,
-            h11_max_incomplete_event_size=_HEADER_BYTES,
+            # Those that make room have not gone yet when the next one is counted.
+            limit_concurrency=2 * bounds.visitors,
+            h11_max_incomplete_event_size=bounds.head_bytes,
+            timeout_keep_alive=math.ceil(bounds.idle_s) + 1,
             timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name=name, daemon=True)
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
+    def _run(self) -> None:
+        try:
+            self._server.run([self._socket])
+        except BaseException as error:  # noqa: BLE001 - who waits for the start raises it
+            self._failure = error
+
+    def wait_until_started(self, timeout_s: float) -> None:
+        """Waits until requests are answered. Raises RuntimeError: the server failed, or takes longer."""
+        deadline = time.monotonic() + timeout_s
+        while not self._server.started:
+            if not self._thread.is_alive() or time.monotonic() > deadline:
+                raise RuntimeError(f"the server did not start within {timeout_s:.0f} s: {self._failure}")
+            time.sleep(0.01)
+
+    def close(self, timeout_s: float = _CLOSE_S) -> None:
         """Stops serving. Safe to call twice."""
         self._server.should_exit = True
-        self._thread.join(timeout=_CLOSE_S)
+        self._thread.join(timeout=timeout_s)
         self._socket.close()
 
 
@@ -175,7 +276,7 @@ def guarded_app(routes: Sequence[Route], token: str, *, token_to_read: bool, coo
             return Response(status_code=499)
         for name, value in _HEADERS.items():
             answered.headers.setdefault(name, value)
-        if token_to_read and request.url.path == "/" and shows_token(token, [asked]):
+        if request.url.path == "/" and shows_token(token, [asked]):
             answered.set_cookie(cookie, token, httponly=True, samesite="strict")
         return answered
 
@@ -209,14 +310,18 @@ def of_this_machine(host: str) -> bool:
 
 def file_of(folder: Path, path: str) -> Response:
     """A file of a folder or below it."""
-    # Links lead out of the folder only by a name that a visitor must not choose.
-    wanted = (folder / path).resolve()
-    if not wanted.is_relative_to(folder.resolve()):
-        return PlainTextResponse("outside the folder\n", 404)
-    if wanted.is_dir():
-        return PlainTextResponse("".join(f"{line}\n" for line in _listed(wanted)))
-    if not wanted.is_file():
-        return PlainTextResponse(f"{path}: there is no such file\n", 404)
+    try:
+        # Links lead out of the folder only by a name that a visitor must not choose.
+        wanted = (folder / path).resolve()
+        if not wanted.is_relative_to(folder.resolve()):
+            return PlainTextResponse("outside the folder\n", 404)
+        if wanted.is_dir():
+            return PlainTextResponse("".join(f"{line}\n" for line in _listed(wanted)))
+        if not wanted.is_file() or not os.access(wanted, os.R_OK) or wanted.name in ADDRESS_FILES:
+            return PlainTextResponse("there is no such file, or it is private\n", 404)
+    except (OSError, ValueError, RuntimeError):
+        # No file can have such a name.
+        return PlainTextResponse("there is no such file\n", 404)
     is_report = wanted.name == "report.html"
     return FileResponse(
         wanted,
@@ -227,5 +332,9 @@ def file_of(folder: Path, path: str) -> Response:
 
 def _listed(folder: Path) -> list[str]:
     """Files below a folder, without what links lead to."""
-    found = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    found = (
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and not path.is_symlink() and path.name not in ADDRESS_FILES
+    )
     return sorted(str(path.relative_to(folder)) for path in found)[:_MOST_FILES]

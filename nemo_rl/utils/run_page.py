@@ -20,13 +20,12 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from nemo_rl.utils.files import private_file
+from nemo_rl.utils.files import PAGE_ADDRESS, private_file
 from nemo_rl.utils.http_server import file_of, guarded_app, serve_page
 from nemo_rl.utils.progress import RunProgress, format_duration
 from nemo_rl.utils.report import sample_lines, write_page
 from nemo_rl.utils.text import printable
 
-ADDRESS_FILE = "page.json"
 _COOKIE = "nrl_run_token"
 _TAIL_BYTES, _TAIL_LINES, _SAMPLES = 16 << 10, 40, 4
 
@@ -105,7 +104,7 @@ def run_page(log_dir: Path, port: int) -> Generator[tuple[RunPage, str]]:
     token = secrets.token_urlsafe(16)
     server, url = serve_page(_app(page, token), token, host="127.0.0.1", port=port, name="run-page")
     try:
-        with private_file(log_dir / ADDRESS_FILE, json.dumps({"url": url, "pid": os.getpid()})):
+        with private_file(log_dir / PAGE_ADDRESS, json.dumps({"url": url, "pid": os.getpid()})):
             yield page, url
     finally:
         server.close()

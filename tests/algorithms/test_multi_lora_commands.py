@@ -88,7 +88,7 @@ def test_a_wrong_request_is_refused(
 
     job: Any = Job()
     with http.serve(job, {}, tmp_path, 0) as address:
-        token = json.loads((tmp_path / http.ADDRESS_FILE).read_text())["token"]
+        token = json.loads((tmp_path / http.ADAPTERS_ADDRESS).read_text())["token"]
         connection = HTTPConnection(address.removeprefix("http://"), timeout=20)
         connection.request(method, path, body or None, {"Authorization": f"Bearer {token}"} | headers)
         answer = connection.getresponse()

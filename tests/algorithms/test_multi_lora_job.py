@@ -19,13 +19,14 @@ import ray
 
 from nemo_rl.algorithms.multi_lora.adapter_run import Shared
 from nemo_rl.algorithms.multi_lora.assembly import shared_parts
-from nemo_rl.algorithms.multi_lora.http import ADDRESS_FILE, JobUnreachable, call, serve
+from nemo_rl.algorithms.multi_lora.http import JobUnreachable, call, serve
 from nemo_rl.algorithms.multi_lora.job import MultiLoraJob, Phase, SlotsFull, UnknownAdapter
 from nemo_rl.algorithms.multi_lora.passes import AdapterRemoved
 from nemo_rl.config.multi_lora import load_adapter, load_base
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.log.reading import merge_by_machine_time
 from nemo_rl.utils.adapters import read_adapter
+from nemo_rl.utils.files import ADAPTERS_ADDRESS
 from nemo_rl.utils.progress import StartPhases
 from nemo_rl.utils.record import Entry, read_record
 from nemo_rl.utils.record_events import TokensGenerated
@@ -151,7 +152,7 @@ def test_adapters_join_fail_and_leave_alone_and_go_on_where_they_were(parts: tup
             call(logs, "DELETE", "/adapters/long")
         with pytest.raises(UnknownAdapter):
             job.remove("long")
-        assert (logs / ADDRESS_FILE).stat().st_mode & 0o077 == 0
+        assert (logs / ADAPTERS_ADDRESS).stat().st_mode & 0o077 == 0
     assert job.wait(1.0) and shared.engines.version("one") is None
     versions: Any = shared.engines.generation.fleet.call([0], "adapter_versions")
     assert versions == [{}]

@@ -7,12 +7,16 @@ import base64
 import io
 import json
 import math
+import os
+import random
 import socket
 import sys
 import threading
 import time
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +26,8 @@ import numpy as np
 import pytest
 import requests
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nemo_rl.config import ConfigError, EnvConfig, load_master_config
 from nemo_rl.data.datasets import load_response_dataset
@@ -37,7 +43,7 @@ from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollouts import RolloutRunner, number_samples, rollout_metrics
 from nemo_rl.experience.trajectories import RolloutLimits, RolloutPlan
 from nemo_rl.models.generation.decisions import SamplingMasks, TokenRoutes
-from nemo_rl.models.generation.endpoint.http import EndpointError, bound_socket, root_url
+from nemo_rl.models.generation.endpoint.http import EndpointError, Slots, bound_socket, root_url
 from nemo_rl.models.generation.endpoint.server import Endpoint, start_endpoint
 from nemo_rl.models.generation.endpoint.serving import _load_plugins
 from nemo_rl.models.generation.endpoint.session import SessionPlan
@@ -552,6 +558,117 @@ def test_a_wrong_token_and_what_is_no_json_are_refused(session: tuple[Endpoint, 
     assert requests.post(f"{url}/completions", data="{", headers=headers, timeout=60).status_code == 400
     models = requests.get(f"{url}/models", headers=headers, timeout=60).json()
     assert models["data"][0]["id"] == "policy"
+
+
+def test_who_does_not_show_the_token_keeps_no_connection(served: tuple[Endpoint, Model]) -> None:
+    address = served[0].base_url.removeprefix("http://").partition("/")[0].rpartition(":")
+    upgrade = "Connection: Upgrade\r\nUpgrade: websocket\r\n"
+    for more in ("", upgrade, "Content-Length: 1000\r\n", "Authorization: Bearer wrong\r\n"):
+        with socket.create_connection((address[0], int(address[2])), timeout=20) as stranger:
+            stranger.sendall(f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n{more}\r\n".encode())
+            said = b""
+            with suppress(ConnectionResetError):
+                while part := stranger.recv(4096):
+                    said += part
+            assert said.split()[1] == b"401"
+
+
+def test_half_sent_requests_neither_keep_descriptors_nor_clients_out(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NRL_TEST_TOKEN", _TOKEN)
+    monkeypatch.setattr("nemo_rl.models.generation.endpoint.server.connections", lambda: 40)
+    monkeypatch.setattr("nemo_rl.models.generation.endpoint.server._REQUEST_S", 2.0)
+    endpoint = started(tiny_model, Model(get_tokenizer({"name": str(tiny_model)})))
+    host, _, port = endpoint.base_url.removeprefix("http://").partition("/")[0].rpartition(":")
+    before = len(os.listdir("/proc/self/fd"))
+    try:
+        with ExitStack() as attack:
+            for number in range(400):
+                half = attack.enter_context(socket.create_connection((host, int(port)), timeout=20))
+                half.sendall((b"", b"POST /v1/ch", b"GET /health HTTP/1.1\r\nX-Long: ")[number % 3])
+            # Both ends are in this process.
+            assert len(os.listdir("/proc/self/fd")) - before < 400 + 2 * 40
+            assert chat(endpoint.base_url, [user("a")])["choices"]
+            time.sleep(3.0)
+            assert len(os.listdir("/proc/self/fd")) - before < 400 + 10
+    finally:
+        endpoint.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "responses"),
+    [
+        ("completions", {"prompt": ["a"] * 700, "n": 16_384}, 700 * 16_384),
+        ("completions", {"prompt": [[65], [66]], "n": 600}, 1200),
+        ("completions", {"prompt": ["a"] * 700, "n": 2}, 1400),
+        ("completions", {"prompt": [65] * 9, "n": 1025}, 1025),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "n": 1025}, 1025),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "n": 2000, "stream": True}, 2000),
+    ],
+)
+def test_a_request_for_too_many_responses_is_refused_before_any_is_made(
+    path: str, body: dict[str, object], responses: int, session: tuple[Endpoint, Model, str]
+) -> None:
+    endpoint, says, _ = session
+    refused = post(f"{endpoint.base_url}/{path}", model="policy", **body)
+    assert refused.status_code == 400, refused.text
+    assert f"asks for {responses} responses" in refused.text and "http_server.max_responses=1024" in refused.text
+    assert says.requests == [] and endpoint._slots._value == endpoint._config.max_requests
+
+
+def test_responses_count_against_the_limit_and_not_requests(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NRL_TEST_TOKEN", _TOKEN)
+    says = Model(get_tokenizer({"name": str(tiny_model)}))
+    endpoint = started(tiny_model, says, f"{_VLLM}.http_server.max_requests=4")
+    at_once, most = 0, 0
+
+    async def wait() -> None:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        await asyncio.sleep(0.05)
+        at_once -= 1
+
+    says.wait = wait
+    try:
+        with ThreadPoolExecutor(8) as clients:
+            ns = [1, 3, 2, 4, 1, 1, 3, 2]
+            given = list(clients.map(lambda n: chat(endpoint.base_url, [user("a")], n=n), ns))
+            assert [len(answer["choices"]) for answer in given] == ns and most <= 4
+            # More than there are places: alone, and not never.
+            assert len(chat(endpoint.base_url, [user("a")], n=6)["choices"]) == 6
+        assert endpoint._slots._value == 4
+    finally:
+        endpoint.close()
+
+
+@given(st.integers(1, 6), st.lists(st.tuples(st.integers(1, 9), st.booleans()), max_size=12), st.randoms())
+def test_places_are_never_oversold_or_lost_and_go_in_order(
+    count: int, asked: list[tuple[int, bool]], chance: random.Random
+) -> None:
+    async def play() -> None:
+        slots, held, order = Slots(count), {}, []
+
+        async def take(number: int, responses: int) -> None:
+            held[number] = (min(responses, count), await slots.take(responses))
+            order.append(number)
+
+        waiting = {number: asyncio.ensure_future(take(number, many)) for number, (many, _) in enumerate(asked)}
+        await asyncio.sleep(0)
+        gone = {number for number, (_, leaves) in enumerate(asked) if leaves}
+        for number in gone:
+            waiting[number].cancel()
+        for _ in range(4 * len(asked)):
+            await asyncio.sleep(0)
+            assert sum(places for places, _ in held.values()) <= count
+            if held:
+                held.pop(chance.choice(sorted(held)))[1]()
+        await asyncio.gather(*waiting.values(), return_exceptions=True)
+        assert slots._value == count and order == sorted(order)
+        assert set(order) >= set(waiting) - gone
+
+    asyncio.run(play())
 
 
 def waiting_until_cancelled(begun: threading.Event, cancelled: threading.Event) -> Callable[[], Awaitable[None]]:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 
-from nemo_rl.algorithms.multi_lora.http import ADDRESS_FILE
 from nemo_rl.config import ConfigError
 from nemo_rl.config.multi_lora import load_base
 from nemo_rl.models.policy.model_config import UnsupportedModelError
@@ -22,6 +21,7 @@ from nemo_rl.time_sharing.pipelines.command_config import KILLED_S
 from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job, Kind, read_jobs
 from nemo_rl.time_sharing.protocol.topology import Pool
+from nemo_rl.utils.files import ADAPTERS_ADDRESS
 
 _CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 _SCENARIOS = _CONFIGS.parent / "time_sharing" / "pipelines"
@@ -138,7 +138,7 @@ def test_adapters_that_come_and_go_while_a_command_yields_are_those_of_the_next_
     odd.write_text("policy: {dtensor_cfg: {lora_cfg: {target_modules: [q_prj]}}}")
     late.write_text("grpo: {seed: 3}")
     (tmp_path / config.log_dir).mkdir(parents=True)
-    (tmp_path / config.log_dir / ADDRESS_FILE).write_text("an address at which nothing may be asked any more")
+    (tmp_path / config.log_dir / ADAPTERS_ADDRESS).write_text("an address at which nothing may be asked any more")
     job = Job("adapters", config, (), (0,), folder=str(tmp_path))
     pipeline = CommandPipeline(job, PoolHandles(None, Pool(1, 1), "cpu", (), LIVE_LIMITS, str(tmp_path)), 0)
     monkeypatch.setattr(pipeline, "_process", SimpleNamespace(poll=lambda: None))
@@ -149,7 +149,7 @@ def test_adapters_that_come_and_go_while_a_command_yields_are_those_of_the_next_
     assert pipeline.adapters("remove", ["one"]) == ["one: removed"]
     assert pipeline.adapters("list", []) == [{"name": "late", "phase": "yielding", "file": str(late)}]
     pipeline._stopping.clear()
-    (tmp_path / config.log_dir / ADDRESS_FILE).unlink()
+    (tmp_path / config.log_dir / ADAPTERS_ADDRESS).unlink()
     with pytest.raises(CommandFailed, match="is starting; add two again"):
         pipeline.adapters("add", ["two.yaml"])
 
@@ -172,7 +172,7 @@ def test_adapters_that_lose_their_gpus_while_they_start_are_asked_to_leave_once_
 ) -> None:
     config = _submitted(tmp_path, ["one.yaml"], one={})
     config = config.model_copy(update={"log_dir": str(tmp_path)})
-    address, said = tmp_path / ADDRESS_FILE, tmp_path / "said"
+    address, said = tmp_path / ADAPTERS_ADDRESS, tmp_path / "said"
     command = [sys.executable, "-c", _STARTING, str(address), str(said), how]
     handles = PoolHandles(None, Pool(1, 1), "cpu", (), LIVE_LIMITS, str(tmp_path))
     pipeline = CommandPipeline(Job("adapters", config, (), (0,), folder=str(tmp_path)), handles, 0)

@@ -99,7 +99,7 @@ def status_of(url: str, **headers: str) -> int:
 
 def test_the_page_follows_the_log_and_says_why(bench: Bench, page: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nemo_rl.time_sharing.viewing.page_server._FRESH_S", 0.0)
-    before = json.load(get(f"{page.url}data.json"))
+    before = json.load(get(page.url.replace("?", "data.json?")))
     assert before["pipelines"] == ["long", "short"] and before["live"] and not before["checked"]
     assert {bar[5] for bar in before["bars"]} >= {"train", "generate"}
     assert any("for ACTOR_TRAINING: " in text for _, _, text in before["decisions"])
@@ -107,11 +107,11 @@ def test_the_page_follows_the_log_and_says_why(bench: Bench, page: PageServer, m
     assert before["standings"][0][3:6] == ["3/9", "training", "0.250"]
     assert before["standings"][0][9:11] == ["50%", "1.07"] and before["standings"][1][9:11] == ["", ""]
     train(bench, "long", 8)
-    after = json.load(get(f"{page.url}data.json"))
+    after = json.load(get(page.url.replace("?", "data.json?")))
     assert len(after["decisions"]) > len(before["decisions"]) and len(after["bars"]) > len(before["bars"])
 
     bench.record.emit(LogClosed())
-    closed = json.load(get(f"{page.url}data.json"))
+    closed = json.load(get(page.url.replace("?", "data.json?")))
     assert not closed["live"] and closed["checked"]
 
 
@@ -135,14 +135,14 @@ def test_from_another_machine_the_page_asks_for_its_token(view: PoolView) -> Non
 
 
 def test_on_this_machine_the_page_is_open_but_not_to_a_foreign_name(page: PageServer) -> None:
-    assert "token" not in page.url
-    assert status_of(page.url) == 200
-    assert status_of(page.url, Host="pool.example.com") == 403
-    assert status_of(f"{page.url}secrets") == 404
+    bare = page.url.partition("?token=")[0]
+    assert status_of(bare) == 200
+    assert status_of(bare, Host="pool.example.com") == 403
+    assert status_of(f"{bare}secrets") == 404
 
 
 def test_prometheus_reads_the_figures(page: PageServer) -> None:
-    text = get(f"{page.url}metrics").read().decode()
+    text = get(page.url.replace("?", "metrics?")).read().decode()
     found = {
         (sample.name, *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(text)
@@ -197,7 +197,7 @@ def test_visitors_who_send_half_a_request_hold_no_thread_and_are_cut_off(
     server = PageServer(view)
     try:
         threads = threading.active_count()
-        port = int(server.url.rsplit(":", 1)[1].strip("/"))
+        port = int(server.url.rsplit(":", 1)[1].partition("/")[0])
         halves = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(100)]
         for number, half in enumerate(halves):
             half.sendall((b"", b"GET", b"GET / HTTP/1.1\r\nHost: ")[number % 3])
@@ -256,17 +256,27 @@ def test_a_jobs_report_and_logs_are_shown_and_nothing_beside_them(bench: Bench, 
     (tmp_path / "job" / "secret").write_text("secret")
     (logs / "link").symlink_to(tmp_path / "job" / "secret")
     everybody = [replace(standing, log_dir=str(logs)) for standing in standings()[:1]]
+    (logs / "page.json").write_text('{"url": "http://page/?token=secret"}')
+    (logs / "page.json").chmod(0o600)
     server = PageServer(PoolView(tmp_path, lambda: everybody))
+    bare, _, token = server.url.partition("?token=")
+    at, right = f"{bare}jobs/long/files/", {"Authorization": f"Bearer {token}"}
     try:
-        at = f"{server.url}jobs/long/files/"
-        assert get(at).read().decode().split() == ["actors/policy.log", "report.html"]
-        report = get(f"{at}report.html")
+        assert get(at, **right).read().decode().split() == ["actors/policy.log", "report.html"]
+        report = get(f"{at}report.html", **right)
         assert report.headers["Content-Type"].startswith("text/html")
         assert report.headers["Content-Security-Policy"].startswith("sandbox")
-        assert get(f"{at}actors/policy.log").headers["Content-Type"].startswith("text/plain")
+        assert get(f"{at}actors/policy.log", **right).headers["Content-Type"].startswith("text/plain")
         for outside in ("link", "../secret", "%2e%2e/secret", "..%2fsecret", "/etc/passwd", "%2fetc%2fpasswd", "none"):
-            assert status_of(at + outside) == 404
-        assert status_of(f"{server.url}jobs/stranger/files/") == 404
+            assert status_of(at + outside, **right) == 404
+        assert status_of(f"{bare}jobs/stranger/files/", **right) == 404
+        assert status_of(f"{at}page.json", **right) == 404
+        # On this machine too: what its user alone may read is not another user's.
+        for path in ("", "report.html", "actors/policy.log", "page.json", "none"):
+            for shown in ({}, {"Authorization": "Bearer x"}, {"Cookie": "nrl_pool_token=x"}):
+                assert status_of(at + path, **shown) == 403
+        cookie = get(server.url).headers["Set-Cookie"].partition(";")[0]
+        assert status_of(f"{at}report.html", Cookie=cookie) == 200
     finally:
         server.close()
 

@@ -18,10 +18,11 @@ from rich.console import Console
 
 from nemo_rl.algorithms import commands
 from nemo_rl.config import LoggerConfig
+from nemo_rl.utils.files import PAGE_ADDRESS
 from nemo_rl.utils.http_server import PageError
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.progress import RunProgress
-from nemo_rl.utils.run_page import ADDRESS_FILE, RunPage, run_page
+from nemo_rl.utils.run_page import RunPage, run_page
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def test_the_cookie_of_the_page_is_enough_and_links_lead_nowhere(run: tuple[RunP
 
 
 def test_the_address_is_its_owners_alone_and_gone_at_the_end(tmp_path: Path) -> None:
-    old = tmp_path / ADDRESS_FILE
+    old = tmp_path / PAGE_ADDRESS
     old.write_text("left by a run that was killed")
     with run_page(tmp_path, 0) as (page, url):
         assert stat.S_IMODE(old.stat().st_mode) == 0o600

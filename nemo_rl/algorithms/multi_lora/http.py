@@ -17,7 +17,7 @@ from urllib.request import Request, urlopen
 
 from nemo_rl.config.errors import ConfigError, UserError
 from nemo_rl.config.multi_lora import load_adapter
-from nemo_rl.utils.files import private_file
+from nemo_rl.utils.files import ADAPTERS_ADDRESS, private_file
 
 if TYPE_CHECKING:
     from starlette import requests
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from nemo_rl.algorithms.multi_lora.job import MultiLoraJob
 
-ADDRESS_FILE = "adapters.json"
 _TIMEOUT_S = 60.0
 _MOST_BYTES = 1 << 20
 
@@ -47,7 +46,7 @@ def serve(job: MultiLoraJob, base: Mapping[str, object], log_dir: Path, port: in
     address = f"http://127.0.0.1:{server.port}"
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
-        with private_file(log_dir / ADDRESS_FILE, json.dumps({"address": address, "token": token})):
+        with private_file(log_dir / ADAPTERS_ADDRESS, json.dumps({"address": address, "token": token})):
             yield address
     finally:
         server.close()
@@ -79,7 +78,7 @@ def _app(job: MultiLoraJob, base: Mapping[str, object], token: str) -> Starlette
     def answered(work: Callable[[requests.Request, bytes], object]) -> Callable[..., Awaitable[Response]]:
         async def answer(request: requests.Request) -> Response:
             if not shows_token(token, [bearer(request)]):
-                said = f"the token in {ADDRESS_FILE} of the job's log directory is missing"
+                said = f"the token in {ADAPTERS_ADDRESS} of the job's log directory is missing"
                 return JSONResponse({"error": said}, 401)
             body = bytearray()
             async for part in request.stream():
@@ -105,7 +104,7 @@ def _app(job: MultiLoraJob, base: Mapping[str, object], token: str) -> Starlette
 
 def call(log_dir: Path, method: str, path: str, content: object = None) -> object:
     """The answer of the job that logs to a directory. Raises JobUnreachable: none runs there, or it refused."""
-    file = log_dir / ADDRESS_FILE
+    file = log_dir / ADAPTERS_ADDRESS
     if not file.is_file():
         raise JobUnreachable(f"{file}: no job of adapters runs with this log directory")
     there = json.loads(file.read_text(encoding="utf-8"))

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import psutil
 
-from nemo_rl.algorithms.multi_lora.http import ADDRESS_FILE, call
+from nemo_rl.algorithms.multi_lora.http import call
 from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.processes import kill_and_wait
 from nemo_rl.time_sharing.agents.actors import RayLink
@@ -31,6 +31,7 @@ from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
 from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job
 from nemo_rl.time_sharing.protocol.types import KILLED_S, Command, Reply
+from nemo_rl.utils.files import ADAPTERS_ADDRESS
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +176,7 @@ class CommandPipeline(LentPipeline):
             self._starts += 1
             if isinstance(config, AdaptersConfig):
                 # One that was killed left it there.
-                (Path(self._job.folder) / config.log_dir / ADDRESS_FILE).unlink(missing_ok=True)
+                (Path(self._job.folder) / config.log_dir / ADAPTERS_ADDRESS).unlink(missing_ok=True)
             try:
                 self._process = subprocess.Popen(
                     self._arguments(config),
@@ -231,7 +232,7 @@ class CommandPipeline(LentPipeline):
         alive = self._process is not None and self._process.poll() is None
         # A command that yields would forget a change; its next start reads the files of now.
         leaves = alive and self._stopping.is_set()
-        runs = alive and not leaves and (log_dir / ADDRESS_FILE).is_file()
+        runs = alive and not leaves and (log_dir / ADAPTERS_ADDRESS).is_file()
         waits = "as soon as the job has GPUs"
         if command == "list":
             if not runs:
@@ -270,7 +271,7 @@ class CommandPipeline(LentPipeline):
                     self._client.withdraw()
                 left_s, key = stop_s, "external.stop_s"
                 if isinstance(self._config, AdaptersConfig):
-                    address = Path(self._job.folder) / self._config.log_dir / ADDRESS_FILE
+                    address = Path(self._job.folder) / self._config.log_dir / ADAPTERS_ADDRESS
                     left_s, key = self._started_within(stop_s, address), STOP_S
                 self._cut_off = ""
                 if not self._end(left_s):

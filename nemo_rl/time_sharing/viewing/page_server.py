@@ -1,7 +1,7 @@
 """The web page of a pool: who is on which GPU and why, live or from a finished log, and figures for Prometheus.
 
-Reads the scheduler's log and asks for standings; changes nothing but by `act`. Invariants: from another machine nothing
-is shown without the token, and no action is taken without it; the port is free again after `close`.
+Reads the scheduler's log and asks for standings; changes nothing but by `act`. Invariants: without the token nothing is
+shown to another machine and no file of a job to anybody, and no action is taken; the port is free again after `close`.
 """
 
 from __future__ import annotations
@@ -141,12 +141,12 @@ class PageServer:
     Args:
         port: Port; 0 takes a free one.
         token: What a visitor must show, as `?token=`, as a bearer token or by the page's cookie. By default one is made
-            up; then a visitor from this machine may look without it.
+            up; then a visitor from this machine may look without it, but not at the files of jobs.
         act: Does `drain` or `cancel` to a job, and says what happens; always asks for the token as a bearer token,
             which no other site can make a browser send. None where there is nothing to do it to.
 
     Attributes:
-        url: Where to look, with the token where one is of use.
+        url: Where to look, with the token.
 
     Raises PageError: the address cannot be listened on.
     """
@@ -163,8 +163,7 @@ class PageServer:
         token_to_read = token is not None or not of_this_machine(host)
         token = token or secrets.token_urlsafe(16)
         app = page_app(view, token, token_to_read=token_to_read, act=act)
-        of_use = token if token_to_read or act is not None else None
-        self._server, self.url = serve_page(app, of_use, host=host, port=port, name="pool-page")
+        self._server, self.url = serve_page(app, token, host=host, port=port, name="pool-page")
 
     def close(self) -> None:
         """Stops serving. Safe to call twice."""
@@ -188,6 +187,9 @@ def page_app(view: PoolView, token: str, *, token_to_read: bool, act: Act | None
 
     def files(request: Request) -> Response:
         name, path = request.path_params["name"], request.path_params.get("path", "")
+        shown = [request.query_params.get("token", ""), bearer(request), request.cookies.get(_COOKIE, "")]
+        if not shows_token(token, shown):
+            return PlainTextResponse(NEEDS_TOKEN, 403)
         folder = view.folder_of(name)
         if folder is None:
             return PlainTextResponse(f"{name}: has not said yet where its logs are\n", 404)

@@ -9,7 +9,9 @@ import asyncio
 import base64
 import hmac
 import io
+import resource
 import socket
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _RETRY_AFTER_S = 5
+_MOST_DESCRIPTORS = 65_536
 
 
 class EndpointError(UserError, RuntimeError):
@@ -33,6 +36,61 @@ class EndpointError(UserError, RuntimeError):
 
 class TooLarge(UserError, ValueError):
     """A body above the limit."""
+
+
+class Slots:
+    """Places for responses that are made at once; who waits first gets them first.
+
+    Args:
+        count: Places.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._value = count  # places that are free
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def take(self, responses: int) -> Callable[[], None]:
+        """Waits for the places of a request; gives them back when what it returns is called. A request of more
+        responses than there are places takes all.
+        """
+        places = min(responses, self._count)
+        granted = asyncio.get_running_loop().create_future()
+        self._waiting.append((places, granted))
+        self._grant()
+        try:
+            await granted
+        except asyncio.CancelledError:
+            if granted.done() and not granted.cancelled():
+                self._give_back(places)
+            else:
+                self._waiting = deque(entry for entry in self._waiting if entry[1] is not granted)
+                self._grant()
+            raise
+        return lambda: self._give_back(places)
+
+    def _give_back(self, places: int) -> None:
+        self._value += places
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._waiting and (self._waiting[0][1].done() or self._waiting[0][0] <= self._value):
+            places, granted = self._waiting.popleft()
+            if not granted.done():
+                self._value -= places
+                granted.set_result(None)
+
+
+def connections() -> int:
+    """How many connections the endpoint may keep: half of the descriptors that this process may open, so that the rest
+    of the run goes on. The limit is raised as far as the system lets the process.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return (_MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft) // 2
 
 
 def bound_socket(host: str, ports: tuple[int, int]) -> socket.socket:
@@ -69,13 +127,15 @@ def guarded(app: ASGIApp, token: str | None, max_body_bytes: int) -> ASGIApp:
     """The app behind the checks of token and body size."""
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
         headers = {name.lower(): value for name, value in scope["headers"]}
         given = headers.get(b"authorization", b"")
         if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
+            # Who has not shown the token keeps no connection.
             await error_response(
-                401, "wrong or missing token; send Authorization: Bearer TOKEN", "AuthenticationError"
+                401,
+                "wrong or missing token; send Authorization: Bearer TOKEN",
+                "AuthenticationError",
+                {"Connection": "close"},
             )(scope, receive, send)
             return
         received = 0

@@ -13,7 +13,6 @@ import gc
 import json
 import logging
 import os
-import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +23,11 @@ from nemo_rl.config.errors import UserError
 from nemo_rl.config.generation import HttpServerConfig
 from nemo_rl.models.generation.endpoint.http import (
     EndpointError,
+    Slots,
     TooLarge,
     answer_of,
     bound_socket,
+    connections,
     error_response,
     event_stream,
     guarded,
@@ -51,20 +52,21 @@ from nemo_rl.models.generation.endpoint.serving import MODEL, Serving, make_serv
 from nemo_rl.models.generation.endpoint.session import Session, SessionPlan, Turn
 from nemo_rl.models.generation.endpoint.streaming import StreamedAnswers, chunk_of, event_of, events_of, may_end
 from nemo_rl.models.generation.interfaces import GenerationError
+from nemo_rl.utils.http_server import BackgroundServer, Bounds
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
     from transformers import PreTrainedTokenizerBase
-    from uvicorn import Server
 
 logger = logging.getLogger(__name__)
 
 Record = Callable[[Sequence[Mapping[str, object]]], list[Turn]]
 
 _KEY = "policy.generation.vllm_cfg.http_server"
-_KEEP_ALIVE_S = 3600
+_KEEP_ALIVE_S = 3600.0
+_REQUEST_S, _BODY_S = 10.0, 60.0
 _START_S = 60.0
 _END_S = 10.0
 
@@ -96,54 +98,38 @@ class Endpoint:
         self._config = config
         self.token = _token(config.token_variable)
         self._sessions: dict[str, Session] = {}
-        self._slots = asyncio.Semaphore(config.max_requests)
-        self._socket = bound_socket(config.host, ports)
-        self._root = root_url(self._socket)
+        self._slots = Slots(config.max_requests)
+        bound = bound_socket(config.host, ports)
+        self._root = root_url(bound)
         self.base_url = f"{self._root}/v1"
-        self._server: Server | None = None
-        self._started = threading.Event()
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="generation-endpoint", daemon=True)
-        self._thread.start()
-        if not self._started.wait(_START_S) or self._failure is not None:
+        self._server = BackgroundServer(
+            guarded(self._app(), self.token, config.max_body_bytes),
+            name="generation-endpoint",
+            listening=bound,
+            bounds=Bounds(
+                request_s=_REQUEST_S,
+                body_s=_BODY_S,
+                # The request's own deadline ends it before; this one ends a client that does not read.
+                answer_s=config.deadline_s + _BODY_S,
+                # Agents keep their connection while they think: one that is closed as they ask again is an error.
+                idle_s=_KEEP_ALIVE_S,
+                visitors=connections(),
+            ),
+            loop="auto",
+        )
+        try:
+            self._server.wait_until_started(_START_S)
+        except RuntimeError as error:
             self.close()
-            raise EndpointError(f"{_KEY}: the server did not start within {_START_S:.0f} s: {self._failure}")
+            raise EndpointError(f"{_KEY}: {error}") from error
         # Requests make many short-lived objects. A full collection would go through all that the driver has imported
         # each time, while no request is answered.
         gc.collect()
         gc.freeze()
 
-    def _run(self) -> None:
-        import uvicorn
-
-        async def serve() -> None:
-            settings = uvicorn.Config(guarded(self._app(), self.token, self._config.max_body_bytes), log_config=None)
-            settings.log_level, settings.access_log, settings.lifespan = "warning", False, "off"
-            settings.proxy_headers = settings.server_header = settings.date_header = False
-            settings.timeout_graceful_shutdown = 1
-            # Agents keep their connection while they think: one that is closed as they ask again is an error to them.
-            settings.timeout_keep_alive = _KEEP_ALIVE_S
-            self._server = uvicorn.Server(settings)
-            serving = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
-            while not self._server.started and not serving.done():
-                await asyncio.sleep(0.01)
-            self._started.set()
-            await serving
-
-        try:
-            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-                runner.run(serve())
-        except BaseException as error:  # noqa: BLE001 - the thread that waits for the start raises it
-            self._failure = error
-        finally:
-            self._started.set()
-
     def close(self) -> None:
         """Ends the server. Safe to call twice."""
-        if self._server is not None:
-            self._server.should_exit = True
-        self._thread.join(_END_S)
-        self._socket.close()
+        self._server.close(_END_S)
         gc.unfreeze()
 
     def base_urls(self, engines: int) -> list[str]:
@@ -214,8 +200,7 @@ class Endpoint:
                 return self._failed(error, request)
 
         async def within(request: Request) -> Response:
-            await self._slots.acquire()
-            request.state.release = self._slots.release
+            request.state.release = None
             try:
                 return await handler(request)
             finally:
@@ -326,8 +311,16 @@ class Endpoint:
         self, create: Callable[..., Awaitable[Any]], asked: object, call: Call, request: Request, record: Record
     ) -> Response:
         """The response with what is known of its tokens, or vLLM's refusal. `record`: called with the messages of the
-        choices once all of them are complete; the turns of a session that they are.
+        choices once all of them are complete; the turns of a session that they are. Raises BadRequest: the request
+        asks for too many responses.
         """
+        responses = responses_of(asked)
+        if responses > self._config.max_responses:
+            raise BadRequest(
+                f"the request asks for {responses} responses (prompts times n); at most {_KEY}.max_responses="
+                f"{self._config.max_responses} are given: ask in several requests"
+            )
+        request.state.release = await self._slots.take(responses)
         current_call.set(call)
         try:
             made = await create(asked)
@@ -441,13 +434,11 @@ async def _sent(events: Iterable[str]) -> AsyncGenerator[str]:
         yield event
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop where it is installed, as vLLM's own server has it; asyncio's own otherwise."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
+def responses_of(asked: Any) -> int:
+    """How many responses a request asks for: its prompts times `n`."""
+    prompt = getattr(asked, "prompt", None)
+    prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+    return prompts * (asked.n or 1)
 
 
 def _token(variable: str | None) -> str | None:
