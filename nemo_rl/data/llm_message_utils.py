@@ -118,7 +118,7 @@ def get_formatted_message_log(
 
     Args:
         message_log: messages with `role` and `content`.
-        task_data_spec: its prompt is put around the last user message, its system prompt before everything.
+        task_data_spec: its prompt is put around a user message (see `prompted`), its system prompt before everything.
         add_bos_token: begin with the tokenizer's first token, if the template does not.
         add_eos_token: end with the tokenizer's last token, if the conversation does not end with one of `stop_texts`.
         add_generation_prompt: end with the template's opening of an assistant message; in a conversation that ends with
@@ -221,13 +221,14 @@ def _marked_tokens(
 
 
 def prompted(message_log: Sequence[Mapping[str, object]], spec: TaskDataSpec | None) -> list[dict[str, object]]:
-    """The messages with the task's prompt around the last user message, the question that is asked, and its system
-    prompt in front.
+    """The messages with the task's prompt, and its system prompt in front. The prompt goes around the question that is
+    asked: the last user message of a prompt, and the first of a whole conversation, as in NeMo-RL.
     """
     messages = [dict(message) for message in message_log]
     if spec is not None and spec.prompt is not None:
-        asked = next((message for message in reversed(messages) if message["role"] == "user"), None)
-        if asked is not None:
+        users = [message for message in messages if message["role"] == "user"]
+        if users:
+            asked = users[0] if messages[-1]["role"] == "assistant" else users[-1]
             asked["content"] = spec.ask(str(asked["content"]))
     if spec is not None and spec.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": spec.system_prompt})

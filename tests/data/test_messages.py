@@ -53,6 +53,17 @@ def test_prompt_and_system_prompt_of_the_task_are_put_in(tokenizer: Any, tmp_pat
     assert log[1]["content"] == "<|im_start|>user\nSolve {1}+1 in {braces}.<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_a_prompt_is_put_around_the_first_question_of_a_conversation_and_the_last_of_a_prompt(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "prompt.txt").write_text("Solve {}.")
+    spec = TaskDataSpec("t", str(tmp_path / "prompt.txt"))
+    talk = [message(role, [1]) | {"content": role[0]} for role in ("user", "assistant") * 2]
+    for messages, asked in ((talk, [True, False]), (talk[:3], [False, True])):
+        log = get_formatted_message_log(messages, tokenizer, spec, False, False, messages is not talk)
+        assert ["Solve u." in one["content"] for one in log if one["role"] == "user"] == asked
+
+
 def test_first_and_last_tokens_are_added_once(tokenizer: Any) -> None:
     log = get_formatted_message_log(CONVERSATION, tokenizer)
     assert log[0]["token_ids"][0] == tokenizer.bos_token_id and log[-1]["token_ids"][-1] == tokenizer.eos_token_id
