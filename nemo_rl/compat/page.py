@@ -64,8 +64,9 @@ _SAME = {
     "form; `english_multichoice` and `multilingual_multichoice`: the first `Answer: X`",
     "several turns": "metadata None keeps what was there, a response cut at `max_new_tokens` goes on to the "
     "environment, the last observation is part of the log, rewards of turns add up",
-    "`env.code`": 'a notebook: the value of the last expression in `<result>`, names in `metadata["context"]`, files '
-    'in `metadata["working_dir"]`, blocked imports, no end without code',
+    "`env.code`": "a notebook: the value of the last expression in `<result>`, on one line, or the repr of an "
+    'exception; names in `metadata["context"]`, files in `metadata["working_dir"]`, blocked imports, the stop string '
+    "`</code>`, no end without a value",
     "`env.sliding_puzzle`": "`slide ROW COLUMN` and `view`, a reward for the solved board alone, an end at `max_moves`",
     "processors": "prompts, masks, first and last tokens, `add_generation_prompt`, tools of `openai_format`",
     "optimizers": "torch's, and the update of Transformer Engine's `FusedAdam` with moments in float32 or "
@@ -158,12 +159,14 @@ _DIFFERENT = {
     ),
     "`env.code`: what a cell without a value shows, and its reward": (
         "not known",
-        "what it printed; 1 where the result equals `ground_truth`, else 0",
+        "what it printed; 1 where the result equals `ground_truth`, else 0, and a right answer that was printed ends "
+        "the episode",
         "a cell that prints has an answer too",
     ),
     "`env.code`: which packages may be imported": (
-        "not known",
-        "the standard library, modules in the working directory, and `env.code.packages` (numpy, sympy)",
+        "any, but for `os`, `sys` and others that reach out of the notebook",
+        "of these, the standard library, modules in the working directory, and `env.code.packages` (numpy, sympy); a "
+        "run says so at its start",
         "the sandbox keeps the machine safe; the list keeps prompts comparable",
     ),
     "judging by tests or by what a script prints": (
@@ -173,7 +176,7 @@ _DIFFERENT = {
     ),
     "`env.code_jaccard`: lengths": (
         "not known whether of texts or of words",
-        "characters of the texts, of fenced blocks where there are any",
+        "characters of the texts",
         "one of the two had to be chosen",
     ),
     "`env.sliding_puzzle`: wording, `view`, rows and columns": (

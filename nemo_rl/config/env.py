@@ -123,8 +123,8 @@ class CodeEnvConfig(CodeTestsEnvConfig):
 
     packages: list[str] = Field(
         default_factory=lambda: ["numpy", "sympy"],
-        description="Packages that a cell may import, besides the standard library and modules in its working "
-        "directory.",
+        description="Packages that a cell may import, besides modules in its working directory and the standard "
+        "library without os, sys and others that reach out of it.",
     )
 
 

@@ -20,12 +20,12 @@ from typing_extensions import override
 from nemo_rl.config import CodeEnvConfig, CodeJaccardEnvConfig, CodeTestsEnvConfig
 from nemo_rl.data.interfaces import LLMMessageLogType
 from nemo_rl.distributed.processes import hide_process
+from nemo_rl.environments.code_sandbox.cell import BLOCKED_IMPORTS
 from nemo_rl.environments.code_sandbox.running import SANDBOXES, Cell, Run, run_cell, run_python, usable_sandbox
 from nemo_rl.environments.interfaces import EnvironmentFailure, EnvironmentInterface, EnvironmentReturn, response_of
 
 _TAGGED = re.compile(r"<code>(.*?)</code>", re.DOTALL)
 _FENCED = re.compile(r"```(?:python|py)?\s*\n(.*?)```", re.DOTALL)
-_FENCED_TEXT = re.compile(r"```[^\n]*\n(.*?)```", re.DOTALL)
 _STOP = ["</code>"]
 
 
@@ -54,15 +54,25 @@ class _CodeRunner(EnvironmentInterface[dict[str, object]]):
 
 
 class CodeEnvironment(_CodeRunner):
-    """`env.code`: a notebook. The value of the last expression comes back in `<result>`; where it has none, what the
-    cell printed.
+    """`env.code`: a notebook. The value of the last expression comes back in `<result>`, or the repr of what the cell
+    raised; where it has neither, what the cell printed.
 
     Names go on in `metadata["context"]`, files in `metadata["working_dir"]`, which is made where a conversation has
-    none. The reward is 1 when the result equals `ground_truth` of the metadata, else 0.
+    none. The reward is 1 when the result equals `ground_truth` of the metadata, else 0. With `terminate_on_evaluation`
+    a value ends the episode, and a right answer that was printed; statements and errors do not.
 
     Args:
         cfg: the keys of `env.code`.
     """
+
+    @classmethod
+    @override
+    def start_line(cls, cfg: Mapping[str, object]) -> str:
+        packages = ", ".join(CodeEnvConfig.model_validate(dict(cfg)).packages)
+        return (
+            f"{super().start_line(cfg)}; cells import the standard library without "
+            f"{', '.join(BLOCKED_IMPORTS)}, modules of their folder, and env.code.packages ({packages or 'none'})"
+        )
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
         self.cfg = CodeEnvConfig.model_validate(dict(cfg))
@@ -85,23 +95,25 @@ class CodeEnvironment(_CodeRunner):
                 folders[row] = folders[row] or tempfile.mkdtemp(dir=self._root)
                 Path(folders[row]).mkdir(parents=True, exist_ok=True)
         cells = list(self._threads.map(self._run, codes, metadata, folders))
-        ended = [cell is not None and self.cfg.terminate_on_evaluation for cell in cells]
+        rewards = [
+            _equals(cell.result, item) if cell is not None and cell.succeeded else 0.0
+            for cell, item in zip(cells, metadata, strict=True)
+        ]
+        ended = [
+            self.cfg.terminate_on_evaluation and cell is not None and (cell.has_value or reward > 0)
+            for cell, reward in zip(cells, rewards, strict=True)
+        ]
         for folder, over in zip(folders, ended, strict=True):
             if over and Path(folder).parent == self._root:
                 shutil.rmtree(folder, ignore_errors=True)
         return EnvironmentReturn(
-            observations=[_shown(cell.result if cell else None) for cell in cells],
+            observations=[_in_notebook(cell.result if cell else "") for cell in cells],
             metadata=[
                 dict(item) if cell is None else {**item, "context": cell.context, "working_dir": folder}
                 for item, cell, folder in zip(metadata, cells, folders, strict=True)
             ],
             next_stop_strings=[_STOP] * len(cells),
-            rewards=torch.tensor(
-                [
-                    _equals(cell.result, item) if cell is not None and cell.succeeded else 0.0
-                    for cell, item in zip(cells, metadata, strict=True)
-                ]
-            ),
+            rewards=torch.tensor(rewards),
             terminateds=torch.tensor(ended, dtype=torch.bool),
             answers=[None if cell is None else cell.result for cell in cells],
         )
@@ -132,6 +144,12 @@ def _check_notebook(metadata: Mapping[str, object]) -> None:
                 f"env.code: metadata[{name!r}] is {type(value).__name__}; expected "
                 f"{'a mapping of names to values' if name == 'context' else 'a path'}"
             )
+
+
+def _in_notebook(result: str) -> dict[str, str]:
+    """A result on the line of its cell, or on lines of its own where it has several."""
+    content = f"<result>{result}</result>" if "\n" not in result else f"\n<result>\n{result}\n</result>\n"
+    return {"role": "environment", "content": content if result else ""}
 
 
 def _shown(result: str | None) -> dict[str, str]:
@@ -212,10 +230,8 @@ class CodeJaccardEnvironment(EnvironmentInterface[dict[str, object]]):
         self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, object]]
     ) -> EnvironmentReturn[dict[str, object]]:
         """Compares B responses with their references."""
-        answers = [code_of(response_of(log)) for log in message_log_batch]
-        rewards = [
-            jaccard(answer, code_of(str(item["ground_truth"]))) for answer, item in zip(answers, metadata, strict=True)
-        ]
+        answers = [response_of(log) for log in message_log_batch]
+        rewards = [jaccard(answer, str(item["ground_truth"])) for answer, item in zip(answers, metadata, strict=True)]
         return EnvironmentReturn(
             observations=[
                 {"role": "environment", "content": f"Environment: overlap {reward:.3f}"} for reward in rewards
@@ -238,9 +254,3 @@ def jaccard(left: str, right: str) -> float:
     if not either:
         return 1.0
     return len(left_words & right_words) / len(either) * min(len(left), len(right)) / max(len(left), len(right))
-
-
-def code_of(text: str) -> str:
-    """The fenced code blocks of a text, joined; the text itself without any."""
-    blocks = _FENCED_TEXT.findall(text)
-    return "\n".join(blocks) if blocks else text

@@ -32,7 +32,9 @@ _FORMS = {
     "english_multichoice": "`Answer:` with a letter behind it",
     "multilingual_multichoice": "the word for answer, a colon and a letter",
 }
-_THINK_THEN_ANSWER = re.compile(r"^<think>.*?</think>\n<answer>.*?</answer>$", re.DOTALL)
+_THINK_THEN_ANSWER = re.compile(
+    r"^<think>(?:(?!</?think>).)*</think>\n<answer>(?:(?!</?answer>).)*</answer>$", re.DOTALL
+)
 
 
 class MathEnvironment(EnvironmentInterface[dict[str, object]]):

@@ -36,14 +36,15 @@ _MARKUP = r"(?:[*$(\[{「【\s]|\\(?:boxed|text|textbf|mathbf|mathrm|\(|\[))*"
 # A letter that a word goes on with is none, nor are the pronoun and the article: "Answer: I think", "answer: a few".
 _LATIN_CHOICE = r"(?!(?-i:I|a)\s+[^\W\d_])([A-J])(?![a-zÀ-ɏ'\u2019])"
 _ENGLISH_CHOICE = re.compile(rf"(?i)answer\s*:{_MARKUP}{_LATIN_CHOICE}")
-# "Answer" in the languages of the multilingual MMLU test set.
+# "Answer" in the languages of the multilingual MMLU test set, whose questions have four choices.
 _ANSWER_WORDS = (
-    "answer|antwort|respuesta|réponse|resposta|risposta|jawaban|jibu|ìdáhùn|idáhùn|câu trả lời|đáp án|"
-    "ответ|उत्तर|উত্তর|답변|정답|답|答案|答|回答|解答|الإجابة|الجواب|إجابة"
+    "answer|antwort|respuesta|réponse|resposta|risposta|jawaban|jibu|ìdáhùn|idáhùn|idahun|àmọ̀nà|àdáhùn|ànúgọ|àṣàyàn|"
+    "câu trả lời|đáp án|ответ|उत्तर|উত্তর|답변|정답|답|答案|答复|答え|答曰|答|回答|解答|"
+    "(?:الإجابة|الجواب|إجابة)(?: النهائية| النهائي| الصحيحة| الصحيح)?(?: هي| هو)?"
 )
 _MULTILINGUAL_CHOICE = re.compile(
-    rf"(?i)(?:{_ANSWER_WORDS})\s*:{_MARKUP}"
-    rf"(?:{_LATIN_CHOICE}|([أبجد])(?![\u0600-\u06ff])|([অআইঈবডঢসকখগঘ])(?![\u0980-\u09ff]))"
+    unicodedata.normalize("NFKC", rf"(?i)(?:(?:{_ANSWER_WORDS})\s*:|উত্তরঃ:?){_MARKUP}")
+    + rf"(?:{_LATIN_CHOICE.replace('A-J', 'A-D')}|([أبجد])(?![\u0600-\u06ff])|([অআইঈবডঢসকখগঘ])(?![\u0980-\u09ff]))"
 )
 _CHOICE_LETTERS = {
     "أ": "A",

@@ -20,6 +20,7 @@ from nemo_rl.config import ConfigError
 from nemo_rl.environments.call import step_environment
 from nemo_rl.environments.code_environment import CodeEnvironment, CodeTestsEnvironment, code_in
 from nemo_rl.environments.code_sandbox import running
+from nemo_rl.environments.code_sandbox.cell import BLOCKED_IMPORTS
 from nemo_rl.environments.code_sandbox.running import STATE, run_cell, run_python, usable_sandbox
 from nemo_rl.environments.interfaces import EnvironmentFailure
 from tests import forks
@@ -238,7 +239,8 @@ class Notebook:
         result = self.environment.step([[{"role": "assistant", "content": f"<code>{code}</code>"}]], [self.metadata])
         self.metadata = result.metadata[0]
         assert not result.terminateds.any()
-        return result.observations[0]["content"].removeprefix("\n<result>\n").removesuffix("\n</result>\n")
+        content = result.observations[0]["content"]
+        return content.replace("\n<result>\n", "<result>").removeprefix("<result>").partition("</result>")[0].strip()
 
 
 @pytest.mark.slow
@@ -273,10 +275,14 @@ def test_a_notebooks_context_and_folder_are_those_of_the_metadata(tmp_path: Path
     assert plain == {"data": [1, 3], "total": 4}
     notebook.metadata["context"]["total"] = 9
     assert notebook.said("total") == "9"
-    assert notebook.said("1/0").endswith("ZeroDivisionError: division by zero") and notebook.said("total") == "9"
+    assert notebook.said("1/0") == "ZeroDivisionError('division by zero')" and notebook.said("total") == "9"
     for blocked, error in (
         ("import torch", "ImportError"),
         ("def f():\n  import psutil\nf()", "ImportError"),
+        *((f"import {name}", "ImportError") for name in BLOCKED_IMPORTS),
+        ("import os.path", "ImportError"),
+        ("from importlib import import_module", "ImportError"),
+        ("__import__('subprocess')", "ImportError"),
         ("open('/etc/hostname')", "PermissionError"),
         ("open('../x', 'w')", "PermissionError"),
     ):
@@ -293,6 +299,18 @@ def test_a_notebooks_rewards_ends_and_refusals() -> None:
     result = environment.step(logs, [{"ground_truth": 42}] * 3)
     assert result.rewards.tolist() == [1.0, 0.0, 0.0] and result.terminateds.tolist() == [True, True, False]
     assert result.metadata[2] == {"ground_truth": 42}
+    assert [one["content"] for one in result.observations] == ["<result>42</result>", "<result>36</result>", ""]
+    # Only what is an answer ends an episode.
+    cells = ("x = 42", "1/0", "print(42)", "print(41)", "'a\\nb'", "print('a\\nb')", "def f(:")
+    logs = [[{"role": "assistant", "content": f"<code>{cell}</code>"}] for cell in cells]
+    result = environment.step(logs, [{"ground_truth": 42}] * len(cells))
+    assert result.terminateds.tolist() == [False, False, True, False, True, False, False]
+    assert result.rewards.tolist() == [0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    told = [one["content"] for one in result.observations]
+    assert told[:2] == ["", "<result>ZeroDivisionError('division by zero')</result>"]
+    assert told[5] == "\n<result>\na\nb\n</result>\n" and told[6].startswith("<result>SyntaxError(")
+    assert result.next_stop_strings == [["</code>"]] * len(cells)
+    logs = [[{"role": "assistant", "content": text}] for text in ("<code>6*7</code>",)]
     for metadata, said in (
         ({"tests": "assert f()"}, "code_tests"),
         ({"context": [1]}, "mapping"),
@@ -307,10 +325,10 @@ def test_a_notebooks_rewards_ends_and_refusals() -> None:
 def test_what_a_cell_writes_as_its_answer_is_never_followed_or_unpickled(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text('{"value": "secret"}')
     tricks = (
-        f"import os, atexit, glob\nhome = os.environ['HOME']\nos.symlink('{tmp_path}/secret', home + '/answer.json')",
-        "import os\nos.mkfifo(os.environ['HOME'] + '/answer.json')\nos._exit(0)",
-        "import os\nos.symlink('/dev/zero', os.environ['HOME'] + '/answer.json')\nos._exit(0)",
-        "import os, io\nio.open(os.environ['HOME'] + '/answer.json', 'w').write('[[[')\nos._exit(0)",
+        f"os = __import__('pathlib').os\nhome = os.environ['HOME']\nos.symlink('{tmp_path}/secret', home + '/answer.json')",
+        "os = __import__('pathlib').os\nos.mkfifo(os.environ['HOME'] + '/answer.json')\nos._exit(0)",
+        "os = __import__('pathlib').os\nos.symlink('/dev/zero', os.environ['HOME'] + '/answer.json')\nos._exit(0)",
+        "import io; os = __import__('pathlib').os\nio.open(os.environ['HOME'] + '/answer.json', 'w').write('[[[')\nos._exit(0)",
     )
     for trick in tricks:
         cell = run_cell(trick, {"kept": 1}, str(tmp_path), 20.0)

@@ -239,6 +239,7 @@ def test_dapo_reads_the_last_answer_line_of_the_last_300_characters(response: st
 def test_the_first_choice_is_read(response: str, answer: str | None) -> None:
     assert english_multichoice(response, "C") == Verdict(float(answer == "C"), answer)
     if "Final" not in response:
+        answer = answer if answer is None or answer in "ABCD" else None
         assert multilingual_multichoice(response, "(C)") == Verdict(float(answer == "C"), answer)
 
 
@@ -253,10 +254,23 @@ def test_the_first_choice_is_read(response: str, answer: str | None) -> None:
         "Antwort: B",
         "উত্তর: ব",
         "Respuesta: **B**",
+        "答曰: B",
+        "উত্তরঃ ব",
+        "答え:B",
+        "الجواب النهائي: ب",
+        "الإجابة الصحيحة هي: B",
+        "Ìdáhùn: B",
+        "答复\uff1aB",
     ],
 )
 def test_choices_are_read_in_many_languages(response: str) -> None:
     assert multilingual_multichoice(response, "B") == Verdict(1.0, "B")
+
+
+def test_questions_in_many_languages_have_four_choices() -> None:
+    for letter in "EFGHIJ":
+        assert multilingual_multichoice(f"Answer: {letter}", letter) == Verdict(0.0, None)
+        assert english_multichoice(f"Answer: {letter}", letter) == Verdict(1.0, letter)
 
 
 def test_a_word_that_begins_with_a_choice_is_none() -> None:
@@ -328,7 +342,9 @@ def test_several_rewards_have_names() -> None:
         " <think>a blank</think>\n<answer>+12</answer>": (0, 0, 0),
         "<answer>12</answer>": (1, 1, 0),
         "<think>cut off at its stop string</think>\n<answer>12": (1, 1, 0),
-        "<think>or</think>\n<answer>12</answer> no: <answer>x</answer>": (0, 0, 1),
+        "<think>or</think>\n<answer>12</answer> no: <answer>x</answer>": (0, 0, 0),
+        "<think>once</think>\n<answer>12</answer><answer>12</answer>": (1, 1, 0),
+        "<think>once</think>\n<think>twice</think>\n<answer>12</answer>": (1, 1, 0),
         "<think>the same number</think>\n<answer>\\frac{24}{2}</answer>": (0, 0, 1),
         "12": (1, 1, 0),
     }
@@ -362,9 +378,14 @@ def test_a_validation_is_measured_by_prompts_lengths_and_ends(math: MathEnvironm
 
 def test_code_is_compared_by_its_words() -> None:
     result = judged(
-        CodeJaccardEnvironment({}), ("Sure:\n```python\nx = 1\n```", "```\nx = 1\n```"), ("y", "x"), ("a b c", "b c d")
+        CodeJaccardEnvironment({}),
+        ("```\nx = 1\n```", "```\nx = 1\n```"),
+        ("y", "x"),
+        ("a b c", "b c d"),
+        # Fences and what stands beside them are words as others are.
+        ("Sure: ``` x = 1 ```", "``` x = 1 ```"),
     )
-    assert torch.allclose(result.rewards, torch.tensor([1.0, 0.0, 0.5]))
+    assert torch.allclose(result.rewards, torch.tensor([1.0, 0.0, 0.5, 4 / 5 * 13 / 19]))
 
 
 def test_texts_without_words_are_equal_and_sets_of_words_count_once() -> None:

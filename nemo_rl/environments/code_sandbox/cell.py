@@ -13,7 +13,6 @@ import builtins
 import json
 import os
 import sys
-import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,19 @@ from typing import Any, TypedDict
 STATE_LIMIT_BYTES = 16 * 1024**2
 _PLAIN_LIMIT_CHARS = 64 * 1024
 _SOURCE = "<cell>"
+# Modules that reach out of a notebook.
+BLOCKED_IMPORTS = (
+    "os",
+    "shutil",
+    "sys",
+    "signal",
+    "socket",
+    "subprocess",
+    "threading",
+    "multiprocessing",
+    "builtins",
+    "importlib",
+)
 
 
 class Task(TypedDict):
@@ -36,8 +48,8 @@ class Task(TypedDict):
 
 
 def run_cell(task: Task) -> bool:
-    """Runs `code` in `working_dir` and writes `value` (text of the last expression, or None), `plain` and `state` to
-    the file `answer`; what went wrong is printed. Returns whether nothing did.
+    """Runs `code` in `working_dir` and writes `value` (text of the last expression or of what it raised, or None),
+    `plain` and `state` to the file `answer`. Returns whether nothing was raised.
     """
     import cloudpickle
 
@@ -52,10 +64,7 @@ def run_cell(task: Task) -> bool:
     except SystemExit:
         pass
     except BaseException as error:  # noqa: BLE001 - of the response
-        succeeded = False
-        shown = traceback.TracebackException.from_exception(error)
-        shown.stack = traceback.StackSummary.from_list([frame for frame in shown.stack if frame.filename == _SOURCE])
-        sys.stderr.write("".join(shown.format()))
+        value, succeeded = repr(error), False
     sys.stdout.flush()
     answer = {"value": value, **_names_after(names, cloudpickle.dumps)}
     Path(task["answer"]).write_text(json.dumps(answer), encoding="utf-8")
@@ -134,7 +143,9 @@ def _plain(value: object) -> str | None:
 
 
 def _confine_imports_and_files(folder: str, packages: set[str]) -> None:
-    """Lets the cell import the standard library, `packages` and files of its folder, and open files there alone."""
+    """Lets the cell import the standard library but for a few modules, `packages` and files of its folder, and open
+    files there alone.
+    """
     real_import, real_open, root = builtins.__import__, builtins.open, os.path.realpath(folder)
 
     def imported(
@@ -145,7 +156,9 @@ def _confine_imports_and_files(folder: str, packages: set[str]) -> None:
         level: int = 0,
     ) -> types.ModuleType:
         top = name.partition(".")[0]
-        of_cell = (globals or {}).get("__name__") == "__main__"
+        of_cell = sys._getframe(1).f_globals.get("__name__") == "__main__"
+        if of_cell and not level and top in BLOCKED_IMPORTS:
+            raise ImportError(f"import of {name} is blocked in a notebook")
         if of_cell and not level and top not in packages and top not in sys.stdlib_module_names:
             own = os.path.join(root, top)
             if not (os.path.isfile(f"{own}.py") or os.path.isdir(own)):

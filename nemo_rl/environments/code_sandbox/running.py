@@ -73,13 +73,14 @@ def run_python(code: str, timeout_s: float, tests: str = "", sandbox: str | None
 
 @dataclass(frozen=True)
 class Cell:
-    """What one cell of a notebook gave: text of its last expression, or else what it printed; the names for the next
-    one; and whether it ended by itself without an error.
+    """What one cell of a notebook gave: text of its last expression or of what it raised, or else what it printed; the
+    names for the next one; whether it ended by itself without an error; and whether its last expression had a value.
     """
 
     result: str
     context: dict[str, object]
     succeeded: bool
+    has_value: bool
 
 
 def run_cell(
@@ -117,7 +118,8 @@ def run_cell(
         request = {"code": code, "tests": "", "cell": cell}
         run = _judged(request, timeout_s, sandbox or usable_sandbox("auto"), folder, working_dir)
         value, kept = _answered(answer)
-    return Cell(run.output if value is None else _cut(value), dict(context) if kept is None else kept, run.succeeded)
+    result, names = run.output if value is None else _cut(value), dict(context) if kept is None else kept
+    return Cell(result, names, run.succeeded, run.succeeded and value is not None)
 
 
 def _answered(file: Path) -> tuple[str | None, dict[str, object] | None]:
