@@ -342,7 +342,7 @@ class AllTaskProcessedDataset:
         except DataError as error:
             raise DataError(f"row {idx + 1} (from 1) of {task}: {error}") from error
         datum.setdefault("task_name", task)
-        if not any(len(message["token_ids"]) for message in datum["message_log"]):
+        if "message_log" in datum and not any(len(message["token_ids"]) for message in datum["message_log"]):
             raise DataError(
                 f"row {idx + 1} (from 1) of {task}: has not one token: its messages are empty, or the chat template or "
                 f"the tokenizer of {self.tokenizer.name_or_path} makes nothing of them"
