@@ -1,8 +1,8 @@
 """Checkpoint directories: written under another name, renamed when complete, kept by rule, found again on resume.
 
 `<checkpoint_dir>/step_N/` holds `training_info.json`, `config.yaml`, the caller's files (`policy/...`,
-`train_dataloader.pt`), and the manifest. Invariant: a directory named `step_N` is complete; an interrupted write leaves
-the last complete one usable.
+`train_dataloader.pt`), and the manifest. Invariant: a directory named `step_N` is complete; an interrupted write or
+removal leaves the last complete one usable.
 """
 
 import json
@@ -33,6 +33,7 @@ TrainingInfo = dict[str, Any]  # its content
 BEST = "best"
 STATUS_FILE = "latest_checkpoint_status.json"
 FINALIZE_DEADLINE_S = 1800.0
+_REMOVING = "removing_step_"
 _TRIES = 3
 _SCARCE_BYTES = 16 << 20
 
@@ -316,9 +317,12 @@ class CheckpointManager:
         kept = steps_to_keep(history, self.cfg)
         removed = []
         for step in sorted(checkpoint.step for checkpoint in history if checkpoint.step not in kept):
-            path = self.root / f"step_{step}"
+            path, removing = self.root / f"step_{step}", self.root / f"{_REMOVING}{step}"
             try:
-                shutil.rmtree(path)
+                # Under another name first: one that is half removed when the run is killed must not pass for a whole.
+                shutil.rmtree(removing, ignore_errors=True)
+                path.rename(removing)
+                shutil.rmtree(removing)
             except OSError as error:
                 logger.warning("checkpoint_not_removed path=%s: %s", path, error)
                 continue
@@ -350,7 +354,11 @@ class CheckpointManager:
         return history
 
     def _recover(self) -> None:
-        """A run that died between the two renames of `finalize_checkpoint` left its checkpoint under the old name."""
+        """A run that died between the two renames of `finalize_checkpoint` left its checkpoint under the old name, and
+        one that died while it removed a checkpoint left a part.
+        """
+        for removing in self.root.glob(f"{_REMOVING}*"):
+            shutil.rmtree(removing, ignore_errors=True)
         for old in self.root.glob("old_step_*"):
             final = self.root / old.name.removeprefix("old_")
             if final.exists():

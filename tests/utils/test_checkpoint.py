@@ -432,3 +432,47 @@ def test_the_best_checkpoint_is_a_model_by_its_metric(tmp_path: Path) -> None:
     save(manager(tmp_path / "unranked"), 1)
     with pytest.raises(CheckpointError, match="no checkpoint is ranked"):
         model_directory(str(tmp_path / "unranked" / "best"))
+
+
+class _Killed(BaseException):
+    """The process ends here."""
+
+
+def test_a_kill_at_any_point_of_a_removal_leaves_whole_checkpoints_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: int | None = None
+
+    def counted(real: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
+            nonlocal left
+            if left is not None:
+                left -= 1
+                if left < 0:
+                    raise _Killed
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in ("unlink", "rmdir", "rename"):
+        monkeypatch.setattr(os, name, counted(getattr(os, name)))
+    killed, allowed = True, 0
+    while killed:
+        left, root = None, tmp_path / str(allowed)
+        with manager(root, keep_top_k=None) as checkpoints:
+            for step in (1, 2, 3):
+                save(checkpoints, step)
+        left, killed = allowed, False
+        try:
+            manager(root, keep_top_k=1, metric_name=None).remove_old_checkpoints()
+        except _Killed:
+            killed = True
+        left, allowed = None, allowed + 1
+        for path in root.glob("step_*"):
+            assert (path / "policy" / "weights" / "data").exists() and verify(["verify", str(path)]) == 0
+        again = manager(root, keep_top_k=1, metric_name=None)
+        assert again.newest_intact() == root / "step_3"
+        with again:
+            save(again, 4)
+        assert steps(root) == [4] and not list(root.glob("removing_*"))
+    assert allowed > 10
