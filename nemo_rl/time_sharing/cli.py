@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 from nemo_rl.config.errors import UserError
@@ -41,6 +42,7 @@ from nemo_rl.utils.record import RecordDamaged
 logger = logging.getLogger(__name__)
 
 _KINDS = _events.__name__
+_EPOCH_S = 1e9
 _DRAIN_S = 900.0
 _EXAMPLES = """examples:
   python -m nemo_rl.time_sharing simulate examples/time_sharing/two_jobs.yaml --report two.html
@@ -263,6 +265,15 @@ def _check(chosen: argparse.Namespace) -> int:
         f"{', '.join(map(str, chosen.log))}: {read} keep all {len(INVARIANTS)} invariants "
         f"({time.perf_counter() - began:.1f} s)"
     )
+    if chosen.running or not whole:
+        last = entries[-1]
+        # A log has the machine's clock, a simulation its own from 0.
+        when = (
+            datetime.fromtimestamp(last.time, UTC).isoformat(" ", "seconds") if last.time > 1e9 else f"{last.time:g} s"
+        )
+        print(
+            f"judged up to entry {last.seq} of {last.source}, {when}; lines that are missing behind it cannot be seen"
+        )
     return 0
 
 

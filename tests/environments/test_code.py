@@ -220,6 +220,26 @@ def test_a_response_cannot_fill_the_disk() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "code",
+    [
+        "for n in range(100):\n  with open(f'big{n}', 'wb') as file: file.write(bytes(48 * 1024**2))",
+        "import os\nos.makedirs('a/b')\nfor n in range(100):\n  with open(f'a/b/{n}', 'wb') as f: f.write(bytes(48 * 1024**2))",
+        "for n in range(10**6): open(f'f{n}', 'w').close()",
+        "import os\nfor n in range(10**6): os.mkdir(f'd{n}')",
+    ],
+)
+def test_a_response_cannot_fill_the_temporary_folder_by_many_files(code: str, tmp_path: Path) -> None:
+    used = shutil.disk_usage("/tmp").used
+    run = run_python(f"{code}\nimport time\ntime.sleep(60)", 50.0)
+    assert not run.succeeded and "it wrote more than 256 MiB or 10000 files" in run.output
+    cell = run_cell(f"{code}\nimport time\ntime.sleep(60)", {}, str(tmp_path), 50.0)
+    assert not cell.succeeded and "it wrote more than" in cell.result
+    shutil.rmtree(tmp_path)
+    assert shutil.disk_usage("/tmp").used - used < 512 * 1024**2, "what it wrote is removed with its folder"
+
+
+@pytest.mark.slow
 def test_code_longer_than_a_pipe_and_output_of_many_letters_come_through_whole() -> None:
     assert run_python("#" + "x" * 300_000 + "\nprint('ä' * 3000)", 20.0).output == "ä" * 3000
     assert (

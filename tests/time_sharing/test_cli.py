@@ -89,6 +89,21 @@ def test_a_torn_log_is_reported_with_its_line_and_can_be_read_up_to_there(
 
 
 @pytest.mark.slow
+def test_a_check_of_a_run_that_is_not_over_says_how_far_it_looked(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whole lines that are missing at its end leave no trace in a record."""
+    lines = log.read_bytes().splitlines(keepends=True)
+    cut = tmp_path / "cut.jsonl"
+    cut.write_bytes(b"".join(lines[:-40]))
+    assert main(["check", str(cut), "--running"]) == 0
+    assert f"judged up to entry {len(lines) - 41} of " in capsys.readouterr().out
+    assert main(["check", str(cut)]) == 1
+    assert main(["check", str(log)]) == 0
+    assert "judged up to" not in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.slow
 def test_the_trace_has_a_track_for_each_gpu_and_slices_with_their_labels(log: Path, tmp_path: Path) -> None:
     output = tmp_path / "t.json"
     assert main(["trace", str(log), "-o", str(output)]) == 0

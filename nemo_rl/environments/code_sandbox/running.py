@@ -45,6 +45,10 @@ SANDBOXES = {
 _KEPT_BYTES = 4 * OUTPUT_LIMIT_CHARS
 _CHUNK_BYTES = 64 * 1024
 _ANSWER_LIMIT_BYTES = 128 * 1024**2
+FOLDER_LIMIT_BYTES = 256 * 1024**2
+FOLDER_LIMIT_FILES = 10_000
+_LOOK_S = 0.25
+_LATE = "late"
 STATE = "_state"
 """The entry of a notebook's context with everything that is no plain value, as bytes that only its sandbox reads."""
 
@@ -169,10 +173,12 @@ def _judged(request: Mapping[str, object], timeout_s: float, sandbox: str, folde
             "command": _COMMANDS[sandbox](folder, *more_folders) if sandbox in _COMMANDS else [],
             "secret": secret,
         }
-        output, ended = _converse(process, json.dumps(whole).encode() + b"\n", time.monotonic() + timeout_s)
+        deadline = time.monotonic() + timeout_s
+        output, why = _converse(process, json.dumps(whole).encode() + b"\n", deadline, (folder, *more_folders))
         _wait_for_end(process, folder)
-        passed = ended and report.read() == f"{secret} passed".encode()
-    return Run(_cut(output) if ended else f"{_cut(output)}\n[ended after {timeout_s:g} s]".lstrip(), passed)
+        passed = not why and report.read() == f"{secret} passed".encode()
+    why = f"ended after {timeout_s:g} s" if why == _LATE else why
+    return Run(f"{_cut(output)}\n[{why}]".lstrip() if why else _cut(output), passed)
 
 
 def _wait_for_end(judge: subprocess.Popen[bytes], folder: str) -> None:
@@ -259,9 +265,11 @@ _PROGRAMS = {
 }
 
 
-def _converse(process: subprocess.Popen[bytes], code: bytes, deadline: float) -> tuple[str, bool]:
-    """Feeds the code in and reads what it prints, of which only the beginning and the end are ever held; and whether
-    the process ended in time.
+def _converse(
+    process: subprocess.Popen[bytes], code: bytes, deadline: float, folders: Sequence[str]
+) -> tuple[str, str]:
+    """Feeds the code in and reads what it prints, of which only the beginning and the end are ever held; and why the
+    process has to be ended, empty if it ended by itself. `folders`: where it may write, within limits.
     """
     head, tail, dropped, unsent = bytearray(), bytearray(), False, memoryview(code)
     if process.stdin is None or process.stdout is None:
@@ -269,9 +277,14 @@ def _converse(process: subprocess.Popen[bytes], code: bytes, deadline: float) ->
     with process.stdin, process.stdout, selectors.DefaultSelector() as selector:
         selector.register(process.stdin, selectors.EVENT_WRITE)
         selector.register(process.stdout, selectors.EVENT_READ)
-        open_ended = True
-        while open_ended and (left := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
+        open_ended, why, look = True, "", time.monotonic() + _LOOK_S
+        before = [_written(folder) for folder in folders]
+        while open_ended and not why:
+            if (now := time.monotonic()) >= deadline:
+                why = _LATE
+            elif now >= look:
+                why, look = _too_much(folders, before), time.monotonic() + _LOOK_S
+            for key, _ in selector.select(max(0.0, min(deadline, look) - now)) if not why else ():
                 if key.fileobj is process.stdin:
                     unsent = _fed(key.fd, unsent)
                     if not unsent:
@@ -285,7 +298,32 @@ def _converse(process: subprocess.Popen[bytes], code: bytes, deadline: float) ->
                 tail += chunk[room:]
                 dropped = dropped or len(tail) > _KEPT_BYTES
                 del tail[:-_KEPT_BYTES]
-    return _text(head, tail, dropped), not open_ended
+    return _text(head, tail, dropped), why
+
+
+def _too_much(folders: Sequence[str], before: Sequence[tuple[int, int]]) -> str:
+    """Why a response has written more than it may; empty if it has not."""
+    for folder, (old_bytes, old_files) in zip(folders, before, strict=True):
+        size, files = _written(folder)
+        if size - old_bytes > FOLDER_LIMIT_BYTES or files - old_files > FOLDER_LIMIT_FILES:
+            return f"ended: it wrote more than {FOLDER_LIMIT_BYTES >> 20} MiB or {FOLDER_LIMIT_FILES} files into its folder"
+    return ""
+
+
+def _written(folder: str) -> tuple[int, int]:
+    """Bytes on the disk and files below a folder, counted up to the limit of files."""
+    size, files, folders = 0, 0, [folder]
+    while folders:
+        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    size += entry.stat(follow_symlinks=False).st_blocks * 512
+                    files += 1
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+                if files > 4 * FOLDER_LIMIT_FILES:
+                    return size, files
+    return size, files
 
 
 def _fed(fd: int, unsent: memoryview) -> memoryview:
