@@ -306,7 +306,8 @@ def _too_much(folders: Sequence[str], before: Sequence[tuple[int, int]]) -> str:
     for folder, (old_bytes, old_files) in zip(folders, before, strict=True):
         size, files = _written(folder)
         if size - old_bytes > FOLDER_LIMIT_BYTES or files - old_files > FOLDER_LIMIT_FILES:
-            return f"ended: it wrote more than {FOLDER_LIMIT_BYTES >> 20} MiB or {FOLDER_LIMIT_FILES} files into its folder"
+            limits = f"{FOLDER_LIMIT_BYTES >> 20} MiB or {FOLDER_LIMIT_FILES} files"
+            return f"ended: it wrote more than {limits} into its folder"
     return ""
 
 
