@@ -120,6 +120,7 @@ class World:
             record=MemoryRecord(),
             timer=Timer(),
             timeout=TimeoutChecker(None),
+            memory=SimpleNamespace(after_step=lambda step: None, last=lambda: None),
             progress=SimpleNamespace(
                 phase=lambda name: None,
                 validated=lambda value, name, step: None,
