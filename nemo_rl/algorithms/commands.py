@@ -131,10 +131,13 @@ def _show(config: EvalMasterConfig, score: object) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from nemo_rl.algorithms.evaluation import Score
+    from nemo_rl.algorithms.evaluation import Score, lines_of
 
     if not isinstance(score, Score):
         return
+    for line in lines_of(config, score):
+        sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
     table = Table(title=f"{config.generation.model_name} on {config.data.dataset_name}", title_justify="left")
     for column in (score.metric, "problems", "answers each", "mean reward", "cut off", "seconds"):
         table.add_column(column, justify="right")

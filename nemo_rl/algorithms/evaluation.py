@@ -11,14 +11,14 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from math import comb
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl.algorithms.accelerators import Accelerators, KeptAccelerators, ReportProgress
+from nemo_rl.algorithms.estimators import consensus_at_k, majority_at_k, pass_at_k, solved_at_k
 from nemo_rl.algorithms.placement import Clusters, OwnSlots, Placement, reserve_all
 from nemo_rl.algorithms.startup import Say, check_prompt_lengths, check_tokens, hold_to_vocabulary, set_seed
 from nemo_rl.config import ConfigError, EvalMasterConfig, PolicyConfig
@@ -61,6 +61,7 @@ class Score:
 
     metric: str  # name with its k, such as `pass@1`
     value: float
+    total: float  # sum over the problems, of which `value` is the mean
     problems: int
     answers_per_problem: int
     mean_reward: float
@@ -106,9 +107,9 @@ def evaluate(config: EvalMasterConfig, placement: EvaluationPlacement | None = N
     """
     placement, say = placement or OwnPlacement(), StartPhases().say
     _find_model(config)
-    save_path = _writable(config.eval.save_path)
+    _writable(config.eval.save_path)
     set_seed(config.eval.seed)
-    tokenizer = get_tokenizer(config.tokenizer, config.generation.trust_remote_code)
+    tokenizer = get_tokenizer(config.tokenizer, trust_remote_code=config.generation.trust_remote_code)
     policy = evaluated_policy(config)
     model = model_config(policy)
     ends = check_tokens(policy, model, tokenizer, say, key="generation.stop_token_ids")
@@ -127,15 +128,30 @@ def evaluate(config: EvalMasterConfig, placement: EvaluationPlacement | None = N
         actors = start_environments([name], config.env)
         stack.callback(end_environments, actors)
         await_environments(actors, config.env)
-        generation = _start_engines(config, policy, clusters, tokenizer, ends.ids, placement)
+        generation = start_engines(config, policy, clusters, tokenizer, ends.ids, placement)
         stack.callback(generation.shutdown)
         handle = EnvironmentHandle.of(name, actors[name], config.env)
         generation.wait_until_started()
-        began = time.monotonic()
-        runner = RolloutRunner(generation, tokenizer, dict.fromkeys(problems.tasks, handle))
-        with placement.accelerators(generation).demand(0, problems.count, 0, "validation") as report:
-            trajectories = _answer(config, runner, generation, problems, report)
-        seconds = time.monotonic() - began
+        return measured(config, generation, tokenizer, problems, handle, placement, say)
+
+
+def measured(
+    config: EvalMasterConfig,
+    generation: VllmGeneration,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Problems,
+    environment: EnvironmentHandle,
+    placement: EvaluationPlacement,
+    say: Say,
+) -> Score:
+    """Answers problems with engines that are started, has them judged, and writes the files of `eval.save_path`. Raises
+    as `evaluate`.
+    """
+    save_path, began = _writable(config.eval.save_path), time.monotonic()
+    runner = RolloutRunner(generation, tokenizer, dict.fromkeys(problems.tasks, environment))
+    with placement.accelerators(generation).demand(0, problems.count, 0, "validation") as report:
+        trajectories = _answer(config, runner, generation, problems, report)
+    seconds = time.monotonic() - began
     metrics = rollout_metrics([one for answers in trajectories for one in answers], config.data.max_rollout_turns)
     for line in RolloutWatch().observe(
         "evaluation",
@@ -213,7 +229,7 @@ def load_problems(config: EvalMasterConfig, tokenizer: PreTrainedTokenizerBase, 
     return Problems(dataset, len(dataset), [raw.task_name])
 
 
-def _start_engines(
+def start_engines(
     config: EvalMasterConfig,
     policy: PolicyConfig,
     clusters: Clusters,
@@ -221,6 +237,7 @@ def _start_engines(
     stop_token_ids: Sequence[int],
     placement: EvaluationPlacement,
 ) -> VllmGeneration:
+    """Starts engines on the slots; returns before they are ready."""
     actors = start_engine_actors(
         clusters.training,
         policy,
@@ -264,19 +281,13 @@ def _answer(
 
 
 def _score(config: EvalMasterConfig, trajectories: list[list[Trajectory]], seconds: float) -> Score:
-    k, consensus = config.eval.k_value, config.eval.metric == "cons@k"
-    values = []
-    for answers in trajectories:
-        right = [trajectory.reward >= 1.0 for trajectory in answers]
-        values.append(
-            consensus_at_k([trajectory.answer for trajectory in answers], right, k)
-            if consensus
-            else pass_at_k(sum(right), len(right), k)
-        )
+    name, k = config.eval.metric.removesuffix("@k"), config.eval.k_value
+    values = [_value(name, answers, k) for answers in trajectories]
     flat = [trajectory for answers in trajectories for trajectory in answers]
     return Score(
-        metric=f"{'cons' if consensus else 'pass'}@{k}",
+        metric=f"{name}@{k}",
         value=sum(values) / len(values),
+        total=float(sum(values)),
         problems=len(values),
         answers_per_problem=config.eval.num_tests_per_prompt,
         mean_reward=sum(trajectory.reward for trajectory in flat) / len(flat),
@@ -285,18 +296,83 @@ def _score(config: EvalMasterConfig, trajectories: list[list[Trajectory]], secon
     )
 
 
+def _value(name: str, drawn: Sequence[Trajectory], k: int) -> float:
+    """The metric of one problem."""
+    rewards, answers = [trajectory.reward for trajectory in drawn], [trajectory.answer for trajectory in drawn]
+    right = [reward >= 1.0 for reward in rewards]
+    if name == "pass":
+        return pass_at_k(rewards, k)
+    if name == "solved":
+        return solved_at_k(sum(right), len(right), k)
+    return consensus_at_k(answers, rewards, k) if name == "cons" else majority_at_k(answers, right, k)
+
+
+def _messages_of(trajectory: Trajectory) -> list[dict[str, object]]:
+    return [{"role": message["role"], "content": message["content"]} for message in trajectory.message_log]
+
+
+def _in_their_form(index: int, trajectory: Trajectory) -> dict[str, object]:
+    messages = _messages_of(trajectory)
+    drawn = [number for number, message in enumerate(trajectory.message_log) if "generation_logprobs" in message]
+    prompt = messages[: drawn[0]] if drawn else messages
+    return {
+        "prompt": "\n".join(str(message["content"]) for message in prompt),
+        "response": "\n".join(str(messages[number]["content"]) for number in drawn),
+        "reward": trajectory.reward,
+        "message_log": str(messages),
+        "extra_env_info": str(trajectory.metadata),
+        "sample_index": index,
+    }
+
+
+def lines_of(config: EvalMasterConfig, score: Score) -> Iterator[str]:
+    """The lines by which scripts find the result of NeMo-RL's evaluator."""
+    yield f"model_name={_base_name(config.generation.model_name)!r} dataset_name={_dataset_name(config)!r}"
+    sampling = _sampling(config)
+    told = {"max_new_tokens": config.generation.vllm_cfg.max_model_len, **sampling, "seed": config.eval.seed}
+    yield " ".join(f"{name}={value}" for name, value in told.items())
+    yield f"metric={score.metric} num_tests_per_prompt={score.answers_per_problem}"
+    yield f"score={score.value:.4f} ({score.total}/{score.problems})"
+
+
+def _sampling(config: EvalMasterConfig) -> dict[str, object]:
+    generation = config.generation
+    top_k = -1 if generation.top_k is None else generation.top_k
+    return {"temperature": generation.temperature, "top_p": generation.top_p, "top_k": top_k}
+
+
+def _base_name(path: str) -> str:
+    return path.rstrip("/").removesuffix("/policy/weights").rpartition("/")[2]
+
+
+def _dataset_name(config: EvalMasterConfig) -> str:
+    return _base_name(config.data.data_path or config.data.dataset_name)
+
+
 def save(directory: Path, config: EvalMasterConfig, score: Score, trajectories: list[list[Trajectory]]) -> None:
-    """Writes `summary.json` and `samples.jsonl`; ResultNotWritten where they cannot be written."""
+    """Writes `summary.json` and `samples.jsonl`, and beside them NeMo-RL's `config.json` and `evaluation_data.json`;
+    ResultNotWritten where they cannot be written.
+    """
     try:
+        told = {
+            "model_name": _base_name(config.generation.model_name),
+            "dataset_name": _dataset_name(config),
+            "metric": config.eval.metric,
+            "k_value": config.eval.k_value,
+            "num_tests_per_prompt": config.eval.num_tests_per_prompt,
+            **_sampling(config),
+        }
+        (directory / "config.json").write_text(json.dumps(told, indent=2), encoding="utf-8")
+        flat = [trajectory for answers in trajectories for trajectory in answers]
+        data = {"evaluation_data": [_in_their_form(index, trajectory) for index, trajectory in enumerate(flat)]}
+        (directory / "evaluation_data.json").write_text(json.dumps(data, indent=2), encoding="utf-8")
         (directory / "summary.json").write_text(
             json.dumps(asdict(score) | {"config": config.to_dict()}, indent=2, default=str), encoding="utf-8"
         )
         with (directory / "samples.jsonl").open("w", encoding="utf-8") as file:
             for problem, answers in enumerate(trajectories):
                 for number, trajectory in enumerate(answers):
-                    messages = [
-                        {"role": message["role"], "content": message["content"]} for message in trajectory.message_log
-                    ]
+                    messages = _messages_of(trajectory)
                     row = {
                         "problem": problem,
                         "sample": number,
@@ -307,82 +383,3 @@ def save(directory: Path, config: EvalMasterConfig, score: Score, trajectories: 
                     file.write(json.dumps(row | {"messages": messages}) + "\n")
     except OSError as error:
         raise ResultNotWritten(directory, score, error) from error
-
-
-def pass_at_k(right: int, drawn: int, k: int) -> float:
-    """Chance that at least one of k answers is right (Chen et al. 2021, https://arxiv.org/abs/2107.03374, equation 1).
-
-    Args:
-        right: right answers among those drawn.
-        drawn: answers drawn, n.
-        k: answers looked at.
-
-    Raises:
-        ValueError: k exceeds n, or more answers are right than were drawn.
-
-    >>> pass_at_k(1, 4, 2)
-    0.5
-    """
-    if not 0 < k <= drawn or not 0 <= right <= drawn:
-        raise ValueError(
-            f"pass@{k} needs at least {k} answers of which at most all are right; there are {drawn} with {right} right"
-        )
-    return 1.0 - comb(drawn - right, k) / comb(drawn, k)
-
-
-def consensus_at_k(answers: Sequence[str | None], right: Sequence[bool], k: int) -> float:
-    """Chance that the commonest of k answers is right (self-consistency, https://arxiv.org/abs/2203.11171).
-
-    Answers that could not be read (None) count as one wrong answer. A tie counts by the share of right answers among
-    the commonest. Two texts are the same vote when they are equal; an answer is right when every answer with its text
-    was judged right.
-
-    Args:
-        answers: what was read from each of n responses.
-        right: whether each response was judged right.
-        k: answers that vote.
-
-    Raises:
-        ValueError: k exceeds n, or the lengths differ.
-
-    >>> consensus_at_k(["4", "4", "5"], [True, True, False], 3)
-    1.0
-    """
-    if len(answers) != len(right) or not 0 < k <= len(answers):
-        raise ValueError(
-            f"cons@{k} needs at least {k} answers, each judged; there are {len(answers)} with {len(right)} verdicts"
-        )
-    counts = Counter(answers)
-    judged_wrong = {answer for answer, is_right in zip(answers, right, strict=True) if not is_right}
-    winners = [answer for answer in counts if answer is not None and answer not in judged_wrong]
-    favourable = sum(_wins(counts, winner, k) for winner in winners)
-    return favourable / comb(len(answers), k)
-
-
-def _wins(counts: Counter[str | None], winner: str, k: int) -> float:
-    """Choices of k answers in which `winner` is the commonest; one in which it shares that place with t others counts 1
-    / (t + 1).
-    """
-    others = [count for answer, count in counts.items() if answer != winner]
-    total = 0.0
-    for votes in range(1, min(counts[winner], k) + 1):
-        ways = _ways_to_stay_behind(others, k - votes, votes)
-        total += comb(counts[winner], votes) * sum(number / (ties + 1) for ties, number in enumerate(ways))
-    return total
-
-
-def _ways_to_stay_behind(others: Sequence[int], left: int, most: int) -> list[int]:
-    """Ways to take `left` answers of the others with at most `most` of each, by how many of them reach `most`."""
-    # ways[taken][ties]
-    ways = [[0] * (len(others) + 1) for _ in range(left + 1)]
-    ways[0][0] = 1
-    for count in others:
-        following = [[0] * (len(others) + 1) for _ in range(left + 1)]
-        for taken, by_ties in enumerate(ways):
-            for ties, number in enumerate(by_ties):
-                if not number:
-                    continue
-                for more in range(min(count, most, left - taken) + 1):
-                    following[taken + more][ties + (more == most)] += number * comb(count, more)
-        ways = following
-    return ways[left]

@@ -163,7 +163,7 @@ def prepared(
                 check_cpu_is_meant(config, here, model, start.say)
             if resume is not None:
                 check_same_shape(model, resume.checkpoint)
-            tokenizer = get_tokenizer(config.policy.tokenizer, config.policy.trust_remote_code)
+            tokenizer = get_tokenizer(config.policy.tokenizer, trust_remote_code=config.policy.trust_remote_code)
             ends = check_tokens(config.policy, model, tokenizer, start.say)
             datasets = load_datasets(tokenizer, config.data, ends.texts)
             resume = same_contents(resume, datasets.contents, config.checkpointing.resume)

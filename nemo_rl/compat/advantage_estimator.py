@@ -11,6 +11,7 @@ import torch
 
 from nemo_rl.algorithms.grpo import advantages
 from nemo_rl.algorithms.grpo.advantages import group_ids
+from nemo_rl.algorithms.grpo.rewards import COMPONENT_PREFIX
 from nemo_rl.config import AdvEstimatorConfig, ClippedPGLossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
@@ -31,6 +32,11 @@ class AdvantageEstimator(Protocol):
         ...
 
 
+def get_gdpo_reward_component_keys(batch: Mapping[str, object]) -> list[str]:
+    """Names of the `reward/<name>` columns of a batch, sorted."""
+    return sorted(name for name in batch if name.startswith(COMPONENT_PREFIX))
+
+
 class _Estimator:
     def __init__(
         self,
@@ -39,6 +45,7 @@ class _Estimator:
     ) -> None:
         self.estimator_config = AdvEstimatorConfig.read(estimator_config)
         self.loss_config = ClippedPGLossConfig.read(loss_config)
+        self.last_metrics: dict[str, float] = {}  # of the last call, by the names of a run's metrics
 
     def _per_row(
         self, prompt_ids: torch.Tensor, rewards: torch.Tensor, components: Mapping[str, torch.Tensor]
@@ -122,9 +129,11 @@ class OPDAdvantageEstimator(_Estimator):
         prev_logprobs: torch.Tensor,
         **_: object,
     ) -> torch.Tensor:
-        return advantages.distillation_advantages(
+        output = advantages.distillation_advantages(
             _columns(mask, teacher_logprobs=teacher_logprobs, prev_logprobs=prev_logprobs)
-        ).columns["advantages"]
+        )
+        self.last_metrics = advantages.distillation_metrics(output.rows)
+        return output.columns["advantages"]
 
 
 ADVANTAGE_ESTIMATORS: dict[str, type[_Estimator]] = {

@@ -50,7 +50,7 @@ class ClusterVllmGeneration(vllm_generation.VllmGeneration):
         if longest is not None:
             policy["max_total_sequence_length"] = longest
         checked = MasterConfig.read({"policy": policy}).policy
-        tokenizer = get_tokenizer(checked.tokenizer, checked.trust_remote_code)
+        tokenizer = get_tokenizer(checked.tokenizer, trust_remote_code=checked.trust_remote_code)
         colocated = checked.generation.colocated.enabled and cluster.max_colocated_worker_groups > 1
         actors = start_engine_actors(
             cluster,

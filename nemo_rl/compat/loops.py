@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
-from nemo_rl.config import DataConfig, EnvConfig, EvalMasterConfig, MasterConfig, SFTMasterConfig, check_config
+from nemo_rl.config import DataConfig, EnvConfig, MasterConfig, SFTMasterConfig, check_config
 from nemo_rl.config.errors import UserError
 from nemo_rl.config.master import CompleteConfig, RootConfig
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from nemo_rl.algorithms.distillation.teachers import Teachers
-    from nemo_rl.algorithms.evaluation import Score
     from nemo_rl.algorithms.grpo.run import GRPORun
     from nemo_rl.algorithms.run_checkpoint import RunState
     from nemo_rl.algorithms.sft.driver import SFTRun
@@ -365,22 +364,6 @@ def sft_validate(run: SFTRun, *others: object, **named: object) -> dict[str, flo
     from nemo_rl.algorithms.sft.driver import validate
 
     return validate(run)
-
-
-def eval_setup(
-    master_config: EvalMasterConfig | Mapping[str, object], *others: object, **named: object
-) -> EvalMasterConfig:
-    """The checked configuration of an evaluation, which `run_env_eval` takes."""
-    _refuse(others, named, "setup(master_config)")
-    return _checked(master_config, EvalMasterConfig)
-
-
-def run_env_eval(master_config: EvalMasterConfig | Mapping[str, object], *others: object, **named: object) -> Score:
-    """Evaluates and returns the score."""
-    _refuse(others, named, "run_env_eval(master_config)")
-    from nemo_rl.algorithms.evaluation import evaluate
-
-    return evaluate(_checked(master_config, EvalMasterConfig))
 
 
 def _check_handed(config: RootConfig, tokenizer: object, *datasets: object) -> None:

@@ -152,6 +152,11 @@ _DIFFERENT = {
         "`7`",
         "judges that compare texts would take no answer for it",
     ),
+    "which checkpoints `keep_top_k` ranks without `ft_save_period` and `ft_keep_latest_k`": (
+        "multiples of `save_period`",
+        "all, so also the last step of a run that goes on later; with one of these keys as there",
+        "it may be the best one",
+    ),
     "arguments of tool calls that rows have as JSON text, as OpenAI's format has them": (
         "given to the chat template as they are, so that most templates quote them once more",
         "objects, as vLLM's server gives them to the template, or text where it reads no objects",

@@ -24,8 +24,12 @@ _BASE_MODEL = "Qwen/Qwen2.5-1.5B"
 class EvalConfig(Section):
     """`eval.*`."""
 
-    metric: Literal["pass@k", "cons@k"] = Field(
-        "pass@k", description="Share of problems solved by one of k answers, or by the majority of k answers."
+    metric: Literal["pass@k", "cons@k", "solved@k", "majority@k"] = Field(
+        "pass@k",
+        description="pass@k: chance that one of k answers is right, where rewards between 0 and 1 count as parts of an "
+        "answer; solved@k: that one has a reward of at least 1. cons@k: that the commonest of k answers is right, of "
+        "equally common ones the first; majority@k: equally common ones share the vote. pass@k and cons@k are "
+        "NeMo-RL's.",
     )
     num_tests_per_prompt: PositiveInt = Field(
         1, description="Answers drawn per problem; k_value of them count at a time, over all choices."
@@ -33,7 +37,9 @@ class EvalConfig(Section):
     k_value: PositiveInt = Field(1, description="k of the metric.")
     seed: int = Field(42, description="Seed of every answer.")
     save_path: str | None = Field(
-        None, description="Directory for summary.json and samples.jsonl; null writes neither."
+        None,
+        description="Directory for summary.json and samples.jsonl, and for config.json and evaluation_data.json as "
+        "NeMo-RL writes them; null writes none.",
     )
 
 

@@ -81,6 +81,8 @@ _OLD_TRAIN = (
     "seed",
 )
 _OLD_PATHS = {"train_data_path": ("train", "data_path"), "val_data_path": ("validation", "data_path")}
+# A dotted name is a class of the user's, but not with these endings.
+_PROBLEM_FILES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".arrow")
 # What those releases validated on, where a training set had no part of its own for that.
 _OLD_VALIDATION: dict[str, dict[str, object]] = {
     "DAPOMath17K": {"dataset_name": "DAPOMathAIME2024"},
@@ -107,6 +109,8 @@ def adapt(raw: Mapping[str, object], root: type[Section]) -> Adapted:
     data = section_at(root, ("data",))
     if data is not None and field_of(data, "train") is not None:
         _move_old_data(adapted)
+    elif data is not None:
+        _move_local_problems(adapted)
     _move_puzzle_game(adapted)
     for old, new in MOVED.items():
         _move(adapted, tuple(old.split(".")), tuple(new.split(".")))
@@ -190,6 +194,20 @@ def _move(adapted: Adapted, old: Key, new: Key) -> None:
         with contextlib.suppress(LookupError):
             put(adapted.values, new, value)
     adapted.notes.append(f"{'.'.join(old)} is read as {'.'.join(new)}")
+
+
+def _move_local_problems(adapted: Adapted) -> None:
+    """NeMo-RL's evaluator takes a name that it does not know for the path or address of a file of problems."""
+    data, env = adapted.values.get("data"), adapted.values.get("env")
+    if isinstance(data, dict) and isinstance(env, Mapping) and env and not {"env_name"} & data.keys():
+        # Its environment is the first one that is configured.
+        data["env_name"] = str(next(iter(env)))
+    name = data.get("dataset_name") if isinstance(data, dict) else None
+    if not isinstance(data, dict) or not isinstance(name, str) or data.get("data_path") is not None:
+        return
+    if "://" in name or name.startswith(("/", "./", "../", "~")) or name.lower().endswith(_PROBLEM_FILES):
+        data |= {"dataset_name": "ResponseDataset", "data_path": name}
+        adapted.notes.append("data.dataset_name is a file, and is read as data.data_path")
 
 
 def _move_puzzle_game(adapted: Adapted) -> None:

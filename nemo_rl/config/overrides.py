@@ -17,6 +17,7 @@ from yaml import YAMLError
 
 from nemo_rl.config.dotted import ABSENT, at, put, take
 from nemo_rl.config.errors import OverridesError, did_you_mean
+from nemo_rl.config.evaluation import EvalMasterConfig
 from nemo_rl.config.layers import merge_mappings, read_yaml
 from nemo_rl.config.schema import is_known, is_null_when_deleted, names_in
 from nemo_rl.config.section import Section
@@ -103,7 +104,9 @@ def apply(values: Mapping[str, object], override: Override, schema: type[Section
     problem = ""
     if action is Action.ADD and found not in (ABSENT, None) and not isinstance(value, (dict, list)):
         problem = f"{dotted} is there already; write {dotted}=... to change it"
-    elif action in (Action.SET, Action.DELETE) and found is ABSENT and not (schema and is_known(schema, key)):
+    elif (
+        action in (Action.SET, Action.DELETE) and found is ABSENT and not (schema and _may_be_set(schema, key, action))
+    ):
         problem = f"there is no key {dotted}.{_hint(changed, override, schema)}"
     elif action is Action.DELETE and value is not None and found not in (ABSENT, value):
         problem = f"{dotted} is {found!r}"
@@ -122,6 +125,13 @@ def apply(values: Mapping[str, object], override: Override, schema: type[Section
     if problem:
         raise OverridesError([f"{override.text!r}: {problem}"])
     return changed
+
+
+def _may_be_set(schema: type[Section], key: Key, action: Action) -> bool:
+    """Whether a key that no file writes may be set. NeMo-RL's evaluator adds any; a name that its tree does not have is
+    refused by the schema.
+    """
+    return is_known(schema, key) or (action is Action.SET and issubclass(schema, EvalMasterConfig))
 
 
 def parse_hydra_overrides(config: DictConfig | Mapping[str, object], overrides: Sequence[str]) -> DictConfig:

@@ -34,6 +34,10 @@ def rl_collate_fn(data_batch: Sequence[DatumSpec]) -> BatchedDataDict:
     )
 
 
+# Problems of an evaluation are prompts as others are; NeMo-RL has a name for them.
+eval_collate_fn = rl_collate_fn
+
+
 def sft_collate_fn(
     data_batch: Sequence[DatumSpec],
     pad_token_id: int,

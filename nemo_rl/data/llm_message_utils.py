@@ -51,6 +51,12 @@ def add_loss_mask_to_message_log(
                 message["token_loss_mask"] *= message["trained_tokens"]
 
 
+def get_first_index_that_differs(str1: str, str2: str) -> int:
+    """The first place at which two texts differ; the length of the shorter one where it begins the other."""
+    pairs = zip(str1, str2, strict=False)
+    return next((place for place, (left, right) in enumerate(pairs) if left != right), min(len(str1), len(str2)))
+
+
 def message_log_to_flat_messages(message_log: LLMMessageLogType) -> dict[str, Any]:
     """One entry per key: tensors joined along the tokens, anything else as a list with one item per message.
 

@@ -102,7 +102,10 @@ def math_hf_data_processor(row: Row) -> Prompt:
 
 @_prompt_of
 def math_data_processor(row: Row) -> Prompt:
-    """A row with `problem` and `expected_answer`."""
+    """A row with `problem` and `expected_answer`, or with `messages` as `math_hf_data_processor` takes it."""
+    if "problem" not in row and "messages" in row:
+        prompt, answer = asked_and_answered(conversation_of(row))
+        return prompt, {"ground_truth": expected_answer(answer)}
     problem = filled_text(cell(row, "problem"), "column 'problem'")
     answer = filled_text(cell(row, "expected_answer"), "column 'expected_answer'")
     return _user(problem), {"ground_truth": expected_answer(answer)}

@@ -28,12 +28,13 @@ _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "*.tikt
 
 
 def get_tokenizer(
-    config: TokenizerConfig | Mapping[str, object], trust_remote_code: bool = False
+    config: TokenizerConfig | Mapping[str, object], get_processor: bool = False, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
     """Loads a tokenizer.
 
     Args:
         config: `policy.tokenizer`, as a section or a plain mapping.
+        get_processor: NeMo-RL's switch for the processor of a vision-language model; only false is built.
         trust_remote_code: `policy.trust_remote_code`; off, a repository's own Python code is never run.
 
     Returns a Hugging Face tokenizer whose padding token is its end-of-sequence token where it has none. Raises
@@ -41,6 +42,11 @@ def get_tokenizer(
     """
     from transformers import AutoTokenizer
 
+    if get_processor:
+        raise DataError(
+            "get_tokenizer(get_processor=True) is not built yet: vision-language and audio models; leave it out (a "
+            "repository's own code is run with trust_remote_code=True, by its name)"
+        )
     config = TokenizerConfig.read(config)
     try:
         with _fast_backend() if config.use_fastokens else nullcontext():

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Generic, TypeVar
@@ -66,6 +66,10 @@ class MultiWorkerFuture(list["ray.ObjectRef[object]"]):
 
     def __post_init__(self) -> None:
         super().__init__(self.futures)
+
+
+# Positional and named ones of one call.
+_Arguments = tuple[Sequence[object], dict[str, object]]
 
 
 class RayWorkerGroup:
@@ -207,31 +211,41 @@ class RayWorkerGroup:
         """Index of the first worker of a data-parallel shard."""
         return self.sharding_annotations.get_ranks_by_coord(data_parallel=dp_shard_idx)[0]
 
-    def _call(self, worker_idx: int, method: str, kwargs: dict[str, object]) -> ray.ObjectRef[object]:
-        return getattr(self.workers[worker_idx], method).remote(**kwargs)
+    def _call(self, worker_idx: int, method: str, call: _Arguments) -> ray.ObjectRef[object]:
+        args, kwargs = call
+        return getattr(self.workers[worker_idx], method).remote(*args, **kwargs)
 
-    def run_single_worker_single_data(self, method: str, worker_idx: int, **kwargs: object) -> ray.ObjectRef[object]:
+    def run_single_worker_single_data(
+        self, method: str, worker_idx: int, *args: object, **kwargs: object
+    ) -> ray.ObjectRef[object]:
         """Calls one worker; the reference of its answer."""
-        return self._call(worker_idx, method, kwargs)
+        return self._call(worker_idx, method, (args, kwargs))
 
     def run_all_workers_single_data(
-        self, method: str, run_rank_0_only_axes: Sequence[str] | None = None, **kwargs: object
+        self, method: str, *args: object, run_rank_0_only_axes: Sequence[str] | None = None, **kwargs: object
     ) -> MultiWorkerFuture:
         """Calls every worker (or those at coordinate 0 of the given axes) with the same arguments."""
         called = [rank for rank in range(self.world_size) if self._is_zero_on(rank, run_rank_0_only_axes or ())]
-        return self._future(method, called, [kwargs] * len(called))
+        return self._future(method, called, [(args, kwargs)] * len(called))
 
     def run_all_workers_multiple_data(
-        self, method: str, common_kwargs: dict[str, object] | None = None, **per_worker: Sequence[object]
+        self,
+        method: str,
+        *args: Sequence[object],
+        common_kwargs: dict[str, object] | None = None,
+        **per_worker: Sequence[object],
     ) -> MultiWorkerFuture:
         """Calls worker i with the i-th entry of every list. Raises ValueError: a list has another length."""
-        for key, values in per_worker.items():
+        for key, values in [*enumerate(args), *per_worker.items()]:
             if len(values) != self.world_size:
                 raise ValueError(
                     f"{self.name_prefix}.{method}: {key} has {len(values)} entries for {self.world_size} workers"
                 )
-        calls = [
-            {key: values[rank] for key, values in per_worker.items()} | (common_kwargs or {})
+        calls: list[_Arguments] = [
+            (
+                tuple(values[rank] for values in args),
+                {key: values[rank] for key, values in per_worker.items()} | (common_kwargs or {}),
+            )
             for rank in range(self.world_size)
         ]
         return self._future(method, list(range(self.world_size)), calls)
@@ -239,7 +253,7 @@ class RayWorkerGroup:
     def run_all_workers_sharded_data(
         self,
         method: str,
-        *,
+        *args: object,
         in_sharded_axes: Sequence[str] = (),
         replicate_on_axes: Sequence[str] = (),
         output_is_replicated: Sequence[str] = (),
@@ -254,23 +268,25 @@ class RayWorkerGroup:
                 called.
             output_is_replicated: Axes along which only coordinate 0's answer is kept.
             common_kwargs: Arguments that are the same for all.
-            **sharded: Arguments, nested along `in_sharded_axes`.
+            *args, **sharded: Arguments, nested along `in_sharded_axes`.
         """
         named = {*in_sharded_axes, *replicate_on_axes}
         free = [axis for axis in self.sharding_annotations.names if axis not in named]
         called = [rank for rank in range(self.world_size) if self._is_zero_on(rank, free)]
         # One copy in the object store per shard, however many replicas read it.
         stored = {key: _put_leaves(value, len(in_sharded_axes)) for key, value in sharded.items()}
-        calls = []
+        placed = [_put_leaves(value, len(in_sharded_axes)) for value in args]
+        calls: list[_Arguments] = []
         for rank in called:
             coordinates = self.sharding_annotations.get_worker_coords(rank)
-            kwargs = dict(common_kwargs or {})
-            for key, shards in stored.items():
-                shard = shards
+
+            def shard_of(nested: Any, at: Mapping[str, int] = coordinates) -> Any:
                 for axis in in_sharded_axes:
-                    shard = shard[coordinates[axis]]
-                kwargs[key] = shard
-            calls.append(kwargs)
+                    nested = nested[at[axis]]
+                return nested
+
+            kwargs = dict(common_kwargs or {}) | {key: shard_of(shards) for key, shards in stored.items()}
+            calls.append((tuple(map(shard_of, placed)), kwargs))
         future = self._future(method, called, calls)
         future.return_from = [
             position for position, rank in enumerate(called) if self._is_zero_on(rank, output_is_replicated)
@@ -293,8 +309,8 @@ class RayWorkerGroup:
         coordinates = self.sharding_annotations.get_worker_coords(rank)
         return all(coordinates.get(axis, 0) == 0 for axis in axes)
 
-    def _future(self, method: str, called: list[int], calls: Sequence[dict[str, object]]) -> MultiWorkerFuture:
-        refs = [self._call(rank, method, kwargs) for rank, kwargs in zip(called, calls, strict=True)]
+    def _future(self, method: str, called: list[int], calls: Sequence[_Arguments]) -> MultiWorkerFuture:
+        refs = [self._call(rank, method, call) for rank, call in zip(called, calls, strict=True)]
         return MultiWorkerFuture(refs, called, list(range(len(called))), f"{self.name_prefix}.{method}")
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float = 30.0, force: bool = False) -> bool:

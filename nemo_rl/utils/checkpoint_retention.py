@@ -31,22 +31,19 @@ class UnknownMetric(UserError, ValueError):
 def steps_to_keep(saved: Iterable[SavedStep], cfg: CheckpointingConfig) -> set[int]:
     """The steps whose checkpoints stay: the union of three rules.
 
-    - The `keep_top_k` best (all when null), whenever they were written, but for the extra ones of `ft_save_period`: by
-      metric, ties to the newer; those without the metric come last, and with `metric_name` null the newest are best.
+    - The `keep_top_k` best (all when null): by metric, ties to the newer; those without the metric come last, and with
+      `metric_name` null the newest are best. With one of the keys `ft_*` only multiples of `save_period` are ranked, as
+      in NeMo-RL; without them all are, so that a run which goes on keeps the last step of its first part by its rank.
     - The newest `ft_keep_latest_k` of all.
     - The newest.
     """
     newest_first = sorted(saved, key=lambda checkpoint: -checkpoint.step)
-    ranked = [checkpoint for checkpoint in newest_first if not _is_extra(checkpoint.step, cfg)]
+    extra = cfg.ft_save_period is not None or cfg.ft_keep_latest_k is not None
+    ranked = [checkpoint for checkpoint in newest_first if not extra or checkpoint.step % cfg.save_period == 0]
     if cfg.keep_top_k is None and cfg.ft_save_period is None:
         return {checkpoint.step for checkpoint in newest_first}
     best = sorted(ranked, key=lambda checkpoint: _rank(checkpoint, cfg))[: cfg.keep_top_k]
     return {checkpoint.step for checkpoint in [*best, *newest_first[: max(cfg.ft_keep_latest_k or 0, 1)]]}
-
-
-def _is_extra(step: int, cfg: CheckpointingConfig) -> bool:
-    """Whether a checkpoint was written for restarts alone."""
-    return cfg.ft_save_period is not None and step % cfg.ft_save_period == 0 and step % cfg.save_period != 0
 
 
 def best_step(saved: Iterable[SavedStep], cfg: CheckpointingConfig) -> int | None:

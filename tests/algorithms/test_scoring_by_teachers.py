@@ -44,7 +44,7 @@ def _teacher(model: Path, backend: str) -> Iterator[Teachers]:
     config = load_master_config(path, overrides, DistillationMasterConfig)
     cluster = RayVirtualCluster([1], use_gpus=False, max_colocated_worker_groups=1, num_gpus_per_node=1, name=backend)
     actors = start_teacher_actors(config, cluster, {}, pytest.fail)
-    tokenizer = get_tokenizer(config.policy.tokenizer, False)
+    tokenizer = get_tokenizer(config.policy.tokenizer)
     # The policy only makes room, on GPUs.
     teachers = Teachers(actors, config, cast(Policy, None), tokenizer, lends=False)
     try:

@@ -15,7 +15,7 @@ from nemo_rl.algorithms.grpo import scale_rewards
 from nemo_rl.algorithms.grpo.rewards import shape_rewards
 from nemo_rl.algorithms.loss import ClippedPGLossFn, NLLLossFn
 from nemo_rl.algorithms.reward_functions import apply_reward_shaping
-from nemo_rl.algorithms.utils import calculate_kl
+from nemo_rl.algorithms.utils import calculate_kl, get_gdpo_reward_component_keys, get_tokenizer
 from nemo_rl.config import (
     AsyncRLConfig,
     CheckpointingConfig,
@@ -26,14 +26,19 @@ from nemo_rl.config import (
 )
 from nemo_rl.config.errors import UserError
 from nemo_rl.data.datasets import AllTaskProcessedDataset
-from nemo_rl.data.interfaces import TaskDataSpec
-from nemo_rl.data.llm_message_utils import batched_message_log_to_flat_message, message_log_to_flat_messages
+from nemo_rl.data.interfaces import DataError, TaskDataSpec
+from nemo_rl.data.llm_message_utils import (
+    batched_message_log_to_flat_message,
+    get_first_index_that_differs,
+    message_log_to_flat_messages,
+)
 from nemo_rl.data.packing import get_packer
 from nemo_rl.data.packing.algorithms import PackingAlgorithm
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.worker_groups import MultiWorkerFuture, RayWorkerGroup
 from nemo_rl.environments.math_environment import MathEnvironment
 from nemo_rl.environments.utils import create_env
+from nemo_rl.evals.eval import eval_cons_k, eval_pass_k
 from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.utils.checkpoint import CheckpointManager
 
@@ -328,3 +333,26 @@ def test_engines_are_made_of_a_cluster_and_a_configuration(tiny_model: Path, ray
             generation.shutdown()
     finally:
         cluster.shutdown()
+
+
+def test_an_evaluation_is_the_sum_over_prompts() -> None:
+    rewards = torch.tensor([1.0, 0.0, 0.5, 0.5, 0.0, 0.0])
+    assert eval_pass_k(rewards, 2, 1) == pytest.approx(0.5 + 0.5 + 0.0)
+    assert eval_pass_k(rewards, 2, 2) == pytest.approx(1.0 + (1 - (1 - 2 / 2)) + 0.0)
+    assert eval_cons_k(rewards, 2, 2, ["4", "5", "1", "1", None, None]) == pytest.approx(1.0)
+
+
+def test_small_functions_of_nemo_rl_give_what_they_say() -> None:
+    assert get_gdpo_reward_component_keys({"reward/b": 1, "total_reward": 2, "reward/a": 3}) == ["reward/a", "reward/b"]
+    assert [get_first_index_that_differs(*pair) for pair in (("abc", "abd"), ("ab", "abc"), ("", "x"), ("a", "a"))] == [
+        2,
+        2,
+        0,
+        1,
+    ]
+    estimator = ADVANTAGE_ESTIMATORS["opd"]({"name": "opd"}, {})
+    columns = {name: torch.full((1, 3), value) for name, value in (("teacher_logprobs", -1.0), ("prev_logprobs", -3.0))}
+    estimator.compute_advantage(torch.zeros(1, 1), torch.zeros(1), torch.tensor([[0.0, 1.0, 1.0]]), **columns)  # type: ignore[attr-defined]
+    assert estimator.last_metrics == {"on_policy_distillation/teacher_student_logprob_gap_mean": 2.0}
+    with pytest.raises(DataError, match="get_processor=True"):
+        get_tokenizer({"name": "x"}, True)

@@ -165,7 +165,10 @@ def test_axes_that_are_named_nowhere_are_called_at_their_first_coordinate(grid: 
     future = grid.run_all_workers_sharded_data("echo", in_sharded_axes=["data_parallel"], data=["left", "right"])
     assert [rank for rank, _, _ in grid.get_all_worker_results(future)] == [0, 2]
     assert [
-        rank for rank, _, _ in grid.get_all_worker_results(grid.run_all_workers_single_data("echo", ["data_parallel"]))
+        rank
+        for rank, _, _ in grid.get_all_worker_results(
+            grid.run_all_workers_single_data("echo", run_rank_0_only_axes=["data_parallel"])
+        )
     ] == [0, 1]
 
 
@@ -176,13 +179,28 @@ def test_shards_nested_along_two_axes_reach_their_rank(grid: RayWorkerGroup) -> 
     assert [data for _, data, _ in grid.get_all_worker_results(future)] == ["a", "b", "c", "d"]
 
 
+def test_arguments_may_be_given_by_position(grid: RayWorkerGroup) -> None:
+    calls = (
+        grid.run_all_workers_single_data("echo", "same", common="c"),
+        grid.run_all_workers_multiple_data("echo", list("abcd"), common_kwargs={"common": "c"}),
+        grid.run_all_workers_sharded_data(
+            "echo", ["l", "r"], in_sharded_axes=["data_parallel"], replicate_on_axes=["tensor_parallel"]
+        ),
+    )
+    seen = [[(data, common) for _, data, common in grid.get_all_worker_results(future)] for future in calls]
+    assert seen == [[("same", "c")] * 4, [(one, "c") for one in "abcd"], [(one, None) for one in "llrr"]]
+    assert ray.get(grid.run_single_worker_single_data("echo", 2, "one"))[:2] == (2, "one")
+
+
 def test_a_list_that_does_not_match_the_workers_is_refused(grid: RayWorkerGroup) -> None:
     with pytest.raises(ValueError, match=r"probe.echo: data has 3 entries for 4 workers"):
         grid.run_all_workers_multiple_data("echo", data=[1, 2, 3])
 
 
 def test_a_wait_that_passes_its_deadline_names_who_did_not_answer(grid: RayWorkerGroup) -> None:
-    future = grid.run_all_workers_single_data("sleep", ["data_parallel", "tensor_parallel"], seconds=3.0)
+    future = grid.run_all_workers_single_data(
+        "sleep", run_rank_0_only_axes=["data_parallel", "tensor_parallel"], seconds=3.0
+    )
     with pytest.raises(WorkerTimeoutError, match=r"probe.sleep: no answer within 1 s from probe \(rank 0, node "):
         grid.get_all_worker_results(future, timeout_s=1.0)
 

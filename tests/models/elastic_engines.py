@@ -194,7 +194,7 @@ def elastic_engines(model: Path, shards: int, *overrides: str, change: float = 0
         "policy.generation.vllm_kwargs.kv_cache_memory_bytes=33554432",
     ]
     config = load_master_config(_CONFIG, [*base, *limits, *overrides])
-    tokenizer = get_tokenizer(config.policy.tokenizer, False)
+    tokenizer = get_tokenizer(config.policy.tokenizer)
     on_gpus = config.cluster.device == "cuda"
     cluster = RayVirtualCluster([shards], use_gpus=on_gpus, num_gpus_per_node=shards, name="elastic")
     record = MemoryRecord(source="elastic/driver")

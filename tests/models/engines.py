@@ -109,7 +109,7 @@ def colocated(model: Path, slots: int, *overrides: str, nodes: int = 1, cuda: bo
         "policy.generation.max_new_tokens=10",
     ]
     config = load_master_config(_CONFIG, [*base, *overrides])
-    tokenizer = get_tokenizer(config.policy.tokenizer, False)
+    tokenizer = get_tokenizer(config.policy.tokenizer)
     cluster = RayVirtualCluster(
         [slots] * nodes, use_gpus=cuda, max_colocated_worker_groups=2, num_gpus_per_node=slots, name="engines"
     )

@@ -79,7 +79,7 @@ class EnginesAndPolicy:
 
     def requests(self, names: Sequence[str], each: int = 3) -> list[GenerationRequest]:
         """Seeded requests of each adapter, the same prompts for all."""
-        tokenizer = get_tokenizer(self.config.policy.tokenizer, False)
+        tokenizer = get_tokenizer(self.config.policy.tokenizer)
         sampling = self.generation.default_sampling()
         return [
             GenerationRequest(f"{name}-{n}", tokenizer(f"{7 * n}+{n}=")["input_ids"], 8, sampling, n, adapter=name)

@@ -74,7 +74,7 @@ def test_retention_is_the_union_of_its_rules(
         metric_name=metric,
     )
     kept = steps_to_keep([SavedStep(step, value) for step, value in history.items()], cfg)
-    ranked = [step for step in history if step % period == 0 or step % 5 != 0]
+    ranked = [step for step in history if step % period == 0]
 
     def better(a: int, b: int) -> bool:
         """Whether a ranks before b."""
@@ -98,6 +98,12 @@ def test_a_run_that_was_made_longer_keeps_its_former_last_step_by_its_rank() -> 
     cfg = CheckpointingConfig(keep_top_k=2, save_period=10, metric_name="val:accuracy")
     history = {10: 0.1, 20: 0.2, 28: 0.9, 30: 0.3}
     assert steps_to_keep([SavedStep(step, value) for step, value in history.items()], cfg) == {28, 30}
+
+
+def test_beside_restarts_only_multiples_of_the_period_are_ranked() -> None:
+    cfg = CheckpointingConfig(keep_top_k=1, save_period=10, ft_keep_latest_k=2, metric_name="val:accuracy")
+    history = {10: 0.5, 20: 0.2, 23: 0.9, 28: 0.1, 31: 0.3}
+    assert steps_to_keep([SavedStep(step, value) for step, value in history.items()], cfg) == {10, 28, 31}
 
 
 def test_extra_checkpoints_are_deleted_also_where_the_best_are_all_kept() -> None:

@@ -54,7 +54,7 @@ def check_teachers(config: MasterConfig, student: PretrainedConfig) -> None:
     teachers = teachers_of(config)
     if not teachers:
         return
-    vocabulary = _vocabulary(get_tokenizer(config.policy.tokenizer, config.policy.trust_remote_code))
+    vocabulary = _vocabulary(get_tokenizer(config.policy.tokenizer, trust_remote_code=config.policy.trust_remote_code))
     problems: list[str] = []
     for teacher in teachers:
         try:
@@ -65,7 +65,7 @@ def check_teachers(config: MasterConfig, student: PretrainedConfig) -> None:
                 problems += _too_short(teacher, model)
             else:
                 backend_spec(teacher.policy).check(teacher.policy, model)
-            tokenizer = get_tokenizer(teacher.policy.tokenizer, teacher.policy.trust_remote_code)
+            tokenizer = get_tokenizer(teacher.policy.tokenizer, trust_remote_code=teacher.policy.trust_remote_code)
         except UserError as error:
             problems.append(f"{teacher.key}: {str(error).replace('policy.', '')}")
             continue

@@ -237,8 +237,7 @@ def compute_advantages(apply: ApplyStage, cfg: GRPOConfig, loss_cfg: ClippedPGLo
         rows = apply(
             TokenStage(distillation_advantages, ("teacher_logprobs", "prev_logprobs", *always), ("advantages",), clip)
         )
-        gap = rows["gap_sum"].sum().item() / max(1, int(rows["count"].sum()))
-        return {**advantage_metrics(rows), "on_policy_distillation/teacher_student_logprob_gap_mean": gap}
+        return advantage_metrics(rows) | distillation_metrics(rows)
     elif name == "reinforce_plus_plus":
         unwhitened = apply(penalized_advantages_stage(loss_cfg))
         mean, variance = whitening_statistics(unwhitened)
@@ -272,6 +271,12 @@ def distillation_advantages(
     output = _finish(columns, gap_BS, clip_low, clip_high)
     output.rows["gap_sum"] = gap_BS.double().sum(-1)
     return output
+
+
+def distillation_metrics(rows: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Mean gap over trained tokens, from the sums of `distillation_advantages`; 0 when there are none."""
+    gap = rows["gap_sum"].sum().item() / max(1, int(rows["count"].sum()))
+    return {"on_policy_distillation/teacher_student_logprob_gap_mean": gap}
 
 
 def penalized_advantages_stage(loss_cfg: ClippedPGLossConfig) -> TokenStage:

@@ -197,7 +197,7 @@ def _checked_base(
         check_layers(adapter)
     # Engines compute nothing for layers that no adapter has, such as the output layer.
     config.policy.generation.vllm_kwargs.setdefault(ENGINE_LAYERS, memory.layer_kinds(config.policy))
-    tokenizer = get_tokenizer(config.policy.tokenizer, config.policy.trust_remote_code)
+    tokenizer = get_tokenizer(config.policy.tokenizer, trust_remote_code=config.policy.trust_remote_code)
     return tokenizer, check_tokens(config.policy, model, tokenizer, start.say)
 
 

@@ -64,7 +64,7 @@ class TeacherPipeline(LentPipeline):
         from nemo_rl.data.tokenizer import get_tokenizer
 
         job, teacher, engines = self._job, self._teacher, EngineSlot()
-        tokenizer = get_tokenizer(teacher.policy.tokenizer, teacher.policy.trust_remote_code)
+        tokenizer = get_tokenizer(teacher.policy.tokenizer, trust_remote_code=teacher.policy.trust_remote_code)
         record = self.open_record()
         runtime = self.join(engines, record)
         self._demand = OpenSamples(runtime)

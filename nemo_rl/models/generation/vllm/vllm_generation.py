@@ -84,7 +84,7 @@ class VllmGeneration(GenerationInterface):
         if not lent:
             places = [self._rendezvous(shard) for shard in range(len(shards))]
             self._starting = self.group.run_all_workers_multiple_data(
-                "start", {"stop_token_ids": stop_token_ids}, rendezvous=places
+                "start", common_kwargs={"stop_token_ids": stop_token_ids}, rendezvous=places
             )
         self.router = Router(len(shards), self.cfg.router)
         if lent:
