@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from nemo_rl.lazy import names_in
 
 if TYPE_CHECKING:
-    from nemo_rl.compat.evaluation import load_eval_dataset as load_eval_dataset
     from nemo_rl.data.datasets.raw import RawDataset as RawDataset
     from nemo_rl.data.datasets.registry import load_response_dataset as load_response_dataset
     from nemo_rl.data.processors import AllTaskProcessedDataset as AllTaskProcessedDataset
