@@ -32,7 +32,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-PROMPT = ROOT / "examples" / "prompts" / "step_by_step.txt"
+PROMPTS = ROOT / "examples" / "prompts"
 CONFIG = ROOT / "examples" / "configs" / "grpo_math_1B.yaml"
 KL_PENALTY = 0.01
 WEIGHT_DECAY = 0.01
@@ -71,7 +71,7 @@ def our_overrides(args: argparse.Namespace, seed: int, logs: Path) -> list[str]:
         f"data.max_input_seq_length={args.prompt_tokens}",
         f"data.train={rows(args.train)}",
         f"data.validation={rows(args.validation)}",
-        f"data.default.prompt_file={PROMPT}",
+        f"data.default.prompt_file={args.prompt_file}",
         f"cluster.device={args.device}",
         f"logger.log_dir={logs}",
         "checkpointing.enabled=false",
@@ -183,7 +183,7 @@ def run_trl(args: argparse.Namespace, seed: int) -> dict[str, Any]:
 
     def rows(path: str, most: int | None = None) -> Any:
         lines = [json.loads(line) for line in Path(path).read_text().splitlines()][:most]
-        prompt = PROMPT.read_text()
+        prompt = Path(args.prompt_file).read_text() if args.prompt_file != "null" else "{}"
         return Dataset.from_list(
             [
                 {"prompt": [{"role": "user", "content": prompt.format(row["question"])}], "answer": row["answer"]}
@@ -272,6 +272,7 @@ def main() -> None:
     parser.add_argument("--generations", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=512)
+    parser.add_argument("--prompt-file", default=str(PROMPTS / "step_by_step.txt"), help="`null`: the question alone")
     parser.add_argument("--micro-batch", type=int, default=16)
     parser.add_argument("--lr", type=float, default=2e-6)
     parser.add_argument("--val-period", type=int, default=10)
