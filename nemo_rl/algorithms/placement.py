@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,14 +13,18 @@ from nemo_rl.algorithms.profiling import profile_of_run
 from nemo_rl.algorithms.resume import Resume
 from nemo_rl.config import ClusterConfig, EvalMasterConfig, MasterConfig
 from nemo_rl.config.master import RootConfig
+from nemo_rl.config.placement import parallel_sizes
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.distributed.ray_runtime import RayConnection
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerGroup
+from nemo_rl.models.generation.vllm.engine_actors import parameters_of
 from nemo_rl.models.policy.backend import backend_spec
 from nemo_rl.models.policy.lm_policy import Policy, start_policy_actors
+from nemo_rl.models.policy.memory_estimate import estimate
 from nemo_rl.models.policy.model_config import check_replay, model_config
 from nemo_rl.utils.checkpoint import CheckpointManager, verify_weights
+from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture
 from nemo_rl.utils.record import Record
 
 if TYPE_CHECKING:
@@ -154,6 +158,27 @@ class OwnSlots:
     def building(self) -> AbstractContextManager[object]:
         """Does nothing: the run owns its slots."""
         return nullcontext()
+
+
+def tell_memory(config: RootConfig, actors: RayWorkerGroup, say: Callable[[str], None], *, engines: int = 0) -> None:
+    """Says what each GPU of training will hold, before anything is loaded.
+
+    Args:
+        actors: The policy's, from `begin_policy`.
+        say: Prints a line for the person.
+        engines: That sleep on each of these GPUs.
+
+    Raises GpuMemoryError: training cannot fit, whatever the lengths of the samples.
+    """
+    try:
+        shape = TransformerShape.from_hf_config(model_config(config.policy))
+    except UnknownArchitecture:
+        return
+    device_bytes = min(actors.run("device_bytes"))
+    sizes = parallel_sizes(config.policy, len(actors.workers))
+    parameters = parameters_of(config.policy)
+    found = estimate(config.policy, shape, sizes, parameters=parameters, device_bytes=device_bytes)
+    say(found.check(config.policy, device_bytes, engines) or found.line(device_bytes, engines))
 
 
 def begin_policy(

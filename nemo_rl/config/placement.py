@@ -142,6 +142,17 @@ def parallel_sizes(policy: PolicyConfig, world: int) -> ParallelSizes:
     return replace(sizes, dp=world // sizes.replica)
 
 
+def compiles_layers(policy: PolicyConfig, sizes: ParallelSizes, *, cuda: bool) -> bool:
+    """Whether the DTensor backend compiles decoder layers: by default on GPUs whose ranks hold whole ones."""
+    backend = policy.dtensor_cfg
+    if policy.megatron_cfg.enabled or backend.torch_compile is not None:
+        return bool(backend.torch_compile) and not policy.megatron_cfg.enabled
+    whole_layers = sizes.tp * sizes.cp * sizes.ep == 1
+    # A layer that is recomputed cannot be compiled around its router.
+    routed = policy.router_replay.enabled and backend.activation_checkpointing
+    return cuda and whole_layers and not routed and not backend.automodel_kwargs.use_liger_kernel
+
+
 def replica_keys(policy: PolicyConfig) -> str:
     """The dotted keys whose product is the size of a replica, for messages."""
     if policy.megatron_cfg.enabled:

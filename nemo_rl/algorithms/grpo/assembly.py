@@ -23,7 +23,7 @@ from nemo_rl.algorithms.grpo.sources import make_loaders, make_rollout_sources, 
 from nemo_rl.algorithms.grpo.step_reports import DeviceCount, StepReports
 from nemo_rl.algorithms.grpo.streaming import check_streaming
 from nemo_rl.algorithms.memory_watch import MemoryWatch, WatchedActors
-from nemo_rl.algorithms.placement import Clusters, begin_policy, check_policy, start_policy
+from nemo_rl.algorithms.placement import Clusters, begin_policy, check_policy, start_policy, tell_memory
 from nemo_rl.algorithms.profiling import profile_of_run
 from nemo_rl.algorithms.resume import Resume
 from nemo_rl.algorithms.startup import Algorithm, Limits, Prepared, prepared
@@ -248,6 +248,9 @@ def _build(
     if endpoint is not None:
         undo.callback(endpoint.close)
     shares = _share_gpus(generation, ready)
+    if ready.accelerator.is_cuda and not placement.lends_shards:
+        engines = config.policy.generation.vllm_cfg.engines_per_gpu if shares else 0
+        tell_memory(config, ready.ray_parts.policy, start.say, engines=engines)
     beside = shares and _fits_beside_engines(config, ready.ray_parts)
     if shares and not beside and generation is not None:
         with start.phase("engines"):

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from nemo_rl.config import PolicyConfig
+from nemo_rl.config.placement import compiles_layers
 from nemo_rl.models.dtensor.checks import LIGER, check_attention, check_device
 from nemo_rl.models.dtensor.experts import apply_expert_parallel
 from nemo_rl.models.dtensor.export import PREFIX, remember_disk_names
@@ -89,7 +90,7 @@ def load_scorer(cfg: PolicyConfig, mesh: ParallelMesh, *, weights_path: str | No
     replay = attach_router_replay(model, mesh.device) if cfg.router_replay.enabled else None
     if cfg.dtensor_cfg.activation_checkpointing:
         apply_activation_checkpointing(model, keep_routing=cfg.dtensor_cfg.moe_parallelizer.ignore_router_for_ac)
-    if _compiles(cfg, mesh):
+    if compiles_layers(cfg, mesh.sizes, cuda=mesh.device.type == "cuda"):
         apply_compile(model)
     head = cfg.dtensor_cfg.moe_parallelizer.lm_head_precision
     head_dtype = compute_dtype(head) if head is not None else None
@@ -99,16 +100,6 @@ def load_scorer(cfg: PolicyConfig, mesh: ParallelMesh, *, weights_path: str | No
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     set_model_state_dict(scorer, {PREFIX + name: tensor for name, tensor in state.items()}, options=options)
     return scorer
-
-
-def _compiles(cfg: PolicyConfig, mesh: ParallelMesh) -> bool:
-    backend = cfg.dtensor_cfg
-    if backend.torch_compile is not None:
-        return backend.torch_compile
-    whole_layers = mesh.sizes.tp * mesh.sizes.cp * mesh.sizes.ep == 1
-    # A layer that is recomputed cannot be compiled around its router.
-    routed = cfg.router_replay.enabled and backend.activation_checkpointing
-    return mesh.device.type == "cuda" and whole_layers and not routed and not backend.automodel_kwargs.use_liger_kernel
 
 
 def _saved_factors(cfg: PolicyConfig, layers: list[str], path: str) -> dict[str, torch.Tensor]:

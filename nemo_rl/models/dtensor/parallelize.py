@@ -31,6 +31,7 @@ from nemo_rl.distributed.devices import total_memory
 from nemo_rl.distributed.worker_groups import resolve_fqn
 from nemo_rl.models.dtensor.experts import count_experts, expert_modules
 from nemo_rl.models.dtensor.mesh import ParallelMesh
+from nemo_rl.models.policy.memory_estimate import KEPT_SHARE
 from nemo_rl.models.policy.model_config import UnsupportedModelError, check_divisible
 
 if TYPE_CHECKING:
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 # Norms inside attention work on this rank's heads only, so their gradients are parts of a sum over tensor-parallel
 # ranks.
 HEADWISE_NORMS = (".q_norm.", ".k_norm.")
-_KEPT_SHARE = 0.1
-"""Share of a device's memory that gathered weights may take between passes."""
 
 
 def tensor_parallel_plan(model: Any, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:
@@ -198,7 +197,7 @@ def apply_fsdp(scorer: nn.Module, model: Any, mesh: ParallelMesh, cfg: DTensorCo
 
 def _are_small(model: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
     numbers = sum(local_tensor(parameter).numel() for parameter in model.parameters())
-    return numbers * dtype.itemsize < _KEPT_SHARE * total_memory(device)
+    return numbers * dtype.itemsize < KEPT_SHARE * total_memory(device)
 
 
 def _expert_placement(ranks: int, parameter: nn.Parameter) -> Shard:

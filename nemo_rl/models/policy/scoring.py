@@ -28,7 +28,7 @@ from nemo_rl.models.policy.sampling_mask import KeptTokens
 from nemo_rl.models.policy.topk import GivenTokens, given_scores, joined_scores, log_total, logits_at
 
 _AUTOMATIC_CHUNK_BYTES = 256 << 20
-_FUSED_CHUNK_BYTES = 2 << 30
+FUSED_CHUNK_BYTES = 2 << 30
 """Of float32 logits; in half precision two such chunks are a chunk's logits and their gradient."""
 
 
@@ -155,7 +155,7 @@ def fused_logprobs(
         transform: Temperature and the model's own logit scaling; its filters are not applied.
         chunk: Tokens whose logits exist at a time; None chooses so that they stay under 2 GiB in float32.
     """
-    size = chunk or max(1, _FUSED_CHUNK_BYTES // (4 * weight_VD.shape[0]))
+    size = chunk or max(1, FUSED_CHUNK_BYTES // (4 * weight_VD.shape[0]))
     return _Logprobs.apply(hidden_TD, weight_VD, bias_V, target_T, transform, size)
 
 

@@ -38,6 +38,7 @@ from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.loss.normalization import count_valid, normalize_metrics
 from nemo_rl.models.policy.backend import BackendOptions, backend_spec
 from nemo_rl.models.policy.batches import RECORDED, microbatches, without_routes
+from nemo_rl.models.policy.memory_estimate import explained
 from nemo_rl.models.policy.model_config import compute_dtype
 from nemo_rl.models.policy.train_step import (
     StepResult,
@@ -183,7 +184,8 @@ class PolicyWorker(TQWorkerMixin):
         width = _width(data)
 
         def rows(parts: list[BatchedDataDict], *, filtered: bool) -> torch.Tensor:
-            scored = self.backend.logprobs(parts, filtered=filtered, idle=idle)
+            with explained(self.cfg, self.backend.device, "scoring", training=False):
+                scored = self.backend.logprobs(parts, filtered=filtered, idle=idle)
             padded = [torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in scored]
             return torch.cat([torch.zeros((0, width)), *padded])
 
@@ -225,7 +227,8 @@ class PolicyWorker(TQWorkerMixin):
         """`topk_logits` (as log-probabilities) and `topk_indices` of the k most likely tokens, [B, S, k]."""
         batches, idle = self._cut(data, micro_batch_size or self.cfg.logprob_batch_size, replayed=())
         width = _width(data)
-        parts = self.backend.topk_logits(batches, k, idle=idle)
+        with explained(self.cfg, self.backend.device, "scoring", training=False):
+            parts = self.backend.topk_logits(batches, k, idle=idle)
 
         def rows(which: int, dtype: torch.dtype) -> torch.Tensor:
             padded = [torch.nn.functional.pad(part[which], (0, 0, 0, width - part[which].shape[1])) for part in parts]
@@ -252,7 +255,7 @@ class PolicyWorker(TQWorkerMixin):
                 continue
             self.begin_train_step(loss_fn, mbs=mbs)
             self.train_microbatches(batch)
-            results.append(self.step.finish(self.cfg.max_grad_norm))
+            results.append(self._step_optimizer())
         if not eval_mode and (trace := route_trace()) is not None:
             trace.step_done()
         if any(result.stepped for result in results) and not eval_mode:
@@ -269,12 +272,17 @@ class PolicyWorker(TQWorkerMixin):
         """Adds one chunk of samples to the open step; this rank's part may have no rows."""
         if (trace := route_trace()) is not None:
             trace.fetched("train", data)
-        self.step.microbatches(microbatches(data, self.cfg, self._mbs))
+        with explained(self.cfg, self.backend.device, "training", training=True):
+            self.step.microbatches(microbatches(data, self.cfg, self._mbs))
+
+    def _step_optimizer(self) -> StepResult:
+        with explained(self.cfg, self.backend.device, "stepping the optimizer", training=True):
+            return self.step.finish(self.cfg.max_grad_norm)
 
     def finish_train_step(self) -> dict[str, object]:
         """Steps the optimizer and the schedule."""
         rates = self.backend.rates()
-        result = self.step.finish(self.cfg.max_grad_norm)
+        result = self._step_optimizer()
         if (trace := route_trace()) is not None:
             trace.step_done()
         if result.stepped:
@@ -313,7 +321,8 @@ class PolicyWorker(TQWorkerMixin):
     def prepare_for_training(self) -> None:
         """Model and optimizer on the device, communicators in place."""
         self.backend.rebuild_communicators()
-        self.backend.to_device(optimizer=True)
+        with explained(self.cfg, self.backend.device, "bringing training state to the GPU", training=True):
+            self.backend.to_device(optimizer=True)
 
     def prepare_for_lp_inference(self) -> None:
         """Model on the device; the optimizer too unless `policy.offload_optimizer_for_logprob`."""
