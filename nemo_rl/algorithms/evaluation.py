@@ -43,14 +43,14 @@ from nemo_rl.experience.trajectories import RolloutLimits, RolloutPlan, Trajecto
 from nemo_rl.models.generation.interfaces import request_timeout_s
 from nemo_rl.models.generation.vllm.engine_actors import start_engine_actors
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
-from nemo_rl.models.policy.model_config import model_config
+from nemo_rl.models.policy.model_config import check_length, check_weights, model_config
 from nemo_rl.utils.adapters import is_adapter
 from nemo_rl.utils.checkpoint import model_directory
 from nemo_rl.utils.progress import StartPhases
 from nemo_rl.utils.record import NullRecord
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -106,12 +106,12 @@ def evaluate(config: EvalMasterConfig, placement: EvaluationPlacement | None = N
     something that does not exist; GenerationError, EnvironmentFailure, WorkerError: the evaluation cannot go on.
     """
     placement, say = placement or OwnPlacement(), StartPhases().say
-    _find_model(config)
+    find_model(config)
     _writable(config.eval.save_path)
     set_seed(config.eval.seed)
     tokenizer = get_tokenizer(config.tokenizer, trust_remote_code=config.generation.trust_remote_code)
     policy = evaluated_policy(config)
-    model = model_config(policy)
+    model = check_evaluated(policy)
     ends = check_tokens(policy, model, tokenizer, say, key="generation.stop_token_ids")
     problems = load_problems(config, tokenizer, say)
     hold_to_vocabulary([problems.dataset], tokenizer, model)
@@ -176,7 +176,8 @@ class Problems:
     tasks: list[str]
 
 
-def _find_model(config: EvalMasterConfig) -> None:
+def find_model(config: EvalMasterConfig) -> None:
+    """Replaces a directory of checkpoints by the one that is meant. Raises ConfigError: it holds an adapter alone."""
     named = config.generation.model_name
     found = model_directory(named)
     if is_adapter(found):
@@ -213,6 +214,17 @@ def evaluated_policy(config: EvalMasterConfig) -> PolicyConfig:
         max_total_sequence_length=generation.vllm_cfg.max_model_len,
         generation=generation,
     )
+
+
+def check_evaluated(policy: PolicyConfig) -> PretrainedConfig:
+    """The model's configuration. Raises ModelNotFoundError: it lacks its configuration or weights;
+    UnsupportedModelError: it takes no sequences as long as configured.
+    """
+    model = model_config(policy)
+    check_weights(policy.model_name)
+    lengths = {"generation.vllm_cfg.max_model_len": policy.max_total_sequence_length}
+    check_length(model, policy.model_name, lengths, generates=True)
+    return model
 
 
 def load_problems(config: EvalMasterConfig, tokenizer: PreTrainedTokenizerBase, say: Say) -> Problems:

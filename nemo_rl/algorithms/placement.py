@@ -22,7 +22,7 @@ from nemo_rl.models.generation.vllm.engine_actors import parameters_of
 from nemo_rl.models.policy.backend import backend_spec
 from nemo_rl.models.policy.lm_policy import Policy, start_policy_actors
 from nemo_rl.models.policy.memory_estimate import estimate
-from nemo_rl.models.policy.model_config import check_replay, model_config
+from nemo_rl.models.policy.model_config import check_length, check_replay, check_weights, model_config
 from nemo_rl.utils.checkpoint import CheckpointManager, verify_weights
 from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture
 from nemo_rl.utils.record import Record
@@ -36,17 +36,27 @@ Parts_contra = TypeVar("Parts_contra", contravariant=True)
 Held_co = TypeVar("Held_co", bound=Accelerators, covariant=True)
 
 
-def check_policy(config: RootConfig) -> PretrainedConfig:
+def check_policy(config: RootConfig, *, generates: bool = False) -> PretrainedConfig:
     """Checks before anything starts that the policy can be built; returns the model's configuration.
 
+    Args:
+        generates: Whether engines run it, too.
+
     Raises ModelNotFoundError: there is no model at `policy.model_name`; UnsupportedModelError: heads, vocabulary or
-    experts do not divide over the ranks of training, or there are no experts whose routes could be replayed;
+    experts do not divide over the ranks of training, it takes no sequences as long as configured, or there are no
+    experts whose routes could be replayed;
     KernelUnavailableError: a package is asked for and not installed; OptimizerConfigError: optimizer or schedule do not
     exist or refuse their arguments; CheckpointError: `policy.model_name` is a damaged checkpoint.
     """
     verify_weights(Path(config.policy.model_name))
     model = model_config(config.policy)
+    check_weights(config.policy.model_name)
     check_replay(model, config.policy)
+    policy = config.policy
+    lengths = {"policy.max_total_sequence_length": policy.max_total_sequence_length}
+    if generates:
+        lengths["policy.generation.vllm_cfg.max_model_len"] = policy.generation.vllm_cfg.max_model_len
+    check_length(model, policy.model_name, lengths, generates=generates)
     backend_spec(config.policy).check(config.policy, model)
     return model
 

@@ -167,7 +167,7 @@ def prepared(
             ends = check_tokens(config.policy, model, tokenizer, start.say)
             datasets = load_datasets(tokenizer, config.data, ends.texts)
             resume = same_contents(resume, datasets.contents, config.checkpointing.resume)
-            _check_rows(datasets, tokenizer, model, config.data.max_input_seq_length, start.say, algorithm.mask)
+            check_data(datasets, tokenizer, model, config.data.max_input_seq_length, start.say, algorithm.mask)
             loaders = algorithm.loaders(datasets, tokenizer)
             for line in never_validated(datasets.validation_by_task, loaders.validated_rows):
                 start.say(line)
@@ -217,7 +217,7 @@ def _checked_directories(
     return resume
 
 
-def _check_rows(
+def check_data(
     datasets: TaskDatasets,
     tokenizer: PreTrainedTokenizerBase,
     model: PretrainedConfig,

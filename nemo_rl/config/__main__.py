@@ -37,8 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m nemo_rl.config", description="Look at configurations.")
     commands = parser.add_subparsers(required=True, metavar="check|show|diff|explain|docs")
-    check = commands.add_parser("check", help="say which recipes run here, and what the others wait for")
-    check.add_argument("files", nargs="+", type=Path, metavar="FILE or FOLDER")
+    check = commands.add_parser(
+        "check",
+        help="say which recipes run here, and what the others wait for; of a FILE also what a start would find of "
+        "optimizer, functions, model, tokenizer and data that are on this machine",
+    )
+    check.add_argument("items", nargs="+", metavar="FILE, FOLDER or OVERRIDE")
     check.add_argument("--quiet", action="store_true", help="print the summary only")
     check.set_defaults(run=_check)
     show = commands.add_parser("show", help="print the whole configuration, defaults included")
@@ -60,7 +64,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(chosen: argparse.Namespace) -> int:
-    checked = [check_file(file) for file in recipe_files(chosen.files)]
+    files, overrides = _sorted_out(chosen.items, at_most=len(chosen.items))
+    paths = [Path(file) for file in files if file is not None]
+    checked = [
+        check_file(file, overrides, as_a_start=path.is_file()) for path in paths for file in recipe_files([path])
+    ]
     if not chosen.quiet:
         for recipe in checked:
             print("\n".join(lines_about(recipe)))
@@ -164,4 +172,6 @@ def _sorted_out(items: Sequence[str], at_most: int) -> tuple[list[str | None], l
 
 
 if __name__ == "__main__":
+    # `python -m` also finds a user's code in the working directory, where a run would not: it needs PYTHONPATH=. there.
+    sys.path.pop(0)
     sys.exit(main())

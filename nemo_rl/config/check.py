@@ -1,7 +1,8 @@
 """Which recipes run here: each file's verdict with its reasons, and a folder's summary by reason.
 
 Reads files and says what `validate` finds, and what a start would find about the model's family and about prompt files;
-starts nothing and needs no GPU. Invariant: a file that runs here loads in a run as it was checked.
+of a file that is named alone also what a start would find of optimizer, functions, model, tokenizer and data. Starts
+nothing and needs no GPU. Invariant: a file that runs here loads in a run as it was checked.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.data import DatasetConfig, prompt_places
+from nemo_rl.config.dotted import import_dotted
 from nemo_rl.config.errors import ConfigError, NotBuilt, Problem
 from nemo_rl.config.evaluation import EvalMasterConfig
 from nemo_rl.config.foreign import MEGATRON_LACKS
-from nemo_rl.config.layers import merge, read_layers, with_sources
-from nemo_rl.config.load import kind_of_file
+from nemo_rl.config.layers import with_sources
+from nemo_rl.config.load import kind_of_file, load_layers
 from nemo_rl.config.master import CompleteConfig, MasterConfig, RootConfig, SFTMasterConfig
 from nemo_rl.config.section import not_built
 from nemo_rl.config.validate import examine
 
 # `${oc.env:NAME}` without a default: a value that only the machine of the run has.
+_PREFLIGHT = "nemo_rl.algorithms.preflight.mistakes_of"
 _ENVIRONMENT = re.compile(r"\$\{oc\.env:(\w+)\}")
 
 
@@ -84,21 +87,32 @@ def recipe_files(paths: Iterable[Path]) -> list[Path]:
     return found
 
 
-def check_file(file: Path) -> Checked:
-    """Reads a recipe with its parents and checks it, with every variable of the environment taken as set."""
+def check_file(file: Path, overrides: Sequence[str] = (), *, as_a_start: bool = False) -> Checked:
+    """Reads a recipe with its parents and checks it, with every variable of the environment taken as set.
+
+    Args:
+        overrides: As on a run's command line.
+        as_a_start: Look at model, tokenizer and data, too, where they are on this machine.
+    """
     try:
-        layers = read_layers(file)
-        merged = merge(layers)
         kind: type[MasterConfig | SFTMasterConfig | EvalMasterConfig] = kind_of_file(file)
+        loaded = load_layers(file, overrides, kind)
+        layers, merged = loaded.layers, loaded.values
         unset = sorted({name for name in _variables(merged) if name not in os.environ})
         examined = examine(_with_variables(merged, unset), kind)
     except ConfigError as error:
         return Checked(file, list(error.problems))
     problems: list[Problem] = examined.problems
-    files: list[str] = []
+    notes, files = [*loaded.notes, *examined.notes], list[str]()
     if examined.config is not None:
         problems, files = list(_of_the_model(examined.config)), sorted(_absent_prompts(examined.config, set(unset)))
-    return Checked(file, with_sources(problems, layers, str(file)), examined.notes, unset, files)
+        if as_a_start and not problems and not unset and not files:
+            # The hub's libraries read it when they are imported.
+            os.environ["HF_HUB_OFFLINE"] = "1"
+            # It needs torch and transformers, which reading a configuration does not.
+            mistakes, not_looked_at = import_dotted(_PREFLIGHT, "check")(examined.config)
+            problems, notes = list(mistakes), [*notes, *not_looked_at]
+    return Checked(file, with_sources(problems, layers, str(file)), notes, unset, files)
 
 
 def _of_the_model(config: CompleteConfig) -> Iterator[Problem]:

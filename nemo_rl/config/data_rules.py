@@ -76,7 +76,7 @@ def training_has_a_dataset(config: RootConfig) -> Iterator[str]:
 def environments_exist(config: MasterConfig | EvalMasterConfig) -> Iterator[Problem]:
     names = environment_names(config.env)
     used = set()
-    for key, entry in _entries(config):
+    for key, entry in data_entries(config):
         used.add(entry.env_name)
         part = UNBUILT["environments"].get(entry.env_name)
         own = config.env.of(entry.env_name)
@@ -130,7 +130,7 @@ def nemo_gym_plays_its_own_rows(config: MasterConfig | EvalMasterConfig) -> Iter
         yield "env.should_use_nemo_gym: true needs env.nemo_gym.config_paths, the configurations of its servers"
     elif plays and config.env.nemo_gym is not None and config.env.nemo_gym.agent is None:
         yield "env.nemo_gym.agent: null, and nothing plays the rows; leave the key out"
-    for key, entry in _entries(config):
+    for key, entry in data_entries(config):
         if plays and entry.env_name != "nemo_gym":
             yield (
                 f"{key}.env_name: {entry.env_name!r}, but env.should_use_nemo_gym: true plays every row with NeMo-Gym; "
@@ -147,7 +147,7 @@ def nemo_gym_plays_its_own_rows(config: MasterConfig | EvalMasterConfig) -> Iter
 
 @rule
 def evaluations_run_no_agents(config: EvalMasterConfig) -> Iterator[str]:
-    for _, entry in _entries(config):
+    for _, entry in data_entries(config):
         section = config.env.of(entry.env_name)
         if section is not None and section.agent is not None:
             yield f"env.{entry.env_name}.agent plays in training and its validation alone; name a class or a function"
@@ -173,7 +173,7 @@ def _judged_by_functions(env: EnvConfig) -> Iterator[tuple[str, EnvironmentConfi
 
 @rule
 def datasets_exist(config: RootConfig | EvalMasterConfig) -> Iterator[Problem]:
-    for key, entry in _entries(config):
+    for key, entry in data_entries(config):
         if (part := UNBUILT["datasets"].get(entry.dataset_name)) is not None:
             yield not_built(f"{key}.dataset_name", entry.dataset_name, part, "choose another dataset")
         if (part := UNBUILT["processors"].get(entry.processor)) is not None:
@@ -188,10 +188,11 @@ def environment_names(env: EnvConfig) -> list[str]:
 
 def environments_in_use(config: MasterConfig) -> list[str]:
     """Names of the environments that entries of data name."""
-    return list(dict.fromkeys(entry.env_name for _, entry in _entries(config)))
+    return list(dict.fromkeys(entry.env_name for _, entry in data_entries(config)))
 
 
-def _entries(config: RootConfig | EvalMasterConfig) -> Iterator[tuple[str, DatasetConfig]]:
+def data_entries(config: RootConfig | EvalMasterConfig) -> Iterator[tuple[str, DatasetConfig]]:
+    """Entries of data by their dotted keys."""
     if isinstance(config, EvalMasterConfig):
         yield "data", config.data
         return
@@ -202,7 +203,7 @@ def _entries(config: RootConfig | EvalMasterConfig) -> Iterator[tuple[str, Datas
 
 @caution
 def choices_are_shown(config: MasterConfig | EvalMasterConfig) -> Iterator[str]:
-    for key, entry in _entries(config):
+    for key, entry in data_entries(config):
         asks = entry.processor == "multichoice_qa_processor" or entry.dataset_name.startswith(("mmlu", "gpqa"))
         if asks and entry.prompt_file is None:
             yield (

@@ -65,7 +65,10 @@ def import_dotted(path: str, key: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ConfigError([f"{key}: {path!r} cannot be imported: {error}"]) from error
+        hint = ""
+        if isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]:
+            hint = "; if it is in this directory, run the command with PYTHONPATH=."
+        raise ConfigError([f"{key}: {path!r} cannot be imported: {error}{hint}"]) from error
     if not hasattr(module, name):
         raise ConfigError([f"{key}: the module {module_name} has no {name!r}.{did_you_mean(name, dir(module))}"])
     return getattr(module, name)

@@ -170,6 +170,7 @@ Unknown keys are refused. **Not yet** marks keys that are known but not built: s
 (or, for a section, enabled), they are refused by name.
 
 ```
+python -m nemo_rl.config check FILE [OVERRIDES]    # every mistake that a start would find, without starting
 python -m nemo_rl.config show FILE [OVERRIDES]     # the whole configuration, defaults included
 python -m nemo_rl.config diff FILE [FILE]          # against the defaults, or against another file
 python -m nemo_rl.config explain KEY [FILE] [OVERRIDES]   # what a key means and where its value comes from

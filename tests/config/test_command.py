@@ -212,11 +212,12 @@ def test_check_knows_families_that_megatron_lacks(
         Path(folder, "config.json").write_text(f'{{"model_type": "{kind}"}}')
     megatron = "dtensor_cfg: {enabled: false}, megatron_cfg: {enabled: true}, optimizer: null, scheduler: null"
     base = f"defaults: {ROOT}/examples/configs/grpo_math_1B.yaml"
-    Path("megatron.yaml").write_text(f"{base}\npolicy: {{model_name: {model}, {megatron}}}\n")
-    Path("dtensor.yaml").write_text(f"{base}\npolicy: {{model_name: {model}}}\n")
-    assert main(["check", "megatron.yaml"]) == (0 if part is None else 1)
+    for folder, keys in (("megatron", f"model_name: {model}, {megatron}"), ("dtensor", f"model_name: {model}")):
+        Path(folder).mkdir()
+        Path(folder, "run.yaml").write_text(f"{base}\npolicy: {{{keys}}}\n")
+    assert main(["check", "megatron"]) == (0 if part is None else 1)
     assert part is None or f"not built yet: {part}" in capsys.readouterr().out
-    assert main(["check", "dtensor.yaml"]) == 0
+    assert main(["check", "dtensor"]) == 0
 
 
 def test_check_names_prompt_files_that_are_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,7 +83,7 @@ def setup(config: MasterConfig, start: StartPhases | None = None, placement: GRP
     to another run; NothingToDo: the run is over already.
     """
     start, placement = start or StartPhases(), placement or OwnPlacement()
-    with prepared(config, _algorithm(config, placement), placement, start) as ready:
+    with prepared(config, algorithm_of(config, placement), placement, start) as ready:
         return _build(config, ready, placement, start)
 
 
@@ -111,7 +111,8 @@ class _RayParts:
             cluster.shutdown()
 
 
-def _algorithm(config: MasterConfig, placement: GRPOPlacement) -> Algorithm[GRPOState, Loader, _RayParts]:
+def algorithm_of(config: MasterConfig, placement: GRPOPlacement) -> Algorithm[GRPOState, Loader, _RayParts]:
+    """What GRPO and distillation bring to a start."""
     grpo = config.grpo
     # Neither loaders by task nor dynamic sampling know how many steps an epoch has.
     epochs = None if config.data.use_multiple_dataloader or grpo.use_dynamic_sampling else grpo.max_num_epochs
@@ -194,7 +195,7 @@ def check_model(config: MasterConfig) -> PretrainedConfig:
     MooncakeUnavailableError: the data plane is configured for Mooncake, which is not fully installed.
     """
     check_data_plane(config.data_plane)
-    model = check_policy(config)
+    model = check_policy(config, generates=True)
     check_divisible(
         model,
         config.policy.generation.vllm_cfg.tensor_parallel_size,

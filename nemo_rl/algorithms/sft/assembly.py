@@ -53,7 +53,7 @@ def setup(config: SFTMasterConfig, start: StartPhases | None = None, placement: 
     resumed, or none can be written; ResumeError: it belongs to another run; NothingToDo: the run is over already.
     """
     start, placement = start or StartPhases(), placement or OwnPlacement()
-    with prepared(config, _algorithm(config, placement), placement, start) as ready:
+    with prepared(config, algorithm_of(config, placement), placement, start) as ready:
         clusters, timer = ready.ray_parts.clusters, Timer()
         progress = RunProgress(ready.total_steps, title="SFT", first_step=ready.state.step, measure="val_loss")
         if ready.accelerator.is_cuda and not placement.lends_shards:
@@ -101,9 +101,10 @@ class _RayParts:
             cluster.shutdown()
 
 
-def _algorithm(
+def algorithm_of(
     config: SFTMasterConfig, placement: SFTPlacement
 ) -> Algorithm[SFTState, StatefulDataLoader[Batch], _RayParts]:
+    """What SFT brings to a start."""
     sft = config.sft
     return Algorithm(
         state=SFTState(),

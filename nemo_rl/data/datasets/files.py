@@ -81,7 +81,7 @@ def read_rows(
         if kind is not None:
             raise DataError(f"{key}: {path} is a directory, whose files say by name what they hold; leave file_format")
         return _from_directory(path, split, usual_split, subset, key)
-    if _looks_like_a_path(location):
+    if looks_like_a_path(location):
         raise DataError(f"{key}: there is nothing at {path.absolute()}")
     return _from_hub(location, subset, split or usual_split, cache_dir, key)
 
@@ -92,7 +92,8 @@ def _no_parts(path: Path, split: str | None, subset: str | None, key: str) -> No
         raise DataError(f"{key}: {path} is one file, which has no {asked[0]}; name the file of that part, or leave it")
 
 
-def _looks_like_a_path(location: str) -> bool:
+def looks_like_a_path(location: str) -> bool:
+    """Whether a location is meant as a place on this machine, also where nothing is there."""
     return location.startswith((".", "/", "~")) or Path(location).suffix in _READERS or location.count("/") > 1
 
 

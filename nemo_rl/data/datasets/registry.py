@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 
 from typing_extensions import override
 
@@ -20,7 +21,7 @@ from nemo_rl.config.errors import did_you_mean
 from nemo_rl.config.foreign import UNBUILT
 from nemo_rl.data.conversations import Message, Row, as_messages, cell
 from nemo_rl.data.datasets import published
-from nemo_rl.data.datasets.files import PlacedRow, read_rows
+from nemo_rl.data.datasets.files import PlacedRow, looks_like_a_path, read_rows
 from nemo_rl.data.datasets.formats import completed, dapo, helpsteer, question_and_answer, recognised
 from nemo_rl.data.datasets.generated import ArithmeticDataset, DigitsDataset, ReasoningGymDataset
 from nemo_rl.data.datasets.raw import RawDataset, ReadRows, check_rows
@@ -259,6 +260,17 @@ def _load(config: DatasetConfig, key: str, task_name: str) -> RawDataset:
             "for your own rows use ResponseDataset with data_path, or the dotted path of a class"
         )
     return NamedDataset(config, task_name, key)
+
+
+def reads_files(config: DatasetConfig) -> bool:
+    """Whether the rows of an entry are made or read on this machine, so that neither hub nor web is asked."""
+    name, path = config.dataset_name, config.data_path
+    if path is not None:
+        return not path.startswith(("https://", "http://")) and (
+            Path(path).expanduser().exists() or looks_like_a_path(path)
+        )
+    source = SOURCES.get(ALIASES.get(name, name))
+    return source is None or source.hub is None
 
 
 def _users_class(config: DatasetConfig, key: str) -> RawDataset:

@@ -6,8 +6,10 @@ Refuses before Ray starts.
 
 from __future__ import annotations
 
+import json
+import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +53,7 @@ def model_config(cfg: PolicyConfig, source: str | None = None) -> PretrainedConf
     from transformers import AutoConfig
 
     name = source or cfg.model_name
-    if _looks_like_a_path(name) and not Path(name).expanduser().exists():
+    if looks_like_a_path(name) and not Path(name).expanduser().exists():
         raise ModelNotFoundError(f"policy.model_name={name!r}: there is no such directory; {_nearest_directory(name)}")
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=cfg.trust_remote_code)
@@ -83,7 +85,7 @@ def generation_config(cfg: PolicyConfig, model: PretrainedConfig) -> GenerationC
         return GenerationConfig.from_model_config(model)
 
 
-def _looks_like_a_path(name: str) -> bool:
+def looks_like_a_path(name: str) -> bool:
     """Whether a name can only be meant as a directory: one on the hub has one slash, and no folder here begins it."""
     first, *rest = Path(name).parts or ("",)
     return name.startswith(("/", ".", "~")) or len(rest) > 1 or (len(rest) == 1 and Path(first).is_dir())
@@ -138,6 +140,88 @@ def check_replay(config: PretrainedConfig, cfg: PolicyConfig) -> None:
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
     """The part of a model's configuration that describes its decoder."""
     return getattr(config, "text_config", None) or config
+
+
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_LFS_POINTER = b"version https://git-lfs"
+
+
+def check_weights(model_name: str) -> None:
+    """Whether a model's directory holds its weights. Raises ModelNotFoundError: files of them are missing."""
+    folder = Path(model_name).expanduser()
+    if not folder.is_dir() or (folder / "adapter_config.json").is_file():
+        return
+    names = [name for name in _WEIGHTS if (folder / name).is_file()]
+    for index in (folder / f"{name}.index.json" for name in _WEIGHTS):
+        if not names and index.is_file():
+            try:
+                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            except (OSError, ValueError, LookupError, AttributeError) as error:
+                raise ModelNotFoundError(
+                    f"policy.model_name={model_name!r}: {index.name} cannot be read ({error}); download the model again"
+                ) from error
+    if not names:
+        raise ModelNotFoundError(
+            f"policy.model_name={model_name!r}: the directory holds a configuration and no weights (neither of "
+            f"{', '.join(_WEIGHTS)}, nor an index of several files); copy the model's weights there"
+        )
+    for name in names:
+        file = folder / name
+        pointer = file.is_file() and file.stat().st_size < 1024 and file.read_bytes().startswith(_LFS_POINTER)
+        if not file.is_file() or pointer:
+            what = "a pointer of git-lfs and no weights (run git lfs pull there)" if pointer else "missing"
+            raise ModelNotFoundError(
+                f"policy.model_name={model_name!r}: {name} is {what}; download the model again, whole"
+            )
+
+
+# Where configurations of different families say how many positions their models have.
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
+# Of these RoPE scalings, as engines read them, the configured length is the scaled one.
+_SCALED = ("default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+
+
+def longest_sequence(config: PretrainedConfig) -> tuple[int, str] | None:
+    """Tokens that a model takes at most, and the key of its configuration that says so; None where none does."""
+    text = text_config(config)
+    known = [(getattr(text, key), key) for key in _LENGTHS if isinstance(getattr(text, key, None), int)]
+    if not known:
+        return None
+    length, key = min(known)
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [one for one in (rope, *rope.values()) if isinstance(one, dict)]
+    if "gemma3" not in str(getattr(text, "model_type", "")):
+        factors = [one.get("factor") or 1.0 for one in kinds if one.get("rope_type", "default") not in _SCALED]
+        length = int(length * max(factors, default=1.0))
+    return length, key
+
+
+def check_length(config: PretrainedConfig, model_name: str, lengths: Mapping[str, int], *, generates: bool) -> None:
+    """Whether the model takes sequences as long as configured.
+
+    Args:
+        lengths: Tokens, by the dotted key that asks for them.
+        generates: Whether engines run it, which take no longer ones. Training alone may go beyond the positions of a
+            model that rotates them.
+
+    Raises UnsupportedModelError: it does not.
+    """
+    limit = longest_sequence(config)
+    rotates = getattr(text_config(config), "rope_parameters", None) is not None
+    allowed = rotates and (not generates or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1")
+    if limit is None or allowed:
+        return
+    for key, length in lengths.items():
+        if length > limit[0]:
+            raise UnsupportedModelError(
+                f"{key}={length}: {model_name} takes {limit[0]} tokens at most ({limit[1]} of its config.json); lower "
+                f"{key} to {limit[0]} or less"
+                + (
+                    ". A model that is meant for longer ones says so with policy.hf_config_overrides (its RoPE scaling)"
+                    if rotates
+                    else ""
+                )
+            )
 
 
 def layers_with_experts(config: PretrainedConfig) -> tuple[int, ...]:
