@@ -200,3 +200,11 @@ def test_experts_that_get_no_adapters_are_named_at_the_start(kind: str, caplog: 
     )
     check_policy(cfg, config_of(kind))
     assert ("the experts of qwen3_moe lie in stacked weights" in caplog.text) == (kind == "qwen3_moe")
+
+
+def test_a_model_that_writes_no_text_is_refused_by_name() -> None:
+    cfg = PolicyConfig(model_name="pictures")
+    with pytest.raises(
+        UnsupportedModelError, match="pictures is a vit model, of which transformers has none that writes"
+    ):
+        check_policy(cfg, CONFIG_MAPPING["vit"]())

@@ -15,6 +15,7 @@ from nemo_rl.config import DTensorConfig, PolicyConfig
 from nemo_rl.models.policy.model_config import (
     KernelUnavailableError,
     UnsupportedModelError,
+    auto_class,
     check_divisible,
     check_experts,
     check_not_quantized,
@@ -41,6 +42,11 @@ _ONE_EACH = (
 
 def check_policy(cfg: PolicyConfig, model: PretrainedConfig) -> None:
     check_not_quantized(model, cfg)
+    if auto_class(model) is None:
+        raise UnsupportedModelError(
+            f"policy.model_name={cfg.model_name} is a {model.model_type} model, of which transformers has none that "
+            "writes text; name a language model"
+        )
     _check_layers(cfg, model)
     check_divisible(model, cfg.dtensor_cfg.tensor_parallel_size, "policy.dtensor_cfg.tensor_parallel_size")
     check_experts(model, cfg.dtensor_cfg)

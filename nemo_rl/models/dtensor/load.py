@@ -35,6 +35,7 @@ from nemo_rl.models.policy.model_config import (
     CheckpointMismatchError,
     ModelNotFoundError,
     UnsupportedModelError,
+    auto_class,
     compute_dtype,
     empty_model,
     generation_config,
@@ -109,10 +110,8 @@ def _saved_factors(cfg: PolicyConfig, layers: list[str], path: str) -> dict[str,
 
 
 def _read_weights(source: str, config: PretrainedConfig, trust_remote_code: bool) -> dict[str, torch.Tensor]:
-    from transformers import AutoModelForCausalLM
-
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = auto_class(config).from_pretrained(
             source,
             config=config,
             dtype=torch.float32,

@@ -32,7 +32,7 @@ from nemo_rl.distributed.worker_groups import resolve_fqn
 from nemo_rl.models.dtensor.experts import count_experts, expert_modules
 from nemo_rl.models.dtensor.mesh import ParallelMesh
 from nemo_rl.models.policy.memory_estimate import KEPT_SHARE
-from nemo_rl.models.policy.model_config import UnsupportedModelError, check_divisible
+from nemo_rl.models.policy.model_config import UnsupportedModelError, check_divisible, decoder_of
 
 if TYPE_CHECKING:
     pass
@@ -50,7 +50,7 @@ def tensor_parallel_plan(model: Any, *, sequence_parallel: bool) -> dict[str, Pa
 
     Raises UnsupportedModelError: the model has other modules than the plan names.
     """
-    layers = model.base_model.layers
+    layers = decoder_of(model).layers
     routed = [str(index) for index, layer in enumerate(layers) if expert_modules(layer)]
     dense = [str(index) for index in range(len(layers)) if str(index) not in routed]
     names = {name for layer in layers for name, _ in layer.named_modules()}
@@ -107,9 +107,9 @@ def apply_tensor_parallel(model: Any, mesh: ParallelMesh, cfg: DTensorConfig) ->
         return
     check_divisible(model.config, mesh.sizes.tp)
     tied = model.config.tie_word_embeddings
-    parallelize_module(model.base_model, mesh.tp_mesh, _plan(model, cfg))
+    parallelize_module(decoder_of(model), mesh.tp_mesh, _plan(model, cfg))
     if tied:
-        model.lm_head.weight = model.base_model.embed_tokens.weight
+        model.lm_head.weight = decoder_of(model).embed_tokens.weight
     else:
         parallelize_module(model, mesh.tp_mesh, {"lm_head": ColwiseParallel(output_layouts=Shard(-1))})
 
@@ -131,7 +131,7 @@ def apply_activation_checkpointing(model: Any, *, keep_routing: bool = False) ->
     """Recomputes each decoder layer in the backward pass; with `keep_routing` all of it but the router's logits, so
     that every choice is the same.
     """
-    layers = model.base_model.layers
+    layers = decoder_of(model).layers
     for index, layer in enumerate(layers):
         widths = {count_experts(module) for module in expert_modules(layer)} if keep_routing else set()
         context = partial(create_selective_checkpoint_contexts, _keep_routing(widths)) if widths else None
@@ -156,7 +156,7 @@ def _keep_routing(widths: set[int]) -> Callable[..., CheckpointPolicy]:
 
 def apply_compile(model: Any) -> None:
     """Compiles each decoder layer for rows of any length."""
-    for layer in model.base_model.layers:
+    for layer in decoder_of(model).layers:
         layer.compile(dynamic=True)
 
 
@@ -170,7 +170,7 @@ def apply_fsdp(scorer: nn.Module, model: Any, mesh: ParallelMesh, cfg: DTensorCo
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     offload = CPUOffloadPolicy() if cfg.cpu_offload and mesh.device.type == "cuda" else OffloadPolicy()
     keep_experts = not cfg.moe_parallelizer.reshard_after_forward
-    for layer in model.base_model.layers:
+    for layer in decoder_of(model).layers:
         experts = expert_modules(layer)
         if mesh.ep_mesh is not None:
             for module in experts:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from nemo_rl.models.dtensor.experts import expert_modules
-from nemo_rl.models.policy.model_config import UnsupportedModelError
+from nemo_rl.models.policy.model_config import UnsupportedModelError, decoder_of
 from nemo_rl.models.policy.router_replay import RouterReplay, RouterTarget
 
 _KEY = "policy.router_replay.enabled=true"
@@ -63,7 +63,7 @@ def attach_router_replay(model: Any, device: torch.device) -> RouterReplay:
     """Has the routers of a model replay what is handed to the result, in place. Raises UnsupportedModelError: the model
     has no experts, or routers that choose them in another way.
     """
-    routers = [_router(layer, model) for layer in model.base_model.layers if expert_modules(layer)]
+    routers = [_router(layer, model) for layer in decoder_of(model).layers if expert_modules(layer)]
     if not routers:
         raise UnsupportedModelError(f"{_KEY}: {type(model).__name__} has no layers with experts; set it to false")
     targets = []

@@ -276,6 +276,26 @@ def check_divisible(
 
 
 # Hugging Face's constructors set PyTorch's default dtype for the whole process while they run.
+def decoder_of(model: Any) -> Any:
+    """The module with `layers` and `embed_tokens` of a model: its base, or the text tower of a model of images too."""
+    base = model.base_model
+    return base if hasattr(base, "layers") else getattr(base, "language_model", base)
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """transformers' class that builds a model which writes text, of models of text and images another one; None where
+    it has none for this kind.
+    """
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in (
+        getattr(config, "auto_map", None) or {}
+    ):
+        return transformers.AutoModelForCausalLM
+    return transformers.AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else None
+
+
 _ONE_AT_A_TIME = threading.Lock()
 _BUILDING = threading.local()
 
@@ -285,13 +305,11 @@ def empty_model(config: PretrainedConfig, *, trust_remote_code: bool = False, **
     values), its buffers real. `further`: what `from_config` takes besides (`dtype`, `attn_implementation`). Threads
     may call it: modules that others build at the same time are left alone.
     """
-    from transformers import AutoModelForCausalLM
-
     with _ONE_AT_A_TIME:
         _watch_parameters()
         _BUILDING.here = True
         try:
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **further)
+            return auto_class(config).from_config(config, trust_remote_code=trust_remote_code, **further)
         finally:
             _BUILDING.here = False
 
