@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ from nemo_rl.data.processors import AllTaskProcessedDataset
 from nemo_rl.data.setup import processed
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.accelerators import Accelerator
+from nemo_rl.environments.interfaces import expected_of
 from nemo_rl.environments.registry import (
     await_environments,
     check_rows,
@@ -163,7 +165,9 @@ def measured(
         say(line)
     score = _score(config, trajectories, seconds)
     if save_path is not None:
-        save(save_path, config, score, trajectories)
+        kept = save(save_path, config, score, trajectories)
+        if kept is not None:
+            say(f"eval.save_path: the result that was there is now in {kept}")
     return score
 
 
@@ -361,11 +365,30 @@ def _dataset_name(config: EvalMasterConfig) -> str:
     return _base_name(config.data.data_path or config.data.dataset_name)
 
 
-def save(directory: Path, config: EvalMasterConfig, score: Score, trajectories: list[list[Trajectory]]) -> None:
+_FILES = ("summary.json", "samples.jsonl", "config.json", "evaluation_data.json")
+
+
+def _keep_earlier(directory: Path) -> Path | None:
+    """Moves the result of an earlier evaluation into a folder of its own in the same directory; that folder, or None
+    without one.
+    """
+    earlier = [directory / name for name in _FILES if (directory / name).is_file()]
+    if not earlier:
+        return None
+    number = next(number for number in count(1) if not (directory / f"earlier_{number}").exists())
+    kept = directory / f"earlier_{number}"
+    kept.mkdir()
+    for file in earlier:
+        file.rename(kept / file.name)
+    return kept
+
+
+def save(directory: Path, config: EvalMasterConfig, score: Score, trajectories: list[list[Trajectory]]) -> Path | None:
     """Writes `summary.json` and `samples.jsonl`, and beside them NeMo-RL's `config.json` and `evaluation_data.json`;
-    ResultNotWritten where they cannot be written.
+    ResultNotWritten where they cannot be written. Returns where an earlier result was moved, if there was one.
     """
     try:
+        kept = _keep_earlier(directory)
         told = {
             "model_name": _base_name(config.generation.model_name),
             "dataset_name": _dataset_name(config),
@@ -390,8 +413,10 @@ def save(directory: Path, config: EvalMasterConfig, score: Score, trajectories: 
                         "sample": number,
                         "reward": trajectory.reward,
                         "answer": trajectory.answer,
+                        "expected": expected_of(trajectory.metadata),
                         "truncated": trajectory.truncated,
                     }
-                    file.write(json.dumps(row | {"messages": messages}) + "\n")
+                    file.write(json.dumps(row | {"messages": messages}, default=str) + "\n")
     except OSError as error:
         raise ResultNotWritten(directory, score, error) from error
+    return kept

@@ -19,6 +19,7 @@ from nemo_rl.config.errors import ConfigError, did_you_mean
 from nemo_rl.config.layers import source_of
 from nemo_rl.config.load import kind_of_file, load_layers, load_master_config, load_partly
 from nemo_rl.config.master import CompleteConfig, MasterConfig, SFTMasterConfig
+from nemo_rl.config.overrides import keys_named
 from nemo_rl.config.schema import KeyInfo, find_key, free_mapping, keys_of, names_in, reference_page, shown
 
 
@@ -118,8 +119,14 @@ def _explain(chosen: argparse.Namespace) -> None:
             if inside.name.startswith(f"{entry.name}."):
                 print(f"  {inside.name}: {inside.meaning}")
     else:
-        others = [known.name for known in keys_of(kind) if known.name.rpartition(".")[2] == parts[-1]]
-        hint = f" There is {', '.join(others)}." if others else did_you_mean(parts[-1], names_in(kind, parts))
+        name, known = parts[-1], keys_of(kind)
+        # Entries of free mappings, such as an optimizer's arguments, are no keys of the schema.
+        entries = [(key.name, key.default) for key in known if isinstance(key.default, Mapping)]
+        others = [f"{holder}.{name}" for holder, default in entries if name in default]
+        others += [".".join(found) for found in keys_named(load_partly(files[0], overrides, kind), name)]
+        others += [key.name for key in known if key.name.rpartition(".")[2] == name]
+        near = did_you_mean(parts[-1], names_in(kind, parts))
+        hint = f" There is {', '.join(dict.fromkeys(others))}." if others else near
         raise ConfigError([f"there is no key {chosen.key}.{hint}"])
     if files[0] is not None or overrides:
         _print_value(chosen.key, files[0], overrides, kind)

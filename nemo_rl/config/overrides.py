@@ -150,7 +150,7 @@ def parse_hydra_overrides(config: DictConfig | Mapping[str, object], overrides: 
 def _hint(values: Mapping[str, object], override: Override, schema: type[Section] | None) -> str:
     """What to say about a key that is not there."""
     key = override.key
-    elsewhere = [".".join(other) for other in _keys_named(values, key[-1])]
+    elsewhere = [".".join(other) for other in keys_named(values, key[-1])]
     if elsewhere:
         return f" There is {' and '.join(elsewhere[:3])}."
     holder = at(values, key[:-1])
@@ -159,9 +159,9 @@ def _hint(values: Mapping[str, object], override: Override, schema: type[Section
     return did_you_mean(key[-1], beside) + advice
 
 
-def _keys_named(node: object, name: str, prefix: Key = ()) -> Iterator[Key]:
+def keys_named(node: object, name: str, prefix: Key = ()) -> Iterator[Key]:
     """Every key below `node` whose last part is `name`."""
     for key, value in node.items() if isinstance(node, Mapping) else ():
         if key == name:
             yield (*prefix, name)
-        yield from _keys_named(value, name, (*prefix, str(key)))
+        yield from keys_named(value, name, (*prefix, str(key)))

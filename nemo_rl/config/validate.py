@@ -30,7 +30,7 @@ from nemo_rl.config.dotted import ABSENT, at, take
 from nemo_rl.config.errors import ConfigError, NotBuilt, Problem, did_you_mean, nearest
 from nemo_rl.config.foreign import Foreign, adapt, find, other_algorithms, switched_off
 from nemo_rl.config.layers import MANDATORY
-from nemo_rl.config.master import COMPLETE, CompleteConfig, MasterConfig
+from nemo_rl.config.master import COMPLETE, CompleteConfig, MasterConfig, RootConfig
 from nemo_rl.config.rules import broken_rules, cautions
 from nemo_rl.config.schema import keys_of, names_in
 from nemo_rl.config.section import Section, field_of, idle_refusals, not_built, refusals, section_type
@@ -122,10 +122,24 @@ def examine(raw: Mapping[str, object], kind: type[Config]) -> Examined[Config]:
         problems += refusals(config)
         if idle := [refusal.key for refusal in idle_refusals(config)]:
             notes.append(f"values that change nothing here: {', '.join(idle)} (sections not enabled)")
+        notes += _lowered(filled, config)
         if all(isinstance(problem, NotBuilt) for problem in problems):
             problems += [*_required_sections(given, kind), *broken_rules(config)]
             notes += cautions(config)
     return Examined(None if problems else config, problems, notes)
+
+
+_PROMPTS = ("data", "max_input_seq_length")
+
+
+def _lowered(filled: Mapping[str, object], config: CompleteConfig) -> Iterator[str]:
+    """A limit on prompts that is above that of whole sequences, and so without effect."""
+    asked = at(filled, _PROMPTS)
+    if isinstance(config, RootConfig) and isinstance(asked, int) and asked > config.policy.max_total_sequence_length:
+        yield (
+            f"data.max_input_seq_length is {asked}, above policy.max_total_sequence_length "
+            f"{config.policy.max_total_sequence_length}: longer prompts than that are cut"
+        )
 
 
 def check_config(config: CompleteConfig) -> None:

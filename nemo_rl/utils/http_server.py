@@ -286,14 +286,19 @@ def guarded_app(routes: Sequence[Route], token: str, *, token_to_read: bool, coo
     )
 
 
-def serve_page(app: Starlette, token: str | None, *, host: str, port: int, name: str) -> tuple[BackgroundServer, str]:
-    """Starts serving; the server, and the page's address with the token, where there is one. Raises PageError: the
-    address cannot be listened on.
+def serve_page(
+    app: Starlette, token: str | None, *, host: str, port: int, name: str, option: str = "--port"
+) -> tuple[BackgroundServer, str]:
+    """Starts serving; the server, and the page's address with the token, where there is one. `option`: the command's,
+    for the port. Raises PageError: the address cannot be listened on.
     """
     try:
         server = BackgroundServer(app, host=host, port=port, name=name)
     except OSError as error:
-        raise PageError(f"--port {port}: {host} cannot be listened on ({error.strerror or error})") from error
+        raise PageError(
+            f"{option} {port}: {host} cannot be listened on ({error.strerror or error}); leave {option} out for a free "
+            "port, or name another one"
+        ) from error
     shown = f"[{host}]" if ":" in host else host
     return server, f"http://{shown}:{server.port}/" + (f"?token={quote(token)}" if token else "")
 

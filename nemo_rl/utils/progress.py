@@ -135,6 +135,7 @@ class RunProgress:
         self._step = first_step
         self._phase = "starting"
         self._validated: float | None = None
+        self._validated_at = first_step
         self._validation_name = measure
         self._gpu_memory: float | None = None
         self._below: dict[int, str] = {}
@@ -197,6 +198,7 @@ class RunProgress:
         line.
         """
         self._validated, self._validation_name = value, name
+        self._validated_at = self._step if step is None else step
         if self._live is None:
             line = f"validation {name}={value:.3f}"
             if step is None or step <= self._step:
@@ -238,7 +240,9 @@ class RunProgress:
         if reward is not None:
             self._rewards.append(reward)
         left = self.seconds_left()
-        shown, validated = ("-" if value is None else f"{value:.3f}" for value in (reward, self._validated))
+        # A result of an earlier step is no news of this one.
+        measured = self._validated if self._validated_at == step else None
+        shown, validated = ("-" if value is None else f"{value:.3f}" for value in (reward, measured))
         row = (
             str(step),
             shown,

@@ -102,7 +102,8 @@ def run_page(log_dir: Path, port: int) -> Generator[tuple[RunPage, str]]:
     """
     page = RunPage(log_dir)
     token = secrets.token_urlsafe(16)
-    server, url = serve_page(_app(page, token), token, host="127.0.0.1", port=port, name="run-page")
+    app = _app(page, token)
+    server, url = serve_page(app, token, host="127.0.0.1", port=port, name="run-page", option="--page-port")
     try:
         with private_file(log_dir / PAGE_ADDRESS, json.dumps({"url": url, "pid": os.getpid()})):
             yield page, url

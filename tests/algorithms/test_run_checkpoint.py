@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from nemo_rl.algorithms import evaluation, training_loop
 from nemo_rl.algorithms.run_checkpoint import begin_checkpoint
 from nemo_rl.algorithms.sft import driver
 from nemo_rl.config import CheckpointingConfig, EvalMasterConfig, MasterConfig
+from nemo_rl.experience.trajectories import Trajectory
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.metrics_file import MetricsLost
 from nemo_rl.utils.timer import Timer
@@ -114,6 +116,20 @@ def test_a_result_that_cannot_be_written_is_said(code: int, tmp_path: Path, monk
         raise OSError(code, "No space left on device" if code == errno.ENOSPC else "no")
 
     monkeypatch.setattr(Path, "write_text", full)
-    score = evaluation.Score("pass@1", 0.25, 8, 2, 0.5, 0.125, 3.0)
+    score = evaluation.Score("pass@1", 0.25, 2.0, 8, 2, 0.5, 0.125, 3.0)
     with pytest.raises(evaluation.ResultNotWritten, match=r"pass@1 0\.2500 of 8 problems with 2 answers .* 12\.5%"):
         evaluation.save(tmp_path, EvalMasterConfig(), score, [])
+
+
+def test_an_evaluation_keeps_the_result_that_was_there_and_writes_what_was_expected(tmp_path: Path) -> None:
+    score = evaluation.Score("pass@1", 0.0, 0.0, 1, 1, 0.0, 0.0, 3.0)
+    log: Any = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "3"}]
+    answers = [[Trajectory(log, metadata={"ground_truth": "2"}, answer="3")]]
+    assert evaluation.save(tmp_path, EvalMasterConfig(), score, answers) is None
+    row = json.loads((tmp_path / "samples.jsonl").read_text())
+    assert (row["answer"], row["expected"]) == ("3", "2")
+    first = (tmp_path / "summary.json").read_text()
+    for number in (1, 2):
+        assert evaluation.save(tmp_path, EvalMasterConfig(), score, answers) == tmp_path / f"earlier_{number}"
+        assert (tmp_path / f"earlier_{number}" / "summary.json").read_text() == first
+    assert len(list((tmp_path / "earlier_2").iterdir())) == 4 and (tmp_path / "samples.jsonl").exists()

@@ -121,6 +121,8 @@ def test_explain_finds_the_mapping_that_takes_a_name_of_the_users(
     said = capsys.readouterr().out
     assert "lr is an entry of policy.optimizer.kwargs" in said and "value:   0.5" in said and "run.yaml" in said
     assert main(["explain", "policy.optimizer.rate"]) == 2
+    assert main(["explain", "lr"]) == 2
+    assert "There is policy.optimizer.kwargs.lr, " in capsys.readouterr().err
 
 
 def test_explain_tells_what_is_not_built_yet(capsys: pytest.CaptureFixture[str]) -> None:
@@ -310,3 +312,15 @@ def test_the_file_tool_expands_minimizes_and_compares(
 def test_explain_lists_the_keys_of_a_section(capsys: pytest.CaptureFixture[str], section: str, key: str) -> None:
     assert main(["explain", section]) == 0
     assert f"\n  {key}: " in capsys.readouterr().out
+
+
+def test_a_limit_on_prompts_above_that_of_sequences_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from nemo_rl.config.check import check_file
+
+    base = f"defaults: {ROOT}/examples/configs/grpo_math_1B.yaml\n"
+    for limit, said in ((700, True), (512, False), ("null", False)):
+        (tmp_path / "run.yaml").write_text(
+            f"{base}policy: {{max_total_sequence_length: 512}}\ndata: {{max_input_seq_length: {limit}}}\n"
+        )
+        notes = "\n".join(check_file(tmp_path / "run.yaml").notes)
+        assert ("data.max_input_seq_length is 700, above policy.max_total_sequence_length 512" in notes) is said

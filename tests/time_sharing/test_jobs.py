@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,7 @@ from nemo_rl.time_sharing.protocol.types import (
     Verb,
     Want,
 )
+from nemo_rl.time_sharing.viewing.standings_table import StandingsTable
 from tests.time_sharing.bench import Bench
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
@@ -450,3 +452,17 @@ def test_the_pool_waits_for_as_long_as_a_command_may_take_to_stop(tmp_path: Path
     drain_s = registered.topology(POOL).spec.drain_s
     assert LIVE_LIMITS.deadline_of(Verb.DRAIN, drain_s) == LONGEST_STOP_S + KILLED_S
     assert LIVE_LIMITS.deadline_of(Verb.DRAIN) == LIVE_LIMITS.drain_s
+
+
+def test_the_table_says_what_an_evaluation_found_and_why_others_ended() -> None:
+    shown = io.StringIO()
+    ended = {
+        "maths": Outcome("done", "pass@1 0.5000 on 8 problems", steps=8),
+        "run": Outcome("done", steps=4),
+        "broken": Outcome("failed", "DataError: no rows"),
+    }
+    StandingsTable("GPU", file=shown).print(
+        [Standing(name, (), (0,), 0.0, ended_at=9.0, outcome=outcome) for name, outcome in ended.items()]
+    )
+    below = shown.getvalue().splitlines()[4:]
+    assert below == ["maths: done pass@1 0.5000 on 8 problems", "broken: failed DataError: no rows"]

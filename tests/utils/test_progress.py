@@ -33,7 +33,7 @@ def test_without_a_terminal_each_step_is_one_plain_line() -> None:
     assert out.getvalue().splitlines() == [
         "step 1/5 reward=0.250 accuracy=- loss=-0.1250 tokens/s=50 step_s=20.0 left=1m 20s lr=0.0001",
         "validation accuracy=0.500",
-        "step 2/5 reward=0.500 accuracy=0.500 loss=-0.1250 tokens/s=50 step_s=20.0 left=1m 00s lr=0.0001",
+        "step 2/5 reward=0.500 accuracy=- loss=-0.1250 tokens/s=50 step_s=20.0 left=1m 00s lr=0.0001",
         "validation accuracy=0.500",
     ]
 
@@ -48,6 +48,8 @@ def test_a_validation_is_told_below_the_step_that_it_belongs_to() -> None:
                 progress.validated(0.5, step=step)
             progress.step_done(step, loss=0.0, tokens=0)
         progress.validated(0.7, step=3)
+    shown = [line.split(" loss")[0] for line in out.getvalue().splitlines()]
+    assert shown[1:3] == ["step 1/5 accuracy=-", "step 2/5 accuracy=0.500"], "a result is one of its own step"
     told = [line.split("/")[0] for line in out.getvalue().splitlines()]
     # The step of a validation is told, however quick the steps are.
     assert told == [
@@ -81,7 +83,7 @@ def test_a_run_without_rewards_shows_none() -> None:
         progress.step_done(1, loss=0.5, tokens=0)
     assert out.getvalue().splitlines() == [
         "validation val_loss=1.500",
-        "step 1/2 val_loss=1.500 loss=+0.5000 tokens/s=0 step_s=0.0 left=0s",
+        "step 1/2 val_loss=- loss=+0.5000 tokens/s=0 step_s=0.0 left=0s",
     ]
 
 

@@ -23,8 +23,8 @@ class PoolStateDamaged(UserError, ValueError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a pipeline ended: `done`, `drained`, `cancelled`, `failed`, `dismissed` or `died`; why, where it is not
-    `done`; its completed steps, and the seconds for which it waited for training GPUs.
+    """How a pipeline ended: `done`, `drained`, `cancelled`, `failed`, `dismissed` or `died`; why, or where it is `done`
+    its result; its completed steps, and the seconds for which it waited for training GPUs.
     """
 
     kind: str

@@ -49,10 +49,10 @@ class StandingsTable:
             self.print(self._newest)
 
     def print(self, standings: Sequence[Standing]) -> None:
-        """The table once, and below it why pipelines ended that are not done."""
+        """The table once, and below it why pipelines ended that are not done, and the result of those that have one."""
         self._console.print(self._table(standings))
         for standing in standings:
-            if standing.outcome is not None and standing.outcome.kind != "done":
+            if standing.outcome is not None and (standing.outcome.kind != "done" or standing.why):
                 self._line(f"{standing.name}: {_ended(standing)}")
 
     def show(self, standings: Sequence[Standing]) -> None:
