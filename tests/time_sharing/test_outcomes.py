@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nemo_rl.time_sharing.cli import main
+from nemo_rl.time_sharing.simulation import cli
 from nemo_rl.time_sharing.simulation.baselines import OURS, SERIAL
 from nemo_rl.time_sharing.simulation.results import AloneTimes, Outcome, run_way
-from nemo_rl.time_sharing.simulation.scenario_reading import parse_scenario
+from nemo_rl.time_sharing.simulation.scenario_reading import load_scenario, parse_scenario
 from nemo_rl.time_sharing.simulation.tables import way_table
 from nemo_rl.time_sharing.viewing.handovers import percentile
 from nemo_rl.utils.record import read_record
@@ -97,3 +99,19 @@ def test_percentiles_are_interpolated() -> None:
         and percentile([3.0, 1.0], 50) == 2.0
         and percentile([1.0, 2.0, 3.0], 99) == pytest.approx(2.98)
     )
+
+
+def test_a_long_simulation_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_SAID_EVERY_S", 0.002)
+    scenario = load_scenario(EXAMPLES / "two_jobs.yaml")
+    said: list[str] = []
+    progress = cli.Progress(scenario, ways=2, runs=1, say=said.append)
+    assert progress.line(7.0) == f"simulating {scenario.name}: 0% after 7s"
+    alone = AloneTimes(scenario, watch=progress.begins)
+    for name in (OURS, SERIAL):
+        progress.way = name
+        run_way(scenario, name, 0, alone)
+    assert f"({SERIAL}): 100% after 7s" in progress.line(7.0)
+    progress.end()
+    shares = [int(re.search(r"(\d+)% after", line)[1]) for line in said]  # type: ignore[index]
+    assert len(shares) > 1 and shares == sorted(shares) and any(" left" in line for line in said)

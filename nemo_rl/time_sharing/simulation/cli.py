@@ -7,6 +7,8 @@ import logging
 import math
 import os
 import statistics
+import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -31,6 +33,7 @@ from nemo_rl.time_sharing.simulation.tables import simulated
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.time_sharing.viewing.report import write_report
 from nemo_rl.time_sharing.viewing.timeline import build_timeline
+from nemo_rl.utils.progress import format_duration
 from nemo_rl.utils.record import NullRecord, Record, RecordWriter, read_record
 
 logger = logging.getLogger(__name__)
@@ -38,6 +41,7 @@ logger = logging.getLogger(__name__)
 _SOAK_BATCH = 200
 _ENOUGH_SCENARIOS = 1000
 _FAR_OFF = 0.1
+_SAID_EVERY_S, _ENOUGH_SHARE = 10.0, 0.05
 
 
 class UsageError(UserError, ValueError):
@@ -90,14 +94,17 @@ def simulate(chosen: argparse.Namespace) -> int:
     scenario = load_scenario(chosen.scenario)
     log = chosen.log or (chosen.report.with_suffix(".jsonl") if chosen.report else None)
     check_outputs(log, chosen.report)
-    alone = AloneTimes(scenario)
     rows: list[tuple[str, list[Outcome]]] = []
     recording = _Recording(log) if log is not None else None
+    ways = (OURS,) if chosen.only_ours else tuple(worth_comparing(scenario))
+    progress = Progress(scenario, len(ways), chosen.runs)
+    alone = AloneTimes(scenario, watch=progress.begins)
     try:
-        for name in (OURS,) if chosen.only_ours else worth_comparing(scenario):
+        for name in ways:
             rows.append((name, []))
             for seed in range(chosen.seed, chosen.seed + chosen.runs):
                 logger.info("event=run way=%s seed=%d", name, seed)
+                progress.way = name
                 first = recording is not None and name == OURS and seed == chosen.seed
                 rows[-1][1].append(
                     recording.run(scenario, seed, alone)
@@ -108,6 +115,7 @@ def simulate(chosen: argparse.Namespace) -> int:
         if recording is not None:
             recording.add(said)
     finally:
+        progress.end()
         if recording is not None:
             recording.close()
     pool = scenario.gpu_pool
@@ -121,6 +129,53 @@ def simulate(chosen: argparse.Namespace) -> int:
     return 1 if broken or any(o.unfinished for o in rows[0][1]) else 0
 
 
+class Progress:
+    """Says on standard error how far the simulations of a scenario are, where they take long.
+
+    Every way trains the steps of all jobs, and so do all jobs alone, with which each is compared. By these steps is
+    estimated how long it will take.
+    """
+
+    def __init__(
+        self, scenario: Scenario, ways: int, runs: int, *, say: Callable[[str], object] = sys.stderr.write
+    ) -> None:
+        self.way = ""
+        self._say = say
+        steps = sum(job.steps for job in scenario.jobs)
+        self._total = max(steps * (ways + 1) * runs, 1)
+        self._name, self._before = scenario.name, 0
+        self._world: World | None = None
+        self._began = time.monotonic()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="simulation-progress", daemon=True)
+        self._thread.start()
+
+    def begins(self, world: World) -> None:
+        """This simulation runs from now on; the one before is over."""
+        self._before += _trained(self._world)
+        self._world = world
+
+    def end(self) -> None:
+        """Says nothing more."""
+        self._over.set()
+        self._thread.join()
+
+    def line(self, seconds: float) -> str:
+        """How far it is after so many seconds."""
+        share = min((self._before + _trained(self._world)) / self._total, 1.0)
+        left = f", about {format_duration(seconds / share - seconds)} left" if share > _ENOUGH_SHARE else ""
+        way = f" ({self.way})" if self.way else ""
+        return f"simulating {self._name}{way}: {share:.0%} after {format_duration(seconds)}{left}"
+
+    def _watch(self) -> None:
+        while not self._over.wait(_SAID_EVERY_S):
+            self._say(self.line(time.monotonic() - self._began) + "\n")
+
+
+def _trained(world: World | None) -> int:
+    return 0 if world is None else sum(world.jobs[job.name].trained_steps for job in world.scenario.jobs)
+
+
 class _Recording:
     """The record of one run, held open until what the simulation says of all its runs is in it too."""
 
@@ -131,6 +186,7 @@ class _Recording:
     def run(self, scenario: Scenario, seed: int, alone: AloneTimes) -> Outcome:
         changed, rule = way(scenario, OURS)
         world = World(changed, seed, self._open, rule=rule, validator=validate)
+        alone.watch(world)
         world.run()
         self._end = world.loop.now
         return summarise(world, scenario, seed, alone)

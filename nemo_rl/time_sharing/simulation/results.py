@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -66,21 +66,31 @@ class Outcome:
         return percentile(list(self.slowdown.values()), 99)
 
 
+def ignore(_: World) -> None:
+    """Watches no simulation."""
+
+
 class AloneTimes:
     """Each job by itself, with the same prompts, without faults; simulated once per job and seed. `known` are runs that
-    are there already.
+    are there already; `watch` gets every simulation before it runs.
     """
 
-    def __init__(self, scenario: Scenario, known: dict[tuple[str, int], Outcome] | None = None) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        known: dict[tuple[str, int], Outcome] | None = None,
+        watch: Callable[[World], None] = ignore,
+    ) -> None:
         self._scenario = scenario.model_copy(
             update={"faults": type(scenario.faults)(), "network": type(scenario.network)()}
         )
         self.known = {} if known is None else known
+        self.watch = watch
 
     @cached_property
     def on_whole_gpus(self) -> AloneTimes:
         """The same jobs where GPUs have no slots."""
-        return AloneTimes(on_whole_gpus(self._scenario))
+        return AloneTimes(on_whole_gpus(self._scenario), watch=self.watch)
 
     def of(self, job: Job, seed: int) -> float:
         """Seconds from its start to its end."""
@@ -91,6 +101,7 @@ class AloneTimes:
         key = (job.name, seed)
         if key not in self.known:
             world = World(alone(self._scenario, job), seed, lambda clock: NullRecord())
+            self.watch(world)
             world.run()
             run = world.jobs[job.name]
             seconds = max(run.finished_at or world.loop.now, 1e-9)
@@ -214,6 +225,7 @@ def run_way(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes) -
     validator = accept_all if name in (GAP_RATIO, GAP_RATIO_DECISIONS) else validate
     queue = batch_queue(scenario, name, seed, alone_times)
     world = World(changed, seed, lambda clock: NullRecord(), rule=rule, validator=validator, queue=queue)
+    alone_times.watch(world)
     world.run()
     return summarise(world, scenario, seed, alone_times)
 
