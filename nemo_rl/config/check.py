@@ -24,7 +24,13 @@ from nemo_rl.config.evaluation import EvalMasterConfig
 from nemo_rl.config.foreign import MEGATRON_LACKS
 from nemo_rl.config.layers import with_sources
 from nemo_rl.config.load import kind_of_file, load_layers
-from nemo_rl.config.master import CompleteConfig, MasterConfig, RootConfig, SFTMasterConfig
+from nemo_rl.config.master import (
+    CompleteConfig,
+    DistillationMasterConfig,
+    MasterConfig,
+    RootConfig,
+    SFTMasterConfig,
+)
 from nemo_rl.config.section import not_built
 from nemo_rl.config.validate import examine
 
@@ -56,6 +62,7 @@ class Checked:
         notes: what is read differently than it is written.
         environment: variables that it needs and that are not set here.
         files: prompts that it names and that are not here.
+        models: keys of models whose text can be neither a directory nor an id on the hub.
     """
 
     file: Path
@@ -63,6 +70,7 @@ class Checked:
     notes: list[str] = field(default_factory=list)
     environment: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
+    models: list[str] = field(default_factory=list)
 
     @property
     def verdict(self) -> Verdict:
@@ -103,16 +111,17 @@ def check_file(file: Path, overrides: Sequence[str] = (), *, as_a_start: bool = 
     except ConfigError as error:
         return Checked(file, list(error.problems))
     problems: list[Problem] = examined.problems
-    notes, files = [*loaded.notes, *examined.notes], list[str]()
+    notes, files, models = [*loaded.notes, *examined.notes], list[str](), list[str]()
     if examined.config is not None:
+        models = list(_unknown_models(examined.config))
         problems, files = list(_of_the_model(examined.config)), sorted(_absent_prompts(examined.config, set(unset)))
-        if as_a_start and not problems and not unset and not files:
+        if as_a_start and not (problems or unset or files or models):
             # The hub's libraries read it when they are imported.
             os.environ["HF_HUB_OFFLINE"] = "1"
             # It needs torch and transformers, which reading a configuration does not.
             mistakes, not_looked_at = import_dotted(_PREFLIGHT, "check")(examined.config)
             problems, notes = list(mistakes), [*notes, *not_looked_at]
-    return Checked(file, with_sources(problems, layers, str(file)), notes, unset, files)
+    return Checked(file, with_sources(problems, layers, str(file)), notes, unset, files, models)
 
 
 def _of_the_model(config: CompleteConfig) -> Iterator[Problem]:
@@ -134,6 +143,27 @@ def _of_the_model(config: CompleteConfig) -> Iterator[Problem]:
             yield not_built("policy.model_name", name, f"{part} on Megatron-Core", instead)
 
 
+# An id of the hub, with its owner or without.
+_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def _unknown_models(config: CompleteConfig) -> Iterator[str]:
+    """Models of a run that are named by what can be neither a directory nor an id on the hub: some recipes have words
+    there that say what to fill in.
+    """
+    named: dict[str, str] = {}
+    if isinstance(config, EvalMasterConfig):
+        named["generation.model_name"] = config.generation.model_name
+    elif isinstance(config, RootConfig):
+        named["policy.model_name"] = config.policy.model_name
+        if isinstance(config, DistillationMasterConfig):
+            named["teacher.model_name"] = config.teacher.model_name
+    for key, name in named.items():
+        a_path = " " not in name and (name.startswith(("/", ".", "~")) or name.count("/") > 1)
+        if not (_ID.fullmatch(name) or a_path or Path(name).expanduser().exists()):
+            yield f"{key}: {name!r}"
+
+
 def _absent_prompts(config: CompleteConfig, unset: set[str]) -> Iterator[str]:
     """Prompt files of the data that are not here; those below a variable that is not set may be there."""
     entries: list[DatasetConfig] = []
@@ -149,12 +179,14 @@ def _absent_prompts(config: CompleteConfig, unset: set[str]) -> Iterator[str]:
 
 def lines_about(checked: Checked) -> Iterator[str]:
     """What is printed about one file."""
-    yield f"{checked.file}: {checked.verdict.words}"
+    yield f"{checked.file}: {checked.verdict.words}{', once a model is named' * bool(checked.models)}"
     if checked.environment:
         yield f"  needs {', '.join(checked.environment)} in the environment"
     for path in checked.files:
         theirs = " (prompts of NeMo-RL's examples are not shipped)" if path.startswith("examples/prompts/") else ""
         yield f"  needs the file {path}{theirs}"
+    for model in checked.models:
+        yield f"  needs a model; this one is unknown: {model} is neither a directory nor an id on the hub"
     yield from (f"  note: {note}" for note in checked.notes)
     yield from (f"  - {problem}" for problem in checked.problems)
 

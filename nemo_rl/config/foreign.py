@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -153,6 +154,25 @@ def other_algorithms(values: Mapping[str, object]) -> Iterator[tuple[str, Foreig
         entry = find([str(name)])
         if entry is not None and values[name] not in (None, {}):
             yield str(name), entry
+    for key, value in _keys(values):
+        # Sections and switches of it are in several places, whose other keys are its own as well.
+        off = value in (None, False, {}) or (isinstance(value, Mapping) and value.get("enabled") is False)
+        if _CROSS_TOKENIZER.search(key.rpartition(".")[2]) and not off:
+            yield (
+                key,
+                Foreign(key, not_built="distillation across tokenizers", instead="take a teacher of one tokenizer"),
+            )
+            return
+
+
+_CROSS_TOKENIZER = re.compile(r"(^|_)x_?token|cross_token|token_(projection|align)|projection_matrix|gold_loss")
+
+
+def _keys(node: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Every key below a mapping, dotted, with its value."""
+    for key, value in node.items() if isinstance(node, Mapping) else ():
+        yield f"{prefix}{key}", value
+        yield from _keys(value, f"{prefix}{key}.")
 
 
 def unknown_leaves(values: object, schema: type[Section] | None, prefix: Key = ()) -> Iterator[tuple[Key, object]]:

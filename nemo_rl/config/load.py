@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar, overload
 
 from omegaconf import DictConfig
 
+from nemo_rl.config.data import prompt_places
 from nemo_rl.config.defaults import register_omegaconf_resolvers, resolve, with_defaults
 from nemo_rl.config.dotted import ABSENT, at, put
 from nemo_rl.config.errors import ConfigError, OverridesError
@@ -118,7 +119,32 @@ def load_layers(
         if mistakes is None:
             raise error
         mistakes.append(error)
-    return loaded._replace(values=values)
+    return loaded._replace(values=_with_prompts_found(values, layers))
+
+
+def _with_prompts_found(values: dict[str, object], layers: Sequence[Layer]) -> dict[str, object]:
+    """The values with prompt files that are neither in the working directory nor in the checkout looked for beside the
+    files of the configuration, and in the folders around them: recipes name them from where their repository begins.
+    """
+    files = [Path(layer.source).expanduser().absolute() for layer in reversed(layers) if Path(layer.source).is_file()]
+    around = list(dict.fromkeys(folder for file in files for folder in file.parents))
+
+    def found(node: object) -> object:
+        if isinstance(node, list):
+            return [found(item) for item in node]
+        if not isinstance(node, Mapping):
+            return node
+        return {key: place(item) if key in _PROMPTS else found(item) for key, item in node.items()}
+
+    def place(name: object) -> object:
+        if not isinstance(name, str) or not name or "${" in name or any(map(Path.is_file, prompt_places(name))):
+            return name
+        return next((str(folder / name) for folder in around if (folder / name).is_file()), name)
+
+    return values | {"data": found(values["data"])} if "data" in values and around else values
+
+
+_PROMPTS = ("prompt_file", "system_prompt_file")
 
 
 def load_partly(path: str | Path | None, overrides: Sequence[str], kind: type[CompleteConfig]) -> dict[str, object]:

@@ -90,7 +90,9 @@ def examine(raw: Mapping[str, object], kind: type[Config]) -> Examined[Config]:
     others = list(other_algorithms(raw))
     if others:
         # Their other keys are that algorithm's too, and no mistakes.
-        return Examined(problems=[not_built(key, raw[key], entry.not_built, entry.instead) for key, entry in others])
+        return Examined(
+            problems=[not_built(key, at(raw, key.split(".")), entry.not_built, entry.instead) for key, entry in others]
+        )
     missing: list[Problem] = [f"{key}: mandatory (`{MANDATORY}`) and not given" for key in _mandatory(raw)]
     if missing:
         return Examined(problems=missing)

@@ -324,3 +324,37 @@ def test_a_limit_on_prompts_above_that_of_sequences_is_said(tmp_path: Path, caps
         )
         notes = "\n".join(check_file(tmp_path / "run.yaml").notes)
         assert ("data.max_input_seq_length is 700, above policy.max_total_sequence_length 512" in notes) is said
+
+
+def test_a_model_that_a_recipe_leaves_to_its_user_is_said_to_be_unknown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = {"a": "deepseek-ai/DeepSeek-V3", "b": "/data/models/v3", "c": "gpt2", "d": "checkpoints/v3/step_5"}
+    for file, name in {**named, "z": "BF16 weights of DeepSeek-V3, see the guide"}.items():
+        recipe(tmp_path, f"{file}.yaml", f"policy: {{model_name: '{name}'}}")
+    assert main(["check", str(tmp_path)]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if "unknown" in line or "once a model" in line]
+    assert told == [
+        f"{tmp_path}/z.yaml: runs here, once a model is named",
+        "  needs a model; this one is unknown: policy.model_name: 'BF16 weights of DeepSeek-V3, see the guide' is "
+        "neither a directory nor an id on the hub",
+    ]
+
+
+def test_prompt_files_are_found_beside_a_recipe_and_around_it(tmp_path: Path) -> None:
+    for place in ("examples/prompts", "examples/configs/recipes/own"):
+        (tmp_path / place).mkdir(parents=True)
+    (tmp_path / "examples/prompts/far.txt").write_text("Around {}")
+    (tmp_path / "examples/configs/recipes/own/near.txt").write_text("Beside {}")
+    (tmp_path / "examples/configs/base.yaml").write_text("data: {default: {prompt_file: examples/prompts/far.txt}}")
+    file = tmp_path / "examples/configs/recipes/mine.yaml"
+    file.write_text(
+        "grpo: {val_period: 0}\ndefaults: ../base.yaml\ndata: {train: {dataset_name: gsm8k, prompt_file: own/near.txt}}"
+    )
+    data = load_master_config(file).data
+    assert data.train[0].prompt_file == str(tmp_path / "examples/configs/recipes/own/near.txt")
+    assert data.default.prompt_file == str(tmp_path / "examples/prompts/far.txt")
+    # What is found from here stays as it is written, and what is nowhere too.
+    data = load_master_config(file, ["data.train.prompt_file=examples/prompts/step_by_step.txt"]).data
+    assert data.train[0].prompt_file == "examples/prompts/step_by_step.txt"
+    assert load_master_config(file, ["data.train.prompt_file=gone.txt"]).data.train[0].prompt_file == "gone.txt"

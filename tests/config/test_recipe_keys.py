@@ -19,6 +19,7 @@ from nemo_rl.config import ConfigError, DistillationMasterConfig, EvalMasterConf
 from nemo_rl.config.dotted import put
 from nemo_rl.config.errors import NotBuilt
 from nemo_rl.config.layers import Layer, merge
+from nemo_rl.config.load import load_master_config
 from nemo_rl.config.validate import examine, validate
 
 
@@ -338,3 +339,50 @@ def test_a_load_balancing_loss_without_a_weight_is_none() -> None:
     megatron |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.01}
     (problem,) = examine(recipe, MasterConfig).problems
     assert "moe_aux_loss_coeff is 0.01" in str(problem)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"distillation": {"x_token": {"enabled": True, "k": 3}}, "teachers": [{"name": "a"}]},
+        {"loss_fn": {"cross_tokenizer": True, "alpha": 0.5}},
+        {"xtoken_distillation": {"k": 1}, "distillation": {"mapping": "x"}},
+    ],
+)
+def test_distillation_across_tokenizers_waits_as_one_part(more: dict[str, Any]) -> None:
+    (problem,) = examine({"policy": {"train_global_batch_size": 128}} | more, DistillationMasterConfig).problems
+    assert isinstance(problem, NotBuilt) and problem.part == "distillation across tokenizers"
+
+
+def test_an_evaluation_takes_a_file_for_its_problems_and_the_first_environment() -> None:
+    for name in ("/data/rows.csv", "rows.jsonl", "https://example.com/rows.json", "./rows.parquet"):
+        data = {"dataset_name": name, "problem_key": "q", "solution_key": "a", "split": None, "prompt_file": None}
+        config = validate({"data": data, "env": {"math": {"num_workers": 1}}}, EvalMasterConfig)
+        assert (config.data.dataset_name, config.data.data_path) == ("ResponseDataset", name)
+        assert (config.data.input_key, config.data.env_name) == ("q", "math")
+    config = validate({"data": {"dataset_name": "AIME2024"}, "env": {"code_jaccard": {}}}, EvalMasterConfig)
+    assert config.data.env_name == "code_jaccard"
+    assert validate({"data": {"dataset_name": "my.module.Rows"}}, EvalMasterConfig).data.data_path is None
+
+
+def test_an_evaluation_adds_keys_without_a_sign_and_refuses_what_its_tree_does_not_have() -> None:
+    given = ["tokenizer.chat_template_kwargs.enable_thinking=true", "generation.vllm_kwargs.max_num_seqs=8"]
+    config = load_master_config(None, given, EvalMasterConfig)
+    assert config.tokenizer.chat_template_kwargs == {"enable_thinking": True}
+    assert config.generation.vllm_kwargs == {"max_num_seqs": 8}
+    with pytest.raises(ConfigError, match="eval.sed: unknown key. Did you mean 'seed'"):
+        load_master_config(None, ["eval.sed=3"], EvalMasterConfig)
+    with pytest.raises(ConfigError, match="Write \\+"):
+        load_master_config(None, ["grpo.sed.x=3"], MasterConfig)
+
+
+def test_small_keys_of_nemo_rl_ask_for_nothing() -> None:
+    recipe = {
+        "policy": {
+            "generation": {"vllm_cfg": {"disable_log_stats": True}},
+            "dtensor_cfg": {"enabled": False},
+            "megatron_cfg": {"enabled": True, "checkpoint": {"fully_parallel_save": True}},
+        },
+        "data": {"use_preserving_dataset": True},
+    }
+    assert examine(recipe, MasterConfig).problems == []
