@@ -27,6 +27,18 @@ from nemo_rl.distributed.processes import importing
 logger = logging.getLogger("nemo_rl")
 
 
+_PROMPT = "its prompt is examples/prompts/step_by_step.txt, because NeMo-RL's prompts are not shipped"
+# What the configurations of NeMo-RL's names have otherwise than NeMo-RL's.
+_OWN_VALUES = {
+    "grpo_math_1B.yaml": _PROMPT,
+    "grpo_math_1B_single_controller.yaml": "values of our own, and the prompt examples/prompts/step_by_step.txt",
+    "grpo_sliding_puzzle.yaml": "puzzles, words and values of our own",
+    "distillation_math.yaml": f"{_PROMPT}; models, lengths and rates may differ",
+    "sft.yaml": "model, data, lengths and rates of our own",
+    "eval.yaml": f"{_PROMPT}; model and problems may differ",
+}
+
+
 def grpo(arguments: Sequence[str], *, default_config: Path) -> int:
     """Runs GRPO; see `launch.main`."""
     return launch.main(
@@ -37,6 +49,7 @@ def grpo(arguments: Sequence[str], *, default_config: Path) -> int:
         example="grpo.max_num_steps=5",
         run_to_end=grpo_to_end,
         run_with_page=grpo_to_end,
+        own_values=_OWN_VALUES.get(default_config.name, ""),
     )
 
 
@@ -50,6 +63,7 @@ def distillation(arguments: Sequence[str], *, default_config: Path) -> int:
         example="distillation.max_num_steps=5",
         run_to_end=grpo_to_end,
         run_with_page=grpo_to_end,
+        own_values=_OWN_VALUES["distillation_math.yaml"],
     )
 
 
@@ -80,6 +94,7 @@ def sft(arguments: Sequence[str], *, default_config: Path) -> int:
         example="sft.max_num_steps=5",
         run_to_end=sft_to_end,
         run_with_page=sft_to_end,
+        own_values=_OWN_VALUES["sft.yaml"],
     )
 
 
@@ -102,6 +117,7 @@ def evaluate(arguments: Sequence[str], *, default_config: Path) -> int:
         what="Evaluates a model on problems with known answers",
         example="generation.model_name=results/grpo",
         run_to_end=evaluate_to_end,
+        own_values=_OWN_VALUES["eval.yaml"],
     )
 
 

@@ -56,6 +56,7 @@ def main(
     example: str,
     run_to_end: Callable[[Config], int],
     run_with_page: Callable[[Config, int | None], int] | None = None,
+    own_values: str = "",
 ) -> int:
     """Parses the command line, loads the configuration, and runs.
 
@@ -65,12 +66,13 @@ def main(
         what: Description for `--help`.
         example: An override, for `--help`.
         run_with_page: The same with a live page at a port, for `--page`; None without a page.
+        own_values: What the default configuration has otherwise than NeMo-RL's of that name; printed where it is used.
 
     Returns the process's exit code: 0 done, 1 the run failed, 2 the configuration is wrong, 130 interrupted.
     """
     with Interrupts(), ending_with_ray(lambda: _INTERRUPTED_WHILE_STARTING):
         try:
-            return _main(arguments, default_config, kind, what, example, run_to_end, run_with_page)
+            return _main(arguments, default_config, kind, what, example, run_to_end, run_with_page, own_values)
         except KeyboardInterrupt:
             sys.stderr.write(f"{_INTERRUPTED_WHILE_STARTING}\n")
             return EXIT_INTERRUPTED
@@ -84,14 +86,19 @@ def _main(
     example: str,
     run_to_end: Callable[[Config], int],
     run_with_page: Callable[[Config, int | None], int] | None,
+    own_values: str,
 ) -> int:
     collect_rarely()
     parser = argparse.ArgumentParser(description=f"{what}; further arguments are overrides such as {example}.")
-    parser.add_argument("--config", type=Path, default=default_config, help=f"YAML file; default {default_config.name}")
+    parser.add_argument("--config", type=Path, help=f"YAML file; default {default_config.name}")
     if run_with_page is not None:
         parser.add_argument("--page", action="store_true", help="serve a live page of the run on this machine")
         parser.add_argument("--page-port", type=int, metavar="PORT", help="of the page; a free one by default")
     options, overrides = parser.parse_known_args(list(arguments))
+    if options.config is None:
+        options.config = default_config
+        if own_values:
+            sys.stderr.write(f"{default_config.name}: {own_values}; NeMo-RL's own file runs with --config\n")
     level = os.environ.get("NRL_LOG_LEVEL", "WARNING").upper()
     hub.calm()
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)

@@ -74,8 +74,8 @@ _SAME = {
     "packing": "algorithms, shards and microbatches, `collect_metrics`, no bins for no sequences; a cap below "
     "`max_total_sequence_length` holds as long as every sequence fits",
     "checkpoints": "directories, `training_info.json`, retention, `metric_name` of a manager made by hand",
-    "scripts without --config": "`run_grpo.py`, `run_sft.py`, `run_eval.py`, `run_grpo_sliding_puzzle.py` and "
-    "`run_grpo_single_controller.py` start the documented configuration",
+    "scripts without --config": "`run_grpo.py`, `run_sft.py`, `run_distillation.py`, `run_eval.py`, "
+    "`run_grpo_sliding_puzzle.py` and `run_grpo_single_controller.py` start a configuration of the documented name",
     "names": "the tables of names above, called as there unless the next table says otherwise",
 }
 
@@ -199,10 +199,10 @@ _DIFFERENT = {
         "`sequences`, `bins`, `used`",
         "they say how full microbatches are",
     ),
-    "configurations of `run_sft.py` and `run_grpo_single_controller.py`": (
-        "their own values and names",
-        "`sft.yaml` and `grpo_math_1B_single_controller.yaml`, of our own values",
-        "only what a script does without --config is known",
+    "values of the configurations that scripts start without --config": (
+        "their own",
+        "values of our own where NeMo-RL's are not known, and a prompt of our own; the command says so in one line",
+        "NeMo-RL's files are not ours; each runs with --config",
     ),
     "unknown keys": ("taken and ignored", "refused, with the nearest name", "a typo should not train something else"),
 }

@@ -156,7 +156,7 @@ def _unknown_models(config: CompleteConfig) -> Iterator[str]:
         named["generation.model_name"] = config.generation.model_name
     elif isinstance(config, RootConfig):
         named["policy.model_name"] = config.policy.model_name
-        if isinstance(config, DistillationMasterConfig):
+        if isinstance(config, DistillationMasterConfig) and config.teacher is not None:
             named["teacher.model_name"] = config.teacher.model_name
     for key, name in named.items():
         a_path = " " not in name and (name.startswith(("/", ".", "~")) or name.count("/") > 1)

@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 from nemo_rl.config import (  # noqa: F401 -- rules
     algorithm_rules,
     data_rules,
+    differences,
     distillation_rules,
     generation_rules,
     multi_lora_rules,

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from nemo_rl.compat.names import ABSENT, ABSENT_MEMBERS, AT_HOME, CHANGED, CONTROL_PLANE, NAMES
-from nemo_rl.compat.page import page
+from nemo_rl.compat.page import _DIFFERENT, page
 from nemo_rl.config import MasterConfig
+from nemo_rl.config.differences import DIFFERENCES
 from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentReturn
@@ -222,3 +223,31 @@ def test_scripts_start_the_documented_configuration(script: str, config: str, mo
     with pytest.raises(SystemExit):
         runpy.run_path(str(ROOT / "examples" / script), run_name="__main__")
     assert taken == [ROOT / "examples/configs" / config]
+
+
+# Rows about what a configuration does not tell: they are said where it is read, or by their own line.
+SAID_ELSEWHERE = {
+    "`use_dynamic_sampling` with `use_leave_one_out_baseline`",
+    "`probs_ratio*` with `disable_ppo_ratio`",
+    "`sampling_importance_ratio` with `sequence_level_importance_ratios`",
+    "a question with choices (`multichoice_qa_processor`) without `prompt_file`",
+    "`examples/prompts/cot.txt` and other prompts of NeMo-RL's examples",
+    "`policy.generation.stop_token_ids: null`",
+    "`env.code`: which packages may be imported",
+    "values of the configurations that scripts start without --config",
+    "unknown keys",
+}
+# Of functions, files and the form of rows, by which no number of a run changes.
+OF_NO_RUN = {
+    "arguments of tool calls that rows have as JSON text, as OpenAI's format has them",
+    "judging by tests or by what a script prints",
+    "`read_columns()` of columns that are no tensors",
+    "metrics of packers (`collect_metrics`)",
+}
+
+
+def test_every_difference_is_said_at_the_start_of_a_run_that_it_touches() -> None:
+    of_runs = [difference.what for difference in DIFFERENCES]
+    assert len(of_runs) == len(set(of_runs))
+    assert set(of_runs) | SAID_ELSEWHERE | OF_NO_RUN == set(_DIFFERENT)
+    assert not set(of_runs) & SAID_ELSEWHERE

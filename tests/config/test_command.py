@@ -152,7 +152,8 @@ def test_check_says_what_runs_what_waits_and_what_is_refused(
     refused = recipe(tmp_path, "c_refused.yaml", "grpo: {sed: 4}\npolicy: {is_vlm: true}")
     assert main(["check", str(runs)]) == 0
     out = capsys.readouterr().out
-    first, needs, formula = out.splitlines()
+    first, needs, other, formula = sorted(out.splitlines(), key=lambda line: ("note" in line, "zero_dev" in line))
+    assert other.startswith("  note: other than in NeMo-RL (docs/from_nemo_rl.md): ")
     assert [first, needs] == [f"{runs}: runs here", "  needs RECIPE_DATA in the environment"]
     assert formula.startswith("  note: grpo.adv_estimator.zero_deviation: unnormalized")
     assert main(["check", str(runs), str(waits)]) == 1

@@ -1167,3 +1167,29 @@ def test_a_start_says_what_shaping_does_to_negative_rewards_and_later_turns(
 ) -> None:
     told = notes(*overrides)
     assert said in told if said else "reward_shaping" not in told
+
+
+_OTHER = "other than in NeMo-RL"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], "small numbers are compared by their first digits"),
+        ([], "equal prompts of two rows are two groups"),
+        (["env.math.math_verify_impl=dapo_math_verify"], "answers are read as docs/evaluation.md says"),
+        (["grpo.max_rollout_turns=2"], "a last observation that is cut"),
+        (["grpo.should_mask_flagged_samples=true"], "rewards of flagged samples are in no baseline"),
+        (["grpo.max_num_steps=15"], "keep_top_k ranks the last step too"),
+        (["data.default.env_name=code", "data.default.processor=default"], "a cell without a value shows"),
+    ],
+)
+def test_a_start_says_what_is_other_than_in_nemo_rl(overrides: list[str], said: str) -> None:
+    (line,) = [line for line in notes(*overrides).splitlines() if _OTHER in line]
+    assert said in line
+
+
+def test_a_run_that_is_as_in_nemo_rl_says_nothing() -> None:
+    assert _OTHER not in notes("sft.max_num_steps=20", kind=SFTMasterConfig)
+    told = notes("grpo.max_num_steps=20")
+    assert "keep_top_k" not in told and "flagged" not in told and "observation" not in told

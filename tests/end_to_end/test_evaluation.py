@@ -153,3 +153,14 @@ def test_mistakes_are_named_before_anything_starts(
     ]
     assert main(arguments, default_config=CONFIG) != 0
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_command_without_a_configuration_says_which_values_are_our_own(
+    given: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    default = ROOT / "examples" / "configs" / "evals" / "eval.yaml"
+    arguments = [*(["--config", str(default)] if given else []), "eval.metric=nothing"]
+    assert main(arguments, default_config=default) != 0
+    told = "eval.yaml: its prompt is examples/prompts/step_by_step.txt, because NeMo-RL's prompts are not shipped"
+    assert (told in capsys.readouterr().err) != given
