@@ -37,7 +37,7 @@ def _environments(config: _Config) -> set[str]:
 
 def _judges(config: _Config) -> set[str]:
     """Names of the verifiers of mathematics and of choices."""
-    if isinstance(config, SFTMasterConfig):
+    if not isinstance(config, (MasterConfig, EvalMasterConfig)):
         return set()
     sections = [config.env.of(name) or MathEnvConfig() for name in _environments(config) & {"math", "math_default"}]
     return {
