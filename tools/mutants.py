@@ -1,9 +1,13 @@
-"""Plants defects in time-sharing, one at a time, and counts the random scenarios that it takes to find each.
+"""Plants defects, one at a time, and says what finds each: in time-sharing random scenarios, elsewhere named tests.
 
     python tools/mutants.py tests/time_sharing/stranger_mutants.py
+    python tools/mutants.py tests/planted_faults.py
 
-Each mutant is applied to a copy of the package and runs the soak's scenarios in a process of its own until one of them
-is bad: the checker names a violation, a job never ends or ends far too late, the validator refuses a plan, something
+A mutant with tests is applied to a copy of package and tests, and is found if one of them fails; they must pass
+without it. One without tests is a mutant of time-sharing.
+
+Each of those is applied to a copy of the package and runs the soak's scenarios in a process of its own until one is
+bad: the checker names a violation, a job never ends or ends far too late, the validator refuses a plan, something
 raises, a scenario takes far longer than any sound one, or 300 scenarios leave out what sound ones reach. Mutants that
 the file shows to be EQUIVALENT are not run. For those that survive it says in how many of the scenarios the changed
 lines are reached at all. Exit status 1 unless every other mutant is found.
@@ -43,13 +47,21 @@ _SLOWDOWN = 20.0
 
 
 class Mutant(NamedTuple):
-    """`old`, which occurs once in `file` (a path in the package), becomes `new`; `what` goes wrong then."""
+    """`old`, which occurs once in `file`, becomes `new`; `what` goes wrong then. `tests` are files of tests that judge
+    it; with them `file` is a path in nemo_rl, without them one in nemo_rl/time_sharing.
+    """
 
     name: str
     file: str
     old: str
     new: str
     what: str
+    tests: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        """From the root of the repository."""
+        return (Path("nemo_rl") if self.tests else PACKAGE) / self.file
 
 
 class Found(NamedTuple):
@@ -68,10 +80,60 @@ def load_mutants(path: Path) -> tuple[list[Mutant], dict[str, str]]:
     given = runpy.run_path(str(path))
     mutants = [Mutant(*mutant) for mutant in given["MUTANTS"]]
     for mutant in mutants:
-        count = (ROOT / PACKAGE / mutant.file).read_text().count(mutant.old)
+        count = (ROOT / mutant.path).read_text().count(mutant.old)
         if count != 1:
             raise SystemExit(f"{path}: {mutant.name}: {mutant.file} must hold its old text once, found {count} times")
     return mutants, given.get("EQUIVALENT", {})
+
+
+def try_tests(tests: Sequence[str], seconds: float, mutant: Mutant | None = None) -> str:
+    """Runs tests against a copy of the package, mutated or not; which of them failed first, "" if none did."""
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        copy = Path(folder)
+        for name in ("nemo_rl", "tests", "examples", "tools"):
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("pyproject.toml", "docs", "README.md"):
+            (copy / name).symlink_to(ROOT / name)
+        if mutant is not None:
+            file = copy / mutant.path
+            file.write_text(file.read_text().replace(mutant.old, mutant.new))
+        command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no", *tests]
+        environment = os.environ | {
+            "PYTHONPATH": str(copy),
+            "HYPOTHESIS_STORAGE_DIRECTORY": str(copy / "examples-of-tests"),
+        }
+        process = subprocess.Popen(
+            command, cwd=copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            output = process.communicate(timeout=seconds)[0].decode(errors="replace")
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            return f"takes more than {seconds:g} s"
+    if process.returncode == 0:
+        return ""
+    lines = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return (lines or [f"pytest exits with {process.returncode}"])[0]
+
+
+def judge_by_tests(mutants: Sequence[Mutant], seconds: float) -> list[Mutant]:
+    """Runs the tests of each mutant and says what failed; the mutants that no test found. Raises SystemExit: tests fail
+    without any mutant.
+    """
+    for tests in dict.fromkeys(mutant.tests for mutant in mutants):
+        if failed := try_tests(tests, seconds):
+            raise SystemExit(f"{' '.join(tests)}: {failed} without any mutant")
+    survivors = []
+    for mutant in mutants:
+        began = time.monotonic()
+        by = try_tests(mutant.tests, seconds, mutant)
+        took = f"{time.monotonic() - began:5.1f} s"
+        print(f"{mutant.name:<40} {took}  {by or 'SURVIVES: ' + mutant.what}", flush=True)
+        if not by:
+            survivors.append(mutant)
+    print(f"\n{len(mutants) - len(survivors)} of {len(mutants)} found by tests")
+    return survivors
 
 
 def try_mutant(mutant: Mutant, first: int, scenarios: int, seconds: float) -> Found:
@@ -233,6 +295,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for mutant in alike:
         print(f"{mutant.name:<40} EQUIVALENT: {equivalent[mutant.name]}", flush=True)
     mutants = [mutant for mutant in mutants if mutant not in alike]
+    if with_tests := [mutant for mutant in mutants if mutant.tests]:
+        left = judge_by_tests(with_tests, chosen.seconds)
+        mutants = [mutant for mutant in mutants if not mutant.tests]
+        if not mutants:
+            return 1 if left else 0
+        survivors += left
     for mutant in mutants:
         began = time.monotonic()
         found = try_mutant(mutant, chosen.first, chosen.scenarios, chosen.seconds)

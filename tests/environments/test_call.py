@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 from nemo_rl.environments.call import step_environment
@@ -127,3 +129,20 @@ def test_an_environment_that_hangs_is_given_up() -> None:
         match=r"environment mine did not answer for 3 conversations within 0.2 s; .*env.mine.step_timeout_s",
     ):
         call(lambda: time.sleep(30), timeout_s=0.2)
+
+
+def test_a_call_past_its_deadline_is_cancelled_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise an actor goes on with an answer that nobody waits for, and the next call waits for it."""
+    cancelled: list[object] = []
+
+    class Actor:
+        step = SimpleNamespace(remote=lambda *_: "the call")
+
+    def get(reference: object, timeout: float) -> None:
+        raise ray.exceptions.GetTimeoutError(f"{reference} after {timeout}")
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "cancel", lambda reference, force: cancelled.append((reference, force)))
+    with pytest.raises(EnvironmentFailure, match="within 3 s"):
+        step_environment(Actor(), [[]], [None], timeout_s=3.0, name="judge")
+    assert cancelled == [("the call", False)]
