@@ -1,5 +1,5 @@
 # Every target that runs something sets itself up first: Python >= 3.11 and make are all it needs.
-# Variables: PYTHON (interpreter of the environment), MINUTES (of chaos), TRIES (of each benchmark), TEST_SESSIONS (2: tests that start an engine, and beside them the others; on larger machines as many as there are cores), EXTRAS (cpu; on GPU nodes vllm), TORCH_BACKEND (cpu; on GPU nodes auto).
+# Variables: PYTHON (interpreter of the environment), MINUTES (of chaos), HOURS (of night), TRIES (of each benchmark), TEST_SESSIONS (2: tests that start an engine, and beside them the others; on larger machines as many as there are cores), EXTRAS (cpu; on GPU nodes vllm), TORCH_BACKEND (cpu; on GPU nodes auto).
 
 PYTHON ?= python3
 EXTRAS ?= cpu
@@ -11,6 +11,7 @@ READY_DEV := $(VENV)/.installed-dev
 RESULTS := results/arithmetic
 TEST_SESSIONS ?= 2
 MINUTES ?= 60
+HOURS ?= 8
 TRIES ?= 1
 
 export PYTHONUNBUFFERED := 1
@@ -18,7 +19,7 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: benchmarks soak chaos endpoint-stress adapter-stress mooncake-libs help install demo distillation multi-lora test test-fast lint format docs clean
+.PHONY: benchmarks soak chaos night endpoint-stress adapter-stress mooncake-libs help install demo distillation multi-lora test test-fast lint format docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -93,6 +94,9 @@ soak: $(READY) ## random time-sharing scenarios with every fault, 50 million sim
 chaos: $(RESULTS)/base/config.json ## the asynchronous arithmetic run on the data plane, with each part killed or stopped, checkpoints damaged and disks filled for MINUTES (60)
 	$(BIN)/python examples/run_sft.py --config examples/configs/sft_arithmetic_cpu.yaml
 	$(BIN)/python tools/chaos.py --kinds all --minutes $(MINUTES) --folder results/chaos
+
+night: $(READY) ## a pool of CPU slots whose jobs come, go and die for HOURS (8), and what grows meanwhile in one picture
+	$(BIN)/python tools/night.py --hours $(HOURS) --folder results/night
 
 endpoint-stress: $(READY_DEV) ## 1,056 requests of 32 agents at once, while shards sleep, wake, are refitted and killed in an order drawn from SEED; twice, the first time in peace
 	NRL_STRESS_CLIENTS=32 NRL_STRESS_SESSIONS=11 NRL_STRESS_SHARDS=3 NRL_STRESS_DISTURBANCES=24 \

@@ -14,8 +14,13 @@ STAGES = (
     "tests/algorithms/test_advantages.py",
     "tests/algorithms/test_estimators.py",
 )
-METRICS = ("tests/algorithms/test_grpo_metrics.py",)
-SHARDS = ("tests/distributed/test_batched_data_dict.py", "tests/models/test_policy_batches.py")
+METRICS = ("tests/algorithms/test_grpo_metrics.py", "tests/algorithms/test_scored_groups.py")
+STALE = ("tests/algorithms/test_async_driver.py",)
+SHARDS = (
+    "tests/distributed/test_batched_data_dict.py",
+    "tests/models/test_policy_batches.py",
+    "tests/models/test_scored_rows.py",
+)
 RECEIVER = ("tests/weight_sync/test_session.py", "tests/weight_sync/test_receiver.py")
 RESUME = ("tests/algorithms/test_resume.py", "tests/algorithms/test_counters.py", "tests/data/test_loader.py")
 QUEUE = ("tests/experience/test_failures.py",)
@@ -24,8 +29,8 @@ ENVIRONMENT = (
     "tests/experience/test_environment_batcher.py",
     "tests/experience/test_rollout_flow.py",
 )
-META = ("tests/data_plane/test_meta.py", "tests/data_plane/test_plans.py")
-SCORES = ("tests/models/test_packed.py", "tests/models/test_scored_rows.py")
+META = ("tests/data_plane/test_meta.py", "tests/data_plane/test_plans.py", "tests/data_plane/test_tags.py")
+SCORES = ("tests/models/test_packed.py", "tests/models/test_policy_batches.py")
 
 _KL_WEIGHT = "current_BT - (tokens.generation_BT if self.cfg.use_on_policy_kl_approximation else current_BT.detach())"
 
@@ -58,8 +63,8 @@ MUTANTS = [
     ("branches-count-again", "algorithms/grpo/stages.py", 'rows["valid"] = rows["valid"] & starts_B', 'rows["valid"] = rows["valid"] | starts_B', "a branch counts as a sample of its own", STAGES),
     ("error-nan-passes", "algorithms/grpo/stages.py", "valid_B & ~(error_B <= threshold)", "valid_B & (error_B > threshold)", "a sample whose error is not a number is trained", STAGES),
     ("sequence-error-on-prompt", "algorithms/grpo/stages.py", 'mask = columns["token_mask"][:, 1:]\n    gap', 'mask = torch.ones_like(columns["token_mask"][:, 1:])\n    gap', "prompt tokens dilute a sample's error", STAGES),
-    ("mask-keeps-oldest", "algorithms/grpo/stages.py", "versions_BS, -1).amax(dim=1)", "versions_BS, 1 << 30).amin(dim=1)", "the oldest tokens are kept", (*STAGES, "tests/algorithms/test_collect.py", "tests/algorithms/test_streaming.py")),
-    ("drop-keeps-mixed", "algorithms/grpo/stages.py", '(~mixed_B).to(rows["sample_mask"].dtype)', 'mixed_B.to(rows["sample_mask"].dtype)', "samples of one version are dropped", (*STAGES, "tests/algorithms/test_collect.py", "tests/algorithms/test_streaming.py")),
+    ("mask-keeps-oldest", "algorithms/grpo/stages.py", "versions_BS, -1).amax(dim=1)", "versions_BS, 1 << 30).amin(dim=1)", "the oldest tokens are kept", STALE),
+    ("drop-keeps-mixed", "algorithms/grpo/stages.py", '(~mixed_B).to(rows["sample_mask"].dtype)', 'mixed_B.to(rows["sample_mask"].dtype)', "samples of one version are dropped", STALE),
     ("gdpo-weights-of-order", "algorithms/grpo/advantages.py", "return [by_name[name] for name in names]", "return list(by_name.values())", "weights go to other components", STAGES),
     ("gdpo-invalid-counted", "algorithms/grpo/advantages.py", "counted = total_B[valid_B.bool()]", "counted = total_B", "masked samples shift the whole batch", STAGES),
     ("whitening-population", "algorithms/grpo/advantages.py", 'rows["sum_of_squares"].sum().item() / count - mean**2', 'rows["sum_of_squares"].sum().item() / count', "advantages are not divided by their deviation", STAGES),
@@ -110,5 +115,6 @@ MUTANTS = [
 ]  # fmt: skip
 
 EQUIVALENT = {
+    "importance-gradient": "neither side has a gradient: both are columns of the batch, or detached",
     "masked-sample-scored": "its scores have weight 0 in every loss; only time is lost",
 }

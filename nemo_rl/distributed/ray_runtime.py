@@ -56,6 +56,8 @@ _LOCAL_CLUSTER_ENV = {
     "RAY_worker_niceness": "0",
     # Workers started ahead are never used: every actor has an environment of its own.
     "RAY_prestart_worker_first_driver": "0",
+    # Ray would keep a record of each call of an actor, 100,000 of them, for a dashboard that does not run here.
+    "RAY_task_events_report_interval_ms": "0",
     # How often Ray asks its first process, once a second, before it gives up; it stops at once if that has ended.
     "RAY_gcs_server_port_wait_time_s": "180",
 }

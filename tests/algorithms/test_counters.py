@@ -43,7 +43,10 @@ def run_to_end(loader: Any, state: SFTState, epochs: int, batch: int, trained: l
         trained += rows["row"]
         state.step, state.step_in_epoch = state.step + 1, state.step_in_epoch + 1
         assert len(rows["row"]) == batch
-        if state.step == stop or driver._finished(run):
+        # The last step must know that it is the last: it saves and validates.
+        is_last = state.epoch == epochs - 1 and (state.step_in_epoch + 1) * batch > ROWS
+        assert driver._finished(run) == is_last
+        if state.step == stop or is_last:
             return
 
 
