@@ -13,6 +13,7 @@ STAGES = (
     "tests/algorithms/test_grpo_rows.py",
     "tests/algorithms/test_advantages.py",
     "tests/algorithms/test_estimators.py",
+    "tests/algorithms/test_scored_groups.py",
 )
 METRICS = ("tests/algorithms/test_grpo_metrics.py", "tests/algorithms/test_scored_groups.py")
 STALE = ("tests/algorithms/test_async_driver.py",)

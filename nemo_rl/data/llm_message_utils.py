@@ -10,7 +10,9 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from itertools import accumulate, pairwise
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +25,9 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_RENDER_S = 60.0
+_ending_templates: set[str] = set()
+"""Templates that have rendered a conversation in this process."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -259,10 +264,11 @@ def render_chat(
     from jinja2 import TemplateError
 
     # Its type has no place for what templates of users take.
-    render: Callable[..., object] = tokenizer.apply_chat_template
-    try:
+    apply: Callable[..., object] = tokenizer.apply_chat_template
+
+    def render() -> str:
         return str(
-            render(
+            apply(
                 list(messages),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
@@ -271,11 +277,40 @@ def render_chat(
                 **(variables or {}),
             )
         )
+
+    try:
+        return _rendered(render, str((variables or {}).get("chat_template", tokenizer.chat_template)))
+    except TimeoutError as error:
+        raise DataError(
+            f"the chat template of {tokenizer.name_or_path} has not rendered a conversation of {len(messages)} "
+            f"messages within {_RENDER_S:g} s; it may never end: set policy.tokenizer.chat_template to another"
+        ) from error
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
         roles = ", ".join(str(message["role"]) for message in messages)
         raise DataError(
             f"the chat template of {tokenizer.name_or_path} rejects a conversation with the roles {roles}: {error}"
         ) from error
+
+
+def _rendered(render: Callable[[], str], template: str) -> str:
+    """The text; the first time that a template is used in this process, within a deadline. Raises TimeoutError: it was
+    not rendered in time.
+    """
+    if template in _ending_templates:
+        return render()
+    outcome: Future[str] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(render())
+        except BaseException as error:  # noqa: BLE001 - it is raised where the text is waited for
+            outcome.set_exception(error)
+
+    # A daemon: nothing stops a template, and it must not keep the process from ending.
+    Thread(target=run, name="chat-template", daemon=True).start()
+    text = outcome.result(_RENDER_S)
+    _ending_templates.add(template)
+    return text
 
 
 def _length(message: Message) -> int:

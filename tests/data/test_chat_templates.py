@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import re
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -333,3 +336,26 @@ def test_an_end_of_turn_that_ends_the_conversation_gets_no_other_behind_it(token
     assert ends[-1]["content"].endswith("answer 0.<end_of_turn>\n")
     other = get_formatted_message_log(turns(1), using, add_bos_token=False)
     assert other[-1]["content"].endswith("<end_of_turn>\n<eos>")
+
+
+def test_a_template_that_never_ends_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jinja's sandbox bounds a range, and not ranges in ranges."""
+    monkeypatch.setattr("nemo_rl.data.llm_message_utils._RENDER_S", 0.5)
+    over = threading.Event()
+    environment = ImmutableSandboxedEnvironment()
+    environment.globals["over"] = over.is_set
+    begin, end = "{% for a in range(90000) %}", "{% endfor %}"
+    # The test itself must end.
+    endless = environment.from_string(begin * 3 + "{% if over() %}{{ 1 / 0 }}{% endif %}" + end * 3)
+    tokenizer: Any = SimpleNamespace(
+        chat_template="of the test",
+        name_or_path="somebody/model",
+        apply_chat_template=lambda messages, **_: endless.render(messages=messages),
+    )
+    try:
+        with pytest.raises(
+            DataError, match=r"somebody/model has not rendered a conversation of 1 messages within 0\.5 s"
+        ):
+            render_chat(tokenizer, [{"role": "user", "content": "a"}], True)
+    finally:
+        over.set()

@@ -38,3 +38,16 @@ def test_every_mutant_changes_one_place_of_the_code_as_it_is() -> None:
         sound = (ROOT / "nemo_rl" / "time_sharing" / file).read_text()
         assert sound.count(old) == 1, name
         compile(sound.replace(old, new), file, "exec")
+
+
+def test_every_planted_fault_outside_the_scheduler_fits_the_code_and_has_its_tests() -> None:
+    given = runpy.run_path(str(ROOT / "tests" / "planted_faults.py"))
+    mutants = given["MUTANTS"]
+    names = [mutant[0] for mutant in mutants]
+    assert len(mutants) - len(given["EQUIVALENT"]) >= 60 and len(set(names)) == len(names)
+    assert given["EQUIVALENT"].keys() < set(names)
+    for name, file, old, new, _, tests in mutants:
+        sound = (ROOT / "nemo_rl" / file).read_text()
+        assert sound.count(old) == 1, name
+        compile(sound.replace(old, new), file, "exec")
+        assert tests and all((ROOT / test).is_file() for test in tests), name
