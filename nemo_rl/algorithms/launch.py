@@ -321,6 +321,8 @@ class Interrupts:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         Interrupts.received = True
+        # Where the signal reached loader processes, too, torch would raise an error about them here, wherever it is.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if self._ending:
             if not self._warned:
                 self._warned = True

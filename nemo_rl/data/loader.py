@@ -6,6 +6,8 @@ loader restored from `state_dict()` yields the very batches the first one would 
 
 from __future__ import annotations
 
+import os
+import signal
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Protocol
@@ -140,7 +142,22 @@ def make_loader(
     with warnings.catch_warnings():
         # torchdata calls a function that torch has deprecated; it cannot be changed here.
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-        return StatefulDataLoader(dataset, batch_sampler=batches, collate_fn=collate_fn, num_workers=num_workers)
+        return StatefulDataLoader(
+            dataset,
+            batch_sampler=batches,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            worker_init_fn=_leave_signals_to_the_driver,
+        )
+
+
+def _leave_signals_to_the_driver(_: int) -> None:
+    """Takes a worker out of the command's process group, whose signals are the driver's: torch raises an error in the
+    driver, wherever it is, when one ends a worker.
+    """
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class MultipleLoaders:
