@@ -117,7 +117,14 @@ class Night:
     def environment(self) -> dict[str, str]:
         temporary = self.folder / "tmp"
         temporary.mkdir(exist_ok=True)
-        return os.environ | {MARK: self.mark, "RAY_ADDRESS": "local", "TMPDIR": str(temporary), "RAY_TMPDIR": "/tmp"}
+        folders = os.pathsep.join([str(ROOT), str(ROOT / "examples")])  # the agent is an example
+        return os.environ | {
+            "PYTHONPATH": folders,
+            MARK: self.mark,
+            "RAY_ADDRESS": "local",
+            "TMPDIR": str(temporary),
+            "RAY_TMPDIR": "/tmp",
+        }
 
     def now(self) -> float:
         return time.monotonic() - self.began
@@ -230,10 +237,13 @@ class Night:
         shown = self.command("status", "--json")
         if shown.returncode:
             return
-        ended = {one["name"] for one in json.loads(shown.stdout)["pipelines"] if one["outcome"] is not None}
+        ended = {one["name"]: one["outcome"] for one in json.loads(shown.stdout)["pipelines"] if one["outcome"]}
         for name in LASTING:
             if name in ended:
-                print(f"{self.now():7.0f} s  {name} had ended, and is submitted again", flush=True)
+                said = f"{ended[name]['kind']} {ended[name]['reason'][:80]}".strip()
+                if "ConfigError" in said:
+                    raise SystemExit(f"{name} cannot run: {ended[name]['reason']}")
+                print(f"{self.now():7.0f} s  {name} had ended ({said}), and is submitted again", flush=True)
                 self.submit(self.folder / f"{name}.yaml")
 
     def last(self, hours: float) -> None:

@@ -41,7 +41,7 @@ _ANSWER_S = 60.0
 _POLL_S = 1.0
 _CANCEL_S = 60.0
 _NEWEST = 10
-_CODE_KEYS = {"class", "function", "custom_dataloader", "processor", "dataset_name", "target"}
+_CODE_KEYS = {"agent", "class", "function", "custom_dataloader", "processor", "dataset_name", "target"}
 """Keys of a configuration that may name a class or function of the user's."""
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
 

@@ -117,6 +117,13 @@ def test_a_job_takes_its_folder_python_path_and_named_variables_along(
         ({"env": {"mine": {"class": "nowhere_here.Sorting"}}}, "env.mine.class: 'nowhere_here.Sorting'"),
         ({"env": {"mine": {"class": "beside_the_file.Nothing"}}}, "the module beside_the_file has no 'Nothing'"),
         ({"env": {"mine": {"class": "broken_module.Sorting"}}}, "env.mine.class.*planted"),
+        (
+            {
+                "env": {"mine": {"agent": "nowhere_here.play"}},
+                "policy": {"generation": {"vllm_cfg": {"expose_http_server": True}}},
+            },
+            "env.mine.agent: 'nowhere_here.play'",
+        ),
         ({"loss_fn": {"class": "nowhere_here.loss"}}, "loss_fn.class"),
         ({"data": {"train": {"processor": "nowhere_here.rows"}}}, "data.train.*processor"),
         ({"env": {"mine": {"class": "beside_the_file.Sorting"}}}, ""),
