@@ -162,7 +162,7 @@ def test_every_run_hands_the_listed_tokens_to_its_engines(
     assembly._start_generation(object(), own, ends.ids, None)  # type: ignore[arg-type]
     placement, config = evaluation.OwnPlacement(), EvalMasterConfig()
     slots: Any = SimpleNamespace(training=None)
-    evaluation._start_engines(config, policy, slots, own, ends.ids, placement)  # type: ignore[arg-type]
+    evaluation.start_engines(config, policy, slots, own, ends.ids, placement)  # type: ignore[arg-type]
     assert given == [[258, 257]] * 2
     policy.generation.stop_token_ids = [9999]
     with pytest.raises(DataError, match=r"stop_token_ids: \[9999\] are no tokens"):
