@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nemo_rl.config import ClippedPGLossConfig
-from nemo_rl.loss import ClippedPGLossFn
+from nemo_rl.loss import ClippedPGLossFn, NLLLossFn
 from nemo_rl.loss.normalization import count_valid
 from tests.loss.test_clipped_pg import IS, VARIANTS, batch, reference_weight
 
@@ -137,3 +137,26 @@ def test_the_gradient_of_every_variant_is_that_of_its_formula(variant: str, filt
         pushed += int((mask & (by_current + by_kl != 0)).sum())
     assert pushed > 20
     assert cut > 5 or "tight" not in variant or "kl" not in variant
+
+
+def test_a_masked_conversation_has_no_part_in_the_loss_of_fine_tuning() -> None:
+    """Whatever stands in it, and whatever its tokens' own mask says."""
+    data, current = batch(3)
+    data["sample_mask"] = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
+    data["token_mask"][1] = 1.0
+    kept = [0, 2, 4, 5]
+    counts = count_valid(data)
+    leaf = current.clone().requires_grad_()
+    loss, metrics = NLLLossFn()(data, *counts, next_token_logprobs=leaf)
+    loss.backward()
+    of_kept = {name: column[kept] for name, column in data.items()}
+    alone = current[kept].clone().requires_grad_()
+    expected, expected_metrics = NLLLossFn()(of_kept, *count_valid(of_kept), next_token_logprobs=alone)
+    expected.backward()
+    assert [float(count) for count in counts] == [float(count) for count in count_valid(of_kept)]
+    assert loss.item() == pytest.approx(expected.item()) and leaf.grad is not None
+    torch.testing.assert_close(leaf.grad[kept], alone.grad)
+    assert not leaf.grad[[1, 3]].any()
+    assert {name: float(value) for name, value in metrics.items()} == pytest.approx(
+        {name: float(value) for name, value in expected_metrics.items()}
+    )

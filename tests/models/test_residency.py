@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl.models.policy.residency import MovableStorages, pieces
+from nemo_rl.models.policy.residency import MovableStorages, ReferenceWeights, pieces
 from tests.models.policy_ranks import stayed_and_moved
 from tests.ranks import run_ranks
 
@@ -74,3 +74,26 @@ def test_steps_between_which_everything_leaves_the_device_train_the_same_bits(
 ) -> None:
     stayed, moved = checksums[backend]
     assert moved == stayed
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.booleans(), st.integers(1, 3))
+def test_the_policys_own_weights_come_back_after_the_reference_was_asked(
+    sizes: list[int], fails: bool, times: int
+) -> None:
+    first = [torch.randn(size) for size in sizes]
+    weights = [torch.nn.Parameter(one.clone()) for one in first]
+    reference = ReferenceWeights(weights)
+    for step in range(times):
+        with torch.no_grad():
+            for weight in weights:
+                weight += step + 1.0
+        own = [weight.detach().clone() for weight in weights]
+        try:
+            with reference.swapped_in(weights):
+                # Those that the run began with, however often the policy has moved since.
+                assert all(torch.equal(weight, one) for weight, one in zip(weights, first, strict=True))
+                if fails:
+                    raise LookupError
+        except LookupError:
+            pass
+        assert all(torch.equal(weight, one) for weight, one in zip(weights, own, strict=True))
