@@ -58,6 +58,8 @@ _LOCAL_CLUSTER_ENV = {
     "RAY_prestart_worker_first_driver": "0",
     # Ray would keep a record of each call of an actor, 100,000 of them, for a dashboard that does not run here.
     "RAY_task_events_report_interval_ms": "0",
+    # It also keeps what is known of actors that have ended, 100,000 of them; a pool makes some with every job.
+    "RAY_maximum_gcs_destroyed_actor_cached_count": "1000",
     # How often Ray asks its first process, once a second, before it gives up; it stops at once if that has ended.
     "RAY_gcs_server_port_wait_time_s": "180",
 }

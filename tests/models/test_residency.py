@@ -86,7 +86,7 @@ def test_the_policys_own_weights_come_back_after_the_reference_was_asked(
     for step in range(times):
         with torch.no_grad():
             for weight in weights:
-                weight += step + 1.0
+                weight.add_(step + 1.0)
         own = [weight.detach().clone() for weight in weights]
         try:
             with reference.swapped_in(weights):
