@@ -68,9 +68,11 @@ def main() -> None:
     parser.add_argument("--slips", type=float, default=0.6, help="share of calls with a digit too many")
     given = parser.parse_args()
     draw = random.Random(0)
+    schema = {"name": add.name, "description": add.description, "parameters": add.params_json_schema}
+    tools = [{"type": "function", "function": schema}]
     for _ in range(given.count):
         messages = conversation(draw, given.max_operand, given.slips)
-        sys.stdout.write(json.dumps({"messages": messages}) + "\n")
+        sys.stdout.write(json.dumps({"messages": messages, "tools": tools}) + "\n")
 
 
 if __name__ == "__main__":
