@@ -99,7 +99,11 @@ def _of_an_evaluation(config: EvalMasterConfig, found: _Found) -> None:
     _environments([name], config, found)
     entries: dict[str, DatasetConfig] = {"data": config.data}
     _processors(entries, found)
+    before = len(found.mistakes)
     found.of(lambda: find_model(config))
+    if len(found.mistakes) > before:
+        _rows_alone(entries, found)
+        return
     policy = evaluated_policy(config)
     name_of_model = config.generation.model_name
     model = _look_at_model(name_of_model, "generation.model_name", lambda: check_evaluated(policy), found)
