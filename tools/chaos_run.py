@@ -320,10 +320,10 @@ class Run:
             Failed: There is some.
         """
         left = [path for path in sorted(self._shared_memory) if Path(path).exists()]
-        # The folder of a user's open pools stays, but says of none that is gone.
+        # The folder of a user's open pools stays, but says of none that is gone; Ray's logs lie in it, too.
         pools = self.temporary / f"nemo_rl_{os.getuid()}"
         left += [str(path) for path in self.temporary.iterdir() if not path.name.startswith(KEPT) and path != pools]
-        left += [str(path) for path in pools.glob("*")]
+        left += [str(path) for path in pools.glob("*") if not path.name.startswith(KEPT)]
         if left:
             raise Failed(f"left behind: {left}")
 

@@ -224,9 +224,10 @@ def test_a_response_cannot_fill_the_disk() -> None:
     "code",
     [
         "for n in range(100):\n  with open(f'big{n}', 'wb') as file: file.write(bytes(48 * 1024**2))",
-        "import os\nos.makedirs('a/b')\nfor n in range(100):\n  with open(f'a/b/{n}', 'wb') as f: f.write(bytes(48 * 1024**2))",
+        "from pathlib import Path\nPath('a/b').mkdir(parents=True)\nfor n in range(100):\n"
+        "  with open(f'a/b/{n}', 'wb') as f: f.write(bytes(48 * 1024**2))",
         "for n in range(10**6): open(f'f{n}', 'w').close()",
-        "import os\nfor n in range(10**6): os.mkdir(f'd{n}')",
+        "from pathlib import Path\nfor n in range(10**6): Path(f'd{n}').mkdir()",
     ],
 )
 def test_a_response_cannot_fill_the_temporary_folder_by_many_files(code: str, tmp_path: Path) -> None:
