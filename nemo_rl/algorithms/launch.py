@@ -321,8 +321,10 @@ class Interrupts:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         Interrupts.received = True
-        # Where the signal reached loader processes, too, torch would raise an error about them here, wherever it is.
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # Where the signal reached loader processes, too, torch would raise an error about them here, wherever it is. A
+        # handler that does nothing, not the default: Python prints an error for a signal that is pending when its
+        # handler goes.
+        signal.signal(signal.SIGCHLD, lambda *_: None)
         if self._ending:
             if not self._warned:
                 self._warned = True

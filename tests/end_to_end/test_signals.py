@@ -57,6 +57,5 @@ def test_a_signal_to_every_process_ends_a_run_before_ray_gives_up(tiny_model: Pa
     for pid in command.left():
         psutil.Process(pid).send_signal(signal.SIGTERM)
     assert process.wait(timeout=_WITHIN_S) == 130, command.output()
-    # Workers that a signal meets in the middle of a call may say so.
-    assert "interrupted after step " in command.output()
+    assert "interrupted after step " in command.output() and "Traceback" not in command.output()
     wait_until_gone(command.left())
