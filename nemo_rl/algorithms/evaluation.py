@@ -122,11 +122,7 @@ def evaluate(config: EvalMasterConfig, placement: EvaluationPlacement | None = N
     for line in start_lines([name], config.env):
         say(line)
     with ExitStack() as stack:
-        accelerator = placement.connect(config)
-        stack.callback(placement.disconnect)
-        clusters = placement.reserve(config, accelerator)
-        for cluster in clusters.distinct():
-            stack.callback(cluster.shutdown)
+        clusters = reserved(config, placement, stack)
         actors = start_environments([name], config.env)
         stack.callback(end_environments, actors)
         await_environments(actors, config.env)
@@ -135,6 +131,16 @@ def evaluate(config: EvalMasterConfig, placement: EvaluationPlacement | None = N
         handle = EnvironmentHandle.of(name, actors[name], config.env)
         generation.wait_until_started()
         return measured(config, generation, tokenizer, problems, handle, placement, say)
+
+
+def reserved(config: EvalMasterConfig, placement: EvaluationPlacement, stack: ExitStack) -> Clusters:
+    """Joins Ray and reserves the slots of an evaluation, until the stack is closed."""
+    accelerator = placement.connect(config)
+    stack.callback(placement.disconnect)
+    clusters = placement.reserve(config, accelerator)
+    for cluster in clusters.distinct():
+        stack.callback(cluster.shutdown)
+    return clusters
 
 
 def measured(

@@ -21,7 +21,7 @@ from nemo_rl.distributed.worker_groups import RayWorkerGroup
 from nemo_rl.models.generation.vllm.engine_actors import parameters_of
 from nemo_rl.models.policy.backend import backend_spec
 from nemo_rl.models.policy.lm_policy import Policy, start_policy_actors
-from nemo_rl.models.policy.memory_estimate import estimate
+from nemo_rl.models.policy.memory_estimate import MemoryEstimate, estimate
 from nemo_rl.models.policy.model_config import check_length, check_replay, check_weights, model_config
 from nemo_rl.utils.checkpoint import CheckpointManager, verify_weights
 from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture
@@ -170,8 +170,11 @@ class OwnSlots:
         return nullcontext()
 
 
-def tell_memory(config: RootConfig, actors: RayWorkerGroup, say: Callable[[str], None], *, engines: int = 0) -> None:
-    """Says what each GPU of training will hold, before anything is loaded.
+def tell_memory(
+    config: RootConfig, actors: RayWorkerGroup, say: Callable[[str], None], *, engines: int = 0
+) -> MemoryEstimate | None:
+    """Says what each GPU of training will hold, before anything is loaded. Returns it, or None for a model of unknown
+    sizes.
 
     Args:
         actors: The policy's, from `begin_policy`.
@@ -183,12 +186,17 @@ def tell_memory(config: RootConfig, actors: RayWorkerGroup, say: Callable[[str],
     try:
         shape = TransformerShape.from_hf_config(model_config(config.policy))
     except UnknownArchitecture:
-        return
-    device_bytes = min(actors.run("device_bytes"))
-    sizes = parallel_sizes(config.policy, len(actors.workers))
-    parameters = parameters_of(config.policy)
-    found = estimate(config.policy, shape, sizes, parameters=parameters, device_bytes=device_bytes)
-    say(found.check(config.policy, device_bytes, engines) or found.line(device_bytes, engines))
+        return None
+    found = estimate(
+        config.policy,
+        shape,
+        parallel_sizes(config.policy, len(actors.workers)),
+        parameters=parameters_of(config.policy),
+        device_bytes=min(actors.run("device_bytes")),
+        engines=engines,
+    )
+    say(found.check(config.policy) or found.line())
+    return found
 
 
 def begin_policy(

@@ -98,11 +98,7 @@ def setup(master_config: EvalMasterConfig | Mapping[str, object], tokenizer: Any
     ends = check_tokens(policy, model, tokenizer, _say, key="generation.stop_token_ids")
     hold_to_vocabulary([dataset], tokenizer, model)
     with ExitStack() as stack:
-        accelerator = placement.connect(config)
-        stack.callback(placement.disconnect)
-        clusters = placement.reserve(config, accelerator)
-        for cluster in clusters.distinct():
-            stack.callback(cluster.shutdown)
+        clusters = evaluation.reserved(config, placement, stack)
         generation = evaluation.start_engines(config, policy, clusters, tokenizer, ends.ids, placement)
         stack.callback(generation.shutdown)
         generation.wait_until_started()

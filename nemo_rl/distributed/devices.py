@@ -14,17 +14,12 @@ import sys
 import torch
 
 from nemo_rl.distributed.accelerators import CPU, CUDA, SLOT_BYTES_VARIABLE
+from nemo_rl.distributed.memory_use import resident_bytes
 
 
 def device_of_process() -> torch.device:
     """The accelerator device that this process may use: `cuda:0` when a GPU is visible, else the CPU."""
     return CUDA.torch_device() if torch.cuda.is_available() else CPU.torch_device()
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process in bytes."""
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def memory_in_use(device: torch.device) -> int:

@@ -38,22 +38,25 @@ def process_memory(_actor: object = None) -> MemoryUse:
     return MemoryUse(host, used, peak, torch.cuda.mem_get_info()[1])
 
 
+def resident_bytes(pid: int | None = None, *, shared: bool = True) -> int:
+    """Resident memory of a process, of this one by default, in bytes; 0 if it has ended. Without `shared` what a file
+    or a shared segment backs does not count.
+    """
+    try:
+        with open(f"/proc/{pid or 'self'}/statm") as statm:
+            fields = statm.read().split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    pages = int(fields[1]) - (0 if shared else int(fields[2])) if len(fields) > 2 else 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 def own_host_bytes() -> int:
     """Host memory of this process that no file and no shared segment backs, in bytes."""
-    return _anonymous_bytes(os.getpid())
+    return resident_bytes(shared=False)
 
 
 def host_bytes() -> int:
     """The same of this process and those below it."""
     children = psutil.Process().children(recursive=True)
-    return sum(_anonymous_bytes(pid) for pid in (os.getpid(), *(child.pid for child in children)))
-
-
-def _anonymous_bytes(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/statm") as statm:
-            fields = statm.read().split()
-    except (FileNotFoundError, ProcessLookupError):
-        # It ended between the listing and the reading.
-        return 0
-    return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE") if len(fields) > 2 else 0
+    return own_host_bytes() + sum(resident_bytes(child.pid, shared=False) for child in children)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 
+from nemo_rl.config.layers import merge_mappings
 from nemo_rl.utils.metrics_file import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,8 +60,7 @@ def run_grpo(tmp_path: Path, model: Path, **sections: dict[str, Any]) -> Any:
         "checkpointing": {"enabled": False},
         "weight_sync": {"verify": True},
     }
-    for name, section in sections.items():
-        _merge(config.setdefault(name, {}), section)
+    config = merge_mappings(config, sections)
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config))
     command = [
@@ -75,14 +75,6 @@ def run_grpo(tmp_path: Path, model: Path, **sections: dict[str, Any]) -> Any:
     )
     assert done.returncode == 0, done.stderr[-6000:]
     return read_metrics(tmp_path / "logs")
-
-
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> None:
-    for key, value in over.items():
-        if isinstance(value, dict) and isinstance(base.get(key), dict):
-            _merge(base[key], value)
-        else:
-            base[key] = value
 
 
 def assert_engines_agree(metrics: Any) -> None:

@@ -21,6 +21,14 @@ from tests.gpu.test_grpo_on_gpus import ROOT, needs, run_grpo
 
 STEPS = 30
 MOST_GIB = 64 / 1024
+ON_A_GPU = (
+    "policy.precision=bfloat16",
+    "policy.generation.vllm_cfg.gpu_memory_utilization=0.2",
+    "policy.generation.vllm_cfg.enforce_eager=true",
+    "~policy.generation.vllm_kwargs.kv_cache_memory_bytes",
+    "cluster.device=cuda",
+    "checkpointing.enabled=false",
+)
 
 
 @pytest.fixture(scope="module")
@@ -108,13 +116,8 @@ def _run(tmp_path: Path, script: str, config: str, section: str, settings: Seque
         f"{section}.val_at_start=false",
         f"{section}.val_at_end=false",
         f"{section}.val_period=0",
-        "policy.precision=bfloat16",
-        "policy.generation.vllm_cfg.gpu_memory_utilization=0.2",
-        "policy.generation.vllm_cfg.enforce_eager=true",
+        *ON_A_GPU,
         "policy.generation.vllm_kwargs.max_num_seqs=64",
-        "~policy.generation.vllm_kwargs.kv_cache_memory_bytes",
-        "cluster.device=cuda",
-        "checkpointing.enabled=false",
         f"logger.log_dir={tmp_path / 'logs'}",
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=_environment(), check=False)
@@ -136,12 +139,7 @@ def test_adapters_that_train_side_by_side_keep_no_more_memory(tmp_path: Path, wi
         "grpo.num_prompts_per_step=8",
         "grpo.num_generations_per_prompt=4",
         "policy.train_global_batch_size=32",
-        "policy.precision=bfloat16",
-        "policy.generation.vllm_cfg.gpu_memory_utilization=0.2",
-        "policy.generation.vllm_cfg.enforce_eager=true",
-        "~policy.generation.vllm_kwargs.kv_cache_memory_bytes",
-        "cluster.device=cuda",
-        "checkpointing.enabled=false",
+        *ON_A_GPU,
         f"logger.log_dir={tmp_path / 'logs'}",
         *("--adapters", str(configs / "add.yaml"), str(configs / "reverse.yaml")),
     ]

@@ -29,10 +29,17 @@ def policy(tokens: int = 16384, **keys: Any) -> PolicyConfig:
     return PolicyConfig(model_name="some/model", precision="bfloat16", sequence_packing=packing, **keys)
 
 
-def of(shape: str, tokens: int = 16384, sizes: ParallelSizes | None = None, **keys: Any) -> MemoryEstimate:
+def of(
+    shape: str,
+    tokens: int = 16384,
+    sizes: ParallelSizes | None = None,
+    gpu: int = H200,
+    engines: int = 0,
+    **keys: Any,
+) -> MemoryEstimate:
     known, parameters = SHAPES[shape]
     given = sizes or ParallelSizes()
-    return estimate(policy(tokens, **keys), known, given, parameters=parameters, device_bytes=H200)
+    return estimate(policy(tokens, **keys), known, given, parameters=parameters, device_bytes=gpu, engines=engines)
 
 
 @pytest.mark.parametrize(
@@ -46,31 +53,40 @@ def test_estimates_are_what_was_measured(shape: str, tokens: int, measured_gib: 
 
 def test_what_cannot_fit_is_refused_with_the_key_to_lower() -> None:
     with pytest.raises(GpuMemoryError, match=r"cannot be trained here.*cluster\.gpus_per_node.*lora_cfg"):
-        of("7b").check(policy(), H100, engines=1)
+        of("7b", gpu=H100, engines=1).check(policy())
     with pytest.raises(GpuMemoryError, match=r"longest row.*lower policy\.sequence_packing\.train_mb_tokens to"):
-        of("1.5b", 65536).check(policy(65536), H100, engines=2)
-    assert of("1.5b", 8192).check(policy(8192), H100, engines=2) is None
+        of("1.5b", 65536, gpu=H100, engines=2).check(policy(65536))
+    assert of("1.5b", 8192, gpu=H100, engines=2).check(policy(8192)) is None
 
 
 @given(st.integers(1024, 200_000))
 def test_the_row_that_is_named_fits_and_less_is_never_refused(tokens: int) -> None:
     from contextlib import suppress
 
-    worst = of("1.5b", tokens)
+    worst = of("1.5b", tokens, gpu=H100, engines=1)
     message: str | None = None
     with suppress(GpuMemoryError):
-        message = worst.check(policy(tokens), H100, engines=1)
+        message = worst.check(policy(tokens))
         if message is None:
             assert worst.peak <= H100
             return
     try:
-        worst.check(policy(tokens), H100, engines=1)
+        worst.check(policy(tokens))
     except GpuMemoryError as error:
         message = str(error)
     assert message is not None
     named = int(message.rpartition("train_mb_tokens to ")[2].split(",  or")[0].split(", or")[0].replace(",", ""))
     assert named < tokens
-    assert of("1.5b", named).check(policy(named), H100, engines=1) is None
+    assert of("1.5b", named, gpu=H100, engines=1).check(policy(named)) is None
+
+
+def test_a_policy_starts_beside_engines_where_its_first_passes_fit() -> None:
+    assert of("1.5b", gpu=H100).starts_beside_engines(0.6) and of("1.5b").starts_beside_engines(0.6)
+    assert not of("7b", gpu=H100).starts_beside_engines(0.6)
+    assert not of("1.5b", gpu=H100).starts_beside_engines(0.9)
+    # Each rank gathers all weights for a pass, however many ranks share them.
+    eight = of("7b", sizes=ParallelSizes(dp=8), gpu=H100)
+    assert eight.starts_beside_engines(0.6) and not eight.starts_beside_engines(0.8)
 
 
 def test_ranks_adapters_and_checkpoints_take_their_part() -> None:

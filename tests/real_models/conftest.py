@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
+from nemo_rl.config.layers import merge_mappings
+
 ROOT = Path(__file__).resolve().parents[2]
 VARIABLE = "NRL_REAL_MODELS"
 
@@ -95,17 +97,7 @@ def settings(model: Path, folder: Path, samples: int, **sections: dict[str, Any]
         "checkpointing": {"enabled": False, "checkpoint_dir": str(folder / "checkpoints")},
         "weight_sync": {"verify": False},
     }
-    for name, section in sections.items():
-        _merge(config.setdefault(name, {}), section)
-    return config
-
-
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> None:
-    for key, value in over.items():
-        if isinstance(value, dict) and isinstance(base.get(key), dict):
-            _merge(base[key], value)
-        else:
-            base[key] = value
+    return merge_mappings(config, sections)
 
 
 def start(script: Sequence[str], folder: Path, config: dict[str, Any], timeout_s: float = 280.0) -> str:

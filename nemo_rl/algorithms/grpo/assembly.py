@@ -53,7 +53,7 @@ from nemo_rl.loss import ClippedPGLossFn, DistillationLossFn
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.generation.endpoint.server import Endpoint, start_endpoint
 from nemo_rl.models.generation.interfaces import request_timeout_s
-from nemo_rl.models.generation.vllm.engine_actors import EngineActors, parameters_of, start_engine_actors
+from nemo_rl.models.generation.vllm.engine_actors import EngineActors, start_engine_actors
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.model_config import check_divisible
@@ -66,7 +66,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
-_FIRST_PASSES_BYTES = 6 << 30
 _WARM_UP_S = 900.0
 
 
@@ -205,21 +204,30 @@ def check_model(config: MasterConfig) -> PretrainedConfig:
     return model
 
 
-def _share_gpus(generation: VllmGeneration | None, ready: Prepared[GRPOState, Loader, _RayParts]) -> bool:
-    """Whether the engines sleep on the GPUs of training."""
-    return generation is not None and generation.colocated and ready.accelerator.is_cuda
-
-
-def _fits_beside_engines(config: MasterConfig, parts: _RayParts) -> bool:
-    """Whether the policy fits onto the GPUs while the engines that share them are awake, so that both start at once:
-    its weights, its gradients in both precisions, and the row of its first passes.
+def _start_beside(
+    config: MasterConfig,
+    ready: Prepared[GRPOState, Loader, _RayParts],
+    placement: GRPOPlacement,
+    generation: VllmGeneration | None,
+    start: StartPhases,
+) -> bool:
+    """Says what a GPU of training will hold, and whether the policy starts while engines on its GPUs are awake; else
+    they are asleep when this returns. Engines on other GPUs stay as they are.
     """
-    vllm = config.policy.generation.vllm_cfg
-    if parts.engines is None or not parts.engines.sized or parts.teachers:
+    if not ready.accelerator.is_cuda or placement.lends_shards:
         return False
-    weights = 12 * parameters_of(config.policy) / len(parts.policy.workers)
-    left = (1.0 - vllm.gpu_memory_utilization) * min(parts.policy.run("device_bytes"))
-    return weights + _FIRST_PASSES_BYTES < left
+    parts, vllm = ready.ray_parts, config.policy.generation.vllm_cfg
+    shares = generation is not None and generation.colocated
+    memory = tell_memory(config, parts.policy, start.say, engines=vllm.engines_per_gpu if shares else 0)
+    if generation is None or not shares:
+        return False
+    sized = parts.engines is not None and parts.engines.sized and not parts.teachers
+    if sized and memory is not None and memory.starts_beside_engines(vllm.gpu_memory_utilization):
+        return True
+    with start.phase("engines"):
+        generation.wait_until_started()
+        generation.sleep()
+    return False
 
 
 def _build(
@@ -248,15 +256,7 @@ def _build(
     endpoint = _start_endpoint(config, ready, generation, start)
     if endpoint is not None:
         undo.callback(endpoint.close)
-    shares = _share_gpus(generation, ready)
-    if ready.accelerator.is_cuda and not placement.lends_shards:
-        engines = config.policy.generation.vllm_cfg.engines_per_gpu if shares else 0
-        tell_memory(config, ready.ray_parts.policy, start.say, engines=engines)
-    beside = shares and _fits_beside_engines(config, ready.ray_parts)
-    if shares and not beside and generation is not None:
-        with start.phase("engines"):
-            generation.wait_until_started()
-            generation.sleep()
+    beside = _start_beside(config, ready, placement, generation, start)
     loss_fn = make_loss(config.loss_fn)
     with placement.building():
         with start.phase("policy, beside the data plane" if config.data_plane.enabled else "policy"):

@@ -26,6 +26,7 @@ ASLEEP_BYTES = int(2.3 * _GIB)
 KEPT_SHARE = 0.1
 """Share of a device's memory that gathered weights may take between passes."""
 _SURE = 0.85
+_WARM_UP_BYTES = 6 * _GIB
 
 
 class GpuMemoryError(UserError, RuntimeError):
@@ -38,6 +39,8 @@ class MemoryEstimate:
     the backend is not DTensor: then it is not known.
     """
 
+    device_bytes: int  # of the GPU
+    engines: int  # that sleep on it
     weights: int
     optimizer: int
     gradients: int
@@ -56,25 +59,28 @@ class MemoryEstimate:
         """Bytes at the end of a forward pass over the longest row; without activations where they are not known."""
         return self.state + (self.activations or 0)
 
-    def line(self, device_bytes: int, engines: int) -> str:
-        """The estimate in words. `engines`: that sleep on the GPU."""
+    def line(self) -> str:
+        """The estimate in words."""
         row = "activations are not known" if self.activations is None else f"activations {_gib(self.activations)}"
-        asleep = f"; {engines} sleeping engine{'s' * (engines > 1)} {_gib(engines * ASLEEP_BYTES)}" if engines else ""
+        several = "s" * (self.engines > 1)
+        asleep = (
+            f"; {self.engines} sleeping engine{several} {_gib(self.engines * ASLEEP_BYTES)}" if self.engines else ""
+        )
         return (
-            f"memory of a training GPU, estimated: {_gib(self.peak)} at most, of {_gib(device_bytes)} GiB: weights "
-            f"{_gib(self.weights)}, optimizer {_gib(self.optimizer)}, gradients {_gib(self.gradients)}, weights of the "
-            f"passes {_gib(self.gathered)}, scoring {_gib(self.scoring)}, a row of {self.row_tokens:,} tokens: {row}"
-            f"{asleep}"
+            f"memory of a training GPU, estimated: {_gib(self.peak)} at most, of {_gib(self.device_bytes)} GiB: "
+            f"weights {_gib(self.weights)}, optimizer {_gib(self.optimizer)}, gradients {_gib(self.gradients)}, "
+            f"weights of the passes {_gib(self.gathered)}, scoring {_gib(self.scoring)}, a row of "
+            f"{self.row_tokens:,} tokens: {row}{asleep}"
         )
 
-    def check(self, policy: PolicyConfig, device_bytes: int, engines: int) -> str | None:
+    def check(self, policy: PolicyConfig) -> str | None:
         """A warning where it is close. Raises GpuMemoryError: it cannot fit."""
-        left = device_bytes - engines * ASLEEP_BYTES
+        left = self.device_bytes - self.engines * ASLEEP_BYTES
         if self.state > left:
             raise GpuMemoryError(
-                f"{policy.model_name} cannot be trained here: {self.line(device_bytes, engines)}. Take more GPUs "
-                "(cluster.gpus_per_node, cluster.num_nodes), over which weights and optimizer are cut, or train "
-                "adapters (policy.dtensor_cfg.lora_cfg.enabled=true), or keep the weights on the host "
+                f"{policy.model_name} cannot be trained here: {self.line()}. Take more GPUs (cluster.gpus_per_node, "
+                "cluster.num_nodes), over which weights and optimizer are cut, or train adapters "
+                "(policy.dtensor_cfg.lora_cfg.enabled=true), or keep the weights on the host "
                 "(policy.dtensor_cfg.cpu_offload=true)"
             )
         if self.activations is None or self.peak <= left:
@@ -83,14 +89,27 @@ class MemoryEstimate:
         advice = f"lower {row_key(policy, training=True)} to {max(fits, 256):,}"
         if self.state + _SURE * self.activations > left:
             raise GpuMemoryError(
-                f"the longest row does not fit: {self.line(device_bytes, engines)}; {advice}, or set "
+                f"the longest row does not fit: {self.line()}; {advice}, or set "
                 "policy.dtensor_cfg.activation_checkpointing=true"
             )
-        return f"the longest row may not fit: {self.line(device_bytes, engines)}; if it does not, {advice}"
+        return f"the longest row may not fit: {self.line()}; if it does not, {advice}"
+
+    def starts_beside_engines(self, share: float) -> bool:
+        """Whether weights, gradients (in both precisions) and the passes of the warm-up fit while engines that are
+        awake take `share` of the GPU.
+        """
+        first = self.weights + self.gradients + 2 * self.gathered + _WARM_UP_BYTES
+        return first < (1.0 - share) * self.device_bytes
 
 
 def estimate(
-    policy: PolicyConfig, shape: TransformerShape, sizes: ParallelSizes, *, parameters: int, device_bytes: int
+    policy: PolicyConfig,
+    shape: TransformerShape,
+    sizes: ParallelSizes,
+    *,
+    parameters: int,
+    device_bytes: int,
+    engines: int = 0,
 ) -> MemoryEstimate:
     """What a GPU of training takes.
 
@@ -98,6 +117,7 @@ def estimate(
         shape: Sizes of the model.
         parameters: Number of its weights.
         device_bytes: Memory of a GPU.
+        engines: That sleep on each GPU.
     """
     half = 2 if policy.precision in ("bfloat16", "float16") else 4
     tokens = row_tokens(policy)
@@ -105,6 +125,8 @@ def estimate(
     if policy.megatron_cfg.enabled:
         held = parameters / (sizes.tp * sizes.pp)
         return MemoryEstimate(
+            device_bytes,
+            engines,
             weights=int(half * held),
             # Weights and two moments in float32, cut over the data.
             optimizer=int(12 * held / sizes.dp) if trains else 0,
@@ -126,6 +148,8 @@ def estimate(
         gathered = half * (embeddings + 2 * (parameters - embeddings) / shape.layers) / sizes.tp
     compiled = compiles_layers(policy, sizes, cuda=True)
     return MemoryEstimate(
+        device_bytes,
+        engines,
         weights=int(4 * parameters / ranks) * resident,
         optimizer=int(8 * trained) * resident if trains else 0,
         gradients=int(4 * trained) * resident,
