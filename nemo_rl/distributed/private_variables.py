@@ -16,7 +16,20 @@ KEYS = "NRL_PRIVATE_VARIABLES"
 _NAMESPACE = b"nemo_rl"
 # Read when a process or its first library starts, so they must be there from the beginning.
 _AT_START = (
-    *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "MKL_", "OPENBLAS_", "CUDA_", "NCCL_", "TORCH", "PYTORCH_"),
+    *(
+        "PYTHON",
+        "LD_",
+        "MALLOC_",
+        "GLIBC_",
+        "OMP_",
+        "MKL_",
+        "OPENBLAS_",
+        "RAYON_",
+        "CUDA_",
+        "NCCL_",
+        "TORCH",
+        "PYTORCH_",
+    ),
     *("VLLM_", "NVTE_", "ONEDNN_", "DNNL_", "RAY_", "NRL_", "TOKENIZERS_"),
 )
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASS", "CREDENTIAL", "AUTH")

@@ -44,13 +44,24 @@ logger = logging.getLogger(__name__)
 
 # Launchers leave variables behind that make libraries inside workers believe they are part of an MPI or Slurm job step.
 _LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "MPI_", "SLURM_")
-# Actors here do little Ray work of their own; the default pools cost hundreds of threads per process.
+# Actors here do little Ray work of their own; the default pools grow with the cores, to hundreds of threads.
 _RAY_PROCESS_ENV = {
     "RAY_num_server_call_thread": "4",
+    "RAY_core_worker_num_server_call_thread": "1",
+    "RAY_worker_num_grpc_internal_threads": "4",
     "TOKENIZERS_PARALLELISM": "false",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 _LOCAL_CLUSTER_ENV = {
+    # One machine's calls and objects: these pools, too, grow with the cores.
+    **dict.fromkeys(
+        (
+            "RAY_gcs_server_rpc_server_thread_num",
+            "RAY_gcs_server_rpc_client_thread_num",
+            "RAY_object_manager_rpc_threads_num",
+        ),
+        "2",
+    ),
     # Ray would run its workers at the lowest priority but one; here they are the work, and whatever else runs on the
     # machine starves them.
     "RAY_worker_niceness": "0",
@@ -102,7 +113,7 @@ def init_ray(
     # A local cluster guards its ports with a token; Ray says so at every start, and when it joins one.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     echo = log_to_driver if log_to_driver is not None else os.environ.get("NRL_LOG_LEVEL", "").upper() == "DEBUG"
-    worker_env = dict(_RAY_PROCESS_ENV)
+    worker_env = {name: os.environ.get(name, value) for name, value in _RAY_PROCESS_ENV.items()}
     for key in [k for k in os.environ if k.startswith(_LAUNCHER_PREFIXES)]:
         worker_env[key] = ""
     runtime_env = {

@@ -8,10 +8,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from nemo_rl.config.errors import UserError
+from nemo_rl.time_sharing.agents.ray_reaper import NAMESPACE_VARIABLE, PIPELINE_VARIABLE, agent_namespace
 from nemo_rl.time_sharing.protocol.types import Limits
 
 DEFAULT_PORT = 8270
-_CONTROL_PLANE = "RLIX_CONTROL_PLANE"
+_CONTROL_PLANE, _PLANE = "RLIX_CONTROL_PLANE", "rlix"
 _PREFIXES = ("RLIX_", "ROLL_")
 _INSTEAD = {
     "RLIX_BUCKET_SIZE_BYTES": "set weight_sync.bucket_bytes",
@@ -21,8 +23,12 @@ _INSTEAD = {
     "RLIX_ENABLE_GPU_TRACING": "python -m nemo_rl.time_sharing trace writes the trace of any run's record",
     "RLIX_TRACE_OUTPUT_DIR": "python -m nemo_rl.time_sharing trace -o says where the trace goes",
     "RLIX_REQUIRED_GPUS_PER_NODE": "give --gpus",
-    "ROLL_RAY_NAMESPACE": "pipelines get namespaces of their own",
+    NAMESPACE_VARIABLE: "pipelines get namespaces of their own",
 }
+
+
+class ForeignVariable(UserError, RuntimeError):
+    """A variable of another control plane is set, which asks for something that this one would not do."""
 
 
 def add_pool_arguments(parser: argparse.ArgumentParser, *, knows_jobs: bool = False) -> None:
@@ -127,10 +133,29 @@ def add_page_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_variables(environment: Mapping[str, str], named: Mapping[str, str] | None = None) -> None:
+    """Checks the variables of whoever opens a pool or submits to one. `named`: those that a job is to get. Raises
+    ForeignVariable: one is of another control plane, or is the pool's to set.
+    """
+    given = {name: value for name, value in (named or {}).items() if name in (PIPELINE_VARIABLE, NAMESPACE_VARIABLE)}
+    refused = [*refused_variables({**environment, **(named or {})})]
+    refused += [
+        f"{name}={value} is the pool's to set in a job's processes; leave it out" for name, value in given.items()
+    ]
+    if refused:
+        raise ForeignVariable("\n".join(dict.fromkeys(refused)))
+
+
 def refused_variables(environment: Mapping[str, str]) -> Iterator[str]:
     """What is wrong with the variables that are set, a line each, with what to do."""
+    plane, pipeline = environment.get(_CONTROL_PLANE, ""), environment.get(PIPELINE_VARIABLE, "")
+    if plane not in ("", _PLANE):
+        yield f"{_CONTROL_PLANE}={plane} is no control plane; set it to {_PLANE} or unset it"
     for name, value in sorted(environment.items()):
-        if value and name.startswith(_PREFIXES) and name != _CONTROL_PLANE:
-            instead = _INSTEAD.get(name)
-            why = f"is not read here: {instead}" if instead is not None else "is no variable of this package"
-            yield f"{name}={value} {why}; unset it"
+        if not value or not name.startswith(_PREFIXES) or name == _CONTROL_PLANE:
+            continue
+        if name == NAMESPACE_VARIABLE and pipeline and value == agent_namespace(pipeline):
+            continue  # this process belongs to a job of ours
+        instead = _INSTEAD.get(name)
+        why = f"is not read here: {instead}" if instead is not None else "is no variable of this package"
+        yield f"{name}={value} {why}; unset it"

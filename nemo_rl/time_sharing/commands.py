@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_rl.config.dotted import import_dotted
 from nemo_rl.config.errors import ConfigError, UserError
 from nemo_rl.time_sharing.agents.actors import CONTROL_NAMESPACE, POOL_NAME
+from nemo_rl.time_sharing.arguments import check_variables
 from nemo_rl.time_sharing.log.pool_state import PoolState, Standing
 from nemo_rl.time_sharing.log.reading import LogTail
 from nemo_rl.time_sharing.open_pools import OpenPool, the_open_pool
@@ -188,8 +189,9 @@ def run_under_control_plane(arguments: Sequence[str], *, default_config: Path) -
     chosen, overrides = parser.parse_known_args(list(arguments))
 
     def work() -> int:
+        env = submitters_env()
         actor, pool = _join(None)
-        return follow(actor, submit_all(actor, read_jobs([chosen.config], pool, overrides), submitters_env()))
+        return follow(actor, submit_all(actor, read_jobs([chosen.config], pool, overrides), env))
 
     return guarded(work)
 
@@ -205,7 +207,8 @@ def files_and_overrides(arguments: Sequence[str]) -> tuple[list[Path], list[str]
 
 def submitters_env(named: Sequence[str] = ()) -> dict[str, str]:
     """Variables that a job takes along from where it is submitted: PYTHONPATH with the working directory, and those
-    that are named, as NAME or NAME=VALUE. Raises PoolError: a variable is named that is not set.
+    that are named, as NAME or NAME=VALUE. Raises PoolError: a variable is named that is not set; ForeignVariable: see
+    `check_variables`.
     """
     folders = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     env = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(os.path.abspath(folder) for folder in folders))}
@@ -214,6 +217,7 @@ def submitters_env(named: Sequence[str] = ()) -> dict[str, str]:
         if not given and name not in os.environ:
             raise PoolError(f"--env {name}: is not set here; set it, or give --env {name}=VALUE")
         env[name] = value if given else os.environ[name]
+    check_variables(os.environ, {name: value for name, value in env.items() if name != "PYTHONPATH"})
     return env
 
 

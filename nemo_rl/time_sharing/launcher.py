@@ -23,7 +23,7 @@ from nemo_rl.time_sharing.arguments import (
     DEFAULT_PORT,
     add_page_arguments,
     add_pool_arguments,
-    refused_variables,
+    check_variables,
     seconds_or_none,
 )
 from nemo_rl.time_sharing.commands import (
@@ -123,12 +123,10 @@ def _run_together(chosen: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _pool_of(chosen: argparse.Namespace) -> Pool:
-    """The pool that the command line describes. Raises PoolError: there is no such pool, or a variable asks for
-    something else.
+    """The pool that the command line describes. Raises PoolError: there is no such pool; ForeignVariable: a variable
+    asks for something else.
     """
-    refused = list(refused_variables(os.environ))
-    if refused:
-        raise PoolError("\n".join(refused))
+    check_variables(os.environ)
     try:
         return Pool(chosen.nodes, chosen.gpus, 1 if chosen.slots_per_gpu == AUTO else chosen.slots_per_gpu)
     except ValueError as error:

@@ -16,10 +16,11 @@ from nemo_rl.time_sharing.agents.actors import (
     CONTROL_NAMESPACE,
     POOL_NAME,
     SCHEDULER_NAME,
+    SchedulerInUse,
     start_scheduler,
     stop_scheduler,
 )
-from nemo_rl.time_sharing.agents.ray_reaper import end_agents
+from nemo_rl.time_sharing.agents.ray_reaper import end_agents, foreign_actors
 from nemo_rl.time_sharing.log.pool_state import Outcome, Standing
 from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
 from nemo_rl.time_sharing.pipelines.residents import SlotBytes, slot_bytes
@@ -63,13 +64,14 @@ def open_pool(
         log_dir: Existing directory for the scheduler's log and the agents' records.
         name: For people; by default that of its log's folder.
 
-    Raises ResourceInsufficientError: the Ray cluster does not have the slots; SchedulerInUse: a pool is open on this
-    Ray cluster already.
+    Raises ResourceInsufficientError: the Ray cluster does not have the slots; SchedulerInUse: a pool, or another
+    control plane, is on this Ray cluster already.
     """
     import ray
 
     from nemo_rl.time_sharing.pipelines.shared_cluster import reserve_pool
 
+    _check_alone()
     scheduler = start_scheduler(log_dir, pool, limits)
     try:
         groups = reserve_pool(pool, accelerator)
@@ -101,6 +103,29 @@ def open_pool(
     )
     ray.get(actor.shape.remote(), timeout=_START_S)
     return actor
+
+
+def _check_alone() -> None:
+    """Raises SchedulerInUse: the Ray cluster has a control plane, which would lend the same GPUs."""
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    elsewhere = "or open this one on a Ray cluster of its own (RAY_ADDRESS=local)"
+    try:
+        other: Any = ray.get_actor(POOL_NAME, namespace=CONTROL_NAMESPACE)
+    except ValueError:
+        pass
+    else:
+        about = ray.get(other.about.remote(), timeout=_ANSWER_S)
+        raise SchedulerInUse(
+            f"the pool {about.name} is open on the Ray cluster {address} already, with its log in {about.log_dir}: "
+            f"submit to it (python -m nemo_rl.time_sharing submit FILE), close it, {elsewhere}"
+        )
+    if foreign := foreign_actors():
+        raise SchedulerInUse(
+            f"another control plane lends the GPUs of the Ray cluster {address}: it has the actors "
+            f"{', '.join(foreign)}; end it, {elsewhere}"
+        )
 
 
 def _slot_bytes(pool: Pool) -> SlotBytes | None:

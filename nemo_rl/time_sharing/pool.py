@@ -22,7 +22,7 @@ from nemo_rl.distributed.processes import WORKING_DIRECTORY
 from nemo_rl.time_sharing.agents.actors import (
     Orchestrator,
 )
-from nemo_rl.time_sharing.agents.ray_reaper import agent_actor_name, agent_namespace
+from nemo_rl.time_sharing.agents.ray_reaper import agent_actor_name, agent_namespace, agent_variables
 from nemo_rl.time_sharing.log.pool_state import Outcome, PoolState, Progress, Standing, Submission
 from nemo_rl.time_sharing.log.reading import LogTail
 from nemo_rl.time_sharing.log.sharing import Sharing, SharingWatch
@@ -38,8 +38,7 @@ _ANSWER_S = 30.0
 ACTOR_THREADS = 32
 _CAPS = {
     # Many jobs with many processes each, and a thread per core in all of them, run into the limit of threads.
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), "1"),
     # NCCL's monitoring thread reads variables while others are set, and takes the process down with it.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
@@ -373,8 +372,8 @@ def _pipeline_class(kind: Kind) -> type[LentPipeline]:
 
 
 def variables_of(job: Job) -> dict[str, str]:
-    """Environment variables of a job's processes: those that it was submitted with, where they have a say. A command's
-    threads are its own.
+    """Environment variables of a job's processes: which pipeline they belong to, and those that it was submitted with,
+    where they have a say. A command's threads are its own.
     """
     caps = {} if job.kind is Kind.EXTERNAL else {name: os.environ.get(name, value) for name, value in _CAPS.items()}
-    return {**caps, WORKING_DIRECTORY: job.folder, **job.env}
+    return {**caps, WORKING_DIRECTORY: job.folder, **job.env, **agent_variables(job.name)}

@@ -18,7 +18,10 @@ from nemo_rl.config.teachers import pooled_teacher
 from nemo_rl.distributed.accelerators import CUDA
 from nemo_rl.distributed.processes import WORKING_DIRECTORY
 from nemo_rl.time_sharing import commands
-from nemo_rl.time_sharing.arguments import refused_variables
+from nemo_rl.time_sharing.agents.ray_reaper import agent_namespace
+from nemo_rl.time_sharing.arguments import ForeignVariable, check_variables, refused_variables
+from nemo_rl.time_sharing.cli import main as command_line
+from nemo_rl.time_sharing.commands import run_under_control_plane, submitters_env
 from nemo_rl.time_sharing.launcher import launcher_parser, limits_of, run_together
 from nemo_rl.time_sharing.log.pool_state import Outcome, Progress, Standing
 from nemo_rl.time_sharing.opening import LIVE_LIMITS
@@ -347,18 +350,58 @@ def test_variables_of_other_control_planes_are_refused_with_what_to_set_instead(
     assert "RLIX_NOTIFY_READY_TIMEOUT_S=5 is no variable of this package; unset it" in said
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("ROLL_ROLLOUT_GET_BATCH_TIMEOUT_S", "9", "is no variable of this package"),
+        ("RLIX_CONTROL_PLANE", "rlx", "set it to rlix or unset it"),
+        ("ROLL_RAY_NAMESPACE", "pipeline_other_NS", "pipelines get namespaces of their own"),
+    ],
+)
+def test_each_way_into_a_pool_refuses_the_same_variables(
+    name: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, value)
+    entries = {
+        "launcher": lambda: run_together(["--gpus", "2", "--pipelines", str(GRPO)]),
+        "gate": lambda: run_under_control_plane([], default_config=GRPO),
+        "serve": lambda: command_line(["serve", "--gpus", "2"]),
+        "submit": lambda: command_line(["submit", str(GRPO)]),
+    }
+    for entry, run in entries.items():
+        assert run() == 2, entry
+        assert f"{name}={value}" in (error := capsys.readouterr().err) and said in error, entry
+
+
+def test_a_job_may_submit_to_its_pool_and_gets_no_variable_that_nothing_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = only(GRPO)
+    own = variables_of(replace(job, env={"PIPELINE_ID": "another"}))
+    assert own["PIPELINE_ID"] == job.name and own["ROLL_RAY_NAMESPACE"] == agent_namespace(job.name)
+    check_variables(own)
+    monkeypatch.setenv("RLIX_CONTROL_PLANE", "rlix")
+    assert "SEED" in submitters_env(["SEED=1"])
+    for named in ("PIPELINE_ID=mine", "RLIX_BUCKET_SIZE_BYTES=4096"):
+        with pytest.raises(ForeignVariable, match=named):
+            submitters_env([named])
+
+
 def test_threads_of_a_jobs_processes_are_capped_unless_its_user_says_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_NCCL_ENABLE_MONITORING"):
+    capped = [f"{library}_NUM_THREADS" for library in ("OMP", "OPENBLAS", "MKL", "RAYON")]
+    for name in (*capped, "TORCH_NCCL_ENABLE_MONITORING"):
         monkeypatch.delenv(name, raising=False)
     job = replace(only(GRPO), env={"MKL_NUM_THREADS": "4"})
     given = variables_of(job)
-    assert (given["OPENBLAS_NUM_THREADS"], given["MKL_NUM_THREADS"]) == ("1", "4")
+    assert [given[name] for name in capped] == ["1", "1", "4", "1"]
     assert given["TORCH_NCCL_ENABLE_MONITORING"] == "0" and given[WORKING_DIRECTORY] == job.folder
     monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")
     assert variables_of(job)["TORCH_NCCL_ENABLE_MONITORING"] == "1"
-    assert set(variables_of(only(file(tmp_path, "probe", external={"command": ["true"]})))) == {WORKING_DIRECTORY}
+    assert set(variables_of(only(file(tmp_path, "probe", external={"command": ["true"]})))) == {
+        WORKING_DIRECTORY,
+        "PIPELINE_ID",
+        "ROLL_RAY_NAMESPACE",
+    }
 
 
 class Runtime:

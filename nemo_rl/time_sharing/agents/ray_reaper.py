@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Sequence, Set
@@ -29,11 +30,20 @@ _TITLE = "ray::"
 
 _NAMESPACE = "pipeline_"
 _AGENT = "agent."
+PIPELINE_VARIABLE, NAMESPACE_VARIABLE = "PIPELINE_ID", "ROLL_RAY_NAMESPACE"
+_OURS = re.compile(r"(agent|rank_\d+)\.\d+")
+_FOREIGN = re.compile(r"pipeline_.+_NS$|rlix|roll", re.IGNORECASE)
+"""Ray namespaces that control planes of this kind use. Their pipelines' are ours, too."""
 
 
 def agent_namespace(pipeline: str) -> str:
     """The Ray namespace that holds a pipeline's actors."""
     return f"{_NAMESPACE}{pipeline}_NS"
+
+
+def agent_variables(pipeline: str) -> dict[str, str]:
+    """Variables that say to the processes of a pipeline which one they belong to, and its Ray namespace."""
+    return {PIPELINE_VARIABLE: pipeline, NAMESPACE_VARIABLE: agent_namespace(pipeline)}
 
 
 def agent_actor_name(incarnation: int) -> str:
@@ -53,6 +63,16 @@ def end_agents() -> None:
                 ray.kill(ray.get_actor(entry["name"], namespace=entry["namespace"]), no_restart=True)
             except ValueError:
                 continue  # it ended meanwhile
+
+
+def foreign_actors() -> list[str]:
+    """Named actors of other control planes on this Ray cluster, as `namespace/name`."""
+    import ray
+
+    named = [(entry["namespace"], entry["name"]) for entry in ray.util.list_named_actors(all_namespaces=True)]
+    return sorted(
+        f"{namespace}/{name}" for namespace, name in named if _FOREIGN.match(namespace) and not _OURS.fullmatch(name)
+    )
 
 
 def rank_actor_name(rank: int, incarnation: int) -> str:
