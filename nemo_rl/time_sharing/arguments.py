@@ -134,7 +134,7 @@ def add_page_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_variables(environment: Mapping[str, str], named: Mapping[str, str] | None = None) -> None:
-    """Checks the variables of whoever opens a pool or submits to one. `named`: those that a job is to get. Raises
+    """Checks the variables of a process that opens a pool or submits to one. `named`: those that a job gets. Raises
     ForeignVariable: one is of another control plane, or is the pool's to set.
     """
     given = {name: value for name, value in (named or {}).items() if name in (PIPELINE_VARIABLE, NAMESPACE_VARIABLE)}
