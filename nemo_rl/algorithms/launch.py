@@ -205,7 +205,8 @@ def _run_to_end(
             if not errors.print_once(error):
                 raise
             logger.debug("run failed", exc_info=True)
-            code = EXIT_FAILED
+            # What a signal ends beside this process fails for it; only a step that was to be saved first had to hold.
+            code = EXIT_INTERRUPTED if Interrupts.received and not interrupts.save_asked else EXIT_FAILED
         finally:
             interrupts.ending()
             if page is not None:

@@ -24,7 +24,7 @@ from nemo_rl.models.policy.lm_policy import Policy, start_policy_actors
 from nemo_rl.models.policy.memory_estimate import MemoryEstimate, estimate
 from nemo_rl.models.policy.model_config import check_length, check_replay, check_weights, model_config
 from nemo_rl.utils.checkpoint import CheckpointManager, verify_weights
-from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture
+from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture, Work, processor_flops_per_s
 from nemo_rl.utils.record import Record
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 Config_contra = TypeVar("Config_contra", contravariant=True)
 Parts_contra = TypeVar("Parts_contra", contravariant=True)
 Held_co = TypeVar("Held_co", bound=Accelerators, covariant=True)
+
+_LONG_STEP_S = 10.0
 
 
 def check_policy(config: RootConfig, *, generates: bool = False) -> PretrainedConfig:
@@ -197,6 +199,28 @@ def tell_memory(
     )
     say(found.check(config.policy) or found.line())
     return found
+
+
+def tell_step_time(config: RootConfig, say: Callable[[str], None], *, forward_passes: int) -> None:
+    """Says what a step will take at most on slots of processors, where that is long: a pretrained model is slow there.
+
+    Args:
+        forward_passes: That a step makes over its samples, beside those of training.
+    """
+    policy = config.policy
+    try:
+        shape = TransformerShape.from_hf_config(model_config(policy))
+    except UnknownArchitecture:
+        return
+    samples, length = policy.train_global_batch_size, policy.max_total_sequence_length
+    work = Work.of([length] * samples, [length] * samples)
+    operations = forward_passes * shape.forward_flops(work) + shape.train_flops(work)
+    speed = processor_flops_per_s()
+    if operations / speed >= _LONG_STEP_S:
+        say(
+            f"a step takes about {operations / speed:,.0f} s on these processors, at {speed / 1e9:,.0f} GFLOP/s, "
+            f"if each of its {samples:,} samples has {length:,} tokens, and less where they are shorter"
+        )
 
 
 def begin_policy(

@@ -31,6 +31,7 @@ from nemo_rl.config.master import (
     RootConfig,
     SFTMasterConfig,
 )
+from nemo_rl.config.policy import can_name_a_model
 from nemo_rl.config.section import not_built
 from nemo_rl.config.validate import examine
 
@@ -143,14 +144,8 @@ def _of_the_model(config: CompleteConfig) -> Iterator[Problem]:
             yield not_built("policy.model_name", name, f"{part} on Megatron-Core", instead)
 
 
-# An id of the hub, with its owner or without.
-_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-
-
 def _unknown_models(config: CompleteConfig) -> Iterator[str]:
-    """Models of a run that are named by what can be neither a directory nor an id on the hub: some recipes have words
-    there that say what to fill in.
-    """
+    """Models of a run that are named by what can be neither a directory nor an id on the hub."""
     named: dict[str, str] = {}
     if isinstance(config, EvalMasterConfig):
         named["generation.model_name"] = config.generation.model_name
@@ -159,8 +154,7 @@ def _unknown_models(config: CompleteConfig) -> Iterator[str]:
         if isinstance(config, DistillationMasterConfig) and config.teacher is not None:
             named["teacher.model_name"] = config.teacher.model_name
     for key, name in named.items():
-        a_path = " " not in name and (name.startswith(("/", ".", "~")) or name.count("/") > 1)
-        if not (_ID.fullmatch(name) or a_path or Path(name).expanduser().exists()):
+        if not can_name_a_model(name):
             yield f"{key}: {name!r}"
 
 

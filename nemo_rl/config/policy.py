@@ -6,8 +6,10 @@ Lengths and token budgets are in tokens. Which combinations are possible is deci
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, field_validator, model_validator
@@ -19,6 +21,15 @@ from nemo_rl.config.section import AbsentIsDefault, DefaultFrom, NotYet, Section
 
 _TRAIN_TOKENS = "${mul:${policy.max_total_sequence_length},${policy.train_micro_batch_size}}"
 _LOGPROB_TOKENS = "${mul:${policy.max_total_sequence_length},${policy.logprob_batch_size}}"
+
+# With its owner or without.
+_ID_ON_THE_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def can_name_a_model(name: str) -> bool:
+    """Whether a text can be a directory or an id on the hub: some recipes have words there that say what to fill in."""
+    a_path = " " not in name and (name.startswith(("/", ".", "~")) or name.count("/") > 1)
+    return bool(_ID_ON_THE_HUB.fullmatch(name)) or a_path or Path(name).expanduser().exists()
 
 
 class TokenizerConfig(Section):

@@ -51,6 +51,20 @@ def _one_of_two_files(model: Path, folder: Path) -> list[str]:
     return [named]
 
 
+def _gguf(model: Path, folder: Path) -> list[str]:
+    named = _without(model, folder, "model.safetensors")
+    (folder / "model" / "weights.Q4_K_M.gguf").write_bytes(b"GGUF")
+    return [named]
+
+
+def _quantised(model: Path, folder: Path) -> list[str]:
+    named = _without(model, folder)
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    return [named]
+
+
 MISTAKES: dict[str, tuple[Callable[[Path, Path], list[str]], list[str]]] = {
     "no tokenizer files": (
         lambda model, folder: [_without(model, folder, "tokenizer*")],
@@ -63,6 +77,18 @@ MISTAKES: dict[str, tuple[Callable[[Path, Path], list[str]], list[str]]] = {
     "half a download": (
         _one_of_two_files,
         ["policy.model_name", "model-00002-of-00002.safetensors is missing", "download the model again"],
+    ),
+    "weights in GGUF": (
+        _gguf,
+        ["policy.model_name", "GGUF files hold quantised weights", "gguf_file='weights.Q4_K_M.gguf'", "AutoTokenizer"],
+    ),
+    "a file in GGUF": (
+        lambda model, folder: [f"policy.model_name={_gguf(model, folder) and folder}/model/weights.Q4_K_M.gguf"],
+        ["policy.model_name", "gguf_file='weights.Q4_K_M.gguf'", "save_pretrained"],
+    ),
+    "quantised weights": (
+        _quantised,
+        ["policy.model_name", "quantised (gptq)", "name a checkpoint that is not quantised"],
     ),
     "a clone without git-lfs": (_git_lfs_pointer, ["model.safetensors is a pointer of git-lfs", "git lfs pull"]),
     "no chat template": (

@@ -100,7 +100,7 @@ def settings(model: Path, folder: Path, samples: int, **sections: dict[str, Any]
     return merge_mappings(config, sections)
 
 
-def start(script: Sequence[str], folder: Path, config: dict[str, Any], timeout_s: float = 280.0) -> str:
+def start(script: Sequence[str], folder: Path, config: dict[str, Any], timeout_s: float = 1100.0) -> str:
     """Runs a command with a configuration of its own; what it printed."""
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config))

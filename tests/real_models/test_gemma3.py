@@ -11,7 +11,7 @@ import pytest
 from nemo_rl.utils.metrics_file import read_metrics
 from tests.real_models.conftest import settings
 
-pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 
 def test_two_steps_agree_with_its_engine(

@@ -20,10 +20,11 @@ from nemo_rl.algorithms.grpo.experience_source import SourceParts
 from nemo_rl.algorithms.grpo.placement import Built, GRPOPlacement, OwnPlacement
 from nemo_rl.algorithms.grpo.run import GRPORun, GRPOState, ValidationParts
 from nemo_rl.algorithms.grpo.sources import make_loaders, make_rollout_sources, make_source, make_store
+from nemo_rl.algorithms.grpo.stages import needs_previous_logprobs, needs_reference_logprobs
 from nemo_rl.algorithms.grpo.step_reports import DeviceCount, StepReports
 from nemo_rl.algorithms.grpo.streaming import check_streaming
 from nemo_rl.algorithms.memory_watch import MemoryWatch, WatchedActors
-from nemo_rl.algorithms.placement import Clusters, begin_policy, check_policy, start_policy, tell_memory
+from nemo_rl.algorithms.placement import Clusters, begin_policy, check_policy, start_policy, tell_memory, tell_step_time
 from nemo_rl.algorithms.profiling import profile_of_run
 from nemo_rl.algorithms.resume import Resume
 from nemo_rl.algorithms.startup import Algorithm, Limits, Prepared, prepared
@@ -211,10 +212,16 @@ def _start_beside(
     generation: VllmGeneration | None,
     start: StartPhases,
 ) -> bool:
-    """Says what a GPU of training will hold, and whether the policy starts while engines on its GPUs are awake; else
-    they are asleep when this returns. Engines on other GPUs stay as they are.
+    """Says what a GPU of training will hold, or how long a step takes without one, and whether the policy starts while
+    engines on its GPUs are awake; else they are asleep when this returns. Engines on other GPUs stay as they are.
     """
-    if not ready.accelerator.is_cuda or placement.lends_shards:
+    if placement.lends_shards:
+        return False
+    if not ready.accelerator.is_cuda:
+        loss, passes = config.loss_fn, 1
+        if not config.distils:
+            passes += needs_previous_logprobs(config.grpo, loss) + needs_reference_logprobs(config.grpo, loss)
+        tell_step_time(config, start.say, forward_passes=passes)
         return False
     parts, vllm = ready.ray_parts, config.policy.generation.vllm_cfg
     shares = generation is not None and generation.colocated

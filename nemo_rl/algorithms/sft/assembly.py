@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl.algorithms.memory_watch import MemoryWatch
-from nemo_rl.algorithms.placement import Clusters, begin_policy, check_policy, start_policy, tell_memory
+from nemo_rl.algorithms.placement import Clusters, begin_policy, check_policy, start_policy, tell_memory, tell_step_time
 from nemo_rl.algorithms.resume import Resume
 from nemo_rl.algorithms.run_checkpoint import name_latest
 from nemo_rl.algorithms.sft.driver import OwnPlacement, SFTPlacement, SFTRun, SFTState, Trainer
@@ -56,8 +56,11 @@ def setup(config: SFTMasterConfig, start: StartPhases | None = None, placement: 
     with prepared(config, algorithm_of(config, placement), placement, start) as ready:
         clusters, timer = ready.ray_parts.clusters, Timer()
         progress = RunProgress(ready.total_steps, title="SFT", first_step=ready.state.step, measure="val_loss")
-        if ready.accelerator.is_cuda and not placement.lends_shards:
-            tell_memory(config, ready.ray_parts.policy, start.say)
+        if not placement.lends_shards:
+            if ready.accelerator.is_cuda:
+                tell_memory(config, ready.ray_parts.policy, start.say)
+            else:
+                tell_step_time(config, start.say, forward_passes=0)
         with placement.building():
             with start.phase("policy"):
                 policy = start_policy(

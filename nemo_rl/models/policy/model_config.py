@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from nemo_rl.config import DTensorConfig, PolicyConfig
 from nemo_rl.config.errors import UserError, did_you_mean, first_line
+from nemo_rl.config.policy import can_name_a_model
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
@@ -55,12 +56,17 @@ def model_config(cfg: PolicyConfig, source: str | None = None) -> PretrainedConf
     name = source or cfg.model_name
     if looks_like_a_path(name) and not Path(name).expanduser().exists():
         raise ModelNotFoundError(f"policy.model_name={name!r}: there is no such directory; {_nearest_directory(name)}")
+    if not can_name_a_model(name):
+        raise ModelNotFoundError(
+            f"policy.model_name={name!r} is neither a directory nor an id on the hub; name the model to train"
+        )
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=cfg.trust_remote_code)
     except (OSError, ValueError) as error:
-        reason = first_line(error)
         raise ModelNotFoundError(
-            f"policy.model_name={name!r}: no model configuration could be loaded from there ({reason})"
+            f"policy.model_name={name!r}: {_how_to_convert(name)}"
+            if _is_gguf(name)
+            else f"policy.model_name={name!r}: no model configuration could be loaded from there ({first_line(error)})"
         ) from error
     for key, value in cfg.hf_config_overrides.items():
         if not hasattr(config, key):
@@ -71,6 +77,22 @@ def model_config(cfg: PolicyConfig, source: str | None = None) -> PretrainedConf
             )
         setattr(config, key, value)
     return config
+
+
+def _is_gguf(name: str) -> bool:
+    folder = Path(name).expanduser()
+    return name.lower().endswith("gguf") or (folder.is_dir() and any(folder.glob("*.gguf")))
+
+
+def _how_to_convert(name: str) -> str:
+    path = Path(name).expanduser()
+    file = path if path.is_file() else next(iter(sorted(path.glob("*.gguf"))), None)
+    source, gguf = (repr(name), "FILE") if file is None else (repr(str(file.parent)), repr(file.name))
+    return (
+        "GGUF files hold quantised weights, which are not trained; name the original checkpoint, or convert once, in "
+        f"Python with gguf and accelerate installed: AutoModelForCausalLM.from_pretrained({source}, gguf_file={gguf})"
+        f".save_pretrained(OUT), likewise AutoTokenizer, then take quantization_config out of OUT/config.json"
+    )
 
 
 def generation_config(cfg: PolicyConfig, model: PretrainedConfig) -> GenerationConfig:
@@ -160,6 +182,8 @@ def check_weights(model_name: str) -> None:
                 raise ModelNotFoundError(
                     f"policy.model_name={model_name!r}: {index.name} cannot be read ({error}); download the model again"
                 ) from error
+    if not names and _is_gguf(model_name):
+        raise ModelNotFoundError(f"policy.model_name={model_name!r}: {_how_to_convert(model_name)}")
     if not names:
         raise ModelNotFoundError(
             f"policy.model_name={model_name!r}: the directory holds a configuration and no weights (neither of "
