@@ -20,7 +20,8 @@ def many_adapters_are_adapters(config: MultiLoraMasterConfig) -> Iterator[Proble
         yield (
             "policy.megatron_cfg.enabled: many adapters are built for dtensor_cfg. A layer of Megatron-Core has one "
             "adapter, and its distributed optimizer steps all trained weights at once; set "
-            "policy.dtensor_cfg.enabled=true"
+            "policy.dtensor_cfg.enabled=true, or train each adapter by megatron_cfg.peft as a run of its own "
+            "(examples/run_grpo.py), which share GPUs on a pool"
         )
     if not lora.enabled:
         yield f"{_LORA}.enabled is false, and adapters are all that this run trains; set it to true"

@@ -32,13 +32,14 @@ _AT_START = (
     ),
     *("VLLM_", "NVTE_", "ONEDNN_", "DNNL_", "RAY_", "NRL_", "TOKENIZERS_"),
 )
+_NO_SECRET = ("TOKENIZERS_PARALLELISM", "PIPELINE_ID", "ROLL_RAY_NAMESPACE")
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASS", "CREDENTIAL", "AUTH")
 _keys_of: dict[str, str] = {}
 
 
 def is_private(name: str) -> bool:
     """Whether a variable may hold a secret."""
-    if name == "TOKENIZERS_PARALLELISM" or name == KEYS:
+    if name in (*_NO_SECRET, KEYS):
         return False
     return not name.startswith(_AT_START) or any(word in name.upper() for word in _SECRET)
 
@@ -75,3 +76,8 @@ def take_private_variables() -> None:
                 f"the Ray cluster has lost the variables that this worker needs ({KEYS}={key}); submit the job again"
             )
         os.environ.update(json.loads(content))
+
+
+def of_a_command(variables: Mapping[str, str]) -> dict[str, str]:
+    """A worker's variables for a command that it starts, whose own Ray cluster knows no key of this one."""
+    return {name: value for name, value in variables.items() if name != KEYS}

@@ -19,6 +19,11 @@ ADDRESS_FILES = (PAGE_ADDRESS, ADAPTERS_ADDRESS)
 """Files of a log directory with a token in them, which no page shows."""
 
 
+def adapter_states(folder: Path, job: str) -> Path:
+    """The file in a pool's log where a job of adapters says how far each of them is."""
+    return folder / f"{job}.adapters.json"
+
+
 class NotPrivate(UserError, RuntimeError):
     """A directory that must be the user's own can be entered by others."""
 

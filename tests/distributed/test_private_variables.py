@@ -17,7 +17,7 @@ import pytest
 import ray
 from ray._private import worker
 
-from nemo_rl.distributed.private_variables import KEYS, is_private, without_private
+from nemo_rl.distributed.private_variables import KEYS, is_private, of_a_command, without_private
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.time_sharing.pool import variables_of
@@ -96,6 +96,8 @@ def test_a_jobs_variables_reach_its_workers_and_no_log_and_no_command_line(ray_s
     assert lines == [] and other_lines == []
     assert files_with(secret) == [] and files_with(other) == []
     assert KEYS in given and secret not in str(given)
+    # A command of the job may start a Ray cluster of its own, whose workers would ask that for them.
+    assert KEYS not in (of_command := of_a_command({**given, "HF_TOKEN": secret})) and of_command["HF_TOKEN"] == secret
 
 
 @pytest.mark.ray

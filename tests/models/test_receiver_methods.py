@@ -4,11 +4,13 @@ statistics.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 
+from nemo_rl.models.generation.vllm.extension import ArrivedAdapters
 from nemo_rl.models.generation.vllm.receiver_methods import ReceiverMethods, bucket_stats
 from nemo_rl.weight_sync.layout import TensorMeta, pack_tensor, plan_buckets
 from nemo_rl.weight_sync.receiver import ChecksumMismatchError, SyncProtocolError
@@ -88,8 +90,11 @@ def test_what_cannot_be_received_is_refused() -> None:
     short["cpu_uint8_bucket"] = short["cpu_uint8_bucket"][:-8]
     with pytest.raises(SyncProtocolError, match="a bucket of .* bytes came with"):
         rank.update_parameter_in_bucket([short], False, [0], "cpu_serialize")
-    with pytest.raises(ValueError, match="adapters cannot be synced yet"):
-        rank.update_parameter_in_bucket([], True, [0], "cpu_serialize")
+    factor = {"a.lora_A": torch.ones(2, 3)}
+    for tensors, is_lora in ((weights(), True), (factor, False)):
+        with pytest.raises(SyncProtocolError, match=f"is_lora={is_lora}: .* send factors and whole weights apart"):
+            rank.update_parameter_in_bucket(payloads(tensors), is_lora, [0], "cpu_serialize")
+    assert rank.model.windows == 0
     with pytest.raises(ValueError, match="choose cpu_serialize, cuda_ipc or host"):
         rank.update_parameter_in_bucket([], False, [0], "pigeon")
     with pytest.raises(SyncProtocolError, match="group 'g' was not set up on rank 0"):
@@ -98,3 +103,41 @@ def test_what_cannot_be_received_is_refused() -> None:
         rank.setup_collective_group("g", {}, "sender", None)
     assert rank.setup_collective_group("g", {3: {}}, "receiver", None) is True, "outside the plan a rank is ready"
     rank.destroy_collective_group("g")
+
+
+class AdaptedModel(DictModel):
+    """A model that adds the product of factors to its files, as engines do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.files = {"layers.0.q_proj.weight": torch.ones(4, 3), "norm.weight": torch.ones(3)}
+        self.arrived = ArrivedAdapters()
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights(self.arrived.take(weights))
+
+    def finish_load(self) -> None:
+        super().load_weights(self.arrived.merged(self.files.items(), CPU))
+        super().finish_load()
+
+
+@pytest.mark.parametrize(
+    "named",
+    ["layers.0.q_proj.lora_{}", "base_model.model.layers.0.q_proj.lora_{}.weight", "layers.0.q_proj.lora_{}.x.weight"],
+)
+def test_factors_of_an_adapter_are_added_to_the_engines_own_weights(named: str) -> None:
+    rank, made = Rank(0), list[AdaptedModel]()
+
+    def begin() -> AdaptedModel:
+        made.append(AdaptedModel())
+        return made[-1]
+
+    rank.nrl_load_target = begin  # type: ignore[method-assign]
+    down, up = torch.randn(2, 3), torch.randn(4, 2)
+    factors = {named.format("A"): down, named.format("B"): up}
+    rank.update_parameter_in_bucket(payloads(factors), True, [0], "cpu_serialize")
+    rank.finalize_weight_update()
+    (model,) = made
+    assert torch.equal(model.weights["layers.0.q_proj.weight"], 1 + up @ down)
+    assert torch.equal(model.weights["norm.weight"], torch.ones(3))
+    rank.verify_model(bucket_stats(factors))

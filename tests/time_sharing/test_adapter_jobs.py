@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
+from nemo_rl.algorithms.multi_lora.adapter_run import AdapterRecords
+from nemo_rl.algorithms.multi_lora.job import AdapterState, Phase
 from nemo_rl.config import ConfigError
 from nemo_rl.config.multi_lora import load_base
 from nemo_rl.models.policy.model_config import UnsupportedModelError
+from nemo_rl.time_sharing.log.pool_state import AdapterProgress
 from nemo_rl.time_sharing.opening import LIVE_LIMITS
 from nemo_rl.time_sharing.pipelines.adapters import AdaptersConfig
 from nemo_rl.time_sharing.pipelines.command import CommandFailed, CommandPipeline
@@ -21,7 +24,7 @@ from nemo_rl.time_sharing.pipelines.command_config import KILLED_S
 from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job, Kind, read_jobs
 from nemo_rl.time_sharing.protocol.topology import Pool
-from nemo_rl.utils.files import ADAPTERS_ADDRESS
+from nemo_rl.utils.files import ADAPTERS_ADDRESS, adapter_states
 
 _CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 _SCENARIOS = _CONFIGS.parent / "time_sharing" / "pipelines"
@@ -189,3 +192,28 @@ def test_adapters_that_lose_their_gpus_while_they_start_are_asked_to_leave_once_
         assert told == ["yielding, for 900 s at most", "0 yielded, ended"] and said.exists() is left
         cut_off = "" if left else " (killed at its last yield: raise stop_s above 0.5)"
         assert pipeline.progress().phase == f"waiting for GPUs{cut_off}"
+
+
+def test_a_job_shows_how_far_each_of_its_adapters_is_and_ends_with_their_steps(tmp_path: Path) -> None:
+    config = _submitted(tmp_path, ["one.yaml"], one={}).model_copy(update={"command": [sys.executable, "-c", ""]})
+    file = adapter_states(tmp_path, "adapters")
+    file.write_text("of an earlier job of this name")
+    handles = PoolHandles(None, Pool(1, 1), "cpu", (), LIVE_LIMITS, str(tmp_path))
+    pipeline = CommandPipeline(Job("adapters", config, (), (0,), folder=str(tmp_path)), handles, 0)
+    assert pipeline.progress().adapters == () and pipeline.progress().step == 0
+    states = [
+        AdapterState(name, phase, 0, step, 3, waits, 8 * waits, 1.5, 2.0, "logs")
+        for name, phase, step, waits in (("one", Phase.DONE, 3, 0), ("two", Phase.RUNNING, 2, 4))
+    ]
+    AdapterRecords("adapters", tmp_path).keep([state.plain() for state in states])
+    said = pipeline.progress()
+    assert (said.step, said.of) == (5, 6)
+    assert said.adapters == (
+        AdapterProgress("one", "done", 3, 3, 0, 1.5),
+        AdapterProgress("two", "running", 2, 3, 32, 1.5),
+    )
+    heard: list[int] = []
+    client: Any = SimpleNamespace(report_open=heard.append)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1.5)"]) as process:
+        assert pipeline._wait_for(process, client) == 0
+    assert heard == [32]

@@ -152,3 +152,22 @@ def test_a_rank_whose_processes_were_ended_is_held_no_more(bench: Bench) -> None
     bench.job.acquire(2, 60.0)
     bench.job.rank_ended(0)
     assert bench.job.held() == [(1,)]
+
+
+def test_the_scheduler_hears_of_open_samples_and_never_of_less_than_the_ranks_asked_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[int] = []
+    begin = bench.job._runtime.begin_progress
+    monkeypatch.setattr(bench.job._runtime, "begin_progress", lambda target: (heard.append(target), begin(target)))
+    bench.job.report_open(7)
+    assert heard == [], "it has asked for nothing"
+    bench.job.acquire(2, 60.0)
+    for samples in (7, 24, 0):
+        bench.job.report_open(samples)
+    least = 2 * bench.job._topology.spec.rank_batch
+    assert heard == [max(least, 7), max(least, 24), least]
+    bench.job.withdraw()
+    bench.job.report_open(9)
+    assert len(heard) == 3, "a job that yields waits for nothing"
+    assert bench.job.held() == [(0,), (1,)]

@@ -86,6 +86,11 @@ def test_adapters_come_and_go_beside_a_full_fine_tuning(pool: Any, tiny_model: P
     assert asked("remove", "long")[0]["phase"] == "leaving"
     until(lambda: set(outcomes()) == {"full_finetuning", "adapters"}, "the end of both jobs")
     assert {name: outcome.kind for name, outcome in outcomes().items()} == dict.fromkeys(names, "done")
+    (standing,) = [one for one in ray.get(pool.standings.remote(), timeout=60) if one.name == "adapters"]
+    reached = {one.name: (one.phase, one.step) for one in standing.progress.adapters}
+    assert reached["one"] == reached["late"] == ("done", 2) and reached["long"][0] == "removed"
+    assert standing.outcome.steps == 4 + reached["long"][1]
+    assert "one 2/2" in standing.outcome.reason and "late 2/2" in standing.outcome.reason
 
     entries = list(merge_by_machine_time(sorted((tmp_path / "pool").glob("*.jsonl"))))
     assert check(entries) == []

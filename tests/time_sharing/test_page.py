@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -22,12 +24,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from nemo_rl.time_sharing.commands import explained
 from nemo_rl.time_sharing.log.events import LogClosed
-from nemo_rl.time_sharing.log.pool_state import Outcome, PoolState
+from nemo_rl.time_sharing.log.pool_state import AdapterProgress, Outcome, PoolState
 from nemo_rl.time_sharing.log.sharing import Sharing
 from nemo_rl.time_sharing.pipelines.grpo import Progress
 from nemo_rl.time_sharing.pool import PoolError, Standing
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Demand, GivenBack, Priority, Want
 from nemo_rl.time_sharing.viewing.page_server import PageServer, PoolView
+from nemo_rl.time_sharing.viewing.standings_table import StandingsTable
 from nemo_rl.time_sharing.viewing.timeline import build_timeline
 from nemo_rl.time_sharing.viewing.trace import trace_events
 from nemo_rl.utils.http_server import PageError
@@ -139,6 +142,27 @@ def test_on_this_machine_the_page_is_open_but_not_to_a_foreign_name(page: PageSe
     assert status_of(bare) == 200
     assert status_of(bare, Host="pool.example.com") == 403
     assert status_of(f"{bare}secrets") == 404
+
+
+def test_the_adapters_of_a_job_have_rows_and_figures_of_their_own(tmp_path: Path, bench: Bench) -> None:
+    adapters = (AdapterProgress("one", "done", 3, 3, 0, 1.5), AdapterProgress("two", "running", 1, 3, 16, 0.25))
+    progress = Progress("running", 4, 6, "", adapters=adapters)
+    jobs = [*standings(), Standing("many", (), (0,), 0.0, progress=progress)]
+    view = PoolView(tmp_path, lambda: jobs)
+    data: Any = view.data()
+    assert data["adapters"][:2] == [[], []]
+    assert [row[0] for row in data["adapters"][2]] == ["many/one", "many/two"]
+    assert data["adapters"][2][1][3:5] == ["1/3", "running, waits for 16 samples"]
+    assert all(len(row) == len(data["columns"]) for row in data["adapters"][2])
+    figures = view.metrics().decode()
+    for line in ("steps_total", "open_samples", "waited_seconds_total"):
+        assert f'nrl_pool_adapter_{line}{{adapter="two",pipeline="many"}}' in figures
+    shown = io.StringIO()
+    table = StandingsTable(file=shown)
+    table.print(jobs)
+    table.show(jobs)
+    assert re.search(r"many/two +1/3 +running, waits for 16 samples +0.2 s", shown.getvalue())
+    assert "many: step 4/6 one=3/3 two=1/3" in shown.getvalue()
 
 
 def test_prometheus_reads_the_figures(page: PageServer) -> None:

@@ -7,10 +7,11 @@ every prompt group of a closed record was trained or dropped.
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +43,7 @@ from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.models.multi_lora.policy import MultiLoraPolicy
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.adapters import AdapterInfo
+from nemo_rl.utils.files import adapter_states, replace_file
 from nemo_rl.utils.progress import RunProgress, StartPhases
 from nemo_rl.utils.record import ARCHIVE_BYTES, RecordWriter
 from nemo_rl.utils.record_events import GroupAdmitted, GroupDropped, GroupTrained, adapter_pipeline
@@ -252,6 +254,11 @@ class AdapterRecords:
 
     job: str = ""
     folder: Path | None = None
+
+    def keep(self, states: Sequence[Mapping[str, object]]) -> None:
+        """Lets the pool know how far the adapters are."""
+        if self.folder is not None:
+            replace_file(adapter_states(self.folder, self.job), json.dumps(list(states)))
 
     def open(self, adapter: str, log_dir: Path) -> AdapterRecord:
         """The record of an adapter that starts. `log_dir`: the numbered directory of this run of it."""

@@ -175,10 +175,11 @@ def run(
                             start.say(f"add, remove and list adapters at {served.enter_context(server)}")
                             start.done()
                             while (not members.wait(_WAIT_S)) or (stay and not interrupts.save_asked):
-                                pass
+                                records.keep([state.plain() for state in members.states()])
                         finally:
                             members.close()
                             states = members.states()
+                            records.keep([state.plain() for state in states])
                             # Pictures are drawn while engines and workers end.
                             reports = reporting.submit(write_reports, states)
                 failed = any(state.phase.value == "failed" for state in states)

@@ -72,6 +72,8 @@ class AdapterState:
     step: int
     total_steps: int
     waits_for: int  # prompt groups that it waits for
+    open_samples: int  # samples of these
+    waited_s: float  # for training passes, behind other adapters
     joined_in_s: float | None  # from add to its first step; None before
     log_dir: str
     reason: str = ""  # why it failed, or ended early
@@ -94,15 +96,17 @@ class _Member:
     reason: str = ""
     thread: threading.Thread | None = None
 
-    def state(self) -> AdapterState:
-        run = self.run
+    def state(self, waited_s: float) -> AdapterState:
+        run, grpo = self.run, self.adapter.config.grpo
         return AdapterState(
             self.adapter.name,
             self.phase,
             self.slot,
-            0 if run is None else run.state.step,
-            self.adapter.config.grpo.max_num_steps if run is None else run.total_steps,
-            self.waits_for,
+            run.state.step if run is not None else grpo.max_num_steps if self.phase is Phase.DONE else 0,
+            grpo.max_num_steps if run is None else run.total_steps,
+            0 if self.phase.over else self.waits_for,
+            0 if self.phase.over else self.waits_for * grpo.num_generations_per_prompt,
+            waited_s,
             self.joined_in_s,
             self.adapter.config.logger.log_dir,
             self.reason,
@@ -143,10 +147,13 @@ class MultiLoraJob:
             member = self._members[adapter.name] = _Member(adapter, free[0])
             member.thread = threading.Thread(target=self._train, args=(member,), name=f"adapter-{adapter.name}")
             member.thread.start()
-            return member.state()
+            return self._state(member)
+
+    def _state(self, member: _Member) -> AdapterState:
+        return member.state(self._shared.passes.waited_s(member.adapter.name))
 
     def _full(self, name: str, running: list[_Member]) -> str:
-        states = [member.state() for member in running]
+        states = [self._state(member) for member in running]
         left = {state.name: state.total_steps - state.step for state in states}
         soonest = min(left, key=lambda other: left[other])
         said = ", ".join(f"{of.name} ({of.phase.value}, step {of.step} of {of.total_steps})" for of in states)
@@ -166,12 +173,12 @@ class MultiLoraJob:
                 raise UnknownAdapter(f"no adapter {name} runs here; there are {', '.join(running) or 'none'}")
             member.phase = Phase.LEAVING
             member.removed.set()
-            return member.state()
+            return self._state(member)
 
     def states(self) -> list[AdapterState]:
         """All adapters of this job, those that are over too."""
         with self._changed:
-            return [member.state() for member in self._members.values()]
+            return [self._state(member) for member in self._members.values()]
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits until no adapter runs. Returns whether none does."""

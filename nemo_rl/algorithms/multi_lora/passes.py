@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +54,7 @@ class _Work:
     loss_fn: LossFunction | None = None  # of a training step
     policy: bool = False  # which scores are wanted
     reference: bool = False
+    asked: float = field(default_factory=time.monotonic)
 
 
 class SharedPasses:
@@ -66,6 +67,7 @@ class SharedPasses:
         self._policy = policy
         self._turns = Turns(cfg.pass_tokens, cfg.wait_s, cfg.pass_share)
         self._work: dict[str, _Work] = {}
+        self._waited_s: dict[str, float] = {}
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="adapter-passes", daemon=True)
@@ -86,6 +88,10 @@ class SharedPasses:
         if work is not None:
             work.answer.set_exception(AdapterRemoved(f"adapter {adapter} was removed"))
 
+    def waited_s(self, adapter: str) -> float:
+        """Seconds for which an adapter has waited for passes so far, those of an earlier one of its name too."""
+        return self._waited_s.get(adapter, 0.0)
+
     def put(self, adapter: str, work: _Work, kind: object) -> None:
         """An adapter asks for a pass; its answer is `work.answer`. `kind`: only equal ones share a pass."""
         tokens = int(work.rows["input_lengths"].sum())
@@ -102,6 +108,9 @@ class SharedPasses:
                 if self._closed:
                     return
                 taken = {request.adapter: self._work.pop(request.adapter) for request in self._turns.take()}
+                now = time.monotonic()
+                for adapter, work in taken.items():
+                    self._waited_s[adapter] = self._waited_s.get(adapter, 0.0) + now - work.asked
             try:
                 self._run(list(taken.values()))
             except BaseException as error:  # noqa: BLE001 - every adapter that waits has to hear of it

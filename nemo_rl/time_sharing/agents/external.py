@@ -44,6 +44,7 @@ class ExternalJob:
         self._asked: set[int] = set()
         self._yielded: set[int] = set()
         self._released = False
+        self._ranks_asked = self._open_samples = 0
         self._yield_deadline_s = limits.deadline_of(Verb.DRAIN, topology.spec.drain_s)
         self._runtime = AgentRuntime(topology, incarnation, self, link, record, limits, on_closed=self._closed)
         self._runtime.start()
@@ -73,7 +74,8 @@ class ExternalJob:
                 f"{whole}, and at least 1 of these"
             )
         self._check_in_use()
-        self._runtime.begin_progress(ranks * self._topology.spec.rank_batch)
+        self._ranks_asked = ranks
+        self._ask()
         with self._changed:
             self._changed.wait_for(lambda: len(self._held) >= enough or self._over, timeout_s)
             self._check_in_use()
@@ -84,6 +86,16 @@ class ExternalJob:
                     f"held() shows what has come, release() gives it up"
                 )
             return self.held()
+
+    def report_open(self, samples: int) -> None:
+        """Says how many samples the job waits for by now; its demand is that, and at least the ranks it asked for."""
+        if samples != self._open_samples:
+            self._open_samples = samples
+            if self._ranks_asked and not self._over:
+                self._ask()
+
+    def _ask(self) -> None:
+        self._runtime.begin_progress(max(self._ranks_asked * self._topology.spec.rank_batch, self._open_samples))
 
     def held(self) -> list[tuple[int, ...]]:
         """The GPUs of each rank that may be used now; none after the release, or when the job was fenced."""
@@ -109,6 +121,7 @@ class ExternalJob:
         """Takes back what `acquire` asked for, until it asks again; ranks that are held stay so until they are yielded.
         A job that yields for long then does not count as waiting, and others get their turn behind it.
         """
+        self._ranks_asked = 0
         if not self._over:
             self._runtime.end_progress()
 

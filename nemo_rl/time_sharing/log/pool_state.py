@@ -34,8 +34,22 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class AdapterProgress:
+    """How far one adapter of a job is."""
+
+    name: str
+    phase: str
+    step: int
+    of: int
+    open_samples: int  # that it waits for
+    waited_s: float  # for training passes, behind the other adapters
+
+
+@dataclass(frozen=True)
 class Progress:
-    """What a pipeline is doing; `figures` are its newest reward and validation, `left_s` is an estimate."""
+    """What a pipeline is doing; `figures` are its newest reward and validation, `left_s` is an estimate. The steps of a
+    job of adapters are those of all of them.
+    """
 
     phase: str
     step: int
@@ -44,6 +58,7 @@ class Progress:
     waited_s: float = 0.0
     figures: Mapping[str, float] = field(default_factory=dict)
     left_s: float | None = None
+    adapters: tuple[AdapterProgress, ...] = ()
 
 
 class Resident(NamedTuple):

@@ -6,6 +6,7 @@ came is lost. Invariants: it runs only while its GPUs are held, and they are giv
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -22,16 +23,17 @@ import psutil
 
 from nemo_rl.algorithms.multi_lora.http import call
 from nemo_rl.config.errors import UserError
+from nemo_rl.distributed.private_variables import of_a_command
 from nemo_rl.distributed.processes import kill_and_wait
 from nemo_rl.time_sharing.agents.actors import RayLink
 from nemo_rl.time_sharing.agents.external import ExternalJob
-from nemo_rl.time_sharing.log.pool_state import Outcome, Progress
+from nemo_rl.time_sharing.log.pool_state import AdapterProgress, Outcome, Progress
 from nemo_rl.time_sharing.pipelines.adapters import STOP_S, AdaptersConfig
 from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
 from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job
 from nemo_rl.time_sharing.protocol.types import KILLED_S, Command, Reply
-from nemo_rl.utils.files import ADAPTERS_ADDRESS
+from nemo_rl.utils.files import ADAPTERS_ADDRESS, adapter_states
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,8 @@ class CommandPipeline(LentPipeline):
         self._starts = 0
         self._cut_off = ""  # said where it was killed when it last gave its GPUs back
         self._config = job.config
+        # An earlier job of this name left it.
+        adapter_states(Path(handles.log_dir), job.name).unlink(missing_ok=True)
 
     # -- from the scheduler -------------------------------------------------------------------------------------------
 
@@ -77,12 +81,33 @@ class CommandPipeline(LentPipeline):
     # -- the command --------------------------------------------------------------------------------------------------
 
     def progress(self) -> Progress:
-        """How often it was started, as steps."""
+        """How often it was started, as steps; those of its adapters, where it has some."""
         running = self._process is not None and self._process.poll() is None
         phase = "running" if running else "waiting for GPUs"
         if running and self._stopping.is_set() and isinstance(self._config, CommandConfig):
             phase = f"yielding, for {self._config.stop_s:g} s at most"
-        return Progress(f"{phase}{self._cut_off}", self._starts, 0, self._handles.log_dir)
+        phase = f"{phase}{self._cut_off}"
+        if not isinstance(self._config, AdaptersConfig):
+            return Progress(phase, self._starts, 0, self._handles.log_dir)
+        adapters = self._adapters_so_far()
+        steps, of = sum(one.step for one in adapters), sum(one.of for one in adapters)
+        return Progress(phase, steps, of, self._handles.log_dir, adapters=adapters)
+
+    def _adapters_so_far(self) -> tuple[AdapterProgress, ...]:
+        """How far each adapter is, by what the job said last; none before its first start has joined them."""
+        path = adapter_states(Path(self._handles.log_dir), self._job.name)
+        states: list[dict[str, Any]] = json.loads(path.read_bytes()) if path.exists() else []
+        return tuple(
+            AdapterProgress(
+                state["name"],
+                state["phase"],
+                state["step"],
+                state["total_steps"],
+                state["open_samples"],
+                state["waited_s"],
+            )
+            for state in states
+        )
 
     def drain(self) -> str:
         """Stops the command as when its GPUs are wanted back, and does not start it again."""
@@ -114,14 +139,17 @@ class CommandPipeline(LentPipeline):
         finally:
             self._end(0.0)
         client.release(_LEAVE_S)
+        adapters = self._adapters_so_far()
+        steps = sum(one.step for one in adapters) if adapters else self._starts
+        reached = ", ".join(f"{one.name} {one.step}/{one.of}" for one in adapters)
         if self._ended_by_drain:
-            return Outcome("drained", "stopped by SIGTERM", self._starts, waited_s)
+            return Outcome("drained", reached or "stopped by SIGTERM", steps, waited_s)
         if code:
             said = _last_line(self._log())
             how = f"ended with exit code {code}" if code > 0 else f"was ended by {_signal_name(-code)}"
             last = f"; its last line: {said}" if said else "; it wrote nothing"
             raise CommandFailed(f"{self._job.name}: {config.command[0]} {how}{last}; see {self._log()}")
-        return Outcome("done", steps=self._starts, waited_s=waited_s)
+        return Outcome("done", reached, steps, waited_s)
 
     def _log(self) -> Path:
         return Path(self._handles.log_dir) / f"{self._job.name}.{self._incarnation}.log"
@@ -139,7 +167,7 @@ class CommandPipeline(LentPipeline):
                 process = self._start(client, config, log)
                 if process is None:
                     continue
-                code = process.wait()
+                code = self._wait_for(process, client)
                 # One that is being stopped for somebody else starts again with its next GPUs.
                 with self._turn:
                     if self._draining.is_set():
@@ -147,6 +175,15 @@ class CommandPipeline(LentPipeline):
                         return code, waited_s
                     if not self._stopping.is_set():
                         return code, waited_s
+
+    def _wait_for(self, process: subprocess.Popen[bytes], client: ExternalJob) -> int:
+        """Waits for a command's exit code; the scheduler hears of what its adapters wait for meanwhile."""
+        while True:
+            try:
+                return process.wait(_POLL_S)
+            except subprocess.TimeoutExpired:
+                if isinstance(self._config, AdaptersConfig):
+                    client.report_open(sum(one.open_samples for one in self._adapters_so_far()))
 
     def _wait_for_gpus(self, client: ExternalJob) -> bool:
         """Waits for GPUs; False where the pipeline is drained first. Raises TimeoutError: none were granted in time."""
@@ -180,7 +217,7 @@ class CommandPipeline(LentPipeline):
             try:
                 self._process = subprocess.Popen(
                     self._arguments(config),
-                    env=os.environ | visible | config.env,
+                    env=of_a_command(os.environ) | visible | config.env,
                     cwd=self._job.folder,
                     stdout=log,
                     stderr=log,

@@ -27,7 +27,7 @@ from nemo_rl.time_sharing.log.events import LogClosed
 from nemo_rl.time_sharing.log.pool_state import PoolState, Standing
 from nemo_rl.time_sharing.log.reading import LogTail, merge_by_machine_time
 from nemo_rl.time_sharing.viewing.report import filled_page, report_data
-from nemo_rl.time_sharing.viewing.standings_table import cells, steps_of
+from nemo_rl.time_sharing.viewing.standings_table import adapter_cells, cells, steps_of
 from nemo_rl.time_sharing.viewing.timeline import Timeline, TimelineBuilder
 from nemo_rl.utils.http_server import (
     NEEDS_TOKEN,
@@ -101,6 +101,7 @@ class PoolView:
                 "checked": self._violations is not None,
                 "bars": bars[-_MOST_BARS:],
                 "standings": [cells(standing) for standing in self._known],
+                "adapters": [adapter_cells(standing) for standing in self._known],
                 "why": [standing.why for standing in self._known],
                 "ended": [standing.outcome is not None for standing in self._known],
                 "reports": [bool(standing.log_dir) and _has_report(standing.log_dir) for standing in self._known],
@@ -284,6 +285,25 @@ def _metrics(timeline: Timeline, standings: Sequence[Standing]) -> Iterator[Metr
         steps.add_metric((standing.name,), steps_of(standing))
         waited.add_metric((standing.name,), seconds)
     yield from (steps, waited, share, slowdown, gain)
+    yield from _adapter_metrics(standings)
+
+
+def _adapter_metrics(standings: Sequence[Standing]) -> Iterator[Metric]:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    labels = ("pipeline", "adapter")
+    steps = CounterMetricFamily("nrl_pool_adapter_steps", "Completed steps of an adapter.", labels=labels)
+    waits = GaugeMetricFamily("nrl_pool_adapter_open_samples", "Samples that an adapter waits for.", labels=labels)
+    waited = CounterMetricFamily(
+        "nrl_pool_adapter_waited_seconds", "Waits of an adapter for training passes.", labels=labels
+    )
+    for standing in standings:
+        for adapter in standing.progress.adapters if standing.progress is not None else ():
+            of = (standing.name, adapter.name)
+            steps.add_metric(of, adapter.step)
+            waits.add_metric(of, 0 if standing.outcome is not None else adapter.open_samples)
+            waited.add_metric(of, adapter.waited_s)
+    yield from (steps, waits, waited)
 
 
 def _in_use(timeline: Timeline) -> dict[tuple[str, str], float]:

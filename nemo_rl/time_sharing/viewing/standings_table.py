@@ -75,7 +75,8 @@ class StandingsTable:
         for column in columns(self._unit):
             table.add_column(column)
         for standing in standings:
-            table.add_row(*map(Text, map(printable, cells(standing))))
+            for row in (cells(standing), *adapter_cells(standing)):
+                table.add_row(*map(Text, map(printable, row)))
         return table
 
 
@@ -91,7 +92,8 @@ def _line_of(standing: Standing) -> str:
     if progress is None or not progress.of:
         return standing.state
     figures = "".join(f" {name}={value:.3f}" for name, value in progress.figures.items())
-    return f"step {progress.step}/{progress.of}{figures}{' draining' if standing.asked == 'drain' else ''}"
+    adapters = "".join(f" {adapter.name}={adapter.step}/{adapter.of}" for adapter in progress.adapters)
+    return f"step {progress.step}/{progress.of}{figures}{adapters}{' draining' if standing.asked == 'drain' else ''}"
 
 
 def columns(unit: str) -> tuple[str, ...]:
@@ -148,4 +150,23 @@ def cells(standing: Standing) -> list[str]:
         f"{sharing.slowdown:.2f}" if sharing is not None else "",
         "" if gain is None else _gained(gain),
         f"{(standing.ended_at or time.time()) - standing.submitted_at:.0f}",
+    ]
+
+
+def adapter_cells(standing: Standing) -> list[list[str]]:
+    """The adapters of a job as text, a row each, in the columns of `cells`; the wait is for training passes."""
+    adapters = standing.progress.adapters if standing.progress is not None else ()
+    over = standing.outcome is not None
+    return [
+        [
+            f"{standing.name}/{adapter.name}",
+            *("", ""),
+            f"{adapter.step}/{adapter.of}",
+            adapter.phase
+            + (f", waits for {adapter.open_samples} samples" if adapter.open_samples and not over else ""),
+            *("", "", ""),
+            f"{adapter.waited_s:.1f} s",
+            *("", "", "", ""),
+        ]
+        for adapter in adapters
     ]

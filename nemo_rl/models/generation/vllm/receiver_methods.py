@@ -7,6 +7,7 @@ group is destroyed at most once; nothing is finalised twice.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,18 @@ def bucket_stats(weights: dict[str, torch.Tensor]) -> dict[str, tuple[float, flo
     return {name: (float(t.double().sum()), float(t.max()), float(t.min())) for name, t in weights.items() if t.numel()}
 
 
+_PEFT = re.compile(r"(?:base_model\.model\.)?(?P<layer>.+)\.(?P<kind>lora_[AB])(?:\.\w+)?(?:\.weight)?")
+
+
+def factor_name(name: str) -> str | None:
+    """The name of an adapter's factor as engines take it, `<layer>.lora_A` `[rank, in]` or `<layer>.lora_B` `[out,
+    rank]`, from that or from PEFT's name; None for a whole weight. The scale of the product (alpha / rank) is in
+    `lora_B`, and an engine adds the product to the weight in its own model files.
+    """
+    found = _PEFT.fullmatch(name)
+    return None if found is None else f"{found['layer']}.{found['kind']}"
+
+
 class ReceiverMethods:
     """Mixed into the worker extension; `self` is vLLM's worker."""
 
@@ -30,7 +43,7 @@ class ReceiverMethods:
     rank: int
 
     def nrl_load_target(self) -> LoadTarget:
-        """The model that takes weights."""
+        """The model, ready to take weights."""
         raise NotImplementedError
 
     def _nrl_update(self) -> dict[str, Any]:
@@ -38,13 +51,20 @@ class ReceiverMethods:
             self._nrl_direct: dict[str, object] = {"groups": {}, "open": False, "stats": {}}
         return self._nrl_direct
 
-    def _nrl_load(self, weights: dict[str, torch.Tensor]) -> None:
+    def _nrl_load(self, weights: dict[str, torch.Tensor], is_lora: bool) -> None:
+        named = {factor_name(name) or name if is_lora else name: tensor for name, tensor in weights.items()}
+        for name in weights:
+            if is_lora != (factor_name(name) is not None):
+                what = "is no factor of an adapter" if is_lora else "is a factor of an adapter"
+                raise SyncProtocolError(f"is_lora={is_lora}: {name!r} {what}; send factors and whole weights apart")
         update = self._nrl_update()
         if not update["open"]:
-            self.nrl_load_target().begin_load()
+            # It keeps what has come until it is finalised.
+            update["target"] = self.nrl_load_target()
+            update["target"].begin_load()
             update["open"] = True
             update["stats"].clear()
-        self.nrl_load_target().load_weights(weights.items())
+        update["target"].load_weights(named.items())
         update["stats"] |= bucket_stats(weights)
 
     def setup_collective_group(
@@ -80,12 +100,10 @@ class ReceiverMethods:
         Args:
             payload_list: Buckets `{param_names, shapes, dtypes, offsets, used_bytes}` with the bytes under
                 `cpu_uint8_bucket` (bytes; `cpu_serialize`) or a staging buffer's `handle` (`cuda_ipc`, `host`).
-            is_lora: Must be false: adapters have no receiver yet.
+            is_lora: Whether these are factors of low-rank adapters; see `factor_name`.
             ipc_local_ranks: Ranks that take these buckets.
             model_update_transport: `cpu_serialize`, `cuda_ipc` or `host`.
         """
-        if is_lora:
-            raise ValueError("is_lora=True: adapters cannot be synced yet; merge them into the weights")
         if self.rank not in ipc_local_ranks:
             return
         opener = (
@@ -105,7 +123,7 @@ class ReceiverMethods:
                 received_B = torch.frombuffer(bytearray(payload["cpu_uint8_bucket"]), dtype=torch.uint8).to(self.device)
             if received_B.numel() < layout.nbytes:
                 raise SyncProtocolError(f"a bucket of {layout.nbytes} bytes came with {received_B.numel()}")
-            self._nrl_load(dict(unpack(received_B, layout)))
+            self._nrl_load(dict(unpack(received_B, layout)), is_lora)
         if opener is not None:
             opener.close()
 
@@ -118,9 +136,7 @@ class ReceiverMethods:
         is_lora: bool,
         broadcast_local_ranks: Sequence[int],
     ) -> None:
-        """Receives tensors one by one from rank 0 of a group, and loads them."""
-        if is_lora:
-            raise ValueError("is_lora=True: adapters cannot be synced yet; merge them into the weights")
+        """Receives tensors one by one from rank 0 of a group, and loads them; `is_lora` as for buckets."""
         if self.rank not in broadcast_local_ranks:
             return
         group = self._nrl_update()["groups"].get(group_name)
@@ -130,7 +146,7 @@ class ReceiverMethods:
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
             weights[name] = torch.empty(tuple(shape), dtype=dtype_of(dtype), device=self.device)
             group.broadcast(weights[name])
-        self._nrl_load(weights)
+        self._nrl_load(weights, is_lora)
 
     def destroy_collective_group(self, group_name: str) -> None:
         """Leaves a group; nothing to do on a rank that never joined."""
@@ -142,7 +158,7 @@ class ReceiverMethods:
         """Finalises the model once all buckets were loaded; nothing to do when none was."""
         update = self._nrl_update()
         if update["open"]:
-            self.nrl_load_target().finish_load()
+            update["target"].finish_load()
             update["open"] = False
 
     def verify_model(self, expected_stats: dict[str, Sequence[float]]) -> None:
