@@ -72,6 +72,8 @@ def our_overrides(args: argparse.Namespace, seed: int, logs: Path) -> list[str]:
         f"data.train={rows(args.train)}",
         f"data.validation={rows(args.validation)}",
         f"data.default.prompt_file={args.prompt_file}",
+        # The validation problems are given.
+        "data.default.split_validation_size=0",
         f"cluster.device={args.device}",
         f"logger.log_dir={logs}",
         "checkpointing.enabled=false",
