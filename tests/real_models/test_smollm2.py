@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from nemo_rl.utils.metrics_file import read_metrics
 from tests.ranks import run_ranks
@@ -26,7 +27,7 @@ Run = Callable[[str, dict[str, Any]], str]
 def grpo(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The logs of three steps of GRPO with its own chat template."""
     folder = tmp_path_factory.mktemp("grpo")
-    start([str(ROOT / "examples" / "run_grpo.py")], folder, settings(smollm2, folder, 12, grpo={"max_num_steps": 3}))
+    start(["run_grpo.py"], folder, settings(smollm2, folder, 12, grpo={"max_num_steps": 3}))
     return folder / "logs" / "exp_000"
 
 
@@ -170,45 +171,16 @@ def test_an_agent_with_the_openai_client_plays_it(smollm2: Path, run_script: Run
 
 
 def test_two_jobs_of_it_share_two_slots(smollm2: Path, tmp_path: Path) -> None:
-    import yaml
-
     files = []
     for name in ("first", "second"):
-        config = settings(smollm2, tmp_path / name, 4, grpo={"async_grpo": {"enabled": True}})
-        config["cluster"] = {"cpu_slots": 2}
+        loss = {"use_importance_sampling_correction": True}
+        config = settings(smollm2, tmp_path, 4, grpo={"async_grpo": {"enabled": True}}, loss_fn=loss)
+        config["logger"]["log_dir"] = str(tmp_path / name)
+        config["cluster"] = {"gpus_per_node": 2, "cpu_slots": 2}
         config["policy"]["generation"]["colocated"] = {"enabled": False, "resources": {"gpus_per_node": 1}}
         files.append(tmp_path / f"{name}.yaml")
         files[-1].write_text(yaml.safe_dump(config))
-    said = _shared(tmp_path, files)
-    assert "record kept every invariant" in said
+    pool = ["run_time_sharing.py", "--gpus", "2", "--device", "cpu", "--port", "0", "--pipelines"]
+    assert "record kept every invariant" in start([*pool, *map(str, files)], tmp_path)
     for name in ("first", "second"):
-        assert len(read_metrics(tmp_path / name / "logs").scalars("train/reward")[1]) == 1
-
-
-def _shared(folder: Path, files: list[Path]) -> str:
-    import os
-    import subprocess
-    import sys
-
-    script = [
-        str(ROOT / "examples" / "run_time_sharing.py"),
-        "--gpus",
-        "2",
-        "--device",
-        "cpu",
-        "--port",
-        "0",
-        "--pipelines",
-    ]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, *script, *map(str, files)],
-        capture_output=True,
-        text=True,
-        timeout=1100,
-        env=environment,
-        check=False,
-        cwd=folder,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return done.stdout + done.stderr
+        assert len(read_metrics(tmp_path / name).scalars("train/reward")[1]) == 1
