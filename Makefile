@@ -1,5 +1,5 @@
 # Every target that runs something sets itself up first: Python >= 3.11 and make are all it needs.
-# Variables: PYTHON (interpreter of the environment), MINUTES (of chaos), HOURS (of night), TRIES (of each benchmark), TEST_SESSIONS (2: tests that start an engine, and beside them the others; on larger machines as many as there are cores), EXTRAS (cpu; on GPU nodes vllm), TORCH_BACKEND (cpu; on GPU nodes auto).
+# Variables: PYTHON (interpreter of the environment), MINUTES (of chaos), HOURS (of night), TRIES (of each benchmark), GPUS (of scenarios), TEST_SESSIONS (2: tests that start an engine, and beside them the others; on larger machines as many as there are cores), EXTRAS (cpu; on GPU nodes vllm), TORCH_BACKEND (cpu; on GPU nodes auto).
 
 PYTHON ?= python3
 EXTRAS ?= cpu
@@ -13,13 +13,14 @@ TEST_SESSIONS ?= 2
 MINUTES ?= 60
 HOURS ?= 8
 TRIES ?= 1
+GPUS ?= 2
 
 export PYTHONUNBUFFERED := 1
 # Many processes import the package: with compiled files each of them starts a second sooner.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: benchmarks soak chaos night endpoint-stress adapter-stress mooncake-libs help install demo distillation multi-lora test test-fast lint format docs clean
+.PHONY: benchmarks scenarios soak chaos night endpoint-stress adapter-stress mooncake-libs help install demo distillation multi-lora test test-fast lint format docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -87,6 +88,12 @@ test-fast: $(READY_DEV) ## tests that need neither Ray nor an engine, for the in
 
 benchmarks: $(READY_DEV) ## every benchmark on a tiny shape on the CPU, to see that it runs
 	$(BIN)/python tools/tiny_benchmarks.py --tries $(TRIES)
+
+scenarios: results/scenarios/qwen3/config.json results/scenarios/llama/config.json ## the six scenarios of time-sharing on GPUS (2) CPU slots with a small model, and their table
+	$(BIN)/python examples/run_time_sharing.py --gpus $(GPUS) --device cpu --scale --scenario all
+
+results/scenarios/%/config.json: examples/make_tiny_model.py | $(READY)
+	$(BIN)/python examples/make_tiny_model.py results/scenarios/$* --layers 2 --hidden 128 --family $*
 
 soak: $(READY) ## random time-sharing scenarios with every fault, 50 million simulated events, each checked
 	$(BIN)/python -m nemo_rl.time_sharing soak --events 5e7

@@ -1,11 +1,11 @@
-"""Makes a small Qwen3-shaped language model and its tokenizer from nothing.
+"""Makes a small Qwen3- or Llama-shaped language model and its tokenizer from nothing.
 
 Byte-level tokenizer (every text can be encoded, no merges), random weights drawn from a fixed seed, saved as an
 ordinary Hugging Face directory: the same arguments give the same bytes. It exists so that the whole loop can be run
 and tested where nothing can be downloaded.
 
     python examples/make_tiny_model.py OUT_DIR [--layers 2] [--hidden 128] [--heads 4] [--kv-heads 2] [--experts 0]
-    [--seed 0]
+    [--family qwen3] [--seed 0]
 
 With `--experts N` every feed-forward is a mixture of N experts, of which a token takes two.
 """
@@ -18,7 +18,16 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -55,9 +64,10 @@ def make_model(
     eos: int,
     pad: int,
     experts: int = 0,
-) -> Qwen3ForCausalLM | Qwen3MoeForCausalLM:
-    """Random float32 weights of a Qwen3 (with experts: Qwen3-MoE) causal language model with tied embeddings, drawn
-    from `seed`.
+    family: str = "qwen3",
+) -> PreTrainedModel:
+    """Random float32 weights of a causal language model with tied embeddings, drawn from `seed`. `family`: `qwen3`
+    (with experts: Qwen3-MoE) or `llama`.
     """
     sizes: dict[str, Any] = {
         "vocab_size": vocab_size,
@@ -76,6 +86,8 @@ def make_model(
         "bos_token_id": None,
     }
     torch.manual_seed(seed)
+    if family == "llama":
+        return LlamaForCausalLM(LlamaConfig(**sizes)).float()
     if not experts:
         return Qwen3ForCausalLM(Qwen3Config(**sizes)).float()
     routed = Qwen3MoeConfig(
@@ -93,7 +105,8 @@ def save_tiny_model(
     kv_heads: int = 2,
     seed: int = 0,
     experts: int = 0,
-) -> Qwen3ForCausalLM | Qwen3MoeForCausalLM:
+    family: str = "qwen3",
+) -> PreTrainedModel:
     """Writes model and tokenizer to `out_dir` and returns the model."""
     tokenizer = make_tokenizer()
     eos, pad = (tokenizer.get_vocab()[token] for token in ("<|im_end|>", "<|endoftext|>"))
@@ -109,6 +122,7 @@ def save_tiny_model(
         eos=eos,
         pad=pad,
         experts=experts,
+        family=family,
     )
     model.save_pretrained(out_dir)
     tokenizer.save_pretrained(out_dir)
@@ -124,8 +138,11 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--experts", type=int, default=0)
+    parser.add_argument("--family", choices=("qwen3", "llama"), default="qwen3")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.experts and args.family != "qwen3":
+        parser.error(f"--experts {args.experts}: only --family qwen3 has experts here")
     sizes = {name: value for name, value in vars(args).items() if name != "out_dir"}
     model = save_tiny_model(args.out_dir, **sizes)
     parameters = sum(p.numel() for p in model.parameters())

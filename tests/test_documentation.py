@@ -174,7 +174,7 @@ def shared(words: list[str]) -> str:
         chosen, _ = launcher_parser().parse_known_args(words[2:]) if launches else (parser().parse_args(words[3:]), [])
     except SystemExit:
         return f"{words} is no command line"
-    given = chosen.pipelines if launches else getattr(chosen, "files", [])
+    given = (chosen.pipelines or []) if launches else getattr(chosen, "files", [])
     files = [ROOT / name for name in given if "=" not in name and name.startswith("examples/")]
     return "" if not files or read_jobs(files, Pool(1, chosen.gpus if launches else 8)) else f"{files} are no jobs"
 

@@ -110,6 +110,23 @@ def fp8_generation_is_corrected(config: MasterConfig) -> Iterator[str]:
 
 @rule
 def groups_have_something_to_compare(config: MasterConfig) -> Iterator[str]:
+    if not config.grpo.allow_zero_advantages:
+        yield from (
+            f"{why}: every advantage would be 0; draw at least 2 samples, or take grpo.adv_estimator.name: "
+            "reinforce_plus_plus with minus_baseline: false"
+            for why in _nothing_to_compare(config)
+        )
+
+
+@caution
+def advantages_may_all_be_zero(config: MasterConfig) -> Iterator[str]:
+    if config.grpo.allow_zero_advantages:
+        yield from (
+            f"{why}: every advantage is 0, and the rewards teach nothing" for why in _nothing_to_compare(config)
+        )
+
+
+def _nothing_to_compare(config: MasterConfig) -> Iterator[str]:
     grpo, loss = config.grpo, config.loss_fn
     estimator = grpo.adv_estimator
     compares = estimator.name in ("grpo", "gdpo") or (
@@ -126,8 +143,7 @@ def groups_have_something_to_compare(config: MasterConfig) -> Iterator[str]:
         switch = " with minus_baseline: true" if estimator.name == "reinforce_plus_plus" else ""
         yield (
             f"grpo.num_generations_per_prompt is 1, and grpo.adv_estimator.name {estimator.name}{switch} compares the "
-            "samples of a prompt with each other: every advantage would be 0; draw at least 2 samples, or take "
-            "grpo.adv_estimator.name: reinforce_plus_plus with minus_baseline: false"
+            "samples of a prompt with each other"
         )
 
 

@@ -97,6 +97,11 @@ class GRPOConfig(Section):
 
     num_prompts_per_step: PositiveInt = Field(32, description="Prompts per RL step.")
     num_generations_per_prompt: PositiveInt = Field(16, description="Samples per prompt: the group size.")
+    allow_zero_advantages: bool = Field(
+        False,
+        description="Run with one sample per prompt although the advantage estimator compares the samples of a prompt, "
+        "so that every advantage is 0 and rewards teach nothing: for trying a setup. Wrapper files of a pool set it.",
+    )
     max_rollout_turns: PositiveInt = Field(1, description="Rounds of generation and environment per sample.")
     max_num_epochs: PositiveInt = Field(
         1, description="Passes over the training data; ignored with several dataloaders."

@@ -33,7 +33,7 @@ from nemo_rl.config.section import (
 Number = int | float
 # `${a.b}`, or relative to the place of the text `${..a.b}`, and the beginning of `${mul:...`.
 _NAMED = re.compile(r"\$\{(\.*)([A-Za-z_][\w-]*(?:\.[\w-]+)*)\}")
-_ARITHMETIC = re.compile(r"\$\{(?:add|mul|div|max):")
+_ARITHMETIC = re.compile(r"\$\{(?:add|mul|div|max|not):")
 
 
 def _add(*values: Number) -> Number:
@@ -57,12 +57,16 @@ def _max(*values: Number) -> Number:
     return max(values)
 
 
-_RESOLVERS: dict[str, Callable[..., Number]] = {"add": _add, "mul": _mul, "div": _div, "max": _max}
+def _not(value: object) -> bool:
+    return not value
+
+
+_RESOLVERS: dict[str, Callable[..., Number]] = {"add": _add, "mul": _mul, "div": _div, "max": _max, "not": _not}
 
 
 def register_omegaconf_resolvers() -> None:
-    """Makes `${add:a,b}`, `${mul:a,b}`, `${div:a,b}` and `${max:a,b}` known to OmegaConf; a quotient that is whole is
-    an int.
+    """Makes `${add:a,b}`, `${mul:a,b}`, `${div:a,b}`, `${max:a,b}` and `${not:a}` known to OmegaConf; a quotient that
+    is whole is an int.
     """
     for name, function in _RESOLVERS.items():
         if not OmegaConf.has_resolver(name):

@@ -160,10 +160,10 @@ Generated from the schemas by `python -m nemo_rl.config docs`; edit the descript
 A run reads one YAML file. `defaults:` names the files it inherits (a path or a list of paths, relative to the file;
 later ones win, the file itself wins over all). A mapping with `_override_: true` replaces the inherited one instead of
 merging with it, and `???` marks a value that must be given. `${a.b}` takes another key's value, `${add:..}`,
-`${mul:..}`, `${div:..}` and `${max:..}` reckon with them. On the command line `a.b=v` sets a key, `+a.b=v` adds one,
-`++a.b=v` does either, `~a.b` deletes. Values are read as NeMo-RL reads them, in files and on the command line: `yes`,
-`no`, `on` and `off` are booleans everywhere (text in quotes), `1e-6`, `1_000` and `0x10` numbers; but `012` and `1:30`
-are text, where YAML 1.1 has an octal number and one to base 60, and refused where a number is wanted.
+`${mul:..}`, `${div:..}`, `${max:..}` and `${not:..}` reckon with them. On the command line `a.b=v` sets a key, `+a.b=v`
+adds one, `++a.b=v` does either, `~a.b` deletes. Values are read as NeMo-RL reads them, in files and on the command
+line: `yes`, `no`, `on` and `off` are booleans everywhere (text in quotes), `1e-6`, `1_000` and `0x10` numbers; but
+`012` and `1:30` are text, where YAML 1.1 has an octal number and one to base 60, and refused where a number is wanted.
 
 A key that a file omits has the default below. A default such as `${policy.max_total_sequence_length}` follows that key.
 Unknown keys are refused. **Not yet** marks keys that are known but not built: set to another value than the default

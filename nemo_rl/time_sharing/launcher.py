@@ -11,13 +11,15 @@ import argparse
 import logging
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nemo_rl.config.errors import UserError, did_you_mean
 from nemo_rl.time_sharing.arguments import (
     AUTO,
     DEFAULT_PORT,
@@ -41,11 +43,15 @@ from nemo_rl.time_sharing.log.pool_state import Standing
 from nemo_rl.time_sharing.mps import multi_process_service
 from nemo_rl.time_sharing.open_pools import OpenPool, announced
 from nemo_rl.time_sharing.opening import LIVE_LIMITS, close_pool, open_pool
-from nemo_rl.time_sharing.pipelines.job import read_jobs
+from nemo_rl.time_sharing.pipelines.folders import in_folders
+from nemo_rl.time_sharing.pipelines.job import Job, read_jobs
 from nemo_rl.time_sharing.pipelines.slot_choice import choose_slots
 from nemo_rl.time_sharing.pool import PoolError
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import Limits
+from nemo_rl.time_sharing.shipped_scenarios import ALL, SCALE, fitted, shipped_scenarios
+from nemo_rl.time_sharing.viewing.scenario_table import ScenarioResult, print_scenarios, result_of
+from nemo_rl.time_sharing.viewing.timeline import build_timeline
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -53,8 +59,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ANSWER_S = 60.0
-_SCENARIOS = Path(__file__).resolve().parents[2] / "examples" / "time_sharing" / "pipelines"
 _HOUR_S = 3600.0
+_OWN = ("jobs", "checkpoints")
+"""Folders below a scenario's log directory for logs and checkpoints of its jobs."""
 
 
 def run_together(arguments: Sequence[str]) -> int:
@@ -76,11 +83,27 @@ def launcher_parser() -> argparse.ArgumentParser:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--pipelines", nargs="+", metavar="FILE", help="configurations, and overrides for all of them")
     what.add_argument(
+        "--config_name",
+        "--config-name",
+        metavar="NAME[,NAME]",
+        help="the same by their names without .yaml, in the folder of --config_path",
+    )
+    what.add_argument(
         "--scenario",
-        type=scenario_files,
-        dest="pipelines",
+        type=scenario_letter,
         metavar="LETTER",
-        help="the files examples/time_sharing/pipelines/scenario_LETTER*.yaml, for four GPUs",
+        help="the files examples/time_sharing/pipelines/scenario_LETTER*.yaml, for four GPUs, or all: each scenario in "
+        "its turn. Logs and checkpoints are below --log-dir. With --device cpu a small model takes the place of theirs "
+        "(make scenarios makes it)",
+    )
+    parser.add_argument(
+        "--config_path", "--config-path", type=Path, metavar="DIR", help="folder of --config_name (default: this one)"
+    )
+    parser.add_argument(
+        SCALE,
+        action="store_true",
+        help="run wrapper files that name more or fewer GPUs on those of the pool: several of theirs become one, or "
+        "one becomes several",
     )
     parser.add_argument(
         "--admit-delay-s",
@@ -95,31 +118,92 @@ def launcher_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def scenario_files(letter: str) -> list[str]:
-    """The files of an example scenario."""
-    named = {file: file.stem.split("_")[1].upper() for file in sorted(_SCENARIOS.glob("scenario_*.yaml"))}
-    files = [str(file) for file, of in named.items() if of == letter.upper()]
-    if not files:
-        known = f"there are {', '.join(sorted(set(named.values())))}" if named else f"{_SCENARIOS} has none"
-        raise argparse.ArgumentTypeError(f"{letter}: no such scenario; {known}")
-    return files
+def scenario_letter(text: str) -> str:
+    """The letter of an example scenario in capitals, or `all`."""
+    known = sorted(shipped_scenarios())
+    if text.lower() == ALL or text.upper() in known:
+        return ALL if text.lower() == ALL else text.upper()
+    there = f"there are {', '.join(known)}, and {ALL}" if known else "they are beside a checkout's nemo_rl only"
+    raise argparse.ArgumentTypeError(f"{text}: no such scenario; {there}")
 
 
 def _run_together(chosen: argparse.Namespace, overrides: Sequence[str]) -> int:
     pool = _pool_of(chosen)
-    files, own = files_and_overrides(chosen.pipelines)
-    jobs = read_jobs(files, pool, [*own, *overrides])
+    if chosen.config_path is not None and chosen.config_name is None:
+        raise PoolError(f"--config_path {chosen.config_path}: give --config_name with names of files in it")
+    with tempfile.TemporaryDirectory(prefix="nemo_rl_") as folder:
+        if chosen.scenario is not None:
+            return _run_scenarios(chosen, pool, overrides, Path(folder))
+        files, own = files_and_overrides(chosen.pipelines or _named_files(chosen.config_path, chosen.config_name))
+        files = fitted(files, pool, Path(folder), scale=chosen.scale)
+        jobs = _jobs_of(chosen, pool, files, [*own, *overrides])
+        result = _run(chosen, jobs, _new_log_dir(chosen.log_dir))
+    return EXIT_FAILED if result.why else EXIT_OK
+
+
+def _named_files(folder: Path | None, names: str) -> list[str]:
+    """The files of a comma list of names. Raises PoolError: there is none of a name."""
+    folder = Path() if folder is None else folder
+    files = [folder / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml") for name in names.split(",")]
+    for file in files:
+        if not file.is_file():
+            hint = did_you_mean(file.stem, [path.stem for path in folder.glob("*.yaml")])
+            raise PoolError(f"--config_name {file.stem}: there is no {file}.{hint}")
+    return [str(file) for file in files]
+
+
+def _run_scenarios(chosen: argparse.Namespace, pool: Pool, overrides: Sequence[str], folder: Path) -> int:
+    """The scenario of a letter, or each in its turn on a pool of its own; prints the table."""
+    known = shipped_scenarios()
+    letters = sorted(known) if chosen.scenario == ALL else [chosen.scenario]
+    jobs: dict[str, _Jobs] = {}
+    for letter in letters:
+        files = fitted(known[letter], pool, folder / letter, scale=chosen.scale, on_cpu=chosen.device == "cpu")
+        jobs[letter] = _jobs_of(chosen, pool, files, overrides)
+    results: list[ScenarioResult] = []
+    try:
+        for letter in letters:
+            sys.stderr.write(f"scenario {letter}\n")
+            log_dir = _new_log_dir(chosen.log_dir / f"scenario_{letter.lower()}")
+            # No run goes on from an earlier one's checkpoints.
+            own = [
+                replace(job, config=in_folders(job.config, *(f"{log_dir}/{kind}/{job.name}" for kind in _OWN)))
+                for job in jobs[letter].jobs
+            ]
+            try:
+                result = _run(chosen, jobs[letter]._replace(jobs=own), log_dir)
+            except UserError as error:
+                result = ScenarioResult(letter, why=f"{type(error).__name__}: {error}")
+            results.append(replace(result, name=letter))
+    finally:
+        print_scenarios(results, "slot" if chosen.device == "cpu" else "GPU")
+    return EXIT_FAILED if any(result.why for result in results) else EXIT_OK
+
+
+class _Jobs(NamedTuple):
+    """What is run together, and where."""
+
+    pool: Pool
+    jobs: Sequence[Job]
+
+
+def _jobs_of(chosen: argparse.Namespace, pool: Pool, files: Sequence[Path], overrides: Sequence[str]) -> _Jobs:
+    jobs = read_jobs(files, pool, overrides)
     check_code(jobs)
     if chosen.slots_per_gpu == AUTO:
         choice = choose_slots(jobs, pool, _device_bytes(chosen.device))
         sys.stderr.write(f"slots of each GPU: {choice.slots} ({choice.why})\n")
         pool = replace(pool, slots_per_gpu=choice.slots)
-        jobs = read_jobs(files, pool, [*own, *overrides])
-    log_dir = _new_log_dir(chosen.log_dir)
-    with _pool(pool, chosen, log_dir) as actor:
-        standings = watch(actor, submit_all(actor, jobs, submitters_env(), admit_delay_s=chosen.admit_delay_s))
-    ok = all(standing.outcome is not None and standing.outcome.kind == "done" for standing in standings)
-    return EXIT_OK if _checked(log_dir) and ok else EXIT_FAILED
+        jobs = read_jobs(files, pool, overrides)
+    return _Jobs(pool, jobs)
+
+
+def _run(chosen: argparse.Namespace, together: _Jobs, log_dir: Path) -> ScenarioResult:
+    """Jobs on a pool of their own, to the end."""
+    with _pool(together.pool, chosen, log_dir) as actor:
+        names = submit_all(actor, together.jobs, submitters_env(), admit_delay_s=chosen.admit_delay_s)
+        standings = watch(actor, names)
+    return _checked(log_dir, standings)
 
 
 def _pool_of(chosen: argparse.Namespace) -> Pool:
@@ -232,17 +316,20 @@ def _new_log_dir(root: Path) -> Path:
     return Path(get_next_experiment_dir(str(root))).absolute()
 
 
-def _checked(log_dir: Path) -> bool:
-    """Whether the records of the scheduler and of all pipelines together keep every invariant; says what does not."""
+def _checked(log_dir: Path, standings: Sequence[Standing]) -> ScenarioResult:
+    """How the pipelines ended, and whether the records of the scheduler and of all of them together keep every
+    invariant; says what does not.
+    """
     from nemo_rl.time_sharing.history.check import check
     from nemo_rl.time_sharing.log.reading import merge_by_machine_time
 
-    violations = check(merge_by_machine_time(sorted(log_dir.glob("*.jsonl"))))
+    entries = list(merge_by_machine_time(sorted(log_dir.glob("*.jsonl"))))
+    violations = check(entries)
     for violation in violations:
         sys.stderr.write(f"{violation}\n")
     if not violations:
         sys.stderr.write(f"record kept every invariant: {log_dir}\n")
-    return not violations
+    return result_of("", standings, build_timeline(entries), violations)
 
 
 def serve(chosen: argparse.Namespace) -> int:

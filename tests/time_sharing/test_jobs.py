@@ -40,7 +40,10 @@ from nemo_rl.time_sharing.protocol.types import (
     Verb,
     Want,
 )
+from nemo_rl.time_sharing.shipped_scenarios import fitted, shipped_scenarios
+from nemo_rl.time_sharing.viewing.scenario_table import print_scenarios, result_of
 from nemo_rl.time_sharing.viewing.standings_table import StandingsTable
+from nemo_rl.time_sharing.viewing.timeline import Timeline
 from tests.time_sharing.bench import Bench
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
@@ -203,7 +206,34 @@ def test_the_wrappers_of_the_seeds_are_read(tmp_path: Path) -> None:
     [
         ({"nemo_config_path": str(SFT), "pipeline_cls": "x.NemoRLFullFinetunePipeline"}, "run by SFTPipeline"),
         ({"nemo_config_path": str(GRPO), "pipeline_cls": "TeacherPipeline"}, "has no section `teacher`"),
-        ({"nemo_config_path": str(GRPO), "gpus": 2}, "unknown keys .'gpus'."),
+        ({"nemo_config_path": str(GRPO), "gpus": 2}, "gpus: unknown key. A wrapper has pipeline_cls"),
+        ({"nemo_config_path": str(GRPO), "actor_train": {"device_maping": [0]}}, "device_maping: .* 'device_mapping'"),
+        (
+            {"nemo_config_path": str(GRPO), "actor_infer": {"strategy_args": {"strategy_config": {"sleep_levle": 1}}}},
+            "actor_infer.strategy_args.strategy_config.sleep_levle: unknown key. Did you mean 'sleep_level'",
+        ),
+        (
+            {"nemo_config_path": str(GRPO), "actor_infer": {"strategy_arg": {"strategy_name": "vllm"}}},
+            "actor_infer.strategy_arg: unknown key. Did you mean 'strategy_args'",
+        ),
+        (
+            {"nemo_config_path": str(GRPO), "actor_train": {"strategy_args": {"strategy_config": {"tp": 2}}}},
+            "actor_train.strategy_args.strategy_config.tp: unknown key. .* has no keys here",
+        ),
+        ({"nemo_config_path": str(GRPO), "actor_train": [0]}, r"actor_train: \[0\] is no mapping of keys"),
+        ({"nemo_config_pth": str(GRPO), "exp_name": "a"}, "nemo_config_path: required beside exp_name"),
+        (
+            {
+                "nemo_config_path": str(GRPO),
+                "nemo_config_overrides": [
+                    "policy.generation.vllm_cfg.tensor_parallel_size=2",
+                    "cluster.gpus_per_node=2",
+                ],
+                "train_device_mapping": [1],
+                "infer_device_mapping": [1],
+            },
+            "1 GPUs cannot be divided into ranks of tp=2",
+        ),
         ({"nemo_config_path": str(GRPO), "actor_train": {"offload_nccl": False}}, "offload_nccl: false"),
         ({"nemo_config_path": str(GRPO), "actor_infer": {"strategy_config": {"sleep_level": 3}}}, "sleep_level 3"),
         ({"nemo_config_path": str(GRPO), "num_gpus_per_node": 8}, "the pool's nodes have 2"),
@@ -314,18 +344,72 @@ def test_no_delay_may_be_said() -> None:
         launcher_parser().parse_args([*line, "--admit-delay-s", "-1"])
 
 
-def test_the_files_of_a_scenario_are_chosen_by_its_letter(capsys: pytest.CaptureFixture[str]) -> None:
-    def chosen(*arguments: str) -> list[str]:
-        files = launcher_parser().parse_args(["--gpus", "4", *arguments]).pipelines
-        assert all(Path(file).is_file() for file in files)
-        return [Path(file).stem for file in files]
+def test_a_scenario_is_chosen_by_its_letter(capsys: pytest.CaptureFixture[str]) -> None:
+    def chosen(*arguments: str) -> str:
+        return str(launcher_parser().parse_args(["--gpus", "4", *arguments]).scenario)
 
-    assert chosen("--scenario", "A") == ["scenario_a"]
-    assert chosen("--scenario", "b") == ["scenario_b_0", "scenario_b_1"]
+    assert [chosen("--scenario", text) for text in ("A", "b", "All")] == ["A", "B", "all"]
+    assert [file.stem for file in shipped_scenarios()["B"]] == ["scenario_b_0", "scenario_b_1"]
     for wrong in (["--scenario", "Z"], ["--scenario", "A", "--pipelines", "a.yaml"], []):
         with pytest.raises(SystemExit):
             chosen(*wrong)
     assert "Z: no such scenario; there are A, B, " in capsys.readouterr().err
+
+
+def test_a_scenario_on_too_few_gpus_says_how_many_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_together(["--gpus", "2", "--scenario", "A"]) == 2
+    assert "needs 4 GPUs" in (said := capsys.readouterr().err) and "give --gpus 4, or --scale" in said
+    assert run_together(["--gpus", "3", "--scenario", "D", "--scale"]) == 2
+    assert "these files are for 4 GPUs, of which 3 are no whole part or multiple" in capsys.readouterr().err
+    wrapper = file(tmp_path, "wide", nemo_config_path=str(GRPO), actor_infer={"device_mapping": [0, 1, 2, 3]})
+    with pytest.raises(ConfigError, match="wide.yaml: needs 4 GPUs"):
+        fitted([wrapper], POOL, tmp_path)
+    (scaled,) = read_jobs(fitted([wrapper], POOL, tmp_path / "scaled", scale=True), POOL)
+    assert scaled.infer == (0, 1)
+    assert fitted([GRPO, wrapper], Pool(1, 4), tmp_path / "other") == [GRPO, wrapper], "they fit as they are"
+
+
+def test_files_are_named_as_the_other_control_plane_names_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["--gpus", "2", "--config_path", str(tmp_path), "--config_name"]
+    file(tmp_path, "one", nemo_config_path=str(GRPO), weigth=2)
+    file(tmp_path, "two", nemo_config_path=str(GRPO))
+    assert run_together([*line, "one,two"]) == 2
+    assert "weigth: unknown key. Did you mean 'weight'?" in capsys.readouterr().err
+    assert run_together([*line, "two,tow"]) == 2
+    assert "--config_name tow: there is no" in (said := capsys.readouterr().err) and "Did you mean 'two'?" in said
+    assert run_together(["--gpus", "2", "--config_path", str(tmp_path), "--pipelines", str(GRPO)]) == 2
+    assert "give --config_name" in capsys.readouterr().err
+
+
+ONE_EACH = ["grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=64"]
+
+
+def test_a_wrapper_may_draw_one_sample_per_prompt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match="every advantage would be 0; draw at least 2 samples"):
+        only(GRPO, *ONE_EACH)
+    wrapped: dict[str, Any] = {"nemo_config_path": str(GRPO)}
+    config = only(file(tmp_path, "smoke", **wrapped, nemo_config_overrides=ONE_EACH)).config
+    assert isinstance(config, MasterConfig) and config.grpo.num_generations_per_prompt == 1
+    assert "every advantage is 0, and the rewards teach nothing" in caplog.text
+    caplog.clear()
+    estimator = ["grpo.adv_estimator.name=reinforce_plus_plus", "grpo.adv_estimator.minus_baseline=false"]
+    assert only(GRPO, *ONE_EACH, *estimator).kind is Kind.GRPO and "every advantage" not in caplog.text
+
+
+def test_a_scenarios_row_says_why_it_did_not_pass() -> None:
+    done = Standing("a", (0,), (0,), 10.0, ended_at=40.0, outcome=Outcome("done", steps=2, waited_s=1.5))
+    lost = Standing("b", (0,), (0,), 11.0, ended_at=30.0, outcome=Outcome("failed", "DataError: no rows"))
+    passed, failed = result_of("A", [done], Timeline(), []), result_of("B", [done, lost], Timeline(), ["a gap"])
+    assert (passed.seconds, passed.waited_s, passed.why) == (30.0, 1.5, "")
+    assert failed.why == "b: failed DataError: no rows; a gap"
+    shown = io.StringIO()
+    print_scenarios([passed, failed], "GPU", shown)
+    assert [line.split()[-1] for line in shown.getvalue().splitlines()] == ["result", "PASS", "gap"]
 
 
 def test_jobs_that_may_start_at_the_same_time_are_counted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ def with_own_folders(configs: Mapping[str, Config]) -> dict[str, Config]:
         log_dir = f"{log_dir}/{job}" if logs.count(log_dir) > 1 else log_dir
         if checkpoints.count(checkpoint_dir) > 1:
             checkpoint_dir = f"{checkpoint_dir}/{job}"
-        placed[job] = _in_folders(configs[job], log_dir, checkpoint_dir)
+        placed[job] = in_folders(configs[job], log_dir, checkpoint_dir)
     return placed
 
 
@@ -40,7 +40,8 @@ def _folders(config: Config) -> tuple[str, ...]:
     return ()
 
 
-def _in_folders(config: Config, log_dir: str, checkpoint_dir: str) -> Config:
+def in_folders(config: Config, log_dir: str, checkpoint_dir: str) -> Config:
+    """The configuration of a job that logs and saves there, as far as it does."""
     if isinstance(config, AdaptersConfig):
         # Its command runs where the job was submitted.
         stays = [str(Path(folder).absolute()) for folder in _folders(config)] == [log_dir, checkpoint_dir]

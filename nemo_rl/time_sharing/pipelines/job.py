@@ -14,8 +14,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nemo_rl.config import (
     ConfigError,
     DistillationMasterConfig,
@@ -33,43 +31,23 @@ from nemo_rl.config.overrides import parse_override
 from nemo_rl.config.placement import training_world_size
 from nemo_rl.config.schema import is_known
 from nemo_rl.config.teachers import teachers_of
-from nemo_rl.time_sharing.pipelines.adapters import ADAPTERS, STOP_S, AdaptersConfig, adapters_command
+from nemo_rl.time_sharing.pipelines.adapters import ADAPTERS, AdaptersConfig, adapters_command
 from nemo_rl.time_sharing.pipelines.command_config import EXTERNAL, CommandConfig, read_command
 from nemo_rl.time_sharing.pipelines.fits import as_teacher, divides, engines_are_too_wide, engines_of, teachers_fit
 from nemo_rl.time_sharing.pipelines.folders import Config, with_own_folders
+from nemo_rl.time_sharing.pipelines.wrapper import (
+    CONFIG_PATH,
+    OVERRIDES,
+    Wrapper,
+    check_strategy,
+    overrides_of,
+    read_wrapper,
+)
 from nemo_rl.time_sharing.planning import placement
 from nemo_rl.time_sharing.protocol.topology import GpuOutsidePool, Pool, Topology, register
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, UNMEASURED_RANK_BATCH
 
-_WRAPPER_KEY = "nemo_config_path"
-_WRAPPER_KEYS = {
-    "pipeline_cls",
-    "exp_name",
-    _WRAPPER_KEY,
-    "nemo_config_overrides",
-    "train_device_mapping",
-    "infer_device_mapping",
-    "num_gpus_per_node",
-    "rlix_max_colocated_worker_groups",
-    "verify_model_after_sync",
-    "nemo_increment_log_dir",
-    "actor_train",
-    "actor_infer",
-    "weight",
-    "min_share",
-    "max_share",
-    "rank_batch",
-    "slice_s",
-    "whole_gpus",
-    ADAPTERS,
-    STOP_S,
-}
-_MAPPINGS = {"train_device_mapping": ACTOR_TRAIN, "infer_device_mapping": ACTOR_INFER}
-_MEGATRON = "megatron_train"
 _COMMAND_SLICE_S = 60.0
-_STRATEGIES = {ACTOR_TRAIN: (_MEGATRON, "fsdp2_train"), ACTOR_INFER: ("vllm",)}
-
-Wrapper = Mapping[str, Any]  # the keys of a wrapper file
 
 
 class Kind(str, Enum):
@@ -233,8 +211,8 @@ class _Source:
 
 
 def _source(file: Path) -> _Source:
-    wrapper = _wrapper(file)
-    inner = (file.parent / wrapper[_WRAPPER_KEY]) if wrapper else file
+    wrapper = read_wrapper(file)
+    inner = (file.parent / wrapper[CONFIG_PATH]) if wrapper else file
     config = CommandConfig if {EXTERNAL, "multi_lora"} & set(merge(read_layers(inner))) else kind_of_file(inner)
     named = str(wrapper.get("pipeline_cls") or "").rpartition(".")[2]
     if named == _TEACHER and issubclass(config, MasterConfig):
@@ -258,9 +236,12 @@ def _concerns(override: str, source: _Source, sources: Sequence[_Source]) -> boo
 
 def _read_job(source: _Source, pool: Pool, overrides: Sequence[str], *, taken: Sequence[str]) -> Job:
     wrapper = source.wrapper
-    own = _wrapper_overrides(wrapper) if issubclass(source.config, MasterConfig) else []
-    config = _config(source, [*own, *map(str, wrapper.get("nemo_config_overrides") or []), *overrides])
-    _check_strategy(wrapper, config)
+    own = overrides_of(wrapper) if issubclass(source.config, MasterConfig) else []
+    if wrapper and source.config is MasterConfig:
+        # Files of other control planes draw one sample per prompt to try a pool.
+        own.append("grpo.allow_zero_advantages=true")
+    config = _config(source, [*own, *map(str, wrapper.get(OVERRIDES) or []), *overrides])
+    check_strategy(wrapper, config)
     per_node = wrapper.get("num_gpus_per_node")
     if per_node is not None and per_node != pool.gpus_per_node:
         raise ConfigError([f"num_gpus_per_node: {per_node}, but the pool's nodes have {pool.gpus_per_node}"])
@@ -300,89 +281,6 @@ def _config(source: _Source, overrides: Sequence[str]) -> Config:
 def _all_of(pool: Pool, config: Config) -> range:
     """All GPUs of the pool; for a command as many of them as divide into its ranks."""
     return range(pool.gpus - pool.gpus % config.gpus if isinstance(config, CommandConfig) else pool.gpus)
-
-
-def _wrapper(file: Path) -> Wrapper:
-    """The keys of a wrapper file; none for an ordinary configuration."""
-    try:
-        content = yaml.safe_load(file.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError([f"{file}: cannot be read ({error})"]) from error
-    if not isinstance(content, dict) or _WRAPPER_KEY not in content:
-        return {}
-    unknown = sorted(set(content) - _WRAPPER_KEYS)
-    if unknown:
-        raise ConfigError([f"{file}: unknown keys {unknown}; a wrapper has {sorted(_WRAPPER_KEYS)}"])
-    if problems := _wrapper_problems(content):
-        raise ConfigError(problems, str(file))
-    for key, section in _MAPPINGS.items():
-        content[key] = content.get(key) or (content.get(section) or {}).get("device_mapping")
-    return content
-
-
-def _wrapper_problems(content: Wrapper) -> list[str]:
-    """What of a wrapper's keys cannot be done, or contradicts another of its keys."""
-    problems = []
-    for key, name in _MAPPINGS.items():
-        section = content.get(name) or {}
-        given = {key: content.get(key), f"{name}.device_mapping": section.get("device_mapping")}
-        for where, gpus in given.items():
-            if gpus is not None and not (isinstance(gpus, list) and all(type(gpu) is int for gpu in gpus)):
-                problems.append(f"{where}: {gpus!r} is not a list of GPU numbers such as [0, 1]")
-            elif gpus == []:
-                problems.append(f"{where} is empty; name its GPUs, or leave the key out")
-        here, there = given.values()
-        if here is not None and there is not None and here != there:
-            problems.append(f"{key}: {here}, but {name}.device_mapping: {there}; give one, or the same twice")
-        if section.get("offload_nccl") is False:
-            problems.append(f"{name}.offload_nccl: false, but communicators that stay would keep memory of the pool")
-        strategy = (section.get("strategy_args") or {}).get("strategy_name")
-        if strategy is not None and strategy not in _STRATEGIES[name]:
-            known = ", ".join(_STRATEGIES[name])
-            problems.append(f"{name}.strategy_args.strategy_name: {strategy!r}; there is {known} here")
-    if content.get(STOP_S) is not None and not content.get(ADAPTERS):
-        problems.append(f"{STOP_S}: is for a wrapper with {ADAPTERS}; a command has external.{STOP_S}")
-    level = _sleep_level(content)
-    if level not in (None, 1, 2):
-        problems.append(f"{ACTOR_INFER}: sleep_level {level}; engines sleep at level 1 or 2")
-    if content.get("nemo_increment_log_dir") is False:
-        problems.append(
-            "nemo_increment_log_dir: false, but every run writes into a numbered folder of its own below "
-            "logger.log_dir; leave the key out"
-        )
-    groups = content.get("rlix_max_colocated_worker_groups")
-    if groups is not None and (type(groups) is not int or groups < 2):
-        problems.append(
-            f"rlix_max_colocated_worker_groups: {groups!r}, but a job's training and its engines are two groups on a "
-            "GPU; any number from 2 on is possible"
-        )
-    return problems
-
-
-def _check_strategy(wrapper: Wrapper, config: Config) -> None:
-    """Raises ConfigError: a wrapper names another training backend than its configuration."""
-    strategy = ((wrapper.get(ACTOR_TRAIN) or {}).get("strategy_args") or {}).get("strategy_name")
-    if strategy is None or not isinstance(config, RootConfig):
-        return
-    if (strategy == _MEGATRON) is not config.policy.megatron_cfg.enabled:
-        backend = "megatron_cfg" if config.policy.megatron_cfg.enabled else "dtensor_cfg"
-        raise ConfigError(
-            [f"{ACTOR_TRAIN}.strategy_args.strategy_name: {strategy!r}, but policy.{backend}.enabled is true"]
-        )
-
-
-def _sleep_level(wrapper: Wrapper) -> object:
-    infer = wrapper.get(ACTOR_INFER) or {}
-    strategy = (infer.get("strategy_args") or {}).get("strategy_config") or infer.get("strategy_config") or {}
-    return strategy.get("sleep_level")
-
-
-def _wrapper_overrides(wrapper: Mapping[str, object]) -> list[str]:
-    """What a wrapper's own keys say of a GRPO configuration."""
-    level, verify = _sleep_level(wrapper), wrapper.get("verify_model_after_sync")
-    return [f"policy.generation.vllm_cfg.sleep_level={level}"] * (level is not None) + [
-        f"weight_sync.verify={str(bool(verify)).lower()}"
-    ] * (verify is not None)
 
 
 def _name(wanted: str, taken: Sequence[str]) -> str:

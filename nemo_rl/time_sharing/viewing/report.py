@@ -46,7 +46,7 @@ def report_data(
     pipelines = timeline.pipelines
     index = {name: number for number, name in enumerate(pipelines)}
     gpu_seconds = [0.0] * len(pipelines)
-    held, pool = 0.0, timeline.pool
+    pool = timeline.pool
     bars: list[list[float | int | str]] = []
     # First, so that the holder of a GPU that is closed to one pipeline only is drawn over it.
     for out in timeline.outages:
@@ -56,8 +56,6 @@ def report_data(
         ]
     for o in timeline.occupations:
         gpu_seconds[index[o.pipeline]] += pool.gpus_in(o.gpus) * (o.end - o.start)
-        if o.phase in ("held", "active"):
-            held += pool.gpus_in(o.gpus) * (o.end - o.start)
         runs = _runs(o.gpus)
         bars += [
             [first, last, round(o.start, 3), round(o.end, 3), index[o.pipeline], _kind(o.tag, o.phase), o.label]
@@ -79,7 +77,7 @@ def report_data(
         "handoverP99": percentile(spans, 99),
         "gpuSeconds": [round(s) for s in gpu_seconds],
         "steps": [timeline.steps.get(name, 0) for name in pipelines],
-        "held": held / max(timeline.end * pool.gpus, 1e-9),
+        "held": timeline.busy(),
         "busy": None if said is None else said.gpu_busy,
         "about": "" if said is None else said.about,
         "runs": "" if said is None else f"{said.runs} run{'' if said.runs == 1 else 's'} from seed {said.seed}",

@@ -114,6 +114,13 @@ class Timeline:
     measured: str = ""
     simulated: Simulated | None = None
 
+    def busy(self) -> float:
+        """Part of the GPUs' time in which a pipeline trains or generates on them, 0 to 1."""
+        held = (
+            self.pool.gpus_in(o.gpus) * (o.end - o.start) for o in self.occupations if o.phase in ("held", "active")
+        )
+        return sum(held) / max(self.end * self.pool.gpus, 1e-9)
+
 
 _NO_PLAN = -1
 """The plan of a decision that no plan made."""
