@@ -153,11 +153,12 @@ class DataPlaneConfig(Section):
 class WeightSyncConfig(Section):
     """`weight_sync.*`."""
 
-    transport: Literal["auto", "cuda_ipc", "nccl", "host"] = Field(
+    transport: Literal["auto", "cuda_ipc", "nccl", "host", "tcp"] = Field(
         "auto",
         description="Transport to each target device: auto chooses; cuda_ipc and host refuse targets they "
         "cannot reach; "
-        "nccl makes a group of the other GPUs, and reaches the sender's own GPU by CUDA IPC.",
+        "nccl makes a group of the other GPUs, and reaches the sender's own GPU by CUDA IPC; tcp sends from "
+        "host memory to host memory.",
     )
     bucket_bytes: PositiveInt = Field(
         256 * 1024**2,

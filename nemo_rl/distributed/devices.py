@@ -16,6 +16,8 @@ import torch
 from nemo_rl.distributed.accelerators import CPU, CUDA, SLOT_BYTES_VARIABLE
 from nemo_rl.distributed.memory_use import resident_bytes
 
+SHARED_MEMORY_DIR = "/dev/shm"
+
 
 def device_of_process() -> torch.device:
     """The accelerator device that this process may use: `cuda:0` when a GPU is visible, else the CPU."""
@@ -110,9 +112,11 @@ def synchronize(device: torch.device) -> None:
 
 
 def device_uuid(device: torch.device) -> str:
-    """An identity `device@host` of the physical device, equal in every process; CPU slots of a host share one."""
+    """An identity `device@host` of the physical device, equal in every process; CPU slots of a host share one. A host
+    is what shares memory: containers of one machine, each with shared memory of its own, are several.
+    """
     with open("/proc/sys/kernel/random/boot_id") as boot_id:
-        host = boot_id.read().strip()
+        host = f"{boot_id.read().strip()}.{os.stat(SHARED_MEMORY_DIR).st_dev}"
     name = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
     return f"{name}@{host}"
 

@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -30,7 +30,7 @@ from nemo_rl.weight_sync.layout import (
     unpack,
 )
 from nemo_rl.weight_sync.sender import SendSpec, window_bytes
-from nemo_rl.weight_sync.transports.base import Handle, Published, TransportError
+from nemo_rl.weight_sync.transports.base import Handle, Published, TransportError, TransportName
 from nemo_rl.weight_sync.transports.host import HostStaging, map_segment
 
 logger = logging.getLogger(__name__)
@@ -227,6 +227,10 @@ class CachedSender(Protocol):
         """Device identity of every rank, the owner first."""
         ...
 
+    def may_stage(self) -> bool:
+        """Whether the owner may use memory of its GPU: not where that is lent to others meanwhile."""
+        ...
+
     def rendezvous(self) -> tuple[str, int]:
         """Address of the owner and a free port there."""
         ...
@@ -277,7 +281,8 @@ class CachedSource:
         if self._through is None:
             return [device_uuid(CPU.torch_device())]
         owner = self._through.devices()[0]
-        return [owner] if in_host_memory(owner) else [host_memory_of(owner), owner]
+        here = host_memory_of(owner)
+        return [here] if in_host_memory(owner) or not self._through.may_stage() else [here, owner]
 
     def staging_budget(self) -> int:
         """Bytes of one window."""
@@ -301,8 +306,8 @@ class CachedSource:
                 "the session plans other buckets than the cache has; both must use weight_sync.bucket_bytes"
             )
         self._spec = spec
-        if CACHE_OWNER in spec.lanes:
-            self._owner().begin_cached(spec, self._manifest, timeout_s)
+        if lanes := _lanes_of_owner(spec):
+            self._owner().begin_cached(replace(spec, lanes={CACHE_OWNER: lanes}), self._manifest, timeout_s)
 
     def export_window(self, index: int, timeout_s: float) -> list[dict[str, Published] | None]:
         """The window's place in the cache, and the owner's staged copy if its lane is used."""
@@ -318,10 +323,12 @@ class CachedSource:
             "keep": True,
         }
         sums = self._manifest.checksums[first : first + len(window)] if self._spec.verify else ()
-        published: list[dict[str, Published] | None] = [{"host": {"handle": place, "checksums": list(sums)}}]
-        return published + (
-            self._owner().export_window(index, timeout_s)[:1] if CACHE_OWNER in self._spec.lanes else []
-        )
+        mapped: dict[str, Published] = {"host": {"handle": place, "checksums": list(sums)}}
+        if not _lanes_of_owner(self._spec):
+            return [mapped]
+        staged = self._owner().export_window(index, timeout_s)[0] or {}
+        # What is sent from host memory is at the cache's own place.
+        return [mapped | {name: staged[name] for name in staged if name == "tcp"}, staged]
 
     def send_window(self, index: int, timeout_s: float) -> None:
         """Pushes a window from the owner."""
@@ -330,7 +337,7 @@ class CachedSource:
     def close(self, *, failed: bool = False) -> None:
         """Ends the reading."""
         try:
-            if self._spec is not None and CACHE_OWNER in self._spec.lanes:
+            if self._spec is not None and _lanes_of_owner(self._spec):
                 self._owner().close(failed=failed)
         finally:
             if self._manifest is not None:
@@ -343,3 +350,9 @@ class CachedSource:
                 "this weight cache is not owned by a training rank: it serves targets on its own host only"
             )
         return self._through
+
+
+def _lanes_of_owner(spec: SendSpec) -> tuple[TransportName, ...]:
+    """The transports for which the owner rank stages."""
+    sent: tuple[TransportName, ...] = ("tcp",) if "tcp" in spec.lanes.get(0, ()) else ()
+    return (*spec.lanes.get(CACHE_OWNER, ()), *sent)

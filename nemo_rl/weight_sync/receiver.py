@@ -22,7 +22,7 @@ from nemo_rl.weight_sync.routes import place_of
 from nemo_rl.weight_sync.transports.base import Opener, Published, TransportError, TransportName
 from nemo_rl.weight_sync.transports.cuda_ipc import CudaIpcOpener
 from nemo_rl.weight_sync.transports.host import HostOpener
-from nemo_rl.weight_sync.transports.nccl import GroupMeeting, KeptGroup, NcclOpener
+from nemo_rl.weight_sync.transports.nccl import GroupMeeting, GroupOpener, KeptGroup
 
 
 class SyncProtocolError(RuntimeError):
@@ -54,7 +54,7 @@ class LoadTarget(Protocol):
 
 
 def make_opener(name: TransportName, device: torch.device) -> Opener:
-    """A receiver's end that needs no group. Raises TransportError: the transport needs a group (nccl)."""
+    """A receiver's end that needs no group. Raises TransportError: the transport needs a group (nccl, tcp)."""
     if name == "host":
         return HostOpener(device)
     if name == "cuda_ipc":
@@ -119,7 +119,7 @@ class WeightReceiver:
 
     def begin(self, session: dict[str, Any]) -> None:
         """Opens a session: `{id, windows, verify, timeout_s, staged}` and this worker's route in it, `{transport,
-        nccl}`. `nccl` is `{rank}` and a `GroupMeeting`'s values if the route uses the session's group, else None. If
+        group}`. `group` is `{rank}` and a `GroupMeeting`'s values if the route uses the session's group, else None. If
         staged, windows are kept beside the live weights, which stay untouched until `finish`.
 
         Raises SyncProtocolError: another session is open; TransportError: this worker lacks the group that the session
@@ -129,10 +129,11 @@ class WeightReceiver:
             raise SyncProtocolError(
                 f"session {session['id']} cannot begin: session {self._session['id']} is open; abort it first"
             )
-        nccl = session.get("nccl")
-        if nccl:
-            meeting = GroupMeeting(**{name: value for name, value in nccl.items() if name != "rank"})
-            self._opener = NcclOpener(self._groups.join(meeting, nccl["rank"], session["timeout_s"], self._device))
+        of = session.get("group")
+        if of:
+            meeting = GroupMeeting(**{name: value for name, value in of.items() if name != "rank"})
+            group = self._groups.join(meeting, of["rank"], session["timeout_s"], self._device)
+            self._opener = GroupOpener(group, self._device)
         else:
             self._groups.drop()
             self._opener = make_opener(session["transport"], self._device)
@@ -210,7 +211,7 @@ class WeightReceiver:
         self._loading = False
         synchronize(self._device)
         self.version = version
-        keeps = bool((self._session.get("nccl") or {}).get("keep"))
+        keeps = bool((self._session.get("group") or {}).get("keep"))
         self._close()
         if not keeps:
             self._groups.drop()

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nemo_rl.distributed.devices import host_of, in_host_memory
-from nemo_rl.weight_sync.transports.base import TransportError, TransportName
+from nemo_rl.weight_sync.transports.base import PUSHED, TransportError, TransportName
 
-_ANSWERS = ("auto", "cuda_ipc", "nccl", "host")
+_ANSWERS = ("auto", "cuda_ipc", "nccl", "host", "tcp")
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Route:
 
     transport: TransportName
     source: int  # number of the source that stages them
-    group_rank: int = 0  # the target's rank in the session's NCCL group, whose rank 0 sends; 0 for a target outside it
+    group_rank: int = 0  # the target's rank in the session's group, whose rank 0 sends; 0 for a target outside it
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class RoutePlan:
 
     @property
     def group_size(self) -> int:
-        """Members of the session's NCCL group with its sender; 0 when there is no group."""
-        members = sum(route.transport == "nccl" for route in self.routes)
+        """Members of the session's group with its sender; 0 when there is no group."""
+        members = sum(route.transport in PUSHED for route in self.routes)
         return members + 1 if members else 0
 
     @property
@@ -54,14 +54,16 @@ def place_of(transport: TransportName, device: str) -> str:
     """Where a staged copy can be read, as a key that source and target compute alike: on its device, on its host, or by
     members of the group.
     """
-    return f"{transport}:{ {'cuda_ipc': device, 'host': host_of(device), 'nccl': 'group'}[transport] }"
+    if transport in PUSHED:
+        return f"{transport}:group"
+    return f"{transport}:{device if transport == 'cuda_ipc' else host_of(device)}"
 
 
 def plan_routes(configured: str, sources: Sequence[str], targets: Sequence[str]) -> RoutePlan:
     """Chooses for every target.
 
     `auto` takes, in this order: host memory that already holds the weights, the target's own GPU, pinned host memory, a
-    group.
+    group: between GPUs over NCCL; for CPU slots, and where no source may use a GPU, between host memories over TCP.
 
     Args:
         configured: `weight_sync.transport`.
@@ -73,39 +75,35 @@ def plan_routes(configured: str, sources: Sequence[str], targets: Sequence[str])
     if configured not in _ANSWERS:
         raise TransportError(f"weight_sync.transport={configured} is unknown; choose {', '.join(_ANSWERS)}")
     routes: list[Route] = []
-    grouped: set[str] = set()
+    grouped: list[str] = []
     for device in targets:
         transport = _transport_for(configured, sources, device)
         if transport == "nccl" and device in grouped:
             raise TransportError(
                 f"two targets share {device}, and NCCL cannot put two ranks on one GPU; use weight_sync.transport=host"
             )
-        grouped |= {device} if transport == "nccl" else set()
-        routes.append(
-            Route(transport, _source_for(transport, sources, device), len(grouped) if transport == "nccl" else 0)
-        )
+        pushed = transport in PUSHED
+        grouped += [device] if pushed else []
+        routes.append(Route(transport, _source_for(transport, sources, device), len(grouped) if pushed else 0))
     return RoutePlan(tuple(routes))
 
 
 def _transport_for(configured: str, sources: Sequence[str], device: str) -> TransportName:
     """The transport for a target on `device`. Raises TransportError: the configured one does not reach it."""
     same_host = [source for source in sources if host_of(source) == host_of(device)]
-    if in_host_memory(device):
-        if configured not in ("auto", "host"):
-            raise TransportError(f"weight_sync.transport={configured} needs GPUs; on CPU slots use auto or host")
-        if not same_host:
+    if in_host_memory(device) and configured in ("cuda_ipc", "nccl"):
+        raise TransportError(f"weight_sync.transport={configured} needs GPUs; on CPU slots use auto, host or tcp")
+    if configured == "tcp":
+        return "tcp"
+    if configured == "host" or in_host_memory(device):
+        if same_host:
+            return "host"
+        if configured == "host":
             raise TransportError(
-                f"no source shares a host with the CPU slot {device}: CPU slots get weights through shared "
-                "memory; place both on one node"
-            )
-        return "host"
-    if configured == "host":
-        if not same_host:
-            raise TransportError(
-                "weight_sync.transport=host reaches only targets on the source's own nodes; use auto or nccl "
+                "weight_sync.transport=host reaches only targets on the source's own nodes; use auto, nccl or tcp "
                 "across nodes"
             )
-        return "host"
+        return "tcp"
     # A rank cannot broadcast to its own GPU, so a target there is reached by IPC whatever the others use.
     if configured in ("cuda_ipc", "nccl"):
         if device in sources:
@@ -122,12 +120,17 @@ def _transport_for(configured: str, sources: Sequence[str], device: str) -> Tran
     if device in sources:
         return "cuda_ipc"
     # Pinned shared memory reaches every GPU of a host without a communicator; NCCL is for what lies beyond it.
-    return "host" if same_host else "nccl"
+    if same_host:
+        return "host"
+    return "tcp" if all(in_host_memory(source) for source in sources) else "nccl"
 
 
 def _source_for(transport: TransportName, sources: Sequence[str], device: str) -> int:
     if transport == "cuda_ipc":
         return sources.index(device)
+    if transport == "tcp":
+        # Rank 0 sends, or the owner of a cache from the memory that it lies in.
+        return 0
     if transport == "host":
         near = [number for number, source in enumerate(sources) if host_of(source) == host_of(device)]
         return min(near, key=lambda number: (not in_host_memory(sources[number]), number))

@@ -13,11 +13,18 @@ from dataclasses import dataclass, field
 
 import torch
 
+from nemo_rl.distributed.accelerators import CPU
+from nemo_rl.distributed.devices import allowed_memory
 from nemo_rl.weight_sync.layout import BucketLayout, LayoutError, align, checksum, pack_tensor
 from nemo_rl.weight_sync.transports.base import Published, Staging, TransportError, TransportName
 from nemo_rl.weight_sync.transports.cuda_ipc import CudaIpcStaging
 from nemo_rl.weight_sync.transports.host import HostStaging
-from nemo_rl.weight_sync.transports.nccl import BroadcastGroup, GroupMeeting, KeptGroup, NcclStaging
+from nemo_rl.weight_sync.transports.nccl import BroadcastGroup, GroupMeeting, GroupStaging, KeptGroup
+
+_BESIDE: Mapping[TransportName, TransportName] = {"nccl": "cuda_ipc", "tcp": "host"}
+"""The lane whose buffer a pushed one sends from, where a source has both."""
+_COMMUNICATOR_BYTES = 1 << 30
+"""Device memory that is kept free for NCCL: a communicator between hosts takes some hundred MiB."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,7 @@ class SendSpec:
     verify: bool
     timeout_s: float  # deadline of collectives, in seconds
     lanes: Mapping[int, tuple[TransportName, ...]] = field(default_factory=dict)
-    nccl: GroupMeeting | None = None  # the session's NCCL group, where a lane is one
+    group: GroupMeeting | None = None  # the session's group, where a lane is pushed
 
 
 def window_bytes(buckets: Sequence[BucketLayout]) -> int:
@@ -44,7 +51,26 @@ def make_staging(name: TransportName, nbytes: int, device: torch.device) -> Stag
         return HostStaging(nbytes, device)
     if name == "cuda_ipc":
         return CudaIpcStaging(nbytes, device)
-    return NcclStaging(nbytes, device)
+    return GroupStaging(nbytes, CPU.torch_device() if name == "tcp" else device)
+
+
+def check_room(spec: SendSpec, source: int, device: torch.device) -> None:
+    """Checks that a session's buffers and group fit into the memory that is free on a source's device. Raises
+    TransportError: they do not.
+    """
+    lanes = [name for name in spec.lanes.get(source, ()) if name in ("cuda_ipc", "nccl")]
+    if not lanes or device.type != "cuda":
+        return
+    window = max((window_bytes(window) for window in spec.windows), default=0)
+    buffers = window * min(2, len(spec.windows))
+    group = _COMMUNICATOR_BYTES if "nccl" in lanes and (spec.group is None or not spec.group.held) else 0
+    free = allowed_memory(device)
+    if buffers + group > free:
+        raise TransportError(
+            f"weights cannot be staged on {device} for targets elsewhere: two windows take {buffers >> 20} MiB and a "
+            f"communicator {group >> 20} MiB, and {free >> 20} MiB are free; set weight_sync.transport=auto or tcp, "
+            "which stage in host memory, or lower weight_sync.bucket_bytes"
+        )
 
 
 class WeightSender:
@@ -70,12 +96,10 @@ class WeightSender:
         self._published: dict[int, int] = {}
         self._group: BroadcastGroup | None = None
         self._groups = groups or KeptGroup()
-        self._keeps = groups is not None and spec.nccl is not None and spec.nccl.keep
+        self._keeps = groups is not None and spec.group is not None and spec.group.keep
         self._lanes = spec.lanes.get(source, ())
-        # A collective sends from any memory of the device: beside CUDA IPC it needs no buffer of its own.
-        self._staged: list[TransportName] = [
-            name for name in self._lanes if name != "nccl" or "cuda_ipc" not in self._lanes
-        ]
+        # A collective sends from any memory of the device: beside another lane there it needs no buffer of its own.
+        self._staged: list[TransportName] = [name for name in self._lanes if _BESIDE.get(name) not in self._lanes]
         self._stagings: list[list[Staging]] = []
         try:
             self._open(device)
@@ -90,9 +114,9 @@ class WeightSender:
             self._stagings.append(slot)
             for name in self._staged:
                 slot.append(make_staging(name, size, device))
-        nccl = self._spec.nccl
-        if "nccl" in self._lanes and nccl is not None:
-            self._group = self._groups.join(nccl, 0, self._spec.timeout_s, device)
+        meeting = self._spec.group
+        if meeting is not None and meeting.over in self._lanes:
+            self._group = self._groups.join(meeting, 0, self._spec.timeout_s, device)
         else:
             self._groups.drop()
 
@@ -125,12 +149,13 @@ class WeightSender:
         """Broadcasts a published window where the transport pushes; receivers pull otherwise. Raises TransportError:
         the window was not exported.
         """
-        if self._group is None:
+        if self._group is None or self._spec.group is None:
             return
         if index not in self._published:
             raise TransportError(f"window {index} was sent before it was exported")
         stagings = self._stagings[index % len(self._stagings)]
-        pushed = stagings[self._staged.index("nccl" if "nccl" in self._staged else "cuda_ipc")]
+        over = self._spec.group.over
+        pushed = stagings[self._staged.index(over if over in self._staged else _BESIDE[over])]
         self._group.broadcast(pushed.buffer_B[: self._published[index]])
 
     def close(self, *, failed: bool = False) -> None:

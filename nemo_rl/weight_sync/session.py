@@ -21,7 +21,7 @@ from nemo_rl.weight_sync.layout import LayoutError, TensorMeta, plan_buckets, pl
 from nemo_rl.weight_sync.receiver import encode_buckets
 from nemo_rl.weight_sync.routes import RoutePlan, place_of, plan_routes
 from nemo_rl.weight_sync.sender import SendSpec
-from nemo_rl.weight_sync.transports.base import TransportError
+from nemo_rl.weight_sync.transports.base import PUSHED, TransportError
 from nemo_rl.weight_sync.transports.nccl import GroupMeeting, is_of, members_digest, new_group_id
 
 logger = logging.getLogger(__name__)
@@ -202,18 +202,18 @@ class SyncSession:
         return SyncReport(self.version, plan.summary, nbytes, len(windows), marks, pauses_s, checksum)
 
     def _meeting(self, plan: RoutePlan, sources: Sequence[str], devices: Sequence[str]) -> GroupMeeting:
-        grouped = [number for number, route in enumerate(plan.routes) if route.transport == "nccl"]
-        sender = sources[plan.routes[grouped[0]].source]
-        members = members_digest(sender, [devices[number] for number in grouped], self._options.timeout_s)
+        grouped = [number for number, route in enumerate(plan.routes) if route.transport in PUSHED]
+        over, sender = plan.routes[grouped[0]].transport, sources[plan.routes[grouped[0]].source]
+        members = members_digest(over, sender, [devices[number] for number in grouped], self._options.timeout_s)
         keep = self._options.keep_group
         kept = self._source.kept_group(self._left()) if keep else None
         if kept is not None and is_of(kept, members):
             held = self._targets.kept_groups(self._left())
             # A rank that was rebuilt or slept holds no group: then all ranks join a new one.
             if all(held[number] == kept for number in grouped):
-                return GroupMeeting(kept, plan.group_size, held=True, keep=keep)
+                return GroupMeeting(kept, plan.group_size, held=True, keep=keep, over=over)
         address, port = self._source.rendezvous()
-        return GroupMeeting(new_group_id(members), plan.group_size, address, port, keep=keep)
+        return GroupMeeting(new_group_id(members), plan.group_size, address, port, keep=keep, over=over)
 
     def _begin(self, spec: SendSpec, plan: RoutePlan) -> None:
         session: dict[str, object] = {
@@ -227,14 +227,14 @@ class SyncSession:
         routes = []
         for route in plan.routes:
             meeting = None
-            if spec.nccl is not None and route.transport == "nccl":
-                meeting = asdict(spec.nccl) | {"rank": route.group_rank}
-            routes.append({"transport": route.transport, "nccl": meeting})
+            if spec.group is not None and route.transport in PUSHED:
+                meeting = asdict(spec.group) | {"rank": route.group_rank}
+            routes.append({"transport": route.transport, "group": meeting})
         with ThreadPoolExecutor(1) as pool:
             opened = pool.submit(self._source.begin, spec, self._left())
             # A source that cannot begin is found out before any target is touched; but sender and receivers of a group
             # meet in its rendezvous, where neither may wait for the other to return first.
-            if spec.nccl is None:
+            if spec.group is None:
                 self._result(opened, "the sources to begin")
             self._targets.begin(session, routes, self._left())
             self._result(opened, "the sources to begin")
@@ -251,10 +251,10 @@ class SyncSession:
                     # waits for that.
                     exported = (
                         pool.submit(self._source.export_window, index + 1, self._left())
-                        if spec.nccl is None
+                        if spec.group is None
                         else exported
                     )
-                sent = pool.submit(self._source.send_window, index, self._left()) if spec.nccl is not None else None
+                sent = pool.submit(self._source.send_window, index, self._left()) if spec.group is not None else None
                 senders: dict[str, Any] = {}
                 for source, lanes in spec.lanes.items():
                     senders |= {place_of(name, sources[source]): (published[source] or {})[name] for name in lanes}

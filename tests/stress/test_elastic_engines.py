@@ -298,7 +298,7 @@ def test_a_sync_that_cannot_be_is_refused_and_changes_nothing(engines: Elastic) 
         SyncSession(source, targets, version=version - 1, options=engines.elastic._options).run()
 
     first = {"id": "first", "version": version, "staged": True, "windows": 1, "verify": False, "timeout_s": 30.0}
-    targets.begin(first, [{"transport": "host", "nccl": None}] * SHARDS, 30.0)
+    targets.begin(first, [{"transport": "host", "group": None}] * SHARDS, 30.0)
     with pytest.raises(WorkerError, match="session first is open; abort it first"):
         engines.elastic.sync_selected_workers([0, 1])
     targets.abort("first")

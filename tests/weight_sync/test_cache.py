@@ -176,7 +176,7 @@ def test_a_cache_that_was_damaged_is_caught_by_its_version_checksums(owner: Owne
 
 def test_two_sessions_at_once_do_not_disturb_each_other(owner: Owner) -> None:
     receiver = WeightReceiver(DictModel(), CPU)
-    session = {"id": "first", "transport": "host", "windows": 1, "verify": False, "timeout_s": 5.0, "nccl": None}
+    session = {"id": "first", "transport": "host", "windows": 1, "verify": False, "timeout_s": 5.0, "group": None}
     receiver.begin(session)
     with pytest.raises(SyncProtocolError, match="session second cannot begin: session first is open"):
         receiver.begin({**session, "id": "second"})

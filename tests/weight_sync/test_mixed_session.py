@@ -10,21 +10,25 @@ import glob
 import os
 import queue
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from nemo_rl.distributed.devices import host_memory_of
 from nemo_rl.weight_sync import receiver as receiver_module
 from nemo_rl.weight_sync import sender as sender_module
 from nemo_rl.weight_sync.cache import CACHE_OWNER, BucketCache, CacheBuilder, CacheManifest
-from nemo_rl.weight_sync.layout import TensorMeta
+from nemo_rl.weight_sync.layout import TensorMeta, plan_buckets, plan_windows
 from nemo_rl.weight_sync.receiver import ChecksumMismatchError, WeightReceiver
-from nemo_rl.weight_sync.sender import SendSpec, WeightSender
+from nemo_rl.weight_sync.routes import plan_routes
+from nemo_rl.weight_sync.sender import SendSpec, WeightSender, check_room
 from nemo_rl.weight_sync.session import SyncOptions, SyncSession
 from nemo_rl.weight_sync.transports import nccl
-from nemo_rl.weight_sync.transports.base import Opener, Staging
+from nemo_rl.weight_sync.transports.base import Opener, Staging, TransportError
 from tests.weight_sync.models import DictModel, Engines, weights
 
 NAMES = {0: "gpu0@a", 1: "gpu1@a", 2: "gpu2@a", 8: "gpu8@b", 9: "gpu9@b"}
@@ -205,7 +209,7 @@ class Owner:
         self.builder = CacheBuilder(OPTIONS.bucket_bytes, torch.device("cpu"))
         self.cache = BucketCache(self.build, timeout_s=1.0)
         self.sender: WeightSender | None = None
-        self.begun = 0
+        self.begun, self.stages = 0, True
 
     def build(self, version: int, served: str | None) -> CacheManifest:
         tensors = weights(float(version))
@@ -214,6 +218,9 @@ class Owner:
 
     def devices(self) -> list[str]:
         return [NAMES[0], NAMES[1]]
+
+    def may_stage(self) -> bool:
+        return self.stages
 
     def rendezvous(self) -> tuple[str, int]:
         return "a", 1
@@ -257,3 +264,25 @@ def test_a_cache_disturbs_its_owner_only_for_targets_that_cannot_map_it(
     owner.builder.close()
     assert report.transport == used and bool(owner.begun) == owner_pushes
     assert engines.versions == [5] * len(numbers) and engines.hold(weights(5.0))
+
+
+def test_a_cache_whose_owner_has_lent_its_gpu_sends_from_host_memory() -> None:
+    owner = Owner()
+    owner.stages = False
+    source = owner.cache.source(5, owner)
+    assert source.devices() == [host_memory_of(NAMES[0])]
+    assert plan_routes("auto", source.devices(), [NAMES[2], NAMES[9]]).summary == "host+tcp"
+
+
+@pytest.mark.parametrize(("lanes", "free", "fits"), [(("nccl",), 1 << 30, False), (("cuda_ipc",), 1 << 20, True)])
+def test_a_buffer_or_group_that_does_not_fit_beside_others_is_refused_before_it_is_made(
+    lanes: tuple[Any, ...], free: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender_module, "allowed_memory", lambda device: free)
+    metas = [TensorMeta(name, tuple(tensor.shape), "float32") for name, tensor in weights().items()]
+    windows = plan_windows(plan_buckets(metas, OPTIONS.bucket_bytes), OPTIONS.bucket_bytes)
+    spec = SendSpec(windows, False, 5.0, {CACHE_OWNER: lanes})
+    gpu: Any = SimpleNamespace(type="cuda")
+    with nullcontext() if fits else pytest.raises(TransportError, match="communicator 1024 MiB, and 1024 MiB are free"):
+        check_room(spec, CACHE_OWNER, gpu)
+    check_room(spec, 0, gpu)

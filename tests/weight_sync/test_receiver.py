@@ -55,7 +55,7 @@ def opened(count: int, *, staged: bool, copies: bool, version: int) -> tuple[Wei
     receiver = WeightReceiver(model, CPU)
     for number in (1, version):
         session = {"id": f"s{number}", "version": number, "windows": count, "verify": True, "timeout_s": 9.0}
-        receiver.begin(session | {"staged": staged and number > 1, "transport": "host", "nccl": None})
+        receiver.begin(session | {"staged": staged and number > 1, "transport": "host", "group": None})
         receiver._opener = OneBuffer(copies)  # type: ignore[assignment]
         if number == 1:
             for index in range(count):

@@ -17,7 +17,7 @@ sources = st.one_of(
     st.lists(gpus, min_size=1, max_size=4, unique=True), gpus.map(lambda owner: [f"cpu@{host_of(owner)}", owner])
 )
 targets = st.lists(gpus, min_size=1, max_size=8, unique=True)
-configured = st.sampled_from(["auto", "cuda_ipc", "nccl", "host"])
+configured = st.sampled_from(["auto", "cuda_ipc", "nccl", "host", "tcp"])
 
 
 def transports(plan: RoutePlan) -> list[str]:
@@ -54,6 +54,12 @@ def test_cpu_slots_share_memory() -> None:
     assert plan.routes == (Route("host", 0),) * 3 and plan.group_size == 0
 
 
+def test_cpu_slots_of_other_hosts_are_sent_to_from_host_memory() -> None:
+    plan = plan_routes("auto", ["cpu@a"] * 2, ["cpu@a", "cpu@b", "cpu@b", "cpu@c"])
+    assert plan.routes == (Route("host", 0), Route("tcp", 0, 1), Route("tcp", 0, 2), Route("tcp", 0, 3))
+    assert plan.lanes == {0: ("host", "tcp")} and plan.group_size == 4
+
+
 @pytest.mark.parametrize(
     ("transport", "sources", "chosen"),
     [
@@ -61,6 +67,9 @@ def test_cpu_slots_share_memory() -> None:
         ("nccl", LIVE, ["cuda_ipc", "nccl"]),
         ("nccl", CACHE, ["cuda_ipc", "nccl"]),
         ("auto", ["gpu7@b"], ["nccl", "nccl"]),
+        ("auto", ["cpu@b"], ["tcp", "tcp"]),
+        ("tcp", LIVE, ["tcp", "tcp"]),
+        ("tcp", CACHE, ["tcp", "tcp"]),
     ],
 )
 def test_a_configured_transport_is_used_wherever_it_can_be(
@@ -74,9 +83,9 @@ def test_a_configured_transport_is_used_wherever_it_can_be(
     [
         ("cuda_ipc", LIVE, ["gpu2@a"], "weight_sync.transport=cuda_ipc reaches only targets on the source's own GPUs"),
         ("host", LIVE, ["gpu2@b"], "weight_sync.transport=host reaches only targets on the source's own nodes"),
-        ("nccl", ["cpu@a"], ["cpu@a"], "weight_sync.transport=nccl needs GPUs; on CPU slots use auto or host"),
-        ("auto", ["cpu@a"], ["cpu@b"], "CPU slots get weights through shared memory"),
-        ("auto", ["cpu@a"], ["gpu0@b"], "gpu0@b is reached by NCCL alone, and no source is on a GPU"),
+        ("nccl", ["cpu@a"], ["cpu@a"], "weight_sync.transport=nccl needs GPUs; on CPU slots use auto, host or tcp"),
+        ("host", ["cpu@a"], ["cpu@b"], "weight_sync.transport=host reaches only targets on the source's own nodes"),
+        ("nccl", ["cpu@a"], ["gpu0@b"], "gpu0@b is reached by NCCL alone, and no source is on a GPU"),
         ("nccl", LIVE, ["gpu2@a", "gpu2@a"], "two targets share gpu2@a, and NCCL cannot put two ranks on one GPU"),
         ("pigeon", LIVE, ["gpu0@a"], "weight_sync.transport=pigeon is unknown"),
     ],

@@ -241,7 +241,7 @@ def test_the_whole_session_has_one_deadline() -> None:
 def test_a_receiver_refuses_messages_out_of_order() -> None:
     model = DictModel()
     receiver = WeightReceiver(model, CPU)
-    session = {"id": "a", "transport": "host", "windows": 2, "verify": False, "timeout_s": 5.0, "nccl": None}
+    session = {"id": "a", "transport": "host", "windows": 2, "verify": False, "timeout_s": 5.0, "group": None}
     with pytest.raises(SyncProtocolError, match="window 0 arrived, expected a begin"):
         receiver.receive({"index": 0, "buckets": [], "senders": {}})
     receiver.begin(session)

@@ -133,12 +133,19 @@ class PolicyWeightCache:
         bucket_bytes: `weight_sync.bucket_bytes`.
         timeout_s: Deadline of a build, and of waiting for a session to end.
         checksums: Whether sessions verify what arrives.
+        may_stage: Whether sessions may use the owner's GPU: not on a pool, which lends it to others between steps.
     """
 
     def __init__(
-        self, policy: PolicyWeights, *, bucket_bytes: int, timeout_s: float = 150.0, checksums: bool = True
+        self,
+        policy: PolicyWeights,
+        *,
+        bucket_bytes: int,
+        timeout_s: float = 150.0,
+        checksums: bool = True,
+        may_stage: bool = True,
     ) -> None:
-        self._checksums = checksums
+        self._checksums, self._may_stage = checksums, may_stage
         self._policy = policy
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
@@ -177,6 +184,10 @@ class PolicyWeightCache:
     def devices(self) -> list[str]:
         """Device identity of every rank, the owner first."""
         return self._policy.devices()
+
+    def may_stage(self) -> bool:
+        """Whether the owner may use memory of its GPU."""
+        return self._may_stage
 
     def rendezvous(self) -> tuple[str, int]:
         """Address of the owner and a free port there."""

@@ -52,7 +52,7 @@ from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture
 from nemo_rl.utils.route_trace import route_trace
 from nemo_rl.weight_sync.cache import CACHE_OWNER, CacheBuilder, CacheManifest
 from nemo_rl.weight_sync.layout import TensorMeta
-from nemo_rl.weight_sync.sender import SendSpec, WeightSender
+from nemo_rl.weight_sync.sender import SendSpec, WeightSender, check_room
 from nemo_rl.weight_sync.transports.nccl import KeptGroup
 
 if TYPE_CHECKING:
@@ -411,6 +411,7 @@ class PolicyWorker(TQWorkerMixin):
     def begin_cached_export(self, spec: SendSpec, manifest: CacheManifest) -> None:
         """Starts a session that sends a built version from this rank."""
         self.close_export(failed=True)
+        check_room(spec, CACHE_OWNER, self.backend.device)
         weights = iter(manifest.weights())
         self._sender = WeightSender(spec, weights, self.backend.device, source=CACHE_OWNER, groups=self._groups)
 

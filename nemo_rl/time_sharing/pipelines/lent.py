@@ -145,7 +145,12 @@ class LentPlacement(LentSlots):
             raise ValueError("a pipeline on a shared pool generates; grpo.rollout_replay leaves nothing to share")
         sync = parts.config.weight_sync
         cache = PolicyWeightCache(
-            parts.policy, bucket_bytes=sync.bucket_bytes, timeout_s=sync.timeout_s, checksums=sync.verify
+            parts.policy,
+            bucket_bytes=sync.bucket_bytes,
+            timeout_s=sync.timeout_s,
+            checksums=sync.verify,
+            # Ranks wake while others have the training GPUs. A job that names a transport has made room there.
+            may_stage=sync.transport in ("cuda_ipc", "nccl"),
         )
         options = SyncOptions(sync.transport, sync.bucket_bytes, sync.verify, sync.timeout_s, keep_group=False)
         elastic = ElasticGeneration(parts.generation, cache, options)

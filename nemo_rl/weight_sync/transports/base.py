@@ -13,7 +13,9 @@ import torch
 
 from nemo_rl.config.errors import UserError
 
-TransportName = Literal["host", "cuda_ipc", "nccl"]
+TransportName = Literal["host", "cuda_ipc", "nccl", "tcp"]
+PUSHED: tuple[TransportName, ...] = ("nccl", "tcp")
+"""Transports whose bytes one sender broadcasts to a session's group; a session has one of them at most."""
 
 
 class TransportError(UserError, RuntimeError):

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from nemo_rl.distributed.devices import SHARED_MEMORY_DIR
 from nemo_rl.utils.directory_lock import abandoned
 from nemo_rl.weight_sync.transports.base import Handle, Opener, Staging, TransportError
 
@@ -23,7 +24,6 @@ from nemo_rl.weight_sync.transports.base import Handle, Opener, Staging, Transpo
 # copy.
 _kept: dict[tuple[str, torch.device], torch.Tensor] = {}
 
-SHARED_MEMORY_DIR = "/dev/shm"
 _PREFIX = "nemo_rl-"
 _STALE_AFTER_S = 60.0
 

@@ -1,4 +1,4 @@
-"""One sender broadcasts its staging buffer: over NCCL between GPUs (the `nccl` transport), over gloo between CPU slots.
+"""One sender broadcasts its staging buffer: over NCCL between GPUs (`nccl`), over gloo between host memories (`tcp`).
 
 Needs no default process group. The creator of a group closes it: `KeptGroup` for sessions, which reuse the group of the
 last one, since creating one takes seconds. Invariants: every member broadcasts the same windows in the same order,
@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nemo_rl.weight_sync.transports.base import Handle, Opener, Staging, TransportError
+from nemo_rl.distributed.accelerators import CPU
+from nemo_rl.weight_sync.transports.base import Handle, Opener, Staging, TransportError, TransportName
 
 
 class BroadcastGroup:
@@ -73,7 +74,7 @@ def nccl_group(
     return BroadcastGroup(address, port, rank, world_size, timeout_s, device)
 
 
-class NcclStaging(Staging):
+class GroupStaging(Staging):
     """A sender's buffer that `send` broadcasts."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -88,11 +89,12 @@ class NcclStaging(Staging):
         self.buffer_B = torch.empty(0, dtype=torch.uint8)
 
 
-class NcclOpener(Opener):
-    """Receives into its own buffer."""
+class GroupOpener(Opener):
+    """Receives into its own buffer, and copies to `device` what comes elsewhere."""
 
-    def __init__(self, group: BroadcastGroup) -> None:
-        self._group = group
+    def __init__(self, group: BroadcastGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self.copies = group.device.type != device.type
         self._buffer_B = torch.empty(0, dtype=torch.uint8, device=group.device)
 
     def open(self, handle: Handle) -> torch.Tensor:
@@ -101,7 +103,7 @@ class NcclOpener(Opener):
             self._buffer_B = torch.empty(handle["nbytes"], dtype=torch.uint8, device=self._group.device)
         received = self._buffer_B[: handle["nbytes"]]
         self._group.broadcast(received)
-        return received
+        return received.to(self._device) if self.copies else received
 
     def close(self) -> None:
         """Frees the buffer."""
@@ -118,11 +120,14 @@ class GroupMeeting:
     port: int = 0
     held: bool = False  # whether every member holds it from a session before
     keep: bool = False  # whether members hold it for sessions to come
+    over: TransportName = "nccl"
 
 
-def members_digest(sender: str, receivers: Sequence[str], timeout_s: float) -> str:
-    """What a group's id begins with: who sends, who receives in rank order, and the deadline of its collectives."""
-    return hashlib.blake2b(repr((sender, list(receivers), timeout_s)).encode(), digest_size=8).hexdigest()
+def members_digest(over: TransportName, sender: str, receivers: Sequence[str], timeout_s: float) -> str:
+    """What a group's id begins with: its transport, who sends, who receives in rank order, and the deadline of its
+    collectives.
+    """
+    return hashlib.blake2b(repr((over, sender, list(receivers), timeout_s)).encode(), digest_size=8).hexdigest()
 
 
 def new_group_id(members: str) -> str:
@@ -151,7 +156,10 @@ class KeptGroup:
         self.drop()
         if meeting.held:
             raise TransportError(f"rank {rank} does not hold group {meeting.group_id}, which the session counts on")
-        self._group = nccl_group(meeting.address, meeting.port, rank, meeting.world_size, timeout_s, device)
+        place = (meeting.address, meeting.port, rank, meeting.world_size, timeout_s)
+        self._group = (
+            BroadcastGroup(*place, CPU.torch_device()) if meeting.over == "tcp" else nccl_group(*place, device)
+        )
         self.group_id = meeting.group_id
         return self._group
 

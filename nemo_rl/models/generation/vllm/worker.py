@@ -340,7 +340,7 @@ class VllmGenerationWorker:
                 f"session {session['id']} brings version {session['version']} to shard {self._shard}, which "
                 f"has {self._versions.version}"
             )
-        self._memory.holds_group |= any(route.get("nccl") for route in routes)
+        self._memory.holds_group |= any(route.get("group") for route in routes)
         before, self._session = self._session, {**session, "untouched": True}
         # A layer-wise reload takes the layers apart when it begins.
         if not session.get("staged"):
