@@ -189,6 +189,13 @@ class VllmConfig(Section):
     num_gpu_blocks_override: int | None = Field(
         None, ge=1, description="Blocks of the KV cache, instead of as many as its memory holds."
     )
+    asleep_growth_gib: float = Field(
+        1.0,
+        gt=0,
+        description="How much more than at its first sleep each rank of an engine may keep while it sleeps, in GiB: "
+        "memory of its GPU, or of its process on a CPU slot. An engine beyond that is built anew before it serves "
+        "again, and the record says so (engine_outgrown).",
+    )
     sleep_level: Literal[1, 2] = Field(
         2, description="Level at which a shard sleeps: 1 keeps the weights on the host, 2 drops them."
     )

@@ -290,6 +290,17 @@ class EngineBuilt:
     left_bytes: tuple[int, ...] = ()
 
 
+@event_kind("engine_outgrown")
+class EngineOutgrown:
+    """A sleeping engine keeps `kept_bytes` on a device, and kept `first_bytes` at its first sleep: more than it may, so
+    that it is built anew before it wakes.
+    """
+
+    shard: int
+    kept_bytes: int
+    first_bytes: int
+
+
 @event_kind("shard_slept")
 class ShardSlept:
     """A generation shard gave its memory back; `freed_bytes` as measured, `level` as the engine counts it."""

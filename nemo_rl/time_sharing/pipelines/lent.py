@@ -34,7 +34,7 @@ from nemo_rl.time_sharing.pipelines.shared_cluster import SharedCluster
 from nemo_rl.time_sharing.pipelines.vllm_engine import BuildableEngines, EngineSlot, FirstSlept, VllmEngine
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Priority
 from nemo_rl.utils.record import Record
-from nemo_rl.utils.record_events import RequestFinished, RequestSubmitted
+from nemo_rl.utils.record_events import EngineOutgrown, RequestFinished, RequestSubmitted
 from nemo_rl.weight_sync.session import SyncOptions
 
 logger = logging.getLogger(__name__)
@@ -45,14 +45,14 @@ ReportMemory = Callable[[Sequence[SlotMemory], Sequence[int]], None]
 
 
 class RequestsOnly:
-    """A record of requests; the agent records shards."""
+    """A record of requests, and of engines that keep too much; the agent records what else happens to shards."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
 
     def emit(self, event: object) -> None:
-        """Passes requests on."""
-        if isinstance(event, RequestSubmitted | RequestFinished):
+        """Passes these on."""
+        if isinstance(event, RequestSubmitted | RequestFinished | EngineOutgrown):
             self._record.emit(event)
 
     def bind(self, source: str, *, clock: Callable[[], float] | None = None) -> Record:
@@ -122,7 +122,7 @@ class LentPlacement(LentSlots):
         return PooledTeacher(self.record_prefix.rstrip("/"), teacher, *teacher.asked(config), wait_s=self._wait_s)
 
     def shard_record(self, record: Record) -> Record:
-        """Requests only; the agent tells the rest."""
+        """Without what the agent tells."""
         return RequestsOnly(record.bind(f"{self.record_prefix}generation"))
 
     def generation_prepared(self, generation: VllmGeneration) -> None:

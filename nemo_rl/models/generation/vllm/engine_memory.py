@@ -101,7 +101,8 @@ class EngineMemory:
 
     async def sleep(self, level: int) -> dict[str, int]:
         """Drops weights and KV cache (level 1: keeps the weights on the host); bytes in use before and after, over
-        ranks. Raises MemoryNotFreedError: the memory did not come back.
+        ranks, and `kept`: what the rank that keeps most holds while it sleeps. Raises MemoryNotFreedError: the memory
+        did not come back.
         """
         async with device_turn(self._device):
             return await self._sleep(level)
@@ -119,7 +120,10 @@ class EngineMemory:
         # The host copy of level 1 counts as resident memory on a CPU slot.
         expected = sum(rank["kv_cache"] + (rank["weights"] if level == 2 or self._cuda else 0) for rank in resident)
         self.asleep = {"weights", "kv_cache"}
-        return {"before": before, "after": await self._freed(before, expected)}
+        after = await self._freed(before, expected)
+        # On a CPU slot that is all of its process.
+        kept = await self._rpc("nrl_kept_bytes" if self._cuda else "nrl_allocated_bytes")
+        return {"before": before, "after": after, "kept": max(kept)}
 
     async def _drop_group(self) -> None:
         if self.holds_group:

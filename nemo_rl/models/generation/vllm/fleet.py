@@ -4,7 +4,8 @@ Runs with slots of their own and lent pools move shards by the same calls. Moves
 order unroute, end its requests, verify that it is idle, sleep, verify that the memory is free; it returns by wake
 weights, (the caller's sync), wake the KV cache, publish its version, route. Invariants: no engine sleeps with a
 request; no shard without current weights is routed; a failing shard is quarantined and the others are unaffected; one
-build at a time per shard; an engine that does not start is tried a few times and then given up.
+build at a time per shard; an engine that does not start is tried a few times and then given up; one that keeps more and
+more memory while it sleeps is built anew.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from nemo_rl.models.generation.vllm.dispatch import Dispatcher
 from nemo_rl.models.generation.vllm.loops import answer_of
 from nemo_rl.models.generation.vllm.shard_state import Shard, ShardState, is_lost
 from nemo_rl.models.generation.vllm.targets import ShardTargets, Target
-from nemo_rl.utils.record_events import ShardSlept, ShardWoken, VersionPublished
+from nemo_rl.utils.record_events import EngineOutgrown, ShardSlept, ShardWoken, VersionPublished
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -48,6 +49,7 @@ class EngineFleet:
         end: Ends the processes of a shard.
         sleep_level: Level at which shards sleep by default.
         timeout_s: Deadline of each step of a move.
+        growth_bytes: How much more than at its first sleep a rank of an engine may keep while it sleeps.
         built: Whether the engines are started already, awake and routed.
 
     Attributes:
@@ -67,12 +69,13 @@ class EngineFleet:
         end: Callable[[int], None],
         sleep_level: int = 2,
         timeout_s: float = 180.0,
+        growth_bytes: int = 1 << 30,
         built: bool = True,
     ) -> None:
         self.workers, self.identities = workers, identities
         self._dispatcher, self._on_loop, self._start_on_loop = dispatcher, on_loop, start_on_loop
         self._start, self._end = start, end
-        self._sleep_level, self._timeout_s = sleep_level, timeout_s
+        self._sleep_level, self._timeout_s, self._growth_bytes = sleep_level, timeout_s, growth_bytes
         state = ShardState.ACTIVE if built else ShardState.UNBUILT
         self.shards = {shard: Shard(state) for shard in range(len(workers))}
         self._builds = ThreadPoolExecutor(thread_name_prefix="shard-repair")
@@ -200,12 +203,13 @@ class EngineFleet:
         self._dispatch(lambda: self._dispatcher.await_rebuild(rebuilds))
 
     def build(self, shards: Iterable[int]) -> list[int]:
-        """Starts the engines of shards without one or with a failed one, awake, without weights, not routed; returns
-        these shards. Raises WorkerError: an engine did not start; the shard is quarantined.
+        """Starts the engines of shards without one, or with one that failed or keeps too much, awake, without weights,
+        not routed; returns these shards. Raises WorkerError: an engine did not start; the shard is quarantined.
         """
-        built = [shard for shard in self._check(shards) if self.state(shard) in (ShardState.UNBUILT, ShardState.FAILED)]
+        none = ShardState.UNBUILT, ShardState.FAILED
+        built = [s for s in self._check(shards) if self.state(s) in none or self.shards[s].outgrown]
         for shard in built:
-            restart = self.state(shard) is ShardState.FAILED
+            restart = self.state(shard) is ShardState.FAILED or self.shards[shard].outgrown
             self.shards[shard].state = ShardState.UNBUILT
             self._dispatch(lambda shard=shard: self._dispatcher.revive(shard))
             try:
@@ -222,8 +226,9 @@ class EngineFleet:
 
     def started(self, shard: int, ranks: list[dict[str, Any]]) -> None:
         """A shard's engine is up. `ranks`: see `Shard`."""
-        self.shards[shard].ranks = ranks
-        self.shards[shard].has(None)
+        known = self.shards[shard]
+        known.ranks, known.kept_at_first, known.outgrown = ranks, None, False
+        known.has(None)
 
     def lost(self) -> list[int]:
         """Quarantined shards that are rebuilt, and not given up."""
@@ -328,10 +333,25 @@ class EngineFleet:
             known.freed = max(0, report["before"] - report["after"])
             if not in_place:
                 self._dispatcher.record.emit(ShardSlept(shard, level, known.freed))
+            if "kept" in report:
+                self._see_growth(shard, report["kept"])
 
         awake = [shard for shard in wanted if shard not in away]
         self._call_each(awake, "sleep", slept, only_lost=in_place, level=level)
         return reports
+
+    def _see_growth(self, shard: int, kept: int) -> None:
+        known = self.shards[shard]
+        first = known.kept_at_first = kept if known.kept_at_first is None else known.kept_at_first
+        if kept - first <= self._growth_bytes:
+            return
+        self._dispatcher.record.emit(EngineOutgrown(shard, kept, first))
+        says = f"asleep it keeps {kept >> 20} MiB, and kept {first >> 20} at its first sleep"
+        logger.warning("shard=%s outgrown reason=%s", self.identities[shard], says)
+        if self.rebuilds:
+            self.fail({shard: f"{says}; it is built anew (policy.generation.vllm_cfg.asleep_growth_gib)"})
+        else:
+            known.outgrown = True
 
     # -- and back -----------------------------------------------------------------------------------------------------
 

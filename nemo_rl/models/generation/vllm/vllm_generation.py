@@ -108,6 +108,7 @@ class VllmGeneration(GenerationInterface):
             end=self._end_engine,
             sleep_level=self.cfg.vllm_cfg.sleep_level,
             timeout_s=_TRANSITION_TIMEOUT_S,
+            growth_bytes=int(self.cfg.vllm_cfg.asleep_growth_gib * (1 << 30)),
             built=not lent,
         )
         self.dp_openai_server_base_urls: list[str] = []  # of the run's endpoint, one per engine; empty without one

@@ -297,9 +297,9 @@ class VllmGenerationWorker:
     # -- memory -------------------------------------------------------------------------------------------------------
 
     async def sleep(self, level: int | None = None) -> dict[str, int]:
-        """Drops weights and KV cache (level 1: keeps the weights on the host) and gives the memory back; bytes in use
-        before and after, over ranks. Raises ShardStateError: requests are still running; MemoryNotFreedError: the
-        memory did not come back.
+        """Drops weights and KV cache (level 1: keeps the weights on the host) and gives the memory back; see
+        `EngineMemory.sleep`, without `kept` where it slept already. Raises ShardStateError: requests are still running;
+        MemoryNotFreedError: the memory did not come back.
         """
         if "weights" in self._memory.asleep:
             used = await self._memory.allocated()
