@@ -193,7 +193,7 @@ class VllmConfig(Section):
         1.0,
         gt=0,
         description="How much more than at its first sleep each rank of an engine may keep while it sleeps, in GiB: "
-        "memory of its GPU, or of its process on a CPU slot. An engine beyond that is built anew before it serves "
+        "memory of its GPU, or of its process on a CPU slot. An engine beyond that is rebuilt before it serves "
         "again, and the record says so (engine_outgrown).",
     )
     sleep_level: Literal[1, 2] = Field(

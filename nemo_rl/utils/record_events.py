@@ -293,7 +293,7 @@ class EngineBuilt:
 @event_kind("engine_outgrown")
 class EngineOutgrown:
     """A sleeping engine keeps `kept_bytes` on a device, and kept `first_bytes` at its first sleep: more than it may, so
-    that it is built anew before it wakes.
+    that it is rebuilt before it wakes.
     """
 
     shard: int

@@ -1,4 +1,4 @@
-"""Engines that keep more and more memory while they sleep are built anew."""
+"""Engines that keep more and more memory while they sleep are rebuilt."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ order unroute, end its requests, verify that it is idle, sleep, verify that the 
 weights, (the caller's sync), wake the KV cache, publish its version, route. Invariants: no engine sleeps with a
 request; no shard without current weights is routed; a failing shard is quarantined and the others are unaffected; one
 build at a time per shard; an engine that does not start is tried a few times and then given up; one that keeps more and
-more memory while it sleeps is built anew.
+more memory while it sleeps is rebuilt.
 """
 
 from __future__ import annotations
@@ -349,7 +349,7 @@ class EngineFleet:
         says = f"asleep it keeps {kept >> 20} MiB, and kept {first >> 20} at its first sleep"
         logger.warning("shard=%s outgrown reason=%s", self.identities[shard], says)
         if self.rebuilds:
-            self.fail({shard: f"{says}; it is built anew (policy.generation.vllm_cfg.asleep_growth_gib)"})
+            self.fail({shard: f"{says}; it is rebuilt (policy.generation.vllm_cfg.asleep_growth_gib)"})
         else:
             known.outgrown = True
 

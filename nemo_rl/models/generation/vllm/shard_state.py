@@ -31,7 +31,7 @@ class Shard:
     half_new: bool = False  # whether a session broke off that may have replaced some of its weights
     freed: int = 0  # bytes that its last sleep gave back
     kept_at_first: int | None = None  # bytes that a rank of its engine kept at its first sleep
-    outgrown: bool = False  # whether it keeps too much since, so that it is built anew before it wakes
+    outgrown: bool = False  # whether it keeps too much since, so that it is rebuilt before it wakes
     ranks: list[dict[str, Any]] = field(default_factory=list)  # device and process id of each rank of its engine
     starts: int = 0  # by `build` and `rebuild`
     attempts: int = 0  # rebuilds that failed since its engine last stood
