@@ -304,7 +304,7 @@ def _highest(config: MasterConfig, metric: str) -> float | None:
     names = {entry.env_name for entry in _validated(config)}
     own = [section for name in names if (section := config.env.of(name)) is not None and section.is_users]
     head, _, part = metric.partition("/")
-    if metric == "pass_k" or (head == "reward" and not own) or (part in _SHARES and head in _MEASURED):
+    if metric == "pass_k" or (head == "reward" and not own) or (part in _SHARES and part in _MEASURED.get(head, ())):
         return 1.0
     if head not in ("accuracy", "mean_accuracy") or own or not names <= set(_HIGHEST_REWARD):
         return None
@@ -330,10 +330,14 @@ def _unknown_of_validation(config: RootConfig, what: str, short: str, prefix: st
 # What built-in environments measure of a validation, and the parts of their rewards.
 _SHARES = ("accuracy", "pass@samples_per_prompt", "fraction_of_samples_properly_ended")
 _MATH = (*_SHARES, "generation_lengths", "correct_solution_generation_lengths", "verify_timeouts")
-_MEASURED = dict.fromkeys(("math", "math_default", "dapo"), _MATH)
+_OF_MATH = ("math", "math_default", "dapo")
+_MEASURED = {
+    **dict.fromkeys(_OF_MATH, _MATH),
+    **dict.fromkeys(("reasoning_gym", "code", "code_tests"), ("verify_timeouts",)),
+}
 _PARTS = {"math_multi_reward": ("correctness", "integer", "format")}
 # The highest reward of environments whose episodes are one turn.
-_HIGHEST_REWARD = dict.fromkeys((*_MEASURED, "reasoning_gym", "code_jaccard"), 1.0) | {"math_multi_reward": 3.0}
+_HIGHEST_REWARD = dict.fromkeys((*_OF_MATH, "reasoning_gym", "code_jaccard"), 1.0) | {"math_multi_reward": 3.0}
 
 
 def _validated(config: MasterConfig) -> list[DatasetConfig]:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from nemo_rl.data.interfaces import LLMMessageLogType
-from nemo_rl.environments.interfaces import METADATA_FLAGS, EnvironmentFailure, EnvironmentReturn
+from nemo_rl.environments.interfaces import GIVEN_UP, METADATA_FLAGS, EnvironmentFailure, EnvironmentReturn
 
 _turns: dict[object, BoundedSemaphore] = {}
 
@@ -196,7 +196,7 @@ def _problem_of_observation(observation: object) -> str | None:
 def _problem_of_metadata(metadata: object) -> str | None:
     if not isinstance(metadata, Mapping):
         return None
-    for flag in METADATA_FLAGS:
+    for flag in (*METADATA_FLAGS, GIVEN_UP):
         value = metadata.get(flag)
         if value is not None and not (isinstance(value, (bool, int, np.generic)) and value in (0, 1)):
             return f"{flag} must be true or false, not {_shown(value)}"

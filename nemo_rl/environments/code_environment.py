@@ -19,10 +19,17 @@ from typing_extensions import override
 
 from nemo_rl.config import CodeEnvConfig, CodeJaccardEnvConfig, CodeTestsEnvConfig
 from nemo_rl.data.interfaces import LLMMessageLogType
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.processes import hide_process
 from nemo_rl.environments.code_sandbox.cell import BLOCKED_IMPORTS
 from nemo_rl.environments.code_sandbox.running import SANDBOXES, Cell, Run, run_cell, run_python, usable_sandbox
-from nemo_rl.environments.interfaces import EnvironmentFailure, EnvironmentInterface, EnvironmentReturn, response_of
+from nemo_rl.environments.interfaces import (
+    EnvironmentFailure,
+    EnvironmentInterface,
+    EnvironmentReturn,
+    judged,
+    response_of,
+)
 
 _TAGGED = re.compile(r"<code>(.*?)</code>", re.DOTALL)
 _FENCED = re.compile(r"```(?:python|py)?\s*\n(.*?)```", re.DOTALL)
@@ -30,7 +37,7 @@ _STOP = ["</code>"]
 
 
 class _CodeRunner(EnvironmentInterface[dict[str, object]]):
-    """What environments that run code share: the sandbox and the threads."""
+    """What environments that run code share: the sandbox, the threads, and how many runs did not end in time."""
 
     key = "env.code"
 
@@ -40,12 +47,18 @@ class _CodeRunner(EnvironmentInterface[dict[str, object]]):
             # Nothing else keeps a response from reading the tokens in this process's environment.
             hide_process()
         self._threads = ThreadPoolExecutor(cfg.num_workers, thread_name_prefix="code")
+        self._timeouts = 0
 
     @classmethod
     def start_line(cls, cfg: Mapping[str, object]) -> str:
         """What the environment prints at a run's start."""
         sandbox = usable_sandbox(str(cfg.get("sandbox", "auto")))
         return f"{cls.key}: code of responses runs in the sandbox {sandbox} ({SANDBOXES[sandbox]})"
+
+    @override
+    def global_post_process_and_metrics(self, batch: BatchedDataDict) -> tuple[BatchedDataDict, dict[str, float]]:
+        """Adds how many runs were ended at the deadline."""
+        return batch, {"verify_timeouts": float(self._timeouts)}
 
     @override
     def shutdown(self) -> None:
@@ -95,6 +108,7 @@ class CodeEnvironment(_CodeRunner):
                 folders[row] = folders[row] or tempfile.mkdtemp(dir=self._root)
                 Path(folders[row]).mkdir(parents=True, exist_ok=True)
         cells = list(self._threads.map(self._run, codes, metadata, folders))
+        self._timeouts += sum(cell is not None and cell.late for cell in cells)
         rewards = [
             _equals(cell.result, item) if cell is not None and cell.succeeded else 0.0
             for cell, item in zip(cells, metadata, strict=True)
@@ -109,7 +123,9 @@ class CodeEnvironment(_CodeRunner):
         return EnvironmentReturn(
             observations=[_in_notebook(cell.result if cell else "") for cell in cells],
             metadata=[
-                dict(item) if cell is None else {**item, "context": cell.context, "working_dir": folder}
+                dict(item)
+                if cell is None
+                else judged({**item, "context": cell.context, "working_dir": folder}, in_time=not cell.late)
                 for item, cell, folder in zip(metadata, cells, folders, strict=True)
             ],
             next_stop_strings=[_STOP] * len(cells),
@@ -184,9 +200,13 @@ class CodeTestsEnvironment(_CodeRunner):
         """Runs the code of B responses; a response without code ends its conversation."""
         codes = [code_in(str(log[-1]["content"])) for log in message_log_batch]
         runs = list(self._threads.map(self._run, codes, metadata))
+        self._timeouts += sum(run is not None and run.late for run in runs)
         return EnvironmentReturn(
             observations=[_shown(None if run is None else run.output) for run in runs],
-            metadata=list(metadata),
+            metadata=[
+                item if run is None else judged(item, in_time=not run.late)
+                for run, item in zip(runs, metadata, strict=True)
+            ],
             next_stop_strings=[_STOP] * len(runs),
             rewards=torch.tensor([_reward(run, item) for run, item in zip(runs, metadata, strict=True)]),
             terminateds=torch.tensor(

@@ -94,6 +94,12 @@ def expected_of(metadata: object) -> object:
     return next((metadata[name] for name in _EXPECTED if metadata.get(name) is not None), None)
 
 
+def judged(metadata: Mapping[str, object], *, in_time: bool) -> dict[str, object]:
+    """Metadata of a conversation whose newest response was judged in time, or was not (`GIVEN_UP`)."""
+    kept = {name: value for name, value in metadata.items() if name != GIVEN_UP}
+    return kept if in_time else {**kept, GIVEN_UP: True}
+
+
 class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
     """What one step gives back, for B conversations.
 

@@ -21,7 +21,7 @@ from nemo_rl.config.env import MathMultiRewardEnvConfig
 from nemo_rl.data.datasets.generated import ProblemReference
 from nemo_rl.data.interfaces import LLMMessageLogType
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.interfaces import GIVEN_UP, EnvironmentInterface, EnvironmentReturn, response_of
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, judged, response_of
 from nemo_rl.environments.verifier_pool import VerifierPool
 from nemo_rl.environments.verifiers import Verdict, quick
 from nemo_rl.lazy import names_of
@@ -151,9 +151,7 @@ def answer_in(response: str) -> str:
 
 
 def _judged(metadata: Sequence[dict[str, object]], verdicts: Sequence[Verdict]) -> list[dict[str, object]]:
-    return [
-        {**item, GIVEN_UP: True} if verdict.given_up else item for item, verdict in zip(metadata, verdicts, strict=True)
-    ]
+    return [judged(item, in_time=not verdict.given_up) for item, verdict in zip(metadata, verdicts, strict=True)]
 
 
 def _finished(
@@ -224,6 +222,11 @@ class ReasoningGymEnvironment(EnvironmentInterface[dict[str, object]]):
             terminateds=torch.ones(len(verdicts), dtype=torch.bool),
             answers=[verdict.answer for verdict in verdicts],
         )
+
+    @override
+    def global_post_process_and_metrics(self, batch: BatchedDataDict) -> tuple[BatchedDataDict, dict[str, float]]:
+        """Adds how many answers were given up at the deadline."""
+        return batch, {"verify_timeouts": float(self._pool.timeouts)}
 
     @override
     def shutdown(self) -> None:

@@ -379,8 +379,9 @@ class RolloutWatch:
                 "verifier",
                 unverified,
                 1e-9,
-                f"{what}: {unverified:.1%} of the answers were not verified within env.*.verify_timeout_s (or their "
-                "verifier died twice) and earned 0; raise it, or env.*.num_workers where the machine has idle cores",
+                f"{what}: {unverified:.1%} of the answers were not verified within env.*.verify_timeout_s, or "
+                "run_timeout_s of code (or their verifier died twice), and earned 0; raise it, or env.*.num_workers "
+                "where the machine has idle cores",
             ),
         ]
 

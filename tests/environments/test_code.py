@@ -17,12 +17,13 @@ import psutil
 import pytest
 
 from nemo_rl.config import ConfigError
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.call import step_environment
 from nemo_rl.environments.code_environment import CodeEnvironment, CodeTestsEnvironment, code_in
 from nemo_rl.environments.code_sandbox import running
 from nemo_rl.environments.code_sandbox.cell import BLOCKED_IMPORTS
 from nemo_rl.environments.code_sandbox.running import STATE, run_cell, run_python, usable_sandbox
-from nemo_rl.environments.interfaces import EnvironmentFailure
+from nemo_rl.environments.interfaces import GIVEN_UP, EnvironmentFailure
 from tests import forks
 from tests.conftest import ROOT
 
@@ -356,3 +357,18 @@ def test_what_a_cell_writes_as_its_answer_is_never_followed_or_unpickled(tmp_pat
         assert "secret" not in cell.result and cell.context["kept"] == 1
     late = run_cell("while True: pass", {"kept": 1}, str(tmp_path), 1.0)
     assert not late.succeeded and late.context == {"kept": 1} and "ended after" in late.result
+
+
+@pytest.mark.parametrize("environment", [CodeEnvironment, CodeTestsEnvironment])
+def test_code_that_runs_past_its_deadline_is_counted_as_not_judged(environment: Any) -> None:
+    judge = environment({"num_workers": 2, "run_timeout_s": 4.0, "terminate_on_evaluation": False})
+    logs = [[{"role": "assistant", "content": f"<code>{code}</code>"}] for code in ("while True: pass", "1/0")]
+    logs.append([{"role": "assistant", "content": "no code"}])
+    rows: list[Any] = [{"ground_truth": "1"}, {"ground_truth": "1"}, {}]
+    metadata = list(judge.step(logs, rows).metadata)
+    assert [item.get(GIVEN_UP) for item in metadata] == [True, None, None]
+    assert judge.global_post_process_and_metrics(BatchedDataDict())[1] == {"verify_timeouts": 1.0}
+    # A later turn that ends in time is judged.
+    (last,) = judge.step(logs[1:2], metadata[:1]).metadata
+    assert GIVEN_UP not in last
+    judge.shutdown()

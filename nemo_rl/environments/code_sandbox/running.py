@@ -55,12 +55,13 @@ STATE = "_state"
 
 @dataclass(frozen=True)
 class Run:
-    """What running a piece of code gave: its output (both streams, cut), and whether it ended by itself without an
-    error and passed its tests.
+    """What running a piece of code gave: its output (both streams, cut), whether it ended by itself without an error
+    and passed its tests, and whether it was ended at its deadline.
     """
 
     output: str
     succeeded: bool
+    late: bool
 
 
 def run_python(code: str, timeout_s: float, tests: str = "", sandbox: str | None = None) -> Run:
@@ -78,13 +79,15 @@ def run_python(code: str, timeout_s: float, tests: str = "", sandbox: str | None
 @dataclass(frozen=True)
 class Cell:
     """What one cell of a notebook gave: text of its last expression or of what it raised, or else what it printed; the
-    names for the next one; whether it ended by itself without an error; and whether its last expression had a value.
+    names for the next one; whether it ended by itself without an error; whether its last expression had a value; and
+    whether it was ended at its deadline.
     """
 
     result: str
     context: dict[str, object]
     succeeded: bool
     has_value: bool
+    late: bool
 
 
 def run_cell(
@@ -123,7 +126,7 @@ def run_cell(
         run = _judged(request, timeout_s, sandbox or usable_sandbox("auto"), folder, working_dir)
         value, kept = _answered(answer)
     result, names = run.output if value is None else _cut(value), dict(context) if kept is None else kept
-    return Cell(result, names, run.succeeded, run.succeeded and value is not None)
+    return Cell(result, names, run.succeeded, run.succeeded and value is not None, run.late)
 
 
 def _answered(file: Path) -> tuple[str | None, dict[str, object] | None]:
@@ -177,8 +180,9 @@ def _judged(request: Mapping[str, object], timeout_s: float, sandbox: str, folde
         output, why = _converse(process, json.dumps(whole).encode() + b"\n", deadline, (folder, *more_folders))
         _wait_for_end(process, folder)
         passed = not why and report.read() == f"{secret} passed".encode()
-    why = f"ended after {timeout_s:g} s" if why == _LATE else why
-    return Run(f"{_cut(output)}\n[{why}]".lstrip() if why else _cut(output), passed)
+    late = why == _LATE
+    why = f"ended after {timeout_s:g} s" if late else why
+    return Run(f"{_cut(output)}\n[{why}]".lstrip() if why else _cut(output), passed, late)
 
 
 def _wait_for_end(judge: subprocess.Popen[bytes], folder: str) -> None:
