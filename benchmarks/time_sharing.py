@@ -1,8 +1,14 @@
 """Equal GRPO jobs on the GPUs of one machine: the pool against everything that can be done without it.
 
     python benchmarks/time_sharing.py [--shape 0.5b] [--jobs 2 4] [--gpus 2] [--steps 6] [--ways serial split slots ...]
+    python benchmarks/time_sharing.py --pretrained DIR --train a.jsonl b.jsonl --validation val.jsonl --steps 60
+        --prompts 32 --prompt-tokens 256 --new-tokens 512 --ways serial serial-ahead unmanaged slots-mps-ahead
+    python benchmarks/time_sharing.py --shape tiny --steps 500 --prompts 4 --generations 4 --prompt-tokens 16
+        --new-tokens 16 --mean-tokens 8 --eager --ways slots --way-s 5000   # a thousand hand-overs, memory meanwhile
 
-Every job trains the same model on the same number of samples, whose lengths are geometric, with CUDA graphs. The ways:
+Every job trains the same model on the same number of samples, whose lengths are geometric, with CUDA graphs; or, with
+`--pretrained`, a real model on files of `question` and `answer` (one for each job, or one for all), as
+`learning_curve.py` does, with the held-out accuracy beside the seconds. The ways:
 
 - `serial`: one job on all GPUs, generating and training in turns; the jobs run one after the other. It is measured
   once, whatever the numbers of jobs.
@@ -21,7 +27,8 @@ Every job trains the same model on the same number of samples, whose lengths are
 The steady seconds are those in which each job makes one step, between the moment at which all have made two steps and
 the first one's end. What a way does not survive is printed, with the steps that it made. GPU busy is the share of time
 in which a kernel ran, as the driver counts it. Where more than two jobs share a GPU, each trains in smaller
-microbatches, so that they fit beside each other.
+microbatches, so that they fit beside each other. For the pools the memory of every job's processes is shown as it was
+after the first, tenth, hundredth, ... hand-over of training GPUs, and at the end.
 """
 
 from __future__ import annotations
@@ -150,6 +157,8 @@ def config_of(args: argparse.Namespace, way: str, job: str, gpus: int) -> Path:
     if sharers(args, way) > 2:
         tokens = microbatch_tokens(args) if way in POOLS else 4096
         config["policy"]["sequence_packing"] |= {"train_mb_tokens": tokens, "logprob_mb_tokens": 2 * tokens}
+    if args.pretrained:
+        _train_for_real(args, config, ord(job) - ord("a"))
     config["grpo"]["seed"] = ord(job)
     vllm: dict[str, Any] = {"enforce_eager": args.eager}
     if not ahead:
@@ -167,6 +176,27 @@ def config_of(args: argparse.Namespace, way: str, job: str, gpus: int) -> Path:
     path = args.work / f"{way}_{job}.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
+
+
+def _train_for_real(args: argparse.Namespace, config: dict[str, Any], number: int) -> None:
+    """Puts a pretrained model, its problems and their judge into a configuration."""
+    rows = {"dataset_name": "ResponseDataset", "input_key": "question", "output_key": "answer"}
+    train, validation = args.train[number % len(args.train)], args.validation[number % len(args.validation)]
+    policy = config["policy"]
+    policy["tokenizer"] = {"name": str(args.model)}
+    policy["optimizer"]["kwargs"] |= {"lr": args.lr, "weight_decay": 0.01}
+    # Samples end where the model ends them.
+    del policy["generation"]["stop_token_ids"]
+    config["loss_fn"]["reference_policy_kl_penalty"] = 0.01
+    config["data"] = {
+        "max_input_seq_length": args.prompt_tokens,
+        "default": {"prompt_file": args.prompt_file, "env_name": "math"},
+        "train": rows | {"data_path": str(Path(train).resolve())},
+        "validation": rows | {"data_path": str(Path(validation).resolve())},
+    }
+    config["env"] = {"math": {"num_workers": 4, "math_verify_impl": "hf_math_verify"}}
+    config["grpo"] |= {"val_period": args.val_period, "val_at_start": True, "val_at_end": True}
+    config["grpo"] |= {"max_val_samples": args.val_samples, "val_batch_size": args.val_samples}
 
 
 def start(args: argparse.Namespace, name: str, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
@@ -334,8 +364,13 @@ def show(args: argparse.Namespace, way: str, result: Result, wall_s: float) -> N
         print(f"{way:10s} job {job}: {len(span.finished)} steps ({steps})", flush=True)
     said = f"FAILED: {result.failed}" if result.failed else "done"
     print(f"{way:10s} {said}, {wall_s:.0f} s with start and end", flush=True)
+    for job in result.spans:
+        if accuracy := metrics_of(args.work / way / job, ("validation",)):
+            shown = ", ".join(f"{values['accuracy']:.3f} (step {step})" for _, step, values in accuracy)
+            print(f"{way:10s} job {job}: accuracy {shown}", flush=True)
     if way in POOLS and not result.failed:
         print(hand_overs(args.work / f"pool_{way}"), flush=True)
+        print(memory_over_hand_overs(args, way, list(result.spans)), flush=True)
 
 
 def table(args: argparse.Namespace, results: dict[str, Result]) -> dict[str, float]:
@@ -385,6 +420,44 @@ def hand_overs(log_dir: Path) -> str:
     )
 
 
+def metrics_of(log_dir: Path, prefixes: Sequence[str]) -> list[tuple[float, int, dict[str, float]]]:
+    """Time, step and values of each line of these prefixes in the metrics of a job's newest run."""
+    lines = [
+        json.loads(line)
+        for path in sorted(log_dir.glob("exp_*/metrics.jsonl"))[-1:]
+        for line in path.read_text().splitlines()
+    ]
+    return [
+        (line["time"], line["step"], {key: line[key] for key in line.keys() - {"time", "step", "prefix"}})
+        for line in lines
+        if line["prefix"] in prefixes and ("accuracy" in line or line["prefix"] != "validation")
+    ]
+
+
+def memory_over_hand_overs(args: argparse.Namespace, way: str, jobs: Sequence[str]) -> str:
+    """Memory of every job's processes, in GiB, after the first, tenth, hundredth, ... grant of training GPUs."""
+    from nemo_rl.time_sharing.log import events as ev
+    from nemo_rl.time_sharing.log.reading import merge_by_machine_time
+    from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN
+
+    log = sorted((args.work / f"pool_{way}" / "latest").glob("*.jsonl"))
+    grants = [
+        entry.time
+        for entry in merge_by_machine_time(log)
+        if isinstance(entry.event, ev.Granted) and entry.event.cluster == ACTOR_TRAIN
+    ]
+    counts = [count for count in (10**power for power in range(8)) if count < len(grants)] + [len(grants)]
+    lines = [f"memory in GiB after {', '.join(f'{count:,}' for count in counts)} hand-overs of training GPUs"]
+    for job in jobs:
+        for prefix in ("gpu", "host"):
+            read = metrics_of(args.work / way / job, (prefix,))
+            for key in sorted({key for _, _, values in read for key in values if not key.endswith("_peak_gib")}):
+                series = [(at, values[key]) for at, _, values in read if key in values]
+                shown = [next((value for at, value in series if at >= grants[n - 1]), series[-1][1]) for n in counts]
+                lines.append(f"  job {job} {prefix}/{key}: " + ", ".join(f"{value:.3f}" for value in shown))
+    return "\n".join(lines)
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -400,6 +473,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--mean-tokens", type=int, default=600)
     made.add_argument("--memory", type=float, default=0.4, help="gpu_memory_utilization of engines that have it")
     made.add_argument("--kv-gib", type=float, default=14.0, help="KV cache of each engine of `unmanaged`")
+    made.add_argument("--pretrained", type=Path, help="directory of a pretrained model, instead of --shape")
+    made.add_argument("--train", nargs="+", default=[], help="its problems: a file for each job, or one for all")
+    made.add_argument("--validation", nargs="+", default=[], help="held-out problems, likewise")
+    made.add_argument("--prompt-file", default=str(ROOT / "examples" / "prompts" / "step_by_step.txt"))
+    made.add_argument("--lr", type=float, default=2e-6, help="of a pretrained model")
+    made.add_argument("--val-period", type=int, default=20, help="steps between validations of a pretrained model")
+    made.add_argument("--val-samples", type=int, default=256)
     made.add_argument("--eager", action="store_true", help="without CUDA graphs")
     made.add_argument("--device", default="cuda")
     made.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
@@ -411,10 +491,13 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> dict[int, dict[str, Result]]:
     """Runs the ways one after the other for each number of jobs, and prints a table of each."""
-    args = parser().parse_args(arguments)
+    made = parser()
+    args = made.parse_args(arguments)
     counts, base = args.jobs, args.work
     base.mkdir(parents=True, exist_ok=True)
-    args.model = make_model(args.shape, base)
+    if args.pretrained and not (args.train and args.validation):
+        made.error("--pretrained needs --train and --validation")
+    args.model = args.pretrained or make_model(args.shape, base)
     args.prompts_file = make_prompts(args.prompts * (args.steps + 2), args.prompt_tokens, base / "prompts.jsonl")
     print(f"20 million additions in Python: {host_speed_s():.2f} s", flush=True)
     found: dict[int, dict[str, Result]] = {}

@@ -1,12 +1,14 @@
 """Unequal jobs on the GPUs of one machine, to the last one's end: the pool against what can be done without it.
 
-    python benchmarks/time_sharing_workloads.py [--workload come-and-go with-sft slow-environment small-and-large]
+    python benchmarks/time_sharing_workloads.py [--workload two-at-once come-and-go with-sft ...]
         [--gpus 2] [--steps 6] [--ways serial split unmanaged slots-mps]
     python benchmarks/time_sharing_workloads.py --shape tiny --large tiny --device cpu --ways serial slots --prompts 4
         --generations 4 --prompt-tokens 16 --new-tokens 16 --mean-tokens 8 --gap-s 5 --turn-s 0.2 --steps 3 --eager
 
 The workloads:
 
+- `two-at-once`: two GRPO jobs come together (the published workload of llm-d, which shared a GPU for training and one
+  for sampling, took 1/1.45 of the serial time, starts included).
 - `come-and-go`: three GRPO jobs; the second comes `--gap-s` after the first, and the third, of half as many steps, as
   long after the second.
 - `with-sft`: two GRPO jobs and one of supervised fine-tuning, of three times as many steps.
@@ -53,7 +55,7 @@ from time_sharing import (  # noqa: E402
     width_of,
 )
 
-WORKLOADS = ("come-and-go", "with-sft", "slow-environment", "small-and-large")
+WORKLOADS = ("two-at-once", "come-and-go", "with-sft", "slow-environment", "small-and-large")
 _TURNS = 2
 
 
@@ -73,6 +75,7 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
     first, second = Job("a", args.shape, args.steps), Job("b", args.shape, args.steps)
     half = max(args.steps // 2, 2)
     return {
+        "two-at-once": [first, second],
         "come-and-go": [
             first,
             second._replace(after_s=args.gap_s),
