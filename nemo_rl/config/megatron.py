@@ -135,6 +135,9 @@ class MegatronCheckpointConfig(Section):
     )
 
 
+_Balancing = Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn"]
+
+
 class MegatronConfig(Section):
     """`policy.megatron_cfg`."""
 
@@ -195,14 +198,21 @@ class MegatronConfig(Section):
     moe_router_dtype: str | None = Field("fp64", description="Precision of the router.")
     # Others are of whole sequences or steps, where a packed row is one sequence to Megatron and steps come in parts.
     moe_router_load_balancing_type: Annotated[
-        Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn"],
+        _Balancing | list[_Balancing],
         NotYet(
             "auxiliary losses of Megatron's router other than of a microbatch",
-            values=("seq_aux_loss", "global_aux_loss", "sinkhorn"),
-            instead="set it to aux_loss or none",
+            values=("seq_aux_loss", "global_aux_loss"),
+            instead="set it to aux_loss or none, or moe_aux_loss_coeff to 0",
+            unless="moe_aux_loss_coeff",
         ),
-    ] = Field("none", description="Load balancing of the router: `none`, or `aux_loss` of each microbatch.")
-    moe_aux_loss_coeff: NonNegativeFloat = Field(0.0, description="Weight of the load-balancing loss.")
+    ] = Field(
+        "none",
+        description="Load balancing of the router: `none`, or `aux_loss` of each microbatch; a list has a weight for "
+        "each. A loss whose weight is 0 is none.",
+    )
+    moe_aux_loss_coeff: NonNegativeFloat | list[NonNegativeFloat] = Field(
+        0.0, description="Weight of the load-balancing loss; as many as it has kinds."
+    )
     moe_router_bias_update_rate: Annotated[float, NotYet("updates of the router's biases")] = Field(
         0.0, description="Update rate of the router's bias."
     )
@@ -250,3 +260,20 @@ class MegatronConfig(Section):
     scheduler: MegatronSchedulerConfig = Field(MegatronSchedulerConfig(), description="Scheduler.")
     distributed_data_parallel_config: MegatronDDPConfig = Field(MegatronDDPConfig(), description="Data parallelism.")
     fp8_cfg: MegatronFp8Config = Field(MegatronFp8Config(), description="fp8 training.")
+
+    @property
+    def load_balancing_kinds(self) -> list[str]:
+        """Each kind of load balancing of the router."""
+        kinds = self.moe_router_load_balancing_type
+        return list(kinds) if isinstance(kinds, list) else [kinds]
+
+    @property
+    def load_balancing_weights(self) -> list[float]:
+        """The weight of each kind of load balancing."""
+        weights = self.moe_aux_loss_coeff
+        return list(weights) if isinstance(weights, list) else [weights]
+
+    @property
+    def load_balancing_weight(self) -> float:
+        """The weight of the load-balancing loss of a microbatch, the one kind that is trained; 0 is none."""
+        return sum(self.load_balancing_weights)

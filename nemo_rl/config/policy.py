@@ -319,16 +319,16 @@ class PolicyConfig(Section):
     quant_cfg: Annotated[str | dict[str, object] | None, NotYet("quantisation")] = Field(
         None, description="Quantisation recipe (ModelOpt)."
     )
-    quant_calib_data: Annotated[str | None, NotYet("quantisation")] = Field(
+    quant_calib_data: Annotated[str | None, NotYet("quantisation", unless="quant_cfg")] = Field(
         None, description="Calibration data of the quantisation."
     )
-    quant_calib_size: Annotated[PositiveInt | None, NotYet("quantisation")] = Field(
+    quant_calib_size: Annotated[PositiveInt | None, NotYet("quantisation", unless="quant_cfg")] = Field(
         None, description="Samples of calibration data."
     )
-    quant_batch_size: Annotated[PositiveInt | None, NotYet("quantisation")] = Field(
+    quant_batch_size: Annotated[PositiveInt | None, NotYet("quantisation", unless="quant_cfg")] = Field(
         None, description="Calibration batch size."
     )
-    quant_sequence_length: Annotated[PositiveInt | None, NotYet("quantisation")] = Field(
+    quant_sequence_length: Annotated[PositiveInt | None, NotYet("quantisation", unless="quant_cfg")] = Field(
         None, description="Calibration sequence length."
     )
     is_vlm: Annotated[bool, NotYet("vision-language and audio models")] = Field(

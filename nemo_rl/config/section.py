@@ -34,12 +34,15 @@ class NotYet:
             any difference from its defaults.
         instead: what to do; empty: to leave the key at its default.
         regardless: whether it counts also where a section around it is not enabled.
+        unless: a key of the same section that switches it off by null, false or 0; of lists of one length, entry by
+            entry.
     """
 
     why: str
     values: tuple[object, ...] = ()
     instead: str = ""
     regardless: bool = False
+    unless: str = ""
 
 
 @dataclass(frozen=True)
@@ -207,7 +210,8 @@ def _refusals(section: Section, prefix: str = "", *, asked_for: bool = True) -> 
         key = f"{prefix}{field.alias or name}"
         if mark is not None:
             found = _refused(key, value, field.get_default(call_default_factory=True), mark)
-            yield from ((refusal, asked_for or mark.regardless) for refusal in found)
+            on = not mark.unless or _switched_on(value, getattr(section, mark.unless), mark)
+            yield from ((refusal, (asked_for and on) or mark.regardless) for refusal in found)
         elif isinstance(value, Section):
             enabled = "enabled" not in value or bool(value["enabled"])
             yield from _refusals(value, f"{key}.", asked_for=asked_for and enabled)
@@ -225,9 +229,20 @@ def not_built(key: str, value: object, part: str, instead: str) -> NotBuilt:
     return NotBuilt(key, part, f"{key}: {shown} is not built yet: {part}; {instead}")
 
 
+def _entries(value: object) -> list[object]:
+    return list(value) if isinstance(value, list) else [value]
+
+
+def _switched_on(value: object, switch: object, mark: NotYet) -> bool:
+    values, switches = _entries(value), _entries(switch)
+    if len(values) != len(switches):
+        return any(switches)
+    return any(on and (not mark.values or entry in mark.values) for entry, on in zip(values, switches, strict=True))
+
+
 def _refused(key: str, value: object, default: object, mark: NotYet) -> Iterator[NotBuilt]:
     if mark.values:
-        if value in mark.values:
+        if any(entry in mark.values for entry in _entries(value)):
             yield not_built(key, value, mark.why, mark.instead or "choose another value")
     elif isinstance(value, Section) and "enabled" in value:
         if value["enabled"]:

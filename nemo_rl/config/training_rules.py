@@ -76,12 +76,22 @@ def shared_prompts_are_possible(config: RootConfig) -> Iterator[Problem]:
 
 
 @rule
-def load_balancing_has_a_weight_and_a_router(config: RootConfig) -> Iterator[str]:
+def load_balancing_has_a_weight_and_a_router(config: RootConfig) -> Iterator[Problem]:
     megatron, key = config.policy.megatron_cfg, "policy.megatron_cfg.moe_router_load_balancing_type"
-    kind, weight = megatron.moe_router_load_balancing_type, megatron.moe_aux_loss_coeff
     if not megatron.enabled:
         return
-    if weight > 0 and kind == "none":
+    kinds, weights = megatron.load_balancing_kinds, megatron.load_balancing_weights
+    if "sinkhorn" in kinds:
+        yield not_built(key, "sinkhorn", "routing by Sinkhorn's algorithm", "set it to aux_loss or none")
+        return
+    if len(kinds) != len(weights):
+        yield (
+            f"{key} names {len(kinds)} kinds of loss, but policy.megatron_cfg.moe_aux_loss_coeff has {len(weights)}; "
+            "give each its weight"
+        )
+        return
+    weight = sum(weights)
+    if any(weight > 0 and kind == "none" for kind, weight in zip(kinds, weights, strict=True)):
         yield (
             f"policy.megatron_cfg.moe_aux_loss_coeff is {weight:g}, but {key} is none, which has no loss; set it to "
             "aux_loss, or the coefficient to 0"

@@ -124,7 +124,7 @@ def examine(raw: Mapping[str, object], kind: type[Config]) -> Examined[Config]:
     if config is not None:
         problems += refusals(config)
         if idle := [refusal.key for refusal in idle_refusals(config)]:
-            notes.append(f"values that change nothing here: {', '.join(idle)} (sections not enabled)")
+            notes.append(f"values that change nothing here: {', '.join(idle)} (not enabled)")
         notes += _lowered(filled, config)
         if all(isinstance(problem, NotBuilt) for problem in problems):
             problems += [*_required_sections(given, kind), *broken_rules(config)]

@@ -332,13 +332,56 @@ def test_an_earlier_name_of_a_policys_key_is_read_in_its_teacher() -> None:
     assert examined.config.teacher.dtensor_cfg.activation_checkpointing
 
 
-def test_a_load_balancing_loss_without_a_weight_is_none() -> None:
-    megatron = {"enabled": True, "moe_router_load_balancing_type": "aux_loss"}
-    recipe = {"policy": {"dtensor_cfg": {"enabled": False}, "megatron_cfg": megatron}}
-    assert examine(recipe, MasterConfig).problems == []
-    megatron |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.01}
-    (problem,) = examine(recipe, MasterConfig).problems
-    assert "moe_aux_loss_coeff is 0.01" in str(problem)
+@pytest.mark.parametrize(
+    ("kinds", "weights", "said"),
+    [
+        ("aux_loss", 0.0, None),
+        ("seq_aux_loss", 0.0, None),
+        ("global_aux_loss", 0, None),
+        (["seq_aux_loss", "global_aux_loss"], [0.0, 0.0], None),
+        (["aux_loss", "seq_aux_loss"], [0.0, 0.0], None),
+        (["seq_aux_loss"], 0.0, None),
+        ("seq_aux_loss", 0.01, "not built yet: auxiliary losses"),
+        (["aux_loss", "global_aux_loss"], [0.0, 0.01], "not built yet: auxiliary losses"),
+        (["aux_loss", "aux_loss"], [0.01], "2 kinds of loss"),
+        ("sinkhorn", 0.0, "not built yet: routing by Sinkhorn"),
+        ("none", 0.01, "moe_aux_loss_coeff is 0.01"),
+    ],
+)
+def test_a_load_balancing_loss_without_a_weight_is_none(kinds: object, weights: object, said: str | None) -> None:
+    megatron = {"enabled": True, "freeze_moe_router": False}
+    megatron |= {"moe_router_load_balancing_type": kinds, "moe_aux_loss_coeff": weights}
+    examined = examine({"policy": {"dtensor_cfg": {"enabled": False}, "megatron_cfg": megatron}}, MasterConfig)
+    if said is None:
+        assert examined.problems == [] and examined.config is not None
+        assert examined.config.policy.megatron_cfg.load_balancing_weight == 0
+    else:
+        (problem,) = examined.problems
+        assert said in str(problem)
+
+
+def test_the_one_kind_of_load_balancing_with_a_weight_is_trained() -> None:
+    megatron = {
+        "enabled": True,
+        "freeze_moe_router": False,
+        "moe_router_load_balancing_type": ["seq_aux_loss", "aux_loss"],
+        "moe_aux_loss_coeff": [0.0, 0.02],
+    }
+    policy = {"dtensor_cfg": {"enabled": False}, "megatron_cfg": megatron}
+    assert validate({"policy": policy}, MasterConfig).policy.megatron_cfg.load_balancing_weight == 0.02
+
+
+def test_what_belongs_to_quantisation_asks_for_nothing_without_it() -> None:
+    policy: dict[str, Any] = {"quant_cfg": None, "quant_calib_data": "x", "quant_calib_size": 16, "quant_batch_size": 1}
+    examined = examine({"policy": policy}, MasterConfig)
+    assert examined.problems == [] and any("policy.quant_calib_size" in note for note in examined.notes)
+    policy["quant_cfg"] = "FP8"
+    assert {
+        problem.key for problem in examine({"policy": policy}, MasterConfig).problems if isinstance(problem, NotBuilt)
+    } >= {
+        "policy.quant_cfg",
+        "policy.quant_calib_size",
+    }
 
 
 @pytest.mark.parametrize(

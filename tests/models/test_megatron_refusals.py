@@ -63,7 +63,7 @@ def test_an_unknown_architecture_is_refused_with_those_that_are_known(tiny_model
     "override",
     [
         "cuda_graph_impl=local",
-        "moe_router_load_balancing_type=seq_aux_loss",
+        "moe_router_load_balancing_type=sinkhorn",
         "distributed_data_parallel_config.use_custom_fsdp=true",
     ],
 )

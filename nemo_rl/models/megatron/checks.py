@@ -92,8 +92,8 @@ def _sizes_that_do_not_divide(cfg: PolicyConfig, sizes: Sizes) -> Iterator[str]:
             f"tensor_model_parallel_size={tp}, which needs expert_model_parallel_size > 1: Megatron reduces gradients "
             f"of experts like others otherwise; set it to {tp}"
         )
-    if mcore.moe_aux_loss_coeff and not sizes.experts:
-        yield f"{_KEY}.moe_aux_loss_coeff={mcore.moe_aux_loss_coeff:g}, but the model has no experts; set it to 0"
+    if mcore.load_balancing_weight and not sizes.experts:
+        yield f"{_KEY}.moe_aux_loss_coeff={mcore.load_balancing_weight:g}, but the model has no experts; set it to 0"
     if ep > 1 and not sizes.experts:
         yield f"{_KEY}.expert_model_parallel_size={ep}, but the model has no experts; set it to 1"
     if sizes.experts % ep:

@@ -210,9 +210,9 @@ def _interleaving(cfg: PolicyConfig) -> dict[str, object]:
 def _experts(cfg: PolicyConfig, *, engine: bool) -> dict[str, object]:
     mcore = cfg.megatron_cfg
     return {
-        "moe_router_load_balancing_type": mcore.moe_router_load_balancing_type,
+        "moe_router_load_balancing_type": "aux_loss" if mcore.load_balancing_weight else "none",
         "moe_router_dtype": mcore.moe_router_dtype,
-        "moe_aux_loss_coeff": mcore.moe_aux_loss_coeff,
+        "moe_aux_loss_coeff": mcore.load_balancing_weight,
         "moe_permute_fusion": mcore.moe_permute_fusion and engine,
         "moe_grouped_gemm": engine,
     }
