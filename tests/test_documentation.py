@@ -1,10 +1,15 @@
 """What the documentation says can be done is done: code blocks build a task that trains, and commands are commands."""
 
+import gc
+import io
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
+import tempfile
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +17,10 @@ import pytest
 import torch
 
 from nemo_rl.config import load_master_config
+from nemo_rl.config.errors import OverridesError
 from nemo_rl.data.datasets.registry import load_response_dataset
 from nemo_rl.environments.registry import environment_class, environment_settings
+from nemo_rl.time_sharing.simulation.scenario_reading import load_scenario
 from tests import forks
 
 ROOT = Path(__file__).parents[1]
@@ -77,33 +84,64 @@ def test_yaml_blocks_of_the_walk_through_load() -> None:
 
 
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
-# Runs of training and evaluation take minutes; tests of their own carry them to the end (test_first_hour, test_runs,
-# test_evaluation), and here they go as far as their configuration.
+# Runs take minutes; tests of their own carry them to the end (test_first_hour, test_runs, test_evaluation), and here
+# these functions, which run what has been read and checked, do nothing.
 RUNS = {
-    "run_grpo.py": "MasterConfig",
-    "run_grpo_single_controller.py": "MasterConfig",
-    "run_grpo_sliding_puzzle.py": "MasterConfig",
-    "run_sft.py": "SFTMasterConfig",
-    "run_distillation.py": "DistillationMasterConfig",
-    "run_multi_lora.py": "MultiLoraMasterConfig",
-    "run_eval.py": "EvalMasterConfig",
+    "nemo_rl.algorithms.commands": ("grpo_to_end", "sft_to_end", "evaluate_to_end"),
+    "nemo_rl.algorithms.multi_lora.commands": ("run",),
 }
 
 
+# All that a command gets of the environment of the tests.
+CLEAN = ("HOME", "LANG", "PATH", "TMPDIR", "VIRTUAL_ENV")
+# A simulation of minutes.
+LONG = "with_faults.yaml"
 # Commands on a pool that is open, or that keep one open; tests/time_sharing carries them out.
 LIVE = ("serve", "submit", "status", "explain", "drain", "cancel", "adapters", "page")
 
 
+_COMMAND = re.compile(r"([A-Z_0-9]+=\S+ )*(\S*/)?(python|make|git|pip|docker|sbatch|bash|ray)( |$)")
+"""How a command of the documentation begins."""
+
+
+def lines_of(text: str) -> list[str]:
+    """Command lines, continued ones joined and comments left out."""
+    lines = (line.removeprefix("$ ").split("  #")[0].split(" #")[0].strip() for line in joined(text).splitlines())
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def joined(text: str) -> str:
+    """A text whose continued lines are one."""
+    return re.sub(r"\\\n\s*#?", " ", text)
+
+
 def commands() -> list[str]:
-    """Every command line of every page, comments left out."""
-    lines = [
-        line for page in PAGES for _, text in blocks(page, "bash") for line in text.replace("\\\n", " ").splitlines()
+    """Every command line of every page, and of the comments of every example."""
+    fenced = [text for page in PAGES for kind in ("bash", "console") for _, text in blocks(page, kind)]
+    comments = [
+        line.removeprefix("#").strip()
+        for file in sorted((ROOT / "examples").rglob("*.yaml"))
+        for line in joined(file.read_text()).splitlines()
+        if line.startswith("#") and _COMMAND.match(line.removeprefix("#").strip())
     ]
-    return list(
-        dict.fromkeys(
-            line.split("  #")[0].split(" #")[0].strip() for line in lines if line.strip() and not line.startswith("#")
-        )
-    )
+    return list(dict.fromkeys(line for text in [*fenced, *comments] for line in lines_of(text)))
+
+
+def test_commands_stand_in_fenced_blocks_one_on_a_line() -> None:
+    wrong: list[str] = []
+    for page in PAGES:
+        outside = _BLOCK.sub("", (ROOT / page).read_text())
+        wrong += [f"{page}: {line}" for line in outside.splitlines() if re.match(r" {4,}\S", line) and _begins(line)]
+    for line in commands():
+        # A second command after a word that ends the first one's arguments nowhere.
+        words = shlex.split(line)
+        again = [word for word in words[1:] if Path(word).name == Path(words[0]).name and "&&" not in words]
+        wrong += [f"{line}: {again} begins a second command"] * bool(again)
+    assert wrong == []
+
+
+def _begins(line: str) -> bool:
+    return _COMMAND.match(line.strip()) is not None and not line.strip().endswith((".", ","))
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +157,13 @@ def workplace(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     for name in ("examples", "docs", "nemo_rl", "tools", "Makefile", "pyproject.toml", "ray.sub"):
         (folder / name).symlink_to(ROOT / name)
     from_hugging_face(tiny_model, folder / "results" / "arithmetic" / "grpo")
+    (folder / "models").mkdir()
+    (folder / "models" / "my_model").symlink_to(tiny_model)
+    for kind in ("json", "yaml", "python"):
+        for title, text in blocks("docs/bring_your_own.md", kind):
+            if title:
+                # The page shows the first of many rows.
+                (folder / title).write_text(text * (10 if kind == "json" else 1))
     with Logger(LoggerConfig(log_dir=str(get_next_experiment_dir(folder / "logs" / "grpo_arithmetic_cpu")))) as logger:
         for step in (1, 2):
             logger.log_metrics({"reward": 0.5 * step, "loss": 1.0}, step, "train")
@@ -143,15 +188,18 @@ def attempt(line: str, workplace: Path) -> str:
         return "" if (ROOT / words[words.index("-f") + 1]).is_file() else f"{words} names no file"
     if words[:2] in (["git", "clone"], ["pip", "install"]) or "sbatch" in words:
         return "" if "sbatch" not in words or (ROOT / words[-1]).is_file() else f"{words[-1]} does not exist"
-    assignments = [word for word in words if re.fullmatch(r"[A-Z_]+=.*", word) and words[0] != "make"]
+    assignments = [word for word in words if re.fullmatch(r"[A-Z_0-9]+=.*", word) and words[0] != "make"]
     words = [word for word in words if word not in assignments]
     live = "nemo_rl.time_sharing" in words and (words[3] in LIVE or "logs/time_sharing" in line)
     if live or "run_time_sharing.py" in line:
         return shared(words)
-    script = next((Path(word).name for word in words if Path(word).name in RUNS), None)
-    if script is not None:
-        return configured(words, RUNS[script], workplace)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    # Those that write something for a later command are carried out; tests/time_sharing has the others.
+    if "simulate" in words and (words[4].endswith(LONG) or len(words) == 5):
+        return "" if load_scenario(ROOT / words[4]).jobs else f"{words[4]} has no jobs"
+    if len(words) > 1 and (ROOT / words[1]).is_file() and re.fullmatch(r"run_\w+\.py", Path(words[1]).name):
+        return started(words[1:], dict(word.split("=", 1) for word in assignments), workplace)
+    environment = {name: os.environ[name] for name in CLEAN if name in os.environ}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(workplace)] if assignments else [str(ROOT)])
     if words[0].endswith("python"):
         done = forks.run(words[1:], environment, timeout_s=300.0, folder=workplace)
     else:
@@ -164,37 +212,61 @@ def attempt(line: str, workplace: Path) -> str:
 
 def shared(words: list[str]) -> str:
     """Whether a command on a pool is one, and its files, where they are here, can be submitted."""
+    from nemo_rl.config.overrides import parse_override
     from nemo_rl.time_sharing.cli import parser
     from nemo_rl.time_sharing.launcher import launcher_parser
     from nemo_rl.time_sharing.pipelines.job import read_jobs
     from nemo_rl.time_sharing.protocol.topology import Pool
+    from nemo_rl.time_sharing.shipped_scenarios import ALL, fitted, shipped_scenarios
 
     launches = words[1].endswith("run_time_sharing.py")
     try:
-        chosen, _ = launcher_parser().parse_known_args(words[2:]) if launches else (parser().parse_args(words[3:]), [])
-    except SystemExit:
-        return f"{words} is no command line"
+        chosen, rest = (
+            launcher_parser().parse_known_args(words[2:]) if launches else (parser().parse_args(words[3:]), [])
+        )
+        overrides = [*rest, *(name for name in getattr(chosen, "pipelines", None) or [] if "=" in name)]
+        [parse_override(text) for text in overrides]
+    except (SystemExit, OverridesError) as error:
+        return f"{words} is no command line: {error}"
     given = (chosen.pipelines or []) if launches else getattr(chosen, "files", [])
     files = [ROOT / name for name in given if "=" not in name and name.startswith("examples/")]
-    return "" if not files or read_jobs(files, Pool(1, chosen.gpus if launches else 8)) else f"{files} are no jobs"
+    pool = Pool(1, chosen.gpus if launches else 8)
+    if launches and chosen.scenario is not None:
+        letters = (
+            shipped_scenarios() if chosen.scenario == ALL else {chosen.scenario: shipped_scenarios()[chosen.scenario]}
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            sets = {key: fitted(each, pool, Path(folder) / key, scale=chosen.scale) for key, each in letters.items()}
+            return "" if all(read_jobs(each, pool, overrides) for each in sets.values()) else "no jobs"
+    # Overrides may be for files that are not here.
+    here = len(files) == len([name for name in given if "=" not in name])
+    return "" if not files or read_jobs(files, pool, overrides if here else []) else f"{files} are no jobs"
 
 
-def configured(words: list[str], kind: str, workplace: Path) -> str:
-    """Whether the configuration of a run loads."""
-    import nemo_rl.config
-
-    arguments = words[2:]
-    if kind == "MultiLoraMasterConfig" and arguments[0] in ("add", "remove", "list"):
+def started(words: list[str], variables: dict[str, str], workplace: Path) -> str:
+    """Whether a script of a run takes its arguments and configuration: its main runs here, up to where Ray starts."""
+    if words[1:2] in (["add"], ["remove"], ["list"]):
         # On a job that runs; tests/algorithms/test_multi_lora_job.py carries them out.
-        files = [name for name in arguments if name.endswith(".yaml")]
+        files = [name for name in words if name.endswith(".yaml")]
         return "" if all((workplace / name).is_file() for name in files) else f"{files} are not all there"
-    file = workplace / arguments[arguments.index("--config") + 1] if "--config" in arguments else None
-    overrides = [word for word in arguments if "=" in word]
-    try:
-        load_master_config(None if file is None else str(file), overrides, kind=getattr(nemo_rl.config, kind))
-    except nemo_rl.config.ConfigError as error:
-        return str(error)
-    return ""
+    if words[-1] == "...":
+        words = words[:-1]
+    said, thresholds = io.StringIO(), gc.get_threshold()
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(said):
+        for module, names in RUNS.items():
+            for name in names:
+                patch.setattr(f"{module}.{name}", lambda *_, **__: 0)
+        patch.chdir(workplace)
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        patch.setattr(sys, "argv", words)
+        try:
+            runpy.run_path(str(ROOT / words[0]), run_name="__main__")
+        except SystemExit as ended:
+            return "" if ended.code == 0 else f"exit code {ended.code}: {said.getvalue()[-1500:]}"
+        finally:
+            gc.set_threshold(*thresholds)
+    return f"{words} has no end"
 
 
 def test_the_readmes_table_of_what_is_here_is_true() -> None:
