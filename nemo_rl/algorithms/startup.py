@@ -225,10 +225,12 @@ def check_data(
     say: Say,
     mask: Mask | None,
 ) -> None:
-    """Makes datasets refuse tokens that the model lacks, and prints each task's rows. Raises DataError: all sampled
-    prompts of a task are too long.
+    """Makes datasets refuse tokens that the model lacks, and prints where their rows differ from NeMo-RL's, and each
+    task's rows. Raises DataError: all sampled prompts of a task are too long.
     """
     by_key = {"train": datasets.train_by_task, "validation": datasets.validation_by_task}
+    for line in datasets.notes:
+        say(line)
     hold_to_vocabulary([datasets.train, datasets.validation], tokenizer, model)
     hold_to_vocabulary([rows for by_task in by_key.values() for rows in by_task.values()], tokenizer, model)
     for key, by_task in by_key.items():

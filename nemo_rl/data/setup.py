@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +22,22 @@ from nemo_rl.data.datasets.registry import load_response_dataset
 from nemo_rl.data.interfaces import DataError, TaskDataProcessFnCallable, TaskDataSpec
 from nemo_rl.data.llm_message_utils import render_chat
 from nemo_rl.data.processors import AllTaskProcessedDataset
+from nemo_rl.data.tool_calls import CALLS, renders_otherwise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+OTHER_ARGUMENTS = (
+    "arguments of tool calls, which rows have as JSON text, reach the chat template as vLLM's server gives them, and "
+    "not as that text as in NeMo-RL (docs/from_nemo_rl.md)"
+)
+
+
 @dataclass(frozen=True)
 class TaskDatasets:
     """Prompts of a run. `train_by_task`: training prompts per task, for one loader each. `contents`: what the rows of
-    each entry are known by, by its dotted key.
+    each entry are known by, by its dotted key. `notes`: what a run's start says of rows.
     """
 
     train: AllTaskProcessedDataset
@@ -40,6 +47,7 @@ class TaskDatasets:
     train_by_task: dict[str, AllTaskProcessedDataset] = field(default_factory=dict)
     validation_by_task: dict[str, AllTaskProcessedDataset] = field(default_factory=dict)
     contents: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 def load_datasets(
@@ -74,6 +82,7 @@ def load_datasets(
         train_by_task={part.dataset.task_name: prompts(part) for part in train},
         validation_by_task={part.dataset.task_name: prompts(part) for part in validation},
         contents={part.key: part.dataset.contents for part in [*train, *named]},
+        notes=[line for part in [*train, *named] for line in _notes(part, tokenizer)],
     )
 
 
@@ -146,6 +155,17 @@ def check_handed_on(dataset: RawDataset, tokenizer: PreTrainedTokenizerBase) -> 
                 "show: it would be lost without a trace. Set policy.tokenizer.chat_template to a template that shows "
                 "it, or remove it from the data"
             )
+
+
+def _notes(part: _Part, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Where the rows of an entry are rendered otherwise than in NeMo-RL."""
+    for key, examples in part.dataset.handed_on.items():
+        for example in examples:
+            if key in CALLS and renders_otherwise(
+                example.messages, lambda some, tools=example.tools: render_chat(tokenizer, some, False, tools)
+            ):
+                yield f"{part.key}: {OTHER_ARGUMENTS} ({example.place})"
+                return
 
 
 def _is_shown(key: str, example: HandedOn, tokenizer: PreTrainedTokenizerBase) -> bool:

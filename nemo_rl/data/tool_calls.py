@@ -46,6 +46,17 @@ def readable_calls(
     return objects
 
 
+def renders_otherwise(messages: Sequence[Message], render: Callable[[Sequence[Message]], str]) -> bool:
+    """Whether the template's text of messages is another one as `readable_calls` gives them than as they are. Arguments
+    and errors as there.
+    """
+    readable = readable_calls(messages, render)
+    try:
+        return readable is not messages and render(messages) != render(readable)
+    except DataError:
+        return True
+
+
 def _functions(message: Message) -> Iterator[Mapping[str, object]]:
     """What a message calls, of OpenAI's form or with name and arguments side by side."""
     calls = message.get("tool_calls")
@@ -67,10 +78,10 @@ def _arguments(messages: Sequence[Message]) -> Iterator[tuple[int, object]]:
 
 
 def _with_arguments(messages: Sequence[Message], change: Callable[[object], object]) -> list[dict[str, object]]:
-    return [{key: _changed(value, change) if key in _CALLS else value for key, value in m.items()} for m in messages]
+    return [{key: _changed(value, change) if key in CALLS else value for key, value in m.items()} for m in messages]
 
 
-_CALLS = ("tool_calls", "function_call")
+CALLS = ("tool_calls", "function_call")
 
 
 def _changed(value: object, change: Callable[[object], object]) -> object:

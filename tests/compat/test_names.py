@@ -6,18 +6,26 @@ import importlib
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from nemo_rl.algorithms.commands import _PROMPT
 from nemo_rl.compat.names import ABSENT, ABSENT_MEMBERS, AT_HOME, CHANGED, CONTROL_PLANE, NAMES
 from nemo_rl.compat.page import _DIFFERENT, page
 from nemo_rl.config import MasterConfig
 from nemo_rl.config.differences import DIFFERENCES
 from nemo_rl.config.errors import UserError
+from nemo_rl.config.load import load_layers
+from nemo_rl.config.validate import examine
+from nemo_rl.data.interfaces import _of_theirs
+from nemo_rl.data.model_tokens import StopTokens
+from nemo_rl.data.setup import OTHER_ARGUMENTS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments.code_environment import CodeEnvironment
 from nemo_rl.environments.interfaces import EnvironmentReturn
 
 ROOT = Path(__file__).parents[2]
@@ -225,29 +233,100 @@ def test_scripts_start_the_documented_configuration(script: str, config: str, mo
     assert taken == [ROOT / "examples/configs" / config]
 
 
-# Rows about what a configuration does not tell: they are said where it is read, or by their own line.
-SAID_ELSEWHERE = {
-    "`use_dynamic_sampling` with `use_leave_one_out_baseline`",
-    "`probs_ratio*` with `disable_ppo_ratio`",
-    "`sampling_importance_ratio` with `sequence_level_importance_ratios`",
-    "a question with choices (`multichoice_qa_processor`) without `prompt_file`",
-    "`examples/prompts/cot.txt` and other prompts of NeMo-RL's examples",
-    "`policy.generation.stop_token_ids: null`",
-    "`env.code`: which packages may be imported",
-    "values of the configurations that scripts start without --config",
-    "unknown keys",
-}
 # Of functions, files and the form of rows, by which no number of a run changes.
 OF_NO_RUN = {
-    "arguments of tool calls that rows have as JSON text, as OpenAI's format has them",
     "judging by tests or by what a script prints",
     "`read_columns()` of columns that are no tensors",
     "metrics of packers (`collect_metrics`)",
 }
+_CODE = ["data.default.env_name=code", "data.default.processor=default"]
+_MEGATRON = ["policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true", "cluster.device=cuda"]
+# Overrides by which a run is touched by a row, and words of the line that says so.
+SAID_OF_A_CONFIGURATION: dict[str, tuple[list[str], str]] = {
+    "`use_dynamic_sampling` with `use_leave_one_out_baseline`": (
+        ["grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=2"],
+        "keeps or drops whole groups",
+    ),
+    "`probs_ratio*` with `disable_ppo_ratio`": (["loss_fn.disable_ppo_ratio=true"], "ratios of probabilities"),
+    "`sampling_importance_ratio` with `sequence_level_importance_ratios`": (
+        ["loss_fn.sequence_level_importance_ratios=true", "loss_fn.token_level_loss=false"],
+        "mean over sequences of their importance weights",
+    ),
+    "rewards of samples that the environment flags (`mask_sample`, `invalid_tool_call`) or whose prompt was cut": (
+        ["grpo.should_mask_flagged_samples=true"],
+        "rewards of flagged samples",
+    ),
+    "the loss of multi-token prediction (`mtp_num_layers`) beside a sequence-level loss": (
+        [*_MEGATRON, "policy.megatron_cfg.mtp_num_layers=1", "loss_fn.token_level_loss=false"],
+        "multi-token prediction is a mean over sequences",
+    ),
+    "groups of a step": ([], "equal prompts of two rows"),
+    "the last observation of an episode that ended, where it is longer than the room in `max_total_sequence_length`": (
+        ["grpo.max_rollout_turns=2"],
+        "a last observation",
+    ),
+    "`dapo_math_verify` and the choices": (["env.math.math_verify_impl=dapo_math_verify"], "answers are read as"),
+    "`hf_math_verify`: a `%` without the backslash that LaTeX wants": ([], "`%` is"),
+    "`hf_math_verify`: numbers below 1, and an interval answered by inequalities": ([], "small numbers are compared"),
+    "a whole number as an expected answer that pandas has written as `7.0`": ([], "7.0 is 7"),
+    "which checkpoints `keep_top_k` ranks without `ft_save_period` and `ft_keep_latest_k`": (
+        ["grpo.max_num_steps=15"],
+        "keep_top_k ranks",
+    ),
+    "`env.code`: what a cell without a value shows, and its reward": (_CODE, "a cell without a value"),
+    "`env.code_jaccard`: lengths": (["data.default.env_name=code_jaccard"], "code_jaccard's lengths"),
+    "`env.sliding_puzzle`: wording, `view`, rows and columns": (
+        ["env.sliding_puzzle_game.cfg.max_moves=9"],
+        "the puzzle's words",
+    ),
+    "a question with choices (`multichoice_qa_processor`) without `prompt_file`": (
+        [
+            "data.default.dataset_name=gpqa",
+            "data.default.processor=multichoice_qa_processor",
+            "data.default.prompt_file=null",
+        ],
+        "asked with their choices",
+    ),
+}
+# The same of what is read beside the configuration, with the line itself.
+SAID_OF_ITS_PARTS: dict[str, tuple[Callable[[], str | None], str]] = {
+    "`examples/prompts/cot.txt` and other prompts of NeMo-RL's examples": (
+        lambda: _of_theirs("examples/prompts/cot.txt"),
+        "not shipped",
+    ),
+    "`policy.generation.stop_token_ids: null`": (lambda: StopTokens((1, 2), {1: "a", 2: "b"}).line(), "a (1), b (2)"),
+    "arguments of tool calls that rows have as JSON text, as OpenAI's format has them": (
+        lambda: OTHER_ARGUMENTS,
+        "reach the chat template as vLLM's server gives them",
+    ),
+    "`env.code`: which packages may be imported": (
+        lambda: CodeEnvironment.start_line({"sandbox": "limits"}),
+        "cells import the standard library without",
+    ),
+    "values of the configurations that scripts start without --config": (lambda: _PROMPT, "not shipped"),
+    "unknown keys": (
+        lambda: str(examine({"grpo": {"sed": 1}}, MasterConfig).problems[0]),
+        "Did you mean 'seed'",
+    ),
+}
 
 
-def test_every_difference_is_said_at_the_start_of_a_run_that_it_touches() -> None:
+def test_the_table_and_the_lines_of_starts_have_the_same_differences() -> None:
     of_runs = [difference.what for difference in DIFFERENCES]
-    assert len(of_runs) == len(set(of_runs))
-    assert set(of_runs) | SAID_ELSEWHERE | OF_NO_RUN == set(_DIFFERENT)
-    assert not set(of_runs) & SAID_ELSEWHERE
+    assert len(of_runs) == len(set(of_runs)) and set(of_runs) <= set(SAID_OF_A_CONFIGURATION)
+    parts = [set(SAID_OF_A_CONFIGURATION), set(SAID_OF_ITS_PARTS), OF_NO_RUN]
+    assert set.union(*parts) == set(_DIFFERENT) and sum(map(len, parts)) == len(_DIFFERENT)
+
+
+@pytest.mark.parametrize("what", SAID_OF_A_CONFIGURATION)
+def test_a_start_says_what_differs_from_nemo_rl_in_its_configuration(what: str) -> None:
+    overrides, said = SAID_OF_A_CONFIGURATION[what]
+    examined = examine(load_layers(None, overrides, MasterConfig).values, MasterConfig)
+    assert examined.problems == []
+    assert any(said in note for note in examined.notes)
+
+
+@pytest.mark.parametrize("what", SAID_OF_ITS_PARTS)
+def test_a_start_says_what_differs_from_nemo_rl_in_its_parts(what: str) -> None:
+    line, said = SAID_OF_ITS_PARTS[what]
+    assert said in (line() or "")

@@ -13,7 +13,7 @@ from nemo_rl.config import DataConfig
 from nemo_rl.data.collate_fn import sft_collate_fn
 from nemo_rl.data.interfaces import DataError
 from nemo_rl.data.llm_message_utils import get_formatted_message_log
-from nemo_rl.data.setup import load_datasets
+from nemo_rl.data.setup import TaskDatasets, load_datasets
 
 TEMPLATES = {path.stem: path.read_text() for path in (Path(__file__).parent / "templates").glob("*.jinja")}
 TURN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
@@ -77,10 +77,14 @@ def test_arguments_that_are_no_object_are_refused_where_they_would_be_quoted(bro
         rendered(talk(broken), READS["chatml_default_system"], tokenizer)
 
 
-def loaded(tokenizer: Any, path: Path, row: dict[str, Any]) -> Any:
+def datasets(tokenizer: Any, path: Path, row: dict[str, Any]) -> TaskDatasets:
     path.write_text(json.dumps(row) + "\n")
     entry = {"dataset_name": "ResponseDataset", "data_path": str(path), "processor": "sft_processor"}
-    return load_datasets(tokenizer, DataConfig.model_validate({"train": entry})).train[0]
+    return load_datasets(tokenizer, DataConfig.model_validate({"train": entry}))
+
+
+def loaded(tokenizer: Any, path: Path, row: dict[str, Any]) -> Any:
+    return datasets(tokenizer, path, row).train[0]
 
 
 @pytest.mark.parametrize("as_text", [False, True])
@@ -106,3 +110,20 @@ def test_calls_that_are_no_list_of_calls_are_refused(calls: object, tokenizer: A
     messages[1]["tool_calls"] = calls
     with pytest.raises(DataError, match=r"row 1: .*message 2: its tool_calls holds .* expected a list"):
         loaded(tokenizer, tmp_path / "a.jsonl", {"messages": messages})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reads", "said"),
+    [
+        ('{"a": 1}', "chatml_default_system", True),
+        ('{"a": 1}', "objects alone", True),
+        ('{"a": 1}', "either", False),
+        ({"a": 1}, "chatml_default_system", False),
+    ],
+)
+def test_a_start_says_where_arguments_are_rendered_otherwise_than_in_nemo_rl(
+    arguments: object, reads: str, said: bool, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", READS[reads])
+    notes = datasets(tokenizer, tmp_path / "a.jsonl", {"messages": talk(arguments)}).notes
+    assert [note.partition(":")[0] for note in notes if "as JSON text" in note] == ["data.train"] * said
