@@ -1,7 +1,34 @@
-"""Kernels of the GPU tests are compiled in the tests' own process: torch's pool of compilers outlives a session."""
+"""What GPU tests need where tests/conftest.py is not read: GPU hosts lack what it imports.
+
+Kernels are compiled in the tests' own process, since torch's pool of compilers outlives a session.
+"""
 
 from __future__ import annotations
 
 import os
+import runpy
+from pathlib import Path
 
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Knows the markers without pyproject.toml."""
+    config.addinivalue_line("markers", "gate: what has to hold on GPUs before scenarios are run there")
+    config.addinivalue_line("markers", "slow: takes more than about a second")
+
+
+def save_model(folder: Path, **shape: int) -> None:
+    """Writes a small model with random weights, by the arguments of examples/make_tiny_model.py."""
+    runpy.run_path(str(ROOT / "examples" / "make_tiny_model.py"))["save_tiny_model"](folder, **shape)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a model of two layers."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    save_model(folder)
+    return folder

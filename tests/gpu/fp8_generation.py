@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
 from nemo_rl.models.generation.interfaces import GenerationResult
-from tests.conftest import example
+from tests.gpu.conftest import save_model
 from tests.models.engines import Colocated, colocated
 
 _TOKENS = 256
@@ -72,9 +72,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="further keys of the configuration")
     asked = parser.parse_args()
     model = asked.folder / "model"
-    example("make_tiny_model").save_tiny_model(
-        model, layers=asked.layers, hidden=asked.hidden, heads=asked.heads, kv_heads=asked.heads // 2
-    )
+    save_model(model, layers=asked.layers, hidden=asked.hidden, heads=asked.heads, kv_heads=asked.heads // 2)
     init_ray(device="cuda")
     try:
         rows = {precision: measure(model, precision, asked.requests, *asked.overrides) for precision in _AGREE}

@@ -1,0 +1,68 @@
+"""A pool over two hosts that share no memory: a job trains on one and generates on both, with each storage of rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import yaml
+
+from nemo_rl.distributed.accelerators import CPU
+from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.log.reading import merge_by_machine_time
+from nemo_rl.time_sharing.opening import LIVE_LIMITS, close_pool, open_pool, wait_for_pipelines
+from nemo_rl.time_sharing.pipelines.job import read_jobs
+from nemo_rl.time_sharing.protocol.topology import Pool
+from nemo_rl.utils.record_events import RequestFinished, StepFinished
+from tests.data_plane.conftest import plane_config, require_mooncake
+from tests.end_to_end.test_runs import BASE, ROOT
+from tests.two_nodes import second_node
+
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+_STEPS, _SLOTS = 3, 3
+
+
+@pytest.mark.parametrize("storage", ["simple", "mooncake_cpu"])
+def test_a_job_trains_on_one_host_and_generates_on_both(
+    storage: str, ray_session: None, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if storage == "mooncake_cpu":
+        require_mooncake()
+    monkeypatch.chdir(ROOT)
+    log_dir = tmp_path / "pool"
+    log_dir.mkdir()
+    content = {
+        "defaults": str(ROOT / "examples" / "configs" / "grpo_arithmetic_async_cpu.yaml"),
+        "policy": {"model_name": str(tiny_model)},
+        "logger": {"log_dir": str(tmp_path / "logs"), "tensorboard_enabled": False},
+        "checkpointing": {"enabled": False},
+        "weight_sync": {"verify": True},
+        "data_plane": plane_config(storage).model_dump(exclude_unset=True),
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
+    # The first slot of each host: the node that has three slots beside the session's four is the other one.
+    wrapper = {"nemo_config_path": "recipe.yaml", "train_device_mapping": [0], "infer_device_mapping": [0, _SLOTS]}
+    (tmp_path / "both.yaml").write_text(yaml.safe_dump(wrapper))
+    pool = Pool(2, _SLOTS)
+    (job,) = read_jobs([tmp_path / "both.yaml"], pool, [*BASE, f"grpo.max_num_steps={_STEPS}"])
+    # Samples of a step are few: at eight of them to a rank both ranks are of use.
+    job = replace(job, options={**job.options, "rank_batch": 8}, measures_batch=False)
+    with second_node(tmp_path, _SLOTS):
+        actor: Any = open_pool(pool, CPU, log_dir, LIVE_LIMITS)
+        try:
+            ray.get(actor.submit.remote(job), timeout=60)
+            outcomes = wait_for_pipelines(actor, timeout_s=300)
+        finally:
+            close_pool(actor)
+    assert outcomes["both"].kind == "done", outcomes["both"].reason
+    entries = list(merge_by_machine_time(sorted(log_dir.glob("*.jsonl"))))
+    assert check(entries) == []
+    events = [entry.event for entry in entries]
+    assert sum(isinstance(event, StepFinished) for event in events) == _STEPS
+    served = {event.shard for event in events if isinstance(event, RequestFinished) and event.outcome == "done"}
+    # The engine of the host without training is wanted all the time; the other one where that is worth its start.
+    assert 1 in served
