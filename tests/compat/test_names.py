@@ -239,6 +239,7 @@ OF_NO_RUN = {
     "`read_columns()` of columns that are no tensors",
     "metrics of packers (`collect_metrics`)",
 }
+_PREDICTS = ["policy.megatron_cfg.mtp_num_layers=1", "policy.megatron_cfg.mtp_loss_scaling_factor=0.1"]
 _CODE = ["data.default.env_name=code", "data.default.processor=default"]
 _MEGATRON = ["policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true", "cluster.device=cuda"]
 # Overrides by which a run is touched by a row, and words of the line that says so.
@@ -257,7 +258,7 @@ SAID_OF_A_CONFIGURATION: dict[str, tuple[list[str], str]] = {
         "rewards of flagged samples",
     ),
     "the loss of multi-token prediction (`mtp_num_layers`) beside a sequence-level loss": (
-        [*_MEGATRON, "policy.megatron_cfg.mtp_num_layers=1", "loss_fn.token_level_loss=false"],
+        [*_MEGATRON, *_PREDICTS, "loss_fn.token_level_loss=false"],
         "multi-token prediction is a mean over sequences",
     ),
     "groups of a step": ([], "equal prompts of two rows"),
