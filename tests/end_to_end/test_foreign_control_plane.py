@@ -1,5 +1,6 @@
 """A run whose accelerators belong to a control plane that knows it by `RLixHooksProtocol`, and its engines by the
-public methods of generation and the receiver's: training lies inside the slots of generation, and sync is the plane's.
+names of such planes' services (`nemo_rl.compat.control_plane`), and at its start by the methods of generation and the
+receiver: training lies inside the slots of generation, and sync is the plane's.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import pytest
 import ray
 from ray.util.placement_group import remove_placement_group
 
+from nemo_rl.algorithms import grpo
 from nemo_rl.algorithms.grpo import assembly
 from nemo_rl.algorithms.grpo.assembly import close, setup
 from nemo_rl.algorithms.grpo.loop import async_grpo_train
 from nemo_rl.algorithms.grpo.placement import OwnPlacement
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.placement import Clusters
+from nemo_rl.compat.control_plane import Coordinator
 from nemo_rl.config import MasterConfig, load_master_config
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.models.generation.vllm.receiver_methods import bucket_stats
@@ -65,6 +68,7 @@ class Plane:
     def __init__(self, run: GRPORun) -> None:
         assert run.generation is not None
         self._policy, self._generation = run.policy, run.generation
+        self._coordinator = Coordinator(run)
         self._weights: dict[str, Any] = {}
         self._served: str | None = None
         self.said: list[str] = []
@@ -94,24 +98,29 @@ class Plane:
 
     def before_training(self, step: int) -> None:
         self.said.append(f"train {step}")
-        self._generation.sleep_partial([OVERLAPPING], level=2)
+        self._coordinator.resize_infer([OVERLAPPING], [])
         states = [self._generation.fleet.state(shard) for shard in (OVERLAPPING, OTHER)]
         assert states == [ShardState.ASLEEP, ShardState.ACTIVE]
 
     def before_weight_sync(self, step: int) -> None:
         self.said.append(f"sync {step}")
-        self._build(step + 1)
+        self._coordinator.build_latest(step + 1)
 
     def after_training(self, step: int) -> int:
         self.said.append(f"trained {step}")
         self._policy.offload_to_cpu()
         self._policy.destroy_nccl_groups()
         # Below its running requests, which stand still meanwhile.
-        self._load([OTHER], step + 1)
-        self._generation.wake_up_partial([OVERLAPPING], skip_activate=True)
-        self._load([OVERLAPPING], step + 1)
+        assert self._coordinator.sync_base_weights_to_active() == [OTHER]
         self._collector.set_weight_version(step + 1)
-        self._generation.activate_dp_ranks([OVERLAPPING])
+        if step == 0:
+            self._coordinator.resize_infer([], [OVERLAPPING])
+        else:
+            self._generation.wake_up_partial([OVERLAPPING], skip_activate=True)
+            self._coordinator.sync_selected_workers([OVERLAPPING], verify=True)
+            self._generation.finalize_weight_update([OVERLAPPING], step + 1)
+            self._generation.activate_dp_ranks([OVERLAPPING])
+        assert grpo.DO_TIME_SHARING and self._coordinator.cache_ready_step == step + 1
         return step + 1
 
     def _build(self, version: int) -> None:
@@ -153,6 +162,7 @@ def test_a_control_plane_behind_hooks_runs_training_on_the_slots_of_an_engine_th
             "policy.train_micro_batch_size=8",
             # Versions that differ, so that tokens of a wrong one are seen.
             "policy.optimizer.kwargs.lr=0.01",
+            f"weight_sync.bucket_bytes={BUCKET_BYTES}",
             "grpo.val_at_start=false",
             "grpo.val_period=0",
             "grpo.val_at_end=false",

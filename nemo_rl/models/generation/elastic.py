@@ -101,7 +101,8 @@ class ElasticGeneration:
         removed, added = set(dp_ranks_to_remove), set(dp_ranks_to_add)
         if removed & added:
             raise ValueError(f"shards {sorted(removed & added)} are to be removed and added: name each on one side")
-        return self.shrink(removed), self.expand(added)
+        # Before the first version shards can only leave.
+        return self.shrink(removed), self.expand(added) if added else Resize([])
 
     def wake_weights(self, dp_ranks: Iterable[int]) -> None:
         """Makes room for the weights of shards, before `expand`. Raises WorkerError: a shard could not wake."""

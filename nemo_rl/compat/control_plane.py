@@ -1,0 +1,92 @@
+"""What a script written for another control plane's services calls, on the parts that a run has here.
+
+`nemo_rl.algorithms.grpo.DO_TIME_SHARING` and `Coordinator` are the names; every method hands on to one of ours. The
+orchestrator's calls (`allocate_pipeline_id`, `register_pipeline`, `admit_pipeline`, `unregister_pipeline`) need no
+other shape: the pool's actor has them. `names.yaml` lists every name, and why one is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl.experience.hooks import time_sharing_enabled
+from nemo_rl.models.generation.elastic import ElasticGeneration, Resize
+from nemo_rl.models.generation.interfaces import ShardStateError
+from nemo_rl.models.policy.weights import PolicyWeightCache
+from nemo_rl.weight_sync.session import SyncOptions
+
+if TYPE_CHECKING:
+    from nemo_rl.algorithms.grpo.run import GRPORun
+
+
+def __getattr__(name: str) -> Any:
+    if name == "DO_TIME_SHARING":
+        return time_sharing_enabled()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class Coordinator:
+    """One pipeline's coordinator, weight cache and model-update service.
+
+    Args:
+        run: A run with engines, as `setup` returns it.
+
+    Weight versions are the numbers of completed steps, 0 for the base, as everywhere in this package.
+    """
+
+    def __init__(self, run: GRPORun) -> None:
+        options = run.config.weight_sync
+        self._cache = PolicyWeightCache(
+            run.policy,
+            bucket_bytes=options.bucket_bytes,
+            timeout_s=options.timeout_s,
+            checksums=options.verify,
+            # As on a pool: shards wake while another pipeline may have the training GPUs.
+            may_stage=options.transport in ("cuda_ipc", "nccl"),
+        )
+        self._elastic = ElasticGeneration(
+            run.generation,
+            self._cache,
+            SyncOptions(options.transport, options.bucket_bytes, options.verify, options.timeout_s, keep_group=False),
+        )
+
+    @property
+    def cache_ready_step(self) -> int | None:
+        """The version that the cache serves; None before the first build."""
+        return self._cache.version
+
+    def build_latest(self, step: int) -> None:
+        """Packs the policy's weights, which must be on its devices, as a version, and serves it from then on. See
+        `PolicyWeightCache.build`.
+        """
+        self._cache.build(step)
+
+    def sync_base_weights_to_active(self) -> list[int]:
+        """Brings the cache's version to every shard that serves; the shards, none where none serves. Raises
+        ShardStateError: a shard did not get it; it is quarantined. For other errors see `ElasticGeneration.refresh`.
+        """
+        return _whole(self._elastic.refresh(), "did not get the weights")
+
+    def sync_selected_workers(self, tgt_dp_ranks: Sequence[int], verify: bool = False) -> None:
+        """Brings the cache's version to shards that are awake and take no requests. See
+        `ElasticGeneration.sync_selected_workers`.
+        """
+        self._elastic.sync_selected_workers(tgt_dp_ranks, verify)
+
+    def resize_infer(self, dp_ranks_to_remove: Iterable[int], dp_ranks_to_add: Iterable[int]) -> None:
+        """Puts shards to sleep, then wakes others with the cache's version and routes them. Raises ShardStateError: a
+        shard did not move; those that did stay moved. For other errors see `ElasticGeneration.resize_infer`.
+        """
+        for resize, what in zip(
+            self._elastic.resize_infer(dp_ranks_to_remove, dp_ranks_to_add),
+            ("do not sleep", "did not wake"),
+            strict=True,
+        ):
+            _whole(resize, what)
+
+
+def _whole(resize: Resize, what: str) -> list[int]:
+    if resize.failed:
+        raise ShardStateError("; ".join(f"shard {shard}: {what}: {why}" for shard, why in resize.failed.items()))
+    return resize.shards
