@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -71,8 +72,8 @@ class Work:
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """The sizes FLOPs depend on. `mlp_operations` are multiply-adds per token and layer in the feed-forward part,
-    averaged over layers.
+    """The sizes FLOPs depend on, averaged over layers where these differ. `mlp_operations` are multiply-adds per token
+    and layer in the feed-forward part.
     """
 
     layers: int
@@ -89,14 +90,17 @@ class TransformerShape:
         """
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         try:
-            hidden, heads, layers = config.hidden_size, config.num_attention_heads, config.num_hidden_layers
-            head_width = getattr(config, "head_dim", None) or hidden // heads
+            hidden, layers = config.hidden_size, config.num_hidden_layers
+            # Where layers differ in size (Gemma 4), transformers refuses to give one number for all.
+            differing = bool(getattr(config, "is_heterogeneous", False))
+            each = list(config.per_layer_config) if differing else [config]
+            widths = [_attention_widths(layer, hidden) for layer in each]
             return cls(
                 layers=layers,
                 hidden=hidden,
-                query_width=heads * head_width,
-                key_value_width=(getattr(config, "num_key_value_heads", None) or heads) * head_width,
-                mlp_operations=_mlp_operations(config, hidden, layers),
+                query_width=round(fmean(query for query, _ in widths)),
+                key_value_width=round(fmean(key_value for _, key_value in widths)),
+                mlp_operations=fmean(_mlp_operations(layer, hidden, layers) for layer in each),
                 vocabulary=config.vocab_size,
             )
         except AttributeError as error:
@@ -163,6 +167,13 @@ def peak_tflops(device_name: str, dtype: str = "bfloat16") -> float | None:
 def utilization(flops: float, seconds: float, devices: int, peak_tflops_per_device: float) -> float:
     """Model FLOPs utilisation: the fraction of the devices' peak that `flops` in `seconds` amount to."""
     return flops / (seconds * devices * peak_tflops_per_device * 1e12)
+
+
+def _attention_widths(config: PretrainedConfig, hidden: int) -> tuple[int, int]:
+    """Widths of a layer's queries, and of its keys."""
+    heads = config.num_attention_heads
+    head_width = getattr(config, "head_dim", None) or hidden // heads
+    return heads * head_width, (getattr(config, "num_key_value_heads", None) or heads) * head_width
 
 
 def _mlp_operations(config: PretrainedConfig, hidden: int, layers: int) -> float:

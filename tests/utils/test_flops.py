@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Gemma4TextConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture, Work, peak_tflops, utilization
 
@@ -89,3 +89,14 @@ def test_utilization_is_a_fraction_of_the_peak() -> None:
     assert utilization(1e15, 2.0, 5, 100.0) == pytest.approx(1.0)
     with pytest.raises(ValueError, match="int4"):
         peak_tflops("NVIDIA H100", "int4")
+
+
+def test_layers_of_several_sizes_count_by_their_mean() -> None:
+    config = Gemma4TextConfig(
+        **{**SMALL, "num_hidden_layers": 2},
+        layer_types=["sliding_attention", "full_attention"],
+        global_head_dim=48,
+        hidden_size_per_layer_input=0,
+    )
+    shape = TransformerShape.from_hf_config(config)
+    assert (shape.query_width, shape.key_value_width) == (4 * (16 + 48) // 2, 2 * (16 + 48) // 2)
