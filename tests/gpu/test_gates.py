@@ -67,9 +67,9 @@ def test_gates_3_and_4_jobs_of_megatron_core_take_turns_on_a_pool(gate: int, ada
         assert {event.version for event in events if isinstance(event, VersionPublished)} >= {*range(1, STEPS)}
         # Its own engine leaves for training and comes back; sessions bring each version, none of them half.
         slept = [event for event in events if isinstance(event, ShardSlept) and event.shard == gpu]
-        assert len(slept) >= STEPS - 1 and any(isinstance(event, ShardWoken) for event in events)
+        assert slept and any(isinstance(event, ShardWoken) and event.shard == gpu for event in events)
         synced = [event.outcome for event in events if isinstance(event, SyncFinished)]
-        assert len(synced) >= STEPS and set(synced) == {"done"}
+        assert len(synced) >= STEPS - 1 and set(synced) == {"done"}
         if CUDA:
             freed = [event.freed_bytes for event in slept]
             assert min(freed) >= 0.9 * max(freed), freed
@@ -128,7 +128,8 @@ def _recipe(
 def _fine_tuning(folder: Path, name: str, trains_on: int) -> Path:
     """A wrapper of a job with Megatron-Core that generates ahead of training; its path."""
     recipe = _recipe(folder, name, "grpo_arithmetic_async_cpu.yaml", 2, _MEGATRON, weight_sync={"verify": True})
-    wrapper = {"train_device_mapping": [trains_on], "infer_device_mapping": [0, 1]}
+    # Samples of a step are few: at eight of them to an engine both are of use.
+    wrapper = {"train_device_mapping": [trains_on], "infer_device_mapping": [0, 1], "rank_batch": 8}
     return _wrapped(folder, name, recipe, wrapper)
 
 
