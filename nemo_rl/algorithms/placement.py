@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+import torch
+
 from nemo_rl.algorithms.accelerators import Accelerators
 from nemo_rl.algorithms.profiling import profile_of_run
 from nemo_rl.algorithms.resume import Resume
@@ -15,13 +17,14 @@ from nemo_rl.config import ClusterConfig, EvalMasterConfig, MasterConfig
 from nemo_rl.config.master import RootConfig
 from nemo_rl.config.placement import parallel_sizes
 from nemo_rl.distributed.accelerators import Accelerator
+from nemo_rl.distributed.devices import free_memory, total_memory
 from nemo_rl.distributed.ray_runtime import RayConnection
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerGroup
-from nemo_rl.models.generation.vllm.engine_actors import parameters_of
+from nemo_rl.models.generation.vllm.engine_actors import cpu_engine_bytes, parameters_of
 from nemo_rl.models.policy.backend import backend_spec
 from nemo_rl.models.policy.lm_policy import Policy, start_policy_actors
-from nemo_rl.models.policy.memory_estimate import MemoryEstimate, estimate
+from nemo_rl.models.policy.memory_estimate import MemoryEstimate, estimate, policy_bytes_on_cpu
 from nemo_rl.models.policy.model_config import check_length, check_replay, check_weights, model_config
 from nemo_rl.utils.checkpoint import CheckpointManager, verify_weights
 from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture, Work, processor_flops_per_s
@@ -199,6 +202,30 @@ def tell_memory(
     )
     say(found.check(config.policy) or found.line())
     return found
+
+
+def tell_cpu_memory(
+    config: RootConfig, actors: RayWorkerGroup, say: Callable[[str], None], *, reference: bool = False
+) -> None:
+    """Says what the processes of a run take of a machine without GPUs, before anything is loaded; of policies on the
+    DTensor backend, which alone was measured.
+
+    Args:
+        actors: The policy's, from `begin_policy`.
+        reference: Whether the policy keeps the reference's weights.
+    """
+    policy = config.policy
+    if not policy.dtensor_cfg.enabled:
+        return
+    host = torch.device("cpu")
+    worker = policy_bytes_on_cpu(policy, parameters_of(policy), len(actors.workers), reference=reference)
+    engine = ""
+    if isinstance(config, MasterConfig):
+        engine = f", an engine {cpu_engine_bytes(policy, config.cluster.cpu_slot_memory_gb) / 1e9:.1f} GB"
+    say(
+        f"memory without GPUs, estimated: a policy worker {worker / 1e9:.1f} GB and the activations of its rows"
+        f"{engine}; this machine has {total_memory(host) / 1e9:.1f} GB, {free_memory(host) / 1e9:.1f} GB of them free"
+    )
 
 
 def tell_step_time(config: RootConfig, say: Callable[[str], None], *, forward_passes: int) -> None:

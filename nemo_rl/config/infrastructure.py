@@ -33,7 +33,11 @@ class ClusterConfig(Section):
         "auto", description="Kind of accelerator slot; auto takes CUDA where there is a GPU."
     )
     cpu_slots: PositiveInt = Field(2, description="Accelerator slots that a machine without GPUs offers.")
-    cpu_slot_memory_gb: float = Field(4, gt=0, description="Memory budget of one CPU slot, in GB.")
+    cpu_slot_memory_gb: float = Field(
+        4,
+        gt=0,
+        description="Memory by which KV caches on a CPU slot are sized, in GB: a quarter of it; it limits no process.",
+    )
 
 
 class WandbConfig(Section):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from nemo_rl.algorithms import placement
-from nemo_rl.algorithms.placement import tell_step_time
+from nemo_rl.algorithms.placement import tell_cpu_memory, tell_step_time
 from nemo_rl.config import MasterConfig
 
 
@@ -26,3 +28,12 @@ def test_a_slow_step_is_told_before_it_starts(
         # Training counts as three passes.
         fewer = float(said[1].split("about ")[1].split(" s ")[0].replace(",", ""))
         assert fewer / seconds == pytest.approx(4 / 5, abs=0.02)
+
+
+def test_memory_of_processes_on_cpus_is_told_against_the_machine(tiny_model: Path) -> None:
+    config = MasterConfig(policy={"model_name": str(tiny_model), "precision": "float32"})
+    actors: Any = SimpleNamespace(workers=[object()])
+    said = list[str]()
+    tell_cpu_memory(config, actors, said.append, reference=True)
+    (line,) = said
+    assert "a policy worker 0.6 GB" in line and "an engine 3.6 GB" in line and "this machine has" in line

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.placement import ParallelSizes
-from nemo_rl.models.policy.memory_estimate import GpuMemoryError, MemoryEstimate, estimate, explained
+from nemo_rl.models.policy.memory_estimate import (
+    GpuMemoryError,
+    MemoryEstimate,
+    estimate,
+    explained,
+    policy_bytes_on_cpu,
+)
 from nemo_rl.utils.flops import TransformerShape
 
 GIB = 1 << 30
@@ -119,3 +125,11 @@ def test_out_of_memory_says_who_holds_it_and_what_to_change() -> None:
         ),
     ):
         raise torch.OutOfMemoryError(said)
+
+
+def test_processes_on_cpus_take_what_was_measured() -> None:
+    # GRPO of SmolLM2 135M with a reference on one CPU slot, most that was resident in two steps of short rows.
+    config = PolicyConfig(model_name="some/model", precision="float32")
+    assert policy_bytes_on_cpu(config, 134_515_008, 1, reference=True) == pytest.approx(5.10e9, rel=0.15)
+    alone = policy_bytes_on_cpu(config, 134_515_008, 1, reference=False)
+    assert policy_bytes_on_cpu(config, 134_515_008, 2, reference=False) < alone < 4.7e9

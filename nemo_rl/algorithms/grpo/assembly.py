@@ -24,7 +24,15 @@ from nemo_rl.algorithms.grpo.stages import needs_previous_logprobs, needs_refere
 from nemo_rl.algorithms.grpo.step_reports import DeviceCount, StepReports
 from nemo_rl.algorithms.grpo.streaming import check_streaming
 from nemo_rl.algorithms.memory_watch import MemoryWatch, WatchedActors
-from nemo_rl.algorithms.placement import Clusters, begin_policy, check_policy, start_policy, tell_memory, tell_step_time
+from nemo_rl.algorithms.placement import (
+    Clusters,
+    begin_policy,
+    check_policy,
+    start_policy,
+    tell_cpu_memory,
+    tell_memory,
+    tell_step_time,
+)
 from nemo_rl.algorithms.profiling import profile_of_run
 from nemo_rl.algorithms.resume import Resume
 from nemo_rl.algorithms.startup import Algorithm, Limits, Prepared, prepared
@@ -222,6 +230,8 @@ def _start_beside(
         if not config.distils:
             passes += needs_previous_logprobs(config.grpo, loss) + needs_reference_logprobs(config.grpo, loss)
         tell_step_time(config, start.say, forward_passes=passes)
+        reference = not config.distils and needs_reference_logprobs(config.grpo, loss)
+        tell_cpu_memory(config, ready.ray_parts.policy, start.say, reference=reference)
         return False
     parts, vllm = ready.ray_parts, config.policy.generation.vllm_cfg
     shares = generation is not None and generation.colocated

@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl.algorithms.memory_watch import MemoryWatch
-from nemo_rl.algorithms.placement import Clusters, begin_policy, check_policy, start_policy, tell_memory, tell_step_time
+from nemo_rl.algorithms.placement import (
+    Clusters,
+    begin_policy,
+    check_policy,
+    start_policy,
+    tell_cpu_memory,
+    tell_memory,
+    tell_step_time,
+)
 from nemo_rl.algorithms.resume import Resume
 from nemo_rl.algorithms.run_checkpoint import name_latest
 from nemo_rl.algorithms.sft.driver import OwnPlacement, SFTPlacement, SFTRun, SFTState, Trainer
@@ -61,6 +69,7 @@ def setup(config: SFTMasterConfig, start: StartPhases | None = None, placement: 
                 tell_memory(config, ready.ray_parts.policy, start.say)
             else:
                 tell_step_time(config, start.say, forward_passes=0)
+                tell_cpu_memory(config, ready.ray_parts.policy, start.say)
         with placement.building():
             with start.phase("policy"):
                 policy = start_policy(

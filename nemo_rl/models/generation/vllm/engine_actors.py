@@ -30,6 +30,7 @@ from nemo_rl.models.generation.vllm.engine_processes import EngineSpec, MemorySh
 DEEP_GEMM_VARIABLE = "VLLM_USE_DEEP_GEMM"
 EXTENSION = "nemo_rl.models.generation.vllm.extension.VllmInternalWorkerExtension"
 _GIB = 1 << 30
+_CPU_ENGINE_BYTES = int(2.5e9)
 _ACTIVATION_BYTES = 3 * _GIB
 _LEAST_REQUESTS = 16
 _WEIGHTS_OVERHEAD = 1.1
@@ -158,6 +159,14 @@ def _cpu_arguments(vllm: VllmConfig, slot_memory_gb: float) -> dict[str, object]
         "max_num_batched_tokens": max(vllm.max_model_len, 4096),
         "kv_cache_memory_bytes": int(slot_memory_gb * (1 << 30) / 4 / vllm.engines_per_gpu),
     }
+
+
+def cpu_engine_bytes(policy: PolicyConfig, slot_memory_gb: float) -> int:
+    """Host memory of an engine of one rank on CPU slots and of the actor beside it, as measured with SmolLM2 135M."""
+    cache = policy.generation.vllm_kwargs.get("kv_cache_memory_bytes")
+    if not isinstance(cache, int):
+        cache = int(slot_memory_gb * (1 << 30) / 4 / policy.generation.vllm_cfg.engines_per_gpu)
+    return weight_bytes(policy) + cache + _CPU_ENGINE_BYTES
 
 
 def quantization_arguments(policy: PolicyConfig, *, cuda: bool) -> dict[str, object]:
