@@ -170,6 +170,9 @@ def measured(
     ):
         say(line)
     score = _score(config, trajectories, seconds)
+    rewards = [[trajectory.reward for trajectory in answers] for answers in trajectories]
+    if line := about_parts(score.metric, rewards, config.eval.k_value):
+        say(line)
     if save_path is not None:
         kept = save(save_path, config, score, trajectories)
         if kept is not None:
@@ -315,6 +318,21 @@ def _score(config: EvalMasterConfig, trajectories: list[list[Trajectory]], secon
         mean_reward=sum(trajectory.reward for trajectory in flat) / len(flat),
         truncated=Counter(trajectory.truncated for trajectory in flat)[True] / len(flat),
         seconds=seconds,
+    )
+
+
+def about_parts(metric: str, rewards: Sequence[Sequence[float]], k: int) -> str | None:
+    """What to read where judges gave parts of a reward, which `pass@k` adds up as NeMo-RL does. `rewards`: of the
+    answers to each problem.
+    """
+    parts = sum(reward not in (0.0, 1.0) for drawn in rewards for reward in drawn)
+    if not parts or not metric.startswith("pass@"):
+        return None
+    solved = [solved_at_k(sum(reward >= 1.0 for reward in drawn), len(drawn), k) for drawn in rewards]
+    return (
+        f"{metric} adds up rewards as NeMo-RL does, and {parts} answers earned another than 0 or 1: it is no chance of "
+        f"a right answer. solved@{k} (eval.metric=solved@k), where an answer with a reward of at least 1 is right, "
+        f"is {sum(solved) / len(solved):.4f}"
     )
 
 

@@ -88,3 +88,12 @@ def test_pass_counts_the_sum_of_rewards(rewards: list[float], k: int, value: flo
 def test_a_consensus_of_many_answers_is_counted_in_time() -> None:
     answers = [str(number % 9) for number in range(64)]
     assert 0 < consensus_at_k(answers, [float(answer == "3") for answer in answers], 32) < 1
+
+
+def test_a_score_of_parts_says_what_is_right() -> None:
+    from nemo_rl.algorithms.evaluation import about_parts
+
+    line = about_parts("pass@1", [[0.1], [1.0], [0.0], [0.1]], 1)
+    assert line is not None and "2 answers earned another than 0 or 1" in line and line.endswith("is 0.2500")
+    assert about_parts("pass@1", [[1.0], [0.0]], 1) is None
+    assert about_parts("solved@1", [[0.1], [1.0]], 1) is None
