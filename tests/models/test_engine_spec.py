@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -155,3 +156,14 @@ def test_fp8_engines_quantise_what_arrives_except_what_is_named(tiny_model: Path
     assert engine_spec(mx, cuda=True, **rest).engine_kwargs["quantization_config"]["linear"] == "mxfp8"
     with pytest.raises(ConfigError, match="fp8: engines quantise to fp8 on GPUs alone, and there is no GPU here"):
         engine_spec(policy, cuda=False, **rest)
+
+
+def test_a_head_that_is_the_embedding_counts_once(tiny_model: Path) -> None:
+    from safetensors import safe_open
+
+    with safe_open(tiny_model / "model.safetensors", "pt") as stored:
+        names = stored.keys()
+        sizes = {name: math.prod(stored.get_slice(name).get_shape()) for name in names}
+    assert "lm_head.weight" not in sizes
+    policy = load_master_config(CONFIG, [f"policy.model_name={tiny_model}"]).policy
+    assert parameters_of(policy) == sum(sizes.values())

@@ -23,7 +23,7 @@ from tests.two_nodes import second_node
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
-_STEPS, _SLOTS = 3, 3
+_STEPS, _SLOTS = 12, 3
 
 
 def test_a_job_trains_on_one_host_and_generates_on_both(
@@ -63,5 +63,4 @@ def test_a_job_trains_on_one_host_and_generates_on_both(
     events = [entry.event for entry in entries]
     assert sum(isinstance(event, StepFinished) for event in events) == _STEPS
     served = {event.shard for event in events if isinstance(event, RequestFinished) and event.outcome == "done"}
-    # Which of the engines is worth its start for so few samples is the scheduler's to say.
-    assert served and served <= {0, 1}
+    assert served == {0, 1}

@@ -250,6 +250,8 @@ def _parameters(name: str, trusted: bool, overrides: str) -> int:
 
     named = PolicyConfig(model_name=name, trust_remote_code=trusted, hf_config_overrides=json.loads(overrides))
     model = empty_model(model_config(named), trust_remote_code=trusted)
+    # A head that is the embedding counts once.
+    model.tie_weights()
     return sum(parameter.numel() for parameter in model.parameters())
 
 
