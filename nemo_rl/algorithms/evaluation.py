@@ -45,7 +45,7 @@ from nemo_rl.experience.trajectories import RolloutLimits, RolloutPlan, Trajecto
 from nemo_rl.models.generation.interfaces import request_timeout_s
 from nemo_rl.models.generation.vllm.engine_actors import start_engine_actors
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
-from nemo_rl.models.policy.model_config import check_length, check_weights, model_config
+from nemo_rl.models.policy.model_config import check_length, check_vision, check_weights, model_config
 from nemo_rl.utils.adapters import is_adapter
 from nemo_rl.utils.checkpoint import model_directory
 from nemo_rl.utils.progress import StartPhases
@@ -237,6 +237,7 @@ def check_evaluated(policy: PolicyConfig) -> PretrainedConfig:
     check_weights(policy.model_name)
     lengths = {"generation.vllm_cfg.max_model_len": policy.max_total_sequence_length}
     check_length(model, policy.model_name, lengths, generates=True)
+    check_vision(model, policy.model_name)
     return model
 
 

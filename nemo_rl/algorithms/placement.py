@@ -25,7 +25,7 @@ from nemo_rl.models.generation.vllm.engine_actors import cpu_engine_bytes, param
 from nemo_rl.models.policy.backend import backend_spec
 from nemo_rl.models.policy.lm_policy import Policy, start_policy_actors
 from nemo_rl.models.policy.memory_estimate import MemoryEstimate, estimate, policy_bytes_on_cpu
-from nemo_rl.models.policy.model_config import check_length, check_replay, check_weights, model_config
+from nemo_rl.models.policy.model_config import check_length, check_replay, check_vision, check_weights, model_config
 from nemo_rl.utils.checkpoint import CheckpointManager, verify_weights
 from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture, Work, processor_flops_per_s
 from nemo_rl.utils.record import Record
@@ -61,6 +61,7 @@ def check_policy(config: RootConfig, *, generates: bool = False) -> PretrainedCo
     lengths = {"policy.max_total_sequence_length": policy.max_total_sequence_length}
     if generates:
         lengths["policy.generation.vllm_cfg.max_model_len"] = policy.generation.vllm_cfg.max_model_len
+        check_vision(model, policy.model_name)
     check_length(model, policy.model_name, lengths, generates=generates)
     backend_spec(config.policy).check(config.policy, model)
     return model

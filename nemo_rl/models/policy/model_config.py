@@ -6,6 +6,7 @@ Refuses before Ray starts.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import threading
@@ -218,6 +219,18 @@ def longest_sequence(config: PretrainedConfig) -> tuple[int, str] | None:
         factors = [one.get("factor") or 1.0 for one in kinds if one.get("rope_type", "default") not in _SCALED]
         length = int(length * max(factors, default=1.0))
     return length, key
+
+
+def check_vision(config: PretrainedConfig, model_name: str) -> None:
+    """Whether engines can run a model whose text is a part of it: vLLM imports what prepares the other parts' input.
+    Raises UnsupportedModelError: a package for that is missing.
+    """
+    if getattr(config, "text_config", None) is not None and importlib.util.find_spec("torchvision") is None:
+        raise UnsupportedModelError(
+            f"policy.model_name={model_name}: engines run a {config.model_type} model with its vision tower, whose "
+            "processor needs torchvision; it is not installed here, and there is none for machines without GPUs. Take "
+            "GPUs, or save the model's text part alone and name that"
+        )
 
 
 def check_length(config: PretrainedConfig, model_name: str, lengths: Mapping[str, int], *, generates: bool) -> None:
