@@ -206,7 +206,7 @@ def _run_to_end(
                 raise
             logger.debug("run failed", exc_info=True)
             # What a signal ends beside this process fails for it; only a step that was to be saved first had to hold.
-            code = EXIT_INTERRUPTED if Interrupts.received and not interrupts.save_asked else EXIT_FAILED
+            code = EXIT_INTERRUPTED if interrupts.signalled and not interrupts.save_asked else EXIT_FAILED
         finally:
             interrupts.ending()
             if page is not None:
@@ -297,7 +297,7 @@ class Interrupts:
     received: ClassVar[bool] = False  # whether this process was interrupted
 
     def __init__(self) -> None:
-        self.save_asked = False
+        self.save_asked = self.signalled = False
         self._end_after_step: Callable[[], None] | None = None
         self._ending = self._warned = False
         self._before: dict[signal.Signals, object] = {}
@@ -321,7 +321,7 @@ class Interrupts:
         self._ending = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        Interrupts.received = True
+        Interrupts.received = self.signalled = True
         # Where the signal reached loader processes, too, torch would raise an error about them here, wherever it is. A
         # handler that does nothing, not the default: Python prints an error for a signal that is pending when its
         # handler goes.

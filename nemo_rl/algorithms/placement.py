@@ -39,6 +39,7 @@ Parts_contra = TypeVar("Parts_contra", contravariant=True)
 Held_co = TypeVar("Held_co", bound=Accelerators, covariant=True)
 
 _LONG_STEP_S = 10.0
+_MUCH_OF_FREE = 0.3
 
 
 def check_policy(config: RootConfig, *, generates: bool = False) -> PretrainedConfig:
@@ -208,8 +209,8 @@ def tell_memory(
 def tell_cpu_memory(
     config: RootConfig, actors: RayWorkerGroup, say: Callable[[str], None], *, reference: bool = False
 ) -> None:
-    """Says what the processes of a run take of a machine without GPUs, before anything is loaded; of policies on the
-    DTensor backend, which alone was measured.
+    """Says what the processes of a run take of a machine without GPUs, before anything is loaded, where that is a good
+    part of what is free; of policies on the DTensor backend, which alone was measured.
 
     Args:
         actors: The policy's, from `begin_policy`.
@@ -220,12 +221,13 @@ def tell_cpu_memory(
         return
     host = torch.device("cpu")
     worker = policy_bytes_on_cpu(policy, parameters_of(policy), len(actors.workers), reference=reference)
-    engine = ""
-    if isinstance(config, MasterConfig):
-        engine = f", an engine {cpu_engine_bytes(policy, config.cluster.cpu_slot_memory_gb) / 1e9:.1f} GB"
+    engine = cpu_engine_bytes(policy, config.cluster.cpu_slot_memory_gb) if isinstance(config, MasterConfig) else 0
+    if worker * len(actors.workers) + engine < _MUCH_OF_FREE * free_memory(host):
+        return
+    beside = f", an engine {engine / 1e9:.1f} GB" if engine else ""
     say(
         f"memory without GPUs, estimated: a policy worker {worker / 1e9:.1f} GB and the activations of its rows"
-        f"{engine}; this machine has {total_memory(host) / 1e9:.1f} GB, {free_memory(host) / 1e9:.1f} GB of them free"
+        f"{beside}; this machine has {total_memory(host) / 1e9:.1f} GB, {free_memory(host) / 1e9:.1f} GB of them free"
     )
 
 

@@ -30,10 +30,14 @@ def test_a_slow_step_is_told_before_it_starts(
         assert fewer / seconds == pytest.approx(4 / 5, abs=0.02)
 
 
-def test_memory_of_processes_on_cpus_is_told_against_the_machine(tiny_model: Path) -> None:
+@pytest.mark.parametrize(("free_gib", "told"), [(10, True), (100, False)])
+def test_memory_of_processes_on_cpus_is_told_where_it_is_much_of_what_is_free(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, free_gib: int, told: bool
+) -> None:
+    monkeypatch.setattr(placement, "free_memory", lambda device: free_gib << 30)
     config = MasterConfig(policy={"model_name": str(tiny_model), "precision": "float32"})
     actors: Any = SimpleNamespace(workers=[object()])
     said = list[str]()
     tell_cpu_memory(config, actors, said.append, reference=True)
-    (line,) = said
-    assert "a policy worker 0.6 GB" in line and "an engine 3.6 GB" in line and "this machine has" in line
+    parts = "a policy worker 0.6 GB", "an engine 3.6 GB", "this machine has", "10.7 GB of them free"
+    assert [all(part in line for part in parts) for line in said] == [True] * told

@@ -60,7 +60,7 @@ _DURATION = re.compile(r"\b\d+(s|m \d+s|h \d+m)\b")
 _HOST = re.compile(r" on \S+ since ")
 _SCORE = re.compile(r"\b(accuracy|(val_)?reward)=-?")
 # Said by the machine's load, or by the luck of an untrained model.
-_BESIDE = re.compile(r"^\d{4}-\d\d-\d\d |s so far$|^step [\d/]+: |% of the samples were cut off")
+_BESIDE = re.compile(r"^\d{4}-\d\d-\d\d |s so far$|^memory without GPUs|^step [\d/]+: |% of the samples were cut off")
 
 
 @dataclass
