@@ -11,10 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.experience.hooks import time_sharing_enabled
-from nemo_rl.models.generation.elastic import ElasticGeneration, Resize
+from nemo_rl.models.generation.elastic import Resize, with_own_cache
 from nemo_rl.models.generation.interfaces import ShardStateError
-from nemo_rl.models.policy.weights import PolicyWeightCache
-from nemo_rl.weight_sync.session import SyncOptions
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.grpo.run import GRPORun
@@ -36,20 +34,8 @@ class Coordinator:
     """
 
     def __init__(self, run: GRPORun) -> None:
-        options = run.config.weight_sync
-        self._cache = PolicyWeightCache(
-            run.policy,
-            bucket_bytes=options.bucket_bytes,
-            timeout_s=options.timeout_s,
-            checksums=options.verify,
-            # As on a pool: shards wake while another pipeline may have the training GPUs.
-            may_stage=options.transport in ("cuda_ipc", "nccl"),
-        )
-        self._elastic = ElasticGeneration(
-            run.generation,
-            self._cache,
-            SyncOptions(options.transport, options.bucket_bytes, options.verify, options.timeout_s, keep_group=False),
-        )
+        # As on a pool: shards wake while another pipeline may have the training GPUs.
+        self._cache, self._elastic = with_own_cache(run.policy, run.generation, run.config.weight_sync)
 
     @property
     def cache_ready_step(self) -> int | None:

@@ -226,11 +226,9 @@ def _start_beside(
     if placement.lends_shards:
         return False
     if not ready.accelerator.is_cuda:
-        loss, passes = config.loss_fn, 1
-        if not config.distils:
-            passes += needs_previous_logprobs(config.grpo, loss) + needs_reference_logprobs(config.grpo, loss)
-        tell_step_time(config, start.say, forward_passes=passes)
-        reference = not config.distils and needs_reference_logprobs(config.grpo, loss)
+        previous = not config.distils and needs_previous_logprobs(config.grpo, config.loss_fn)
+        reference = not config.distils and needs_reference_logprobs(config.grpo, config.loss_fn)
+        tell_step_time(config, start.say, forward_passes=1 + previous + reference)
         tell_cpu_memory(config, ready.ray_parts.policy, start.say, reference=reference)
         return False
     parts, vllm = ready.ray_parts, config.policy.generation.vllm_cfg

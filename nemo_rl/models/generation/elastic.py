@@ -23,7 +23,8 @@ from nemo_rl.weight_sync.cache import CacheError
 from nemo_rl.weight_sync.session import SyncOptions, SyncReport, pause_quantiles
 
 if TYPE_CHECKING:
-    from nemo_rl.models.policy.weights import PolicyWeightCache
+    from nemo_rl.config import WeightSyncConfig
+    from nemo_rl.models.policy.weights import PolicyWeightCache, PolicyWeights
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,24 @@ class Resize:
     shards: list[int]  # those that made the move
     failed: dict[int, str] = field(default_factory=dict)  # those that did not, and why
     sync: SyncReport | None = None  # the session that brought weights, if one was needed
+
+
+def with_own_cache(
+    policy: PolicyWeights, generation: Any, sync: WeightSyncConfig
+) -> tuple[PolicyWeightCache, ElasticGeneration]:
+    """A cache of the policy's weights, and the engines that it resizes, for a run whose GPUs are lent to others."""
+    from nemo_rl.models.policy.weights import PolicyWeightCache
+
+    cache = PolicyWeightCache(
+        policy,
+        bucket_bytes=sync.bucket_bytes,
+        timeout_s=sync.timeout_s,
+        checksums=sync.verify,
+        # Ranks wake while others have the training GPUs. A job that names a transport has made room there.
+        may_stage=sync.transport in ("cuda_ipc", "nccl"),
+    )
+    options = SyncOptions(sync.transport, sync.bucket_bytes, sync.verify, sync.timeout_s, keep_group=False)
+    return cache, ElasticGeneration(generation, cache, options)
 
 
 class ElasticGeneration:

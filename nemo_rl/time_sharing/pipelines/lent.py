@@ -22,7 +22,7 @@ from nemo_rl.config import MasterConfig
 from nemo_rl.config.teachers import Teacher
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.experience.collector import Collector
-from nemo_rl.models.generation.elastic import ElasticGeneration
+from nemo_rl.models.generation.elastic import ElasticGeneration, with_own_cache
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.weights import PolicyWeightCache
@@ -35,7 +35,6 @@ from nemo_rl.time_sharing.pipelines.vllm_engine import BuildableEngines, EngineS
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Priority
 from nemo_rl.utils.record import Record
 from nemo_rl.utils.record_events import EngineOutgrown, RequestFinished, RequestSubmitted
-from nemo_rl.weight_sync.session import SyncOptions
 
 logger = logging.getLogger(__name__)
 
@@ -143,17 +142,7 @@ class LentPlacement(LentSlots):
         """
         if parts.generation is None:
             raise ValueError("a pipeline on a shared pool generates; grpo.rollout_replay leaves nothing to share")
-        sync = parts.config.weight_sync
-        cache = PolicyWeightCache(
-            parts.policy,
-            bucket_bytes=sync.bucket_bytes,
-            timeout_s=sync.timeout_s,
-            checksums=sync.verify,
-            # Ranks wake while others have the training GPUs. A job that names a transport has made room there.
-            may_stage=sync.transport in ("cuda_ipc", "nccl"),
-        )
-        options = SyncOptions(sync.transport, sync.bucket_bytes, sync.verify, sync.timeout_s, keep_group=False)
-        elastic = ElasticGeneration(parts.generation, cache, options)
+        cache, elastic = with_own_cache(parts.policy, parts.generation, parts.config.weight_sync)
         engine = VllmEngine(parts.generation.fleet, elastic, lambda: cache.version, self._on_first_sleep)
         self._engines.put(engine)
         parts.generation.fleet.on_failure(lambda rank, reason: self._runtime.rank_broken_soon(rank))
