@@ -21,6 +21,18 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than about a second")
 
 
+def short_run(steps: int) -> dict[str, object]:
+    """The `grpo` section of a run of so many steps of 8 prompts x 4 samples, without validation."""
+    return {
+        "num_prompts_per_step": 8,
+        "num_generations_per_prompt": 4,
+        "max_num_steps": steps,
+        "val_at_start": False,
+        "val_at_end": False,
+        "val_period": 0,
+    }
+
+
 def save_model(folder: Path, **shape: int) -> None:
     """Writes a small model with random weights, by the arguments of examples/make_tiny_model.py."""
     runpy.run_path(str(ROOT / "examples" / "make_tiny_model.py"))["save_tiny_model"](folder, **shape)

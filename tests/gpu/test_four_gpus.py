@@ -23,6 +23,7 @@ from nemo_rl.distributed.ports import free_ports
 from nemo_rl.time_sharing.log.reading import merge_by_machine_time
 from nemo_rl.utils.metrics_file import read_metrics
 from nemo_rl.utils.record_events import ShardSlept, StepFinished, VersionPublished
+from tests.gpu.conftest import short_run
 from tests.models.policy_ranks import MEGATRON
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -154,14 +155,7 @@ def _job(
     memory = {"kv_cache_memory_bytes": 4 << 30} if device == "cuda" else {}
     config = {
         "defaults": str(ROOT / "examples" / "configs" / "grpo_arithmetic_cpu.yaml"),
-        "grpo": {
-            "num_prompts_per_step": 8,
-            "num_generations_per_prompt": 4,
-            "max_num_steps": STEPS,
-            "val_at_start": False,
-            "val_at_end": False,
-            "val_period": 0,
-        },
+        "grpo": short_run(STEPS),
         "policy": {
             "model_name": str(model),
             "precision": "bfloat16" if device == "cuda" else "float32",

@@ -20,7 +20,7 @@ import yaml
 from nemo_rl.time_sharing.log.reading import merge_by_machine_time
 from nemo_rl.utils.metrics_file import read_metrics
 from nemo_rl.utils.record_events import ShardSlept, ShardWoken, StepFinished, SyncFinished, VersionPublished
-from tests.gpu.conftest import save_model
+from tests.gpu.conftest import save_model, short_run
 
 ROOT = Path(__file__).resolve().parents[2]
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -102,14 +102,7 @@ def _recipe(
         generation["vllm_kwargs"]["kv_cache_memory_bytes"] = 2 << 30
     return {
         "defaults": str(ROOT / "examples" / "configs" / defaults),
-        "grpo": {
-            "num_prompts_per_step": 8,
-            "num_generations_per_prompt": 4,
-            "max_num_steps": STEPS,
-            "val_at_start": False,
-            "val_at_end": False,
-            "val_period": 0,
-        },
+        "grpo": short_run(STEPS),
         "policy": {
             "model_name": str(folder / "model"),
             "precision": "bfloat16" if CUDA else "float32",
