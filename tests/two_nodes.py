@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemo_rl.distributed.processes import kill_and_wait
 from nemo_rl.distributed.ray_joining import credentials
+from nemo_rl.distributed.ray_runtime import NODE_ENV
 
 _ALONE = ("unshare", "-Urm", "--propagation", "private")
 _START_S, _END_S = 60.0, 20.0
@@ -42,7 +43,7 @@ def second_node(logs: Path, slots: int = 2) -> Iterator[str]:
     # Local clusters ask for a token; the session's variables that say so are gone.
     with patch.dict(os.environ, RAY_AUTH_MODE="token"):
         mode, token = credentials()
-    environment = os.environ | {"RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN": token, "RAY_prestart_worker_first_driver": "0"}
+    environment = os.environ | NODE_ENV | {"RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN": token}
     started = (
         "import sys; from ray.scripts.scripts import main; sys.argv[0] = 'ray'; main()",
         "start",

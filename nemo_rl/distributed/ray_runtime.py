@@ -52,7 +52,18 @@ _RAY_PROCESS_ENV = {
     "TOKENIZERS_PARALLELISM": "false",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+NODE_ENV = {
+    # Ray would run its workers at the lowest priority but four; here they are the work, and whatever else runs on the
+    # machine starves them.
+    "RAY_worker_niceness": "0",
+    # Workers started ahead are never used: every actor has an environment of its own.
+    "RAY_prestart_worker_first_driver": "0",
+    # What Ray knows of actors that have ended; it keeps 100,000 of them, and a pool makes some with every job.
+    "RAY_maximum_gcs_destroyed_actor_cached_count": "1000",
+}
+"""What every node of a cluster starts Ray with: clusters of a run's own, `ray.sub` and the files for KubeRay."""
 _LOCAL_CLUSTER_ENV = {
+    **NODE_ENV,
     # One machine's calls and objects: these pools, too, grow with the cores.
     **dict.fromkeys(
         (
@@ -62,15 +73,8 @@ _LOCAL_CLUSTER_ENV = {
         ),
         "2",
     ),
-    # Ray would run its workers at the lowest priority but one; here they are the work, and whatever else runs on the
-    # machine starves them.
-    "RAY_worker_niceness": "0",
-    # Workers started ahead are never used: every actor has an environment of its own.
-    "RAY_prestart_worker_first_driver": "0",
     # Ray would keep a record of each call of an actor, 100,000 of them, for a dashboard that does not run here.
     "RAY_task_events_report_interval_ms": "0",
-    # It also keeps what is known of actors that have ended, 100,000 of them; a pool makes some with every job.
-    "RAY_maximum_gcs_destroyed_actor_cached_count": "1000",
     # How often Ray asks its first process, once a second, before it gives up; it stops at once if that has ended.
     "RAY_gcs_server_port_wait_time_s": "180",
 }

@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from nemo_rl.config.errors import UserError
+from nemo_rl.config.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -141,6 +141,15 @@ def _caused(failure: WorkerError, cause: BaseException | None) -> WorkerError:
 
 def _plain(error: BaseException) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+
+
+def how_it_ended(error: BaseException) -> str:
+    """Ray's message about an actor that is gone, on one line: its first sentence, its process and how that ended."""
+    text = _plain(error)
+    process = re.search(r"^\s*pid: \d+$", text, re.MULTILINE)
+    # Ray's guesses at the causes follow.
+    end = re.search(r"Worker exit type: .*?(?= Some common causes|$)", text, re.MULTILINE)
+    return " ".join([first_line(text), *(found[0].strip() for found in (process, end) if found)])
 
 
 def _last_line(traceback: str) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.private_variables import without_private
 from nemo_rl.distributed.processes import WORKING_DIRECTORY
+from nemo_rl.distributed.worker_calls import how_it_ended
 from nemo_rl.time_sharing.agents.actors import (
     Orchestrator,
 )
@@ -197,7 +198,7 @@ class PoolActor(Orchestrator):
             outcome: Outcome = ray.get(actor.outcome.remote())
             self._note_progress(submission, ray.get(actor.progress.remote(), timeout=_ANSWER_S))
         except ray.exceptions.RayError as error:
-            outcome = Outcome("died", str(error).partition("\n")[0])
+            outcome = Outcome("died", how_it_ended(error))
         if submission.asked == "cancel" and outcome.kind != "done":
             seen = self._seen.get(submission.name)
             at = f"at step {seen.step} of {seen.of}; its last finished checkpoint stays" if seen and seen.of else ""

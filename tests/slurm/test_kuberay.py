@@ -15,6 +15,7 @@ from jsonschema import Draft202012Validator
 from kubernetes import client
 
 from nemo_rl.config import load_master_config
+from nemo_rl.distributed.ray_runtime import NODE_ENV
 
 ROOT = Path(__file__).parents[2]
 PARAMETERS = {"type": "object", "additionalProperties": {"type": "string"}}
@@ -155,6 +156,13 @@ def test_gpus_asked_for_are_gpus_offered(manifest: dict[str, Any]) -> None:
     for group in cluster(manifest)["workerGroupSpecs"]:
         (container,) = group["template"]["spec"]["containers"]
         assert container["resources"]["limits"]["nvidia.com/gpu"] == group["rayStartParams"]["num-gpus"]
+
+
+def test_ray_starts_on_every_node_as_in_clusters_of_a_run(manifest: dict[str, Any]) -> None:
+    spec = cluster(manifest)
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        (container,) = group["template"]["spec"]["containers"]
+        assert {each["name"]: each["value"] for each in container["env"]} == NODE_ENV
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.distributed.ports import free_ports
+from nemo_rl.distributed.ray_runtime import NODE_ENV
 from nemo_rl.utils.metrics_file import read_metrics
 from tests.forks import forking_environment
 
@@ -167,7 +168,9 @@ def test_a_run_goes_across_two_nodes_whose_ray_ends_with_the_job(job: Job, tiny_
     assert "all 2 nodes joined" in job.log("driver") and "told to end" in job.log("driver")
     assert "it is started again" in job.log("worker-1")
     scripts = [path.read_text() for path in (job.folder / "7-logs").glob("*.sh")]
-    assert all("OMP_NUM_THREADS='3'" in script for script in scripts if "ray start" in script)
+    nodes = [script for script in scripts if "ray start" in script]
+    assert all("OMP_NUM_THREADS='3'" in script for script in nodes)
+    assert all(f"{name}=${{{name}:-{value}}}" in script for script in nodes for name, value in NODE_ENV.items())
     assert {path.name for path in (job.folder / "7-logs" / "ray").iterdir()} == {"node_0", "node_1"}
     assert os.access(job.folder / "7-attach.sh", os.X_OK)
     assert not listens(job.environment["PORT"])

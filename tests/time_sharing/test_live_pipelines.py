@@ -184,6 +184,7 @@ def test_a_command_that_dies_is_quoted_and_leaves_no_process_when_its_pipeline_d
     kill_actor(agent, agent_namespace("orphan"))
     until(lambda: "orphan" in outcomes(), 120, "the end of the pipeline that was killed")
     assert outcomes()["orphan"].kind == "died"
+    assert "Worker exit type" in outcomes()["orphan"].reason and "causes" not in outcomes()["orphan"].reason
     wait_until_gone([command])
 
 
