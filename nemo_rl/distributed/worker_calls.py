@@ -149,7 +149,7 @@ def how_it_ended(error: BaseException) -> str:
     process = re.search(r"^\s*pid: \d+$", text, re.MULTILINE)
     # Ray's guesses at the causes follow.
     end = re.search(r"Worker exit type: .*?(?= Some common causes|$)", text, re.MULTILINE)
-    return " ".join([first_line(text), *(found[0].strip() for found in (process, end) if found)])
+    return " ".join([first_line(error), *(found[0].strip() for found in (process, end) if found)])
 
 
 def _last_line(traceback: str) -> str:
