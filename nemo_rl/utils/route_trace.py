@@ -85,34 +85,3 @@ def _digest(*tensors: torch.Tensor) -> str:
     for tensor in tensors:
         found.update(tensor.cpu().contiguous().numpy().tobytes())
     return found.hexdigest()
-
-
-def check_trace(folder: Path) -> tuple[int, list[str]]:
-    """Whether every traced sample of a rollout arrived at training with the very routes, and for the previous
-    log-probabilities too, where they were computed. Returns how many samples were compared, and what is wrong.
-    """
-    events = [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
-    produced = [event for event in events if event["event"] == PRODUCED]
-    fetched: dict[tuple[str, str], set[str]] = {}
-    for event in events:
-        if event["event"] == FETCHED:
-            fetched.setdefault((event["stage"], event["ids"]), set()).add(event["routes"])
-    # Samples of a prompt may be the same tokens with other routes.
-    made: dict[str, set[str]] = {}
-    for event in produced:
-        made.setdefault(event["ids"], set()).add(event["routes"])
-    if not produced:
-        return 0, [f"{folder}: no {PRODUCED} was written; run with {_TRACE}=1 and policy.router_replay.enabled"]
-    stages = sorted({"train", *(stage for stage, _ in fetched)})
-    problems = [
-        f"step {event['step']}, row {event['row']}, {stage}: "
-        + (
-            "its routes did not arrive as they were made"
-            if fetched.get((stage, event["ids"]))
-            else "it did not arrive with routes"
-        )
-        for event in produced
-        for stage in stages
-        if event["routes"] not in fetched.get((stage, event["ids"]), set())
-    ]
-    return len(produced), problems

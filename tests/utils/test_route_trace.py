@@ -11,8 +11,9 @@ import torch
 
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.utils import route_trace as traced
-from nemo_rl.utils.route_trace import RouteTrace, check_trace
+from nemo_rl.utils.route_trace import RouteTrace
 from tests.conftest import run_script
+from tools.check_r3_trace import check_trace
 
 TOOL = Path(__file__).parents[2] / "tools" / "check_r3_trace.py"
 
