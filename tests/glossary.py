@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-from nemo_rl.reference.metrics import METRICS
+from tools.pages.metrics_page import METRICS
 
 
 def undocumented(names: Iterable[str]) -> list[str]:

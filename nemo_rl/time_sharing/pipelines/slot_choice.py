@@ -14,7 +14,6 @@ from nemo_rl.config import EvalMasterConfig, MasterConfig, RootConfig
 from nemo_rl.config.multi_lora import load_base
 from nemo_rl.config.placement import replica_sizes, training_backend, training_world_size, trains_adapters
 from nemo_rl.config.teachers import pooled_teacher, teachers_of
-from nemo_rl.reference.sizing import FROZEN_BYTES, LAYER_BYTES, LOGITS_BYTES, STATE_BYTES
 from nemo_rl.time_sharing.pipelines.adapters import AdaptersConfig
 from nemo_rl.time_sharing.pipelines.job import Job
 from nemo_rl.time_sharing.pipelines.residents import SlotBytes, SlotTooSmall, in_gib, slot_bytes
@@ -23,6 +22,10 @@ from nemo_rl.time_sharing.protocol.topology import Pool
 if TYPE_CHECKING:
     from nemo_rl.config import PolicyConfig
 
+STATE_BYTES = 16  # of a trained parameter: float32 weight, gradient and two moments
+FROZEN_BYTES = 4  # of a parameter that is not trained
+LAYER_BYTES = 34  # of a token in a layer, times the hidden size: what its backward pass reads
+LOGITS_BYTES = 6 << 30  # of a chunk of logits, in several precisions
 MOST_SLOTS = 4
 """Trainers take turns on a GPU; with more jobs they wait for each other longer than generation takes."""
 

@@ -14,21 +14,21 @@ from nemo_rl.config.data_rules import GRPO_TRAINING, GRPO_VALIDATION, SFT_TRAINI
 from nemo_rl.data.datasets.registry import ALIASES, GENERATED, SOURCES
 from nemo_rl.data.processors import PROCESSORS
 from nemo_rl.environments.registry import CLASSES
-from nemo_rl.reference import sizing, tasks
-from nemo_rl.reference.__main__ import PAGES
-from nemo_rl.reference.metrics import METRICS
 from tests.glossary import undocumented
+from tools.pages import sizing_page, tasks_page
+from tools.pages.__main__ import PAGES
+from tools.pages.metrics_page import METRICS
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_generated_page_is_current(name: str) -> None:
-    assert (ROOT / "docs" / f"{name}.md").read_text() == PAGES[name](), "run `python -m nemo_rl.reference docs`"
+    assert (ROOT / "docs" / f"{name}.md").read_text() == PAGES[name](), "run `python -m tools.pages`"
 
 
 def test_whatever_can_be_named_is_listed_with_what_it_reads() -> None:
-    cells = [line.strip("| ").split(" | ") for line in tasks.page().splitlines() if line.startswith("| `")]
+    cells = [line.strip("| ").split(" | ") for line in tasks_page.page().splitlines() if line.startswith("| `")]
     listed = {name for row in cells for name in re.findall(r"`([^`]+)`", row[0])}
     assert listed >= {*SOURCES, *ALIASES, *GENERATED, *PROCESSORS, *CLASSES}
     for row in cells[: len(SOURCES)]:
@@ -98,11 +98,11 @@ def test_metrics_that_the_code_names_are_in_the_glossary(file: str, groups: tupl
     found = set(named(ROOT / "nemo_rl" / file))
     assert found, f"{file} names no metric any more"
     lacking = [name for name in found if len(undocumented([f"{group}/{name}" for group in groups])) == len(groups)]
-    assert lacking == [], f"nemo_rl/reference/metrics.py lacks them, which {file} logs"
+    assert lacking == [], f"tools/pages/metrics.tsv lacks them, which {file} logs"
 
 
 def test_the_glossary_lists_nothing_that_is_not_measured() -> None:
-    source = "\n".join(path.read_text() for path in (ROOT / "nemo_rl").rglob("*.py") if "reference" not in path.parts)
+    source = "\n".join(path.read_text() for path in (ROOT / "nemo_rl").rglob("*.py"))
     parts = [part for metrics in METRICS.values() for metric in metrics for part in re.split(r"[*/.]", metric.name)]
     assert [part for part in parts if part.strip("_").removesuffix("_s") not in source] == []
 
@@ -110,10 +110,11 @@ def test_the_glossary_lists_nothing_that_is_not_measured() -> None:
 def test_larger_models_take_more_gpus_and_larger_gpus_fewer() -> None:
     for lora in (False, True):
         small, large = (
-            [sizing.gpus_to_train(shape, gib, lora=lora) or 999 for shape in sizing.SHAPES] for gib in (80, 141)
+            [sizing_page.gpus_to_train(shape, gib, lora=lora) or 999 for shape in sizing_page.SHAPES]
+            for gib in (80, 141)
         )
         assert all(a >= b for a, b in zip(small, large, strict=True)) and small[0] == 1 and small[-1] > small[3]
     config = load_master_config(str(ROOT / "examples" / "configs" / "grpo_math_7B_8gpus.yaml"))
-    shape = next(one for one in sizing.SHAPES if config.policy.model_name.endswith(one.name))
-    assert (sizing.gpus_to_train(shape, 80) or 999) <= config.cluster.gpus_per_node
+    shape = next(one for one in sizing_page.SHAPES if config.policy.model_name.endswith(one.name))
+    assert (sizing_page.gpus_to_train(shape, 80) or 999) <= config.cluster.gpus_per_node
     assert config.policy.sequence_packing.train_mb_tokens == 16384, "the tokens that the page computes with"
