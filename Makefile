@@ -126,7 +126,6 @@ format: $(READY_DEV) ## format, and fix what ruff can fix
 docs: $(READY_DEV) ## the documentation as a site in site/, generated pages included, links checked
 	$(BIN)/python -m nemo_rl.config docs
 	$(BIN)/python -m tools.pages
-	$(BIN)/python -m nemo_rl.time_sharing keys
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 clean: ## results and logs of the demo, and every cache; the environment stays

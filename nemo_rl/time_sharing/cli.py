@@ -25,14 +25,12 @@ from nemo_rl.time_sharing.log.reading import read_logs
 from nemo_rl.time_sharing.log.segments import segments_of
 from nemo_rl.time_sharing.simulation.cli import (
     UsageError,
-    add_keys_arguments,
     add_simulate_arguments,
     count,
     events_count,
     fit,
     simulate,
     soak,
-    write_keys,
 )
 from nemo_rl.time_sharing.viewing.report import write_report
 from nemo_rl.time_sharing.viewing.timeline import build_timeline
@@ -160,7 +158,6 @@ def parser() -> argparse.ArgumentParser:
     fitting = command("fit", fit, "make a scenario of a run's own times, and say how well it predicts the run")
     _log_arguments(fitting)
     fitting.add_argument("-o", "--output", type=Path, required=True, help="the scenario file to write")
-    add_keys_arguments(command("keys", write_keys, "write the page that describes every key of a scenario file"))
     return whole
 
 

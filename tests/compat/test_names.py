@@ -15,7 +15,6 @@ import torch
 
 from nemo_rl.algorithms.commands import _PROMPT
 from nemo_rl.compat.names import ABSENT, ABSENT_MEMBERS, AT_HOME, CHANGED, CONTROL_PLANE, NAMES
-from nemo_rl.compat.page import _DIFFERENT, page
 from nemo_rl.config import MasterConfig
 from nemo_rl.config.differences import DIFFERENCES
 from nemo_rl.config.errors import UserError
@@ -27,6 +26,7 @@ from nemo_rl.data.setup import OTHER_ARGUMENTS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.code_environment import CodeEnvironment
 from nemo_rl.environments.interfaces import EnvironmentReturn
+from tools.pages.from_nemo_rl_page import _DIFFERENT, page
 
 ROOT = Path(__file__).parents[2]
 ALL = [(module, name) for table in (NAMES, AT_HOME) for module, names in table.items() for name in names]
@@ -134,10 +134,6 @@ def test_importing_a_path_of_nemo_rls_loads_neither_torch_nor_ray() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
-
-
-def test_the_committed_page_is_current() -> None:
-    assert (ROOT / "docs/from_nemo_rl.md").read_text() == page(), "run `python -m nemo_rl.compat`"
 
 
 def test_functions_called_in_nemo_rls_shape_say_what_has_changed() -> None:

@@ -1,6 +1,4 @@
-"""Scenario files as a user meets them: mistakes are told in plain words with their place, and the page of keys is
-current.
-"""
+"""Scenario files as a user meets them: mistakes come in plain words with their place; every key has a meaning."""
 
 from __future__ import annotations
 
@@ -13,11 +11,10 @@ import pytest
 
 from nemo_rl.time_sharing.cli import main
 from nemo_rl.time_sharing.protocol.types import Limits
-from nemo_rl.time_sharing.simulation.scenario_page import scenario_page
-from nemo_rl.time_sharing.simulation.scenario_reading import MEANING, load_scenario, parse_scenario
+from nemo_rl.time_sharing.simulation.scenario_reading import load_scenario, parse_scenario
 from nemo_rl.time_sharing.simulation.scenario_text import ScenarioError
+from tools.pages import scenarios_page
 
-ROOT = Path(__file__).parents[2]
 POOL = {"gpus_per_node": 4}
 JOB: dict[str, Any] = {"name": "a", "train": [0], "infer": [0, 1]}
 FLEET: dict[str, Any] = {"count": 6, "width": 2, "train_gpus": 1, "stride": 1}
@@ -30,15 +27,9 @@ def mistakes(given: object) -> list[str]:
     return str(caught.value).splitlines()
 
 
-def test_the_committed_page_of_keys_is_current() -> None:
-    assert (ROOT / "docs/time_sharing_scenarios.md").read_text() == scenario_page(), (
-        "run `python -m nemo_rl.time_sharing keys`"
-    )
-
-
 def test_every_key_and_limit_has_a_meaning() -> None:
-    assert MEANING.keys() == {field.name for field in dataclasses.fields(Limits)}
-    rows = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", scenario_page(), re.MULTILINE)
+    assert scenarios_page.MEANING.keys() == {field.name for field in dataclasses.fields(Limits)}
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", scenarios_page.page(), re.MULTILINE)
     assert len(rows) > 80 and all(len(meaning) > 5 for _, meaning in rows)
 
 

@@ -11,9 +11,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.pages import metrics_page, sizing_page, tasks_page
+from tools.pages import from_nemo_rl_page, metrics_page, scenarios_page, sizing_page, tasks_page
 
-PAGES = {"tasks": tasks_page.page, "metrics": metrics_page.page, "sizing": sizing_page.page}
+PAGES = {
+    "tasks": tasks_page.page,
+    "metrics": metrics_page.page,
+    "sizing": sizing_page.page,
+    "from_nemo_rl": from_nemo_rl_page.page,
+    "time_sharing_scenarios": scenarios_page.page,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -27,7 +27,6 @@ from nemo_rl.time_sharing.simulation.fit import fit as fit_scenario
 from nemo_rl.time_sharing.simulation.random_scenarios import run_many
 from nemo_rl.time_sharing.simulation.results import AloneTimes, Outcome, run_way, summarise
 from nemo_rl.time_sharing.simulation.scenario import Scenario
-from nemo_rl.time_sharing.simulation.scenario_page import DEFAULT_PAGE, scenario_page
 from nemo_rl.time_sharing.simulation.scenario_reading import load_scenario
 from nemo_rl.time_sharing.simulation.tables import simulated
 from nemo_rl.time_sharing.simulation.world import World
@@ -289,16 +288,6 @@ def soak(chosen: argparse.Namespace) -> int:
     if missed and len(counts) >= _ENOUGH_SCENARIOS:
         print(f"never reached: {'; '.join(missed)}")
     return 1 if bad or (missed and len(counts) >= _ENOUGH_SCENARIOS) else 0
-
-
-def add_keys_arguments(keys: argparse.ArgumentParser) -> None:
-    keys.add_argument("-o", "--output", type=Path, default=DEFAULT_PAGE, help="the page (default: %(default)s)")
-
-
-def write_keys(chosen: argparse.Namespace) -> int:
-    chosen.output.write_text(scenario_page(), encoding="utf-8")
-    print(f"wrote {chosen.output}")
-    return 0
 
 
 def fit(chosen: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
 """Inputs of a simulation: the pool, the jobs, what hand-overs cost, how the network behaves and what breaks.
 
-These are the schemas of the scenario YAML files, each key with its meaning (`scenario_page` makes
+These are the schemas of the scenario YAML files, each key with its meaning (`tools/pages` makes
 docs/time_sharing_scenarios.md of them). Mappings are checked by the same rules as a real registration. Nothing is
 converted: text is no number and `true` is not 1. Times are in seconds, all virtual.
 """

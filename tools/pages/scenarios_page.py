@@ -1,6 +1,6 @@
 """Writes docs/time_sharing_scenarios.md, the reference of all keys of a scenario file, from the schemas.
 
-Decides the page's shape only; every word about a key is the schema's. Invariant: the same schemas give the same text,
+The meanings of keys are the schema's, those of limits are here. Invariant: the same schemas give the same text,
 whatever was loaded before.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
@@ -31,17 +30,13 @@ from nemo_rl.time_sharing.simulation.scenario import (
     Tokens,
     Validation,
 )
-from nemo_rl.time_sharing.simulation.scenario_reading import MEANING
-from nemo_rl.time_sharing.simulation.scenario_text import PAGE
 from nemo_rl.utils.text import table
 
 _HEADER = ("key", "type", "default", "meaning")
 
-DEFAULT_PAGE = Path(PAGE)
-
 _INTRODUCTION = """# Scenarios for the simulator
 
-Generated from the schemas by `python -m nemo_rl.time_sharing keys`; edit the descriptions there.
+Generated from the schemas by `python -m tools.pages`; edit the descriptions there.
 
 A scenario is a YAML file that says which jobs are to share which GPUs. A small one:
 
@@ -79,8 +74,44 @@ _SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("`faults`", Faults),
 )
 
+# What each limit means: dataclass fields have no description.
+MEANING = {
+    "aging_s": "A waiting request rises by one priority in this time.",
+    "min_hold_s": "Length of a guaranteed time slice of a generation rank, and of every slice (times the job's weight) "
+    "until a hand-over of the job has been seen.",
+    "max_slice_s": "Longest time slice that a generation rank keeps its GPUs against other jobs (times the job's "
+    "weight); a slice lasts as long as four hand-overs.",
+    "hysteresis": "How much better served than the taker a job must be before a busy GPU moves (0.10: ten per cent).",
+    "max_backfills": "How often a waiting request is passed by later ones that end before it can start.",
+    "max_initialising": "How many jobs may initialise at a time; 0 for any number.",
+    "max_hold_s": "A training hold that lasts longer has its job cut off and started again.",
+    "heartbeat_s": "How often a job says how it is.",
+    "lease_s": "A job not heard of for so long is cut off; a generation rank that makes no progress for so "
+    "long is restarted.",
+    "isolation_s": "When most jobs fall silent at once, the scheduler takes itself for cut off and ends no job for so "
+    "long.",
+    "retry_s": "A command without an answer is sent again after this time.",
+    "drain_s": "Deadline of taking requests off a rank; a rank that misses it is ended.",
+    "sleep_s": "Deadline of sending a rank to sleep.",
+    "wake_s": "Deadline of waking a rank, the first start of its engine included.",
+    "sync_s": "Deadline of loading weights into a rank.",
+    "route_s": "Deadline of sending requests to a rank.",
+    "grant_s": "Deadline of taking what was granted.",
+    "reap_s": "Deadline of ending processes and showing that their memory is free.",
+    "request_s": "A request that waited so long is dropped.",
+    "quarantine_s": "A rank or GPU that failed is left alone for so long.",
+    "plan_interval_s": "Shortest time between two plans.",
+    "replan_s": "Longest time between two plans.",
+    "measure_s": "How often is measured what jobs gain by running at the same time on GPUs of several slots; 0 for "
+    "never: all run at the same time.",
+    "trial_steps": "Steps that each makes together with the others before it is tried alone, which costs those six "
+    "steps.",
+    "turn_s": "How long jobs run that gain nothing by it, before others have their turn.",
+    "max_tick_s": "A clock that moves by more at once has jumped; the scheduler's time leaves the jump out.",
+}
 
-def scenario_page() -> str:
+
+def page() -> str:
     """The whole page as Markdown."""
     lines = [_INTRODUCTION]
     for title, model in _SECTIONS:
