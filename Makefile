@@ -124,7 +124,6 @@ format: $(READY_DEV) ## format, and fix what ruff can fix
 	$(BIN)/ruff format --quiet .
 
 docs: $(READY_DEV) ## the documentation as a site in site/, generated pages included, links checked
-	$(BIN)/python -m nemo_rl.config docs
 	$(BIN)/python -m tools.pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 

@@ -1,4 +1,4 @@
-"""`python -m nemo_rl.config`: check recipes, show a configuration, compare two, explain a key, write the reference.
+"""`python -m nemo_rl.config`: check recipes, show a configuration, compare two, explain a key.
 
 A command-line main, so it prints; it decides nothing. Exit code 2 stands for a mistake in a configuration, 1 for one
 that only asks for parts which are not built.
@@ -20,7 +20,7 @@ from nemo_rl.config.layers import source_of
 from nemo_rl.config.load import kind_of_file, load_layers, load_master_config, load_partly
 from nemo_rl.config.master import CompleteConfig, MasterConfig, SFTMasterConfig
 from nemo_rl.config.overrides import keys_named
-from nemo_rl.config.schema import KeyInfo, find_key, free_mapping, keys_of, names_in, reference_page, shown
+from nemo_rl.config.schema import KeyInfo, find_key, free_mapping, keys_of, names_in, shown
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m nemo_rl.config", description="Look at configurations.")
-    commands = parser.add_subparsers(required=True, metavar="check|show|diff|explain|docs")
+    commands = parser.add_subparsers(required=True, metavar="check|show|diff|explain")
     check = commands.add_parser(
         "check",
         help="say which recipes run here, and what the others wait for; of a FILE also what a start would find of "
@@ -58,9 +58,6 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("key", help="dotted key")
     explain.add_argument("items", nargs="*", metavar="FILE or OVERRIDE")
     explain.set_defaults(run=_explain)
-    docs = commands.add_parser("docs", help="write the reference of all keys")
-    docs.add_argument("--output", type=Path, default=Path("docs/config.md"))
-    docs.set_defaults(run=_docs)
     return parser
 
 
@@ -145,11 +142,6 @@ def _print_value(key: str, file: str | None, overrides: list[str], kind: type[Co
     source = source_of(load_layers(file, overrides, kind).layers, key.split("."))
     print(f"  value:   {_or_absent(value)}")
     print(f"  from:    {source or 'the default'}")
-
-
-def _docs(chosen: argparse.Namespace) -> None:
-    chosen.output.write_text(reference_page(), encoding="utf-8")
-    print(f"wrote {chosen.output}")
 
 
 def differences(

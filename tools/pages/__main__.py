@@ -11,9 +11,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.pages import from_nemo_rl_page, metrics_page, scenarios_page, sizing_page, tasks_page
+from tools.pages import config_page, from_nemo_rl_page, metrics_page, scenarios_page, sizing_page, tasks_page
 
 PAGES = {
+    "config": config_page.page,
     "tasks": tasks_page.page,
     "metrics": metrics_page.page,
     "sizing": sizing_page.page,

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from nemo_rl.compat.names import ABSENT, ABSENT_MEMBERS, AT_HOME, CHANGED, CONTROL_PLANE, NAMES
 from nemo_rl.config.foreign import MOVED, RECIPES
 from nemo_rl.config.master import MasterConfig, SFTMasterConfig
-from nemo_rl.config.schema import KeyInfo, is_described_elsewhere, keys_of
+from nemo_rl.config.schema import KeyInfo, keys_of
 from nemo_rl.utils.text import table
+from tools.pages.config_page import is_described_elsewhere
 
 _INTRODUCTION = """# From NeMo-RL
 
