@@ -8,8 +8,7 @@ from typing import Any
 
 from nemo_rl.distributed.worker_calls import WorkerError, WorkerIdentity
 from nemo_rl.models.generation.interfaces import WakeError
-from nemo_rl.models.generation.router import Router
-from nemo_rl.models.generation.vllm.dispatch import Dispatcher
+from nemo_rl.models.generation.vllm.dispatch import Dispatcher, Router
 from nemo_rl.models.generation.vllm.fleet import EngineFleet
 from nemo_rl.utils.record import Record
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.models.generation.batch_meter import BatchMeter, Times
+from nemo_rl.models.generation.vllm.dispatch import BatchMeter, Times
 
 
 class Served:

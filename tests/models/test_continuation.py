@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, VersionSpan
-from nemo_rl.models.generation.resumable_request import ResumableRequest, safe_cut
+from nemo_rl.models.generation.vllm.request_state import ResumableRequest, safe_cut
 
 
 def request(limit: int = 20, seed: int | None = 5) -> GenerationRequest:

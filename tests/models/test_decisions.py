@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nemo_rl.models.generation.decisions import NO_MASKS, RouteRecord, SamplingMasks, TokenRoutes, route_dtype
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult
-from nemo_rl.models.generation.resumable_request import ResumableRequest
+from nemo_rl.models.generation.vllm.request_state import ResumableRequest
 from tests.models.engine_simulation import EXPERTS, PER_TOKEN, VOCABULARY, Drawn, Engine, Routes
 
 SCHEDULES = int(os.environ.get("NRL_SCHEDULES", "100"))

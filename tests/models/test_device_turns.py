@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from nemo_rl.models.generation.interfaces import GenerationError
-from nemo_rl.models.generation.vllm import engine_memory
-from nemo_rl.models.generation.vllm.engine_memory import EngineMemory, device_turn
+from nemo_rl.models.generation.vllm import worker
+from nemo_rl.models.generation.vllm.worker import EngineMemory, device_turn
 
 HOLDER = """
 import asyncio, sys
-from nemo_rl.models.generation.vllm.engine_memory import device_turn
+from nemo_rl.models.generation.vllm.worker import device_turn
 
 async def hold():
     async with device_turn(sys.argv[1]):
@@ -114,7 +114,7 @@ def neighbours() -> tuple[EngineMemory, EngineMemory]:
 
 
 def test_a_neighbour_that_sleeps_or_wakes_changes_nothing_of_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_memory, "_FREED_WITHIN_S", 0.1)
+    monkeypatch.setattr(worker, "_FREED_WITHIN_S", 0.1)
 
     async def both_sleep_then_one_wakes() -> list[Any]:
         one, other = neighbours()

@@ -24,13 +24,10 @@ from nemo_rl.models.generation.interfaces import (
     ShardStateError,
     VersionSpan,
 )
-from nemo_rl.models.generation.resumable_request import OnPreempt
-from nemo_rl.models.generation.router import Router
 from nemo_rl.models.generation.vllm.detached import DetachedGenerator, ServingShard
-from nemo_rl.models.generation.vllm.dispatch import Dispatcher
+from nemo_rl.models.generation.vllm.dispatch import Dispatcher, Router, wait_on_loop
 from nemo_rl.models.generation.vllm.fleet import EngineFleet
-from nemo_rl.models.generation.vllm.loops import wait_on_loop
-from nemo_rl.models.generation.vllm.request_state import RequestFailure
+from nemo_rl.models.generation.vllm.request_state import OnPreempt, RequestFailure
 from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.utils.record_events import RequestFinished, RequestSubmitted, ShardRouted, ShardUnrouted
 from tests.virtual_time import run_in_virtual_time

@@ -13,7 +13,7 @@ import torch
 
 from nemo_rl.distributed.worker_calls import WorkerError
 from nemo_rl.models.generation.elastic import ElasticGeneration
-from nemo_rl.models.generation.vllm.shard_state import ShardState
+from nemo_rl.models.generation.vllm.fleet import ShardState
 from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.utils.record_events import ShardRouted, SyncFinished, VersionPublished
 from nemo_rl.weight_sync.cache import BucketCache, CacheBuilder, CacheError, CacheManifest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_rl.models.generation.vllm.shard_state import ShardState
+from nemo_rl.models.generation.vllm.fleet import ShardState
 from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.utils.record_events import EngineOutgrown
 from tests.models.local_fleet import LocalFleet, LocalWorker

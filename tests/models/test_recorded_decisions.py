@@ -30,7 +30,7 @@ from nemo_rl.experience.trajectories import RolloutLimits, RolloutPlan
 from nemo_rl.models.generation.endpoint.server import start_endpoint
 from nemo_rl.models.generation.recording import VALIDATE, Recording
 from nemo_rl.models.generation.vllm import engine_actors
-from nemo_rl.models.generation.vllm.shard_state import ShardState
+from nemo_rl.models.generation.vllm.fleet import ShardState
 from tests.conftest import example
 from tests.experience.test_rollout_flow import Counts, prompts
 from tests.models.elastic_engines import Elastic, elastic_engines

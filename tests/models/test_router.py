@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from nemo_rl.models.generation.interfaces import VALIDATION_STEP_OFFSET, request_seed
-from nemo_rl.models.generation.router import NoActiveShardError, Router
+from nemo_rl.models.generation.vllm.dispatch import NoActiveShardError, Router
 
 SHARDS = 4
 

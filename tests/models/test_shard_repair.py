@@ -13,7 +13,7 @@ import ray
 
 from nemo_rl.algorithms.grpo.refit import Refitter
 from nemo_rl.models.generation.interfaces import GenerationError
-from nemo_rl.models.generation.vllm.shard_state import ShardState
+from nemo_rl.models.generation.vllm.fleet import ShardState
 from tests.models.engines import Colocated, colocated, engine_pids, kill, wait_until_gone
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]

@@ -11,9 +11,8 @@ import ray
 
 from nemo_rl.distributed import worker_calls
 from nemo_rl.distributed.worker_calls import WorkerError, WorkerIdentity
-from nemo_rl.models.generation.vllm import targets as module
-from nemo_rl.models.generation.vllm.shard_state import Shard, ShardState
-from nemo_rl.models.generation.vllm.targets import ShardTargets, Target
+from nemo_rl.models.generation.vllm import fleet as module
+from nemo_rl.models.generation.vllm.fleet import Shard, ShardState, ShardTargets, Target
 
 pytestmark = pytest.mark.ray
 

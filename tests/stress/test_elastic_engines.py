@@ -24,7 +24,7 @@ import ray
 from nemo_rl.distributed.worker_calls import WorkerError
 from nemo_rl.models.generation.interfaces import GenerationError, ShardStateError
 from nemo_rl.models.generation.vllm import engine_actors
-from nemo_rl.models.generation.vllm.shard_state import ShardState
+from nemo_rl.models.generation.vllm.fleet import ShardState
 from nemo_rl.utils.record_events import (
     GroupCommitted,
     ShardRouted,

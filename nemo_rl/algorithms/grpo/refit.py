@@ -15,7 +15,7 @@ from typing import Any
 from nemo_rl.config import WeightSyncConfig
 from nemo_rl.models.generation.interfaces import GenerationError
 from nemo_rl.models.generation.refit import Weights, refit
-from nemo_rl.models.generation.vllm.shard_state import ShardState
+from nemo_rl.models.generation.vllm.fleet import ShardState
 from nemo_rl.utils.record import Record
 from nemo_rl.utils.timer import Timer
 from nemo_rl.weight_sync.session import SyncOptions, SyncReport, pause_quantiles

@@ -24,7 +24,7 @@ from nemo_rl.algorithms.multi_lora.passes import AdapterPolicy
 from nemo_rl.config.errors import first_line
 from nemo_rl.distributed.worker_calls import WorkerError
 from nemo_rl.models.generation.interfaces import GenerationError, GenerationRequest, GenerationResult
-from nemo_rl.models.generation.vllm.shard_state import is_lost
+from nemo_rl.models.generation.vllm.fleet import is_lost
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.models.multi_lora.policy import MultiLoraPolicy
 from nemo_rl.utils.adapters import AdapterInfo

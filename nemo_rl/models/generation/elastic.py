@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_rl.distributed.worker_calls import WorkerError
 from nemo_rl.models.generation.interfaces import ShardStateError
 from nemo_rl.models.generation.refit import Weights, refit, sync
-from nemo_rl.models.generation.vllm.shard_state import ShardState
+from nemo_rl.models.generation.vllm.fleet import ShardState
 from nemo_rl.utils.record import NullRecord, Record
 from nemo_rl.weight_sync.cache import CacheError
 from nemo_rl.weight_sync.session import SyncOptions, SyncReport, pause_quantiles

@@ -17,8 +17,7 @@ from nemo_rl.weight_sync.cache import CacheError
 from nemo_rl.weight_sync.session import SyncOptions, SyncReport, SyncSession, WeightSource
 
 if TYPE_CHECKING:
-    from nemo_rl.models.generation.vllm.fleet import EngineFleet
-    from nemo_rl.models.generation.vllm.targets import ShardTargets
+    from nemo_rl.models.generation.vllm.fleet import EngineFleet, ShardTargets
 
 
 class Weights(NamedTuple):

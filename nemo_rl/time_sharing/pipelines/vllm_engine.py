@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from nemo_rl.distributed.worker_calls import WorkerError
 from nemo_rl.models.generation.elastic import ElasticGeneration
 from nemo_rl.models.generation.interfaces import GenerationError, ShardStateError
-from nemo_rl.models.generation.vllm.fleet import EngineFleet
-from nemo_rl.models.generation.vllm.shard_state import ShardState
+from nemo_rl.models.generation.vllm.fleet import EngineFleet, ShardState
 from nemo_rl.time_sharing.agents.runtime import EngineError, Ranks
 from nemo_rl.time_sharing.pipelines.residents import SlotMemory
 from nemo_rl.weight_sync.cache import CacheError

@@ -12,10 +12,8 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult
-from nemo_rl.models.generation.resumable_request import OnPreempt
-from nemo_rl.models.generation.router import Router, RouterPolicy
-from nemo_rl.models.generation.vllm.dispatch import Dispatcher
-from nemo_rl.models.generation.vllm.loops import LOOP_TIMEOUT_S, wait_on_loop
+from nemo_rl.models.generation.vllm.dispatch import LOOP_TIMEOUT_S, Dispatcher, Router, RouterPolicy, wait_on_loop
+from nemo_rl.models.generation.vllm.request_state import OnPreempt
 from nemo_rl.utils.record import Record
 
 if TYPE_CHECKING:

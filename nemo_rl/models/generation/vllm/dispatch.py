@@ -1,9 +1,10 @@
 """Sends requests from an event loop to shards and returns results, while shards come and go.
 
 Requests for a shard that arrive together are one call, and a long poll per shard fetches results, so the cost per
-sample is small. Owns the router. Invariants: a booking is released exactly once; a request on a shard that leaves,
-hangs or dies continues on another with its tokens; a shard that joins takes its even part of the requests under way;
-every wait has a deadline.
+sample is small. The router has the active shards with a generation number and each one's outstanding work; choosing a
+shard and booking are one step. Invariants: only active shards are chosen; outstanding work is never negative; a booking
+is released exactly once; a request on a shard that leaves, hangs or dies continues on another with its tokens; a shard
+that joins takes its even part of the requests under way; every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -11,16 +12,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import wait
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from nemo_rl.config.errors import first_line
-from nemo_rl.models.generation.batch_meter import BatchMeter
+from nemo_rl.config.errors import UserError, first_line
 from nemo_rl.models.generation.interfaces import (
     REQUEST_TIMEOUT_VARIABLE,
     GenerationError,
@@ -31,15 +36,190 @@ from nemo_rl.models.generation.interfaces import (
     ShardPreemptedError,
     ShardStateError,
 )
-from nemo_rl.models.generation.resumable_request import OnPreempt, ResumableRequest
-from nemo_rl.models.generation.router import NoActiveShardError, Router
-from nemo_rl.models.generation.vllm.loops import answer_of
-from nemo_rl.models.generation.vllm.request_state import RequestFailure
+from nemo_rl.models.generation.vllm.request_state import OnPreempt, RequestFailure, ResumableRequest
 from nemo_rl.utils.record import NullRecord, Record
 from nemo_rl.utils.record_events import RequestFinished, RequestSubmitted, ShardRouted, ShardUnrouted
 
 if TYPE_CHECKING:
-    pass
+    from ray import ObjectRef
+
+RouterPolicy = Literal["least_outstanding_tokens", "round_robin"]
+
+
+class NoActiveShardError(UserError, RuntimeError):
+    """No shard takes requests at present."""
+
+
+class Router:
+    """Books requests on active shards. `shards`: number of data-parallel shards; all are active at first. `policy`:
+    `least_outstanding_tokens` or `round_robin`.
+    """
+
+    def __init__(self, shards: int, policy: RouterPolicy = "least_outstanding_tokens") -> None:
+        if policy not in ("least_outstanding_tokens", "round_robin"):
+            raise ValueError(f"policy.generation.router={policy!r}: choose least_outstanding_tokens or round_robin")
+        self._policy = policy
+        self._outstanding = dict.fromkeys(range(shards), 0)
+        self._requests = dict.fromkeys(range(shards), 0)
+        self._active = set(range(shards))
+        self._closed: set[int] = set()
+        self._next = 0
+        self.generation = 0
+
+    @property
+    def active(self) -> frozenset[int]:
+        """Shards that take requests."""
+        return frozenset(self._active)
+
+    def outstanding(self, shard: int) -> int:
+        """Token budget booked on a shard and not yet finished."""
+        return self._outstanding[shard]
+
+    def requests(self, shard: int) -> int:
+        """Requests booked on a shard and not yet finished."""
+        return self._requests[shard]
+
+    def set_active(self, shards: Iterable[int]) -> int:
+        """Replaces the active set, without closed shards; the new generation number. Raises ValueError: a shard does
+        not exist.
+        """
+        wanted = set(shards)
+        unknown = wanted - set(self._outstanding)
+        if unknown:
+            raise ValueError(f"shards {sorted(unknown)} do not exist; there are {len(self._outstanding)}")
+        wanted -= self._closed
+        if wanted != self._active:
+            self._active = wanted
+            self.generation += 1
+        return self.generation
+
+    def close(self, shards: Iterable[int]) -> int:
+        """Shards leave the active set and stay out of it until `reopen`; the new generation number."""
+        self._closed |= set(shards)
+        return self.set_active(self._active)
+
+    def reopen(self, shards: Iterable[int]) -> None:
+        """`set_active` may name these shards again."""
+        self._closed -= set(shards)
+
+    def reserve(self, tokens: int) -> int:
+        """Chooses an active shard and reserves `tokens` of work on it. Raises NoActiveShardError: the active set is
+        empty.
+        """
+        if not self._active:
+            raise NoActiveShardError("no shard is active")
+        if self._policy == "round_robin":
+            ordered = sorted(self._active)
+            shard = next((s for s in ordered if s >= self._next), ordered[0])
+            self._next = shard + 1
+        else:
+            shard = min(self._active, key=lambda s: (self._outstanding[s], self._requests[s], s))
+        self._outstanding[shard] += tokens
+        self._requests[shard] += 1
+        return shard
+
+    def finish(self, shard: int, tokens: int) -> None:
+        """Takes finished (or failed) work off a shard. Raises ValueError: more is finished than was booked."""
+        if self._requests[shard] < 1 or self._outstanding[shard] < tokens:
+            raise ValueError(f"shard {shard}: {tokens} tokens finished, {self._outstanding[shard]} were booked")
+        self._outstanding[shard] -= tokens
+        self._requests[shard] -= 1
+
+
+_SLOWER = 0.25
+"""At good speed a token takes so much longer than one of a request that runs alone."""
+_FEWEST, _NEWEST = 256, 1024
+"""Requests that a figure is of, at least and at most."""
+_SHORTEST = 16
+"""Tokens that a request must have drawn: those of shorter ones say more of calls than of the engine."""
+_TELLS = 1.5
+"""The worst candidate must fit so many times worse than the best, or requests ran under too equal conditions."""
+_CLOSE = 1.1
+"""Candidates fit as well as the best one up to so many times its misfit; the smallest of them counts."""
+_CANDIDATES = np.unique(np.geomspace(1, 1024, 41).astype(int))
+"""Requests at once at good speed."""
+
+Times = NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class _Load:
+    """Requests on one shard: how many run, and for each candidate the time until `at` that one of them had."""
+
+    running: int = 0
+    at: float = 0.0
+    had_s: Times = field(default_factory=lambda: np.zeros(len(_CANDIDATES)))
+
+    def change(self, now: float, by: int) -> Times:
+        self.had_s = self.had_s + (now - self.at) / (1 + _SLOWER * self.running / _CANDIDATES)
+        self.at, self.running = now, self.running + by
+        return self.had_s
+
+
+class BatchMeter:
+    """Watches the requests of equal engines, on one thread; any thread may ask for the figure.
+
+    Args:
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._loads: dict[int, _Load] = {}
+        self._seen: deque[Times] = deque(maxlen=_NEWEST)
+
+    def begin(self, shard: int) -> Times:
+        """A request goes to a shard. Returns what `end` needs to know of that moment."""
+        now = self._clock()
+        return self._loads.setdefault(shard, _Load(at=now)).change(now, 1)
+
+    def end(self, shard: int, began: Times, tokens: int) -> None:
+        """It ended there with so many new tokens; with a few it says nothing."""
+        had_s = self._loads[shard].change(self._clock(), -1) - began
+        if tokens >= _SHORTEST and had_s.min() > 0:
+            self._seen.append(np.log(had_s / tokens))
+
+    def good_batch(self) -> int | None:
+        """Requests at once with which a token takes 1.25 times what it takes alone, from 1 to 1,024; None where too
+        little was seen to tell.
+        """
+        if len(self._seen) < _FEWEST:
+            return None
+        paces = np.array(list(self._seen))
+        # Medians, as a request may have stood still while its engine was refitted.
+        misfit = np.median(np.abs(paces - np.median(paces, axis=0)), axis=0)
+        if misfit.max() < _TELLS * misfit.min() or misfit.max() == 0:
+            return None
+        # Engines that are woken in vain cost less than samples that crowd on one of them.
+        return int(_CANDIDATES[np.argmax(misfit <= _CLOSE * misfit.min())])
+
+
+T = TypeVar("T")
+
+# Every request has a deadline of its own; this one only ends a wait for rollouts whose loop hangs.
+LOOP_TIMEOUT_S = 6 * 3600.0
+
+
+async def answer_of(ref: ObjectRef[object]) -> Any:
+    """What an actor answers, as a coroutine that can have a deadline."""
+    return await ref
+
+
+def wait_on_loop(work: Coroutine[object, object, T], loop: asyncio.AbstractEventLoop, timeout_s: float) -> T:
+    """Runs a coroutine on a dispatcher's loop, from another thread, and waits. Raises GenerationError: it has not ended
+    after `timeout_s`, and was cancelled.
+    """
+    name = getattr(work, "__qualname__", type(work).__name__)
+    future = asyncio.run_coroutine_threadsafe(work, loop)
+    done, _ = wait([future], timeout=timeout_s)
+    if not done:
+        future.cancel()
+        raise GenerationError(
+            f"the loop that dispatches requests did not finish {name} within {timeout_s:.0f} s: it is blocked, or what "
+            "it waits for hangs"
+        )
+    return future.result()
+
 
 logger = logging.getLogger(__name__)
 

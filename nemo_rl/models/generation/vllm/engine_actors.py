@@ -23,9 +23,9 @@ from nemo_rl.config.profiling import ENGINES, Profile
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, Slot, cores_per_slot
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.recording import Recording, recording_of
-from nemo_rl.models.generation.vllm.decision_reader import engine_arguments
 from nemo_rl.models.generation.vllm.engine_nodes import EngineNodes
 from nemo_rl.models.generation.vllm.engine_processes import EngineSpec, MemoryShare, measures_nothing
+from nemo_rl.models.generation.vllm.sampling import engine_arguments
 
 DEEP_GEMM_VARIABLE = "VLLM_USE_DEEP_GEMM"
 EXTENSION = "nemo_rl.models.generation.vllm.extension.VllmInternalWorkerExtension"

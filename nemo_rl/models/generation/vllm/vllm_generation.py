@@ -34,16 +34,13 @@ from nemo_rl.models.generation.interfaces import (
     OnTokens,
     results_to_batch,
 )
-from nemo_rl.models.generation.router import Router
 from nemo_rl.models.generation.vllm.detached import DetachedGenerator, ServingShard
-from nemo_rl.models.generation.vllm.dispatch import Dispatcher
+from nemo_rl.models.generation.vllm.dispatch import LOOP_TIMEOUT_S, Dispatcher, Router, wait_on_loop
 from nemo_rl.models.generation.vllm.engine_actors import EngineActors
 from nemo_rl.models.generation.vllm.engine_nodes import Rendezvous
 from nemo_rl.models.generation.vllm.engine_processes import remove_abandoned
 from nemo_rl.models.generation.vllm.engine_stats import EngineSample, generation_metrics
-from nemo_rl.models.generation.vllm.fleet import EngineFleet
-from nemo_rl.models.generation.vllm.loops import LOOP_TIMEOUT_S, wait_on_loop
-from nemo_rl.models.generation.vllm.targets import ShardTargets
+from nemo_rl.models.generation.vllm.fleet import EngineFleet, ShardTargets
 from nemo_rl.utils.record import Record
 
 logger = logging.getLogger(__name__)
