@@ -134,7 +134,7 @@ class DataPlaneConfig(Section):
     )
     num_storage_units: PositiveInt = Field(2, description="simple: storage actors, spread over the nodes.")
     claim_meta_poll_interval_s: float = Field(
-        0.5, gt=0, description="Seconds between looks for rows or for space that are not there yet."
+        0.5, gt=0, description="Seconds between looks for space in a full storage."
     )
     full_wait_s: float = Field(60.0, ge=0, description="Seconds a write waits for space before it fails.")
     global_segment_size: PositiveInt | None = Field(

@@ -128,7 +128,7 @@ def holders(present: Iterable[str], columns: Sequence[str], *, where: str) -> di
     """The blocks to fetch, each with the columns to take from it. `present`: names of the blocks that all rows have.
     `where`: the rows in words, for the message. Raises MissingColumnsError: a column lies in no block.
     """
-    newest = newest_blocks(present)
+    newest = _newest_blocks(present)
     missing = [column for column in columns if column not in newest]
     if missing:
         raise MissingColumnsError(f"columns {missing} are not written for all of {where}; there are {sorted(newest)}")
@@ -138,7 +138,7 @@ def holders(present: Iterable[str], columns: Sequence[str], *, where: str) -> di
     return chosen
 
 
-def newest_blocks(present: Iterable[str]) -> Mapping[str, str]:
+def _newest_blocks(present: Iterable[str]) -> Mapping[str, str]:
     """For each column the block that holds its latest value."""
     newest: dict[str, str] = {}
     for name in present:

@@ -1,7 +1,7 @@
-"""The client over any storage: codec, tags, waiting for space and the claim cursor, written once.
+"""The client over any storage: codec, tags, and waiting for space, written once.
 
 An adapter only moves blocks of bytes; what the operations mean is decided here, so every backend means the same.
-Invariants: a put either lands whole or raises and leaves earlier rows as they were; a row is given to a task once.
+Invariant: a put either lands whole or raises and leaves earlier rows as they were.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from nemo_rl.data_plane.blocks import (
     decode_padded,
     encode,
     holders,
-    newest_blocks,
     next_generation,
 )
 from nemo_rl.data_plane.codec import object_array
@@ -34,7 +33,6 @@ from nemo_rl.data_plane.interfaces import (
     DataPlaneCapacityError,
     DataPlaneClient,
     DataPlaneClosedError,
-    Located,
     MissingColumnsError,
     MissingRowsError,
     Storage,
@@ -48,9 +46,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CLAIMED = "claimed_by/"
-_TAGS_OF_OURS = (_CLAIMED,)
-
 
 class StorageFull(Exception):
     """An adapter has no space right now; nothing of the put is visible."""
@@ -61,7 +56,7 @@ class StoredClient(DataPlaneClient):
 
     Args:
         connect: Opens the storage; must pickle.
-        poll_s: Seconds between polls for rows or for space.
+        poll_s: Seconds between polls for space.
         full_wait_s: How long a put waits for space.
         on_close: Stops what this client started; not pickled.
     """
@@ -80,7 +75,6 @@ class StoredClient(DataPlaneClient):
         self._on_close = on_close
         self._storage: Storage | None = None
         self._closed = False
-        self._tasks: dict[str, set[str]] = {}
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, object]:
@@ -102,18 +96,6 @@ class StoredClient(DataPlaneClient):
             return self._storage
 
     # -- rows ---------------------------------------------------------------------------------------------------------
-
-    def register_partition(
-        self,
-        partition_id: str,
-        fields: Sequence[str],
-        num_samples: int,
-        consumer_tasks: Sequence[str],
-        grpo_group_size: int | None = None,
-        enums: Mapping[str, Sequence[str]] | None = None,
-    ) -> None:
-        """Keeps the tasks; rows need no declaration here."""
-        self._tasks.setdefault(partition_id, set()).update(consumer_tasks)
 
     def put_samples(
         self,
@@ -203,15 +185,6 @@ class StoredClient(DataPlaneClient):
                 waited = True
             time.sleep(self._poll_s)
 
-    def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
-        names = select_fields if select_fields is not None else meta.fields
-        if names is None:
-            raise ValueError(
-                "get_data needs select_fields, or a meta that names its fields; there is no implicit choice "
-                "of all of them"
-            )
-        return self.get_samples(meta.sample_ids, meta.partition_id, names)
-
     def get_samples(self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]) -> TensorDict:
         from tensordict import TensorDict
 
@@ -258,7 +231,7 @@ class StoredClient(DataPlaneClient):
             warnings.warn(f"partition {partition_id!r} has no rows to clear", RuntimeWarning, stacklevel=2)
 
     def list_samples(self, partition_id: str) -> dict[str, dict[str, object]]:
-        return {identity: _users_tags(tags) for identity, tags in self.storage.tags(partition_id).items()}
+        return self.storage.tags(partition_id)
 
     def close(self) -> None:
         with self._lock:
@@ -268,85 +241,6 @@ class StoredClient(DataPlaneClient):
             storage.close()
         if on_close is not None:
             on_close()
-
-    # -- the claim cursor ---------------------------------------------------------------------------------------------
-
-    def claim_meta(
-        self,
-        partition_id: str,
-        task_name: str,
-        required_fields: Sequence[str],
-        batch_size: int,
-        dp_rank: int | None = None,
-        blocking: bool = True,
-        timeout_s: float = 60.0,
-    ) -> KVBatchMeta:
-        """The cursor is kept in the rows' tags: every process sees it and it is cleared with the rows."""
-        self._check_task(partition_id, task_name)
-        deadline = time.monotonic() + timeout_s
-        while True:
-            tags = self.storage.tags(partition_id)
-            open_ids = [identity for identity, tag in tags.items() if _CLAIMED + task_name not in tag]
-            ready = self._ready(partition_id, open_ids, set(required_fields))[:batch_size]
-            if not blocking or len(ready) == batch_size:
-                return self._claim(partition_id, task_name, ready, tags, required_fields)
-            if time.monotonic() >= deadline:
-                raise TimeoutError(
-                    f"task {task_name!r} of partition {partition_id!r} (dp_rank={dp_rank}): {len(ready)} of "
-                    f"{batch_size} rows have {sorted(required_fields)} "
-                    f"after {timeout_s:.1f} s"
-                )
-            time.sleep(min(self._poll_s, max(0.0, deadline - time.monotonic())))
-
-    def _ready(self, partition_id: str, ids: Sequence[str], required: set[str]) -> list[str]:
-        """Rows that have the columns, found by halving: rows of one put are ready together."""
-        if not ids:
-            return []
-        try:
-            rows = self.storage.locate(partition_id, ids, create=False)
-        except MissingRowsError:
-            # Cleared since they were listed; the others are found one half at a time.
-            rows = Located(partition_id, (), (), ())
-        if required <= set(newest_blocks(rows.blocks)) and rows.sample_ids:
-            return list(ids)
-        if len(ids) == 1:
-            return []
-        half = len(ids) // 2
-        return self._ready(partition_id, ids[:half], required) + self._ready(partition_id, ids[half:], required)
-
-    def _claim(
-        self,
-        partition_id: str,
-        task: str,
-        ids: list[str],
-        tags: Mapping[str, Mapping[str, object]],
-        fields: Sequence[str],
-    ) -> KVBatchMeta:
-        if ids:
-            self.put_samples(ids, partition_id, tags=[{_CLAIMED + task: True} for _ in ids])
-        own = [_users_tags(tags[identity]) for identity in ids]
-        lengths = [tag["input_lengths"] for tag in own if "input_lengths" in tag]
-        known = lengths if len(lengths) == len(ids) else self._read_lengths(ids, partition_id, fields)
-        return KVBatchMeta(partition_id, task, ids, list(fields), known, tags=own)
-
-    def _read_lengths(self, ids: Sequence[str], partition_id: str, fields: Sequence[str]) -> list[int] | None:
-        if "input_lengths" not in fields or not ids:
-            return None
-        return [
-            int(length) for length in self.get_padded(ids, partition_id, ["input_lengths"])["input_lengths"].flatten()
-        ]
-
-    def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
-        for task in task_names:
-            self._check_task(partition_id, task)
-        return all(_CLAIMED + task in tags for tags in self.storage.tags(partition_id).values() for task in task_names)
-
-    def _check_task(self, partition_id: str, task_name: str) -> None:
-        known = self._tasks.get(partition_id, set())
-        if task_name not in known:
-            raise KeyError(
-                f"task {task_name!r} is not registered for partition {partition_id!r}; its tasks are {sorted(known)}"
-            )
 
 
 def _column(name: str, value: Any) -> Column:
@@ -402,10 +296,6 @@ def _wire_form(column: Column) -> object:
         if isinstance(column, torch.Tensor)
         else object_array(list(column) if not isinstance(column, Padded) else [])
     )
-
-
-def _users_tags(tags: Mapping[str, object]) -> dict[str, Any]:
-    return {name: value for name, value in tags.items() if not name.startswith(_TAGS_OF_OURS)}
 
 
 def _repeated(ids: Sequence[str]) -> list[str]:

@@ -29,59 +29,6 @@ class DataPlaneClient(ABC):
     """One process's access to the data plane. Can be pickled: the copy connects by itself when it is first used."""
 
     @abstractmethod
-    def register_partition(
-        self,
-        partition_id: str,
-        fields: Sequence[str],
-        num_samples: int,
-        consumer_tasks: Sequence[str],
-        grpo_group_size: int | None = None,
-        enums: Mapping[str, Sequence[str]] | None = None,
-    ) -> None:
-        """Declares who will claim rows of a partition. Registering again keeps its rows.
-
-        Args:
-            partition_id: A data flow, such as `train`; the same at every step.
-            fields: Columns it will have; others may be written too.
-            num_samples: Rows it will have at a time.
-            enums: Values of columns that hold names.
-        """
-
-    @abstractmethod
-    def claim_meta(
-        self,
-        partition_id: str,
-        task_name: str,
-        required_fields: Sequence[str],
-        batch_size: int,
-        dp_rank: int | None = None,
-        blocking: bool = True,
-        timeout_s: float = 60.0,
-    ) -> KVBatchMeta:
-        """Up to `batch_size` rows that have every required column and were never given to this task before.
-
-        Args:
-            task_name: A task named at registration; one process claims for it.
-            required_fields: Columns that must be written.
-            batch_size: Most rows to claim; when blocking, exactly so many are waited for.
-            blocking: Wait for rows; otherwise the meta may be empty.
-            timeout_s: How long to wait, in seconds.
-
-        Raises KeyError: the task was not registered; TimeoutError: too few rows until the deadline; none are claimed
-        then.
-        """
-
-    @abstractmethod
-    def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
-        """Columns of a meta's rows: `select_fields`, or else those the meta names. Raises ValueError: neither names a
-        column.
-        """
-
-    @abstractmethod
-    def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
-        """Whether each task has claimed every row that is there."""
-
-    @abstractmethod
     def put_samples(
         self,
         sample_ids: Sequence[str],

@@ -17,7 +17,7 @@ class KVBatchMeta:
     """
 
     partition_id: str  # a data flow, such as `train`
-    task_name: str | None  # consumer for which the rows were claimed; None otherwise
+    task_name: str | None  # whose rows these are, such as `train`; None where unknown
     sample_ids: list[str]  # row ids, minted once when the rows were rolled out
     fields: list[str] | None = None  # columns that are known to be written; None where unknown
     sequence_lengths: list[int] | None = None  # tokens of each row, unpadded

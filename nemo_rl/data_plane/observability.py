@@ -123,47 +123,6 @@ class MetricsDataPlaneClient(DataPlaneClient):
                 }
             )
 
-    def register_partition(
-        self,
-        partition_id: str,
-        fields: Sequence[str],
-        num_samples: int,
-        consumer_tasks: Sequence[str],
-        grpo_group_size: int | None = None,
-        enums: Mapping[str, Sequence[str]] | None = None,
-    ) -> None:
-        work = partial(
-            self.inner.register_partition, partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums
-        )
-        self._observed("register", partition_id, 0, work)
-
-    def claim_meta(
-        self,
-        partition_id: str,
-        task_name: str,
-        required_fields: Sequence[str],
-        batch_size: int,
-        dp_rank: int | None = None,
-        blocking: bool = True,
-        timeout_s: float = 60.0,
-    ) -> KVBatchMeta:
-        work = partial(
-            self.inner.claim_meta, partition_id, task_name, required_fields, batch_size, dp_rank, blocking, timeout_s
-        )
-        return self._observed("claim_meta", partition_id, 0, work, lambda meta: (meta.size, 0))
-
-    def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
-        work = partial(self.inner.get_data, meta, select_fields)
-        return self._observed("get_data", meta.partition_id, meta.size, work, lambda td: (meta.size, nbytes(td)))
-
-    def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
-        return self._observed(
-            "check_consumption_status",
-            partition_id,
-            0,
-            lambda: self.inner.check_consumption_status(partition_id, task_names),
-        )
-
     def put_samples(
         self,
         sample_ids: Sequence[str],

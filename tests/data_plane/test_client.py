@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import pickle
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -46,12 +46,8 @@ def numbers(count: int) -> dict[str, torch.Tensor]:
     return {"x": torch.arange(count)}
 
 
-def test_exactly_the_eight_operations_are_what_an_implementation_must_bring() -> None:
+def test_exactly_four_operations_are_what_an_implementation_must_bring() -> None:
     assert DataPlaneClient.__abstractmethods__ == {
-        "register_partition",
-        "claim_meta",
-        "get_data",
-        "check_consumption_status",
         "put_samples",
         "get_samples",
         "clear_samples",
@@ -164,13 +160,10 @@ def test_counters_follow_what_succeeded_and_events_tell_everything() -> None:
         client.put_samples(["c"], "p", {"x": torch.zeros(1, 400)})
     with pytest.raises(MissingRowsError):
         client.get_samples(["z"], "p", ["x"])
-    client.register_partition("p", [], 2, ["t"])
-    with pytest.raises(TimeoutError):
-        client.claim_meta("p", "t", ["y"], 1, timeout_s=0.01)
     assert client.snapshot() == {
         "total_bytes": 48,
         "total_keys": 3,
-        "total_ops": 3,
+        "total_ops": 2,
         "bytes_outstanding": 32,
         "peak_bytes_outstanding": 32,
         "max_bytes_per_key_seen": 16,
@@ -197,8 +190,6 @@ def test_counters_follow_what_succeeded_and_events_tell_everything() -> None:
         ("get", "ok"),
         ("put", "error"),
         ("get", "error"),
-        ("register", "ok"),
-        ("claim_meta", "timeout"),
         ("clear", "ok"),
         ("clear", "ok"),
         ("close", "ok"),
@@ -296,19 +287,3 @@ def test_mooncakes_segments_follow_the_host_unless_they_are_set() -> None:
         64 << 20,
     )
     assert segment_sizes(free.model_copy(update={"global_segment_size": 5, "local_buffer_size": 6}), 64 << 30) == (5, 6)
-
-
-def test_claims_of_rows_that_vanish_meanwhile_take_the_others() -> None:
-    class Vanishing(MemoryStorage):
-        def tags(self, partition_id: str) -> dict[str, dict[str, Any]]:
-            listed = super().tags(partition_id)
-            self.clear(partition_id, ["b"])
-            return listed
-
-        def locate(self, partition_id: str, sample_ids: Sequence[str], *, create: bool) -> Any:
-            return super().locate(partition_id, sample_ids, create=create)
-
-    client = client_of(Vanishing())
-    client.register_partition("p", [], 3, ["t"])
-    client.put_samples(["a", "b", "c"], "p", numbers(3))
-    assert client.claim_meta("p", "t", ["x"], 2).sample_ids == ["a", "c"]

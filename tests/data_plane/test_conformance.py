@@ -151,8 +151,6 @@ def test_what_is_missing_is_named_and_nothing_is_read(client: DataPlaneClient, p
     client.put_samples(IDS[2:], partition, {"y": torch.arange(2)})
     with pytest.raises(MissingColumnsError, match="x"):
         client.get_samples(IDS, partition, ["x"])
-    with pytest.raises(ValueError, match="no implicit choice"):
-        client.get_data(KVBatchMeta(partition, None, IDS))
 
 
 def test_what_does_not_match_the_ids_is_refused_before_anything_is_written(
@@ -216,33 +214,3 @@ def test_nothing_is_a_legal_batch(client: DataPlaneClient, partition: str) -> No
         {"x": torch.nested.as_nested_tensor([torch.zeros(0)] * 3 + [torch.ones(2)], layout=torch.jagged)},
     )
     assert [len(row) for row in client.get_samples(IDS, partition, ["x"])["x"].unbind()] == [0, 0, 0, 2]
-
-
-def test_a_row_is_claimed_once_per_task_and_only_when_its_columns_are_there(
-    client: DataPlaneClient, partition: str
-) -> None:
-    client.register_partition(partition, ["x", "y"], 4, ["train", "ref_lp"])
-    client.put_samples(
-        IDS,
-        partition,
-        {"x": torch.arange(4), "input_lengths": torch.tensor(LENGTHS)},
-        tags=[{"weight_version": 7} for _ in IDS],
-    )
-    client.put_samples(IDS[1:3], partition, {"y": torch.arange(2)})
-    first = client.claim_meta(partition, "train", ["x", "y"], 1, blocking=False)
-    second = client.claim_meta(partition, "train", ["x", "y"], 4, blocking=False)
-    assert first.sample_ids + second.sample_ids == IDS[1:3] and first.tags == [{"weight_version": 7}]
-    assert not client.claim_meta(partition, "train", ["x", "y"], 4, blocking=False).sample_ids
-    client.register_partition(partition, ["x"], 4, ["train"])
-    assert client.claim_meta(partition, "ref_lp", ["x", "input_lengths"], 4).sequence_lengths == LENGTHS
-    assert client.check_consumption_status(partition, ["ref_lp"]) and not client.check_consumption_status(
-        partition, ["ref_lp", "train"]
-    )
-    with pytest.raises(TimeoutError, match=r"0 of 2 rows have \['x', 'y'\]"):
-        client.claim_meta(partition, "train", ["x", "y"], 2, timeout_s=0.1)
-    with pytest.raises(KeyError, match="task 'val' is not registered"):
-        client.claim_meta(partition, "val", ["x"], 1)
-    client.put_samples(IDS, partition, {"y": torch.arange(4)})
-    assert client.claim_meta(partition, "train", ["x", "y"], 2).sample_ids == [IDS[0], IDS[3]]
-    assert client.check_consumption_status(partition, ["train"])
-    assert client.get_data(first, ["x"])["x"].tolist() == [1]

@@ -60,7 +60,6 @@ def test_strangers_reach_neither_controller_nor_storage(
     monkeypatch.setattr(Guard, "of_cluster", lambda: guards.append(of_cluster()) or guards[-1])
     client: Any = start("simple")
     try:
-        client.register_partition("p", ["a"], 2, ["train"])
         client.put_padded(["x", "y"], "p", {"a": torch.tensor([[1, 2], [3, 4]])}, [2, 2])
         assert client.get_padded(["y"], "p", ["a"])["a"].tolist() == [[3, 4]]
         endpoints = client._storage.endpoints

@@ -170,16 +170,6 @@ class TQPolicy(Policy):
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
-    def prepare_step(self, num_samples: int, group_size: int | None = None) -> None:
-        """Declares the training partition."""
-        self.dp_client.register_partition(
-            self.tq_partition_id, DP_TRAIN_FIELDS, num_samples, ["prev_lp", "ref_lp", "train"], group_size
-        )
-
-    def prepare_val_partition(self, num_samples: int, *, partition_id: str = "val") -> None:
-        """Declares the validation partition."""
-        self.dp_client.register_partition(partition_id, [], num_samples, ["val"])
-
     def finish_step(self, meta: KVBatchMeta) -> None:
         """Clears a meta's rows."""
         self.discard_samples(meta.sample_ids, meta.partition_id)
