@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 _ANSWER_S = 60.0
-_POLL_S = 1.0
+_POLL_S, _TROUBLE_S = 1.0, 15.0
 _CANCEL_S = 60.0
 _NEWEST = 10
 _CODE_KEYS = {"agent", "class", "function", "custom_dataloader", "processor", "dataset_name", "target"}
@@ -86,7 +86,7 @@ def status(chosen: argparse.Namespace) -> int:
     elif not standings:
         sys.stdout.write(f"pool {about.name}: no pipelines; submit FILE adds one\n")
     else:
-        sys.stdout.write(f"pool {about.name}\n")
+        sys.stdout.write(f"pool {about.name}\n" + (f"{about.trouble}\n" if about.trouble else ""))
         StandingsTable(about.unit, file=sys.stdout).print(standings)
     return EXIT_OK
 
@@ -291,9 +291,12 @@ def watch(actor: ActorHandle[object], names: Sequence[str]) -> list[Standing]:
     """Shows the pipelines until all of them have ended; how they stand then."""
     about = _about(actor)
     with StandingsTable(about.unit) as table:
+        asked = time.monotonic()
         while True:
             ours = _standings(actor, names)
-            table.show(ours)
+            if time.monotonic() - asked > _TROUBLE_S:
+                about, asked = _about(actor), time.monotonic()
+            table.show(ours, about.trouble)
             if all(standing.outcome is not None for standing in ours):
                 return ours
             time.sleep(_POLL_S)

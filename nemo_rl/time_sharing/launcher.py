@@ -46,7 +46,7 @@ from nemo_rl.time_sharing.opening import LIVE_LIMITS, close_pool, open_pool
 from nemo_rl.time_sharing.pipelines.folders import in_folders
 from nemo_rl.time_sharing.pipelines.job import Job, read_jobs
 from nemo_rl.time_sharing.pipelines.slot_choice import choose_slots
-from nemo_rl.time_sharing.pool import PoolError
+from nemo_rl.time_sharing.pool import PoolError, log_trouble
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import Limits
 from nemo_rl.time_sharing.shipped_scenarios import ALL, SCALE, fitted, shipped_scenarios
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ANSWER_S = 60.0
-_HOUR_S = 3600.0
+_TROUBLE_S = 15.0
 _OWN = ("jobs", "checkpoints")
 """Folders below a scenario's log directory for logs and checkpoints of its jobs."""
 
@@ -342,5 +342,9 @@ def serve(chosen: argparse.Namespace) -> int:
         sys.stderr.write(
             f"pool: {pool.slots} slots, log in {log_dir}; submit with python -m nemo_rl.time_sharing submit FILE\n"
         )
+        said = ""
         while True:
-            time.sleep(_HOUR_S)
+            time.sleep(_TROUBLE_S)
+            if (trouble := log_trouble(log_dir)) != said:
+                sys.stderr.write(f"{trouble or 'the log can be written again'}\n")
+                said = trouble

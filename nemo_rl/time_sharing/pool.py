@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.config.errors import UserError
+from nemo_rl.config.errors import UserError, why_not_written
 from nemo_rl.distributed.private_variables import without_private
 from nemo_rl.distributed.processes import WORKING_DIRECTORY
 from nemo_rl.distributed.worker_calls import how_it_ended
@@ -32,6 +32,7 @@ from nemo_rl.time_sharing.pipelines.job import Job, Kind
 from nemo_rl.time_sharing.pipelines.residents import Part, PoolFull, Residents, SlotMemory
 from nemo_rl.time_sharing.planning.placement import Mapped
 from nemo_rl.time_sharing.protocol.topology import Pool
+from nemo_rl.utils.files import why_unwritable
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,15 @@ class About:
     name: str
     unit: str  # what a slot is, in words
     log_dir: str
+    trouble: str = ""  # what keeps the scheduler from deciding anything, and what to do
+
+
+def log_trouble(log_dir: Path) -> str:
+    """What to tell people where a pool's log cannot be written; empty where it can."""
+    why = why_unwritable(log_dir)
+    return (
+        f"{log_dir}: {why}; the scheduler decides nothing until its log can be written; free some space" if why else ""
+    )
 
 
 class PoolActor(Orchestrator):
@@ -73,6 +83,7 @@ class PoolActor(Orchestrator):
         self._residents = Residents(kept.residents)
         self._actors: dict[str, Any] = {}
         self._seen: dict[str, Progress] = {}
+        self._unwritten = False
         self._log = LogTail(Path(handles.log_dir) / "scheduler.jsonl")
         self._sharing = SharingWatch()
         self._keep()
@@ -99,8 +110,17 @@ class PoolActor(Orchestrator):
         threading.Thread(target=self._watch, args=(submission,), name=f"watch-{submission.name}", daemon=True).start()
 
     def _keep(self) -> None:
+        """Writes the pool's state, or leaves it to the next time where the disk is full."""
+        try:
+            self._write()
+        except OSError as error:
+            logger.error("pool_state=not_written path=%s reason=%s", self._path, error)
+
+    def _write(self) -> None:
         submissions, residents = list(self._submissions.values()), self._residents.entries()
+        self._unwritten = True
         PoolState(submissions, residents, self._handles.name, self._handles.unit).write(self._path)
+        self._unwritten = False
 
     def pid(self) -> int:
         """The process."""
@@ -128,7 +148,8 @@ class PoolActor(Orchestrator):
 
     def about(self) -> About:
         """The pool in general."""
-        return About(self._handles.name, self._handles.unit, self._handles.log_dir)
+        log_dir = self._handles.log_dir
+        return About(self._handles.name, self._handles.unit, log_dir, log_trouble(Path(log_dir)))
 
     def handles(self) -> PoolHandles:
         """What a pipeline needs of the pool."""
@@ -155,7 +176,16 @@ class PoolActor(Orchestrator):
                 job.name, incarnation, job.train, job.infer, time.time(), column=job.column, teachers=job.teachers
             )
             self._submissions[job.name] = submission
-            self._keep()  # first, so that a restarted pool knows of every pipeline that may be there
+            try:
+                self._write()  # first, so that a restarted pool knows of every pipeline that may be there
+            except OSError as error:
+                del self._submissions[job.name]
+                if known:
+                    self._submissions[job.name] = known
+                raise PoolError(
+                    f"{job.name}: {self._path} cannot be written ({why_not_written(error)}); free some space there and "
+                    "submit it again"
+                ) from error
             try:
                 self._actors[job.name] = self.create_pipeline_actor(job, incarnation)
             except Exception as error:
@@ -232,6 +262,8 @@ class PoolActor(Orchestrator):
         import ray
 
         with self._lock:
+            if self._unwritten:
+                self._keep()
             submissions = dict(self._submissions)
             actors = dict(self._actors)
         asked = {

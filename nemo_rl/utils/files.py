@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from nemo_rl.config.errors import UserError
+from nemo_rl.config.errors import UserError, why_not_written
 
 PAGE_ADDRESS, ADAPTERS_ADDRESS = "page.json", "adapters.json"
 ADDRESS_FILES = (PAGE_ADDRESS, ADAPTERS_ADDRESS)
@@ -22,6 +22,10 @@ ADDRESS_FILES = (PAGE_ADDRESS, ADAPTERS_ADDRESS)
 def adapter_states(folder: Path, job: str) -> Path:
     """The file in a pool's log where a job of adapters says how far each of them is."""
     return folder / f"{job}.adapters.json"
+
+
+_PAGE = 4096
+"""Bytes; fewer may fit into a page that a full disk has given out already."""
 
 
 class NotPrivate(UserError, RuntimeError):
@@ -66,6 +70,16 @@ def replace_file(path: Path, content: str | bytes, *, durable: bool = False, mod
             file.flush()
             os.fsync(file.fileno())
     os.replace(draft, path)
+
+
+def why_unwritable(folder: Path) -> str:
+    """Why a file in a folder cannot be written now, in a few words; empty where it can be."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(_PAGE))
+    except OSError as error:
+        return why_not_written(error)
+    return ""
 
 
 @contextmanager

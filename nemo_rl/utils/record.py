@@ -402,7 +402,11 @@ def _cut_damaged_tail(path: Path) -> int:
         cut = file.read()
     if cut:
         copy = next(name for number in count() if not (name := path.with_name(f"{path.name}.cut{number}")).exists())
-        copy.write_bytes(cut)
+        try:
+            copy.write_bytes(cut)
+        except OSError:
+            copy.unlink()  # a writer that is restarted until there is room leaves one copy
+            raise
         logger.warning("record=%s cut_bytes=%d copy=%s", path, len(cut), copy)
         os.truncate(path, good_bytes)
     return intact

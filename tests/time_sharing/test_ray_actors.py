@@ -41,6 +41,7 @@ from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.reading import merge_by_machine_time
 from nemo_rl.time_sharing.log.segments import segments_of
+from nemo_rl.time_sharing.pool import log_trouble
 from nemo_rl.time_sharing.protocol.topology import IncarnationUsed, Pool, RegistrationError
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Limits
 
@@ -310,9 +311,12 @@ def test_a_scheduler_whose_disk_is_full_goes_on_when_there_is_room(cluster: None
             ray.get(scheduler.register.remote(f"job{number}", *arguments), timeout=30)
             known.append(f"job{number}")
     assert _until(lambda: not first.is_running(), 30), "what is not in the log has not happened"
+    assert "no space left on the disk; the scheduler decides nothing" in log_trouble(small_disk)
     # The next ones find the disk full too.
     time.sleep(4.0)
+    assert len(list(small_disk.glob("*.cut*"))) <= 1
     filler.unlink()
+    assert log_trouble(small_disk) == ""
     assert _until(lambda: _ask(scheduler.describe)["term"] >= 2, 60)
     assert known and set(known) <= set(_ask(scheduler.describe)["pipelines"]) <= {*known, f"job{len(known)}"}
     _ask(scheduler.register, "after", *arguments)

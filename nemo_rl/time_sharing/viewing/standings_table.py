@@ -34,6 +34,7 @@ class StandingsTable:
         self._live = Live(console=self._console, transient=True) if self._console.is_terminal else None
         self._said: dict[str, str] = {}
         self._newest: Sequence[Standing] = ()
+        self._trouble = ""
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -55,9 +56,12 @@ class StandingsTable:
             if standing.outcome is not None and (standing.outcome.kind != "done" or standing.why):
                 self._line(f"{standing.name}: {_ended(standing)}")
 
-    def show(self, standings: Sequence[Standing]) -> None:
-        """How the pipelines stand now."""
+    def show(self, standings: Sequence[Standing], trouble: str = "") -> None:
+        """How the pipelines stand now. `trouble`: of the whole pool; one line each time that it begins or ends."""
         self._newest = standings
+        if trouble != self._trouble:
+            self._line(trouble or "the pool's log can be written again")
+            self._trouble = trouble
         if self._live is not None:
             self._live.update(self._table(standings))
             return
