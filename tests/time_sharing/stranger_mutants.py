@@ -225,7 +225,7 @@ MUTANTS = (
     Mutant(
         "quarantine-lifted-for-all",
         _STATE,
-        "q for q in state.quarantines if q.gpus != event.gpus or (event.pipeline and q.whose != whose)]",
+        "q for q in state.quarantines if (q.gpus, q.whose) != (event.gpus, whose)]",
         "q for q in state.quarantines if q.gpus != event.gpus]",
         "the end of one quarantine ends those of others on the same GPUs",
     ),

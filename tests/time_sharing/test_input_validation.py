@@ -5,7 +5,6 @@ and logs that hold such.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,6 @@ from nemo_rl.time_sharing.protocol.types import (
     ACTOR_INFER,
     ACTOR_TRAIN,
     Answer,
-    ClusterSpec,
     Command,
     Demand,
     GivenBack,
@@ -31,7 +29,6 @@ from nemo_rl.time_sharing.protocol.types import (
     Verb,
     Want,
 )
-from nemo_rl.utils.record import MemoryRecord
 
 NOT_A_COUNT: list[Any] = [math.nan, math.inf, -1, 1.5, "5", None, True, 10**400, 10**5000]
 
@@ -250,49 +247,6 @@ def test_an_answer_of_another_pipeline_or_incarnation_is_not_taken_for_the_one_t
     assert bench.phases("a") == {wake.rank: "waking"}
     bench.scheduler.answer(Answer(wake.command, "a", 0, Outcome.DONE), bench.now)
     assert bench.phases("a") == {wake.rank: "syncing"}
-
-
-# Logs from before such input was refused.
-
-
-def _demand(record: MemoryRecord) -> None:
-    record.emit(ev.DemandReported("odd", 10**400, 0, 1, 1))
-
-
-def _request(record: MemoryRecord) -> None:
-    record.emit(ev.Requested("odd", ACTOR_INFER, Priority.INITIALIZATION, 1, 0))
-
-
-def _weight(record: MemoryRecord) -> None:
-    record.emit(ev.Registered("heavy", 0, "ns", (ClusterSpec(ACTOR_INFER, 1, (0, 1)),), weight=1e308))
-    record.emit(ev.DemandReported("heavy", 10**9, 0, 1, 1))
-
-
-@pytest.mark.parametrize("spoil", [_demand, _request, _weight])
-def test_a_log_with_what_no_plan_can_use_is_recovered_from_and_others_are_served(
-    spoil: Callable[[MemoryRecord], None],
-) -> None:
-    bench = Bench(2)
-    bench.register("odd", [0], [0, 1])
-    spoil(bench.record)
-    again = Bench(2)
-    again.scheduler.recover(bench.record.entries, bench.now)
-    again.status("odd")
-    again.settle(10.0)
-    assert not again.state.recovering and "heavy" not in again.state.pipelines
-    assert again.serves("good")
-
-
-def test_what_no_plan_can_use_is_gone_before_a_recovered_scheduler_plans() -> None:
-    bench = Bench(2)
-    bench.register("odd", [0], [0, 1])
-    _request(bench.record)
-    _weight(bench.record)
-    again = Bench(2)
-    again.scheduler.recover(bench.record.entries, bench.now)
-    assert not again.state.pipelines["odd"].wants and again.state.pipelines["heavy"].fenced
-    again.scheduler.status(Status("odd", 0, 1, term=again.state.term), again.now)
-    assert not again.state.recovering, "nobody waits for the end of a fenced pipeline"
 
 
 # Bounded holds and waits.

@@ -53,10 +53,6 @@ def test_a_gpu_comes_back_when_the_last_of_its_quarantines_is_over() -> None:
     assert [q.pipeline for q in state.quarantines] == ["a"], "the processes of both are to be ended"
 
 
-def test_a_log_from_before_quarantines_had_owners_reads_as_it_did() -> None:
-    assert state_after(STUCK_RANK, OTHERS, ev.GpusCleared((0,))).quarantines == []
-
-
 def stuck_rank() -> Bench:
     """One pipeline with two ranks, one of which can neither be sent to sleep nor ended."""
     bench = Bench(2)

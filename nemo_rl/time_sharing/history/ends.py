@@ -219,7 +219,7 @@ class EndChecks:
         whose = _Whose(event.pipeline, event.incarnation, event.rank)
         self._quarantines.pop((tuple(event.gpus), whose), None)
         self._lingering.discard((tuple(event.gpus), whose))
-        if not event.pipeline or self._gap:
+        if self._gap:
             return
         ended = self._was_ended(entry, whose, whose._replace(rank=-1))
         if not ended or (self._reaped is not None and self._reaped[0] == entry.time and self._reaped[2] != "done"):

@@ -175,7 +175,7 @@ class GpuChecks:
     def _cleared(self, entry: Entry, event: ev.GpusCleared) -> None:
         over = (event.gpus, event.pipeline, event.incarnation, event.rank)
         for gpu in event.gpus:
-            left = {q for q in self._quarantined.pop(gpu, ()) if q != over and (event.pipeline or q[0] != event.gpus)}
+            left = {q for q in self._quarantined.pop(gpu, ()) if q != over}
             if left:
                 self._quarantined[gpu] = left
             elif gpu in self._memory and self._leases.get(gpu) != self._memory[gpu] and not self._gap:

@@ -144,9 +144,7 @@ class PlanExplained:
 
 @event_kind("ts_plan_rejected")
 class PlanRejected:
-    """A plan broke rules of the validator. Written by simulations, which carry the plan out all the same; earlier
-    schedulers wrote it too, and left out what broke a rule.
-    """
+    """A plan broke rules of the validator. Written by simulations, which carry the plan out all the same."""
 
     problems: tuple[str, ...]
 
@@ -323,14 +321,12 @@ class GpusQuarantined:
 class GpusCleared:
     """A quarantine is over: its pipeline occupies these GPUs no more. They are back in the pool if no other quarantine
     keeps them.
-
-    Without a `pipeline` (older logs) every quarantine of exactly these GPUs is over.
     """
 
     gpus: tuple[int, ...]
-    pipeline: str = ""
-    incarnation: int = 0
-    rank: int = -1
+    pipeline: str
+    incarnation: int
+    rank: int
 
 
 @event_kind("ts_clock_jumped")

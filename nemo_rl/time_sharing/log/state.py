@@ -6,7 +6,6 @@ GPU leased twice, an unknown rank), because a log that says so is wrong and must
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -34,10 +33,7 @@ from nemo_rl.time_sharing.protocol.types import (
     Want,
     limits_from,
 )
-from nemo_rl.time_sharing.protocol.wellformed import demand_problem
 from nemo_rl.utils.record import Entry
-
-logger = logging.getLogger(__name__)
 
 _EWMA = 0.3
 EXPIRED = "expired"
@@ -219,12 +215,6 @@ def _order_wakes(state: SchedulerState, pipeline: PipelineState) -> None:
 def _demand(state: SchedulerState, event: ev.DemandReported, at: float) -> None:
     pipeline = state.pipeline(event.pipeline)
     demand = Demand(event.target, event.done, event.unit, event.seq, event.rank_batch)
-    problem = demand_problem(demand)
-    if problem:
-        # Written by a scheduler that did not look: believed, no plan could be made by this scheduler nor by any that
-        # follows it.
-        logger.error("event=demand_ignored pipeline=%s reason=%s", event.pipeline, problem)
-        demand = Demand(seq=pipeline.demand.seq)
     if pipeline.demand.remaining == 0 or demand.done < pipeline.demand.done:
         pipeline.batch_since = at
     pipeline.demand = demand
@@ -399,7 +389,7 @@ def _quarantined(state: SchedulerState, event: ev.GpusQuarantined, at: float) ->
 
 def _cleared(state: SchedulerState, event: ev.GpusCleared, at: float) -> None:
     whose = (event.pipeline, event.incarnation, event.rank)
-    state.quarantines = [q for q in state.quarantines if q.gpus != event.gpus or (event.pipeline and q.whose != whose)]
+    state.quarantines = [q for q in state.quarantines if (q.gpus, q.whose) != (event.gpus, whose)]
     state.quarantined.intersection_update(gpu for q in state.quarantines for gpu in q.gpus)
 
 

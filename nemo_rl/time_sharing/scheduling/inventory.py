@@ -7,18 +7,13 @@ so, because a GPU is never on two ledgers.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.ledger import PipelineState
 from nemo_rl.time_sharing.log.state import SchedulerState
-from nemo_rl.time_sharing.protocol.topology import BadShare, check_numbers
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Phase, Status, Verb
-from nemo_rl.time_sharing.protocol.wellformed import cannot_be_requested
 from nemo_rl.time_sharing.scheduling.executor import Executor
-
-logger = logging.getLogger(__name__)
 
 
 def reconcile(state: SchedulerState, executor: Executor, emit: Callable[[object], None], status: Status) -> None:
@@ -83,26 +78,6 @@ def _being_ended(state: SchedulerState, status: Status, rank: int) -> bool:
     tried again.
     """
     return any(q.whose == (status.pipeline, status.incarnation, rank) for q in state.quarantines)
-
-
-def refuse_the_unplannable(state: SchedulerState, executor: Executor, emit: Callable[[object], None]) -> None:
-    """Fences pipelines with numbers that no plan can be made with and drops requests that can never be granted: a log
-    written before these were refused at the door may hold them, and every scheduler that reads it would fail on them
-    again.
-    """
-    for name, pipeline in list(state.pipelines.items()):
-        if pipeline.fenced:
-            continue
-        try:
-            check_numbers(name, pipeline.spec)
-        except BadShare as problem:
-            logger.error("event=unplannable %s", problem)
-            executor.fence(name, str(problem))
-            continue
-        for cluster, queued in list(pipeline.wants.items()):
-            if wrong := cannot_be_requested(cluster, queued.want.priority, pipeline.topology.clusters):
-                logger.error("event=unplannable pipeline=%s reason=%s", name, wrong)
-                emit(ev.RequestDropped(name, cluster, queued.want.request, "refused"))
 
 
 def _ranks(

@@ -29,7 +29,7 @@ from nemo_rl.time_sharing.protocol.topology import (
 from nemo_rl.time_sharing.protocol.types import Answer, Command, Limits, Phase, Reply, Status
 from nemo_rl.time_sharing.protocol.wellformed import admissible, answer_problem, is_whole, shown, status_problem
 from nemo_rl.time_sharing.scheduling.executor import Executor
-from nemo_rl.time_sharing.scheduling.inventory import reconcile, refuse_the_unplannable
+from nemo_rl.time_sharing.scheduling.inventory import reconcile
 from nemo_rl.time_sharing.scheduling.liveness import Liveness, SteadyClock
 from nemo_rl.time_sharing.scheduling.requests import Requests
 from nemo_rl.time_sharing.scheduling.trials import Trials
@@ -121,7 +121,6 @@ class Scheduler:
         for name in self.state.pipelines:
             self._liveness.heard(name, self.clock.now)
         self._executor.resume()
-        refuse_the_unplannable(self.state, self._executor, self._emit)
         self._inventoried.update(name for name, p in self.state.pipelines.items() if p.fenced)
         self._finish_inventory()
         self._flush()

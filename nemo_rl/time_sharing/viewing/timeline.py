@@ -368,11 +368,7 @@ def _take_fault(builder: TimelineBuilder, event: object, time: float) -> None:
                 (event.gpus, *whose), Outage(event.gpus, time, float("inf"), event.pipeline, "quarantined", label)
             )
         case ev.GpusCleared():
-            whose = (event.pipeline, event.incarnation, event.rank)
-            for key in [
-                key for key in builder.out if key[0] == event.gpus and (not event.pipeline or key[1:] == whose)
-            ]:
-                builder.end_outage(key, time)
+            builder.end_outage((event.gpus, event.pipeline, event.incarnation, event.rank), time)
         case ev.RankCooling():
             label = f"{event.pipeline} rank {event.rank} cools off, others may have its GPUs"
             timeline.faults.append((time, f"{event.pipeline} rank {event.rank} is taken out of service"))
