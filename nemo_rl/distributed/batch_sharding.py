@@ -5,7 +5,7 @@ exactly one rank, and every rank has the same number of microbatches per global 
 the gradient collectives.
 
 Rows with a common prefix are bundled by group numbers and token counts, so that a microbatch computes it once. Which
-tokens are shared is decided later from the tokens themselves (`models/policy/shared_prompts.py`), so a wrong number
+tokens are shared is decided later from the tokens themselves (`models/policy/packed.py`), so a wrong number
 here costs memory or time only.
 """
 

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from nemo_rl.loss.interfaces import LossInputType as LossInputType
     from nemo_rl.loss.interfaces import LossType as LossType
     from nemo_rl.loss.interfaces import MetricNormalizer as MetricNormalizer
+    from nemo_rl.loss.interfaces import SequencePackingLossWrapper as SequencePackingLossWrapper
     from nemo_rl.loss.nll import NLLLossFn as NLLLossFn
-    from nemo_rl.loss.packing import SequencePackingLossWrapper as SequencePackingLossWrapper
 
 _HOMES = {
     "ClippedPGLossFn": "nemo_rl.loss.clipped_pg",
@@ -22,7 +22,7 @@ _HOMES = {
     "LossType": "nemo_rl.loss.interfaces",
     "MetricNormalizer": "nemo_rl.loss.interfaces",
     "NLLLossFn": "nemo_rl.loss.nll",
-    "SequencePackingLossWrapper": "nemo_rl.loss.packing",
+    "SequencePackingLossWrapper": "nemo_rl.loss.interfaces",
 }
 __all__ = list(_HOMES)
 

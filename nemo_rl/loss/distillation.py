@@ -15,8 +15,15 @@ import torch
 
 from nemo_rl.config.algorithms import TeacherKLConfig
 from nemo_rl.data_plane.schema import TOPK_LOGPROBS
-from nemo_rl.loss.interfaces import Count, GivenScores, LossInputType, LossMetrics, LossType, MetricNormalizer
-from nemo_rl.loss.normalization import masked_mean
+from nemo_rl.loss.interfaces import (
+    Count,
+    GivenScores,
+    LossInputType,
+    LossMetrics,
+    LossType,
+    MetricNormalizer,
+    masked_mean,
+)
 
 OUTSIDE_LOGPROB = -100.0
 """Log-probability of the teacher for a token outside its top k, with `zero_outside_topk`."""

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from nemo_rl.loss.interfaces import Count, LossInputType, LossMetrics, LossType, MetricNormalizer
-from nemo_rl.loss.normalization import masked_mean
+from nemo_rl.loss.interfaces import Count, LossInputType, LossMetrics, LossType, MetricNormalizer, masked_mean
 
 
 class NLLLossFn:

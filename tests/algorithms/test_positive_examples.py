@@ -6,7 +6,7 @@ from nemo_rl.algorithms.grpo.stages import positive_example_columns
 from nemo_rl.config import ClippedPGLossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.loss import ClippedPGLossFn
-from nemo_rl.loss.normalization import count_valid
+from nemo_rl.loss.interfaces import count_valid
 from tests.experience.plane_in_process import ApplyInProcess
 
 

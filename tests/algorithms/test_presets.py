@@ -10,7 +10,7 @@ from nemo_rl.algorithms.grpo.rewards import process_rewards
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.loss import ClippedPGLossFn
-from nemo_rl.loss.normalization import count_valid
+from nemo_rl.loss.interfaces import count_valid
 from tests.experience.plane_in_process import ApplyInProcess
 
 ICEPOP = {

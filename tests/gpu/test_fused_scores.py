@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nemo_rl.models.policy.logits import LogitTransform
-from nemo_rl.models.policy.scoring import fused_logprobs
+from nemo_rl.models.policy.scoring import LogitTransform, fused_logprobs
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

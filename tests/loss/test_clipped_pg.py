@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from nemo_rl.config import ClippedPGLossConfig
 from nemo_rl.loss import ClippedPGLossFn, LossFunction, LossType, MetricNormalizer
-from nemo_rl.loss.clipped_pg import positive_nll_scale
-from nemo_rl.loss.normalization import count_valid, normalize_metrics
-from nemo_rl.loss.policy_ratios import Truncation, importance_weights
+from nemo_rl.loss.clipped_pg import Truncation, importance_weights, positive_nll_scale
+from nemo_rl.loss.interfaces import count_valid, normalize_metrics
 
 IS = {"use_importance_sampling_correction": True}
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -13,9 +13,7 @@ from nemo_rl.config.algorithms import TeacherKLConfig
 from nemo_rl.data_plane.schema import TOPK_LOGPROBS
 from nemo_rl.loss.distillation import DistillationLossFn, reads_rest
 from nemo_rl.loss.interfaces import GivenScores
-from nemo_rl.models.policy.logits import LogitTransform
-from nemo_rl.models.policy.scoring import score_tokens
-from nemo_rl.models.policy.topk import GivenTokens, likely_tokens
+from nemo_rl.models.policy.scoring import GivenTokens, LogitTransform, likely_tokens, score_tokens
 from tests.ranks import run_ranks
 
 TOKENS, HIDDEN, VOCABULARY = 11, 8, 24

@@ -15,7 +15,7 @@ import torch
 
 from nemo_rl.config import ClippedPGLossConfig
 from nemo_rl.loss import ClippedPGLossFn, NLLLossFn
-from nemo_rl.loss.normalization import count_valid
+from nemo_rl.loss.interfaces import count_valid
 from tests.loss.test_clipped_pg import IS, VARIANTS, batch, reference_weight
 
 TIGHT = {"reference_policy_kl_penalty": 0.5, "kl_input_clamp_value": 0.4, "kl_output_clamp_value": 0.05}

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from nemo_rl.config import ClippedPGLossConfig
 from nemo_rl.loss import ClippedPGLossFn, LossFunction, LossInputType, NLLLossFn, SequencePackingLossWrapper
-from nemo_rl.loss.normalization import count_valid, masked_mean
-from nemo_rl.loss.policy_ratios import calculate_kl, jensen_shannon
+from nemo_rl.loss.clipped_pg import calculate_kl, jensen_shannon
+from nemo_rl.loss.interfaces import count_valid, masked_mean
 
 
 def test_nll_is_the_mean_over_trained_tokens_of_the_global_batch() -> None:

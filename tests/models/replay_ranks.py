@@ -16,8 +16,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from nemo_rl.config import MasterConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.loss import ClippedPGLossFn
-from nemo_rl.loss.normalization import count_valid
-from nemo_rl.models.policy.logits import filter_logits
+from nemo_rl.loss.interfaces import count_valid
+from nemo_rl.models.policy.scoring import filter_logits
 from nemo_rl.models.policy.worker import PolicyWorker
 from tests.models.policy_ranks import (
     ROWS,

@@ -15,9 +15,9 @@ from nemo_rl.models.dtensor.lora import AdaptedLinear, apply_adapters
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 from nemo_rl.models.policy import attention
 from nemo_rl.models.policy.backend import BACKENDS
-from nemo_rl.models.policy.logits import LogitTransform, logit_transform
 from nemo_rl.models.policy.model_config import UnsupportedModelError, empty_model
 from nemo_rl.models.policy.packed import pack
+from nemo_rl.models.policy.scoring import LogitTransform, logit_transform
 
 ALONE: Any = SimpleNamespace(cp_group=None, cp_rank=0, tp_group=None, sizes=SimpleNamespace(cp=1, tp=1))
 SIZES = {

@@ -20,8 +20,7 @@ from nemo_rl.models.policy.batches import (
     microbatch_arguments,
     refuse_model_inputs,
 )
-from nemo_rl.models.policy.packed import logprob_rows, pack
-from nemo_rl.models.policy.row_slice import RowSlice
+from nemo_rl.models.policy.packed import RowSlice, logprob_rows, pack
 from nemo_rl.models.policy.scoring import TokenScores
 from nemo_rl.models.policy.tq_policy import TQPolicy
 

@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 from nemo_rl.config import load_master_config
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.policy.batches import NothingRecordedError, microbatches
-from nemo_rl.models.policy.logits import LogitTransform
 from nemo_rl.models.policy.packed import pack
 from nemo_rl.models.policy.router_replay import RouterPass, RouterReplay, RouterReplayError, RouterTarget, Routes
-from nemo_rl.models.policy.sampling_mask import KeptTokens, SamplingMaskError
-from nemo_rl.models.policy.scoring import score_tokens
+from nemo_rl.models.policy.scoring import KeptTokens, LogitTransform, SamplingMaskError, score_tokens
 
 CPU = torch.device("cpu")
 CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "grpo_arithmetic_cpu.yaml"

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.models.policy.logits import LogitTransform, filter_logits
-from nemo_rl.models.policy.scoring import fused_logprobs, score_tokens
+from nemo_rl.models.policy.scoring import LogitTransform, filter_logits, fused_logprobs, score_tokens
 
 TOKENS, HIDDEN, VOCAB = 13, 6, 37
 

@@ -19,8 +19,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.bin_packing import BinPackingError, PackingAlgorithm
 from nemo_rl.models.policy.attention import Kernel, Segments, packed_attention
 from nemo_rl.models.policy.batches import shard_batch
-from nemo_rl.models.policy.packed import pack
-from nemo_rl.models.policy.shared_prompts import Run, shared_runs
+from nemo_rl.models.policy.packed import Run, pack, shared_runs
 from tests.models.policy_ranks import grouped_batch, grouped_splits, run_config
 from tests.ranks import run_ranks
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.loss import ClippedPGLossFn
-from nemo_rl.models.policy.warm_up import CACHES, WARM_UP_TOKENS, keep_compiled, warm_up_rows
+from nemo_rl.models.policy.worker import CACHES, WARM_UP_TOKENS, keep_compiled, warm_up_rows
 from tests.models.policy_ranks import run_config
 from tests.ranks import run_ranks
 
@@ -66,11 +66,11 @@ def graphs_after_a_warm_up(model: str) -> tuple[int, int]:
     from torch import nn
     from torch._dynamo.utils import counters
 
-    from nemo_rl.models.policy import warm_up
+    from nemo_rl.models.policy import worker as module
     from tests.models.policy_ranks import grouped_batch, make_worker, shard_of
 
     # As wide as the model, as 2 x 768 tokens are for one of 1,536.
-    warm_up.WARM_UP_TOKENS = 128
+    module.WARM_UP_TOKENS = 128
     compile_layer = nn.Module.compile
     # Which graphs there are does not depend on what makes kernels of them.
     nn.Module.compile = lambda self, **options: compile_layer(self, backend="eager", **options)

@@ -18,7 +18,7 @@ from nemo_rl.algorithms.grpo.rewards import COMPONENT_PREFIX
 from nemo_rl.config import AdvEstimatorConfig, ClippedPGLossConfig, GRPOConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.store import StageOutput, TokenStage
-from nemo_rl.loss.policy_ratios import KLType, calculate_kl
+from nemo_rl.loss.clipped_pg import KLType, calculate_kl
 
 
 @dataclass(frozen=True)

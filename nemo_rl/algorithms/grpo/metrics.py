@@ -15,7 +15,7 @@ import torch
 
 from nemo_rl.algorithms.grpo.stages import Experience, valid_rewards
 from nemo_rl.config import GRPOConfig
-from nemo_rl.loss.normalization import is_extremum
+from nemo_rl.loss.interfaces import is_extremum
 from nemo_rl.models.policy.interfaces import TrainResult
 
 if TYPE_CHECKING:

@@ -30,9 +30,8 @@ from nemo_rl.data_plane.schema import TOPK_IDS, TOPK_LOGPROBS, columns_of_others
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import joined_rows, sample_of_row, sample_starts
 from nemo_rl.experience.store import ExperienceStore, StageOutput, TokenStage
-from nemo_rl.loss.clipped_pg import positive_nll_scale
-from nemo_rl.loss.normalization import masked_mean
-from nemo_rl.loss.policy_ratios import KLType, calculate_kl
+from nemo_rl.loss.clipped_pg import KLType, calculate_kl, positive_nll_scale
+from nemo_rl.loss.interfaces import masked_mean
 from nemo_rl.models.policy.interfaces import BatchHandle, PolicyInterface
 from nemo_rl.utils.timer import Timer
 

@@ -32,7 +32,6 @@ from nemo_rl.models.dtensor.scorer import CausalLMScorer
 from nemo_rl.models.policy.attention import ATTENTION_NAME, kernel_in_use
 from nemo_rl.models.policy.backend import Backend, BackendOptions
 from nemo_rl.models.policy.batches import shares_prompts
-from nemo_rl.models.policy.logits import LogitTransform, logit_transform
 from nemo_rl.models.policy.model_config import compute_dtype
 from nemo_rl.models.policy.optimizer import advance_scheduler, build_optimizer, build_scheduler
 from nemo_rl.models.policy.packed import (
@@ -46,7 +45,7 @@ from nemo_rl.models.policy.packed import (
     wants_logits,
 )
 from nemo_rl.models.policy.residency import MovableStorages, ReferenceWeights
-from nemo_rl.models.policy.scoring import TokenScores
+from nemo_rl.models.policy.scoring import LogitTransform, TokenScores, logit_transform
 from nemo_rl.models.policy.train_step import MicrobatchResult
 from nemo_rl.utils.adapters import AdapterInfo
 from nemo_rl.weight_sync.layout import TensorMeta

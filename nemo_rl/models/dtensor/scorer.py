@@ -20,10 +20,9 @@ from nemo_rl.models.dtensor.checks import carries_state, check_one_sequence
 from nemo_rl.models.dtensor.lora import AdaptedLinear
 from nemo_rl.models.dtensor.mesh import ParallelMesh
 from nemo_rl.models.dtensor.parallelize import local_tensor
-from nemo_rl.models.policy.logits import LogitTransform
-from nemo_rl.models.policy.packed import PackedBatch
+from nemo_rl.models.policy.packed import PackedBatch, Projection, RowOutput, RowSlice, score_row
 from nemo_rl.models.policy.router_replay import RouterPass, RouterReplay
-from nemo_rl.models.policy.row_slice import Projection, RowOutput, RowSlice, score_row
+from nemo_rl.models.policy.scoring import LogitTransform
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam

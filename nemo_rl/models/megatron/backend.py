@@ -35,7 +35,6 @@ from nemo_rl.models.megatron.routers import Routers
 from nemo_rl.models.megatron.weights import ModelWeights, ShardedWeights
 from nemo_rl.models.policy.attention import kernel_in_use
 from nemo_rl.models.policy.backend import Backend, BackendOptions
-from nemo_rl.models.policy.logits import logit_transform
 from nemo_rl.models.policy.lora import is_factor
 from nemo_rl.models.policy.model_config import (
     CheckpointMismatchError,
@@ -52,6 +51,7 @@ from nemo_rl.models.policy.packed import (
     wants_logits,
 )
 from nemo_rl.models.policy.residency import MovableStorages, ReferenceWeights
+from nemo_rl.models.policy.scoring import logit_transform
 from nemo_rl.models.policy.train_step import MicrobatchResult
 from nemo_rl.utils.adapters import is_adapter
 from nemo_rl.weight_sync.layout import TensorMeta

@@ -20,10 +20,8 @@ from nemo_rl.models.megatron.groups import MegatronGroups
 from nemo_rl.models.megatron.model import BuiltModel, unwrap
 from nemo_rl.models.megatron.prediction import Ahead, Predictions, tokens_ahead, with_prediction_metrics
 from nemo_rl.models.megatron.routers import Routers
-from nemo_rl.models.policy.logits import LogitTransform
-from nemo_rl.models.policy.packed import PackedBatch, idle_microbatch, pack
-from nemo_rl.models.policy.row_slice import Projection, RowOutput, RowSlice, score_row
-from nemo_rl.models.policy.topk import LikelyTokens
+from nemo_rl.models.policy.packed import PackedBatch, Projection, RowOutput, RowSlice, idle_microbatch, pack, score_row
+from nemo_rl.models.policy.scoring import LikelyTokens, LogitTransform
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt.gpt_model import GPTModel

@@ -22,16 +22,13 @@ import torch.distributed as dist
 from torch import nn
 
 from nemo_rl.distributed.devices import to_device
-from nemo_rl.loss.interfaces import LossFunction, LossType
-from nemo_rl.loss.normalization import EPSILON
+from nemo_rl.loss.interfaces import EPSILON, LossFunction, LossType
 from nemo_rl.models.megatron.families import Naming, Sizes, Weight, prediction_weights_of
 from nemo_rl.models.megatron.groups import MegatronGroups
 from nemo_rl.models.megatron.weights import ModelFiles, ShardedWeights
-from nemo_rl.models.policy.logits import LogitTransform
 from nemo_rl.models.policy.model_config import CheckpointMismatchError
-from nemo_rl.models.policy.packed import PackedBatch
-from nemo_rl.models.policy.row_slice import Projection, RowSlice
-from nemo_rl.models.policy.scoring import score_tokens
+from nemo_rl.models.policy.packed import PackedBatch, Projection, RowSlice
+from nemo_rl.models.policy.scoring import LogitTransform, score_tokens
 from nemo_rl.models.policy.train_step import MicrobatchResult
 
 if TYPE_CHECKING:

@@ -18,14 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nemo_rl.loss.interfaces import LossFunction, LossType
-from nemo_rl.loss.normalization import count_valid
+from nemo_rl.loss.interfaces import LossFunction, LossType, count_valid
 from nemo_rl.models.megatron.groups import MegatronGroups
 from nemo_rl.models.megatron.model import BuiltModel, unwrap
 from nemo_rl.models.policy.model_config import UnsupportedModelError
-from nemo_rl.models.policy.packed import PackedBatch
+from nemo_rl.models.policy.packed import PackedBatch, RowSlice
 from nemo_rl.models.policy.router_replay import RouterPass, RouterReplay, RouterTarget
-from nemo_rl.models.policy.row_slice import RowSlice
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.router import TopKRouter

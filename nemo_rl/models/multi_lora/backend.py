@@ -35,12 +35,11 @@ from nemo_rl.models.multi_lora.messages import SLOT
 from nemo_rl.models.multi_lora.slots import AdapterSlots, Span, spans_of
 from nemo_rl.models.policy.batches import shares_prompts
 from nemo_rl.models.policy.checkpoint_files import BackgroundWriter, host_copy, write_adapter_directory
-from nemo_rl.models.policy.logits import LogitTransform, logit_transform
 from nemo_rl.models.policy.lora import drawn_factors, read_factors
 from nemo_rl.models.policy.model_config import CheckpointMismatchError, compute_dtype
 from nemo_rl.models.policy.optimizer import advance_scheduler, build_optimizer, build_scheduler
 from nemo_rl.models.policy.packed import PackedBatch, idle_microbatch, logprob_rows, microbatch_loss, pack, row_round
-from nemo_rl.models.policy.scoring import TokenScores
+from nemo_rl.models.policy.scoring import LogitTransform, TokenScores, logit_transform
 from nemo_rl.models.policy.train_step import MicrobatchResult, TrainStep
 from nemo_rl.utils.adapters import AdapterInfo
 

@@ -1,32 +1,178 @@
-"""Packs a microbatch into one row of real tokens with sequence borders; and turns the row's scores into loss, metrics
-and log-probabilities.
+"""Packs a microbatch into one row of real tokens with sequence borders; scores a row that is cut over context-parallel
+ranks; and turns the row's scores into loss, metrics and log-probabilities.
 
 Padded, dynamic and packed microbatches differ only in which sequences share a row; no compute is spent on padding and
-every mode computes the same numbers. Neighbours with a common prefix may share it. Invariant: results are scattered to
-the tokens' places in the padded batch.
+every mode computes the same numbers. A common prefix of neighbouring rows may be stored and computed once: the rest of
+each row attends to it and to itself. Prefixes are found in the tokens alone. Invariants: results are scattered to the
+tokens' places in the padded batch; a token attends to exactly the tokens of its own sequence, at the same positions, so
+hidden states, scores and gradients are those of separate rows up to rounding; every token has one place in the row;
+every rank of a replica has the scores of the whole row, and gradients flow into its own slice only, so that the sum
+over ranks counts each token once.
 
-Shapes: B sequences, S padded width, T tokens of the row (padding segment included), V vocabulary, k largest logits.
+Shapes: B sequences, S padded width, T tokens of the row (padding segment included) or of this rank's slice, N tokens of
+all sequences, K keys of the row's segments, D hidden size, V vocabulary, W this rank's slice of it, k largest logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
 from nemo_rl.config import SequencePackingConfig
 from nemo_rl.data_plane.schema import TOPK_IDS
+from nemo_rl.distributed import batch_sharding
 from nemo_rl.distributed.devices import to_device
 from nemo_rl.loss.interfaces import ComparesWithTeacher, GivenScores, LossFunction, LossInputType
-from nemo_rl.models.policy.attention import SharedKeys
+from nemo_rl.models.policy.attention import Segments, SharedKeys
 from nemo_rl.models.policy.router_replay import EXPERTS, Routes, packed_routes
-from nemo_rl.models.policy.sampling_mask import COUNTS, KeptTokens, packed_masks
-from nemo_rl.models.policy.scoring import TokenScores
-from nemo_rl.models.policy.shared_prompts import Run, lay_out, shared_runs
-from nemo_rl.models.policy.topk import GivenTokens, LikelyTokens
+from nemo_rl.models.policy.scoring import (
+    COUNTS,
+    GivenTokens,
+    KeptTokens,
+    LikelyTokens,
+    LogitTransform,
+    SamplingMaskError,
+    TokenScores,
+    chunk_size,
+    copy_to_ranks,
+    gather_logits,
+    likely_tokens,
+    local_logits,
+    packed_masks,
+    score_tokens,
+)
 from nemo_rl.models.policy.train_step import MicrobatchResult, non_finite_rows
 from nemo_rl.utils.flops import Work
+
+
+class Run(NamedTuple):
+    """Rows `[first, end)` whose first `shared` tokens are stored once; single rows or 0 share none.
+
+    The last common token is not shared, since what it predicts differs from row to row.
+    """
+
+    first: int
+    end: int
+    shared: int
+
+
+def shared_runs(
+    ids_BS: torch.Tensor, lengths: Sequence[int], apart: Sequence[int] = (), *, cuda: bool = False
+) -> list[Run]:
+    """Cuts neighbouring rows into the runs that save most tokens.
+
+    Args:
+        apart: Rows that share nothing with the one before them, whatever their tokens.
+        cuda: Whether the row is computed on a GPU.
+    """
+    least = batch_sharding.WORTHWHILE if cuda else min(batch_sharding.WORTHWHILE, batch_sharding.WORTHWHILE_ON_CPU)
+    rows = len(lengths)
+    common = _common_with_next(ids_BS, lengths) - 1 if rows > 1 else np.zeros(0)
+    common[[row - 1 for row in apart]] = 0.0
+    # No run goes on where neighbours have too little in common: what lies between such places is cut by itself.
+    borders = [0, *(int(row) + 1 for row in np.flatnonzero(common < least)), rows]
+    return [
+        Run(first + run.first, first + run.end, run.shared)
+        for first, end in pairwise(borders)
+        for run in _best_runs(common[first : end - 1])
+    ]
+
+
+def _best_runs(common: np.ndarray) -> list[Run]:
+    """The runs of rows that have `common` tokens to share with their next neighbours; one row more than numbers."""
+    rows = len(common) + 1
+    if rows == 1:
+        return [Run(0, 1, 0)]
+    # saved[e]: the most that rows [0, e) can save; a run [f, e) saves its prefix for all rows but one.
+    saved, begun = np.zeros(rows + 1), [0] * (rows + 1)
+    shortest = np.zeros(rows)
+    for end in range(1, rows + 1):
+        if end > 1:
+            shortest[end - 2] = np.inf
+            np.minimum(shortest[: end - 1], common[end - 2], out=shortest[: end - 1])
+        total = saved[:end] + shortest[:end] * np.arange(end - 1, -1, -1)
+        # Of equal cuts the one with the shortest last run.
+        begun[end] = end - 1 - int(total[::-1].argmax())
+        saved[end] = total[begun[end]]
+    borders = [rows]
+    while borders[-1]:
+        borders.append(begun[borders[-1]])
+    return [
+        Run(first, end, int(common[first : end - 1].min()) if end - first > 1 else 0)
+        for first, end in pairwise(reversed(borders))
+    ]
+
+
+def _common_with_next(ids_BS: torch.Tensor, lengths: Sequence[int]) -> np.ndarray:
+    """Tokens that each row but the last has in common with the next one."""
+    differs = ids_BS[1:] != ids_BS[:-1]
+    first = torch.where(differs.any(dim=1), differs.int().argmax(dim=1), ids_BS.shape[1])
+    real = torch.tensor(lengths)
+    return torch.minimum(first, torch.minimum(real[1:], real[:-1])).numpy().astype(float)
+
+
+@dataclass(frozen=True)
+class SharedRow:
+    """A packed row in which runs share their prefixes, without padding. `key_T`: place of each key, segment after
+    segment: a prefix that is seen again, then the segment's own tokens.
+    """
+
+    source_T: torch.Tensor  # flat index into the padded [B, S] batch of the token at each place
+    place_N: torch.Tensor  # place in the row of each token of each sequence, sequence after sequence
+    lengths: list[int]
+    key_K: torch.Tensor
+    key_lengths: list[int]
+
+
+def lay_out(runs: Sequence[Run], lengths: Sequence[int], width: int) -> SharedRow:
+    """The row of these runs."""
+    source: list[torch.Tensor] = []
+    place: list[torch.Tensor] = []
+    keys: list[torch.Tensor] = []
+    for start, row, begin, end, prefix in _segments(runs, lengths):
+        own = torch.arange(start, start + end - begin)
+        seen = torch.arange(prefix, prefix + begin)
+        source.append(torch.arange(row * width + begin, row * width + end))
+        keys.append(torch.cat([seen, own]))
+        if end == lengths[row]:
+            place.append(keys[-1])
+    return SharedRow(
+        torch.cat(source),
+        torch.cat(place),
+        [len(part) for part in source],
+        torch.cat(keys),
+        [len(part) for part in keys],
+    )
+
+
+class _Segment(NamedTuple):
+    start: int
+    row: int
+    begin: int
+    end: int
+    prefix: int
+
+
+def _segments(runs: Sequence[Run], lengths: Sequence[int]) -> Iterator[_Segment]:
+    """Where each segment starts in the row, its tokens `[begin, end)` of a row of the batch, and where the prefix that
+    it sees starts (-1 without one).
+    """
+    start = 0
+    for run in runs:
+        prefix = start if run.shared else -1
+        if run.shared:
+            yield _Segment(start, run.first, 0, run.shared, -1)
+            start += run.shared
+        for row in range(run.first, run.end):
+            if lengths[row]:
+                yield _Segment(start, row, run.shared, lengths[row], prefix)
+                start += lengths[row] - run.shared
 
 
 @dataclass(frozen=True)
@@ -256,3 +402,115 @@ def logprob_rows(data: Mapping[str, torch.Tensor], batch: PackedBatch, scores: T
 def likely_rows(batch: PackedBatch, tokens: LikelyTokens) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and token ids [B, S, k] of the most likely tokens after each position, on the host."""
     return batch.unpack(tokens.logprobs_Tk.float()).cpu(), batch.unpack(tokens.ids_Tk.int()).cpu()
+
+
+@dataclass(frozen=True)
+class RowSlice:
+    """This rank's place among those that share a row."""
+
+    group: dist.ProcessGroup | None = None  # they, or None where there is one
+    rank: int = 0  # this rank's number among them
+    ranks: int = 1
+
+    def mine(self, batch: PackedBatch) -> slice:
+        """This rank's tokens of the row."""
+        tokens = batch.input_ids_T.shape[0] // self.ranks
+        return slice(tokens * self.rank, tokens * (self.rank + 1))
+
+    def segments(self, batch: PackedBatch) -> Segments:
+        """The row's sequence borders, for attention."""
+        return Segments(batch.cu_seqlens, batch.max_seqlen, self.group, self.mine(batch).start, batch.keys)
+
+    def wanted(self, batch: PackedBatch) -> torch.Tensor | None:
+        """Wanted positions inside this rank's slice of the row."""
+        if batch.wanted_W is None or self.group is None:
+            return batch.wanted_W
+        mine = self.mine(batch)
+        local = batch.wanted_W - mine.start
+        local = local[(local >= 0) & (local < mine.stop - mine.start)]
+        return local if local.numel() else local.new_zeros(1)
+
+    def whole(self, local: torch.Tensor) -> torch.Tensor:
+        """Every slice of the row; only this rank's carries a gradient."""
+        if self.group is None:
+            return local
+        parts = [torch.empty_like(local) for _ in range(self.ranks)]
+        dist.all_gather(parts, local.detach().contiguous(), group=self.group)
+        parts[self.rank] = local
+        return torch.cat(parts)
+
+
+RowOutput = TokenScores | LikelyTokens | torch.Tensor
+"""What a pass over a row gives: scores of tokens, the most likely tokens, or logits [T, V]."""
+
+
+@dataclass(frozen=True)
+class Projection:
+    """The output projection as this rank holds it."""
+
+    weight_WD: torch.Tensor  # its rows for this rank's part of the vocabulary
+    bias_W: torch.Tensor | None = None  # its bias, or None
+    group: dist.ProcessGroup | None = None  # ranks that share the vocabulary, or None
+    chunk: int | None = None  # tokens whose logits exist at a time; None chooses
+
+
+def score_row(
+    hidden_TD: torch.Tensor,
+    head: Projection,
+    batch: PackedBatch,
+    transform: LogitTransform,
+    cut: RowSlice,
+    *,
+    logits: bool = False,
+    likely: int = 0,
+) -> RowOutput:
+    """Scores of the row's targets, and of the batch's given tokens if it has any.
+
+    Args:
+        hidden_TD: Final hidden states of this rank's slice, the same on every rank that shares the vocabulary.
+        cut: How the row is cut over ranks.
+        logits: Whether the transformed logits [T, V] are wanted instead.
+        likely: How many of the most likely tokens of each position are wanted instead; 0 for none.
+    """
+    if logits:
+        if batch.kept is not None:
+            raise SamplingMaskError("sampling masks apply to log-probabilities; a loss of whole logits takes none")
+        raw_TV = gather_logits(
+            local_logits(copy_to_ranks(hidden_TD, head.group), head.weight_WD, head.bias_W), head.group
+        )
+        return cut.whole(transform.model_logits(raw_TV))
+    if likely:
+        size = chunk_size(head.weight_WD.shape[0], head.chunk)
+        tokens = likely_tokens(hidden_TD, head.weight_WD, head.bias_W, likely, transform, chunk=size, group=head.group)
+        return LikelyTokens(cut.whole(tokens.logprobs_Tk), cut.whole(tokens.ids_Tk))
+    target_T, wanted = batch.target_ids_T[cut.mine(batch)], cut.wanted(batch)
+    kept = None if batch.kept is None else batch.kept.at(cut.mine(batch))
+    given = None if batch.given is None else batch.given.at(cut.mine(batch))
+    if wanted is not None:
+        hidden_TD, target_T = hidden_TD[wanted], target_T[wanted]
+        kept = None if kept is None else kept.at(wanted)
+        given = None if given is None else given.at(wanted)
+    scores = score_tokens(
+        hidden_TD,
+        head.weight_WD,
+        head.bias_W,
+        target_T,
+        transform,
+        given=given,
+        chunk=head.chunk,
+        group=head.group,
+        kept=kept,
+    )
+    logprobs_T = cut.whole(_placed(scores.logprobs_T, wanted, batch, cut))
+    same = scores.unfiltered_T is scores.logprobs_T
+    unfiltered_T = logprobs_T if same else cut.whole(_placed(scores.unfiltered_T, wanted, batch, cut))
+    whole = None if scores.given is None else scores.given.map(lambda of: cut.whole(_placed(of, wanted, batch, cut)))
+    return TokenScores(logprobs_T, unfiltered_T, whole)
+
+
+def _placed(scores: torch.Tensor, wanted: torch.Tensor | None, batch: PackedBatch, cut: RowSlice) -> torch.Tensor:
+    """Scores at their positions of the (slice of the) row, zero elsewhere."""
+    if wanted is None:
+        return scores
+    mine = cut.mine(batch)
+    return scores.new_zeros((mine.stop - mine.start, *scores.shape[1:])).index_copy(0, wanted, scores)

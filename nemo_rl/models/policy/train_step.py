@@ -18,8 +18,7 @@ from typing import Protocol
 import torch
 
 from nemo_rl.config.errors import UserError
-from nemo_rl.loss.interfaces import LossFunction
-from nemo_rl.loss.normalization import count_valid, gradient_count, normalize_metrics
+from nemo_rl.loss.interfaces import LossFunction, count_valid, gradient_count, normalize_metrics
 from nemo_rl.utils.flops import Work
 
 logger = logging.getLogger(__name__)

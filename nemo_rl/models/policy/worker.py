@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,8 +36,7 @@ from nemo_rl.distributed.devices import (
 )
 from nemo_rl.distributed.nsight import capture
 from nemo_rl.distributed.processes import keep_living
-from nemo_rl.loss.interfaces import LossFunction
-from nemo_rl.loss.normalization import count_valid, normalize_metrics
+from nemo_rl.loss.interfaces import LossFunction, count_valid, normalize_metrics
 from nemo_rl.models.policy.backend import BackendOptions, backend_spec
 from nemo_rl.models.policy.batches import RECORDED, microbatches, without_routes
 from nemo_rl.models.policy.memory_estimate import explained
@@ -47,7 +48,6 @@ from nemo_rl.models.policy.train_step import (
     step_report,
     total_work,
 )
-from nemo_rl.models.policy.warm_up import keep_compiled, warm_up_rows
 from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture
 from nemo_rl.utils.route_trace import route_trace
 from nemo_rl.weight_sync.cache import CACHE_OWNER, CacheBuilder, CacheManifest
@@ -472,3 +472,55 @@ class PolicyWorker(TQWorkerMixin):
 def _width(data: BatchedDataDict) -> int:
     """Width of a rank's rows, of which it may have none."""
     return data["input_ids"].shape[1] if data.size else 0
+
+
+WARM_UP_TOKENS = 2048
+"""Most tokens of the row. Layers are compiled for rows of any length; a longer one takes memory that engines have."""
+
+
+def warm_up_rows(config: PolicyConfig, vocabulary: int) -> BatchedDataDict[Any]:
+    """Two sequences or more of random tokens, with the columns that the clipped policy-gradient loss reads.
+    `vocabulary`: number of token ids of the model.
+
+    Their tokens are a prime number in all: what is compiled for a row that is as long as some dimension of the model is
+    compiled for such rows alone.
+    """
+    width = min(config.max_total_sequence_length, WARM_UP_TOKENS // 2)
+    rows = max(2, WARM_UP_TOKENS // width)
+    tokens = next(count for count in range(rows * width, 0, -1) if _is_prime(count))
+    fewer, some = divmod(rows * width - tokens, rows)
+    lengths = torch.tensor([width - fewer - (row < some) for row in range(rows)])
+    draw = torch.Generator().manual_seed(0)
+    trained_BS = torch.ones(rows, width)
+    trained_BS[:, 0] = 0.0
+    columns = ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
+    return BatchedDataDict(
+        input_ids=torch.randint(0, vocabulary, (rows, width), generator=draw),
+        input_lengths=lengths,
+        token_mask=trained_BS * (torch.arange(width) < lengths[:, None]),
+        sample_mask=torch.ones(rows),
+        **{name: torch.zeros(rows, width) for name in columns},
+    )
+
+
+def _is_prime(number: int) -> bool:
+    return number > 1 and all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
+
+
+CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+"""Variables that say where torch and Triton keep what they compile, and our folder for each."""
+
+
+def keep_compiled() -> str:
+    """Has this process keep compiled kernels in the home directory, as engines keep theirs, unless the variables name
+    other places or it cannot be written. Returns the folder, for the log.
+    """
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nemo_rl"
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return "a temporary folder"
+    if os.access(home, os.W_OK):
+        for name, folder in CACHES.items():
+            os.environ.setdefault(name, str(home / folder))
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR", "a temporary folder")
