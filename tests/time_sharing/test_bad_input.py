@@ -43,8 +43,7 @@ from nemo_rl.time_sharing.simulation.scenario import (
     Scenario,
     Tokens,
 )
-from nemo_rl.time_sharing.simulation.scenario_reading import parse_scenario
-from nemo_rl.time_sharing.simulation.scenario_text import ScenarioError
+from nemo_rl.time_sharing.simulation.scenario_reading import ScenarioError, parse_scenario
 from nemo_rl.utils.record import RecordWriter
 from nemo_rl.utils.record_events import SCHEMA_VERSION, StepBegun
 

@@ -10,8 +10,7 @@ import pytest
 
 from nemo_rl.time_sharing.cli import main
 from nemo_rl.time_sharing.log.comparison import LEGEND
-from nemo_rl.time_sharing.simulation.scenario_reading import load_scenario, parse_scenario
-from nemo_rl.time_sharing.simulation.scenario_text import ScenarioError
+from nemo_rl.time_sharing.simulation.scenario_reading import ScenarioError, load_scenario, parse_scenario
 from nemo_rl.utils.record import Entry, encode_entry, read_record
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "time_sharing"

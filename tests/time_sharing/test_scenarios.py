@@ -11,8 +11,7 @@ import pytest
 
 from nemo_rl.time_sharing.cli import main
 from nemo_rl.time_sharing.protocol.types import Limits
-from nemo_rl.time_sharing.simulation.scenario_reading import load_scenario, parse_scenario
-from nemo_rl.time_sharing.simulation.scenario_text import ScenarioError
+from nemo_rl.time_sharing.simulation.scenario_reading import ScenarioError, load_scenario, parse_scenario
 from tools.pages import scenarios_page
 
 POOL = {"gpus_per_node": 4}

@@ -18,8 +18,7 @@ from nemo_rl.time_sharing.simulation.baselines import OURS, QUEUE, SERIAL, STATI
 from nemo_rl.time_sharing.simulation.random_scenarios import random_scenario
 from nemo_rl.time_sharing.simulation.results import AloneTimes, compose, run_way
 from nemo_rl.time_sharing.simulation.scenario import Scenario
-from nemo_rl.time_sharing.simulation.scenario_reading import parse_scenario
-from nemo_rl.time_sharing.simulation.scenario_text import ScenarioError
+from nemo_rl.time_sharing.simulation.scenario_reading import ScenarioError, parse_scenario
 from nemo_rl.time_sharing.simulation.teachers import SimulatedTeacher, Student
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.utils.record import MemoryRecord
