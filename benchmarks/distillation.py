@@ -82,7 +82,7 @@ def run_config(args: argparse.Namespace, backend: str) -> dict[str, Any]:
 
 def run(args: argparse.Namespace, backend: str) -> dict[str, float]:
     """One run in this process; medians of its own timers."""
-    from nemo_rl.algorithms.commands import grpo_to_end
+    from nemo_rl.algorithms.launch import grpo_to_end
     from nemo_rl.config import DistillationMasterConfig, check_config
     from nemo_rl.utils.metrics_file import read_metrics
 

@@ -109,7 +109,7 @@ def _cache_of_each_engine(args: argparse.Namespace) -> dict[str, int]:
 
 def run_ours(args: argparse.Namespace, model: Path, prompts: Path) -> dict[str, Any]:
     """Our loop; medians of its own timers."""
-    from nemo_rl.algorithms.commands import grpo_to_end
+    from nemo_rl.algorithms.launch import grpo_to_end
     from nemo_rl.config import MasterConfig, check_config
     from nemo_rl.utils.metrics_file import read_metrics
 

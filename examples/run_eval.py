@@ -17,7 +17,7 @@ from pathlib import Path
 if os.environ.get("RLIX_CONTROL_PLANE") == "rlix":
     from nemo_rl.time_sharing.commands import run_under_control_plane as main
 else:
-    from nemo_rl.algorithms.commands import evaluate as main
+    from nemo_rl.algorithms.launch import evaluate as main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:], default_config=Path(__file__).parent / "configs" / "evals" / "eval.yaml"))

@@ -18,9 +18,16 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_rl.algorithms.accelerators import Accelerators, KeptAccelerators, ReportProgress
 from nemo_rl.algorithms.estimators import consensus_at_k, majority_at_k, pass_at_k, solved_at_k
-from nemo_rl.algorithms.placement import Clusters, OwnSlots, Placement, reserve_all
+from nemo_rl.algorithms.placement import (
+    Accelerators,
+    Clusters,
+    KeptAccelerators,
+    OwnSlots,
+    Placement,
+    ReportProgress,
+    reserve_all,
+)
 from nemo_rl.algorithms.startup import Say, check_prompt_lengths, check_tokens, hold_to_vocabulary, set_seed
 from nemo_rl.config import ConfigError, EvalMasterConfig, PolicyConfig
 from nemo_rl.config.errors import UserError, why_not_written

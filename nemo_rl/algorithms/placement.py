@@ -1,4 +1,8 @@
-"""Where a run's accelerators are, and how its policy starts on them, for every algorithm."""
+"""Where a run's accelerators are, when it may use them, and how its policy starts on them, for every algorithm.
+
+Steps call `Accelerators` at fixed points. A run keeps those that it reserved for itself (`KeptAccelerators`); a
+scheduler lends and takes back those of a pool (`nemo_rl.time_sharing.pipelines`).
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import torch
 
-from nemo_rl.algorithms.accelerators import Accelerators
 from nemo_rl.algorithms.profiling import profile_of_run
 from nemo_rl.algorithms.resume import Resume
 from nemo_rl.config import ClusterConfig, EvalMasterConfig, MasterConfig
@@ -32,6 +35,57 @@ from nemo_rl.utils.record import Record
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+
+ReportProgress = Callable[[int, int], None]
+"""Takes the prompt groups that are there and those that are waited for."""
+
+DemandKind = Literal["training", "validation"]
+
+
+class Accelerators(Protocol):
+    """Decides who uses a run's accelerators."""
+
+    def demand(
+        self, step: int, groups: int, ready: int, kind: DemandKind = "training"
+    ) -> AbstractContextManager[ReportProgress]:
+        """Context manager around the wait for `groups` prompt groups, of which `ready` are finished. Yields a callback
+        that reports progress.
+        """
+        ...
+
+    def lend_training(self, step: int) -> None:
+        """Blocks until the training accelerators may be used for step `step`."""
+        ...
+
+    def yield_training(self, step: int) -> None:
+        """The run does without the training accelerators until the next `lend_training`; their lender may take them.
+        The gradients of an open step are kept.
+        """
+        ...
+
+    def stop(self) -> None:
+        """Called once when the run ends, also after an error."""
+        ...
+
+
+class KeptAccelerators:
+    """Accelerators that the run may use at any time."""
+
+    def demand(
+        self, step: int, groups: int, ready: int, kind: DemandKind = "training"
+    ) -> AbstractContextManager[ReportProgress]:
+        """Reports to no one."""
+        return nullcontext(lambda ready, of: None)
+
+    def lend_training(self, step: int) -> None:
+        """Returns at once."""
+
+    def yield_training(self, step: int) -> None:
+        """Does nothing: the run keeps its accelerators."""
+
+    def stop(self) -> None:
+        """Does nothing."""
 
 
 Config_contra = TypeVar("Config_contra", contravariant=True)

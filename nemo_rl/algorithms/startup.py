@@ -18,8 +18,15 @@ import numpy as np
 
 from nemo_rl.algorithms.placement import ConnectsRay, check_device
 from nemo_rl.algorithms.profiling import check_profile
-from nemo_rl.algorithms.resume import Resume, check_same_shape, find_resume, same_contents
-from nemo_rl.algorithms.run_checkpoint import RunState, check_writable, new_log_dir
+from nemo_rl.algorithms.resume import (
+    Resume,
+    RunState,
+    check_same_shape,
+    check_writable,
+    find_resume,
+    new_log_dir,
+    same_contents,
+)
 from nemo_rl.config import ConfigError, PolicyConfig
 from nemo_rl.config.generation_rules import fp8_needs_gpus
 from nemo_rl.config.master import MasterConfig, RootConfig

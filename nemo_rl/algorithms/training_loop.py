@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from nemo_rl.algorithms.memory_watch import MemoryWatch
 from nemo_rl.algorithms.profiling import profiled_steps
-from nemo_rl.algorithms.run_checkpoint import RunState, begin_checkpoint, saved_without_logs
+from nemo_rl.algorithms.resume import RunState, begin_checkpoint, saved_without_logs
 from nemo_rl.config.master import RootConfig
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.policy.lm_policy import Policy

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from nemo_rl.algorithms.grpo import advantages
-from nemo_rl.algorithms.grpo.advantages import group_ids
-from nemo_rl.algorithms.grpo.rewards import COMPONENT_PREFIX
+from nemo_rl.algorithms.grpo.advantages import COMPONENT_PREFIX, group_ids
 from nemo_rl.config import AdvEstimatorConfig, ClippedPGLossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 

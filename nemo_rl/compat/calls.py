@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeVar
 import torch
 
 from nemo_rl import loss
-from nemo_rl.algorithms.grpo import rewards
+from nemo_rl.algorithms.grpo import advantages
 from nemo_rl.config import EnvironmentConfig, GenerationConfig, RewardScalingConfig, RewardShapingConfig
 from nemo_rl.data.model_tokens import listed_stop_ids
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -54,11 +54,11 @@ def scale_rewards(batch: Any, cfg: RewardScalingConfig | Mapping[str, object]) -
     """
     cfg = RewardScalingConfig.read(cfg)
     if isinstance(batch, torch.Tensor):
-        return rewards.scale_rewards(batch, cfg)
+        return advantages.scale_rewards(batch, cfg)
     if cfg.enabled:
-        names = [name for name in batch if name == "total_reward" or name.startswith(rewards.COMPONENT_PREFIX)]
+        names = [name for name in batch if name == "total_reward" or name.startswith(advantages.COMPONENT_PREFIX)]
         for name in names:
-            batch[name] = rewards.scale_rewards(batch[name], cfg)
+            batch[name] = advantages.scale_rewards(batch[name], cfg)
     return batch
 
 
@@ -68,14 +68,14 @@ def apply_reward_shaping(batch: Any, cfg: Any, *ours: Any) -> object:
     is that function.
     """
     if isinstance(batch, torch.Tensor):
-        return rewards.shape_rewards(batch, cfg, *ours)
+        return advantages.shape_rewards(batch, cfg, *ours)
     cfg = RewardShapingConfig.read(cfg)
     if cfg.enabled:
         total_B = batch["total_reward"]
         lengths_B = torch.tensor([_first_response(log) for log in batch["message_log"]])
         truncated_B = torch.as_tensor(batch["truncated"] if "truncated" in batch else torch.zeros(len(total_B)))
         batch["unshaped_total_reward"] = total_B
-        batch["total_reward"] = rewards.shape_rewards(total_B, lengths_B, truncated_B, cfg)
+        batch["total_reward"] = advantages.shape_rewards(total_B, lengths_B, truncated_B, cfg)
     return batch
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from nemo_rl.algorithms.distillation.teachers import Teachers
     from nemo_rl.algorithms.grpo.run import GRPORun
-    from nemo_rl.algorithms.run_checkpoint import RunState
+    from nemo_rl.algorithms.resume import RunState
     from nemo_rl.algorithms.sft.driver import SFTRun
     from nemo_rl.data.loader import Batch, Loader
     from nemo_rl.distributed.virtual_cluster import RayVirtualCluster

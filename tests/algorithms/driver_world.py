@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.grpo.accelerators import OwnAccelerators
+from nemo_rl.algorithms.grpo.assembly import make_source
 from nemo_rl.algorithms.grpo.experience_source import SourceParts
 from nemo_rl.algorithms.grpo.run import GRPOState
-from nemo_rl.algorithms.grpo.sources import make_source
 from nemo_rl.algorithms.grpo.step_reports import DeviceCount, StepReports
 from nemo_rl.config import load_master_config
 from nemo_rl.data_plane.client import StoredClient

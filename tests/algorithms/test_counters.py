@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.algorithms.grpo.run import GRPOState
-from nemo_rl.algorithms.resume import Resume
-from nemo_rl.algorithms.run_checkpoint import LOADER_FILE, RunState
+from nemo_rl.algorithms.resume import LOADER_FILE, Resume, RunState
 from nemo_rl.algorithms.sft import driver
 from nemo_rl.algorithms.sft.driver import SFTState
 from nemo_rl.data.loader import make_loader

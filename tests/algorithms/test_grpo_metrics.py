@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from nemo_rl.algorithms import utils
-from nemo_rl.algorithms.grpo.metrics import (
+from nemo_rl.algorithms.grpo.stages import Experience, mask_and_weigh
+from nemo_rl.algorithms.grpo.step_reports import (
     accuracy_by_task,
     aggregate_microbatch_metrics,
     batch_metrics,
@@ -16,7 +17,6 @@ from nemo_rl.algorithms.grpo.metrics import (
     throughput_metrics,
     validation_metrics,
 )
-from nemo_rl.algorithms.grpo.stages import Experience, mask_and_weigh
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import GIVEN_UP

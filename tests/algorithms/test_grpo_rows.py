@@ -14,13 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl.algorithms.grpo.advantages import (
+    RewardWatch,
     calculate_baseline_and_std_per_prompt,
     group_ids,
     group_statistics,
+    process_rewards,
     row_advantages,
+    scale_rewards,
+    shape_rewards,
 )
 from nemo_rl.algorithms.grpo.collect import DynamicSamplingError, sampling_metrics, select_rows
-from nemo_rl.algorithms.grpo.rewards import RewardWatch, process_rewards, scale_rewards, shape_rewards
 from nemo_rl.algorithms.grpo.stages import (
     filter_rows,
     mask_by_sequence_error,

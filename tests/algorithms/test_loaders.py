@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms.grpo.sources import make_loaders
+from nemo_rl.algorithms.grpo.assembly import make_loaders
 from nemo_rl.algorithms.startup import never_validated
 from nemo_rl.config import load_master_config
 from nemo_rl.data.setup import load_datasets

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.algorithms.grpo.advantages import compute_advantages, row_advantages
-from nemo_rl.algorithms.grpo.rewards import process_rewards
+from nemo_rl.algorithms.grpo.advantages import compute_advantages, process_rewards, row_advantages
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.loss import ClippedPGLossFn

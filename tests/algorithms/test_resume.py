@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from nemo_rl.algorithms.grpo.run import GRPOState
 from nemo_rl.algorithms.resume import (
+    LOADER_FILE,
     NothingToDo,
     Resume,
     ResumeError,
@@ -19,7 +20,6 @@ from nemo_rl.algorithms.resume import (
     find_resume,
     same_contents,
 )
-from nemo_rl.algorithms.run_checkpoint import LOADER_FILE
 from nemo_rl.config import MasterConfig, SFTMasterConfig
 from nemo_rl.utils.checkpoint import CheckpointError, CheckpointManager
 

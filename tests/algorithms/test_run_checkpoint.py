@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nemo_rl.algorithms import evaluation, training_loop
-from nemo_rl.algorithms.run_checkpoint import begin_checkpoint
+from nemo_rl.algorithms.resume import begin_checkpoint
 from nemo_rl.algorithms.sft import driver
 from nemo_rl.config import CheckpointingConfig, EvalMasterConfig, MasterConfig
 from nemo_rl.experience.trajectories import Trajectory

@@ -12,7 +12,7 @@ import torch
 
 from nemo_rl.algorithms.advantage_estimator import ADVANTAGE_ESTIMATORS
 from nemo_rl.algorithms.grpo import scale_rewards
-from nemo_rl.algorithms.grpo.rewards import shape_rewards
+from nemo_rl.algorithms.grpo.advantages import shape_rewards
 from nemo_rl.algorithms.loss import ClippedPGLossFn, NLLLossFn
 from nemo_rl.algorithms.reward_functions import apply_reward_shaping
 from nemo_rl.algorithms.utils import calculate_kl, get_gdpo_reward_component_keys, get_tokenizer

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.algorithms.commands import _PROMPT
+from nemo_rl.algorithms.launch import _PROMPT
 from nemo_rl.compat.names import ABSENT, ABSENT_MEMBERS, AT_HOME, CHANGED, CONTROL_PLANE, NAMES
 from nemo_rl.config import MasterConfig
 from nemo_rl.config.differences import DIFFERENCES
@@ -219,11 +219,11 @@ def test_a_generation_configuration_is_filled_in_from_the_tokenizer() -> None:
     ],
 )
 def test_scripts_start_the_documented_configuration(script: str, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nemo_rl.algorithms import commands
+    from nemo_rl.algorithms import launch
 
     taken: list[Path] = []
     for name in ("grpo", "sft", "evaluate"):
-        monkeypatch.setattr(commands, name, lambda arguments, default_config: taken.append(default_config) or 0)
+        monkeypatch.setattr(launch, name, lambda arguments, default_config: taken.append(default_config) or 0)
     with pytest.raises(SystemExit):
         runpy.run_path(str(ROOT / "examples" / script), run_name="__main__")
     assert taken == [ROOT / "examples/configs" / config]

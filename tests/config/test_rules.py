@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl.algorithms.grpo.metrics import batch_metrics, validation_metrics
+from nemo_rl.algorithms.grpo.step_reports import batch_metrics, validation_metrics
 from nemo_rl.config import (
     CheckpointingConfig,
     ConfigError,

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms import commands, launch, startup
-from nemo_rl.algorithms.run_checkpoint import RunState
+from nemo_rl.algorithms import launch, startup
+from nemo_rl.algorithms.resume import RunState
 from nemo_rl.config import CheckpointingConfig, ConfigError
 from nemo_rl.data_plane.adapters import mooncake
 from nemo_rl.data_plane.interfaces import MooncakeUnavailableError
@@ -43,7 +43,7 @@ def run(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
             f"logger.log_dir={tmp_path}/logs",
             f"checkpointing.checkpoint_dir={tmp_path}/checkpoints",
         ]
-        code = commands.grpo(["--config", str(CONFIG), *places, *overrides], default_config=CONFIG)
+        code = launch.grpo(["--config", str(CONFIG), *places, *overrides], default_config=CONFIG)
         return code, capfd.readouterr().err
 
     return call

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import ray
 
-from nemo_rl.algorithms.commands import evaluate as main
 from nemo_rl.algorithms.estimators import consensus_at_k
+from nemo_rl.algorithms.launch import evaluate as main
 from nemo_rl.config import EvalMasterConfig, load_master_config
 from nemo_rl.utils.convert import from_hugging_face
 from tests import forks

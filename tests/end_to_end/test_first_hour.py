@@ -23,8 +23,8 @@ from typing import Any
 import pytest
 import ray
 
-from nemo_rl.algorithms.commands import grpo as run_grpo
-from nemo_rl.algorithms.commands import sft as run_sft
+from nemo_rl.algorithms.launch import grpo as run_grpo
+from nemo_rl.algorithms.launch import sft as run_sft
 from nemo_rl.utils.metrics_file import read_metrics
 from tests import forks
 from tests.glossary import undocumented

@@ -22,7 +22,7 @@ RECIPES = sorted(path.stem for path in (CONFIGS / "recipes").glob("*.yaml"))
 LIVE = "grpo_math_1B_dapo"
 RUN_ALL = """
 import pathlib, sys
-from nemo_rl.algorithms.commands import grpo as main
+from nemo_rl.algorithms.launch import grpo as main
 sys.exit(max(main(["--config", file], default_config=pathlib.Path(file)) for file in sys.argv[1:]))
 """
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms import commands
+from nemo_rl.algorithms import launch
 from nemo_rl.algorithms.launch import EXIT_FAILED, EXIT_USAGE
 from nemo_rl.config.__main__ import main as config_command
 from nemo_rl.distributed import ray_runtime
@@ -158,7 +158,7 @@ def test_a_usual_mistake_is_answered_before_anything_starts(
         f"checkpointing.checkpoint_dir={tmp_path}/checkpoints",
         *make(tiny_model, tmp_path),
     ]
-    code = commands.grpo(["--config", str(CONFIG), *overrides], default_config=CONFIG)
+    code = launch.grpo(["--config", str(CONFIG), *overrides], default_config=CONFIG)
     said = capfd.readouterr().err
     assert code in (EXIT_FAILED, EXIT_USAGE) and "Traceback" not in said
     assert all(part in said for part in says), said

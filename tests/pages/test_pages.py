@@ -44,14 +44,13 @@ def test_metrics_that_keys_may_name_are_in_the_glossary() -> None:
 
 # Where metrics are named in the code, and under which group they are logged.
 MEASURE = {
-    "algorithms/grpo/metrics.py": ("train", "performance", "validation"),
+    "algorithms/grpo/step_reports.py": ("train", "performance", "validation"),
     "algorithms/grpo/stages.py": ("train",),
     "algorithms/grpo/advantages.py": ("train",),
     "algorithms/grpo/collect.py": ("train", "timing/train"),
     "algorithms/grpo/loop.py": ("timing/train",),
     "algorithms/training_loop.py": ("timing/train",),
     "algorithms/grpo/step_trainer.py": ("timing/train",),
-    "algorithms/grpo/synchronous_source.py": ("timing/train",),
     "algorithms/grpo/async_source.py": ("train", "timing/train"),
     "algorithms/grpo/streaming.py": ("train", "timing/train"),
     "algorithms/grpo/refit.py": ("refit", "timing/train"),

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from nemo_rl.algorithms import commands
+from nemo_rl.algorithms import launch
 from nemo_rl.config import LoggerConfig
 from nemo_rl.utils.files import PAGE_ADDRESS
 from nemo_rl.utils.http_server import PageError
@@ -112,9 +112,9 @@ def test_the_command_line_asks_for_the_page(
 ) -> None:
     asked: list[int | None] = []
     run_to_end = lambda config, page_port=None: asked.append(page_port) or 0  # noqa: E731
-    monkeypatch.setattr(commands, f"{command}_to_end", run_to_end)
+    monkeypatch.setattr(launch, f"{command}_to_end", run_to_end)
     monkeypatch.setattr("nemo_rl.utils.hub.use_cache_if_unreachable", lambda name: None)
     root = Path(sys.modules["nemo_rl"].__file__ or "").parents[1]
     file = root / "examples" / "configs" / f"{command}_arithmetic_cpu.yaml"
-    assert getattr(commands, command)(given, default_config=file) == 0
+    assert getattr(launch, command)(given, default_config=file) == 0
     assert asked == [port]

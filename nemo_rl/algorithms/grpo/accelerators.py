@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
-from nemo_rl.algorithms.accelerators import Accelerators, DemandKind, ReportProgress
+from nemo_rl.algorithms.placement import Accelerators, DemandKind, ReportProgress
 from nemo_rl.config import ConfigError, MasterConfig
 from nemo_rl.experience.hooks import (
     CONTROL_PLANE_VARIABLE,

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from nemo_rl.algorithms.accelerators import ReportProgress
 from nemo_rl.algorithms.grpo.collect import Gathering, prompts_of, prompts_per_batch, training_plan
 from nemo_rl.algorithms.grpo.experience_source import SourceParts, WholeSteps
 from nemo_rl.algorithms.grpo.stages import Experience, apply_staleness_policy
-from nemo_rl.algorithms.run_checkpoint import dataset_names
+from nemo_rl.algorithms.placement import ReportProgress
+from nemo_rl.algorithms.resume import dataset_names
 from nemo_rl.config import MasterConfig
 from nemo_rl.data.loader import HasState
 from nemo_rl.data_plane.schema import ROUTE_FIELDS, SAMPLING_MASK_FIELDS

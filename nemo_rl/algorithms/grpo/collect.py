@@ -3,21 +3,25 @@
 With dynamic sampling (DAPO) it generates batches until enough groups have rewards that differ. Invariants: a step's
 batch has exactly prompts x generations samples; every new row is either kept or recorded as dropped, once; every
 admitted prompt group is recorded as committed; dropped rows are cleared from the store.
+
+The synchronous source: rollouts and training take turns.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
+from nemo_rl.algorithms.grpo.experience_source import SourceParts, WholeSteps
 from nemo_rl.algorithms.grpo.stages import Experience, filter_rows, joined_experience, score_rewards, valid_rewards
 from nemo_rl.config import GRPOConfig, MasterConfig
 from nemo_rl.config.async_rl import NativeTimeoutsConfig
 from nemo_rl.config.errors import UserError
-from nemo_rl.data.loader import Loader
+from nemo_rl.data.loader import HasState, Loader
 from nemo_rl.data_plane.schema import PROMPT, PROMPT_TOKENS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import sample_of_row, sample_starts
@@ -291,3 +295,68 @@ class WholeBatches:
         for offset, index in enumerate(prompts["idx"]):
             name = group_id(step, first_prompt + offset)
             self.gathering.record.emit(GroupAdmitted(name, f"{epoch}-{index}", samples, step, self.adapter))
+
+
+class SynchronousSource(WholeSteps):
+    """Generates each step's batch when the step needs it, with the current weights."""
+
+    collector: None = None
+
+    def __init__(self, parts: SourceParts) -> None:
+        self._inputs = parts
+        self._prompts = prompts_of(parts.config.grpo, parts.loader, parts.state.epoch)
+        gathering = Gathering(parts.config.grpo, parts.store, parts.record, parts.timer)
+        self._batches = WholeBatches(parts.config, parts.rollouts, gathering, parts.adapter)
+
+    def running(self) -> AbstractContextManager[object]:
+        """Does nothing: the loader is already restored, and no rollout runs between steps."""
+        return nullcontext()
+
+    def published(self, version: int) -> None:
+        """Does nothing: the step starts generation."""
+
+    def next_experience(self) -> Experience:
+        """Refits generation if needed and rolls out."""
+        accelerators, timer, step = self._inputs.accelerators, self._inputs.timer, self._inputs.state.step
+        self._inputs.phase("generation")
+        with timer.time("prepare_for_generation/total"):
+            accelerators.serve(step)
+        with accelerators.demand(step, *self.waited_for()):
+            return self._batches.collect(step, self._next_prompts)
+
+    def _next_prompts(self) -> tuple[BatchedDataDict, int]:
+        state = self._inputs.state
+        try:
+            return self._prompts.next(), self._prompts.epoch
+        finally:
+            if self._prompts.epoch != state.epoch:
+                state.epoch, state.step_in_epoch = self._prompts.epoch, 0
+
+    def draw_ahead(self) -> None:
+        """Fetches the next batch."""
+        if not self.finished():
+            self._prompts.prefetch()
+
+    def trained(self) -> Mapping[str, float]:
+        """Has no metrics: a trained step leaves no state."""
+        return {}
+
+    def finished(self) -> bool:
+        """Whether steps or epochs are used up."""
+        cfg, state, data = self._inputs.config.grpo, self._inputs.state, self._inputs.config.data
+        if state.step >= cfg.max_num_steps:
+            return True
+        if data.use_multiple_dataloader or cfg.use_dynamic_sampling:
+            return not data.use_multiple_dataloader and state.epoch >= cfg.max_num_epochs
+        loader, in_last_epoch = self._inputs.loader, state.epoch == cfg.max_num_epochs - 1
+        return state.epoch >= cfg.max_num_epochs or (
+            in_last_epoch and isinstance(loader, Sized) and state.step_in_epoch >= len(loader)
+        )
+
+    def waited_for(self) -> tuple[int, int]:
+        """A whole batch, none of it finished."""
+        return (0 if self.finished() else self._inputs.config.grpo.num_prompts_per_step), 0
+
+    def position(self) -> tuple[HasState, Mapping[str, object]]:
+        """The loader position, before any prefetched batch."""
+        return self._prompts.position(), {}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from nemo_rl.algorithms.grpo.accelerators import GRPOAccelerators
 from nemo_rl.algorithms.grpo.stages import Experience
-from nemo_rl.algorithms.run_checkpoint import RunState
+from nemo_rl.algorithms.resume import RunState
 from nemo_rl.config import MasterConfig
 from nemo_rl.data.loader import HasState, Loader
 from nemo_rl.experience.collector import Collector

@@ -11,10 +11,9 @@ from contextlib import closing, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from nemo_rl.algorithms.grpo.accelerators import OwnAccelerators
-from nemo_rl.algorithms.grpo.metrics import step_metrics
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.grpo.stages import Experience
-from nemo_rl.algorithms.grpo.step_reports import StepReport
+from nemo_rl.algorithms.grpo.step_reports import StepReport, step_metrics
 from nemo_rl.algorithms.grpo.step_trainer import StepTrainer, Trained
 from nemo_rl.algorithms.grpo.validation import validate
 from nemo_rl.algorithms.training_loop import CompletedStep, Steps, train_to_end

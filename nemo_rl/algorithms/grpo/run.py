@@ -10,7 +10,7 @@ from nemo_rl.algorithms.grpo.accelerators import GRPOAccelerators
 from nemo_rl.algorithms.grpo.experience_source import ExperienceSource
 from nemo_rl.algorithms.grpo.placement import GRPOPlacement
 from nemo_rl.algorithms.grpo.step_reports import StepReports
-from nemo_rl.algorithms.run_checkpoint import RunState
+from nemo_rl.algorithms.resume import RunState
 from nemo_rl.algorithms.training_loop import TrainingRun
 from nemo_rl.config import MasterConfig
 from nemo_rl.data.loader import Loader

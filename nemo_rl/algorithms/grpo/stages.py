@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from nemo_rl.algorithms.grpo.advantages import (
+    COMPONENT_PREFIX,
     ApplyStage,
     compute_advantages,
     group_ids,
     group_statistics,
+    process_rewards,
     row_advantages,
 )
-from nemo_rl.algorithms.grpo.rewards import COMPONENT_PREFIX, process_rewards
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig, RouterReplayConfig
 from nemo_rl.data_plane.schema import TOPK_IDS, TOPK_LOGPROBS, columns_of_others, replayed_fields
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict

@@ -12,7 +12,6 @@ from collections.abc import Generator, Mapping, Sequence
 
 import torch
 
-from nemo_rl.algorithms.accelerators import ReportProgress
 from nemo_rl.algorithms.grpo.async_source import (
     AheadSource,
     collector_parts,
@@ -26,6 +25,7 @@ from nemo_rl.algorithms.grpo.stages import (
     score_rewards,
     whole_batch_stages,
 )
+from nemo_rl.algorithms.placement import ReportProgress
 from nemo_rl.config import AsyncRLConfig, ConfigError, MasterConfig
 from nemo_rl.config.placement import data_parallel_size
 from nemo_rl.experience.collector import Collector

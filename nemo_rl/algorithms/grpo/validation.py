@@ -17,8 +17,8 @@ import torch
 from rich.console import Console
 
 from nemo_rl.algorithms.grpo.collect import validation_plan
-from nemo_rl.algorithms.grpo.metrics import validation_metrics
 from nemo_rl.algorithms.grpo.run import GRPORun, ValidationParts
+from nemo_rl.algorithms.grpo.step_reports import validation_metrics
 from nemo_rl.config import GRPOConfig, MasterConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.call import environment_metrics

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any, cast
 from rich.console import Console
 from typing_extensions import override
 
-from nemo_rl.algorithms.grpo.assembly import assembled, make_loss
+from nemo_rl.algorithms.grpo.assembly import assembled, make_loaders, make_loss, make_rollout_sources
 from nemo_rl.algorithms.grpo.collect import prompts_per_batch
 from nemo_rl.algorithms.grpo.placement import OwnPlacement
 from nemo_rl.algorithms.grpo.run import GRPORun, GRPOState
-from nemo_rl.algorithms.grpo.sources import make_loaders, make_rollout_sources
 from nemo_rl.algorithms.grpo.step_reports import DeviceCount
 from nemo_rl.algorithms.memory_watch import MemoryWatch, WatchedActors
 from nemo_rl.algorithms.multi_lora.engines import AdapterAccelerators, AdapterEngines, AdapterGeneration

@@ -140,7 +140,7 @@ def run(
         stay: Wait for more adapters when all are done.
         pool: The pool that runs it, if one does.
     """
-    from nemo_rl.algorithms.commands import _ray_ahead
+    from nemo_rl.algorithms.launch import _ray_ahead
 
     with _ray_ahead(base.cluster):
         with importing():

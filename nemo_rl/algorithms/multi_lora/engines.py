@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import ray
 
-from nemo_rl.algorithms.accelerators import DemandKind, KeptAccelerators, ReportProgress
 from nemo_rl.algorithms.multi_lora.passes import AdapterPolicy
+from nemo_rl.algorithms.placement import DemandKind, KeptAccelerators, ReportProgress
 from nemo_rl.config.errors import first_line
 from nemo_rl.distributed.worker_calls import WorkerError
 from nemo_rl.models.generation.interfaces import GenerationError, GenerationRequest, GenerationResult

@@ -22,8 +22,7 @@ from nemo_rl.algorithms.placement import (
     tell_memory,
     tell_step_time,
 )
-from nemo_rl.algorithms.resume import Resume
-from nemo_rl.algorithms.run_checkpoint import name_latest
+from nemo_rl.algorithms.resume import Resume, name_latest
 from nemo_rl.algorithms.sft.driver import OwnPlacement, SFTPlacement, SFTRun, SFTState, Trainer
 from nemo_rl.algorithms.startup import Algorithm, Limits, Loaders, prepared
 from nemo_rl.config import SFTMasterConfig

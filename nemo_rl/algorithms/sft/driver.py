@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from nemo_rl.algorithms.accelerators import Accelerators, KeptAccelerators
-from nemo_rl.algorithms.grpo.metrics import aggregate_microbatch_metrics
-from nemo_rl.algorithms.placement import Clusters, OwnSlots, Placement, reserve_all
-from nemo_rl.algorithms.run_checkpoint import RunState, name_latest
+from nemo_rl.algorithms.grpo.step_reports import aggregate_microbatch_metrics
+from nemo_rl.algorithms.placement import Accelerators, Clusters, KeptAccelerators, OwnSlots, Placement, reserve_all
+from nemo_rl.algorithms.resume import RunState, name_latest
 from nemo_rl.algorithms.training_loop import CompletedStep, Steps, TrainingRun, train_to_end
 from nemo_rl.config import SFTMasterConfig
 from nemo_rl.data.loader import Batch

@@ -10,8 +10,7 @@ from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
-from nemo_rl.algorithms.accelerators import DemandKind, KeptAccelerators, ReportProgress
-from nemo_rl.algorithms.placement import Clusters
+from nemo_rl.algorithms.placement import Clusters, DemandKind, KeptAccelerators, ReportProgress
 from nemo_rl.config import EvalMasterConfig
 from nemo_rl.models.generation.vllm.fleet import EngineFleet
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration

@@ -14,10 +14,9 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 
-from nemo_rl.algorithms.accelerators import DemandKind, ReportProgress
 from nemo_rl.algorithms.distillation.engine_teacher import ServedTeacher
 from nemo_rl.algorithms.grpo.placement import Built
-from nemo_rl.algorithms.placement import Clusters
+from nemo_rl.algorithms.placement import Clusters, DemandKind, ReportProgress
 from nemo_rl.config import MasterConfig
 from nemo_rl.config.teachers import Teacher
 from nemo_rl.distributed.accelerators import Accelerator

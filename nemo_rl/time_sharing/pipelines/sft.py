@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-from nemo_rl.algorithms.accelerators import KeptAccelerators
-from nemo_rl.algorithms.placement import Clusters
+from nemo_rl.algorithms.placement import Clusters, KeptAccelerators
 from nemo_rl.algorithms.sft.driver import SFTRun, Trainer
 from nemo_rl.config import SFTMasterConfig
 from nemo_rl.distributed.accelerators import Accelerator
