@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError
 
-from nemo_rl.distributed.memory_use import MemoryUse, own_host_bytes, process_memory
+from nemo_rl.distributed.memory_use import MemoryUse, own_host_bytes, process_memory, tidy, tidy_process_memory
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from nemo_rl.utils.logger import Logger
 
 _GIB = 1 << 30
-_STEPS = 5
+_STEPS, _TIDY_STEPS = 5, 16
 _LAST_ANSWERS_S = 5.0
 
 WatchedActors = Callable[[], Sequence["ActorHandle[Any]"]]
@@ -103,13 +103,16 @@ class MemoryWatch:
     def after_step(self, step: int) -> None:
         """Asks every process for its memory, after logging what they said of the step before."""
         self.log()
+        tidies = step % _TIDY_STEPS == 0
+        if tidies:
+            tidy()
         # Without the processes below it, among which is a Ray that it started.
         self._step, self._driver = step, MemoryUse(own_host_bytes())
         call: Any
         for role, actors in self._actors.items():
             for actor in actors():
                 call = actor.__ray_call__
-                self._asked.append((role, call.remote(process_memory)))
+                self._asked.append((role, call.remote(tidy_process_memory if tidies else process_memory)))
         if self._generation is not None:
             self._asked += [("engine", answer) for answer in self._generation.ask_memory_use()]
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import sys
 
 import torch
 
 from nemo_rl.distributed.accelerators import CPU, CUDA, SLOT_BYTES_VARIABLE
-from nemo_rl.distributed.memory_use import resident_bytes
+from nemo_rl.distributed.memory_use import release_heap, resident_bytes
 
 SHARED_MEMORY_DIR = "/dev/shm"
 
@@ -101,8 +100,8 @@ def release_cached_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    elif sys.platform.startswith("linux"):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    else:
+        release_heap()
 
 
 def synchronize(device: torch.device) -> None:

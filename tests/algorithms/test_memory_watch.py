@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl.algorithms.memory_watch import GrowthWatch, MemoryWatch, figures_of
-from nemo_rl.distributed.memory_use import MemoryUse, host_bytes, process_memory
+from nemo_rl.distributed.memory_use import MemoryUse, host_bytes, process_memory, tidy_process_memory
 from nemo_rl.utils.logger import Logger
 
 GIB = 1 << 30
@@ -80,6 +81,19 @@ def test_a_process_is_measured_with_those_below_it_and_without_what_files_back()
     kept = bytearray(64 << 20)
     assert 60 << 20 <= host_bytes() - before <= 90 << 20
     assert process_memory().host >= len(kept)
+
+
+def test_tidying_gives_cycles_and_freed_heap_back() -> None:
+    before = tidy_process_memory().host
+    gc.disable()
+    try:
+        for _ in range(300_000):
+            itself: list[object] = []
+            itself.append(itself)
+        assert process_memory().host - before > 24 << 20
+    finally:
+        gc.enable()
+    assert tidy_process_memory().host - before < 8 << 20
 
 
 class Holder:
