@@ -1,13 +1,10 @@
-"""The command line of every run: arguments, configuration, set-up, training, shutdown, exit code.
+"""The command lines of GRPO, distillation, SFT and evaluation: arguments, configuration, set-up, training, shutdown,
+exit code.
 
-User mistakes become one message without a traceback. Ctrl-C and SIGTERM end the run, or save and end it. Invariants: no
-process of the run is left behind, since signals cannot interrupt the shutdown; the last line says how the run ended;
-Ctrl-C ends with exit code 130 and a usable last checkpoint.
-
-The command lines of GRPO, distillation, SFT and evaluation: which set-up, driver and end belong to which; `launch`
-does the rest.
-
-Invariant: a mistake in the configuration is reported before Ray or torch is imported.
+User mistakes become one message without a traceback. Ctrl-C and SIGTERM end the run, or save and end it. Invariants: a
+mistake in the configuration is reported before Ray or torch is imported; no process of the run is left behind, since
+signals cannot interrupt the shutdown; the last line says how the run ended; Ctrl-C ends with exit code 130 and a usable
+last checkpoint.
 """
 
 from __future__ import annotations

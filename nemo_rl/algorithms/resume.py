@@ -1,14 +1,10 @@
-"""Decides whether and how a run resumes from the newest checkpoint in its directory.
+"""The state that all checkpoints of a run hold, and whether and how a run resumes from the newest one.
 
 Compares the configuration with the checkpoint's: harmless changes are applied and printed, changes that make it a
-different run are refused unless `checkpointing.resume` allows them. Invariants: no difference is ignored silently; a
-finished run starts nothing; no prompt is repeated or skipped unless the data changed.
-
-What all runs' checkpoints hold: counters, policy and loader.
-
-Each algorithm names the counters as NeMo-RL does. Invariants: `step` is the number of completed steps and thereby the
-version of the policy's weights; a visible checkpoint is complete; the loader state saved with step N yields the batches
-of step N+1 first.
+different run are refused unless `checkpointing.resume` allows them. Counters are named as in NeMo-RL. Invariants: no
+difference is ignored silently; a finished run starts nothing; no prompt is repeated or skipped unless the data changed;
+`step` is the number of completed steps and thereby the version of the policy's weights; a visible checkpoint is
+complete; the loader state saved with step N yields the batches of step N+1 first.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
-"""From rewards to per-token advantages: group baselines, advantage estimators, token stages.
+"""From rewards to per-token advantages: reward scaling and length shaping, group baselines, advantage estimators, token
+stages; and a warning about steps that teach nothing (equal rewards in every group, or no trained token).
 
 Invariants: a stage sees only its own rows, and the driver reduces what needs all rows (whitening); the deviation of
-equal rewards is exactly 0, because dynamic sampling drops groups by that test.
+equal rewards is exactly 0, because dynamic sampling drops groups by that test; inputs are never changed in place, so
+the raw rewards can still be logged; a series of useless steps is reported once it is a few steps long, and again each
+time it has doubled.
 
 Shapes: B samples, S tokens of a padded row, P prompts, G samples of the largest group.
-
-Reward scaling and length shaping, and a warning about steps that teach nothing (equal rewards in every group, or no
-trained token).
-
-Invariants: inputs are never changed in place, so the raw rewards can still be logged; a series of useless steps is
-reported once it is a few steps long, and again each time it has doubled.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Builds a GRPO run from its configuration, on top of `algorithms.startup`.
 
-Reserves slots, builds engines and policy at the same time, and connects rollouts, store and environments. Invariant: if
-a step fails, everything built before is shut down.
-
-Where a GRPO run's prompts and rollouts come from, and where samples wait between the phases of a step.
+Reserves slots, builds engines and policy at the same time, connects rollouts, store and environments, and chooses the
+source of prompts and rollouts. Invariant: if a step fails, everything built before is shut down.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Collects the experience of one step: rollouts, rewards and dynamic sampling.
+"""The synchronous source: collects a step's experience (rollouts, rewards, dynamic sampling), then training runs.
 
 With dynamic sampling (DAPO) it generates batches until enough groups have rewards that differ. Invariants: a step's
 batch has exactly prompts x generations samples; every new row is either kept or recorded as dropped, once; every
 admitted prompt group is recorded as committed; dropped rows are cleared from the store.
-
-The synchronous source: rollouts and training take turns.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""Writes what a completed step was like, in the background, while the next step generates.
+"""Metrics of a completed step, computed and written in the background while the next step generates.
 
-Invariants: steps are written in their order; an error is raised by the next call; the report of a step clears its rows
-in the store; sample files are best effort.
-
-Metrics of a training step: aggregation, batch statistics and rates.
-
-Metric names are those of NeMo-RL's dashboards. Invariants: aggregation does not depend on the cut into microbatches,
-since losses normalise by global counts; the logged step is the number of completed steps, from 1.
+Metric names are those of NeMo-RL's dashboards. Invariants: steps are written in their order; an error is raised by the
+next call; the report of a step clears its rows in the store; sample files are best effort; aggregation does not depend
+on the cut into microbatches, since losses normalise by global counts; the logged step is the number of completed steps,
+from 1.
 """
 
 from __future__ import annotations
