@@ -292,12 +292,19 @@ def draw_picture(samples: Sequence[dict[str, Any]], events: Sequence[tuple[float
 
     figure, panels = pyplot.subplots(3, 2, figsize=(16, 14), sharex=True)
     names = sorted({name for one in samples for name in one["processes"]})
+    # One colour for all processes of a kind, whatever their ids.
+    kinds: dict[str, str] = {}
     for name in names:
         points = [(one["s"] / 60, one["processes"][name]) for one in samples if name in one["processes"]]
         if len(points) < 4:
             continue
+        kind = name.rpartition(" ")[0]
+        label = "" if kind in kinds else kind
+        color = kinds.setdefault(kind, f"C{len(kinds) % 10}")
+        style = "-" if list(kinds).index(kind) < 10 else "--"
         for axes, place in ((panels[0][0], 0), (panels[0][1], 1)):
-            axes.plot([at for at, _ in points], [values[place] for _, values in points], label=name, linewidth=1)
+            line = {"label": label or None, "color": color, "linestyle": style, "linewidth": 1}
+            axes.plot([at for at, _ in points], [values[place] for _, values in points], **line)
     minutes = [one["s"] / 60 for one in samples]
     totals = [sum(values[0] for values in one["processes"].values()) for one in samples]
     panels[1][0].plot(minutes, totals)
@@ -311,7 +318,8 @@ def draw_picture(samples: Sequence[dict[str, Any]], events: Sequence[tuple[float
         axes.set_title(title)
         for at, _ in events:
             axes.axvline(at / 60, color="0.85", zorder=0)
-    panels[0][0].legend(fontsize=5, loc="upper left", ncols=2)
+    panels[0][0].legend(fontsize=7, loc="upper left", ncols=3)
+    panels[0][0].set_ylim(top=1.6 * panels[0][0].get_ylim()[1])
     for axes in (panels[1][1], panels[2][0], panels[2][1]):
         axes.legend(fontsize=8)
     for axes in panels[2]:

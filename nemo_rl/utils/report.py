@@ -10,7 +10,9 @@ import io
 import json
 import logging
 import math
+import os
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -28,8 +30,10 @@ from nemo_rl.utils.step_timeline import figure, most_telling, read_timeline
 
 logger = logging.getLogger(__name__)
 
-_EVERY_S = 30.0
-_SHARE = 0.01
+_EVERY_S, _LOWEST_PRIORITY = 30.0, 19
+_SHARE = 0.05
+"""Of one core at the lowest priority."""
+_PAGE_S = 900.0
 _SAMPLES_SHOWN = 3
 # Compressing as far as the default does takes a third of the time in which a picture is made.
 _QUICK_PNG = {"compress_level": 1}
@@ -311,14 +315,16 @@ def sample_lines(path: Path) -> Iterator[Sample]:
 
 
 class LiveReport:
-    """Writes `report.html` every so often, from a thread; a context manager. `every_s`: seconds between pages, more
-    where a page takes long.
+    """Writes `report.html` every so often, in a process of its own: a page takes memory and time in proportion to the
+    steps so far. A context manager. `every_s`: seconds between pages, more where a page takes long.
     """
 
     def __init__(self, log_dir: Path, every_s: float = _EVERY_S) -> None:
         self._log_dir = log_dir
         self._pause_s = every_s
         self._ended = threading.Event()
+        self._writer: subprocess.Popen[str] | None = None
+        self._starting = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="live-report", daemon=True)
 
     def __enter__(self) -> Self:
@@ -326,17 +332,42 @@ class LiveReport:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
+        with self._starting:
+            self._ended.set()
+            if self._writer is not None:
+                self._writer.kill()
         self._thread.join()
 
     def _run(self) -> None:
         while not self._ended.wait(self._pause_s):
             began = time.monotonic()
-            try:
-                write_page(self._log_dir)
-            except OSError as error:
-                logger.warning("report=not_written log_dir=%s: %s", self._log_dir, error)
+            if problem := self._write():
+                logger.warning("report=not_written log_dir=%s: %s", self._log_dir, problem)
             self._pause_s = max(self._pause_s, (time.monotonic() - began) / _SHARE)
+
+    def _write(self) -> str:
+        """Writes the page; why it could not, or nothing."""
+        command = [sys.executable, "-m", "nemo_rl.utils.report", str(self._log_dir), "--page"]
+        with self._starting:
+            if self._ended.is_set():
+                return ""
+            # Ctrl-C in the run's terminal is the run's.
+            self._writer = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        try:
+            said = self._writer.communicate(timeout=_PAGE_S)[1].strip()
+        except subprocess.TimeoutExpired:
+            self._writer.kill()
+            self._writer.communicate()
+            return f"it took over {_PAGE_S:.0f} s"
+        failed = self._writer.returncode and not self._ended.is_set()
+        return (said.splitlines() or [f"exit code {self._writer.returncode}"])[-1] if failed else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -347,7 +378,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run_dir", help="a run's log directory, or a logger.log_dir, whose newest run is meant")
     parser.add_argument("--out", help="directory to write into (default: run_dir)")
     parser.add_argument("--title", help="name of the run")
+    parser.add_argument("--page", action="store_true", help="only report.html, for a run in progress; at low priority")
     parsed = parser.parse_args(arguments)
+    if parsed.page:
+        os.nice(_LOWEST_PRIORITY)
+        write_page(parsed.run_dir)
+        return 0
     try:
         paths = write_report(parsed.run_dir, parsed.out, parsed.title)
     except (NoMetrics, plots.NothingToShow) as error:
