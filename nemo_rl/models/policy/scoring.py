@@ -140,7 +140,8 @@ def filter_logits(logits_CV: torch.Tensor, *, top_p: float, top_k: int | None) -
         ordered = ordered.masked_fill(ordered < threshold, float("-inf"))
     if top_p < 1.0:
         mass = ordered.softmax(dim=-1).cumsum(dim=-1)
-        excluded = mass <= 1.0 - top_p
+        # In vLLM's precision: with equal logits the sum may end exactly there.
+        excluded = mass <= 1.0 - torch.full((), top_p, dtype=torch.float32, device=mass.device)
         excluded[:, -1] = False
         ordered = ordered.masked_fill(excluded, float("-inf"))
     return torch.empty_like(logits_CV).scatter(-1, indices, ordered)
