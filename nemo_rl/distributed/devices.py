@@ -13,7 +13,7 @@ import os
 import torch
 
 from nemo_rl.distributed.accelerators import CPU, CUDA, SLOT_BYTES_VARIABLE
-from nemo_rl.distributed.memory_use import release_heap, resident_bytes
+from nemo_rl.distributed.memory_use import resident_bytes, tidy
 
 SHARED_MEMORY_DIR = "/dev/shm"
 
@@ -97,11 +97,11 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def release_cached_memory(device: torch.device) -> None:
     """Gives memory that nothing uses any more back to the device or, on a CPU slot, to the operating system."""
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
     else:
-        release_heap()
+        tidy()
 
 
 def synchronize(device: torch.device) -> None:

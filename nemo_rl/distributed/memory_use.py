@@ -33,11 +33,6 @@ def tidy() -> None:
     both look like a leak for hundreds of steps.
     """
     gc.collect()
-    release_heap()
-
-
-def release_heap() -> None:
-    """Gives freed heap of this process back to the operating system."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
