@@ -38,10 +38,9 @@ from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS
 from nemo_rl.data_plane.sharding import shard_meta_for_dp
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
-from nemo_rl.experience.columns import RolloutColumns
 from nemo_rl.experience.data_plane_store import DataPlaneStore
 from nemo_rl.experience.rollout_source import Rollout
-from nemo_rl.experience.store import InProcessStore, StageOutput, TokenStage
+from nemo_rl.experience.store import InProcessStore, RolloutColumns, StageOutput, TokenStage
 from nemo_rl.utils.record import MemoryRecord
 
 Columns = dict[str, torch.Tensor]

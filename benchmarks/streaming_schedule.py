@@ -21,8 +21,8 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
-from nemo_rl.experience.prompt_group import GroupKey, group_name  # noqa: E402
 from nemo_rl.experience.prompt_queue import PromptQueue, QueueLimits, worth_a_pass  # noqa: E402
+from nemo_rl.experience.prompts import GroupKey, group_name  # noqa: E402
 from nemo_rl.experience.samplers import InOrder  # noqa: E402
 from nemo_rl.utils.record import MemoryRecord  # noqa: E402
 from nemo_rl.utils.record_events import (  # noqa: E402

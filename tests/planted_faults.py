@@ -101,9 +101,9 @@ MUTANTS = [
     ("loader-resumes-seed", "data/loader.py", 'self._seed = state["seed"]', "pass", "an epoch goes on in another order", RESUME),
     ("loader-row-forgotten", "data/loader.py", 'self._row = state["next_row"]', "self._row = 0", "a resumed epoch begins again", RESUME),
     # rollouts
-    ("success-keeps-row", "experience/failures.py", "self._in_a_row = self._skipped_in_a_row = 0", "self._skipped_in_a_row = 0", "failures far apart end the run", QUEUE),
-    ("skips-never-in-a-row", "experience/failures.py", "self._in_a_row = self._skipped_in_a_row = 0", "self._in_a_row = 0", "dropped prompts far apart end the run", QUEUE),
-    ("one-more-failure", "experience/failures.py", "if self._in_a_row > self._policy.in_a_row:", "if self._in_a_row >= self._policy.in_a_row:", "a run ends one failure early", QUEUE),
+    ("success-keeps-row", "experience/rollout_tasks.py", "self._in_a_row = self._skipped_in_a_row = 0", "self._skipped_in_a_row = 0", "failures far apart end the run", QUEUE),
+    ("skips-never-in-a-row", "experience/rollout_tasks.py", "self._in_a_row = self._skipped_in_a_row = 0", "self._in_a_row = 0", "dropped prompts far apart end the run", QUEUE),
+    ("one-more-failure", "experience/rollout_tasks.py", "if self._in_a_row > self._policy.in_a_row:", "if self._in_a_row >= self._policy.in_a_row:", "a run ends one failure early", QUEUE),
     ("gone-are-called", "experience/environment_batcher.py", "self._waiting = deque(waiting for waiting in self._waiting if not waiting.answer.done())", "pass", "an environment judges samples that nobody waits for", ENVIRONMENT),
     ("slow-call-runs-on", "environments/call.py", "        ray.cancel(reference, force=False)\n", "", "a call past its deadline keeps the environment busy", ENVIRONMENT),
     ("components-of-last-turn", "experience/rollouts.py", "trajectory.components[name] = trajectory.components.get(name, 0.0) + value", "trajectory.components[name] = value", "only the last turn's parts of a reward count", ENVIRONMENT),

@@ -31,9 +31,9 @@ from nemo_rl.algorithms.placement import (
 from nemo_rl.algorithms.startup import Say, check_prompt_lengths, check_tokens, hold_to_vocabulary, set_seed
 from nemo_rl.config import ConfigError, EvalMasterConfig, PolicyConfig
 from nemo_rl.config.errors import UserError, why_not_written
-from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.data.datasets.registry import load_response_dataset
 from nemo_rl.data.interfaces import DataError
+from nemo_rl.data.loader import rl_collate_fn
 from nemo_rl.data.processors import AllTaskProcessedDataset
 from nemo_rl.data.setup import processed
 from nemo_rl.data.tokenizer import get_tokenizer
@@ -47,8 +47,15 @@ from nemo_rl.environments.registry import (
     start_lines,
 )
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
-from nemo_rl.experience.rollouts import RolloutRunner, RolloutWatch, number_samples, rollout_metrics
-from nemo_rl.experience.trajectories import RolloutLimits, RolloutPlan, Trajectory
+from nemo_rl.experience.rollouts import (
+    RolloutLimits,
+    RolloutPlan,
+    RolloutRunner,
+    RolloutWatch,
+    Trajectory,
+    number_samples,
+    rollout_metrics,
+)
 from nemo_rl.models.generation.interfaces import request_timeout_s
 from nemo_rl.models.generation.vllm.engine_actors import start_engine_actors
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration

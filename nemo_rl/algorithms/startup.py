@@ -35,8 +35,7 @@ from nemo_rl.data.interfaces import DataError
 from nemo_rl.data.loader import Batch, Loader
 from nemo_rl.data.model_tokens import StopTokens, check_vocabulary, stop_tokens, vocabulary_size
 from nemo_rl.data.processors import AllTaskProcessedDataset
-from nemo_rl.data.setup import TaskDatasets, load_datasets
-from nemo_rl.data.shown import Mask, example, unstopped_turn
+from nemo_rl.data.setup import Mask, TaskDatasets, example, load_datasets, unstopped_turn
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.distributed.ray_runtime import RayStart, accelerator_here

@@ -18,8 +18,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.call import step_environment
 from nemo_rl.environments.interfaces import Conversation, EnvironmentReturn
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
-from nemo_rl.experience.rollouts import RolloutRunner, number_samples, rollout_metrics
-from nemo_rl.experience.trajectories import RolloutLimits, RolloutPlan
+from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunner, number_samples, rollout_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -89,7 +89,7 @@ def setup(master_config: EvalMasterConfig | Mapping[str, object], tokenizer: Any
 
     from nemo_rl.algorithms import evaluation
     from nemo_rl.algorithms.startup import check_tokens, hold_to_vocabulary, set_seed
-    from nemo_rl.data.collate_fn import rl_collate_fn
+    from nemo_rl.data.loader import rl_collate_fn
     from nemo_rl.models.policy.model_config import model_config
 
     set_seed(config.eval.seed)

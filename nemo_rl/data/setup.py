@@ -1,4 +1,5 @@
-"""All data of a run: training and validation prompts, and which environment judges which task.
+"""All data of a run: training and validation prompts, which environment judges which task, and one row as the model
+will see it, with the trained text marked.
 
 Reads `data.*` and decides how several datasets become one; environments are known by name only. Invariant: a task name
 belongs to one entry, so a row's task decides its prompt, processor and environment.
@@ -9,24 +10,26 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import ConcatDataset
 
 from nemo_rl.config import DataConfig, DatasetConfig
-from nemo_rl.data.carried import shows
 from nemo_rl.data.datasets.raw import HandedOn, RawDataset
 from nemo_rl.data.datasets.registry import load_response_dataset
-from nemo_rl.data.interfaces import DataError, TaskDataProcessFnCallable, TaskDataSpec
-from nemo_rl.data.llm_message_utils import render_chat
+from nemo_rl.data.interfaces import DataError, LLMMessageLogType, TaskDataProcessFnCallable, TaskDataSpec
+from nemo_rl.data.llm_message_utils import get_formatted_message_log, render_chat
 from nemo_rl.data.processors import AllTaskProcessedDataset
-from nemo_rl.data.tool_calls import CALLS, renders_otherwise
+from nemo_rl.data.tool_calls import CALLS, renders_otherwise, shows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from nemo_rl.data.model_tokens import StopTokens
+    from nemo_rl.data.processors import AllTaskProcessedDataset
 
 OTHER_ARGUMENTS = (
     "arguments of tool calls, which rows have as JSON text, reach the chat template as vLLM's server gives them, and "
@@ -178,3 +181,76 @@ def _is_shown(key: str, example: HandedOn, tokenizer: PreTrainedTokenizerBase) -
         )
     except (DataError, TypeError) as error:
         raise DataError(f"{example.place}: {error}") from error
+
+
+# Puts `token_loss_mask` on every message of a log.
+Mask = Callable[[LLMMessageLogType], None]
+OPEN, CLOSE = "⟦", "⟧"
+_HEAD, _TAIL, _GOLD = 800, 400, 120
+_ROWS_TRIED = 16
+
+
+def example(dataset: AllTaskProcessedDataset, mask: Mask | None) -> str:
+    """A row as it is rendered.
+
+    Args:
+        dataset: processed rows, at least one.
+        mask: marks what is trained of a conversation; None for prompts, whose responses are trained.
+
+    Returns text in which `OPEN` and `CLOSE` are around what is trained.
+    """
+    rows = range(min(len(dataset), _ROWS_TRIED))
+    row = next((number for number in rows if dataset[number]["loss_multiplier"]), 0)
+    datum = dataset[row]
+    log = [dict(message) for message in datum["message_log"]]
+    if mask is not None:
+        mask(log)
+    text = _marked(log, dataset.tokenizer)
+    said = f"row {row + 1} as it is rendered, trained text in {OPEN} {CLOSE}:\n{_shortened(text)}"
+    if mask is None:
+        said += f"{OPEN}response{CLOSE}"
+        gold = (datum.get("extra_env_info") or {}).get("ground_truth")
+        said += "" if gold is None else f"\njudged by: {str(gold)[:_GOLD]}"
+    return said
+
+
+def unstopped_turn(tokenizer: PreTrainedTokenizerBase, stops: StopTokens) -> str | None:
+    """A line for the person where the chat template ends an assistant's turn with what does not end a response."""
+    conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    try:
+        log = get_formatted_message_log(
+            conversation,
+            tokenizer,
+            add_bos_token=False,
+            add_eos_token=False,
+            add_generation_prompt=True,
+            stop_texts=stops.texts,
+        )
+    except DataError:
+        return None
+    end = log[-1]["content"].rpartition("y")[2].strip()
+    if not end or not stops.ids or end.startswith(stops.texts):
+        return None
+    return (
+        f"the chat template ends an assistant's turn with {end!r}, which is none of the stop tokens: a model that "
+        "learned this template would not stop; policy.generation.stop_token_ids names further ones"
+    )
+
+
+def _marked(log: LLMMessageLogType, tokenizer: PreTrainedTokenizerBase) -> str:
+    tokens: list[tuple[int, bool]] = []
+    for message in log:
+        ids = message["token_ids"].tolist()
+        trained = message["token_loss_mask"].tolist() if "token_loss_mask" in message else [0] * len(ids)
+        tokens += [(token, bool(one)) for token, one in zip(ids, trained, strict=True)]
+    decode: Callable[..., object] = tokenizer.decode
+    parts = [
+        (is_trained, str(decode([token for token, _ in run], skip_special_tokens=False)))
+        for is_trained, run in groupby(tokens, key=lambda pair: pair[1])
+    ]
+    return "".join(f"{OPEN}{text}{CLOSE}" if is_trained else text for is_trained, text in parts)
+
+
+def _shortened(text: str) -> str:
+    left = len(text) - _HEAD - _TAIL
+    return text if left <= 0 else f"{text[:_HEAD]} [... {left} characters ...] {text[-_TAIL:]}"

@@ -1,7 +1,10 @@
-"""Arguments of tool calls in the form that a chat template reads.
+"""Arguments of tool calls in the form that a chat template reads; and whether a template shows what a conversation
+carries beyond the text of its messages, or that text itself.
 
-OpenAI's messages hold them as JSON text, Hugging Face's as objects. Templates that write JSON themselves would quote a
-text once more, others cannot read an object. Invariant: what is rendered shows the arguments as JSON, once.
+OpenAI's messages hold arguments as JSON text, Hugging Face's as objects. Templates that write JSON themselves would
+quote a text once more, others cannot read an object. A template that has no place for tools or for their calls renders
+a conversation as if it had none. One test for all ways into a template, of rows and of requests: the text must change
+where the part is left out. Invariant: what is rendered shows the arguments as JSON, once.
 """
 
 from __future__ import annotations
@@ -12,6 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from nemo_rl.data.interfaces import DataError
 
 Message = Mapping[str, object]
+Tools = Sequence[Mapping[str, object]] | None
+# (messages, tools) -> text. Raises DataError: the template rejects them.
+Render = Callable[[Sequence[Message], Tools], str]
+# Another text for every message of a role: what a template shows changes with it.
+_OTHER = "\U000f0000"
 
 
 def readable_calls(
@@ -110,3 +118,24 @@ def _as_object(arguments: object) -> object:
 
 def _as_text(arguments: object) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def shows(key: str, messages: Sequence[Message], tools: Tools, render: Render) -> bool:
+    """Whether the text of a conversation changes without what `key` names.
+
+    Args:
+        key: A key of messages, `tools`, or `content of ROLE`.
+
+    Raises DataError: the template rejects the conversation as it is.
+    """
+    messages = readable_calls(messages, lambda some: render(some, tools))
+    whole = render(messages, tools)
+    role = key.removeprefix("content of ")
+    if role != key:
+        without = [{**message, "content": _OTHER} if message["role"] == role else message for message in messages]
+    else:
+        without = [{name: value for name, value in message.items() if name != key} for message in messages]
+    try:
+        return whole != render(without, None if key == "tools" else tools)
+    except (DataError, TypeError):
+        return True

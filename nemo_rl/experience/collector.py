@@ -21,16 +21,22 @@ from typing import TYPE_CHECKING
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentFailure
 from nemo_rl.experience.environment_batcher import environment_lines
-from nemo_rl.experience.failures import CollectorError, CollectorStalled, FailurePolicy, Failures, StallPolicy
-from nemo_rl.experience.prompt_group import BufferedGroup, GroupKey, StaleGroupError, group_name
 from nemo_rl.experience.prompt_queue import PromptQueue, SavedBatch
-from nemo_rl.experience.prompts import EpochPrompts, Position
+from nemo_rl.experience.prompts import BufferedGroup, EpochPrompts, GroupKey, Position, StaleGroupError, group_name
 from nemo_rl.experience.rollout_source import LiveRollouts, Rollout
-from nemo_rl.experience.rollout_tasks import RefitPolicy, RolloutTasks, Start
-from nemo_rl.experience.rollouts import number_samples
+from nemo_rl.experience.rollout_tasks import (
+    CollectorError,
+    CollectorStalled,
+    FailurePolicy,
+    Failures,
+    RefitPolicy,
+    RolloutTasks,
+    StallPolicy,
+    Start,
+)
+from nemo_rl.experience.rollouts import RolloutPlan, number_samples
 from nemo_rl.experience.samplers import SlotStatus
 from nemo_rl.experience.store import ExperienceStore
-from nemo_rl.experience.trajectories import RolloutPlan
 from nemo_rl.models.generation.interfaces import GenerationError
 from nemo_rl.utils.record import Record
 from nemo_rl.utils.record_events import GroupAdmitted, GroupDropped, WaitBegun, WaitEnded

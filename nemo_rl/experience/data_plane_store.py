@@ -21,7 +21,6 @@ from nemo_rl.data_plane.meta import KVBatchMeta
 from nemo_rl.data_plane.schema import pad_values
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.worker_calls import call, start_actor, stop_actor
-from nemo_rl.experience.columns import RolloutColumns, mint_ids
 from nemo_rl.experience.rollout_actor import (
     ActorSources,
     Purpose,
@@ -30,7 +29,7 @@ from nemo_rl.experience.rollout_actor import (
     write_rollout,
 )
 from nemo_rl.experience.rollout_source import RolloutSource
-from nemo_rl.experience.store import Applied, SpentHandles, TokenStage
+from nemo_rl.experience.store import Applied, RolloutColumns, SpentHandles, TokenStage, mint_ids
 from nemo_rl.models.policy.interfaces import BatchHandle, Scores, StoredColumns
 from nemo_rl.utils.record import MemoryRecord, Record
 

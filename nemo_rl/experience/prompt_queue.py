@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from nemo_rl.experience.prompt_group import BufferedGroup, GroupKey
-from nemo_rl.experience.prompts import Position
+from nemo_rl.experience.prompts import BufferedGroup, GroupKey, Position
 from nemo_rl.experience.samplers import Sampler, Slot, SlotStatus
 
 

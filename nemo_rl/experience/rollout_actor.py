@@ -15,9 +15,9 @@ from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.meta import KVBatchMeta
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.worker_calls import call
-from nemo_rl.experience.columns import RolloutColumns, in_process, mint_ids
 from nemo_rl.experience.rollout_source import Rollout, RolloutSource
-from nemo_rl.experience.trajectories import RolloutPlan
+from nemo_rl.experience.rollouts import RolloutPlan
+from nemo_rl.experience.store import RolloutColumns, in_process, mint_ids
 from nemo_rl.utils.record import MemoryRecord, Record
 
 if TYPE_CHECKING:

@@ -16,9 +16,8 @@ import torch
 from nemo_rl.config.errors import UserError
 from nemo_rl.data_plane.schema import replayed_fields
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.columns import RolloutColumns, in_process, rollout_columns, sample_starts
-from nemo_rl.experience.rollouts import RolloutRunner, rollout_metrics
-from nemo_rl.experience.trajectories import RolloutPlan, Trajectory
+from nemo_rl.experience.rollouts import RolloutPlan, RolloutRunner, Trajectory, rollout_metrics
+from nemo_rl.experience.store import RolloutColumns, in_process, rollout_columns, sample_starts
 from nemo_rl.models.generation.recording import (
     Recording,
     check_columns,

@@ -1,29 +1,40 @@
-"""Rollouts: each sample alternates between generation and its environment until it ends; and their metrics.
+"""Rollouts: each sample alternates between generation and its environment until it ends, or its agent plays an episode
+over HTTP; the trajectories that come of them; and their metrics.
 
-One coroutine per sample, over token ids; nothing is tokenised twice. Invariants: a sample's environment is stepped once
-per turn, after the turn's response; row i of the result is row i of the input.
+One coroutine per sample, over token ids; nothing is tokenised twice. For an agent a session is opened for each sample,
+and the tokens that it recorded are made a trajectory. Invariants: a sample's environment is stepped once per turn,
+after the turn's response; row i of the result is row i of the input; the branches of a session hold the tokens that
+were sampled, and each of these is trained once: in the first branch that has it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
+from nemo_rl.data.interfaces import LLMMessageLogType
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.interfaces import GIVEN_UP, EnvironmentFailure
+from nemo_rl.environments.agent_environment import FAILED, OVERFLOW, UNNAMED
+from nemo_rl.environments.interfaces import GIVEN_UP, AgentSession, EnvironmentFailure
 from nemo_rl.experience.environment_batcher import EnvironmentBatcher, EnvironmentHandle
-from nemo_rl.experience.trajectories import RolloutPlan, Trajectory, moved_spans
 from nemo_rl.lazy import names_of
+from nemo_rl.models.generation.decisions import NO_MASKS, RouteRecord, SamplingMasks
+from nemo_rl.models.generation.endpoint.session import Branch, Session, SessionPlan, text_of
 from nemo_rl.models.generation.interfaces import (
+    VALIDATION_STEP_OFFSET,
     GenerationError,
     GenerationRequest,
     GenerationResult,
+    GenerationSamplingParams,
+    VersionSpan,
     request_seed,
 )
 from nemo_rl.utils.record import NullRecord, Record
@@ -33,7 +44,204 @@ from nemo_rl.utils.record_events import VersionSpan as RecordedSpan
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from nemo_rl.experience.agent_rollouts import AgentRollouts
+    from nemo_rl.models.generation.endpoint.server import Endpoint
+
+
+@dataclass(frozen=True)
+class RolloutLimits:
+    """Limits of every sample. `environment_s`: deadline of one step of the environment, its batched call and the wait
+    for it; likewise.
+    """
+
+    max_total_tokens: int  # prompt, responses and observations together
+    max_new_tokens: int
+    max_turns: int  # rounds of generation and environment
+    generation_s: float | None = None  # deadline of one response, in seconds; None for none but the engine's own
+    environment_s: float | None = None
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """How a batch is rolled out."""
+
+    run_seed: int
+    step: int  # RL step (validation adds its own offset), part of every request's seed and id
+    sampling: GenerationSamplingParams
+    limits: RolloutLimits
+    stop_strings: tuple[str, ...] = ()  # end every response, besides what prompts and environments ask for
+    records: bool = False  # whether generation records which experts and filters it drew tokens with
+
+
+@dataclass
+class Trajectory:
+    """One finished sample, or a further branch of an agent's session, which is a row of its own in training."""
+
+    message_log: LLMMessageLogType  # all messages with token ids; responses carry `generation_logprobs`
+    reward: float = 0.0
+    components: dict[str, float] = field(default_factory=dict)  # sums of `reward/<name>` over turns
+    truncated: bool = False  # a response or observation was cut
+    terminated: bool = False  # the environment ended the episode
+    out_of_room: bool = False  # the limit on tokens ended the episode
+    turns: int = 0
+    generated: list[int] = field(default_factory=list)
+    observed: int = 0  # tokens that came from the environment
+    spans: list[VersionSpan] = field(default_factory=list)  # weight versions, over the tokens of all responses
+    metadata: Any = None
+    answer: str | None = None  # the last answer that the environment read; None without one
+    routes: RouteRecord = field(default_factory=RouteRecord)  # experts of all messages' tokens, where recorded
+    masks: SamplingMasks = NO_MASKS  # what tokens of all responses were drawn from, where recorded
+    prompt_length: int | None = None  # tokens before the first response, where they are not the row's own prompt
+    # Of an agent's session, whose first branch this is. Reward and metadata are those of the whole session; lengths,
+    # turns and spans count what is trained in the branch itself.
+    further_branches: list[Trajectory] = field(default_factory=list)
+    by_agent: bool = False
+
+    @property
+    def branches(self) -> list[Trajectory]:
+        """The rows of the sample in training."""
+        return [self, *self.further_branches]
+
+    @property
+    def all_spans(self) -> list[VersionSpan]:
+        """Weight versions, over the tokens of all responses of all branches."""
+        spans, start = list(self.spans), sum(self.generated)
+        for branch in self.further_branches:
+            spans += moved_spans(branch.spans, start)
+            start += sum(branch.generated)
+        return spans
+
+
+def moved_spans(spans: Sequence[VersionSpan], by: int) -> Sequence[VersionSpan]:
+    """The same spans, `by` tokens later."""
+    return [replace(span, start=by + span.start, end=by + span.end) for span in spans] if by else spans
+
+
+class AgentRollouts:
+    """Plays the episodes of agents. `endpoint`: where they reach the model. `tokenizer`: decodes what has no text."""
+
+    def __init__(self, endpoint: Endpoint, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._endpoint = endpoint
+        self._tokenizer = tokenizer
+
+    async def run(
+        self,
+        message_log: LLMMessageLogType,
+        metadata: object,
+        plan: RolloutPlan,
+        prompt: int,
+        sample: int,
+        batcher: EnvironmentBatcher,
+    ) -> Trajectory:
+        """One episode.
+
+        Args:
+            message_log: The prompt.
+            metadata: What the environment is to know of it.
+            prompt, sample: Numbers of the prompt in its step and of the sample in its group.
+
+        Raises EnvironmentFailure: the agent raised another error than that its prompt left no room, or never asked the
+        model.
+        """
+        sample_id = f"{plan.step}-{prompt}-{sample}"
+        session_id = f"{sample_id}-{uuid.uuid4().hex[:12]}"
+
+        def seed_of(number: int) -> int:
+            return request_seed(plan.run_seed, plan.step, prompt, sample, number)
+
+        base_url = self._endpoint.open(
+            session_id,
+            SessionPlan(
+                sample_id,
+                plan.sampling,
+                plan.limits.max_new_tokens,
+                plan.limits.max_total_tokens,
+                seed_of,
+                seed_of(-1),
+                plan.stop_strings,
+                plan.records,
+                plan.step >= VALIDATION_STEP_OFFSET,
+            ),
+        )
+        agents = AgentSession(session_id, base_url, self._endpoint.model, self._endpoint.token or "none", seed_of(-1))
+        try:
+            outcome = await batcher.step(message_log, {"session": agents, "row": metadata})
+        finally:
+            session = self._endpoint.finish(session_id)
+        told = outcome.metadata if isinstance(outcome.metadata, Mapping) else {}
+        failed, overflow = told.get(FAILED), told.get(OVERFLOW)
+        branches = session.branches()
+        # An error without the endpoint's words is that of its last answer.
+        full = session.overflowed and (overflow == "said" or (overflow == "status" and session.last_overflowed))
+        if failed is not None and not full:
+            before = " (a prompt of its session had left no room before, which is another error)" * session.overflowed
+            raise EnvironmentFailure(f"sample {sample_id}: the agent {failed}{before}")
+        if branches:
+            trajectory = trajectory_of(session, self._tokenizer)
+        elif failed is not None:
+            # Its first prompt left no room: a row without a token to train.
+            trajectory = Trajectory([dict(message) for message in message_log], by_agent=True)
+        else:
+            raise EnvironmentFailure(
+                f"sample {sample_id}: the agent never got a token of the model, so there is nothing to train"
+            )
+        components = {name: value for name, value in outcome.components.items() if name != UNNAMED}
+        truncated = failed is not None or any(branch.truncated for branch in trajectory.branches)
+        for branch in trajectory.branches:
+            branch.reward, branch.components, branch.truncated = outcome.reward, dict(components), truncated
+            branch.metadata, branch.answer, branch.terminated = metadata, outcome.answer, failed is None
+            branch.out_of_room = failed is not None
+        return trajectory
+
+
+def trajectory_of(session: Session, tokenizer: PreTrainedTokenizerBase) -> Trajectory:
+    """The first branch of a session, with the others as its further branches; without a reward."""
+    first, *others = (_of_branch(branch, tokenizer) for branch in session.branches())
+    first.further_branches = others
+    return first
+
+
+def _of_branch(branch: Branch, tokenizer: PreTrainedTokenizerBase) -> Trajectory:
+    """One branch, of which responses are trained that no earlier branch has."""
+    trajectory = Trajectory([], by_agent=True, prompt_length=len(branch.parts[0].context))
+    for index, part in enumerate(branch.parts):
+        result, start = part.turn.result, sum(trajectory.generated)
+        trajectory.message_log += _context(part.messages, part.context, tokenizer)
+        response: dict[str, object] = {
+            "role": "assistant",
+            "content": tokenizer.decode(result.token_ids, skip_special_tokens=True),
+            "token_ids": torch.tensor(result.token_ids, dtype=torch.int64),
+        }
+        trajectory.message_log.append(response)
+        if result.routes is not None:
+            trajectory.routes.add(result.routes)
+        if not part.trained:
+            continue
+        response["generation_logprobs"] = torch.tensor(result.logprobs, dtype=torch.float32)
+        trajectory.spans += [
+            VersionSpan(span.version, start + span.start, start + span.end, span.mixed_kv) for span in result.spans
+        ]
+        trajectory.generated.append(len(result.token_ids))
+        trajectory.turns += 1
+        trajectory.observed += len(part.context) if index else 0
+        trajectory.truncated = trajectory.truncated or result.truncated
+        if result.masks is not None:
+            trajectory.masks = trajectory.masks.then(result.masks)
+    return trajectory
+
+
+def _context(
+    messages: tuple[Mapping[str, object], ...], ids: list[int], tokenizer: PreTrainedTokenizerBase
+) -> list[dict[str, object]]:
+    """New messages with their roles; the last one has the tokens of all."""
+    shown: list[dict[str, object]] = [
+        {"role": str(message["role"]), "content": text_of(message)} for message in messages
+    ]
+    shown = shown or [{"role": "user", "content": tokenizer.decode(ids)}]
+    for message in shown:
+        message["token_ids"] = torch.zeros(0, dtype=torch.int64)
+    shown[-1]["token_ids"] = torch.tensor(ids, dtype=torch.int64)
+    return shown
+
 
 # A warning is logged once this share of samples is cut short.
 _MANY_CUT = 0.4

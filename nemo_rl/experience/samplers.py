@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from nemo_rl.config.errors import UserError
-from nemo_rl.experience.prompt_group import GroupKey
+from nemo_rl.experience.prompts import GroupKey
 
 
 class SamplerError(UserError, ValueError):

@@ -25,11 +25,10 @@ from nemo_rl.config import load_master_config
 from nemo_rl.data_plane.client import StoredClient
 from nemo_rl.data_plane.column_io import read_columns, write_columns
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.columns import RolloutColumns
 from nemo_rl.experience.data_plane_store import DataPlaneStore
 from nemo_rl.experience.rollout_source import Rollout
-from nemo_rl.experience.store import InProcessStore
-from nemo_rl.experience.trajectories import RolloutPlan
+from nemo_rl.experience.rollouts import RolloutPlan
+from nemo_rl.experience.store import InProcessStore, RolloutColumns
 from nemo_rl.models.policy.tq_policy import StoredColumns
 from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.utils.timer import TimeoutChecker, Timer

@@ -18,10 +18,9 @@ from nemo_rl.algorithms.grpo.collect import (
 from nemo_rl.algorithms.grpo.stages import Experience
 from nemo_rl.config import load_master_config
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.columns import RolloutColumns, joined_rows
 from nemo_rl.experience.rollout_source import Rollout
-from nemo_rl.experience.store import InProcessStore
-from nemo_rl.experience.trajectories import RolloutPlan
+from nemo_rl.experience.rollouts import RolloutPlan
+from nemo_rl.experience.store import InProcessStore, RolloutColumns, joined_rows
 from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.utils.record_events import GroupAdmitted, GroupCommitted, GroupDropped
 from nemo_rl.utils.timer import Timer

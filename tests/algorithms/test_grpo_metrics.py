@@ -20,9 +20,8 @@ from nemo_rl.algorithms.grpo.step_reports import (
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import GIVEN_UP
-from nemo_rl.experience.rollouts import RolloutWatch, merged_rollout_metrics, rollout_metrics
+from nemo_rl.experience.rollouts import RolloutWatch, Trajectory, merged_rollout_metrics, rollout_metrics
 from nemo_rl.experience.store import InProcessStore
-from nemo_rl.experience.trajectories import Trajectory
 
 
 def test_microbatch_metrics_are_summed_averaged_or_taken_at_the_extremum() -> None:

@@ -35,7 +35,7 @@ from nemo_rl.algorithms.grpo.stages import (
 )
 from nemo_rl.config import AdvEstimatorConfig, GRPOConfig, RewardScalingConfig, RewardShapingConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.columns import sample_starts
+from nemo_rl.experience.store import sample_starts
 
 REWARDS = st.lists(
     st.tuples(st.integers(0, 3), st.sampled_from([0.0, 0.1, 0.5, 1.0, -1.0, 1e3]), st.booleans()),

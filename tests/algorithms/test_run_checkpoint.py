@@ -16,7 +16,7 @@ from nemo_rl.algorithms import evaluation, training_loop
 from nemo_rl.algorithms.resume import begin_checkpoint
 from nemo_rl.algorithms.sft import driver
 from nemo_rl.config import CheckpointingConfig, EvalMasterConfig, MasterConfig
-from nemo_rl.experience.trajectories import Trajectory
+from nemo_rl.experience.rollouts import Trajectory
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.metrics_file import MetricsLost
 from nemo_rl.utils.timer import Timer

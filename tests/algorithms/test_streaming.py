@@ -19,7 +19,7 @@ from nemo_rl.algorithms.grpo.streaming import check_streaming
 from nemo_rl.config import ConfigError, load_master_config
 from nemo_rl.environments.interfaces import EnvironmentFailure
 from nemo_rl.experience.collector import Collector
-from nemo_rl.experience.failures import CollectorError
+from nemo_rl.experience.rollout_tasks import CollectorError
 from nemo_rl.models.generation.interfaces import GenerationError
 from nemo_rl.utils.record_events import GroupAdmitted, GroupCommitted, GroupDropped, GroupTrained, StepFinished
 from tests.algorithms.driver_world import PROMPTS, SAMPLES, Loader, World, save_in_memory

@@ -18,8 +18,7 @@ from nemo_rl.algorithms.grpo.step_reports import DeviceCount, StepReports
 from nemo_rl.algorithms.grpo.validation import validate
 from nemo_rl.config import LoggerConfig, load_master_config
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.columns import RolloutColumns, conversation_text
-from nemo_rl.experience.store import InProcessStore
+from nemo_rl.experience.store import InProcessStore, RolloutColumns, conversation_text
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.progress import RunProgress
 from nemo_rl.utils.record import MemoryRecord

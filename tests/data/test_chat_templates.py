@@ -17,9 +17,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from nemo_rl.data.collate_fn import sft_collate
 from nemo_rl.data.interfaces import DataError, LLMMessageLogType
 from nemo_rl.data.llm_message_utils import add_loss_mask_to_message_log, get_formatted_message_log, render_chat
+from nemo_rl.data.loader import sft_collate
 from nemo_rl.data.tokenizer import PASSTHROUGH_TEMPLATE
 
 TEMPLATES = {path.stem: path.read_text() for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}

@@ -24,10 +24,10 @@ from datasets import Dataset, DatasetDict
 from nemo_rl.algorithms.evaluation import load_problems
 from nemo_rl.algorithms.startup import check_prompt_lengths
 from nemo_rl.config import DataConfig, EvalMasterConfig
-from nemo_rl.data.collate_fn import sft_collate
 from nemo_rl.data.conversations import as_messages
 from nemo_rl.data.datasets import load_response_dataset
 from nemo_rl.data.interfaces import DataError
+from nemo_rl.data.loader import sft_collate
 from nemo_rl.data.processors import math_hf_data_processor
 from nemo_rl.data.setup import load_datasets
 

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl.config import TokenizerConfig
-from nemo_rl.data.collate_fn import rl_collate_fn, sft_collate
 from nemo_rl.data.interfaces import DataError, TaskDataSpec
 from nemo_rl.data.llm_message_utils import (
     add_loss_mask_to_message_log,
@@ -20,6 +19,7 @@ from nemo_rl.data.llm_message_utils import (
     get_keys_from_message_log,
     message_log_to_flat_messages,
 )
+from nemo_rl.data.loader import rl_collate_fn, sft_collate
 from nemo_rl.data.tokenizer import get_tokenizer
 
 CONVERSATION = [

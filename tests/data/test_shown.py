@@ -15,8 +15,7 @@ from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.llm_message_utils import add_loss_mask_to_message_log
 from nemo_rl.data.model_tokens import StopTokens
 from nemo_rl.data.processors import AllTaskProcessedDataset, get_processor
-from nemo_rl.data.setup import load_datasets
-from nemo_rl.data.shown import example, unstopped_turn
+from nemo_rl.data.setup import example, load_datasets, unstopped_turn
 
 ANSWER = {"role": "assistant", "content": "2"}
 ASKED = {"role": "user", "content": "1+1=?"}

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from nemo_rl.config import DataConfig
-from nemo_rl.data.collate_fn import sft_collate_fn
 from nemo_rl.data.interfaces import DataError
 from nemo_rl.data.llm_message_utils import get_formatted_message_log
+from nemo_rl.data.loader import sft_collate_fn
 from nemo_rl.data.setup import TaskDatasets, load_datasets
 
 TEMPLATES = {path.stem: path.read_text() for path in (Path(__file__).parent / "templates").glob("*.jinja")}

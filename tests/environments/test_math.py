@@ -21,7 +21,12 @@ from nemo_rl.environments import registry
 from nemo_rl.environments.call import step_environment
 from nemo_rl.environments.code_environment import CodeJaccardEnvironment, jaccard
 from nemo_rl.environments.interfaces import GIVEN_UP, Conversation, EnvironmentFailure, UnknownEnvironment, response_of
-from nemo_rl.environments.math_environment import MathEnvironment, MathMultiRewardEnvironment, ReasoningGymEnvironment
+from nemo_rl.environments.math_environment import (
+    MathEnvironment,
+    MathMultiRewardEnvironment,
+    ReasoningGymEnvironment,
+    VerifierPool,
+)
 from nemo_rl.environments.registry import (
     environment_class,
     environment_settings,
@@ -29,7 +34,6 @@ from nemo_rl.environments.registry import (
     section_of,
     start_lines,
 )
-from nemo_rl.environments.verifier_pool import VerifierPool
 from nemo_rl.environments.verifiers import (
     Verdict,
     dapo_math_verify,

@@ -12,8 +12,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_rl.experience.prompt_group import GroupKey, group_name
 from nemo_rl.experience.prompt_queue import Drawn, PromptQueue, QueueLimits
+from nemo_rl.experience.prompts import GroupKey, group_name
 from nemo_rl.experience.samplers import InOrder, ReadyFirst, Sampler, SlotStatus, WeightFifo, Windowed
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.utils.record import MemoryRecord

@@ -17,17 +17,14 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentFailure
 from nemo_rl.experience import environment_batcher
 from nemo_rl.experience.collector import Collector, CollectorParts
-from nemo_rl.experience.columns import RolloutColumns
 from nemo_rl.experience.environment_batcher import EnvironmentBatcher, EnvironmentHandle
-from nemo_rl.experience.failures import CollectorError, FailurePolicy, StallPolicy
-from nemo_rl.experience.prompt_group import BufferedGroup, GroupKey, StaleGroupError
 from nemo_rl.experience.prompt_queue import PromptQueue, QueueLimits
-from nemo_rl.experience.prompts import EpochPrompts, Position
+from nemo_rl.experience.prompts import BufferedGroup, EpochPrompts, GroupKey, Position, StaleGroupError
 from nemo_rl.experience.rollout_source import Rollout
-from nemo_rl.experience.rollout_tasks import RefitPolicy
+from nemo_rl.experience.rollout_tasks import CollectorError, FailurePolicy, RefitPolicy, StallPolicy
+from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan
 from nemo_rl.experience.samplers import InOrder
-from nemo_rl.experience.store import InProcessStore
-from nemo_rl.experience.trajectories import RolloutLimits, RolloutPlan
+from nemo_rl.experience.store import InProcessStore, RolloutColumns
 from nemo_rl.models.generation.interfaces import GenerationError, GenerationSamplingParams
 from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.utils.record_events import GroupAdmitted, GroupCommitted, GroupDropped, WaitBegun, WaitEnded

@@ -17,12 +17,11 @@ from nemo_rl.data_plane.client import StoredClient
 from nemo_rl.data_plane.column_io import write_columns
 from nemo_rl.data_plane.sharding import shard_meta_for_dp
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.columns import RolloutColumns, mint_ids
 from nemo_rl.experience.data_plane_store import DataPlaneStore, StageRunner
 from nemo_rl.experience.rollout_actor import ActorSources, RolloutActor
 from nemo_rl.experience.rollout_source import Rollout
 from nemo_rl.experience.sample_log import SampleFiles, sample_log_stage
-from nemo_rl.experience.store import InProcessStore, SpentHandleError, StageOutput, TokenStage
+from nemo_rl.experience.store import InProcessStore, RolloutColumns, SpentHandleError, StageOutput, TokenStage, mint_ids
 from nemo_rl.models.policy.tq_policy import StoredColumns
 from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.utils.record_events import StepBegun

@@ -14,13 +14,11 @@ import torch
 
 from nemo_rl.data_plane.schema import ROUTE_FIELDS, SAMPLING_MASK_FIELDS, replayed_fields
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.agent_rollouts import trajectory_of
-from nemo_rl.experience.columns import rollout_columns, sample_starts
 from nemo_rl.experience.data_plane_store import DataPlaneStore
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollout_source import LiveRollouts, RecordedRollouts, ReplayedRollouts, Rollout
-from nemo_rl.experience.rollouts import RolloutRunner, number_samples
-from nemo_rl.experience.store import InProcessStore
+from nemo_rl.experience.rollouts import RolloutRunner, number_samples, trajectory_of
+from nemo_rl.experience.store import InProcessStore, rollout_columns, sample_starts
 from nemo_rl.models.generation.decisions import SamplingMasks, TokenRoutes
 from nemo_rl.models.generation.endpoint.session import Session, SessionPlan
 from nemo_rl.models.generation.interfaces import (

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl.experience.failures import CollectorError, FailurePolicy, Failures
+from nemo_rl.experience.rollout_tasks import CollectorError, FailurePolicy, Failures
 from nemo_rl.models.generation.interfaces import GenerationError
 
 EVENTS = st.lists(st.booleans(), max_size=40)

@@ -18,13 +18,18 @@ import torch
 from nemo_rl.compat.calls import run_multi_turn_rollout
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentFailure, EnvironmentReturn, response_of
-from nemo_rl.experience.columns import rollout_columns
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
-from nemo_rl.experience.failures import is_infrastructure
 from nemo_rl.experience.rollout_source import LiveRollouts, RecordedRollouts, RecordingError, ReplayedRollouts
-from nemo_rl.experience.rollouts import RolloutRunner, number_samples, rollout_metrics
-from nemo_rl.experience.store import InProcessStore, SpentHandleError, StageOutput, TokenStage
-from nemo_rl.experience.trajectories import RolloutLimits, RolloutPlan, Trajectory
+from nemo_rl.experience.rollout_tasks import is_infrastructure
+from nemo_rl.experience.rollouts import (
+    RolloutLimits,
+    RolloutPlan,
+    RolloutRunner,
+    Trajectory,
+    number_samples,
+    rollout_metrics,
+)
+from nemo_rl.experience.store import InProcessStore, SpentHandleError, StageOutput, TokenStage, rollout_columns
 from nemo_rl.models.generation.interfaces import (
     GenerationError,
     GenerationRequest,

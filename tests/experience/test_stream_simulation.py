@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 
 from benchmarks.streaming_schedule import measure, workload
-from nemo_rl.experience.prompt_group import GroupKey
 from nemo_rl.experience.prompt_queue import PromptQueue, QueueLimits, QueueProtocolError, Step, worth_a_pass
+from nemo_rl.experience.prompts import GroupKey
 from nemo_rl.experience.samplers import (
     InOrder,
     Slot,

@@ -37,11 +37,16 @@ from nemo_rl.environments.agent_environment import AgentEnvironment
 from nemo_rl.environments.call import step_environment
 from nemo_rl.environments.interfaces import AgentSession, EnvironmentFailure
 from nemo_rl.environments.registry import environment_class, environment_settings
-from nemo_rl.experience.agent_rollouts import AgentRollouts
-from nemo_rl.experience.columns import rollout_columns, sample_starts
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
-from nemo_rl.experience.rollouts import RolloutRunner, number_samples, rollout_metrics
-from nemo_rl.experience.trajectories import RolloutLimits, RolloutPlan
+from nemo_rl.experience.rollouts import (
+    AgentRollouts,
+    RolloutLimits,
+    RolloutPlan,
+    RolloutRunner,
+    number_samples,
+    rollout_metrics,
+)
+from nemo_rl.experience.store import rollout_columns, sample_starts
 from nemo_rl.models.generation.decisions import SamplingMasks, TokenRoutes
 from nemo_rl.models.generation.endpoint.http import EndpointError, Slots, bound_socket, root_url
 from nemo_rl.models.generation.endpoint.server import Endpoint, start_endpoint

@@ -22,11 +22,9 @@ import torch
 from nemo_rl.config import EnvConfig
 from nemo_rl.environments.agent_environment import AgentEnvironment
 from nemo_rl.environments.registry import environment_settings
-from nemo_rl.experience.agent_rollouts import AgentRollouts
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollout_source import LiveRollouts
-from nemo_rl.experience.rollouts import RolloutRunner, number_samples
-from nemo_rl.experience.trajectories import RolloutLimits, RolloutPlan
+from nemo_rl.experience.rollouts import AgentRollouts, RolloutLimits, RolloutPlan, RolloutRunner, number_samples
 from nemo_rl.models.generation.endpoint.server import start_endpoint
 from nemo_rl.models.generation.recording import VALIDATE, Recording
 from nemo_rl.models.generation.vllm import engine_actors

@@ -20,15 +20,13 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentReturn
 from nemo_rl.experience.collector import Collector, CollectorParts
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
-from nemo_rl.experience.failures import FailurePolicy, StallPolicy
 from nemo_rl.experience.prompt_queue import PromptQueue, QueueLimits
 from nemo_rl.experience.prompts import EpochPrompts
 from nemo_rl.experience.rollout_source import LiveRollouts
-from nemo_rl.experience.rollout_tasks import RefitPolicy
-from nemo_rl.experience.rollouts import RolloutRunner
+from nemo_rl.experience.rollout_tasks import FailurePolicy, RefitPolicy, StallPolicy
+from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunner
 from nemo_rl.experience.samplers import InOrder
 from nemo_rl.experience.store import InProcessStore
-from nemo_rl.experience.trajectories import RolloutLimits, RolloutPlan
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult
 from nemo_rl.models.generation.vllm.fleet import ShardState
 from nemo_rl.time_sharing.history.prompts import PromptChecks

@@ -42,8 +42,7 @@ from nemo_rl.algorithms.startup import Algorithm, Limits, Loaders, Prepared, pre
 from nemo_rl.config import ClippedPGLossConfig, ConfigError, DistillationLossConfig, MasterConfig
 from nemo_rl.config.data_rules import environments_in_use
 from nemo_rl.config.dotted import import_dotted
-from nemo_rl.data.collate_fn import rl_collate_fn
-from nemo_rl.data.loader import CustomLoader, Loader, MultipleLoaders, make_loader
+from nemo_rl.data.loader import CustomLoader, Loader, MultipleLoaders, make_loader, rl_collate_fn
 from nemo_rl.data.setup import TaskDatasets
 from nemo_rl.data_plane.factory import check_data_plane
 from nemo_rl.distributed.accelerators import Accelerator
@@ -60,12 +59,11 @@ from nemo_rl.environments.registry import (
     start_environments,
     start_lines,
 )
-from nemo_rl.experience.agent_rollouts import AgentRollouts
 from nemo_rl.experience.data_plane_store import DataPlaneStore
 from nemo_rl.experience.environment_batcher import EnvironmentHandle, environment_lines
 from nemo_rl.experience.hooks import time_sharing_enabled
 from nemo_rl.experience.rollout_source import LiveRollouts, RecordedRollouts, ReplayedRollouts, RolloutSource
-from nemo_rl.experience.rollouts import RolloutGenerator, RolloutRunner
+from nemo_rl.experience.rollouts import AgentRollouts, RolloutGenerator, RolloutRunner
 from nemo_rl.experience.store import ExperienceStore, InProcessStore
 from nemo_rl.loss import ClippedPGLossFn, DistillationLossFn
 from nemo_rl.loss.interfaces import LossFunction

@@ -25,14 +25,12 @@ from nemo_rl.data.loader import HasState
 from nemo_rl.data_plane.schema import ROUTE_FIELDS, SAMPLING_MASK_FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.collector import Collector, CollectorParts
-from nemo_rl.experience.columns import RolloutColumns, joined_rows
-from nemo_rl.experience.failures import FailurePolicy, StallPolicy
-from nemo_rl.experience.prompt_group import BufferedGroup, GroupKey
 from nemo_rl.experience.prompt_queue import PromptQueue, QueueLimits, SavedBatch
-from nemo_rl.experience.rollout_tasks import RefitPolicy
+from nemo_rl.experience.prompts import BufferedGroup, GroupKey
+from nemo_rl.experience.rollout_tasks import FailurePolicy, RefitPolicy, StallPolicy
 from nemo_rl.experience.rollouts import merged_rollout_metrics
 from nemo_rl.experience.samplers import InOrder
-from nemo_rl.experience.store import ExperienceStore
+from nemo_rl.experience.store import ExperienceStore, RolloutColumns, joined_rows
 from nemo_rl.models.generation.interfaces import request_timeout_s
 
 logger = logging.getLogger(__name__)

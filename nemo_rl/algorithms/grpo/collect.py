@@ -22,13 +22,10 @@ from nemo_rl.config.errors import UserError
 from nemo_rl.data.loader import HasState, Loader
 from nemo_rl.data_plane.schema import PROMPT, PROMPT_TOKENS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.columns import sample_of_row, sample_starts
-from nemo_rl.experience.prompt_group import group_id
-from nemo_rl.experience.prompts import EpochPrompts
+from nemo_rl.experience.prompts import EpochPrompts, group_id
 from nemo_rl.experience.rollout_source import RolloutSource
-from nemo_rl.experience.rollouts import number_samples
-from nemo_rl.experience.store import ExperienceStore
-from nemo_rl.experience.trajectories import RolloutLimits, RolloutPlan
+from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, number_samples
+from nemo_rl.experience.store import ExperienceStore, sample_of_row, sample_starts
 from nemo_rl.models.generation.interfaces import VALIDATION_STEP_OFFSET, GenerationSamplingParams
 from nemo_rl.models.generation.recording import replays
 from nemo_rl.utils.record import Record

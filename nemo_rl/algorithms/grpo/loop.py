@@ -20,7 +20,7 @@ from nemo_rl.algorithms.training_loop import CompletedStep, Steps, train_to_end
 from nemo_rl.config.errors import UserError, did_you_mean
 from nemo_rl.config.metric_names import MetricName
 from nemo_rl.experience.hooks import HooksError, RLixHooksProtocol, time_sharing_enabled
-from nemo_rl.experience.prompt_group import group_id
+from nemo_rl.experience.prompts import group_id
 from nemo_rl.utils.checkpoint_retention import UnknownMetric
 from nemo_rl.utils.record_events import GroupTrained, StepBegun, StepFinished
 

@@ -19,10 +19,9 @@ import torch
 from nemo_rl.algorithms.grpo.advantages import RewardWatch
 from nemo_rl.algorithms.grpo.stages import Experience, needs_previous_logprobs, valid_rewards
 from nemo_rl.config import GRPOConfig, MasterConfig
-from nemo_rl.experience.columns import sample_starts
 from nemo_rl.experience.environment_batcher import environment_metrics_of_step
 from nemo_rl.experience.sample_log import SampleFiles, sample_log_stage
-from nemo_rl.experience.store import ExperienceStore, TokenStage
+from nemo_rl.experience.store import ExperienceStore, TokenStage, sample_starts
 from nemo_rl.loss.interfaces import is_extremum
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.models.policy.interfaces import TrainResult

@@ -27,7 +27,7 @@ from nemo_rl.algorithms.grpo.stages import (
     needs_reference_logprobs,
 )
 from nemo_rl.distributed.worker_groups import PendingCall
-from nemo_rl.experience.columns import sample_of_row, sample_starts
+from nemo_rl.experience.store import sample_of_row, sample_starts
 from nemo_rl.models.policy.interfaces import BatchHandle, TrainResult
 from nemo_rl.utils.record import Record
 from nemo_rl.utils.record_events import StepSpan

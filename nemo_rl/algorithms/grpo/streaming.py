@@ -29,10 +29,9 @@ from nemo_rl.algorithms.placement import ReportProgress
 from nemo_rl.config import AsyncRLConfig, ConfigError, MasterConfig
 from nemo_rl.config.placement import data_parallel_size
 from nemo_rl.experience.collector import Collector
-from nemo_rl.experience.failures import FailurePolicy, StallPolicy
-from nemo_rl.experience.prompt_group import BufferedGroup, group_name
 from nemo_rl.experience.prompt_queue import PromptQueue, QueueLimits, worth_a_pass
-from nemo_rl.experience.rollout_tasks import RefitPolicy
+from nemo_rl.experience.prompts import BufferedGroup, group_name
+from nemo_rl.experience.rollout_tasks import FailurePolicy, RefitPolicy, StallPolicy
 from nemo_rl.experience.samplers import BUILT_IN, Sampler, SamplerError, custom_sampler
 
 logger = logging.getLogger(__name__)

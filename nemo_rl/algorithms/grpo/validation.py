@@ -22,11 +22,11 @@ from nemo_rl.algorithms.grpo.step_reports import validation_metrics
 from nemo_rl.config import GRPOConfig, MasterConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.call import environment_metrics
-from nemo_rl.experience.columns import joined_rows
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollout_source import RolloutSource
 from nemo_rl.experience.rollouts import number_samples
 from nemo_rl.experience.sample_log import sample_log_stage
+from nemo_rl.experience.store import joined_rows
 from nemo_rl.utils.logger import Logger, best_to_worst, print_message_log_samples
 from nemo_rl.utils.record_events import Validated
 

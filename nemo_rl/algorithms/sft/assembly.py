@@ -26,10 +26,9 @@ from nemo_rl.algorithms.resume import Resume, name_latest
 from nemo_rl.algorithms.sft.driver import OwnPlacement, SFTPlacement, SFTRun, SFTState, Trainer
 from nemo_rl.algorithms.startup import Algorithm, Limits, Loaders, prepared
 from nemo_rl.config import SFTMasterConfig
-from nemo_rl.data.collate_fn import sft_collate
 from nemo_rl.data.interfaces import DataError
 from nemo_rl.data.llm_message_utils import add_loss_mask_to_message_log
-from nemo_rl.data.loader import Batch, make_loader
+from nemo_rl.data.loader import Batch, make_loader, sft_collate
 from nemo_rl.data.setup import TaskDatasets
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.distributed.actor_logs import collect_actor_logs

@@ -21,8 +21,16 @@ from nemo_rl.config.errors import did_you_mean
 from nemo_rl.config.foreign import UNBUILT
 from nemo_rl.data.conversations import Message, Row, as_messages, cell
 from nemo_rl.data.datasets import published
-from nemo_rl.data.datasets.files import PlacedRow, looks_like_a_path, read_rows
-from nemo_rl.data.datasets.formats import completed, dapo, helpsteer, question_and_answer, recognised
+from nemo_rl.data.datasets.files import (
+    PlacedRow,
+    completed,
+    dapo,
+    helpsteer,
+    looks_like_a_path,
+    question_and_answer,
+    read_rows,
+    recognised,
+)
 from nemo_rl.data.datasets.generated import ArithmeticDataset, DigitsDataset, ReasoningGymDataset
 from nemo_rl.data.datasets.raw import RawDataset, ReadRows, check_rows
 from nemo_rl.data.datasets.sliding_puzzle import SlidingPuzzleDataset
