@@ -50,6 +50,9 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 Config = TypeVar("Config", bound=CompleteConfig)
 TrainingConfig = TypeVar("TrainingConfig", bound=RootConfig)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# How long after a signal, and how often, it is looked whether the run ends.
+_AGAIN_S = 0.1
+_IMPORT_SYSTEM = "<frozen importlib"
 _INTERRUPTED_WHILE_STARTING = "interrupted while starting"
 # Where Ray's processes were ended by the signal that interrupts a run, that reaches this process within so long.
 _SIGNALLED_TOGETHER_S = 0.5
@@ -81,10 +84,11 @@ def main(
 
     Returns the process's exit code: 0 done, 1 the run failed, 2 the configuration is wrong, 130 interrupted.
     """
-    with Interrupts(), ending_with_ray(lambda: _INTERRUPTED_WHILE_STARTING):
+    with Interrupts() as interrupts, ending_with_ray(lambda: _INTERRUPTED_WHILE_STARTING):
         try:
             return _main(arguments, default_config, kind, what, example, run_to_end, run_with_page, own_values)
         except KeyboardInterrupt:
+            interrupts.ending()
             sys.stderr.write(f"{_INTERRUPTED_WHILE_STARTING}\n")
             return EXIT_INTERRUPTED
 
@@ -210,6 +214,7 @@ def _run_to_end(
             errors.print_once(nothing)
             code = EXIT_OK
         except KeyboardInterrupt:
+            interrupts.ending()
             sys.stderr.write(f"{'interrupted: ending workers' if run else _INTERRUPTED_WHILE_STARTING}\n")
             code = EXIT_INTERRUPTED
         except (UserError, OSError) as error:
@@ -302,7 +307,11 @@ def _report(log_dir: Path, *, expected: bool) -> None:
 class Interrupts:
     """Signal handlers of a run; a context manager that restores the previous ones.
 
-    SIGTERM, which job schedulers send, is handled like Ctrl-C.
+    SIGTERM, which job schedulers send, is handled like Ctrl-C: both raise KeyboardInterrupt in the main thread.
+    Invariant: it is not lost, and more signals do not disturb the clean-up after it. A bare `except`, `__del__` or a
+    callback of a library ends it; raised between two lines of the import system, it leaves the lock of all imports
+    held, and other threads, then the clean-up, wait for ever. So until the run is ending, a timer looks whether it is
+    being handled, and raises it again if not.
     """
 
     received: ClassVar[bool] = False  # whether this process was interrupted
@@ -317,9 +326,12 @@ class Interrupts:
         # Handlers can be set by the main thread only; a run inside another thread is ended by the owner of the process.
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+            self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._on_timer)
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._before:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
         for number, handler in self._before.items():
             signal.signal(number, handler)  # pyrefly: ignore[bad-argument-type]
 
@@ -330,6 +342,8 @@ class Interrupts:
     def ending(self) -> None:
         """Marks the run as shutting down: signals are ignored from here on."""
         self._ending = True
+        if self._before:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         Interrupts.received = self.signalled = True
@@ -337,7 +351,7 @@ class Interrupts:
         # handler that does nothing, not the default: Python prints an error for a signal that is pending when its
         # handler goes.
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        if self._ending:
+        if self._ending or _is_unwinding():
             if not self._warned:
                 self._warned = True
                 sys.stderr.write("already ending: workers and files are being closed\n")
@@ -347,7 +361,22 @@ class Interrupts:
             self._end_after_step()
             sys.stderr.write("interrupted: the step is finished and saved first; once more ends at once\n")
             return
-        raise KeyboardInterrupt
+        self._on_timer(number, frame)
+
+    def _on_timer(self, _: int, frame: FrameType | None) -> None:
+        if self._ending:
+            return
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+        if not (_is_unwinding() or (frame is not None and frame.f_code.co_filename.startswith(_IMPORT_SYSTEM))):
+            raise KeyboardInterrupt
+
+
+def _is_unwinding() -> bool:
+    """Whether this thread is cleaning up because of a KeyboardInterrupt."""
+    error = sys.exc_info()[1]
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
 
 
 @contextmanager

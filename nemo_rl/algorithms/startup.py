@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import importlib
 import random
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
+from concurrent.futures import CancelledError
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
@@ -152,15 +154,21 @@ def prepared(
         here = accelerator_here(config.cluster.device)
         check_profile(here)
 
+    unwanted = threading.Event()
+
     def start_ray() -> tuple[Accelerator, RayParts]:
         accelerator = placement.connect(config)
         check_device(config, accelerator)
         import_transformers()
+        if unwanted.is_set():
+            raise CancelledError
         return accelerator, algorithm.begin(accelerator, checkpointer, resume)
 
     with ExitStack() as undo:
         ray_start = RayStart(start_ray)
         undo.callback(ray_start.end, lambda started: started[1].shutdown(), placement.disconnect)
+        # An interrupted start, or one with a mistake, starts no actors that it would have to wait for and to end.
+        undo.callback(unwanted.set)
         with start.phase("model, tokenizer and data, beside Ray's start"):
             import_transformers()
             set_seed(algorithm.seed)

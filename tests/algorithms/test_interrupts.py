@@ -6,6 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,20 +28,96 @@ def test_a_signal_ends_at_once_after_the_step_or_waits_for_the_end(capfd: pytest
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     timeout = TimeoutChecker()
     with Interrupts() as interrupts:
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGTERM)
         interrupts.save_first(timeout.end_after_step)
         assert not timeout.check_save()
         os.kill(os.getpid(), signal.SIGINT)
         assert interrupts.save_asked and timeout.check_save() and not timeout.check_save()
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-        interrupts.ending()
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            finally:
+                interrupts.ending()
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
     said = capfd.readouterr().err
     assert "finished and saved first" in said and said.count("already ending") == 1
+
+
+def _until_interrupted() -> None:
+    """Runs Python code until a KeyboardInterrupt comes."""
+    deadline = time.monotonic() + 20.0
+    while time.monotonic() < deadline:
+        time.sleep(0.001)
+    raise AssertionError("the interrupt was lost")
+
+
+class _Swallows:
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        _until_interrupted()
+
+
+def _swallowed_by_a_finaliser() -> None:
+    _Swallows()
+
+
+def _swallowed_by_an_import() -> None:
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        _until_interrupted()
+    except:  # noqa: E722, S110 - as libraries have it
+        pass
+
+
+@pytest.mark.parametrize("swallowed", [_swallowed_by_a_finaliser, _swallowed_by_an_import])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_that_a_library_swallows_still_ends_the_run(swallowed: Callable[[], None]) -> None:
+    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
+        try:
+            swallowed()
+            _until_interrupted()
+        finally:
+            interrupts.ending()
+
+
+def test_a_signal_waits_until_the_import_system_has_freed_its_locks() -> None:
+    lock = threading.Lock()
+    # Its lock is taken outside of `try`, as `importlib` takes that of all imports.
+    source = "lock.acquire()\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(0.3)\nlock.release()"
+    code = compile(source, "<frozen importlib._bootstrap>", "exec")
+    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
+        try:
+            exec(code, {"lock": lock, "os": os, "signal": signal, "time": time})
+            _until_interrupted()
+        finally:
+            interrupts.ending()
+    assert not lock.locked()
+
+
+def test_more_signals_do_not_disturb_the_clean_up_of_a_start() -> None:
+    ended: list[str] = []
+
+    @contextmanager
+    def part(name: str) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            for _ in range(3):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.15)
+            ended.append(name)
+
+    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
+        try:
+            with ExitStack() as undo:
+                undo.enter_context(part("Ray"))
+                undo.enter_context(part("engines"))
+                os.kill(os.getpid(), signal.SIGTERM)
+                _until_interrupted()
+        finally:
+            interrupts.ending()
+    assert ended == ["engines", "Ray"]
 
 
 def saved(root: Path, step: int, *checkpoints: int, **checkpointing: Any) -> str:

@@ -85,10 +85,11 @@ def main(arguments: Sequence[str]) -> int:
     # Overrides may follow the files, whose number is free.
     overrides += [str(path) for path in options.adapters if "=" in str(path)]
     options.adapters = [path for path in options.adapters if "=" not in str(path)]
-    with Interrupts(), ending_with_ray(lambda: "interrupted while starting"):
+    with Interrupts() as interrupts, ending_with_ray(lambda: "interrupted while starting"):
         try:
             return _train(options, overrides)
         except KeyboardInterrupt:
+            interrupts.ending()
             sys.stderr.write("interrupted while starting\n")
             return EXIT_INTERRUPTED
 
@@ -185,6 +186,7 @@ def run(
                 failed = any(state.phase.value == "failed" for state in states)
                 code = EXIT_INTERRUPTED if interrupts.save_asked else EXIT_FAILED if failed else EXIT_OK
             except KeyboardInterrupt:
+                interrupts.ending()
                 sys.stderr.write("interrupted: adapters are removed and workers ended\n")
                 code = EXIT_INTERRUPTED
             except (UserError, OSError) as error:
