@@ -6,6 +6,7 @@ nothing is downloaded and nothing is written; what only the hub has is named as 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,6 +76,7 @@ def _of_training(config: RootConfig, algorithm: Algorithm[Any, Any, Any], found:
         # Data, and the algorithm's keys, are those of each adapter's file.
         found.notes.append("files of adapters are not looked at; the job's start does")
         return
+    _directories(config, found)
     entries = dict(data_entries(config))
     _processors(entries, found)
     model = _look_at_model(policy.model_name, "policy.model_name", algorithm.check, found)
@@ -117,6 +119,19 @@ def _of_an_evaluation(config: EvalMasterConfig, found: _Found) -> None:
         if problems is not None:
             by_task = dict.fromkeys(problems.tasks, problems.dataset)
             found.of(lambda: check_rows(by_task, dict.fromkeys(problems.tasks, name), config.env))
+
+
+def _directories(config: RootConfig, found: _Found) -> None:
+    """Whether the run's directories can be made and written."""
+    wanted = {"logger.log_dir": config.logger.log_dir}
+    if config.checkpointing.enabled:
+        wanted["checkpointing.checkpoint_dir"] = config.checkpointing.checkpoint_dir
+    for key, folder in wanted.items():
+        path = Path(folder).absolute()
+        there = next(parent for parent in (path, *path.parents) if parent.exists())
+        if not (there.is_dir() and os.access(there, os.W_OK)):
+            why = "cannot be written" if there.is_dir() else "is a file"
+            found.mistakes[f"{key}={folder}: {there} {why}; choose a directory that can be written"] = None
 
 
 def _environments(names: list[str], config: MasterConfig | EvalMasterConfig, found: _Found) -> None:

@@ -37,6 +37,7 @@ from nemo_rl.config.validate import examine
 
 # `${oc.env:NAME}` without a default: a value that only the machine of the run has.
 _PREFLIGHT = "nemo_rl.algorithms.preflight.mistakes_of"
+_NEMO_RL_PROMPTS = "examples/prompts/"
 _ENVIRONMENT = re.compile(r"\$\{oc\.env:(\w+)\}")
 
 
@@ -116,6 +117,9 @@ def check_file(file: Path, overrides: Sequence[str] = (), *, as_a_start: bool = 
     if examined.config is not None:
         models = list(_unknown_models(examined.config))
         problems, files = list(_of_the_model(examined.config)), sorted(_absent_prompts(examined.config, set(unset)))
+        if as_a_start:
+            missing = [path for path in files if not path.startswith(_NEMO_RL_PROMPTS)]
+            problems += [f"data.*.prompt_file: there is no file {path}" for path in missing]
         if as_a_start and not (problems or unset or files or models):
             # The hub's libraries read it when they are imported.
             os.environ["HF_HUB_OFFLINE"] = "1"
@@ -177,7 +181,7 @@ def lines_about(checked: Checked) -> Iterator[str]:
     if checked.environment:
         yield f"  needs {', '.join(checked.environment)} in the environment"
     for path in checked.files:
-        theirs = " (prompts of NeMo-RL's examples are not shipped)" if path.startswith("examples/prompts/") else ""
+        theirs = " (prompts of NeMo-RL's examples are not shipped)" if path.startswith(_NEMO_RL_PROMPTS) else ""
         yield f"  needs the file {path}{theirs}"
     for model in checked.models:
         yield f"  needs a model; this one is unknown: {model} is neither a directory nor an id on the hub"

@@ -100,6 +100,17 @@ def environments_exist(config: MasterConfig | EvalMasterConfig) -> Iterator[Prob
 
 
 @rule
+def own_judges_judge(config: MasterConfig) -> Iterator[str]:
+    used = environments_in_use(config)
+    own = [name for name in config.env.model_extra or {} if (at := config.env.of(name)) is not None and at.is_users]
+    if own and not any((section := config.env.of(name)) is not None and section.is_users for name in used):
+        yield (
+            f"env.{own[0]}: nothing uses it, because data.*.env_name is {', '.join(used)}; set "
+            f"data.train.env_name={own[0]} (and data.validation's), or leave it out"
+        )
+
+
+@rule
 def functions_stand_alone(config: MasterConfig | EvalMasterConfig) -> Iterator[str]:
     for name, section in _judged_by_functions(config.env):
         if section.env_class is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,6 +60,11 @@ def import_dotted(path: str, key: str) -> Any:
     Raises:
         ConfigError: the module cannot be imported, or has no such name.
     """
+    if file := re.fullmatch(r"(?:\./)?(?P<module>.*?)(?:\.py)(?P<name>[.:/]\w+)?", path):
+        module, name = file["module"].strip("/").replace("/", "."), (file["name"] or ".<name>")[1:]
+        raise ConfigError(
+            [f"{key}: {path!r} is a file; write {module}.{name}, and run the command with PYTHONPATH=. if it is here"]
+        )
     module_name, _, name = path.replace(":", ".").rpartition(".")
     if not module_name or not name:
         raise ConfigError([f"{key}: {path!r} is not a dotted path such as package.module.name"])

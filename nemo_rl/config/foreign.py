@@ -69,6 +69,8 @@ MEGATRON_LACKS: list[tuple[list[str], str, str]] = [
     (row["types"], row["names"], row["part"]) for row in _FILE["megatron_lacks"]
 ]
 
+OTHER_TRAINERS: dict[str, str] = {name: key for key, names in _FILE["other_trainers"].items() for name in names}
+
 # Before release 0.5 the keys of the one dataset stood in `data` itself.
 _OLD_ENTRY = ("prompt_file", "system_prompt_file", "env_name", "processor")
 _OLD_TRAIN = (
@@ -140,6 +142,14 @@ def find(key: Sequence[str]) -> Foreign | None:
     elif names[:1] == ["teacher"]:
         spellings.append(["policy", *names[1:]])
     return next((entry for entry in RECIPES if any(map(entry.matches, spellings))), None)
+
+
+def here(name: str, root: type[Section]) -> str:
+    """` It is <key> here ...`, for a key's last name in TRL, verl or PEFT; else the empty string."""
+    known = OTHER_TRAINERS.get(name, "")
+    keys = (known, known.replace("grpo.", "sft.", 1))
+    found = next((key for key in keys if known and section_at(root, key.split(".")[:1]) is not None), None)
+    return f" TRL's or verl's {name} is {found} here (docs/coming_from.md)." if found else ""
 
 
 def passed_on(mapping: str, name: str) -> Foreign | None:

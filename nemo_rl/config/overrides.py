@@ -18,8 +18,9 @@ from yaml import YAMLError
 from nemo_rl.config.dotted import ABSENT, at, put, take
 from nemo_rl.config.errors import OverridesError, did_you_mean
 from nemo_rl.config.evaluation import EvalMasterConfig
+from nemo_rl.config.foreign import here
 from nemo_rl.config.layers import merge_mappings, read_yaml
-from nemo_rl.config.schema import is_known, is_null_when_deleted, names_in
+from nemo_rl.config.schema import free_mapping, is_known, is_null_when_deleted, names_in
 from nemo_rl.config.section import Section
 
 Key = tuple[str, ...]
@@ -150,12 +151,16 @@ def parse_hydra_overrides(config: DictConfig | Mapping[str, object], overrides: 
 def _hint(values: Mapping[str, object], override: Override, schema: type[Section] | None) -> str:
     """What to say about a key that is not there."""
     key = override.key
+    if schema is not None and (known := here(key[-1], schema)):
+        return known
     elsewhere = [".".join(other) for other in keys_named(values, key[-1])]
     if elsewhere:
         return f" There is {' and '.join(elsewhere[:3])}."
     holder = at(values, key[:-1])
     beside = (names_in(schema, key) if schema else []) or (map(str, holder) if isinstance(holder, Mapping) else [])
-    advice = f" Write +{'.'.join(key)}=... to add it." if override.action is Action.SET else ""
+    # Where a schema says which names there are, one that is added would be refused, too.
+    added = override.action is Action.SET and (schema is None or free_mapping(schema, key) is not None)
+    advice = f" Write +{'.'.join(key)}=... to add it." if added else ""
     return did_you_mean(key[-1], beside) + advice
 
 

@@ -29,7 +29,7 @@ from nemo_rl.config.data import UnknownKeys
 from nemo_rl.config.defaults import complete
 from nemo_rl.config.dotted import ABSENT, at, take
 from nemo_rl.config.errors import ConfigError, NotBuilt, Problem, did_you_mean, nearest
-from nemo_rl.config.foreign import Foreign, adapt, find, other_algorithms, switched_off
+from nemo_rl.config.foreign import Foreign, adapt, find, here, other_algorithms, switched_off
 from nemo_rl.config.layers import MANDATORY
 from nemo_rl.config.master import COMPLETE, CompleteConfig, MasterConfig, RootConfig
 from nemo_rl.config.rules import broken_rules, cautions
@@ -277,6 +277,8 @@ def _lines(error: ErrorDetails, key: Key, kind: type[Section]) -> Iterator[str]:
         yield f"{value!r} is not one of {allowed}.{did_you_mean(str(value), names)}"
     elif error["type"] == "missing":
         yield "required, and not given"
+    elif error["type"] == "list_type":
+        yield f"{value!r} is no list; one entry is written [...] (python -m nemo_rl.config explain {_dotted(key)})"
     elif error["type"] == "string_type" and isinstance(value, bool):
         yield f"{value!r} is no text; yes, no, on and off are booleans in YAML, and text in quotes"
     else:
@@ -285,7 +287,7 @@ def _lines(error: ErrorDetails, key: Key, kind: type[Section]) -> Iterator[str]:
 
 
 def _suggestion(name: str, valid: list[str], kind: type[Section]) -> str:
-    near = did_you_mean(name, valid)
+    near = here(name, kind) or did_you_mean(name, valid)
     if near:
         return near
     elsewhere = [entry.name for entry in keys_of(kind) if entry.name.rsplit(".", 1)[-1] == name]

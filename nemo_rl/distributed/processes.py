@@ -10,13 +10,16 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
 
@@ -116,6 +119,19 @@ def kill_and_wait(processes: Sequence[psutil.Process], timeout_s: float) -> list
         alive = [process for process in alive if not has_ended(process)]
         if not alive or time.monotonic() >= deadline:
             return alive
+
+
+def remove_files_of(pids: Iterable[int]) -> None:
+    """Removes what killed processes of this node left in shared memory and among temporary files: segments of weights
+    and folders of engines' sockets, which bear the number of the process that made them.
+    """
+    for pid in pids:
+        for place, name in (("/dev/shm", f"nemo_rl-{pid}-*"), (tempfile.gettempdir(), f"nemo_rl-sockets-{pid}-*")):
+            for path in Path(place).glob(name):
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
 
 
 class OutputTail:

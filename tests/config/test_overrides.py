@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from nemo_rl.config import OverridesError, load_master_config, parse_hydra_overrides
+from nemo_rl.config import (
+    ConfigError,
+    MasterConfig,
+    OverridesError,
+    SFTMasterConfig,
+    load_master_config,
+    parse_hydra_overrides,
+)
+from nemo_rl.config.foreign import OTHER_TRAINERS
 from nemo_rl.config.overrides import Action, parse_override
+from nemo_rl.config.schema import is_known
+from nemo_rl.config.validate import validate
 
 names = st.from_regex(r"[a-z_][a-z0-9_]{0,6}", fullmatch=True)
 keys = st.lists(names, min_size=1, max_size=4)
@@ -164,3 +175,20 @@ def test_a_deleted_key_is_null_where_null_is_allowed_and_its_default_otherwise()
     config = load_master_config(None, ["~policy.scheduler", "grpo.seed=3", "~grpo.seed"])
     assert config.policy.scheduler is None
     assert config.grpo.seed == 42
+
+
+def test_names_of_other_trainers_lead_to_keys_that_are_here_and_to_the_page_about_them() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text()
+    for name, key in OTHER_TRAINERS.items():
+        assert is_known(MasterConfig, key.split(".")), key
+        assert key.rpartition(".")[2] in page, key
+        assert not is_known(MasterConfig, [key.partition(".")[0], name]) or key.startswith("env."), name
+
+
+def test_a_name_of_another_trainer_is_translated_wherever_it_is_written() -> None:
+    with pytest.raises(ConfigError, match=r"num_train_epochs is sft\.max_num_epochs here"):
+        load_master_config(None, ["sft.num_train_epochs=3"], SFTMasterConfig)
+    with pytest.raises(
+        ConfigError, match=r"policy\.learning_rate: unknown key.* is policy\.optimizer\.kwargs\.lr here"
+    ):
+        validate({"policy": {"model_name": "m", "learning_rate": 1e-5}}, MasterConfig)

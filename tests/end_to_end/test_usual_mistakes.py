@@ -65,6 +65,17 @@ def _quantised(model: Path, folder: Path) -> list[str]:
     return [named]
 
 
+def _adapter(folder: Path) -> list[str]:
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    return [f"policy.model_name={folder / 'adapter'}"]
+
+
+def _rows_inside(folder: Path) -> list[str]:
+    row = {"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]}
+    return _rows(folder, {"data": [row]})
+
+
 MISTAKES: dict[str, tuple[Callable[[Path, Path], list[str]], list[str]]] = {
     "no tokenizer files": (
         lambda model, folder: [_without(model, folder, "tokenizer*")],
@@ -132,6 +143,56 @@ MISTAKES: dict[str, tuple[Callable[[Path, Path], list[str]], list[str]]] = {
     "an argument of another optimizer": (
         lambda model, folder: ["policy.optimizer.kwargs.learning_rate=1e-6"],
         ["policy.optimizer", "unexpected keyword argument 'learning_rate'", "torch.optim.AdamW(lr="],
+    ),
+    "a judge by its file": (
+        lambda model, folder: ["env.mine.function=./own/judges.py:exact", "data.train.env_name=mine"],
+        ["env.mine.function", "'./own/judges.py:exact' is a file", "write own.judges.exact", "PYTHONPATH=."],
+    ),
+    "a judge that no data name": (
+        lambda model, folder: [f"env.mine.function={HERE}.judge"],
+        ["env.mine: nothing uses it", "data.*.env_name is math", "data.train.env_name=mine"],
+    ),
+    "a key of TRL": (
+        lambda model, folder: ["loss_fn.beta=0.04"],
+        ["no key loss_fn.beta", "is loss_fn.reference_policy_kl_penalty here", "docs/coming_from.md"],
+    ),
+    "a key of verl": (
+        lambda model, folder: ["data.max_response_length=64"],
+        ["no key data.max_response_length", "is policy.generation.max_new_tokens here"],
+    ),
+    "a key of PEFT": (
+        lambda model, folder: ["policy.dtensor_cfg.lora_cfg.r=8"],
+        ["no key policy.dtensor_cfg.lora_cfg.r", "is policy.dtensor_cfg.lora_cfg.dim here"],
+    ),
+    "a model that is an adapter": (
+        lambda model, folder: _adapter(folder),
+        ["policy.model_name", "holds an adapter", "nemo_rl.utils.convert to-hf"],
+    ),
+    "the output directory of a trainer": (
+        lambda model, folder: [
+            f"policy.model_name={Path(shutil.copytree(model, folder / 'out' / 'checkpoint-500')).parent}"
+        ],
+        ["policy.model_name", "has no config.json", "out/checkpoint-500 has one"],
+    ),
+    "data named by their file": (
+        lambda model, folder: [f"data.train.dataset_name={folder}/rows.jsonl"],
+        ["data.train.dataset_name", "ResponseDataset", "data.train.data_path="],
+    ),
+    "rows inside an object": (
+        lambda model, folder: _rows_inside(folder),
+        ["data.train", "the rows are inside the column 'data'", "the whole file"],
+    ),
+    "one entry in the place of a list": (
+        lambda model, folder: ["policy.generation.stop_strings=</answer>"],
+        ["policy.generation.stop_strings", "'</answer>' is no list", "written [...]"],
+    ),
+    "checkpoints in the place of a file": (
+        lambda model, folder: [f"checkpointing.checkpoint_dir={folder}/file{(folder / 'file').write_text('') or ''}"],
+        ["checkpointing.checkpoint_dir=", "/file", "directory that can be written"],
+    ),
+    "a prompt that is not there": (
+        lambda model, folder: [f"data.train.prompt_file={folder}/gone.txt"],
+        ["prompt_file", "gone.txt"],
     ),
     "a prompt without a place": (
         lambda model, folder: [

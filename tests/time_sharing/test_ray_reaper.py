@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -42,6 +44,22 @@ def test_a_stopped_process_and_its_children_are_gone_afterwards(worker: subproce
     assert not psutil.pid_exists(worker.pid)
     # Its parent gone, a child belongs to init, which may take a moment to bury it.
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_what_an_ended_process_left_in_memory_and_among_files_goes_with_it(
+    worker: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = [Path(f"/dev/shm/nemo_rl-{worker.pid}-left"), tmp_path / f"nemo_rl-sockets-{worker.pid}-left"]
+    of_others = [tmp_path / f"nemo_rl-sockets-{worker.pid}0-other", Path(f"/dev/shm/nemo_rl-{worker.pid}0-other")]
+    try:
+        for path in (*left, *of_others):
+            path.mkdir()
+        assert end_processes([(worker.pid, 0.0)], timeout_s=30.0) == []
+        assert not any(path.exists() for path in left) and all(path.is_dir() for path in of_others)
+    finally:
+        for path in (left[0], of_others[1]):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def test_a_number_that_belongs_to_something_else_by_now_is_left_alone() -> None:

@@ -566,6 +566,9 @@ def recognised(columns: Mapping[str, object], key: str) -> Format:
     for known in FORMATS:
         if all(column in columns for column in known.columns):
             return known
+    for name, value in columns.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            raise DataError(f"{key}: the rows are inside the column {name!r}; make its list the whole file")
     formats = "; ".join(", ".join(known.columns) for known in FORMATS)
     raise DataError(
         f"{key}: no known format has the columns {', '.join(map(str, columns))}. Name those of the problem and the "

@@ -282,6 +282,11 @@ def reads_files(config: DatasetConfig) -> bool:
 
 
 def _users_class(config: DatasetConfig, key: str) -> RawDataset:
+    if looks_like_a_path(config.dataset_name):
+        raise DataError(
+            f"{key}.dataset_name: {config.dataset_name} is a path; files of rows are read with {key}.dataset_name="
+            f"ResponseDataset and {key}.data_path={config.dataset_name}"
+        )
     factory = import_dotted(config.dataset_name, f"{key}.dataset_name")
     settings: dict[str, object] = config.to_dict()
     dataset = factory(**settings)

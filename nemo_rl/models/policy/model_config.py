@@ -67,7 +67,8 @@ def model_config(cfg: PolicyConfig, source: str | None = None) -> PretrainedConf
         raise ModelNotFoundError(
             f"policy.model_name={name!r}: {_how_to_convert(name)}"
             if _is_gguf(name)
-            else f"policy.model_name={name!r}: no model configuration could be loaded from there ({first_line(error)})"
+            else f"policy.model_name={name!r}: no model configuration could be loaded from there "
+            f"({_instead_of(Path(name).expanduser()) or first_line(error)})"
         ) from error
     for key, value in cfg.hf_config_overrides.items():
         if not hasattr(config, key):
@@ -78,6 +79,15 @@ def model_config(cfg: PolicyConfig, source: str | None = None) -> PretrainedConf
             )
         setattr(config, key, value)
     return config
+
+
+def _instead_of(folder: Path) -> str | None:
+    """What to name instead of a directory that is no model; None where it does not tell."""
+    if (folder / "adapter_config.json").is_file():
+        return f"it holds an adapter; merge it with its base: python -m nemo_rl.utils.convert to-hf {folder} OUT"
+    inside = [file.parent for depth in ("*", "*/*", "*/*/*") for file in folder.glob(f"{depth}/config.json")]
+    newest = max(inside, key=lambda path: path.stat().st_mtime, default=None)
+    return f"it has no config.json; {newest} has one" if newest is not None else None
 
 
 def _is_gguf(name: str) -> bool:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from nemo_rl.distributed.processes import kill_and_wait
+from nemo_rl.distributed.processes import kill_and_wait, remove_files_of
 from nemo_rl.utils.files import replace_file
 
 logger = logging.getLogger(__name__)
@@ -238,7 +238,8 @@ def _end_on_their_nodes(processes: Set[SurvivingProcess], timeout_s: float) -> s
 
 
 def end_processes(numbers: Sequence[tuple[int, float]], timeout_s: float) -> list[tuple[int, float]]:
-    """Kills processes of this node with all their children, and waits; returns those that are not gone.
+    """Kills processes of this node with all their children, waits, and removes their segments of shared memory and
+    socket folders; returns those that are not gone.
 
     numbers: (process number, when it was started), 0 for a Ray worker of which that is not known.
     """
@@ -250,8 +251,10 @@ def end_processes(numbers: Sequence[tuple[int, float]], timeout_s: float) -> lis
             same = process.create_time() == started if started else " ".join(process.cmdline()).startswith(_TITLE)
             if pid != os.getpid() and same:
                 family += [process, *process.children(recursive=True)]
+    surviving = kill_and_wait(family, timeout_s)
+    remove_files_of({process.pid for process in family} - {process.pid for process in surviving})
     left = []
-    for process in kill_and_wait(family, timeout_s):
+    for process in surviving:
         with suppress(psutil.NoSuchProcess):
             left.append((process.pid, process.create_time()))
     return left
