@@ -181,7 +181,7 @@ def run_rank(args: argparse.Namespace, contender: Contender, sequence: int, mode
     from nemo_rl.config import MasterConfig
     from nemo_rl.loss import ClippedPGLossFn
     from nemo_rl.models.policy.batches import shard_chunk
-    from nemo_rl.models.policy.worker import PolicyWorker
+    from nemo_rl.models.policy.policy_worker import PolicyWorker
     from nemo_rl.utils.flops import peak_tflops
 
     config = MasterConfig(

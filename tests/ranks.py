@@ -31,11 +31,11 @@ from nemo_rl.distributed.ports import free_ports
 from nemo_rl.distributed.processes import collect_rarely, importing
 from tests import forks
 
-_WORKER = "nemo_rl.models.policy.worker"
+_WORKER = "nemo_rl.models.policy.policy_worker"
 # What a worker imports once it knows its backend and model.
-_OF_WORKERS = ("nemo_rl.models.dtensor.backend", "transformers.models.qwen3.modeling_qwen3")
+_OF_WORKERS = ("nemo_rl.models.dtensor.dtensor_backend", "transformers.models.qwen3.modeling_qwen3")
 # Megatron-Core may only be imported by ranks that train with it: they are forks of a fork that has imported it.
-_OF_MEGATRON = ("nemo_rl.models.megatron.backend", "megatron.core.models.gpt", "megatron.core.optimizer")
+_OF_MEGATRON = ("nemo_rl.models.megatron.megatron_backend", "megatron.core.models.gpt", "megatron.core.optimizer")
 _TRAINS_WITH_MEGATRON = b"policy.megatron_cfg.enabled=true"
 _CONFIG = forks.ROOT / "examples" / "configs" / "grpo_arithmetic_cpu.yaml"
 _START_S = 120.0

@@ -17,7 +17,7 @@ OPTIONAL = {
 }  # fmt: skip
 
 # Parts of Megatron's model, which only the Megatron backend imports and which can but derive from Megatron's classes.
-DERIVED = {"nemo_rl.models.megatron.layers"}
+DERIVED = {"nemo_rl.models.megatron.packed_layers"}
 
 # Python takes None here for a module that is not installed.
 sys.modules.update(dict.fromkeys(OPTIONAL))
@@ -27,7 +27,7 @@ heavy = {"ray", "torch"} & set(sys.modules)
 assert not heavy, f"configuration and the scheduler's core import {heavy}"
 
 import nemo_rl.algorithms.grpo.assembly, nemo_rl.algorithms.multi_lora.job, nemo_rl.algorithms.sft.assembly
-backends = {"torch._dynamo", "triton", "nemo_rl.models.dtensor.backend"} & set(sys.modules)
+backends = {"torch._dynamo", "triton", "nemo_rl.models.dtensor.dtensor_backend"} & set(sys.modules)
 assert not backends, f"drivers import {backends}"
 
 for module in pkgutil.walk_packages(nemo_rl.__path__, "nemo_rl."):

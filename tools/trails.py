@@ -54,7 +54,7 @@ _ASIDE = {
     "request": ("config/", "utils/", "algorithms/", "weight_sync/", "models/policy/", "models/dtensor/"),
 }
 _ASIDE["step-on-the-data-plane"] = _ASIDE["step"]
-_FIRST_OF_A_REQUEST = "models/generation/endpoint/http.py"
+_FIRST_OF_A_REQUEST = "models/generation/endpoint/endpoint_http.py"
 _CONFIGS = ROOT / "examples" / "configs"
 _QUICK = (
     "grpo.num_prompts_per_step=4",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from nemo_rl.loss import ClippedPGLossFn
-from nemo_rl.models.policy.worker import PolicyWorker
+from nemo_rl.models.policy.policy_worker import PolicyWorker
 from tests.gpu.test_communicators import CASES, TIMES
 from tests.models.policy_ranks import MEGATRON, ROWS, run_config, shard_of, training_batch
 

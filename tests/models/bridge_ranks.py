@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from nemo_rl.models.megatron.families import FAMILIES, Naming, Sizes
-from nemo_rl.models.megatron.weights import ShardedWeights
+from nemo_rl.models.megatron.sharded_weights import ShardedWeights
 from tests.models.policy_ranks import expert_story
 
 

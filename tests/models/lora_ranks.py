@@ -161,7 +161,7 @@ class NormedLinear(nn.Module):
 @torch.no_grad()
 def normed_layer() -> tuple[Any, Any]:
     """The output of a layer that begins with a norm, with an adapter and with the adapter in its weight."""
-    from nemo_rl.models.megatron.lora import Adapter, _add_adapter
+    from nemo_rl.models.megatron.megatron_lora import Adapter, _add_adapter
 
     torch.manual_seed(0)
     layer: Any = NormedLinear()

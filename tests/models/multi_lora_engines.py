@@ -25,7 +25,7 @@ from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.models.multi_lora.messages import SLOT
-from nemo_rl.models.multi_lora.policy import MultiLoraPolicy
+from nemo_rl.models.multi_lora.multi_lora_policy import MultiLoraPolicy
 from nemo_rl.utils.adapters import AdapterInfo
 from nemo_rl.utils.progress import StartPhases
 from nemo_rl.utils.record import NullRecord

@@ -12,8 +12,8 @@ from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.models.dtensor.export import hf_name
 from nemo_rl.models.dtensor.parallelize import local_tensor
 from nemo_rl.models.multi_lora.messages import SLOT, StepRefused
-from nemo_rl.models.multi_lora.policy import with_own_prompts
-from nemo_rl.models.multi_lora.worker import MultiLoraWorker
+from nemo_rl.models.multi_lora.multi_lora_policy import with_own_prompts
+from nemo_rl.models.multi_lora.multi_lora_worker import MultiLoraWorker
 from nemo_rl.models.policy.batches import shard_chunk, shard_scored, shares_prompts
 from nemo_rl.models.policy.lora import is_factor
 from tests.models.policy_ranks import (

@@ -19,8 +19,8 @@ from nemo_rl.loss.interfaces import LossInputType, LossType, MetricNormalizer
 from nemo_rl.models.dtensor.export import hf_name
 from nemo_rl.models.dtensor.parallelize import local_tensor
 from nemo_rl.models.policy.batches import microbatches, shard_batch, shard_chunk, shares_prompts
+from nemo_rl.models.policy.policy_worker import PolicyWorker
 from nemo_rl.models.policy.residency import MovableStorages
-from nemo_rl.models.policy.worker import PolicyWorker
 
 ROWS, WIDTH = 8, 24
 _CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "grpo_arithmetic_cpu.yaml"

@@ -17,8 +17,8 @@ from nemo_rl.config import MasterConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.loss.interfaces import count_valid
+from nemo_rl.models.policy.policy_worker import PolicyWorker
 from nemo_rl.models.policy.scoring import filter_logits
-from nemo_rl.models.policy.worker import PolicyWorker
 from tests.models.policy_ranks import (
     ROWS,
     WIDTH,

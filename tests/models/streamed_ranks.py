@@ -11,7 +11,7 @@ from nemo_rl.algorithms.grpo.loop import drive
 from nemo_rl.experience.rollout_source import Rollout
 from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.models.policy.lm_policy import Policy, _rank_grid
-from nemo_rl.models.policy.worker import PolicyWorker
+from nemo_rl.models.policy.policy_worker import PolicyWorker
 from tests.algorithms.driver_world import CONFIG, SMALL, World
 from tests.algorithms.test_streaming import Streamed
 from tests.models.policy_ranks import WIDTH, full_gradients, make_worker, run_config

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from nemo_rl.models.dtensor import checkpoint
+from nemo_rl.models.dtensor import dtensor_checkpoint
 from nemo_rl.models.policy.model_config import CheckpointMismatchError
 
 OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
@@ -47,7 +47,7 @@ def trained(kind: type[torch.optim.Optimizer], options: dict[str, Any], steps: i
 
 
 def saved(folder: Path, model: Any, optimizer: Any) -> None:
-    dcp.save({"optimizer": checkpoint._named_state(model, optimizer)}, checkpoint_id=folder)
+    dcp.save({"optimizer": dtensor_checkpoint._named_state(model, optimizer)}, checkpoint_id=folder)
 
 
 @pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
@@ -57,7 +57,7 @@ def test_the_state_of_every_optimizer_is_read_as_it_was_saved(
     model, optimizer = trained(kind, options, 2)
     saved(tmp_path, model, optimizer)
     fresh, again = trained(kind, options, 0)
-    checkpoint.load_optimizer(fresh, again, None, str(tmp_path))
+    dtensor_checkpoint.load_optimizer(fresh, again, None, str(tmp_path))
     before = [optimizer.state[parameter] for parameter in model.parameters()]
     after = [again.state[parameter] for parameter in fresh.parameters()]
     for left, right in zip(before, after, strict=True):
@@ -88,7 +88,7 @@ def test_a_description_that_names_code_is_refused_and_not_run(tmp_path: Path) ->
     for attack in attacks:
         (tmp_path / ".metadata").write_bytes(attack)
         with pytest.raises(CheckpointMismatchError, match=str(tmp_path)):
-            checkpoint.load_optimizer(model, optimizer, None, str(tmp_path))
+            dtensor_checkpoint.load_optimizer(model, optimizer, None, str(tmp_path))
         assert not touched.exists()
 
 
@@ -96,11 +96,11 @@ def test_a_value_that_is_no_tensor_runs_no_code(tmp_path: Path) -> None:
     """torch reads such values by `torch.load` with every class allowed."""
     touched = tmp_path / "touched"
     model, optimizer = trained(torch.optim.AdamW, {}, 1)
-    state = checkpoint._named_state(model, optimizer)
+    state = dtensor_checkpoint._named_state(model, optimizer)
     next(iter(state.values()))["exp_avg"] = Harm(touched)
     dcp.save({"optimizer": state}, checkpoint_id=tmp_path)
     with pytest.raises(CheckpointMismatchError, match="does not fit"):
-        checkpoint.load_optimizer(model, optimizer, None, str(tmp_path))
+        dtensor_checkpoint.load_optimizer(model, optimizer, None, str(tmp_path))
     assert not touched.exists()
     # The attack is one: unguarded, the value runs.
     pickle.load(io.BytesIO(pickle.dumps(Harm(touched))))

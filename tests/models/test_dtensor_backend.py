@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.models.dtensor.backend import DTensorBackend
+from nemo_rl.models.dtensor.dtensor_backend import DTensorBackend
 
 
 @pytest.mark.parametrize(("every", "cleared_after"), [(2, [2, 4]), (3, [3]), (None, [])])
@@ -18,7 +18,7 @@ def test_cached_memory_goes_back_every_so_many_microbatches(
     done: list[Any] = []
     cleared: list[int] = []
     monkeypatch.setattr(
-        "nemo_rl.models.dtensor.backend.release_cached_memory", lambda device: cleared.append(len(done) + 1)
+        "nemo_rl.models.dtensor.dtensor_backend.release_cached_memory", lambda device: cleared.append(len(done) + 1)
     )
     alone = SimpleNamespace(size=lambda: 1)
     mesh: Any = SimpleNamespace(device=torch.device("cpu"), gradient_mesh=alone)

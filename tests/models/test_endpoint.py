@@ -48,11 +48,11 @@ from nemo_rl.experience.rollouts import (
 )
 from nemo_rl.experience.store import rollout_columns, sample_starts
 from nemo_rl.models.generation.decisions import SamplingMasks, TokenRoutes
-from nemo_rl.models.generation.endpoint.http import EndpointError, Slots, bound_socket, root_url
+from nemo_rl.models.generation.endpoint.endpoint_http import EndpointError, Slots, bound_socket, root_url
 from nemo_rl.models.generation.endpoint.server import Endpoint, start_endpoint
 from nemo_rl.models.generation.endpoint.serving import _load_plugins
 from nemo_rl.models.generation.endpoint.session import SessionPlan
-from nemo_rl.models.generation.endpoint.streaming import StreamedAnswers, chunk_of
+from nemo_rl.models.generation.endpoint.streamed_answers import StreamedAnswers, chunk_of
 from nemo_rl.models.generation.interfaces import (
     GenerationError,
     GenerationRequest,

@@ -13,7 +13,7 @@ import torch
 from nemo_rl.distributed.ports import free_ports
 from nemo_rl.models.generation.interfaces import WakeError
 from nemo_rl.models.generation.vllm.worker import EngineMemory
-from nemo_rl.models.policy.worker import PolicyWorker
+from nemo_rl.models.policy.policy_worker import PolicyWorker
 from nemo_rl.weight_sync.transports import nccl
 from nemo_rl.weight_sync.transports.nccl import BroadcastGroup, GroupMeeting, KeptGroup
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from nemo_rl.config import DTensorConfig, PolicyConfig
-from nemo_rl.models.dtensor.checks import check_device, check_packages
-from nemo_rl.models.dtensor.load import apply_liger
+from nemo_rl.models.dtensor.dtensor_checks import check_device, check_packages
+from nemo_rl.models.dtensor.model_loading import apply_liger
 from nemo_rl.models.policy.attention import Kernel, Segments, SharedKeys, packed_attention
 from nemo_rl.models.policy.model_config import KernelUnavailableError, UnsupportedModelError
 

@@ -10,8 +10,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from nemo_rl.config import LoraConfig, PolicyConfig
-from nemo_rl.models.dtensor.checks import check_attention, check_policy
-from nemo_rl.models.dtensor.lora import AdaptedLinear, apply_adapters
+from nemo_rl.models.dtensor.dtensor_checks import check_attention, check_policy
+from nemo_rl.models.dtensor.dtensor_lora import AdaptedLinear, apply_adapters
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 from nemo_rl.models.policy import attention
 from nemo_rl.models.policy.backend import BACKENDS

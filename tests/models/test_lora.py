@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from nemo_rl.config import LoraConfig
-from nemo_rl.models.dtensor.lora import AdaptedLinear, apply_adapters, base_model, chosen_layers, first_factors
+from nemo_rl.models.dtensor.dtensor_lora import AdaptedLinear, apply_adapters, base_model, chosen_layers, first_factors
 from nemo_rl.models.generation.vllm.extension import AdapterMismatchError, ArrivedAdapters
 from nemo_rl.models.policy.model_config import UnsupportedModelError
 from tests.conftest import example

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from nemo_rl.models.megatron.bridge import Bridge
-from nemo_rl.models.megatron.checks import check_policy
+from nemo_rl.models.megatron.megatron_checks import check_policy
 from nemo_rl.models.policy.model_config import KernelUnavailableError, UnsupportedModelError, model_config
 from tests.models import bridge_ranks
 from tests.models.bridge_ranks import AutoMapping, bridged_stories, modules
@@ -120,7 +120,7 @@ def test_a_family_that_needs_the_package_says_so_without_it(
 
 @pytest.mark.usefixtures("package")
 def test_the_packages_own_layers_attend_over_packed_rows(models: dict[str, str]) -> None:
-    from nemo_rl.models.megatron.layers import PackedAttention
+    from nemo_rl.models.megatron.packed_layers import PackedAttention
 
     cfg = run_config(models["mistral"], 1, *MEGATRON).policy
     bridge = Bridge(cfg, model_config(cfg), engine=True)

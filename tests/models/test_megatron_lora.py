@@ -16,7 +16,7 @@ from transformers import Qwen2Config
 from nemo_rl.config.megatron import MegatronPeftConfig
 from nemo_rl.models.generation.vllm.extension import ArrivedAdapters
 from nemo_rl.models.megatron.families import Naming, Sizes, weights_of
-from nemo_rl.models.megatron.lora import chosen_layers, factors_of
+from nemo_rl.models.megatron.megatron_lora import chosen_layers, factors_of
 from nemo_rl.models.policy.model_config import UnsupportedModelError
 from nemo_rl.utils.adapters import AdapterInfo, write_adapter
 from nemo_rl.utils.convert import to_hugging_face

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.config import ConfigError, PolicyConfig
-from nemo_rl.models.megatron.checks import check_device, check_policy
+from nemo_rl.models.megatron.megatron_checks import check_device, check_policy
 from nemo_rl.models.policy.model_config import KernelUnavailableError, UnsupportedModelError, model_config
 from tests.models.policy_ranks import MEGATRON, run_config
 

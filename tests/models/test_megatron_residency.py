@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.models.megatron.backend import forget_workspaces
+from nemo_rl.models.megatron.megatron_backend import forget_workspaces
 
 
 def test_workspaces_of_transformer_engine_do_not_outlive_an_offload(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nemo_rl.config import PolicyConfig, load_master_config
-from nemo_rl.models.megatron.optimizer import build_schedule
+from nemo_rl.models.megatron.megatron_optimizer import build_schedule
 from nemo_rl.models.policy.optimizer import OptimizerConfigError
 
 _SHAPE = "policy.megatron_cfg.scheduler"

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemo_rl.models.dtensor.experts import expert_modules
-from nemo_rl.models.dtensor.router_replay import attach_router_replay
+from nemo_rl.models.dtensor.replayed_routers import attach_router_replay
 from nemo_rl.models.policy.model_config import UnsupportedModelError
 from nemo_rl.models.policy.router_replay import RouterPass, Routes
 

@@ -7,7 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl.models.generation.endpoint.streaming import StreamedAnswers, TextStream, chunk_of, event_of
+from nemo_rl.models.generation.endpoint.streamed_answers import StreamedAnswers, TextStream, chunk_of, event_of
 
 
 def decode(token_ids: list[int]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.loss import ClippedPGLossFn
-from nemo_rl.models.policy.worker import CACHES, WARM_UP_TOKENS, keep_compiled, warm_up_rows
+from nemo_rl.models.policy.policy_worker import CACHES, WARM_UP_TOKENS, keep_compiled, warm_up_rows
 from tests.models.policy_ranks import run_config
 from tests.ranks import run_ranks
 
@@ -66,7 +66,7 @@ def graphs_after_a_warm_up(model: str) -> tuple[int, int]:
     from torch import nn
     from torch._dynamo.utils import counters
 
-    from nemo_rl.models.policy import worker as module
+    from nemo_rl.models.policy import policy_worker as module
     from tests.models.policy_ranks import grouped_batch, make_worker, shard_of
 
     # As wide as the model, as 2 x 768 tokens are for one of 1,536.

@@ -7,7 +7,7 @@ import os
 import torch
 
 from nemo_rl.loss import ClippedPGLossFn
-from nemo_rl.models.dtensor.checks import check_policy
+from nemo_rl.models.dtensor.dtensor_checks import check_policy
 from nemo_rl.models.dtensor.export import tensor_metas
 from nemo_rl.models.dtensor.parallelize import local_tensor
 from nemo_rl.models.policy.model_config import auto_class, model_config

@@ -21,7 +21,7 @@ import requests
 from nemo_rl.config import load_master_config
 from nemo_rl.models.generation.endpoint.server import Endpoint, start_endpoint
 from nemo_rl.models.generation.endpoint.session import Session, SessionPlan
-from nemo_rl.models.generation.endpoint.streaming import StreamedAnswers, chunk_of
+from nemo_rl.models.generation.endpoint.streamed_answers import StreamedAnswers, chunk_of
 from nemo_rl.models.generation.interfaces import GenerationSamplingParams, request_seed
 from tests.models.elastic_engines import Elastic, elastic_engines
 

@@ -39,7 +39,7 @@ from nemo_rl.environments.registry import Actors, await_environments, environmen
 from nemo_rl.environments.shares import SharedEnvironments
 from nemo_rl.experience.store import InProcessStore
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
-from nemo_rl.models.multi_lora.policy import MultiLoraPolicy
+from nemo_rl.models.multi_lora.multi_lora_policy import MultiLoraPolicy
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.adapters import AdapterInfo
 from nemo_rl.utils.files import adapter_states, replace_file

@@ -31,8 +31,8 @@ from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.models.multi_lora import memory
 from nemo_rl.models.multi_lora.engine import LAYERS as ENGINE_LAYERS
 from nemo_rl.models.multi_lora.engine import WORKER as ENGINE_WORKER
-from nemo_rl.models.multi_lora.policy import WORKER as POLICY_WORKER
-from nemo_rl.models.multi_lora.policy import MultiLoraPolicy
+from nemo_rl.models.multi_lora.multi_lora_policy import WORKER as POLICY_WORKER
+from nemo_rl.models.multi_lora.multi_lora_policy import MultiLoraPolicy
 from nemo_rl.models.policy.lm_policy import start_policy_actors
 from nemo_rl.models.policy.model_config import UnsupportedModelError, number_of_experts
 from nemo_rl.utils.progress import StartPhases

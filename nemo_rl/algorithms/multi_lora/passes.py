@@ -20,7 +20,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.worker_calls import WorkerTimeoutError
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.multi_lora.messages import SLOT, StepRefused
-from nemo_rl.models.multi_lora.policy import MultiLoraPolicy
+from nemo_rl.models.multi_lora.multi_lora_policy import MultiLoraPolicy
 from nemo_rl.models.policy.batches import tags_of
 from nemo_rl.models.policy.interfaces import BatchHandle, Scores, TrainResult
 from nemo_rl.utils.adapter_turns import Ready, Turns

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.distributed.tensor import DTensor
 
-from nemo_rl.models.dtensor.lora import AdaptedLinear, merged_weight
+from nemo_rl.models.dtensor.dtensor_lora import AdaptedLinear, merged_weight
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 from nemo_rl.models.policy.lora import is_factor
 from nemo_rl.weight_sync.layout import TensorMeta, dtype_name

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nemo_rl.config.placement import ParallelSizes, ParallelSizesError
 from nemo_rl.distributed.accelerators import Accelerator
-from nemo_rl.models.policy.groups import RankGroups
+from nemo_rl.models.policy.rank_groups import RankGroups
 
 
 class ParallelMesh(RankGroups):

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from typing_extensions import override
 
-from nemo_rl.models.dtensor.checks import carries_state, check_one_sequence
-from nemo_rl.models.dtensor.lora import AdaptedLinear
+from nemo_rl.models.dtensor.dtensor_checks import carries_state, check_one_sequence
+from nemo_rl.models.dtensor.dtensor_lora import AdaptedLinear
 from nemo_rl.models.dtensor.mesh import ParallelMesh
 from nemo_rl.models.dtensor.parallelize import local_tensor
 from nemo_rl.models.policy.packed import PackedBatch, Projection, RowOutput, RowSlice, score_row

@@ -179,7 +179,7 @@ class Bridge:
 
     def layers(self, virtual: int | None) -> object:
         """The package's specification of Transformer Engine's layers, with attention over packed rows."""
-        from nemo_rl.models.megatron.layers import PackedAttention
+        from nemo_rl.models.megatron.packed_layers import PackedAttention
 
         spec = self._provider.transformer_layer_spec
         if not any(hasattr(spec, part) for part in ("submodules", "layer_specs")):

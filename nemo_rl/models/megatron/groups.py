@@ -13,7 +13,7 @@ import torch.distributed as dist
 from nemo_rl.config.placement import ParallelSizes, ParallelSizesError
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.models.megatron import cpu
-from nemo_rl.models.policy.groups import COLLECTIVE_TIMEOUT_S, RankGroups
+from nemo_rl.models.policy.rank_groups import COLLECTIVE_TIMEOUT_S, RankGroups
 
 
 class MegatronGroups(RankGroups):

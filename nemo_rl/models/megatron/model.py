@@ -19,7 +19,7 @@ from nemo_rl.models.megatron import cpu
 from nemo_rl.models.megatron.bridge import Bridge, is_known
 from nemo_rl.models.megatron.families import Naming, Sizes
 from nemo_rl.models.megatron.groups import MegatronGroups
-from nemo_rl.models.megatron.lora import attach_adapters
+from nemo_rl.models.megatron.megatron_lora import attach_adapters
 from nemo_rl.models.megatron.prediction import prediction_block
 from nemo_rl.models.policy.model_config import UnsupportedModelError, compute_dtype
 
@@ -51,7 +51,7 @@ def build_model(cfg: PolicyConfig, model: PretrainedConfig, groups: MegatronGrou
     from megatron.core import __version__, tensor_parallel
     from megatron.core.transformer.moe import moe_utils
 
-    from nemo_rl.models.megatron.layers import PackedGPT
+    from nemo_rl.models.megatron.packed_layers import PackedGPT
 
     # Megatron-Core 0.16 asks for this name whether or not Transformer Engine, which would define it, is there.
     moe_utils.__dict__.setdefault("te_general_gemm", None)
@@ -231,7 +231,7 @@ def _layers(config: object, sizes: Sizes, virtual: int | None, *, engine: bool) 
     )
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
-    from nemo_rl.models.megatron.layers import PackedAttention, RowNorm
+    from nemo_rl.models.megatron.packed_layers import PackedAttention, RowNorm
 
     options: dict[str, object] = {"num_experts": sizes.experts or None, "qk_layernorm": sizes.family.qk_norm}
     if engine:

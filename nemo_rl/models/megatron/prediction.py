@@ -25,7 +25,7 @@ from nemo_rl.distributed.devices import to_device
 from nemo_rl.loss.interfaces import EPSILON, LossFunction, LossType
 from nemo_rl.models.megatron.families import Naming, Sizes, Weight, prediction_weights_of
 from nemo_rl.models.megatron.groups import MegatronGroups
-from nemo_rl.models.megatron.weights import ModelFiles, ShardedWeights
+from nemo_rl.models.megatron.sharded_weights import ModelFiles, ShardedWeights
 from nemo_rl.models.policy.model_config import CheckpointMismatchError
 from nemo_rl.models.policy.packed import PackedBatch, Projection, RowSlice
 from nemo_rl.models.policy.scoring import LogitTransform, score_tokens
@@ -156,7 +156,7 @@ def prediction_block(config: TransformerConfig, layers: object, virtual: int | N
         return None
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
-    from nemo_rl.models.megatron.layers import PackedPrediction, RowNorm
+    from nemo_rl.models.megatron.packed_layers import PackedPrediction, RowNorm
 
     block = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=engine, vp_stage=virtual)
     for spec in (block.layer_specs or []) if block is not None else []:

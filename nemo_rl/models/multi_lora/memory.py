@@ -10,7 +10,7 @@ from torch import nn
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.master import MultiLoraMasterConfig
-from nemo_rl.models.dtensor.lora import chosen_layers
+from nemo_rl.models.dtensor.dtensor_lora import chosen_layers
 from nemo_rl.models.policy.model_config import empty_model, model_config
 
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

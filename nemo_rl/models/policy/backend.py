@@ -20,7 +20,7 @@ from nemo_rl.distributed.processes import importing
 from nemo_rl.distributed.worker_groups import resolve_fqn
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.policy.checkpoint_files import BackgroundWriter
-from nemo_rl.models.policy.groups import RankGroups
+from nemo_rl.models.policy.rank_groups import RankGroups
 from nemo_rl.models.policy.train_step import MicrobatchResult, StepBackend
 
 if TYPE_CHECKING:
@@ -223,15 +223,15 @@ class BackendSpec:
 BACKENDS = {
     "dtensor": BackendSpec(
         "dtensor",
-        "nemo_rl.models.dtensor.backend.build_backend",
-        "nemo_rl.models.dtensor.checks.check_policy",
-        "nemo_rl.models.dtensor.checks.check_device",
+        "nemo_rl.models.dtensor.dtensor_backend.build_backend",
+        "nemo_rl.models.dtensor.dtensor_checks.check_policy",
+        "nemo_rl.models.dtensor.dtensor_checks.check_device",
     ),
     "megatron": BackendSpec(
         "megatron",
-        "nemo_rl.models.megatron.backend.build_backend",
-        "nemo_rl.models.megatron.checks.check_policy",
-        "nemo_rl.models.megatron.checks.check_device",
+        "nemo_rl.models.megatron.megatron_backend.build_backend",
+        "nemo_rl.models.megatron.megatron_checks.check_policy",
+        "nemo_rl.models.megatron.megatron_checks.check_device",
     ),
 }
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-WORKER = "nemo_rl.models.policy.worker.PolicyWorker"
+WORKER = "nemo_rl.models.policy.policy_worker.PolicyWorker"
 _AXES = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
 _REPLICAS = ("pipeline_parallel", "context_parallel", "tensor_parallel")
 _SAVE_TIMEOUT_S = 1800.0

@@ -15,9 +15,9 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config.errors import UserError
-from nemo_rl.models.generation.endpoint.http import decisions_of
+from nemo_rl.models.generation.endpoint.endpoint_http import decisions_of
 from nemo_rl.models.generation.endpoint.session import Session, Turn, exact_prompt, text_of
-from nemo_rl.models.generation.endpoint.streaming import TextStream
+from nemo_rl.models.generation.endpoint.streamed_answers import TextStream
 from nemo_rl.models.generation.interfaces import (
     GenerationRequest,
     GenerationResult,

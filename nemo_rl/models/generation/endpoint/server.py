@@ -21,7 +21,7 @@ import orjson
 from nemo_rl.config import ConfigError, PolicyConfig
 from nemo_rl.config.errors import UserError
 from nemo_rl.config.generation import HttpServerConfig
-from nemo_rl.models.generation.endpoint.http import (
+from nemo_rl.models.generation.endpoint.endpoint_http import (
     EndpointError,
     Slots,
     TooLarge,
@@ -49,7 +49,7 @@ from nemo_rl.models.generation.endpoint.router_engine import (
 )
 from nemo_rl.models.generation.endpoint.serving import MODEL, Serving, make_serving
 from nemo_rl.models.generation.endpoint.session import Session, SessionPlan, Turn
-from nemo_rl.models.generation.endpoint.streaming import StreamedAnswers, chunk_of, event_of, events_of, may_end
+from nemo_rl.models.generation.endpoint.streamed_answers import StreamedAnswers, chunk_of, event_of, events_of, may_end
 from nemo_rl.models.generation.interfaces import GenerationError
 from nemo_rl.utils.http_server import BackgroundServer, Bounds
 

@@ -21,7 +21,7 @@ from nemo_rl.models.policy.batches import refuse_model_inputs, shard_chunk, shar
 from nemo_rl.models.policy.interfaces import TrainResult
 from nemo_rl.models.policy.lm_policy import Policy
 
-WORKER = "nemo_rl.models.multi_lora.worker.MultiLoraWorker"
+WORKER = "nemo_rl.models.multi_lora.multi_lora_worker.MultiLoraWorker"
 
 
 def trained_lengths(data: BatchedDataDict) -> torch.Tensor:

@@ -155,7 +155,7 @@ class Pipeline:
         )
 
     def _through(self, chunk: GPTModel, batch: PackedBatch, ahead: Sequence[Ahead]) -> torch.Tensor:
-        from nemo_rl.models.megatron.layers import PackedRow
+        from nemo_rl.models.megatron.packed_layers import PackedRow
 
         mine = self._cut.mine(batch)
         read_KT = torch.stack([of.read_T for of in ahead]) if ahead else None

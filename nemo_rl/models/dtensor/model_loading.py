@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.placement import compiles_layers
-from nemo_rl.models.dtensor.checks import LIGER, check_attention, check_device
+from nemo_rl.models.dtensor.dtensor_checks import LIGER, check_attention, check_device
+from nemo_rl.models.dtensor.dtensor_lora import KEY, apply_adapters, first_factors
 from nemo_rl.models.dtensor.experts import apply_expert_parallel
 from nemo_rl.models.dtensor.export import PREFIX, remember_disk_names
-from nemo_rl.models.dtensor.lora import KEY, apply_adapters, first_factors
 from nemo_rl.models.dtensor.mesh import ParallelMesh
 from nemo_rl.models.dtensor.parallelize import (
     apply_activation_checkpointing,
@@ -27,7 +27,7 @@ from nemo_rl.models.dtensor.parallelize import (
     apply_fsdp,
     apply_tensor_parallel,
 )
-from nemo_rl.models.dtensor.router_replay import attach_router_replay
+from nemo_rl.models.dtensor.replayed_routers import attach_router_replay
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 from nemo_rl.models.policy import attention
 from nemo_rl.models.policy.lora import FACTORS, read_factors

@@ -120,8 +120,8 @@ def check_attention(model: PreTrainedModel) -> None:
 
 
 def _check_adapters(cfg: PolicyConfig, model: PretrainedConfig) -> None:
+    from nemo_rl.models.dtensor.dtensor_lora import KEY, chosen_layers
     from nemo_rl.models.dtensor.experts import expert_modules
-    from nemo_rl.models.dtensor.lora import KEY, chosen_layers
     from nemo_rl.models.policy.model_config import empty_model
 
     whole = empty_model(model, trust_remote_code=cfg.trust_remote_code)

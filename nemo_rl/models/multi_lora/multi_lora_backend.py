@@ -24,12 +24,12 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.config.placement import ParallelSizes
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.loss.interfaces import LossFunction
-from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.checkpoint import SCHEDULE_FILE, CheckpointWriter
+from nemo_rl.models.dtensor.dtensor_backend import DTensorBackend
+from nemo_rl.models.dtensor.dtensor_checkpoint import SCHEDULE_FILE, CheckpointWriter
+from nemo_rl.models.dtensor.dtensor_lora import KEY, chosen_layers
 from nemo_rl.models.dtensor.export import hf_name
-from nemo_rl.models.dtensor.load import load_scorer
-from nemo_rl.models.dtensor.lora import KEY, chosen_layers
 from nemo_rl.models.dtensor.mesh import ParallelMesh
+from nemo_rl.models.dtensor.model_loading import load_scorer
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 from nemo_rl.models.multi_lora.messages import SLOT
 from nemo_rl.models.multi_lora.slots import AdapterSlots, Span, spans_of

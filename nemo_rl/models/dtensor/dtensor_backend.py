@@ -22,11 +22,11 @@ from nemo_rl.config.placement import ParallelSizes
 from nemo_rl.distributed.accelerators import CPU, CUDA
 from nemo_rl.distributed.devices import release_cached_memory
 from nemo_rl.loss.interfaces import LossFunction
-from nemo_rl.models.dtensor.checkpoint import CheckpointWriter, load_optimizer
+from nemo_rl.models.dtensor.dtensor_checkpoint import CheckpointWriter, load_optimizer
+from nemo_rl.models.dtensor.dtensor_lora import AdaptedLinear, base_model
 from nemo_rl.models.dtensor.export import adapter_metas, full_weights, sent_adapters, tensor_metas
-from nemo_rl.models.dtensor.load import load_scorer
-from nemo_rl.models.dtensor.lora import AdaptedLinear, base_model
 from nemo_rl.models.dtensor.mesh import ParallelMesh
+from nemo_rl.models.dtensor.model_loading import load_scorer
 from nemo_rl.models.dtensor.parallelize import HEADWISE_NORMS, is_tensor_parallel, local_tensor
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 from nemo_rl.models.policy.attention import ATTENTION_NAME, kernel_in_use

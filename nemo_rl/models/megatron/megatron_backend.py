@@ -24,15 +24,15 @@ from nemo_rl.distributed.devices import release_cached_memory
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.megatron import cpu
 from nemo_rl.models.megatron.bridge import BridgedWeights
-from nemo_rl.models.megatron.checkpoint import CheckpointWriter, OptimizerState, load_optimizer
 from nemo_rl.models.megatron.groups import MegatronGroups
-from nemo_rl.models.megatron.lora import KEY, AdaptedWeights, base_model
+from nemo_rl.models.megatron.megatron_checkpoint import CheckpointWriter, OptimizerState, load_optimizer
+from nemo_rl.models.megatron.megatron_lora import KEY, AdaptedWeights, base_model
+from nemo_rl.models.megatron.megatron_optimizer import build_optimizer, build_schedule, inner_optimizers, with_gradients
 from nemo_rl.models.megatron.model import BuiltModel, build_model, is_frozen_router
-from nemo_rl.models.megatron.optimizer import build_optimizer, build_schedule, inner_optimizers, with_gradients
-from nemo_rl.models.megatron.passes import Ending, Pipeline
+from nemo_rl.models.megatron.pipeline_passes import Ending, Pipeline
 from nemo_rl.models.megatron.prediction import PredictingWeights
 from nemo_rl.models.megatron.routers import Routers
-from nemo_rl.models.megatron.weights import ModelWeights, ShardedWeights
+from nemo_rl.models.megatron.sharded_weights import ModelWeights, ShardedWeights
 from nemo_rl.models.policy.attention import kernel_in_use
 from nemo_rl.models.policy.backend import Backend, BackendOptions
 from nemo_rl.models.policy.lora import is_factor

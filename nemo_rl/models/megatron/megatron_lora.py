@@ -23,7 +23,7 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.config.megatron import MegatronPeftConfig
 from nemo_rl.models.megatron.families import Naming, Sizes, Weight, weights_of
 from nemo_rl.models.megatron.groups import MegatronGroups
-from nemo_rl.models.megatron.weights import ShardedWeights, whole_name
+from nemo_rl.models.megatron.sharded_weights import ShardedWeights, whole_name
 from nemo_rl.models.policy.lora import FACTORS, choose_layers, drawn_factors, read_factors, without_adapters
 from nemo_rl.models.policy.model_config import CheckpointMismatchError, UnsupportedModelError
 from nemo_rl.utils.adapters import AdapterInfo

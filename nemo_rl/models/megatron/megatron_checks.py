@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from nemo_rl.config import PolicyConfig
-from nemo_rl.models.megatron import bridge, lora
+from nemo_rl.models.megatron import bridge, megatron_lora
 from nemo_rl.models.megatron.families import Sizes
 from nemo_rl.models.policy.model_config import KernelUnavailableError, UnsupportedModelError, check_not_quantized
 
@@ -41,10 +41,10 @@ def check_policy(cfg: PolicyConfig, model: PretrainedConfig) -> None:
     if cfg.megatron_cfg.peft.enabled:
         if not bridge.is_known(model):
             raise UnsupportedModelError(
-                f"{lora.KEY}.enabled=true: adapters are not built for the model type {model.model_type!r}, whose "
-                "weights the package megatron-bridge carries; train them with policy.dtensor_cfg.enabled=true"
+                f"{megatron_lora.KEY}.enabled=true: adapters are not built for the model type {model.model_type!r}, "
+                "whose weights the package megatron-bridge carries; train them with policy.dtensor_cfg.enabled=true"
             )
-        lora.check_adapters(cfg, sizes)
+        megatron_lora.check_adapters(cfg, sizes)
     for problem in _sizes_that_do_not_divide(cfg, sizes):
         raise UnsupportedModelError(problem)
 

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import nn
 
 from nemo_rl.models.megatron.groups import MegatronGroups
-from nemo_rl.models.megatron.lora import AdaptedWeights
-from nemo_rl.models.megatron.optimizer import inner_optimizers
+from nemo_rl.models.megatron.megatron_lora import AdaptedWeights
+from nemo_rl.models.megatron.megatron_optimizer import inner_optimizers
 from nemo_rl.models.megatron.prediction import FOLDER, PredictingWeights
-from nemo_rl.models.megatron.weights import ModelWeights
+from nemo_rl.models.megatron.sharded_weights import ModelWeights
 from nemo_rl.models.policy.checkpoint_files import (
     BackgroundWriter,
     snapshot,

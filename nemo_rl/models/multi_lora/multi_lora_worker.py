@@ -18,12 +18,12 @@ from nemo_rl.data_plane.schema import SAMPLING_MASK_FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.devices import allowed_memory, device_of_process, keep_to_slot
 from nemo_rl.loss.interfaces import LossFunction
-from nemo_rl.models.multi_lora.backend import MultiLoraBackend, build_backend
 from nemo_rl.models.multi_lora.messages import SLOT, StepRefused
+from nemo_rl.models.multi_lora.multi_lora_backend import MultiLoraBackend, build_backend
 from nemo_rl.models.policy.backend import Backend
 from nemo_rl.models.policy.batches import RECORDED
+from nemo_rl.models.policy.policy_worker import PolicyWorker
 from nemo_rl.models.policy.train_step import MicrobatchResult, NonFiniteStepError, TrainStep, step_report
-from nemo_rl.models.policy.worker import PolicyWorker
 
 
 class MultiLoraWorker(PolicyWorker):
