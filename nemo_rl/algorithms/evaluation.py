@@ -384,7 +384,9 @@ def lines_of(config: EvalMasterConfig, score: Score) -> Iterator[str]:
     """The lines by which scripts find the result of NeMo-RL's evaluator."""
     yield f"model_name={_base_name(config.generation.model_name)!r} dataset_name={_dataset_name(config)!r}"
     sampling = _sampling(config)
-    told = {"max_new_tokens": config.generation.vllm_cfg.max_model_len, **sampling, "seed": config.eval.seed}
+    # NeMo-RL shows the longest sequence, which is the limit of its recipes; one of one's own is the smaller number.
+    limit = min(config.generation.max_new_tokens, config.generation.vllm_cfg.max_model_len)
+    told = {"max_new_tokens": limit, **sampling, "seed": config.eval.seed}
     yield " ".join(f"{name}={value}" for name, value in told.items())
     yield f"metric={score.metric} num_tests_per_prompt={score.answers_per_problem}"
     yield f"score={score.value:.4f} ({score.total}/{score.problems})"
