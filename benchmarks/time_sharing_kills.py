@@ -175,7 +175,7 @@ class Kills:
 
     def check(self) -> int:
         """Closes the pool; the events of its record, which must keep every invariant and know two schedulers."""
-        from nemo_rl.time_sharing.history.check import check
+        from nemo_rl.time_sharing.history.checker import check
         from nemo_rl.time_sharing.log.events import SchedulerStarted
         from nemo_rl.time_sharing.log.reading import merge_by_machine_time
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 # Under the gate the run is submitted to the pool that is open, whose scheduler lends it GPUs.
 if os.environ.get("RLIX_CONTROL_PLANE") == "rlix":
-    from nemo_rl.time_sharing.commands import run_under_control_plane as main
+    from nemo_rl.time_sharing.pool_commands import run_under_control_plane as main
 else:
     from nemo_rl.algorithms.launch import grpo as main
 

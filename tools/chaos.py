@@ -24,7 +24,7 @@ from pathlib import Path
 
 from chaos_run import DAMAGES, ENDS_AFTER_S, STOPPED, TARGETS, TOGETHER, Failed, Run
 
-from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log.reading import merge_by_machine_time
 from nemo_rl.utils.record import read_record
 from nemo_rl.utils.record_events import GroupAdmitted, GroupTrained, StepFinished

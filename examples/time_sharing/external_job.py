@@ -22,7 +22,7 @@ from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
 from nemo_rl.time_sharing.agents.actors import RayLink, start_scheduler, stop_scheduler
 from nemo_rl.time_sharing.agents.external import ExternalJob
 from nemo_rl.time_sharing.agents.ray_reaper import agent_actor_name, agent_namespace
-from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log.reading import merge_by_machine_time
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, Command, Limits, Reply

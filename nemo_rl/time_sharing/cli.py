@@ -18,12 +18,12 @@ from pathlib import Path
 
 from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing.arguments import add_page_arguments, add_pool_arguments, seconds
-from nemo_rl.time_sharing.history.check import INVARIANTS, check, refuse_nothing
+from nemo_rl.time_sharing.history.checker import INVARIANTS, check, refuse_nothing
 from nemo_rl.time_sharing.log import events as _events  # registers the scheduler's event kinds
 from nemo_rl.time_sharing.log.pool_state import PoolState
 from nemo_rl.time_sharing.log.reading import read_logs
 from nemo_rl.time_sharing.log.segments import segments_of
-from nemo_rl.time_sharing.simulation.cli import (
+from nemo_rl.time_sharing.simulation.simulation_commands import (
     UsageError,
     add_simulate_arguments,
     count,
@@ -32,7 +32,7 @@ from nemo_rl.time_sharing.simulation.cli import (
     simulate,
     soak,
 )
-from nemo_rl.time_sharing.viewing.report import write_report
+from nemo_rl.time_sharing.viewing.pool_report import write_report
 from nemo_rl.time_sharing.viewing.timeline import build_timeline
 from nemo_rl.time_sharing.viewing.trace import write_trace
 from nemo_rl.utils.record import RecordDamaged
@@ -166,9 +166,9 @@ def _live_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
 
     def live(name: str) -> Callable[[argparse.Namespace], int]:
         def run(chosen: argparse.Namespace) -> int:
-            from nemo_rl.time_sharing import commands, launcher
+            from nemo_rl.time_sharing import launcher, pool_commands
 
-            return commands.guarded(lambda: getattr(launcher if name == "serve" else commands, name)(chosen))
+            return pool_commands.guarded(lambda: getattr(launcher if name == "serve" else pool_commands, name)(chosen))
 
         return run
 

@@ -28,7 +28,15 @@ from nemo_rl.time_sharing.arguments import (
     check_variables,
     seconds_or_none,
 )
-from nemo_rl.time_sharing.commands import (
+from nemo_rl.time_sharing.log.pool_state import Standing
+from nemo_rl.time_sharing.mps import multi_process_service
+from nemo_rl.time_sharing.open_pools import OpenPool, announced
+from nemo_rl.time_sharing.opening import LIVE_LIMITS, close_pool, open_pool
+from nemo_rl.time_sharing.pipelines.folders import in_folders
+from nemo_rl.time_sharing.pipelines.job import Job, read_jobs
+from nemo_rl.time_sharing.pipelines.slot_choice import choose_slots
+from nemo_rl.time_sharing.pool import PoolError, log_trouble
+from nemo_rl.time_sharing.pool_commands import (
     EXIT_FAILED,
     EXIT_OK,
     ask,
@@ -39,14 +47,6 @@ from nemo_rl.time_sharing.commands import (
     submitters_env,
     watch,
 )
-from nemo_rl.time_sharing.log.pool_state import Standing
-from nemo_rl.time_sharing.mps import multi_process_service
-from nemo_rl.time_sharing.open_pools import OpenPool, announced
-from nemo_rl.time_sharing.opening import LIVE_LIMITS, close_pool, open_pool
-from nemo_rl.time_sharing.pipelines.folders import in_folders
-from nemo_rl.time_sharing.pipelines.job import Job, read_jobs
-from nemo_rl.time_sharing.pipelines.slot_choice import choose_slots
-from nemo_rl.time_sharing.pool import PoolError, log_trouble
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import Limits
 from nemo_rl.time_sharing.shipped_scenarios import ALL, SCALE, fitted, shipped_scenarios
@@ -320,7 +320,7 @@ def _checked(log_dir: Path, standings: Sequence[Standing]) -> ScenarioResult:
     """How the pipelines ended, and whether the records of the scheduler and of all of them together keep every
     invariant; says what does not.
     """
-    from nemo_rl.time_sharing.history.check import check
+    from nemo_rl.time_sharing.history.checker import check
     from nemo_rl.time_sharing.log.reading import merge_by_machine_time
 
     entries = list(merge_by_machine_time(sorted(log_dir.glob("*.jsonl"))))

@@ -30,7 +30,7 @@ from nemo_rl.time_sharing.log.sharing import Sharing, SharingWatch
 from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job, Kind
 from nemo_rl.time_sharing.pipelines.residents import Part, PoolFull, Residents, SlotMemory
-from nemo_rl.time_sharing.planning.placement import Mapped
+from nemo_rl.time_sharing.planning.job_placement import Mapped
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.utils.files import why_unwritable
 

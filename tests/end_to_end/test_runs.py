@@ -18,7 +18,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.utils.metrics_file import read_metrics
 from nemo_rl.utils.record import read_record
 from nemo_rl.utils.record_events import PolicyStarted, RequestFinished, RequestSubmitted

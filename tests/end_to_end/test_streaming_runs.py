@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.utils.metrics_file import read_metrics
 from nemo_rl.utils.record import read_record
 from nemo_rl.utils.record_events import GroupAdmitted, GroupTrained, StepFinished

@@ -15,7 +15,7 @@ from typing import Any
 from nemo_rl.experience.prompt_queue import Drawn, PromptQueue, QueueLimits
 from nemo_rl.experience.prompts import GroupKey, group_name
 from nemo_rl.experience.samplers import InOrder, ReadyFirst, Sampler, SlotStatus, WeightFifo, Windowed
-from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.utils.record_events import (
     GroupAdmitted,

@@ -29,7 +29,7 @@ from nemo_rl.experience.samplers import InOrder
 from nemo_rl.experience.store import InProcessStore
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult
 from nemo_rl.models.generation.vllm.fleet import ShardState
-from nemo_rl.time_sharing.history.prompts import PromptChecks
+from nemo_rl.time_sharing.history.prompt_checks import PromptChecks
 from nemo_rl.utils.record_events import WaitBegun, WaitEnded
 from tests.models.elastic_engines import Elastic
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.time_sharing.history.check import check
-from nemo_rl.time_sharing.simulation.adapters import AdapterGeneration, Member, SimulatedAdapters
+from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.simulation.baselines import OURS, QUEUE, SERIAL, STATIC, worth_comparing
 from nemo_rl.time_sharing.simulation.random_scenarios import random_scenario
 from nemo_rl.time_sharing.simulation.results import AloneTimes, run_way
 from nemo_rl.time_sharing.simulation.scenario import Scenario
 from nemo_rl.time_sharing.simulation.scenario_reading import ScenarioError, parse_scenario
+from nemo_rl.time_sharing.simulation.simulated_adapters import AdapterGeneration, Member, SimulatedAdapters
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.utils.record import Entry, MemoryRecord
 from nemo_rl.utils.record_events import (

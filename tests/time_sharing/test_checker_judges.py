@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.time_sharing.cli import main
-from nemo_rl.time_sharing.history.check import NothingToCheck, Violation, check
+from nemo_rl.time_sharing.history.checker import NothingToCheck, Violation, check
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, ClusterSpec, Phase, Priority
 from nemo_rl.utils import record_events as rec

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from nemo_rl.time_sharing.history.check import INVARIANTS, check
+from nemo_rl.time_sharing.history.checker import INVARIANTS, check
 from nemo_rl.time_sharing.log.events import PlanRejected
 from nemo_rl.time_sharing.protocol.types import Command
 from nemo_rl.time_sharing.simulation.random_scenarios import random_scenario

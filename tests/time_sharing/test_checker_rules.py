@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from fleet import Fleet
 
-from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.ledger import Claim, Quarantine, QueuedWant
 from nemo_rl.time_sharing.log.state import SchedulerState

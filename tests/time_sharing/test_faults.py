@@ -20,7 +20,7 @@ import yaml
 from nemo_rl.distributed.accelerators import CPU
 from nemo_rl.time_sharing.agents.actors import CONTROL_NAMESPACE, POOL_NAME, SCHEDULER_NAME
 from nemo_rl.time_sharing.agents.ray_reaper import agent_namespace
-from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.reading import merge_by_machine_time
 from nemo_rl.time_sharing.opening import close_pool, open_pool

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log.events import Fenced, Isolated, Reconnected
 from nemo_rl.time_sharing.protocol.types import Limits
 from nemo_rl.time_sharing.scheduling.liveness import Isolation
-from nemo_rl.time_sharing.simulation.loop import Wire
+from nemo_rl.time_sharing.simulation.event_loop import Wire
 from nemo_rl.time_sharing.simulation.scenario_reading import load_scenario
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.utils.record import MemoryRecord

@@ -17,11 +17,10 @@ from nemo_rl.config import ConfigError, MasterConfig, SFTMasterConfig
 from nemo_rl.config.teachers import pooled_teacher
 from nemo_rl.distributed.accelerators import CUDA
 from nemo_rl.distributed.processes import WORKING_DIRECTORY
-from nemo_rl.time_sharing import commands
+from nemo_rl.time_sharing import pool_commands
 from nemo_rl.time_sharing.agents.ray_reaper import agent_namespace
 from nemo_rl.time_sharing.arguments import ForeignVariable, check_variables, refused_variables
 from nemo_rl.time_sharing.cli import main as command_line
-from nemo_rl.time_sharing.commands import run_under_control_plane, submitters_env
 from nemo_rl.time_sharing.launcher import launcher_parser, limits_of, run_together
 from nemo_rl.time_sharing.log.pool_state import Outcome, Progress, Standing
 from nemo_rl.time_sharing.opening import LIVE_LIMITS
@@ -29,6 +28,7 @@ from nemo_rl.time_sharing.pipelines.job import Job, Kind, read_jobs
 from nemo_rl.time_sharing.pipelines.residents import SlotMemory
 from nemo_rl.time_sharing.pipelines.sft import LentPlacement
 from nemo_rl.time_sharing.pool import variables_of
+from nemo_rl.time_sharing.pool_commands import run_under_control_plane, submitters_env
 from nemo_rl.time_sharing.protocol.topology import Pool, RegistrationError
 from nemo_rl.time_sharing.protocol.types import (
     ACTOR_INFER,
@@ -324,14 +324,14 @@ def test_jobs_are_admitted_in_turn(monkeypatch: pytest.MonkeyPatch, delay_s: flo
         done = Outcome("done", "") if names == ["b"] and asked is not None else None
         return [Standing(names[0], (0,), (0,), 0.0, progress=Progress("training", step, 9, ""), outcome=done)]
 
-    monkeypatch.setattr(commands, "_POLL_S", 0.01)
-    monkeypatch.setattr(commands, "check_code", lambda jobs: None)
-    monkeypatch.setattr(commands, "_standings", standings)
-    monkeypatch.setattr(commands, "ask", lambda answer: answer)
-    monkeypatch.setattr(commands, "replace", lambda job, env: job)
+    monkeypatch.setattr(pool_commands, "_POLL_S", 0.01)
+    monkeypatch.setattr(pool_commands, "check_code", lambda jobs: None)
+    monkeypatch.setattr(pool_commands, "_standings", standings)
+    monkeypatch.setattr(pool_commands, "ask", lambda answer: answer)
+    monkeypatch.setattr(pool_commands, "replace", lambda job, env: job)
     actor: Any = SimpleNamespace(submit=SimpleNamespace(remote=lambda job: submitted.append(job) or job))
     jobs: Any = ["a", "b", "c"]
-    assert commands.submit_all(actor, jobs, {}, admit_delay_s=delay_s) == submitted == ["a", "b", "c"]
+    assert pool_commands.submit_all(actor, jobs, {}, admit_delay_s=delay_s) == submitted == ["a", "b", "c"]
     found = [questions.count("a"), questions.count("b")]
     assert found == asked if asked is not None else min(found) > 0
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 from bench import Bench
 
-from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log.events import RequestDropped
 from nemo_rl.time_sharing.log.state import replay
 from nemo_rl.time_sharing.protocol.topology import RegistrationError

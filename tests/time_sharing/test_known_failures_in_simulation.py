@@ -10,7 +10,7 @@ import pytest
 
 from nemo_rl.time_sharing.agents.agent import Agent
 from nemo_rl.time_sharing.agents.agent_ranks import Host, ProtocolError
-from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.planning.validator import validate
 from nemo_rl.time_sharing.protocol.topology import Topology

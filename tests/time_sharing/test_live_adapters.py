@@ -13,7 +13,7 @@ import pytest
 import ray
 import yaml
 
-from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log.reading import merge_by_machine_time
 from nemo_rl.time_sharing.pipelines.job import read_jobs
 from nemo_rl.time_sharing.protocol.topology import Pool

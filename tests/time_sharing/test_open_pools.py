@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 from nemo_rl.config import ConfigError
-from nemo_rl.time_sharing.commands import check_code, submitters_env
 from nemo_rl.time_sharing.open_pools import NoOpenPool, OpenPool, announced, open_pools, the_open_pool
 from nemo_rl.time_sharing.pipelines.job import read_jobs
 from nemo_rl.time_sharing.pool import PoolError
+from nemo_rl.time_sharing.pool_commands import check_code, submitters_env
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.utils.files import NotPrivate, users_directory
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.time_sharing.cli import main
-from nemo_rl.time_sharing.simulation import cli
+from nemo_rl.time_sharing.simulation import simulation_commands
 from nemo_rl.time_sharing.simulation.baselines import OURS, SERIAL
 from nemo_rl.time_sharing.simulation.results import AloneTimes, Outcome, run_way
 from nemo_rl.time_sharing.simulation.scenario_reading import load_scenario, parse_scenario
@@ -102,10 +102,10 @@ def test_percentiles_are_interpolated() -> None:
 
 
 def test_a_long_simulation_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_SAID_EVERY_S", 0.002)
+    monkeypatch.setattr(simulation_commands, "_SAID_EVERY_S", 0.002)
     scenario = load_scenario(EXAMPLES / "two_jobs.yaml")
     said: list[str] = []
-    progress = cli.Progress(scenario, ways=2, runs=1, say=said.append)
+    progress = simulation_commands.Progress(scenario, ways=2, runs=1, say=said.append)
     assert progress.line(7.0) == f"simulating {scenario.name}: 0% after 7s"
     alone = AloneTimes(scenario, watch=progress.begins)
     for name in (OURS, SERIAL):

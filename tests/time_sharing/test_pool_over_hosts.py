@@ -11,7 +11,7 @@ import ray
 import yaml
 
 from nemo_rl.distributed.accelerators import CPU
-from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log.reading import merge_by_machine_time
 from nemo_rl.time_sharing.opening import LIVE_LIMITS, close_pool, open_pool, wait_for_pipelines
 from nemo_rl.time_sharing.pipelines.job import read_jobs

@@ -15,7 +15,7 @@ from nemo_rl.config import MasterConfig
 from nemo_rl.config.teachers import pooled_teacher
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.time_sharing.agents.ray_reaper import agent_namespace
-from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log.reading import merge_by_machine_time
 from nemo_rl.time_sharing.opening import wait_for_pipelines
 from nemo_rl.time_sharing.pipelines.job import read_jobs

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.time_sharing.agents import scheduler_actor
-from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.state import SchedulerState
 from nemo_rl.time_sharing.protocol.types import (

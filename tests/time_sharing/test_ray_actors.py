@@ -37,7 +37,7 @@ from nemo_rl.time_sharing.agents.ray_reaper import (
     agent_namespace,
     rank_actor_name,
 )
-from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.reading import merge_by_machine_time
 from nemo_rl.time_sharing.log.segments import segments_of

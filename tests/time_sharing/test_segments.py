@@ -19,7 +19,7 @@ import pytest
 from nemo_rl.time_sharing.agents import scheduler_actor
 from nemo_rl.time_sharing.agents.scheduler_actor import SchedulerActor
 from nemo_rl.time_sharing.cli import main
-from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log import log_end
 from nemo_rl.time_sharing.log.reading import merge_by_machine_time

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log.events import RankMoved, Released
 from nemo_rl.time_sharing.log.sharing import SharingWatch
 from nemo_rl.time_sharing.protocol.types import Phase

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from nemo_rl.config import MasterConfig
 from nemo_rl.time_sharing.arguments import slots
 from nemo_rl.time_sharing.cli import main
-from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.launcher import serve
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.opening import LIVE_LIMITS
@@ -28,7 +28,7 @@ from nemo_rl.time_sharing.pipelines.job import Job, read_jobs
 from nemo_rl.time_sharing.pipelines.residents import SlotTooSmall, slot_bytes
 from nemo_rl.time_sharing.pipelines.shared_cluster import SharedCluster
 from nemo_rl.time_sharing.pipelines.slot_choice import choose_slots, needs_of
-from nemo_rl.time_sharing.planning.placement import Mapped, column_for
+from nemo_rl.time_sharing.planning.job_placement import Mapped, column_for
 from nemo_rl.time_sharing.planning.plan import Expand, Grant, Plan, Shrink, Wait, explain
 from nemo_rl.time_sharing.pool import PoolError
 from nemo_rl.time_sharing.protocol.topology import Pool
@@ -37,7 +37,7 @@ from nemo_rl.time_sharing.simulation.baselines import GAP_RATIO, OURS, QUEUE, SE
 from nemo_rl.time_sharing.simulation.scenario_reading import load_scenario, parse_scenario
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.time_sharing.viewing.page_server import prometheus_text
-from nemo_rl.time_sharing.viewing.report import report_data
+from nemo_rl.time_sharing.viewing.pool_report import report_data
 from nemo_rl.time_sharing.viewing.timeline import build_timeline
 from nemo_rl.time_sharing.viewing.trace import trace_events
 from nemo_rl.utils.record import MemoryRecord

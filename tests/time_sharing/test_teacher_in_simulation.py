@@ -12,14 +12,14 @@ import pytest
 import yaml
 
 from nemo_rl.time_sharing.cli import main
-from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log.events import MemoryFreed, MemoryTaken
 from nemo_rl.time_sharing.simulation.baselines import OURS, QUEUE, SERIAL, STATIC, worth_comparing
 from nemo_rl.time_sharing.simulation.random_scenarios import random_scenario
 from nemo_rl.time_sharing.simulation.results import AloneTimes, compose, run_way
 from nemo_rl.time_sharing.simulation.scenario import Scenario
 from nemo_rl.time_sharing.simulation.scenario_reading import ScenarioError, parse_scenario
-from nemo_rl.time_sharing.simulation.teachers import SimulatedTeacher, Student
+from nemo_rl.time_sharing.simulation.simulated_teachers import SimulatedTeacher, Student
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.utils.record import MemoryRecord
 

@@ -9,16 +9,16 @@ from fleet import Fleet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.pool_state import Standing
 from nemo_rl.time_sharing.log.sharing import Gain, SharingWatch
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.scheduling.trials import StepTimes, Trials
-from nemo_rl.time_sharing.simulation.engines import Crowding
 from nemo_rl.time_sharing.simulation.scenario_reading import parse_scenario
+from nemo_rl.time_sharing.simulation.simulated_generation import Crowding
 from nemo_rl.time_sharing.simulation.world import World
-from nemo_rl.time_sharing.viewing.report import report_data
+from nemo_rl.time_sharing.viewing.pool_report import report_data
 from nemo_rl.time_sharing.viewing.standings_table import cells, columns
 from nemo_rl.time_sharing.viewing.timeline import build_timeline
 from nemo_rl.utils.record import MemoryRecord

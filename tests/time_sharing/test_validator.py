@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from fleet import Fleet
 
-from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log.ledger import Claim, Lease
 from nemo_rl.time_sharing.planning.plan import Expand, Grant, Plan, PriorityChange, Shrink, Snapshot
 from nemo_rl.time_sharing.planning.validator import validate

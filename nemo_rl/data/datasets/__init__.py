@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "AllTaskProcessedDataset": "nemo_rl.data.processors",
     "RawDataset": "nemo_rl.data.datasets.raw",
-    "load_eval_dataset": "nemo_rl.compat.evaluation",
+    "load_eval_dataset": "nemo_rl.compat.evaluator",
     "load_response_dataset": "nemo_rl.data.datasets.registry",
 }
 __all__ = list(_HOMES)

@@ -43,7 +43,7 @@ from nemo_rl.time_sharing.pipelines.wrapper import (
     overrides_of,
     read_wrapper,
 )
-from nemo_rl.time_sharing.planning import placement
+from nemo_rl.time_sharing.planning import job_placement
 from nemo_rl.time_sharing.protocol.topology import GpuOutsidePool, Pool, Topology, register
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, UNMEASURED_RANK_BATCH
 
@@ -129,7 +129,7 @@ class Job:
         engines = self.engines
         return 1 if engines is None else engines.tensor_parallel_size * engines.pipeline_parallel_size
 
-    def placed(self, pool: Pool, others: Iterable[placement.Mapped]) -> Job:
+    def placed(self, pool: Pool, others: Iterable[job_placement.Mapped]) -> Job:
         """The same job, on the slot of its GPUs on which the fewest others are; one that may train anywhere trains on
         the GPUs on which the least goes on.
 
@@ -141,17 +141,17 @@ class Job:
         within = range(pool.gpus) if trains_only else self.infer
         moved = self
         if self.anywhere and len(self.train) <= len(within):
-            train = placement.place(within, len(self.train), others)
+            train = job_placement.place(within, len(self.train), others)
             moved = replace(self, train=train, infer=train if trains_only else self.infer)
             moved = replace(moved, options={**self.options, "full_overlap": moved.covers_every_rank()})
         if moved.column is None or not moved.infer:
             return moved
-        return replace(moved, column=placement.column_for(moved.infer, pool.slots_per_gpu, others))
+        return replace(moved, column=job_placement.column_for(moved.infer, pool.slots_per_gpu, others))
 
     @property
-    def mapped(self) -> placement.Mapped:
+    def mapped(self) -> job_placement.Mapped:
         """Where it lies."""
-        return placement.Mapped(self.train, self.infer, self.column)
+        return job_placement.Mapped(self.train, self.infer, self.column)
 
     def covers_every_rank(self) -> bool:
         """Whether training takes GPUs of every rank, so that it and generation take turns."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from nemo_rl.time_sharing.agents.agent import Agent
 from nemo_rl.time_sharing.agents.standing_demand import FALLS_AFTER_S, StandingDemand
-from nemo_rl.time_sharing.simulation.engines import Generation
-from nemo_rl.time_sharing.simulation.loop import Loop
+from nemo_rl.time_sharing.simulation.event_loop import Loop
+from nemo_rl.time_sharing.simulation.simulated_generation import Generation
 from nemo_rl.time_sharing.simulation.watch import AgentWatch
 from nemo_rl.utils.record import Record
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
-from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.simulation.coverage import reached
 from nemo_rl.time_sharing.simulation.harsh_scenarios import Drawn, harsher
 from nemo_rl.time_sharing.simulation.scenario import Scenario

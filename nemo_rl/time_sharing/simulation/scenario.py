@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from nemo_rl.time_sharing.planning import placement
+from nemo_rl.time_sharing.planning import job_placement
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import (
     ACTOR_INFER,
@@ -249,7 +249,7 @@ class Job(_Section):
         "that name no GPUs.",
     )
 
-    def moved(self, others: Iterable[placement.Mapped], pool_size: int) -> Job:
+    def moved(self, others: Iterable[job_placement.Mapped], pool_size: int) -> Job:
         """The job as it is placed on a pool where `others` are: its mapping keeps its shape, and its ranks their
         alignment.
         """
@@ -257,7 +257,7 @@ class Job(_Section):
         width = -(-(last + 1 - first) // self.tp) * self.tp
         if width > pool_size:
             return self
-        by = placement.place(range(pool_size), width, others)[0] - first
+        by = job_placement.place(range(pool_size), width, others)[0] - first
         return self.model_copy(
             update={name: tuple(gpu + by for gpu in getattr(self, name)) for name in ("train", "infer")}
         )

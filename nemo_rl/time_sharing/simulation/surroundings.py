@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 
 from nemo_rl.time_sharing.protocol.topology import Topology
 from nemo_rl.time_sharing.protocol.types import Answer, Status
-from nemo_rl.time_sharing.simulation.engines import Crowding
+from nemo_rl.time_sharing.simulation.event_loop import Loop, Wire
 from nemo_rl.time_sharing.simulation.job_process import JobProcess
-from nemo_rl.time_sharing.simulation.loop import Loop, Wire
 from nemo_rl.time_sharing.simulation.scenario import Job, Scenario
+from nemo_rl.time_sharing.simulation.simulated_generation import Crowding
 from nemo_rl.utils.record import Record
 
 

@@ -17,7 +17,7 @@ from nemo_rl.time_sharing.log.events import MemoryFreed, PlanRejected
 from nemo_rl.time_sharing.log.segments import MUST_LAST
 from nemo_rl.time_sharing.log.state import replay
 from nemo_rl.time_sharing.planning import planner
-from nemo_rl.time_sharing.planning.placement import Mapped
+from nemo_rl.time_sharing.planning.job_placement import Mapped
 from nemo_rl.time_sharing.planning.plan import Plan, Snapshot
 from nemo_rl.time_sharing.planning.validator import Validator, validate
 from nemo_rl.time_sharing.protocol.topology import Topology
@@ -34,12 +34,12 @@ from nemo_rl.time_sharing.protocol.types import (
 from nemo_rl.time_sharing.scheduling.liveness import SteadyClock
 from nemo_rl.time_sharing.scheduling.scheduler import PlanRule, Scheduler, StillRegistered
 from nemo_rl.time_sharing.simulation.baselines import BatchQueue
+from nemo_rl.time_sharing.simulation.event_loop import LogCopy, Wire, saved_state_of
 from nemo_rl.time_sharing.simulation.job_process import JobProcess
 from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
-from nemo_rl.time_sharing.simulation.loop import LogCopy, Wire, saved_state_of
 from nemo_rl.time_sharing.simulation.scenario import Job, Scenario
+from nemo_rl.time_sharing.simulation.simulated_teachers import jobs_of
 from nemo_rl.time_sharing.simulation.surroundings import Surroundings
-from nemo_rl.time_sharing.simulation.teachers import jobs_of
 from nemo_rl.time_sharing.simulation.watch import SchedulerWatch
 from nemo_rl.utils.record import Entry, Record
 

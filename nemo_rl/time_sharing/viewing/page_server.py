@@ -22,11 +22,11 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from nemo_rl.config.errors import UserError
-from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log.events import LogClosed
 from nemo_rl.time_sharing.log.pool_state import PoolState, Standing
 from nemo_rl.time_sharing.log.reading import LogTail, merge_by_machine_time
-from nemo_rl.time_sharing.viewing.report import filled_page, report_data
+from nemo_rl.time_sharing.viewing.pool_report import filled_page, report_data
 from nemo_rl.time_sharing.viewing.standings_table import adapter_cells, cells, steps_of
 from nemo_rl.time_sharing.viewing.timeline import Timeline, TimelineBuilder
 from nemo_rl.utils.http_server import (

@@ -16,9 +16,9 @@ from nemo_rl.time_sharing.history.ends import EndChecks
 from nemo_rl.time_sharing.history.fairness import FairnessChecks
 from nemo_rl.time_sharing.history.gpus import GpuChecks
 from nemo_rl.time_sharing.history.order import OrderChecks
-from nemo_rl.time_sharing.history.prompts import PromptChecks
+from nemo_rl.time_sharing.history.prompt_checks import PromptChecks
 from nemo_rl.time_sharing.history.references import References
-from nemo_rl.time_sharing.history.rules import RuleChecks
+from nemo_rl.time_sharing.history.rule_checks import RuleChecks
 from nemo_rl.time_sharing.history.waiting import WaitChecks
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.protocol.types import SCHEDULER

@@ -1,7 +1,7 @@
 """A record as one self-contained HTML page: GPUs over time coloured by pipeline and phase, demand and GPU curves,
 hand-over latencies, and the checker's word.
 
-The page, `report.html`, holds its data as JSON and draws it on canvases; it loads nothing from anywhere.
+The page, `pool_report.html`, holds its data as JSON and draws it on canvases; it loads nothing from anywhere.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_rl.time_sharing.history.check import INVARIANTS, Violation
+from nemo_rl.time_sharing.history.checker import INVARIANTS, Violation
 from nemo_rl.time_sharing.log.comparison import LEGEND
 from nemo_rl.time_sharing.viewing.handovers import percentile
 from nemo_rl.time_sharing.viewing.standings_table import columns
@@ -26,14 +26,14 @@ _A_CLOCK = 1e8
 def write_report(
     timeline: Timeline, violations: Sequence[Violation], path: str | Path, *, title: str, unit: str = "GPU"
 ) -> None:
-    """Writes the page. `violations` is what `history.check.check` found in the same record."""
+    """Writes the page. `violations` is what `history.checker.check` found in the same record."""
     data = json.dumps(report_data(timeline, violations, title, unit), separators=(",", ":")).replace("</", "<\\/")
     Path(path).write_text(filled_page(f"{title}: time-sharing report", data), encoding="utf-8")
 
 
 def filled_page(title: str, data: str) -> str:
     """The page with a title, plain text, and its data as JSON."""
-    page = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
+    page = Path(__file__).with_name("pool_report.html").read_text(encoding="utf-8")
     return page.replace("/*TITLE*/", html.escape(title)).replace("/*DATA*/null", data)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import yaml
 
 from nemo_rl.config.errors import UserError
-from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log.comparison import LEGEND, Simulated
 from nemo_rl.time_sharing.log.reading import read_logs
 from nemo_rl.time_sharing.planning.validator import validate
@@ -30,7 +30,7 @@ from nemo_rl.time_sharing.simulation.scenario import Scenario
 from nemo_rl.time_sharing.simulation.scenario_reading import load_scenario
 from nemo_rl.time_sharing.simulation.tables import simulated
 from nemo_rl.time_sharing.simulation.world import World
-from nemo_rl.time_sharing.viewing.report import write_report
+from nemo_rl.time_sharing.viewing.pool_report import write_report
 from nemo_rl.time_sharing.viewing.timeline import build_timeline
 from nemo_rl.utils.progress import format_duration
 from nemo_rl.utils.record import NullRecord, Record, RecordWriter, read_record

@@ -15,7 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
-from nemo_rl.time_sharing.simulation.loop import Loop
+from nemo_rl.time_sharing.simulation.event_loop import Loop
 from nemo_rl.time_sharing.simulation.scenario import Engine, Job
 from nemo_rl.utils.record import Record
 from nemo_rl.utils.record_events import RequestFinished, RequestSubmitted, TokensGenerated, VersionSpan
