@@ -34,7 +34,7 @@ from nemo_rl.data_plane import KVBatchMeta, build_data_plane_client
 from nemo_rl.data_plane.adapters.system import TransferQueueSystem, start_transfer_queue
 from nemo_rl.data_plane.adapters.transfer_queue import fetch_config
 from nemo_rl.data_plane.codec import pack_jagged_fields
-from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS
+from nemo_rl.data_plane.field_schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS
 from nemo_rl.data_plane.sharding import shard_meta_for_dp
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray

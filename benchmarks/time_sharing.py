@@ -142,7 +142,7 @@ def sharers(args: argparse.Namespace, way: str) -> int:
 
 def microbatch_tokens(args: argparse.Namespace) -> int:
     """What fits beside 0.5B's training state into the memory of a pool's trainer: 16,384 tokens took 27 GiB."""
-    from nemo_rl.distributed.accelerators import least_device_bytes
+    from nemo_rl.distributed.accelerator_slots import least_device_bytes
     from nemo_rl.time_sharing.pipelines.residents import slot_bytes
 
     sizes = slot_bytes(least_device_bytes(), args.slots or args.jobs) if args.device == "cuda" else None

@@ -102,7 +102,7 @@ def batch_of(args: argparse.Namespace, rows_here: int, sequence: int, vocabulary
     """One device's rows, full of tokens."""
     import torch
 
-    from nemo_rl.data_plane.schema import PROMPT, PROMPT_TOKENS, TAG
+    from nemo_rl.data_plane.field_schema import PROMPT, PROMPT_TOKENS, TAG
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
     draw = torch.Generator().manual_seed(seed)

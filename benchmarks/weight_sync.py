@@ -302,7 +302,7 @@ def measure(args: argparse.Namespace, rate: float, cuda: bool) -> None:
     from nemo_rl.models.generation.elastic import ElasticGeneration
     from nemo_rl.models.generation.vllm.engine_actors import start_engine_actors
     from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
-    from nemo_rl.weight_sync.session import SyncOptions
+    from nemo_rl.weight_sync.sync_session import SyncOptions
 
     model = make_config(args.shape, Path(args.work))
     config = config_of(args, model, cuda)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_rl.utils.checkpoint import saved_steps
-from nemo_rl.utils.checkpoint_files import MANIFEST, damage
+from nemo_rl.utils.checkpoint_manifest import MANIFEST, damage
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,7 +19,7 @@ import torch
 from nemo_rl.config import load_master_config
 from nemo_rl.config.errors import OverridesError
 from nemo_rl.data.datasets.registry import load_response_dataset
-from nemo_rl.environments.registry import environment_class, environment_settings
+from nemo_rl.environments.environment_registry import environment_class, environment_settings
 from nemo_rl.time_sharing.simulation.scenario_reading import load_scenario
 from tests import forks
 

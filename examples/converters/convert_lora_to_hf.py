@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from nemo_rl.config.errors import UserError
-from nemo_rl.utils.adapters import base_directory, read_adapter
+from nemo_rl.utils.adapter_files import base_directory, read_adapter
 from nemo_rl.utils.checkpoint import model_directory
 from nemo_rl.utils.convert import merge_adapter
 

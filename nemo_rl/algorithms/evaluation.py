@@ -37,15 +37,15 @@ from nemo_rl.data.loader import rl_collate_fn
 from nemo_rl.data.processors import AllTaskProcessedDataset
 from nemo_rl.data.setup import processed
 from nemo_rl.data.tokenizer import get_tokenizer
-from nemo_rl.distributed.accelerators import Accelerator
-from nemo_rl.environments.interfaces import expected_of
-from nemo_rl.environments.registry import (
+from nemo_rl.distributed.accelerator_slots import Accelerator
+from nemo_rl.environments.environment_registry import (
     await_environments,
     check_rows,
     end_environments,
     start_environments,
     start_lines,
 )
+from nemo_rl.environments.interfaces import expected_of
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollouts import (
     RolloutLimits,
@@ -60,7 +60,7 @@ from nemo_rl.models.generation.interfaces import request_timeout_s
 from nemo_rl.models.generation.vllm.engine_actors import start_engine_actors
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.models.policy.model_config import check_length, check_vision, check_weights, model_config
-from nemo_rl.utils.adapters import is_adapter
+from nemo_rl.utils.adapter_files import is_adapter
 from nemo_rl.utils.checkpoint import model_directory
 from nemo_rl.utils.progress import StartPhases
 from nemo_rl.utils.record import NullRecord

@@ -18,8 +18,8 @@ from nemo_rl.algorithms.profiling import profile_of_run
 from nemo_rl.algorithms.resume import Resume
 from nemo_rl.config import ClusterConfig, EvalMasterConfig, MasterConfig
 from nemo_rl.config.master import RootConfig
-from nemo_rl.config.placement import parallel_sizes
-from nemo_rl.distributed.accelerators import Accelerator
+from nemo_rl.config.world_sizes import parallel_sizes
+from nemo_rl.distributed.accelerator_slots import Accelerator
 from nemo_rl.distributed.devices import free_memory, total_memory
 from nemo_rl.distributed.ray_runtime import RayConnection
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster

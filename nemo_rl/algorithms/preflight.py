@@ -29,7 +29,7 @@ from nemo_rl.data.datasets.registry import load_response_dataset, reads_files
 from nemo_rl.data.processors import get_processor
 from nemo_rl.data.setup import load_datasets
 from nemo_rl.data.tokenizer import get_tokenizer
-from nemo_rl.environments.registry import check_rows, environment_class, section_of
+from nemo_rl.environments.environment_registry import check_rows, environment_class, section_of
 from nemo_rl.models.policy.model_config import looks_like_a_path
 from nemo_rl.models.policy.optimizer import check_names
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from nemo_rl.config.profiling import ENGINES, POLICY_WORKERS, STEPS, Profile, asked_profile
-from nemo_rl.distributed.accelerators import Accelerator
+from nemo_rl.config.nsight_variables import ENGINES, POLICY_WORKERS, STEPS, Profile, asked_profile
+from nemo_rl.distributed.accelerator_slots import Accelerator
 from nemo_rl.distributed.nsight import check_profiler
 from nemo_rl.distributed.worker_calls import WorkerError
 

@@ -31,7 +31,7 @@ from nemo_rl.config.master import MasterConfig, RootConfig
 from nemo_rl.config.metric_names import MetricName
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.checkpoint import CheckpointError, CheckpointManager
-from nemo_rl.utils.checkpoint_files import MANIFEST
+from nemo_rl.utils.checkpoint_manifest import MANIFEST
 from nemo_rl.utils.files import load_yaml
 from nemo_rl.utils.logger import flatten_dict, get_next_experiment_dir
 from nemo_rl.utils.metrics_file import MetricsLost

@@ -39,7 +39,7 @@ from nemo_rl.data.model_tokens import StopTokens, check_vocabulary, stop_tokens,
 from nemo_rl.data.processors import AllTaskProcessedDataset
 from nemo_rl.data.setup import Mask, TaskDatasets, example, load_datasets, unstopped_turn
 from nemo_rl.data.tokenizer import get_tokenizer
-from nemo_rl.distributed.accelerators import Accelerator
+from nemo_rl.distributed.accelerator_slots import Accelerator
 from nemo_rl.distributed.ray_runtime import RayStart, accelerator_here
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from nemo_rl.algorithms.sft.driver import SFTRun
     from nemo_rl.data.loader import Batch, Loader
     from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-    from nemo_rl.environments.registry import ResponseData
+    from nemo_rl.environments.environment_registry import ResponseData
     from nemo_rl.experience.hooks import RLixHooksProtocol
     from nemo_rl.loss.interfaces import LossFunction
     from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
@@ -95,18 +95,18 @@ def setup_response_data(
     env_configs: EnvConfig | Mapping[str, object] | None = None,
     is_vlm: bool = False,
 ) -> ResponseData | tuple[object, object]:
-    """See `nemo_rl.environments.registry.setup_response_data`; what it returns may be handed to `setup`. Without
-    environments it is the two datasets of supervised fine-tuning.
-    """
+    """`environment_registry.setup_response_data`, for `setup`; without environments, the two datasets of an SFT run."""
     from nemo_rl.data.setup import load_datasets
-    from nemo_rl.environments import registry
+    from nemo_rl.environments import environment_registry
 
     data = DataConfig.read(data_config)
     if env_configs is None and not is_vlm:
         datasets = load_datasets(tokenizer, data)
         _keep_entries(datasets.train, datasets.validation, data)
         return datasets.train, datasets.validation
-    found = registry.setup_response_data(tokenizer, data, {} if env_configs is None else env_configs, is_vlm)
+    found = environment_registry.setup_response_data(
+        tokenizer, data, {} if env_configs is None else env_configs, is_vlm
+    )
     _keep_entries(found[0], found[1], data)
     _ENVIRONMENTS.update(actor for actors in found[2:] for actor in actors.values())
     return found

@@ -81,13 +81,6 @@ from nemo_rl.config.megatron import (
     MegatronSchedulerConfig,
 )
 from nemo_rl.config.overrides import parse_hydra_overrides
-from nemo_rl.config.placement import (
-    cluster_world_size,
-    data_parallel_size,
-    generation_world_size,
-    model_parallel_size,
-    training_world_size,
-)
 from nemo_rl.config.policy import (
     DraftConfig,
     DTensorConfig,
@@ -103,3 +96,10 @@ from nemo_rl.config.policy import (
 )
 from nemo_rl.config.section import DefaultFrom, NotYet, Section
 from nemo_rl.config.validate import check_config
+from nemo_rl.config.world_sizes import (
+    cluster_world_size,
+    data_parallel_size,
+    generation_world_size,
+    model_parallel_size,
+    training_world_size,
+)

@@ -2,7 +2,7 @@
 and recomputed.
 
 Models are transformers' own classes; a value that names an engine which is not there is refused by its dotted name.
-Which combinations are possible is decided in `backend_rules.py`.
+Which combinations are possible is decided in `training_rules.py`.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ from pydantic import ValidationError
 from nemo_rl.config.errors import NotBuilt, Problem
 from nemo_rl.config.master import DistillationMasterConfig, MasterConfig, RootConfig
 from nemo_rl.config.pass_through import engine_arguments_are_safe
-from nemo_rl.config.placement import cluster_world_size, engine_fits, generation_world_size, training_world_size
 from nemo_rl.config.rules import broken_rules, rule
 from nemo_rl.config.section import DefaultFrom, Section, annotation_of, not_built
-from nemo_rl.config.teachers import MAX_LOGPROBS, Teacher, sizes_of, teachers_of
+from nemo_rl.config.teacher_sections import MAX_LOGPROBS, Teacher, sizes_of, teachers_of
+from nemo_rl.config.world_sizes import cluster_world_size, engine_fits, generation_world_size, training_world_size
 
 _OPD = "on_policy_distillation"
 

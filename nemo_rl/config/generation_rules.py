@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from nemo_rl.config.errors import Problem
 from nemo_rl.config.evaluation import EvalMasterConfig
 from nemo_rl.config.master import MasterConfig, RootConfig, SFTMasterConfig
-from nemo_rl.config.placement import engine_fits, generation_slots_per_node, generation_world_size
 from nemo_rl.config.rules import caution, rule
 from nemo_rl.config.section import not_built
+from nemo_rl.config.world_sizes import engine_fits, generation_slots_per_node, generation_world_size
 
 _OF_FP8 = (
     "use_deep_gemm",

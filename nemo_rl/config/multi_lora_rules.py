@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from nemo_rl.config.errors import Problem
 from nemo_rl.config.master import MultiLoraMasterConfig
-from nemo_rl.config.placement import generation_slots_per_node
 from nemo_rl.config.rules import rule
+from nemo_rl.config.world_sizes import generation_slots_per_node
 
 _LORA = "policy.dtensor_cfg.lora_cfg"
 _ALONE = "run it as a run of its own with examples/run_grpo.py"

@@ -1,7 +1,7 @@
 """Keys of `policy.*` but for generation and Megatron: the model, its batches, optimizer and DTensor (FSDP2)
 parallelism.
 
-Lengths and token budgets are in tokens. Which combinations are possible is decided in `rules.py`.
+Lengths and token budgets are in tokens. Which combinations are possible is decided in `training_rules.py`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,11 @@ from collections.abc import Iterator
 from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.config.evaluation import EvalMasterConfig
 from nemo_rl.config.master import MasterConfig, RootConfig, SFTMasterConfig
-from nemo_rl.config.placement import (
+from nemo_rl.config.nsight_variables import ENGINES, POLICY_WORKERS, asked_profile
+from nemo_rl.config.nsight_variables import WORKERS as PROFILED_WORKERS
+from nemo_rl.config.rules import caution, rule
+from nemo_rl.config.section import not_built
+from nemo_rl.config.world_sizes import (
     ParallelSizesError,
     data_parallel_size,
     model_parallel_size,
@@ -20,10 +24,6 @@ from nemo_rl.config.placement import (
     replica_sizes,
     training_world_size,
 )
-from nemo_rl.config.profiling import ENGINES, POLICY_WORKERS, asked_profile
-from nemo_rl.config.profiling import WORKERS as PROFILED_WORKERS
-from nemo_rl.config.rules import caution, rule
-from nemo_rl.config.section import not_built
 
 
 @rule

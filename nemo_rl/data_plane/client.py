@@ -28,6 +28,7 @@ from nemo_rl.data_plane.blocks import (
     next_generation,
 )
 from nemo_rl.data_plane.codec import object_array
+from nemo_rl.data_plane.field_schema import SCHEMA, is_token_column
 from nemo_rl.data_plane.interfaces import (
     Buffer,
     DataPlaneCapacityError,
@@ -38,7 +39,6 @@ from nemo_rl.data_plane.interfaces import (
     Storage,
 )
 from nemo_rl.data_plane.meta import KVBatchMeta
-from nemo_rl.data_plane.schema import SCHEMA, is_token_column
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 
-from nemo_rl.data_plane.schema import TOKEN_ALIGNED_FIELDS
+from nemo_rl.data_plane.field_schema import TOKEN_ALIGNED_FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 if TYPE_CHECKING:

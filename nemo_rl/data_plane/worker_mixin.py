@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.data_plane.column_io import read_columns, write_columns
+from nemo_rl.data_plane.field_schema import pad_values
 from nemo_rl.data_plane.interfaces import DataPlaneClient, DataPlaneError
 from nemo_rl.data_plane.meta import KVBatchMeta
-from nemo_rl.data_plane.schema import pad_values
 from nemo_rl.data_plane.sharding import BatchPlan
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 

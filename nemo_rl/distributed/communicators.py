@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed import distributed_c10d
 
-from nemo_rl.distributed.accelerators import Accelerator
+from nemo_rl.distributed.accelerator_slots import Accelerator
 from nemo_rl.distributed.processes import keep_living
 
 if TYPE_CHECKING:

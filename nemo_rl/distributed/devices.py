@@ -12,7 +12,7 @@ import os
 
 import torch
 
-from nemo_rl.distributed.accelerators import CPU, CUDA, SLOT_BYTES_VARIABLE
+from nemo_rl.distributed.accelerator_slots import CPU, CUDA, SLOT_BYTES_VARIABLE
 from nemo_rl.distributed.memory_use import resident_bytes, tidy
 
 SHARED_MEMORY_DIR = "/dev/shm"

@@ -27,7 +27,7 @@ from ray._raylet import GcsClient  # pyrefly: ignore[missing-module-attribute]  
 from ray.exceptions import RayError
 
 from nemo_rl.distributed import idle_agent
-from nemo_rl.distributed.accelerators import CPU_SLOT_RESOURCE, Accelerator, resolve_accelerator
+from nemo_rl.distributed.accelerator_slots import CPU_SLOT_RESOURCE, Accelerator, resolve_accelerator
 from nemo_rl.distributed.processes import HOOK, WORKING_DIRECTORY, has_ended, kill_and_wait
 from nemo_rl.distributed.ray_joining import (
     LOCAL,

@@ -24,7 +24,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl.config.errors import UserError
-from nemo_rl.distributed.accelerators import CPU, CUDA, Accelerator
+from nemo_rl.distributed.accelerator_slots import CPU, CUDA, Accelerator
 from nemo_rl.distributed.ports import free_ports
 from nemo_rl.lazy import names_of
 

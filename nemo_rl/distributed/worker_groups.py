@@ -18,9 +18,9 @@ from typing import Any, Generic, TypeVar
 
 import ray
 
-from nemo_rl.config.profiling import Profile
+from nemo_rl.config.nsight_variables import Profile
 from nemo_rl.distributed import nsight
-from nemo_rl.distributed.accelerators import SLOT_BYTES_VARIABLE
+from nemo_rl.distributed.accelerator_slots import SLOT_BYTES_VARIABLE
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.distributed.private_variables import without_private
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, Slot, cores_per_slot

@@ -15,7 +15,7 @@ from ray.actor import ActorHandle
 
 from nemo_rl.config import EnvConfig
 from nemo_rl.environments.call import end_turns, take_turns
-from nemo_rl.environments.registry import (
+from nemo_rl.environments.environment_registry import (
     Actors,
     calls_at_once,
     end_environments,

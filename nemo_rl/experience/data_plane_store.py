@@ -16,9 +16,9 @@ import torch
 from ray.actor import ActorHandle
 
 from nemo_rl.data_plane.column_io import kv_first_write, read_columns, write_columns
+from nemo_rl.data_plane.field_schema import pad_values
 from nemo_rl.data_plane.interfaces import DataPlaneClient, DataPlaneError
 from nemo_rl.data_plane.meta import KVBatchMeta
-from nemo_rl.data_plane.schema import pad_values
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.worker_calls import call, start_actor, stop_actor
 from nemo_rl.experience.rollout_actor import (

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nemo_rl.config import EnvConfig
 from nemo_rl.data.interfaces import LLMMessageLogType
 from nemo_rl.environments.call import step_environment
+from nemo_rl.environments.environment_registry import calls_at_once, section_of
 from nemo_rl.environments.interfaces import Conversation
-from nemo_rl.environments.registry import calls_at_once, section_of
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

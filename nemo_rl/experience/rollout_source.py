@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from nemo_rl.config.errors import UserError
-from nemo_rl.data_plane.schema import replayed_fields
+from nemo_rl.data_plane.field_schema import replayed_fields
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.rollouts import RolloutPlan, RolloutRunner, Trajectory, rollout_metrics
 from nemo_rl.experience.store import RolloutColumns, in_process, rollout_columns, sample_starts

@@ -25,7 +25,7 @@ import torch
 
 from nemo_rl.data.interfaces import LLMMessageLogType
 from nemo_rl.data.llm_message_utils import batched_message_log_to_flat_message
-from nemo_rl.data_plane.schema import TAG, pad_values
+from nemo_rl.data_plane.field_schema import TAG, pad_values
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import expected_of
 from nemo_rl.experience.rollouts import Trajectory

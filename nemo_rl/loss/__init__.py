@@ -6,7 +6,7 @@ from nemo_rl.lazy import names_in
 
 if TYPE_CHECKING:
     from nemo_rl.loss.clipped_pg import ClippedPGLossFn as ClippedPGLossFn
-    from nemo_rl.loss.distillation import DistillationLossFn as DistillationLossFn
+    from nemo_rl.loss.distillation_loss import DistillationLossFn as DistillationLossFn
     from nemo_rl.loss.interfaces import LossFunction as LossFunction
     from nemo_rl.loss.interfaces import LossInputType as LossInputType
     from nemo_rl.loss.interfaces import LossType as LossType
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ClippedPGLossFn": "nemo_rl.loss.clipped_pg",
-    "DistillationLossFn": "nemo_rl.loss.distillation",
+    "DistillationLossFn": "nemo_rl.loss.distillation_loss",
     "LossFunction": "nemo_rl.loss.interfaces",
     "LossInputType": "nemo_rl.loss.interfaces",
     "LossType": "nemo_rl.loss.interfaces",

@@ -20,7 +20,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from nemo_rl.config import ClippedPGLossConfig
-from nemo_rl.loss.distillation import compared, reads_rest
+from nemo_rl.loss.distillation_loss import compared, reads_rest
 from nemo_rl.loss.interfaces import (
     EPSILON,
     Count,

@@ -219,7 +219,7 @@ def _pool_of(chosen: argparse.Namespace) -> Pool:
 
 def _device_bytes(device: str) -> int | None:
     """Memory of the smallest GPU; None where slots are of the CPU. Raises PoolError: the pool's GPUs are not here."""
-    from nemo_rl.distributed.accelerators import least_device_bytes, resolve_accelerator
+    from nemo_rl.distributed.accelerator_slots import least_device_bytes, resolve_accelerator
 
     if os.environ.get("RAY_ADDRESS", "local") != "local" and device != "cpu":
         raise PoolError("--slots-per-gpu auto: the GPUs of RAY_ADDRESS's Ray cluster are not here; give a number")

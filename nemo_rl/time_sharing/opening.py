@@ -29,7 +29,7 @@ from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import Limits
 
 if TYPE_CHECKING:
-    from nemo_rl.distributed.accelerators import Accelerator
+    from nemo_rl.distributed.accelerator_slots import Accelerator
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ def _check_alone() -> None:
 
 def _slot_bytes(pool: Pool) -> SlotBytes | None:
     """Device memory of each slot, the same on every node; None where a slot is a whole GPU."""
-    from nemo_rl.distributed.accelerators import least_device_bytes
+    from nemo_rl.distributed.accelerator_slots import least_device_bytes
 
     return slot_bytes(least_device_bytes(), pool.slots_per_gpu) if pool.slots_per_gpu > 1 else None
 

@@ -22,7 +22,7 @@ import yaml
 from nemo_rl.config import CheckpointingConfig
 from nemo_rl.config.errors import UserError, disk_is_full, first_line
 from nemo_rl.lazy import names_of
-from nemo_rl.utils.checkpoint_files import MANIFEST, apply_umask, damage, sync, write_manifest
+from nemo_rl.utils.checkpoint_manifest import MANIFEST, apply_umask, damage, sync, write_manifest
 from nemo_rl.utils.checkpoint_retention import SavedStep, best_step, steps_to_keep
 from nemo_rl.utils.files import dump_yaml, load_yaml, replace_file
 

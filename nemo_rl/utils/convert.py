@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.errors import UserError
-from nemo_rl.utils.adapters import base_directory, is_adapter, merged, read_adapter
+from nemo_rl.utils.adapter_files import base_directory, is_adapter, merged, read_adapter
 from nemo_rl.utils.checkpoint import INFO_FILE, model_directory
-from nemo_rl.utils.checkpoint_files import apply_umask, write_manifest
+from nemo_rl.utils.checkpoint_manifest import apply_umask, write_manifest
 
 logger = logging.getLogger(__name__)
 

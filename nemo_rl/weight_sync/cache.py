@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from nemo_rl.config.errors import UserError
-from nemo_rl.distributed.accelerators import CPU
+from nemo_rl.distributed.accelerator_slots import CPU
 from nemo_rl.distributed.devices import device_uuid, free_memory, host_memory_of, in_host_memory
 from nemo_rl.weight_sync.layout import (
     BucketLayout,

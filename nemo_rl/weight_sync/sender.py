@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nemo_rl.distributed.accelerators import CPU
+from nemo_rl.distributed.accelerator_slots import CPU
 from nemo_rl.distributed.devices import allowed_memory
 from nemo_rl.weight_sync.layout import BucketLayout, LayoutError, align, checksum, pack_tensor
 from nemo_rl.weight_sync.transports.base import Published, Staging, TransportError, TransportName

@@ -25,7 +25,7 @@ from nemo_rl.algorithms.multi_lora.passes import AdapterRemoved
 from nemo_rl.config.multi_lora import load_adapter, load_base
 from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log.reading import merge_by_machine_time
-from nemo_rl.utils.adapters import read_adapter
+from nemo_rl.utils.adapter_files import read_adapter
 from nemo_rl.utils.files import ADAPTERS_ADDRESS
 from nemo_rl.utils.progress import StartPhases
 from nemo_rl.utils.record import Entry, read_record

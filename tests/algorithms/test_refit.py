@@ -14,7 +14,7 @@ from nemo_rl.models.generation import refit
 from nemo_rl.models.generation.interfaces import GenerationError, ShardStateError
 from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.utils.record_events import SyncFinished, SyncStarted, VersionPublished
-from nemo_rl.weight_sync.session import SyncReport
+from nemo_rl.weight_sync.sync_session import SyncReport
 from tests.models.local_fleet import LocalFleet, LocalWorker
 
 

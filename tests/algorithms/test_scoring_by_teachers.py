@@ -16,7 +16,7 @@ from nemo_rl.algorithms.distillation.engine_teacher import EngineTeacher
 from nemo_rl.algorithms.distillation.teachers import Teachers, start_teacher_actors
 from nemo_rl.config import DistillationMasterConfig, load_master_config
 from nemo_rl.data.tokenizer import get_tokenizer
-from nemo_rl.data_plane.schema import TOPK_IDS, TOPK_LOGPROBS
+from nemo_rl.data_plane.field_schema import TOPK_IDS, TOPK_LOGPROBS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_calls import WorkerDiedError

@@ -20,7 +20,7 @@ from nemo_rl.config.errors import UserError
 from nemo_rl.data.interfaces import DataError
 from nemo_rl.distributed import ray_runtime
 from nemo_rl.utils.checkpoint import INFO_FILE
-from nemo_rl.utils.checkpoint_files import write_manifest
+from nemo_rl.utils.checkpoint_manifest import write_manifest
 from nemo_rl.utils.convert import from_hugging_face
 from nemo_rl.utils.metrics_file import read_metrics
 from tests.glossary import undocumented

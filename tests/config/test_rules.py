@@ -20,7 +20,7 @@ from nemo_rl.config import (
 from nemo_rl.config.data_rules import GRPO_TRAINING, GRPO_VALIDATION, SFT_TRAINING
 from nemo_rl.config.load import load_layers
 from nemo_rl.config.metric_names import MetricName
-from nemo_rl.config.teachers import teachers_of
+from nemo_rl.config.teacher_sections import teachers_of
 from nemo_rl.config.validate import examine
 from nemo_rl.utils.checkpoint_retention import ranking_metric
 

@@ -9,8 +9,8 @@ import pytest
 from nemo_rl.config import ConfigError, DatasetConfig, EnvConfig
 from nemo_rl.data.datasets.registry import load_response_dataset
 from nemo_rl.data.setup import processed
+from nemo_rl.environments.environment_registry import check_rows, environment_settings
 from nemo_rl.environments.function_environment import FunctionEnvironment
-from nemo_rl.environments.registry import check_rows, environment_settings
 
 HERE = __name__
 

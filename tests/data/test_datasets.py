@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from nemo_rl.config import ConfigError, DataConfig, DatasetConfig
 from nemo_rl.data.datasets import RawDataset, load_response_dataset
-from nemo_rl.data.datasets.files import read_rows
+from nemo_rl.data.datasets.data_files import read_rows
 from nemo_rl.data.datasets.generated import arithmetic_problems
 from nemo_rl.data.datasets.raw import conversation
 from nemo_rl.data.interfaces import DataError, TaskDataSpec, load_prompt

@@ -9,7 +9,7 @@ from typing import Any
 from nemo_rl.data_plane import KVBatchMeta
 from nemo_rl.data_plane.client import StoredClient
 from nemo_rl.data_plane.column_io import kv_first_write
-from nemo_rl.data_plane.schema import TAG
+from nemo_rl.data_plane.field_schema import TAG
 from nemo_rl.data_plane.sharding import shard_meta_for_dp
 from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.models.policy.batches import microbatch_arguments, prefixes_of, shares_prompts, tags_of

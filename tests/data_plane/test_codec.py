@@ -13,7 +13,7 @@ from nemo_rl.data_plane.codec import (
     round_up,
     to_nested_by_length,
 )
-from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS, pad_values
+from nemo_rl.data_plane.field_schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS, pad_values
 
 
 def rows_of(nested: torch.Tensor) -> list[list[int]]:

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from nemo_rl.distributed.accelerators import resolve_accelerator
+from nemo_rl.distributed.accelerator_slots import resolve_accelerator
 from nemo_rl.distributed.devices import allocated_bytes
 
 CPU, MIB = torch.device("cpu"), 1 << 20

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import pytest
 from ray.runtime_env import RuntimeEnv
 
-from nemo_rl.config.profiling import Profile, asked_profile
+from nemo_rl.config.nsight_variables import Profile, asked_profile
 from nemo_rl.distributed import worker_groups
-from nemo_rl.distributed.accelerators import CPU, CUDA, Accelerator
+from nemo_rl.distributed.accelerator_slots import CPU, CUDA, Accelerator
 from nemo_rl.distributed.nsight import ProfilerUnavailable, check_profiler, runtime_env
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 

@@ -17,7 +17,7 @@ import ray
 from ray._private import node, services
 
 from nemo_rl.distributed import ray_joining, ray_runtime
-from nemo_rl.distributed.accelerators import CPU
+from nemo_rl.distributed.accelerator_slots import CPU
 from nemo_rl.distributed.ray_runtime import RayConnection, RayStart, RayStartError, init_ray, starting_ahead
 
 LATE = "The current node timed out during startup. This could happen because"

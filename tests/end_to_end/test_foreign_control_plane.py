@@ -21,7 +21,7 @@ from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.placement import Clusters
 from nemo_rl.compat.control_plane import Coordinator
 from nemo_rl.config import MasterConfig, load_master_config
-from nemo_rl.distributed.accelerators import Accelerator
+from nemo_rl.distributed.accelerator_slots import Accelerator
 from nemo_rl.models.generation.vllm.fleet import ShardState
 from nemo_rl.models.generation.vllm.receiver_methods import bucket_stats
 from nemo_rl.time_sharing.pipelines.shared_cluster import SharedCluster, reserve_pool

@@ -12,17 +12,17 @@ import pytest
 from nemo_rl.algorithms.grpo import assembly
 from nemo_rl.algorithms.grpo.run import GRPOState
 from nemo_rl.config import ConfigError, EnvConfig, MasterConfig
-from nemo_rl.environments import registry
+from nemo_rl.environments import environment_registry
 from nemo_rl.environments.call import step_environment
 from nemo_rl.environments.code_environment import CodeEnvironment
-from nemo_rl.environments.interfaces import EnvironmentFailure, UnknownEnvironment
-from nemo_rl.environments.registry import (
+from nemo_rl.environments.environment_registry import (
     await_environments,
     create_env,
     end_environments,
     setup_response_data,
     start_environments,
 )
+from nemo_rl.environments.interfaces import EnvironmentFailure, UnknownEnvironment
 from nemo_rl.utils.progress import StartPhases
 
 pytestmark = pytest.mark.ray
@@ -207,7 +207,7 @@ def test_agents_play_on_the_machine_whose_endpoint_they_ask(monkeypatch: pytest.
         asked.append(given)
         return SimpleNamespace(remote=lambda settings: None)
 
-    monkeypatch.setattr(registry, "ray_actor", lambda found: SimpleNamespace(options=options))
+    monkeypatch.setattr(environment_registry, "ray_actor", lambda found: SimpleNamespace(options=options))
     env = EnvConfig.read({"plays": {"agent": "their_env.plays"}, "mine": {"class": "their_env.Env"}})
     start_environments(["plays", "mine"], env)
     start_environments(["plays"], env, agents_anywhere=True)

@@ -9,8 +9,8 @@ import torch
 
 from nemo_rl.config import ConfigError, EnvConfig
 from nemo_rl.environments.call import step_environment
+from nemo_rl.environments.environment_registry import check_rows, environment_class, environment_settings
 from nemo_rl.environments.interfaces import EnvironmentFailure
-from nemo_rl.environments.registry import check_rows, environment_class, environment_settings
 
 HERE = __name__
 

@@ -17,22 +17,22 @@ import torch
 from nemo_rl.compat.calls import chunk_list_to_workers
 from nemo_rl.config import ConfigError, EnvConfig, MasterConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments import registry
+from nemo_rl.environments import environment_registry
 from nemo_rl.environments.call import step_environment
 from nemo_rl.environments.code_environment import CodeJaccardEnvironment, jaccard
+from nemo_rl.environments.environment_registry import (
+    environment_class,
+    environment_settings,
+    register_env,
+    section_of,
+    start_lines,
+)
 from nemo_rl.environments.interfaces import GIVEN_UP, Conversation, EnvironmentFailure, UnknownEnvironment, response_of
 from nemo_rl.environments.math_environment import (
     MathEnvironment,
     MathMultiRewardEnvironment,
     ReasoningGymEnvironment,
     VerifierPool,
-)
-from nemo_rl.environments.registry import (
-    environment_class,
-    environment_settings,
-    register_env,
-    section_of,
-    start_lines,
 )
 from nemo_rl.environments.verifiers import (
     Verdict,
@@ -439,7 +439,7 @@ def test_unknown_environments_are_named_with_the_nearest() -> None:
 
 
 def test_registered_names_need_no_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "CLASSES", dict(registry.CLASSES))
+    monkeypatch.setattr(environment_registry, "CLASSES", dict(environment_registry.CLASSES))
     register_env("mine_for_this_test", "nemo_rl.environments.code_environment.CodeJaccardEnvironment")
     assert environment_class("mine_for_this_test", None) is CodeJaccardEnvironment
     with pytest.raises(UnknownEnvironment, match="there is an environment 'math' already"):

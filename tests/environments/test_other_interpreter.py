@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.config import ConfigError, EnvConfig, load_master_config
+from nemo_rl.environments.environment_registry import environment_class
 from nemo_rl.environments.interfaces import AgentSession
 from nemo_rl.environments.other_interpreter import AgentError, OtherInterpreter
-from nemo_rl.environments.registry import environment_class
 
 CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "grpo_arithmetic_agent_cpu.yaml"
 SESSION = AgentSession("s", "http://x/v1", "policy", "key", 7)

@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from nemo_rl.config import EnvConfig
-from nemo_rl.environments import registry, shares
+from nemo_rl.environments import environment_registry, shares
 from nemo_rl.environments.call import environment_metrics, step_environment
 from nemo_rl.environments.interfaces import EnvironmentFailure
 from nemo_rl.environments.shares import SharedEnvironments
@@ -23,8 +23,8 @@ class _Actors:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.started = 0
         self.alive: set[object] = set()
-        monkeypatch.setattr(registry, "create_env", self._start)
-        monkeypatch.setattr(registry.ray, "kill", self.alive.discard)
+        monkeypatch.setattr(environment_registry, "create_env", self._start)
+        monkeypatch.setattr(environment_registry.ray, "kill", self.alive.discard)
 
     def _start(self, name: str, config: EnvConfig, **_: object) -> Any:
         self.started += 1
@@ -60,7 +60,7 @@ def test_runs_with_equal_settings_share_what_keeps_nothing(monkeypatch: pytest.M
 def test_what_cannot_start_takes_nothing_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
     actors, shared = _Actors(monkeypatch), SharedEnvironments()
     shared.lend("a", ["math"], _env(math={}))
-    with pytest.raises(registry.UnknownEnvironment):
+    with pytest.raises(environment_registry.UnknownEnvironment):
         shared.lend("b", ["math", "mth"], _env(math={}))
     shared.give_back("a")
     assert not actors.alive

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.data_plane.schema import ROUTE_FIELDS, SAMPLING_MASK_FIELDS, replayed_fields
+from nemo_rl.data_plane.field_schema import ROUTE_FIELDS, SAMPLING_MASK_FIELDS, replayed_fields
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.data_plane_store import DataPlaneStore
 from nemo_rl.experience.environment_batcher import EnvironmentHandle

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.config import EnvConfig
+from nemo_rl.environments.environment_registry import calls_at_once, environment_settings, section_of
 from nemo_rl.environments.interfaces import EnvironmentFailure, EnvironmentInterface, EnvironmentReturn
-from nemo_rl.environments.registry import calls_at_once, environment_settings, section_of
 from nemo_rl.experience import environment_batcher
 from nemo_rl.experience.environment_batcher import (
     EnvironmentBatcher,

@@ -18,7 +18,7 @@ from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
 from nemo_rl.models.generation.elastic import ElasticGeneration
 from nemo_rl.models.policy.weights import PolicyWeightCache
 from nemo_rl.weight_sync.cache import CacheManifest
-from nemo_rl.weight_sync.session import SyncOptions
+from nemo_rl.weight_sync.sync_session import SyncOptions
 from tests.gpu.conftest import save_model
 from tests.gpu.hashed_engine import hashing_engines, held_by_a_rank, sha256
 from tests.models.engines import Colocated, colocated

@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from nemo_rl.config.algorithms import TeacherKLConfig
-from nemo_rl.data_plane.schema import TOPK_LOGPROBS
-from nemo_rl.loss.distillation import DistillationLossFn, reads_rest
+from nemo_rl.data_plane.field_schema import TOPK_LOGPROBS
+from nemo_rl.loss.distillation_loss import DistillationLossFn, reads_rest
 from nemo_rl.loss.interfaces import GivenScores
 from nemo_rl.models.policy.scoring import GivenTokens, LogitTransform, likely_tokens, score_tokens
 from tests.ranks import run_ranks

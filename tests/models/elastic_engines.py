@@ -24,7 +24,7 @@ from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.weight_sync.cache import BucketCache, CacheBuilder, CacheManifest
 from nemo_rl.weight_sync.layout import TensorMeta
-from nemo_rl.weight_sync.session import SyncOptions
+from nemo_rl.weight_sync.sync_session import SyncOptions
 
 _CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "grpo_arithmetic_cpu.yaml"
 CPU = torch.device("cpu")

@@ -26,7 +26,7 @@ from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationRe
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.models.multi_lora.messages import SLOT
 from nemo_rl.models.multi_lora.multi_lora_policy import MultiLoraPolicy
-from nemo_rl.utils.adapters import AdapterInfo
+from nemo_rl.utils.adapter_files import AdapterInfo
 from nemo_rl.utils.progress import StartPhases
 from nemo_rl.utils.record import NullRecord
 from tests.models.multi_lora_ranks import batch_of

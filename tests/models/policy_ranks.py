@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from nemo_rl.config import MasterConfig, load_master_config
-from nemo_rl.data_plane.schema import PROMPT, PROMPT_TOKENS, TAG
+from nemo_rl.data_plane.field_schema import PROMPT, PROMPT_TOKENS, TAG
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.loss.interfaces import LossInputType, LossType, MetricNormalizer

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from nemo_rl.config.algorithms import TeacherKLConfig
-from nemo_rl.data_plane.schema import TOPK_IDS, TOPK_LOGPROBS
-from nemo_rl.loss.distillation import DistillationLossFn
+from nemo_rl.data_plane.field_schema import TOPK_IDS, TOPK_LOGPROBS
+from nemo_rl.loss.distillation_loss import DistillationLossFn
 from tests.models.policy_ranks import ALL_ROWS, MEGATRON, ROWS, WIDTH, trained_step, training_batch
 from tests.ranks import run_ranks
 

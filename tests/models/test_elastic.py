@@ -18,7 +18,7 @@ from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.utils.record_events import ShardRouted, SyncFinished, VersionPublished
 from nemo_rl.weight_sync.cache import BucketCache, CacheBuilder, CacheError, CacheManifest
 from nemo_rl.weight_sync.layout import TensorMeta
-from nemo_rl.weight_sync.session import SyncOptions
+from nemo_rl.weight_sync.sync_session import SyncOptions
 from nemo_rl.weight_sync.transports.base import TransportError
 from tests.models.local_fleet import LocalFleet, LocalWorker
 from tests.weight_sync.models import DictModel, Engines, weights

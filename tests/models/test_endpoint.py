@@ -35,8 +35,8 @@ from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.agent_environment import AgentEnvironment
 from nemo_rl.environments.call import step_environment
+from nemo_rl.environments.environment_registry import environment_class, environment_settings
 from nemo_rl.environments.interfaces import AgentSession, EnvironmentFailure
-from nemo_rl.environments.registry import environment_class, environment_settings
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollouts import (
     AgentRollouts,

@@ -18,7 +18,7 @@ from nemo_rl.models.generation.vllm.extension import ArrivedAdapters
 from nemo_rl.models.megatron.families import Naming, Sizes, weights_of
 from nemo_rl.models.megatron.megatron_lora import chosen_layers, factors_of
 from nemo_rl.models.policy.model_config import UnsupportedModelError
-from nemo_rl.utils.adapters import AdapterInfo, write_adapter
+from nemo_rl.utils.adapter_files import AdapterInfo, write_adapter
 from nemo_rl.utils.convert import to_hugging_face
 from tests.models.lora_ranks import megatron_adapters_of_one, megatron_adapters_of_two
 from tests.models.policy_ranks import ALL_ROWS, MEGATRON

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl.config import PolicyConfig
-from nemo_rl.config.placement import ParallelSizes
+from nemo_rl.config.world_sizes import ParallelSizes
 from nemo_rl.models.policy.memory_estimate import (
     GpuMemoryError,
     MemoryEstimate,

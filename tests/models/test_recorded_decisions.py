@@ -21,7 +21,7 @@ import torch
 
 from nemo_rl.config import EnvConfig
 from nemo_rl.environments.agent_environment import AgentEnvironment
-from nemo_rl.environments.registry import environment_settings
+from nemo_rl.environments.environment_registry import environment_settings
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollout_source import LiveRollouts
 from nemo_rl.experience.rollouts import AgentRollouts, RolloutLimits, RolloutPlan, RolloutRunner, number_samples

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.data_plane.schema import PROMPT, PROMPT_TOKENS, TAG
+from nemo_rl.data_plane.field_schema import PROMPT, PROMPT_TOKENS, TAG
 from nemo_rl.distributed import batch_sharding
 from nemo_rl.distributed.batch_sharding import SharedPrefixes, plan_packed
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict

@@ -12,7 +12,7 @@ import pytest
 from nemo_rl.models.generation.elastic import ElasticGeneration
 from nemo_rl.models.generation.interfaces import GenerationError
 from nemo_rl.models.policy.weights import PolicyWeightCache
-from nemo_rl.weight_sync.session import SyncOptions
+from nemo_rl.weight_sync.sync_session import SyncOptions
 from tests.models.engines import Colocated, colocated, engine_pids, kill, wait_until_gone, without_place
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow]

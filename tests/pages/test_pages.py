@@ -13,7 +13,7 @@ from nemo_rl.config import load_master_config
 from nemo_rl.config.data_rules import GRPO_TRAINING, GRPO_VALIDATION, SFT_TRAINING, SFT_VALIDATION
 from nemo_rl.data.datasets.registry import ALIASES, GENERATED, SOURCES
 from nemo_rl.data.processors import PROCESSORS
-from nemo_rl.environments.registry import CLASSES
+from nemo_rl.environments.environment_registry import CLASSES
 from tests.glossary import undocumented
 from tools.pages import sizing_page, tasks_page
 from tools.pages.__main__ import PAGES

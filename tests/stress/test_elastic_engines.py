@@ -35,7 +35,7 @@ from nemo_rl.utils.record_events import (
     VersionPublished,
 )
 from nemo_rl.weight_sync.cache import CachedSource
-from nemo_rl.weight_sync.session import SyncSession
+from nemo_rl.weight_sync.sync_session import SyncSession
 from nemo_rl.weight_sync.transports.base import TransportError
 from tests.models.broadcasting_service import broadcast_weights
 from tests.models.elastic_engines import CPU, Elastic, elastic_engines

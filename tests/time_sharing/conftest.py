@@ -19,7 +19,7 @@ def pool(ray_session: None, tmp_path: Path) -> Iterator[Any]:
     # Most tests here need no Ray.
     from ray.util.placement_group import placement_group_table
 
-    from nemo_rl.distributed.accelerators import CPU
+    from nemo_rl.distributed.accelerator_slots import CPU
     from nemo_rl.time_sharing.opening import LIVE_LIMITS, close_pool, open_pool
     from nemo_rl.time_sharing.protocol.topology import Pool
 

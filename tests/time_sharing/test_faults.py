@@ -17,7 +17,7 @@ import pytest
 import ray
 import yaml
 
-from nemo_rl.distributed.accelerators import CPU
+from nemo_rl.distributed.accelerator_slots import CPU
 from nemo_rl.time_sharing.agents.actors import CONTROL_NAMESPACE, POOL_NAME, SCHEDULER_NAME
 from nemo_rl.time_sharing.agents.ray_reaper import agent_namespace
 from nemo_rl.time_sharing.history.checker import check

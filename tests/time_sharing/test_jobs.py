@@ -14,8 +14,8 @@ import yaml
 
 from nemo_rl.algorithms.sft.driver import Trainer
 from nemo_rl.config import ConfigError, MasterConfig, SFTMasterConfig
-from nemo_rl.config.teachers import pooled_teacher
-from nemo_rl.distributed.accelerators import CUDA
+from nemo_rl.config.teacher_sections import pooled_teacher
+from nemo_rl.distributed.accelerator_slots import CUDA
 from nemo_rl.distributed.processes import WORKING_DIRECTORY
 from nemo_rl.time_sharing import pool_commands
 from nemo_rl.time_sharing.agents.ray_reaper import agent_namespace

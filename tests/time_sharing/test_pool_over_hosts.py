@@ -10,7 +10,7 @@ import pytest
 import ray
 import yaml
 
-from nemo_rl.distributed.accelerators import CPU
+from nemo_rl.distributed.accelerator_slots import CPU
 from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log.reading import merge_by_machine_time
 from nemo_rl.time_sharing.opening import LIVE_LIMITS, close_pool, open_pool, wait_for_pipelines

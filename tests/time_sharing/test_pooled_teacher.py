@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from nemo_rl.config import MasterConfig
-from nemo_rl.config.teachers import pooled_teacher
+from nemo_rl.config.teacher_sections import pooled_teacher
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.time_sharing.agents.ray_reaper import agent_namespace
 from nemo_rl.time_sharing.history.checker import check

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import ray
 
-from nemo_rl.distributed.accelerators import CPU
+from nemo_rl.distributed.accelerator_slots import CPU
 from nemo_rl.time_sharing.agents.actors import SchedulerInUse
 from nemo_rl.time_sharing.agents.ray_reaper import agent_actor_name, agent_namespace, foreign_actors
 from nemo_rl.time_sharing.opening import open_pool

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from nemo_rl.models.policy.lora import read_factors
 from nemo_rl.models.policy.model_config import CheckpointMismatchError
-from nemo_rl.utils.adapters import AdapterError, AdapterInfo, write_adapter
+from nemo_rl.utils.adapter_files import AdapterError, AdapterInfo, write_adapter
 from nemo_rl.utils.convert import to_hugging_face
 
 LAYER = "model.layers.0.self_attn.q_proj"

@@ -15,7 +15,7 @@ from nemo_rl.weight_sync import cache as cache_module
 from nemo_rl.weight_sync.cache import BucketCache, CacheBuilder, CacheError, CacheManifest
 from nemo_rl.weight_sync.layout import LayoutError, TensorMeta
 from nemo_rl.weight_sync.receiver import ChecksumMismatchError, SyncProtocolError, WeightReceiver
-from nemo_rl.weight_sync.session import SyncOptions, SyncSession, pause_quantiles
+from nemo_rl.weight_sync.sync_session import SyncOptions, SyncSession, pause_quantiles
 from nemo_rl.weight_sync.transports import host
 from nemo_rl.weight_sync.transports.base import TransportError
 from tests.weight_sync.models import DictModel, Engines, weights

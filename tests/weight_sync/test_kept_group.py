@@ -21,7 +21,7 @@ from nemo_rl.weight_sync import receiver as receiver_module
 from nemo_rl.weight_sync.layout import TensorMeta
 from nemo_rl.weight_sync.receiver import WeightReceiver
 from nemo_rl.weight_sync.sender import SendSpec, WeightSender
-from nemo_rl.weight_sync.session import SyncOptions, SyncSession
+from nemo_rl.weight_sync.sync_session import SyncOptions, SyncSession
 from nemo_rl.weight_sync.transports import nccl
 from nemo_rl.weight_sync.transports.base import TransportError
 from nemo_rl.weight_sync.transports.nccl import BroadcastGroup, GroupMeeting, KeptGroup

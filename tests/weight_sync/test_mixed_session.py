@@ -26,7 +26,7 @@ from nemo_rl.weight_sync.layout import TensorMeta, plan_buckets, plan_windows
 from nemo_rl.weight_sync.receiver import ChecksumMismatchError, WeightReceiver
 from nemo_rl.weight_sync.routes import plan_routes
 from nemo_rl.weight_sync.sender import SendSpec, WeightSender, check_room
-from nemo_rl.weight_sync.session import SyncOptions, SyncSession
+from nemo_rl.weight_sync.sync_session import SyncOptions, SyncSession
 from nemo_rl.weight_sync.transports import nccl
 from nemo_rl.weight_sync.transports.base import Opener, Staging, TransportError
 from tests.weight_sync.models import DictModel, Engines, weights

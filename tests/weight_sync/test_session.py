@@ -20,7 +20,7 @@ from nemo_rl.distributed.devices import device_uuid
 from nemo_rl.weight_sync.layout import LayoutError, TensorMeta
 from nemo_rl.weight_sync.receiver import ChecksumMismatchError, SyncProtocolError, WeightReceiver
 from nemo_rl.weight_sync.sender import SendSpec, WeightSender
-from nemo_rl.weight_sync.session import SyncOptions, SyncSession, SyncTimeoutError, steady_window
+from nemo_rl.weight_sync.sync_session import SyncOptions, SyncSession, SyncTimeoutError, steady_window
 from nemo_rl.weight_sync.transports.base import TransportError
 from nemo_rl.weight_sync.transports.host import HostOpener, HostStaging, remove_stale_segments
 from tests.weight_sync.models import DictModel, Engines, weights

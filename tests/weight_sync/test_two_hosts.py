@@ -14,7 +14,7 @@ from nemo_rl.weight_sync.cache import BucketCache, CacheBuilder, CacheManifest
 from nemo_rl.weight_sync.layout import TensorMeta
 from nemo_rl.weight_sync.receiver import WeightReceiver
 from nemo_rl.weight_sync.sender import SendSpec, WeightSender
-from nemo_rl.weight_sync.session import SyncOptions, SyncSession
+from nemo_rl.weight_sync.sync_session import SyncOptions, SyncSession
 from nemo_rl.weight_sync.transports.base import TransportError
 from tests.two_nodes import on_node, second_node
 from tests.weight_sync.models import DictModel

@@ -16,7 +16,7 @@ from nemo_rl.config.schema import keys_of, shown
 from nemo_rl.config.section import Section
 from nemo_rl.data.datasets.registry import ALIASES, GENERATED, SOURCES, Source
 from nemo_rl.data.processors import PROCESSORS
-from nemo_rl.environments.registry import CLASSES
+from nemo_rl.environments.environment_registry import CLASSES
 from nemo_rl.utils.text import table
 
 _INTRODUCTION = """# Data sets, processors and environments

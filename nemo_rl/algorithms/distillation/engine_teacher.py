@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from nemo_rl.config import ClusterConfig
-from nemo_rl.config.teachers import Teacher
+from nemo_rl.config.teacher_sections import Teacher
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_calls import WorkerError

@@ -18,9 +18,9 @@ import torch
 from nemo_rl.algorithms.distillation.engine_teacher import EngineTeacher, ServedTeacher, start_scoring_actors
 from nemo_rl.config import ConfigError, MasterConfig
 from nemo_rl.config.errors import UserError
-from nemo_rl.config.teachers import Teacher, teachers_of
+from nemo_rl.config.teacher_sections import Teacher, teachers_of
 from nemo_rl.data.tokenizer import get_tokenizer
-from nemo_rl.data_plane.schema import TOPK_IDS, TOPK_LOGPROBS
+from nemo_rl.data_plane.field_schema import TOPK_IDS, TOPK_LOGPROBS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerGroup

@@ -45,11 +45,11 @@ from nemo_rl.config.dotted import import_dotted
 from nemo_rl.data.loader import CustomLoader, Loader, MultipleLoaders, make_loader, rl_collate_fn
 from nemo_rl.data.setup import TaskDatasets
 from nemo_rl.data_plane.factory import check_data_plane
-from nemo_rl.distributed.accelerators import Accelerator
+from nemo_rl.distributed.accelerator_slots import Accelerator
 from nemo_rl.distributed.actor_logs import collect_actor_logs
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerGroup
-from nemo_rl.environments.registry import (
+from nemo_rl.environments.environment_registry import (
     Actors,
     await_environments,
     check_rows,

@@ -22,7 +22,7 @@ from nemo_rl.algorithms.placement import ReportProgress
 from nemo_rl.algorithms.resume import dataset_names
 from nemo_rl.config import MasterConfig
 from nemo_rl.data.loader import HasState
-from nemo_rl.data_plane.schema import ROUTE_FIELDS, SAMPLING_MASK_FIELDS
+from nemo_rl.data_plane.field_schema import ROUTE_FIELDS, SAMPLING_MASK_FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.collector import Collector, CollectorParts
 from nemo_rl.experience.prompt_queue import PromptQueue, QueueLimits, SavedBatch

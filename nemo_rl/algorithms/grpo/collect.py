@@ -20,7 +20,7 @@ from nemo_rl.config import GRPOConfig, MasterConfig
 from nemo_rl.config.async_rl import NativeTimeoutsConfig
 from nemo_rl.config.errors import UserError
 from nemo_rl.data.loader import HasState, Loader
-from nemo_rl.data_plane.schema import PROMPT, PROMPT_TOKENS
+from nemo_rl.data_plane.field_schema import PROMPT, PROMPT_TOKENS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.prompts import EpochPrompts, group_id
 from nemo_rl.experience.rollout_source import RolloutSource

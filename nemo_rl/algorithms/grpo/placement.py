@@ -14,8 +14,8 @@ from nemo_rl.algorithms.grpo.accelerators import GRPOAccelerators, OwnAccelerato
 from nemo_rl.algorithms.grpo.refit import Refitter
 from nemo_rl.algorithms.placement import Clusters, OwnSlots, Placement, reserve
 from nemo_rl.config import ConfigError, MasterConfig, generation_world_size, training_world_size
-from nemo_rl.config.teachers import Teacher, teachers_of
-from nemo_rl.distributed.accelerators import Accelerator
+from nemo_rl.config.teacher_sections import Teacher, teachers_of
+from nemo_rl.distributed.accelerator_slots import Accelerator
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.progress import RunProgress

@@ -18,7 +18,7 @@ from nemo_rl.models.generation.refit import Weights, refit
 from nemo_rl.models.generation.vllm.fleet import ShardState
 from nemo_rl.utils.record import Record
 from nemo_rl.utils.timer import Timer
-from nemo_rl.weight_sync.session import SyncOptions, SyncReport, pause_quantiles
+from nemo_rl.weight_sync.sync_session import SyncOptions, SyncReport, pause_quantiles
 
 logger = logging.getLogger(__name__)
 

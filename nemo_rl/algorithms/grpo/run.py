@@ -15,7 +15,7 @@ from nemo_rl.algorithms.training_loop import TrainingRun
 from nemo_rl.config import MasterConfig
 from nemo_rl.data.loader import Loader
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.environments.registry import Actors
+from nemo_rl.environments.environment_registry import Actors
 from nemo_rl.experience.rollout_source import RolloutSource
 from nemo_rl.experience.rollouts import RolloutWatch
 from nemo_rl.experience.store import ExperienceStore

@@ -27,7 +27,7 @@ from nemo_rl.algorithms.grpo.advantages import (
     row_advantages,
 )
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig, RouterReplayConfig
-from nemo_rl.data_plane.schema import TOPK_IDS, TOPK_LOGPROBS, columns_of_others, replayed_fields
+from nemo_rl.data_plane.field_schema import TOPK_IDS, TOPK_LOGPROBS, columns_of_others, replayed_fields
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.store import ExperienceStore, StageOutput, TokenStage, joined_rows, sample_of_row, sample_starts
 from nemo_rl.loss.clipped_pg import KLType, calculate_kl, positive_nll_scale

@@ -27,7 +27,7 @@ from nemo_rl.algorithms.grpo.stages import (
 )
 from nemo_rl.algorithms.placement import ReportProgress
 from nemo_rl.config import AsyncRLConfig, ConfigError, MasterConfig
-from nemo_rl.config.placement import data_parallel_size
+from nemo_rl.config.world_sizes import data_parallel_size
 from nemo_rl.experience.collector import Collector
 from nemo_rl.experience.prompt_queue import PromptQueue, QueueLimits, worth_a_pass
 from nemo_rl.experience.prompts import BufferedGroup, group_name

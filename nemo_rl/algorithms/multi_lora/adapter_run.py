@@ -33,15 +33,15 @@ from nemo_rl.algorithms.startup import Algorithm, Limits, prepared
 from nemo_rl.config.data_rules import environments_in_use
 from nemo_rl.config.multi_lora import AdapterConfig
 from nemo_rl.data.loader import Loader
-from nemo_rl.distributed.accelerators import Accelerator
+from nemo_rl.distributed.accelerator_slots import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.environments.registry import Actors, await_environments, environment_class, section_of
+from nemo_rl.environments.environment_registry import Actors, await_environments, environment_class, section_of
 from nemo_rl.environments.shares import SharedEnvironments
 from nemo_rl.experience.store import InProcessStore
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.models.multi_lora.multi_lora_policy import MultiLoraPolicy
 from nemo_rl.models.policy.lm_policy import Policy
-from nemo_rl.utils.adapters import AdapterInfo
+from nemo_rl.utils.adapter_files import AdapterInfo
 from nemo_rl.utils.files import adapter_states, replace_file
 from nemo_rl.utils.progress import RunProgress, StartPhases
 from nemo_rl.utils.record import ARCHIVE_BYTES, RecordWriter

@@ -40,7 +40,7 @@ from nemo_rl.utils.progress import StartPhases
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-    from nemo_rl.config.profiling import Profile
+    from nemo_rl.config.nsight_variables import Profile
     from nemo_rl.data.model_tokens import StopTokens
     from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 

@@ -27,7 +27,7 @@ from nemo_rl.models.generation.interfaces import GenerationError, GenerationRequ
 from nemo_rl.models.generation.vllm.fleet import is_lost
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.models.multi_lora.multi_lora_policy import MultiLoraPolicy
-from nemo_rl.utils.adapters import AdapterInfo
+from nemo_rl.utils.adapter_files import AdapterInfo
 from nemo_rl.utils.record import Record
 from nemo_rl.utils.record_events import RequestFinished, RequestSubmitted, SyncFinished, SyncStarted, VersionPublished
 from nemo_rl.utils.timer import Timer

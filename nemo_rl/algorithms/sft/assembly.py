@@ -30,7 +30,7 @@ from nemo_rl.data.interfaces import DataError
 from nemo_rl.data.llm_message_utils import add_loss_mask_to_message_log
 from nemo_rl.data.loader import Batch, make_loader, sft_collate
 from nemo_rl.data.setup import TaskDatasets
-from nemo_rl.distributed.accelerators import Accelerator
+from nemo_rl.distributed.accelerator_slots import Accelerator
 from nemo_rl.distributed.actor_logs import collect_actor_logs
 from nemo_rl.distributed.worker_groups import RayWorkerGroup
 from nemo_rl.loss import NLLLossFn

@@ -18,7 +18,7 @@ from nemo_rl.algorithms.resume import RunState, name_latest
 from nemo_rl.algorithms.training_loop import CompletedStep, Steps, TrainingRun, train_to_end
 from nemo_rl.config import SFTMasterConfig
 from nemo_rl.data.loader import Batch
-from nemo_rl.distributed.accelerators import Accelerator
+from nemo_rl.distributed.accelerator_slots import Accelerator
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.progress import RunProgress

@@ -28,7 +28,7 @@ from nemo_rl.data.conversations import (
     plain,
     refusal,
 )
-from nemo_rl.data.datasets.files import PlacedRow, question_and_answer
+from nemo_rl.data.datasets.data_files import PlacedRow, question_and_answer
 from nemo_rl.data.interfaces import DataError
 
 _WRONG = ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")

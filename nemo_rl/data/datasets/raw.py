@@ -16,7 +16,7 @@ import orjson
 
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.conversations import Message, RowError, shown_keys
-from nemo_rl.data.datasets.files import PlacedRow
+from nemo_rl.data.datasets.data_files import PlacedRow
 from nemo_rl.data.interfaces import DataError, Row, TaskDataProcessFnCallable, TaskDataSpec
 from nemo_rl.data.processors import multichoice_qa_processor, processor_of, used_messages
 

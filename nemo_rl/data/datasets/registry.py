@@ -21,7 +21,7 @@ from nemo_rl.config.errors import did_you_mean
 from nemo_rl.config.foreign import UNBUILT
 from nemo_rl.data.conversations import Message, Row, as_messages, cell
 from nemo_rl.data.datasets import published
-from nemo_rl.data.datasets.files import (
+from nemo_rl.data.datasets.data_files import (
     PlacedRow,
     completed,
     dapo,

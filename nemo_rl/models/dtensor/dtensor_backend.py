@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
 from nemo_rl.config import PolicyConfig
-from nemo_rl.config.placement import ParallelSizes
-from nemo_rl.distributed.accelerators import CPU, CUDA
+from nemo_rl.config.world_sizes import ParallelSizes
+from nemo_rl.distributed.accelerator_slots import CPU, CUDA
 from nemo_rl.distributed.devices import release_cached_memory
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.dtensor.dtensor_checkpoint import CheckpointWriter, load_optimizer
@@ -47,7 +47,7 @@ from nemo_rl.models.policy.packed import (
 from nemo_rl.models.policy.residency import MovableStorages, ReferenceWeights
 from nemo_rl.models.policy.scoring import LogitTransform, TokenScores, logit_transform
 from nemo_rl.models.policy.train_step import MicrobatchResult
-from nemo_rl.utils.adapters import AdapterInfo
+from nemo_rl.utils.adapter_files import AdapterInfo
 from nemo_rl.weight_sync.layout import TensorMeta
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from nemo_rl.models.policy.checkpoint_files import (
 )
 from nemo_rl.models.policy.model_config import CheckpointMismatchError
 from nemo_rl.models.policy.optimizer import advance_scheduler
-from nemo_rl.utils.adapters import AdapterInfo
+from nemo_rl.utils.adapter_files import AdapterInfo
 
 SCHEDULE_FILE = "schedule.json"
 _PLAIN_CLASSES = {

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from nemo_rl.config.placement import ParallelSizes, ParallelSizesError
-from nemo_rl.distributed.accelerators import Accelerator
+from nemo_rl.config.world_sizes import ParallelSizes, ParallelSizesError
+from nemo_rl.distributed.accelerator_slots import Accelerator
 from nemo_rl.models.policy.rank_groups import RankGroups
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from nemo_rl.config import PolicyConfig
-from nemo_rl.config.placement import compiles_layers
+from nemo_rl.config.world_sizes import compiles_layers
 from nemo_rl.models.dtensor.dtensor_checks import LIGER, check_attention, check_device
 from nemo_rl.models.dtensor.dtensor_lora import KEY, apply_adapters, first_factors
 from nemo_rl.models.dtensor.experts import apply_expert_parallel
@@ -42,7 +42,7 @@ from nemo_rl.models.policy.model_config import (
     model_config,
     number_of_experts,
 )
-from nemo_rl.utils.adapters import AdapterInfo, is_adapter
+from nemo_rl.utils.adapter_files import AdapterInfo, is_adapter
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -20,7 +20,7 @@ from nemo_rl.models.generation.refit import Weights, refit, sync
 from nemo_rl.models.generation.vllm.fleet import ShardState
 from nemo_rl.utils.record import NullRecord, Record
 from nemo_rl.weight_sync.cache import CacheError
-from nemo_rl.weight_sync.session import SyncOptions, SyncReport, pause_quantiles
+from nemo_rl.weight_sync.sync_session import SyncOptions, SyncReport, pause_quantiles
 
 if TYPE_CHECKING:
     from nemo_rl.config import WeightSyncConfig

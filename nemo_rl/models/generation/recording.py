@@ -17,7 +17,7 @@ import torch
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.errors import UserError
-from nemo_rl.data_plane.schema import ROUTE_FIELDS, SAMPLING_MASK_FIELDS
+from nemo_rl.data_plane.field_schema import ROUTE_FIELDS, SAMPLING_MASK_FIELDS
 from nemo_rl.models.policy.model_config import layers_with_experts, model_config, number_of_experts, text_config
 from nemo_rl.models.policy.router_replay import VALIDATE
 

@@ -14,7 +14,7 @@ from nemo_rl.utils.record import Record
 from nemo_rl.utils.record_events import SyncFinished, SyncStarted, VersionPublished
 from nemo_rl.utils.timer import Timer
 from nemo_rl.weight_sync.cache import CacheError
-from nemo_rl.weight_sync.session import SyncOptions, SyncReport, SyncSession, WeightSource
+from nemo_rl.weight_sync.sync_session import SyncOptions, SyncReport, SyncSession, WeightSource
 
 if TYPE_CHECKING:
     from nemo_rl.models.generation.vllm.fleet import EngineFleet, ShardTargets

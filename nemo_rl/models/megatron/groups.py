@@ -10,8 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nemo_rl.config.placement import ParallelSizes, ParallelSizesError
-from nemo_rl.distributed.accelerators import Accelerator
+from nemo_rl.config.world_sizes import ParallelSizes, ParallelSizesError
+from nemo_rl.distributed.accelerator_slots import Accelerator
 from nemo_rl.models.megatron import cpu
 from nemo_rl.models.policy.rank_groups import COLLECTIVE_TIMEOUT_S, RankGroups
 

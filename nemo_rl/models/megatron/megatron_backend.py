@@ -18,8 +18,8 @@ import torch
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.megatron import MegatronConfig
-from nemo_rl.config.placement import ParallelSizes
-from nemo_rl.distributed.accelerators import CPU, CUDA
+from nemo_rl.config.world_sizes import ParallelSizes
+from nemo_rl.distributed.accelerator_slots import CPU, CUDA
 from nemo_rl.distributed.devices import release_cached_memory
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.megatron import cpu
@@ -53,7 +53,7 @@ from nemo_rl.models.policy.packed import (
 from nemo_rl.models.policy.residency import MovableStorages, ReferenceWeights
 from nemo_rl.models.policy.scoring import logit_transform
 from nemo_rl.models.policy.train_step import MicrobatchResult
-from nemo_rl.utils.adapters import is_adapter
+from nemo_rl.utils.adapter_files import is_adapter
 from nemo_rl.weight_sync.layout import TensorMeta
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from nemo_rl.models.megatron.groups import MegatronGroups
 from nemo_rl.models.megatron.sharded_weights import ShardedWeights, whole_name
 from nemo_rl.models.policy.lora import FACTORS, choose_layers, drawn_factors, read_factors, without_adapters
 from nemo_rl.models.policy.model_config import CheckpointMismatchError, UnsupportedModelError
-from nemo_rl.utils.adapters import AdapterInfo
+from nemo_rl.utils.adapter_files import AdapterInfo
 from nemo_rl.weight_sync.layout import TensorMeta, dtype_name
 
 KEY = "policy.megatron_cfg.peft"

@@ -25,7 +25,7 @@ from nemo_rl.models.generation.vllm.engine_nodes import Rendezvous
 from nemo_rl.models.generation.vllm.request_state import ResultBuffer
 from nemo_rl.models.generation.vllm.worker import VllmGenerationWorker
 from nemo_rl.models.multi_lora.cpu_kernels import use_grouped_products
-from nemo_rl.utils.adapters import AdapterInfo, write_adapter
+from nemo_rl.utils.adapter_files import AdapterInfo, write_adapter
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest

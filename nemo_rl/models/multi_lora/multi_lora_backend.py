@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
 from nemo_rl.config import PolicyConfig
-from nemo_rl.config.placement import ParallelSizes
+from nemo_rl.config.world_sizes import ParallelSizes
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.dtensor.dtensor_backend import DTensorBackend
@@ -41,10 +41,10 @@ from nemo_rl.models.policy.optimizer import advance_scheduler, build_optimizer, 
 from nemo_rl.models.policy.packed import PackedBatch, idle_microbatch, logprob_rows, microbatch_loss, pack, row_round
 from nemo_rl.models.policy.scoring import LogitTransform, TokenScores, logit_transform
 from nemo_rl.models.policy.train_step import MicrobatchResult, TrainStep
-from nemo_rl.utils.adapters import AdapterInfo
+from nemo_rl.utils.adapter_files import AdapterInfo
 
 if TYPE_CHECKING:
-    from nemo_rl.distributed.accelerators import Accelerator
+    from nemo_rl.distributed.accelerator_slots import Accelerator
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ def build_backend(cfg: PolicyConfig, sizes: ParallelSizes) -> MultiLoraBackend:
 
 
 def _accelerator() -> Accelerator:
-    from nemo_rl.distributed.accelerators import CPU, CUDA
+    from nemo_rl.distributed.accelerator_slots import CPU, CUDA
 
     return CUDA if torch.cuda.is_available() else CPU
 

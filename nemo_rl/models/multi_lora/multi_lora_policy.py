@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from nemo_rl.config import PolicyConfig
-from nemo_rl.data_plane.schema import PROMPT, PROMPT_TOKENS, TAG, replayed_fields
+from nemo_rl.data_plane.field_schema import PROMPT, PROMPT_TOKENS, TAG, replayed_fields
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.multi_lora.messages import SLOT, StepRefused

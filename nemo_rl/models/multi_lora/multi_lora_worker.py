@@ -13,8 +13,8 @@ import torch
 from typing_extensions import override
 
 from nemo_rl.config import PolicyConfig
-from nemo_rl.config.placement import parallel_sizes
-from nemo_rl.data_plane.schema import SAMPLING_MASK_FIELDS
+from nemo_rl.config.world_sizes import parallel_sizes
+from nemo_rl.data_plane.field_schema import SAMPLING_MASK_FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.devices import allowed_memory, device_of_process, keep_to_slot
 from nemo_rl.loss.interfaces import LossFunction

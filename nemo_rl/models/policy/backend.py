@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 
 from nemo_rl.config import PolicyConfig
-from nemo_rl.config.placement import ParallelSizes
+from nemo_rl.config.world_sizes import ParallelSizes
 from nemo_rl.distributed.processes import importing
 from nemo_rl.distributed.worker_groups import resolve_fqn
 from nemo_rl.loss.interfaces import LossFunction

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from nemo_rl.config import PolicyConfig
-from nemo_rl.data_plane.schema import (
+from nemo_rl.data_plane.field_schema import (
     PROMPT,
     PROMPT_TOKENS,
     ROUTE_FIELDS,

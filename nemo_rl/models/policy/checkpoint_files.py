@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nemo_rl.utils.adapters import AdapterInfo, write_adapter
+from nemo_rl.utils.adapter_files import AdapterInfo, write_adapter
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from nemo_rl.config import PolicyConfig
-from nemo_rl.config.placement import parallel_sizes, training_backend
-from nemo_rl.config.profiling import POLICY_WORKERS, Profile
+from nemo_rl.config.nsight_variables import POLICY_WORKERS, Profile
+from nemo_rl.config.world_sizes import parallel_sizes, training_backend
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster

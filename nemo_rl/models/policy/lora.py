@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from nemo_rl.models.policy.model_config import CheckpointMismatchError, UnsupportedModelError
-from nemo_rl.utils.adapters import AdapterError, AdapterInfo, read_adapter
+from nemo_rl.utils.adapter_files import AdapterError, AdapterInfo, read_adapter
 
 FACTORS = ("lora_A", "lora_B")
 

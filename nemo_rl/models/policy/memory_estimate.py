@@ -15,7 +15,7 @@ import torch
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.errors import UserError
-from nemo_rl.config.placement import ParallelSizes, compiles_layers
+from nemo_rl.config.world_sizes import ParallelSizes, compiles_layers
 from nemo_rl.distributed.devices import free_memory, total_memory
 from nemo_rl.models.policy.scoring import FUSED_CHUNK_BYTES
 from nemo_rl.utils.flops import TransformerShape

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.config import SequencePackingConfig
-from nemo_rl.data_plane.schema import TOPK_IDS
+from nemo_rl.data_plane.field_schema import TOPK_IDS
 from nemo_rl.distributed import batch_sharding
 from nemo_rl.distributed.devices import to_device
 from nemo_rl.loss.interfaces import ComparesWithTeacher, GivenScores, LossFunction, LossInputType

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nemo_rl.config import PolicyConfig
-from nemo_rl.config.placement import parallel_sizes
-from nemo_rl.data_plane.schema import SAMPLING_MASK_FIELDS
+from nemo_rl.config.world_sizes import parallel_sizes
+from nemo_rl.data_plane.field_schema import SAMPLING_MASK_FIELDS
 from nemo_rl.data_plane.worker_mixin import TQWorkerMixin
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_rl.distributed.devices import (

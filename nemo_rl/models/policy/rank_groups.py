@@ -11,8 +11,8 @@ from abc import ABC, abstractmethod
 import torch
 import torch.distributed as dist
 
-from nemo_rl.config.placement import ParallelSizes
-from nemo_rl.distributed.accelerators import Accelerator
+from nemo_rl.config.world_sizes import ParallelSizes
+from nemo_rl.distributed.accelerator_slots import Accelerator
 from nemo_rl.distributed.communicators import Communicators
 
 COLLECTIVE_TIMEOUT_S = 900.0

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from nemo_rl.data_plane.schema import ROUTE_FIELDS
+from nemo_rl.data_plane.field_schema import ROUTE_FIELDS
 
 EXPERTS, VALID = ROUTE_FIELDS
 VALIDATE = "NRL_ROUTER_REPLAY_VALIDATE"

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from nemo_rl.data_plane.schema import SAMPLING_MASK_FIELDS
+from nemo_rl.data_plane.field_schema import SAMPLING_MASK_FIELDS
 from nemo_rl.loss.interfaces import GivenScores
 from nemo_rl.models.policy.model_config import text_config
 

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_rl.config import DataPlaneConfig, PolicyConfig
 from nemo_rl.data_plane.column_io import read_columns, write_columns
 from nemo_rl.data_plane.factory import build_data_plane_client
-from nemo_rl.data_plane.interfaces import DataPlaneClient
-from nemo_rl.data_plane.meta import KVBatchMeta
-from nemo_rl.data_plane.schema import (
+from nemo_rl.data_plane.field_schema import (
     DP_TRAIN_FIELDS,
     LP_SEED_FIELDS,
     TOPK_IDS,
@@ -22,6 +20,8 @@ from nemo_rl.data_plane.schema import (
     pad_values,
     replayed_fields,
 )
+from nemo_rl.data_plane.interfaces import DataPlaneClient
+from nemo_rl.data_plane.meta import KVBatchMeta
 from nemo_rl.data_plane.sharding import shard_meta_for_dp
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster

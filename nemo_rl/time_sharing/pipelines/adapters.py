@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nemo_rl.config import ConfigError
 from nemo_rl.config.multi_lora import AdapterConfig, check_adapter, load_adapter, load_base
-from nemo_rl.config.placement import cluster_world_size
+from nemo_rl.config.world_sizes import cluster_world_size
 from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
 from nemo_rl.time_sharing.protocol.types import ADAPTERS_STOP_S, LONGEST_STOP_S
 

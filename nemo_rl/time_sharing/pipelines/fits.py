@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from nemo_rl.config import ConfigError, MasterConfig, RootConfig
 from nemo_rl.config.evaluation import EvalMasterConfig
 from nemo_rl.config.generation import VllmConfig
-from nemo_rl.config.placement import ParallelSizesError, parallel_sizes
-from nemo_rl.config.teachers import pooled_teacher, teachers_of
+from nemo_rl.config.teacher_sections import pooled_teacher, teachers_of
+from nemo_rl.config.world_sizes import ParallelSizesError, parallel_sizes
 
 
 def engines_of(config: object, teacher: str | None) -> VllmConfig | None:

@@ -236,7 +236,7 @@ class LentPipeline:
 
     def cluster(self, gpus: Sequence[int], *, leads_ranks: bool) -> SharedCluster:
         """Some GPUs of the pool as slots of this pipeline."""
-        from nemo_rl.distributed.accelerators import CPU, CUDA
+        from nemo_rl.distributed.accelerator_slots import CPU, CUDA
         from nemo_rl.time_sharing.pipelines.shared_cluster import SharedCluster
 
         handles, config = self._handles, self._job.config

@@ -28,9 +28,9 @@ from nemo_rl.config.layers import merge, read_layers
 from nemo_rl.config.load import kind_of_file
 from nemo_rl.config.master import MultiLoraMasterConfig
 from nemo_rl.config.overrides import parse_override
-from nemo_rl.config.placement import training_world_size
 from nemo_rl.config.schema import is_known
-from nemo_rl.config.teachers import teachers_of
+from nemo_rl.config.teacher_sections import teachers_of
+from nemo_rl.config.world_sizes import training_world_size
 from nemo_rl.time_sharing.pipelines.adapters import ADAPTERS, AdaptersConfig, adapters_command
 from nemo_rl.time_sharing.pipelines.command_config import EXTERNAL, CommandConfig, read_command
 from nemo_rl.time_sharing.pipelines.fits import as_teacher, divides, engines_are_too_wide, engines_of, teachers_fit

@@ -18,8 +18,8 @@ from nemo_rl.algorithms.distillation.engine_teacher import ServedTeacher
 from nemo_rl.algorithms.grpo.placement import Built
 from nemo_rl.algorithms.placement import Clusters, DemandKind, ReportProgress
 from nemo_rl.config import MasterConfig
-from nemo_rl.config.teachers import Teacher
-from nemo_rl.distributed.accelerators import Accelerator
+from nemo_rl.config.teacher_sections import Teacher
+from nemo_rl.distributed.accelerator_slots import Accelerator
 from nemo_rl.experience.collector import Collector
 from nemo_rl.models.generation.elastic import ElasticGeneration, with_own_cache
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration

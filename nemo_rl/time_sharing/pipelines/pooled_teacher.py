@@ -15,7 +15,7 @@ import torch
 
 from nemo_rl.config import ConfigError
 from nemo_rl.config.errors import first_line
-from nemo_rl.config.teachers import Teacher
+from nemo_rl.config.teacher_sections import Teacher
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.generation.interfaces import GenerationError
 from nemo_rl.time_sharing.agents.actors import CONTROL_NAMESPACE, POOL_NAME

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from nemo_rl.algorithms.placement import Clusters, KeptAccelerators
 from nemo_rl.algorithms.sft.driver import SFTRun, Trainer
 from nemo_rl.config import SFTMasterConfig
-from nemo_rl.distributed.accelerators import Accelerator
+from nemo_rl.distributed.accelerator_slots import Accelerator
 from nemo_rl.time_sharing.agents.runtime import AgentRuntime
 from nemo_rl.time_sharing.log.pool_state import Outcome, Progress
 from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles, progress_of

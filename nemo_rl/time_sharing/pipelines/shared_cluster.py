@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 
-from nemo_rl.distributed.accelerators import Accelerator
+from nemo_rl.distributed.accelerator_slots import Accelerator
 from nemo_rl.distributed.virtual_cluster import (
     RayVirtualCluster,
     ResourceInsufficientError,

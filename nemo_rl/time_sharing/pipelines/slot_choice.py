@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from nemo_rl.config import EvalMasterConfig, MasterConfig, RootConfig
 from nemo_rl.config.multi_lora import load_base
-from nemo_rl.config.placement import replica_sizes, training_backend, training_world_size, trains_adapters
-from nemo_rl.config.teachers import pooled_teacher, teachers_of
+from nemo_rl.config.teacher_sections import pooled_teacher, teachers_of
+from nemo_rl.config.world_sizes import replica_sizes, training_backend, training_world_size, trains_adapters
 from nemo_rl.time_sharing.pipelines.adapters import AdaptersConfig
 from nemo_rl.time_sharing.pipelines.job import Job
 from nemo_rl.time_sharing.pipelines.residents import SlotBytes, SlotTooSmall, in_gib, slot_bytes

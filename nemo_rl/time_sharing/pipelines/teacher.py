@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from nemo_rl.config import MasterConfig
-from nemo_rl.config.teachers import pooled_teacher
+from nemo_rl.config.teacher_sections import pooled_teacher
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.time_sharing.agents.runtime import AgentRuntime, Dismissed
 from nemo_rl.time_sharing.agents.standing_demand import OpenSamples

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nemo_rl.distributed.accelerators import CPU
+from nemo_rl.distributed.accelerator_slots import CPU
 from nemo_rl.weight_sync.transports.base import Handle, Opener, Staging, TransportError, TransportName
 
 

@@ -19,7 +19,7 @@ from nemo_rl.config import ClusterConfig, ConfigError, GenerationConfig, PolicyC
 from nemo_rl.config.generation import VllmConfig
 from nemo_rl.config.generation_rules import fp8_needs_gpus
 from nemo_rl.config.layers import merge_mappings
-from nemo_rl.config.profiling import ENGINES, Profile
+from nemo_rl.config.nsight_variables import ENGINES, Profile
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, Slot, cores_per_slot
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.recording import Recording, recording_of

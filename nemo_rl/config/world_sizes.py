@@ -11,7 +11,7 @@ from nemo_rl.config.errors import UserError
 from nemo_rl.config.master import MasterConfig, RootConfig
 from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.policy import DTensorConfig, PolicyConfig
-from nemo_rl.config.teachers import teachers_of
+from nemo_rl.config.teacher_sections import teachers_of
 
 
 def cluster_world_size(config: RootConfig) -> int:

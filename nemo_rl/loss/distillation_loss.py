@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 
 from nemo_rl.config.algorithms import TeacherKLConfig
-from nemo_rl.data_plane.schema import TOPK_LOGPROBS
+from nemo_rl.data_plane.field_schema import TOPK_LOGPROBS
 from nemo_rl.loss.interfaces import (
     Count,
     GivenScores,
