@@ -59,7 +59,13 @@ from nemo_rl.experience.rollouts import (
 from nemo_rl.models.generation.interfaces import request_timeout_s
 from nemo_rl.models.generation.vllm.engine_actors import start_engine_actors
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
-from nemo_rl.models.policy.model_config import check_length, check_vision, check_weights, model_config
+from nemo_rl.models.policy.model_config import (
+    ModelNotFoundError,
+    check_length,
+    check_vision,
+    check_weights,
+    model_config,
+)
 from nemo_rl.utils.adapter_files import is_adapter
 from nemo_rl.utils.checkpoint import model_directory
 from nemo_rl.utils.progress import StartPhases
@@ -125,9 +131,9 @@ def evaluate(config: EvalMasterConfig, placement: EvaluationPlacement | None = N
     find_model(config)
     _writable(config.eval.save_path)
     set_seed(config.eval.seed)
-    tokenizer = get_tokenizer(config.tokenizer, trust_remote_code=config.generation.trust_remote_code)
     policy = evaluated_policy(config)
     model = check_evaluated(policy)
+    tokenizer = get_tokenizer(config.tokenizer, trust_remote_code=config.generation.trust_remote_code)
     ends = check_tokens(policy, model, tokenizer, say, key="generation.stop_token_ids")
     problems = load_problems(config, tokenizer, say)
     hold_to_vocabulary([problems.dataset], tokenizer, model)
@@ -247,8 +253,11 @@ def check_evaluated(policy: PolicyConfig) -> PretrainedConfig:
     """The model's configuration. Raises ModelNotFoundError: it lacks its configuration or weights;
     UnsupportedModelError: it takes no sequences as long as configured.
     """
-    model = model_config(policy)
-    check_weights(policy.model_name)
+    try:
+        model = model_config(policy)
+        check_weights(policy.model_name)
+    except ModelNotFoundError as error:
+        raise ModelNotFoundError(str(error).replace("policy.model_name", "generation.model_name")) from error
     lengths = {"generation.vllm_cfg.max_model_len": policy.max_total_sequence_length}
     check_length(model, policy.model_name, lengths, generates=True)
     check_vision(model, policy.model_name)

@@ -308,10 +308,10 @@ class Interrupts:
     """Signal handlers of a run; a context manager that restores the previous ones.
 
     SIGTERM, which job schedulers send, is handled like Ctrl-C: both raise KeyboardInterrupt in the main thread.
-    Invariant: it is not lost, and more signals do not disturb the clean-up after it. A bare `except`, `__del__` or a
-    callback of a library ends it; raised between two lines of the import system, it leaves the lock of all imports
-    held, and other threads, then the clean-up, wait for ever. So until the run is ending, a timer looks whether it is
-    being handled, and raises it again if not.
+    Invariant: it is not lost, and more signals do not disturb the clean-up after it. In a bare `except`, a callback or
+    `__del__` of a library it ends where it is raised; between two lines of the import system it leaves the lock of all
+    imports held, and other threads, then the clean-up, wait for ever. So until the run is ending, a timer looks whether
+    it is being handled, and raises it again, in a better place, if not.
     """
 
     received: ClassVar[bool] = False  # whether this process was interrupted
@@ -367,7 +367,7 @@ class Interrupts:
         if self._ending:
             return
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
-        if not (_is_unwinding() or (frame is not None and frame.f_code.co_filename.startswith(_IMPORT_SYSTEM))):
+        if not (_is_unwinding() or _loses(frame)):
             raise KeyboardInterrupt
 
 
@@ -377,6 +377,15 @@ def _is_unwinding() -> bool:
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
     return error is not None
+
+
+def _loses(frame: FrameType | None) -> bool:
+    """Whether an exception raised here leaves a lock of the import system held, or ends in a `__del__`."""
+    if frame is not None and frame.f_code.co_filename.startswith(_IMPORT_SYSTEM):
+        return True
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
 
 
 @contextmanager

@@ -76,7 +76,9 @@ def _of_training(config: RootConfig, algorithm: Algorithm[Any, Any, Any], found:
         # Data, and the algorithm's keys, are those of each adapter's file.
         found.notes.append("files of adapters are not looked at; the job's start does")
         return
-    _directories(config, found)
+    _directories({"logger.log_dir": config.logger.log_dir}, found)
+    if config.checkpointing.enabled:
+        _directories({"checkpointing.checkpoint_dir": config.checkpointing.checkpoint_dir}, found)
     entries = dict(data_entries(config))
     _processors(entries, found)
     model = _look_at_model(policy.model_name, "policy.model_name", algorithm.check, found)
@@ -98,6 +100,8 @@ def _of_training(config: RootConfig, algorithm: Algorithm[Any, Any, Any], found:
 
 def _of_an_evaluation(config: EvalMasterConfig, found: _Found) -> None:
     name = config.data.env_name
+    if config.eval.save_path is not None:
+        _directories({"eval.save_path": config.eval.save_path}, found)
     _environments([name], config, found)
     entries: dict[str, DatasetConfig] = {"data": config.data}
     _processors(entries, found)
@@ -121,11 +125,8 @@ def _of_an_evaluation(config: EvalMasterConfig, found: _Found) -> None:
             found.of(lambda: check_rows(by_task, dict.fromkeys(problems.tasks, name), config.env))
 
 
-def _directories(config: RootConfig, found: _Found) -> None:
-    """Whether the run's directories can be made and written."""
-    wanted = {"logger.log_dir": config.logger.log_dir}
-    if config.checkpointing.enabled:
-        wanted["checkpointing.checkpoint_dir"] = config.checkpointing.checkpoint_dir
+def _directories(wanted: Mapping[str, str], found: _Found) -> None:
+    """Whether directories of the run can be made and written. `wanted`: by their dotted keys."""
     for key, folder in wanted.items():
         path = Path(folder).absolute()
         there = next(parent for parent in (path, *path.parents) if parent.exists())

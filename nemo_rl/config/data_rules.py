@@ -100,13 +100,13 @@ def environments_exist(config: MasterConfig | EvalMasterConfig) -> Iterator[Prob
 
 
 @rule
-def own_judges_judge(config: MasterConfig) -> Iterator[str]:
-    used = environments_in_use(config)
+def own_judges_judge(config: MasterConfig | EvalMasterConfig) -> Iterator[str]:
+    used = {key: entry.env_name for key, entry in data_entries(config)}
     own = [name for name in config.env.model_extra or {} if (at := config.env.of(name)) is not None and at.is_users]
-    if own and not any((section := config.env.of(name)) is not None and section.is_users for name in used):
+    if own and not any((section := config.env.of(name)) is not None and section.is_users for name in used.values()):
         yield (
-            f"env.{own[0]}: nothing uses it, because data.*.env_name is {', '.join(used)}; set "
-            f"data.train.env_name={own[0]} (and data.validation's), or leave it out"
+            f"env.{own[0]}: nothing uses it, because data name {', '.join(dict.fromkeys(used.values()))}; "
+            f"set {' and '.join(f'{key}.env_name={own[0]}' for key in used)}, or leave it out"
         )
 
 

@@ -147,7 +147,8 @@ def find(key: Sequence[str]) -> Foreign | None:
 def here(name: str, root: type[Section]) -> str:
     """` It is <key> here ...`, for a key's last name in TRL, verl or PEFT; else the empty string."""
     known = OTHER_TRAINERS.get(name, "")
-    keys = (known, known.replace("grpo.", "sft.", 1))
+    # Fine-tuning has a loop of its own, and evaluations have generation at their top.
+    keys = (known, known.replace("grpo.", "sft.", 1), known.removeprefix("policy."))
     found = next((key for key in keys if known and section_at(root, key.split(".")[:1]) is not None), None)
     return f" TRL's or verl's {name} is {found} here (docs/coming_from.md)." if found else ""
 

@@ -24,6 +24,7 @@ from nemo_rl.config.schema import free_mapping, is_known, is_null_when_deleted, 
 from nemo_rl.config.section import Section
 
 Key = tuple[str, ...]
+_FEW = 20
 _PATTERN = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=\s~+]+)(?P<assigned>=(?P<text>.*))?", re.DOTALL)
 
 
@@ -157,11 +158,14 @@ def _hint(values: Mapping[str, object], override: Override, schema: type[Section
     if elsewhere:
         return f" There is {' and '.join(elsewhere[:3])}."
     holder = at(values, key[:-1])
-    beside = (names_in(schema, key) if schema else []) or (map(str, holder) if isinstance(holder, Mapping) else [])
+    beside = (names_in(schema, key) if schema else []) or list(map(str, holder) if isinstance(holder, Mapping) else [])
     # Where a schema says which names there are, one that is added would be refused, too.
     added = override.action is Action.SET and (schema is None or free_mapping(schema, key) is not None)
     advice = f" Write +{'.'.join(key)}=... to add it." if added else ""
-    return did_you_mean(key[-1], beside) + advice
+    near = did_you_mean(key[-1], beside)
+    if not (near or advice) and 0 < len(beside) <= _FEW:
+        return f" Valid here: {', '.join(beside)}."
+    return near + advice
 
 
 def keys_named(node: object, name: str, prefix: Key = ()) -> Iterator[Key]:

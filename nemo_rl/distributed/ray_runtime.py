@@ -11,10 +11,12 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 from unittest.mock import patch
@@ -111,9 +113,15 @@ def init_ray(
         log_to_driver: Whether workers' output is echoed here; by default only with NRL_LOG_LEVEL=DEBUG.
         log_dir: Directory for Ray's session files of a local cluster; by default one that no other user can enter.
 
+    On the main thread, which signals interrupt, another thread does it: a process that half a start of Ray is left in
+    crashes at its end.
+
     Returns the accelerator kind of the cluster. Raises RayStartError: the address does not answer;
     DeviceUnavailableError: `cuda` was asked for and the cluster has none.
     """
+    if threading.current_thread() is threading.main_thread() and not ray.is_initialized():
+        start = partial(init_ray, device=device, cpu_slots=cpu_slots, log_to_driver=log_to_driver, log_dir=log_dir)
+        return _finished(RayStart(start).started)
     # A local cluster guards its ports with a token; Ray says so at every start, and when it joins one.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     echo = log_to_driver if log_to_driver is not None else os.environ.get("NRL_LOG_LEVEL", "").upper() == "DEBUG"
@@ -346,6 +354,15 @@ def _end_half_started(before: set[psutil.Process]) -> None:
     )
 
 
+def _finished(started: Future[Started]) -> Started:
+    """The result of a start, which is waited for also where a signal interrupts the wait."""
+    try:
+        return started.result()
+    except KeyboardInterrupt:
+        wait([started])
+        raise
+
+
 class RayStart(Generic[Started]):
     """A start of Ray that runs in parallel with other work."""
 
@@ -406,7 +423,7 @@ class RayConnection:
     def open(self, *, device: str, cpu_slots: int) -> Accelerator:
         started, _StartAhead.accelerator = _StartAhead.accelerator, None
         self._owned = started is not None or not ray.is_initialized()
-        return started.result() if started is not None else init_ray(device=device, cpu_slots=cpu_slots)
+        return _finished(started) if started is not None else init_ray(device=device, cpu_slots=cpu_slots)
 
     def close(self) -> None:
         """Leaves the cluster; ends it where `open` started it. Safe to call twice."""

@@ -1,9 +1,11 @@
 """Starting Ray where its own wait bound is too short."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -257,6 +259,24 @@ def test_what_began_on_a_cluster_is_ended_before_it_and_a_failed_start_has_begun
     RayStart(lambda: "actors").end(ended.append, lambda: ended.append("cluster"))
     RayStart(lambda: 1 // 0).end(lambda begun: ended.append(f"{begun}"), lambda: ended.append("cluster"))
     assert ended == ["actors", "cluster", "cluster"]
+
+
+def test_a_signal_while_ray_starts_is_raised_once_it_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ends in the middle of a start crashes."""
+    up: list[threading.Thread] = []
+
+    def joined(*_: object) -> bool:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)
+        up.append(threading.current_thread())
+        return True
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray_runtime, "_joined", joined)
+    monkeypatch.setattr(ray_runtime, "_accelerator_of_cluster", lambda device: CPU)
+    with pytest.raises(KeyboardInterrupt):
+        init_ray(device="cpu")
+    assert up and up[0] is not threading.main_thread()
 
 
 def test_asking_a_cluster_hides_the_lines_of_ray_alone(capfd: pytest.CaptureFixture[str]) -> None:

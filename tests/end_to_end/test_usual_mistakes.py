@@ -150,7 +150,7 @@ MISTAKES: dict[str, tuple[Callable[[Path, Path], list[str]], list[str]]] = {
     ),
     "a judge that no data name": (
         lambda model, folder: [f"env.mine.function={HERE}.judge"],
-        ["env.mine: nothing uses it", "data.*.env_name is math", "data.train.env_name=mine"],
+        ["env.mine: nothing uses it", "data name math", "data.train.env_name=mine and data.validation.env_name=mine"],
     ),
     "a key of TRL": (
         lambda model, folder: ["loss_fn.beta=0.04"],
@@ -207,11 +207,6 @@ MISTAKES: dict[str, tuple[Callable[[Path, Path], list[str]], list[str]]] = {
 def test_a_usual_mistake_is_answered_before_anything_starts(
     mistake: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def no_ray(**_: Any) -> None:
-        raise AssertionError("Ray was started")
-
-    monkeypatch.setattr(ray_runtime, "init_ray", no_ray)
-    monkeypatch.setenv(OFFLINE, "1")
     make, says = MISTAKES[mistake]
     overrides = [
         f"policy.model_name={tiny_model}",
@@ -219,15 +214,75 @@ def test_a_usual_mistake_is_answered_before_anything_starts(
         f"checkpointing.checkpoint_dir={tmp_path}/checkpoints",
         *make(tiny_model, tmp_path),
     ]
-    code = launch.grpo(["--config", str(CONFIG), *overrides], default_config=CONFIG)
+    refused(CONFIG, launch.grpo, overrides, says, capfd, monkeypatch)
+
+
+def refused(
+    config: Path,
+    run: Callable[..., int],
+    overrides: list[str],
+    says: list[str],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether a run and `config check` refuse overrides with these words, before Ray."""
+
+    def no_ray(**_: Any) -> None:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr(ray_runtime, "init_ray", no_ray)
+    monkeypatch.setenv(OFFLINE, "1")
+    code = run(["--config", str(config), *overrides], default_config=config)
     said = capfd.readouterr().err
     assert code in (EXIT_FAILED, EXIT_USAGE) and "Traceback" not in said
     assert all(part in said for part in says), said
 
-    assert config_command(["check", str(CONFIG), *overrides]) == EXIT_USAGE
+    assert config_command(["check", str(config), *overrides]) == EXIT_USAGE
     checked = capfd.readouterr().out
-    assert checked.startswith(f"{CONFIG}: refused")
+    assert checked.startswith(f"{config}: refused")
     assert all(part in checked for part in says), checked
+
+
+MISTAKES_OF_EVALUATIONS: dict[str, tuple[Callable[[Path, Path], list[str]], list[str]]] = {
+    "no such model": (
+        lambda model, folder: [f"generation.model_name={folder}/gone"],
+        ["generation.model_name=", "there is no such directory"],
+    ),
+    "the output directory of a trainer": (
+        lambda model, folder: [
+            f"generation.model_name={Path(shutil.copytree(model, folder / 'out' / 'checkpoint-500')).parent}"
+        ],
+        ["generation.model_name=", "has no config.json", "out/checkpoint-500 has one"],
+    ),
+    "a judge that the data do not name": (
+        lambda model, folder: [f"env.mine.function={HERE}.judge"],
+        ["env.mine: nothing uses it", "data.env_name=mine"],
+    ),
+    "answers in the place of a file": (
+        lambda model, folder: [f"eval.save_path={folder}/file{(folder / 'file').write_text('') or ''}"],
+        ["eval.save_path", "/file"],
+    ),
+    "a key of TRL": (
+        lambda model, folder: ["generation.max_completion_length=16"],
+        ["generation.max_completion_length", "is generation.max_new_tokens here"],
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES_OF_EVALUATIONS)
+def test_a_usual_mistake_of_an_evaluation_is_answered_before_anything_starts(
+    mistake: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = CONFIG.with_name("eval_arithmetic_cpu.yaml")
+    make, says = MISTAKES_OF_EVALUATIONS[mistake]
+    refused(
+        config,
+        launch.evaluate,
+        [f"generation.model_name={tiny_model}", *make(tiny_model, tmp_path)],
+        says,
+        capfd,
+        monkeypatch,
+    )
 
 
 def test_check_says_that_a_run_without_a_mistake_runs_and_what_it_did_not_look_at(
