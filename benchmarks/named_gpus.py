@@ -25,7 +25,7 @@ from drawn_mixes import DRAWN, drawn
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.simulation.baselines import QUEUE, SERIAL, STATIC, alone
 from nemo_rl.time_sharing.simulation.results import AloneTimes, compose
-from nemo_rl.time_sharing.simulation.scenario import Job, Scenario
+from nemo_rl.time_sharing.simulation.scenario import Scenario, ScenarioJob
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.utils.record import NullRecord
 
@@ -55,7 +55,7 @@ def least_s(scenario: Scenario, seed: int, alone_times: AloneTimes) -> float:
     return least
 
 
-def _holds(scenario: Scenario, job: Job, seed: int) -> list[_Hold]:
+def _holds(scenario: Scenario, job: ScenarioJob, seed: int) -> list[_Hold]:
     world = World(alone(scenario, job), seed, lambda clock: NullRecord())
     world.run()
     found: list[_Hold] = []

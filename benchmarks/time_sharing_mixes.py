@@ -39,8 +39,8 @@ from nemo_rl.time_sharing.simulation.baselines import (
     STATIC,
     WAYS,
 )
-from nemo_rl.time_sharing.simulation.results import AloneTimes, Outcome, compose, run_way
-from nemo_rl.time_sharing.simulation.scenario import Job, Scenario
+from nemo_rl.time_sharing.simulation.results import AloneTimes, SimulatedOutcome, compose, run_way
+from nemo_rl.time_sharing.simulation.scenario import Scenario, ScenarioJob
 from nemo_rl.time_sharing.simulation.scenario_reading import load_scenario
 from nemo_rl.time_sharing.simulation.tables import way_table
 
@@ -93,7 +93,7 @@ def variant(scenario: Scenario, ratio: float, sigma: float) -> Scenario:
     return scenario.model_copy(update={"jobs": tuple(jobs)})
 
 
-def _generation_s(scenario: Scenario, job: Job) -> float:
+def _generation_s(scenario: Scenario, job: ScenarioJob) -> float:
     """Seconds of generation per step when the job has all its GPUs to itself."""
     steps = 5
     bare = job.model_copy(update={"train_s": 0.0, "init_s": 0.0, "steps": steps})
@@ -101,11 +101,11 @@ def _generation_s(scenario: Scenario, job: Job) -> float:
     return max(whole - scenario.costs.start_s, 0.1) / steps
 
 
-def run_seed(cell: Cell, seed: int) -> dict[str, Outcome]:
+def run_seed(cell: Cell, seed: int) -> dict[str, SimulatedOutcome]:
     """One seed in all ways, with the same prompts and training times. Runs that are kept already are not repeated."""
     scenario: Scenario | None = None
     alone: AloneTimes | None = None
-    found: dict[str, Outcome] = {}
+    found: dict[str, SimulatedOutcome] = {}
     for name in cell.ways:
         kept = _load(cell, seed, name)
         if kept is None:
@@ -129,16 +129,16 @@ def _file(cell: Cell, seed: int, name: str) -> Path | None:
     return cell.keep / f"{cell.mix}-{variant_of}-{seed}-{name}.json"
 
 
-def _load(cell: Cell, seed: int, name: str) -> dict[str, Outcome] | None:
+def _load(cell: Cell, seed: int, name: str) -> dict[str, SimulatedOutcome] | None:
     path = _file(cell, seed, name)
     return (
         None
         if path is None or not path.exists()
-        else {key: Outcome(**run) for key, run in json.loads(path.read_text()).items()}
+        else {key: SimulatedOutcome(**run) for key, run in json.loads(path.read_text()).items()}
     )
 
 
-def _save(cell: Cell, seed: int, name: str, runs: dict[str, Outcome]) -> None:
+def _save(cell: Cell, seed: int, name: str, runs: dict[str, SimulatedOutcome]) -> None:
     path = _file(cell, seed, name)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)

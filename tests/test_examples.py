@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nemo_rl.config.check import Verdict, check_file
+from nemo_rl.config.check import RecipeVerdict, check_file
 from nemo_rl.time_sharing.pipelines.command_config import EXTERNAL
 from nemo_rl.time_sharing.pipelines.job import read_jobs
 from nemo_rl.time_sharing.pipelines.wrapper import CONFIG_PATH
@@ -64,7 +64,7 @@ def test_a_configuration_gets_as_far_as_a_start_without_ray(
     if file.stem.startswith("distillation") and "_cpu" in file.stem:
         overrides.append(f"teacher.model_name={tiny_model}")
     checked = check_file(file, overrides, as_a_start=True)
-    assert checked.verdict is Verdict.RUNS, [*checked.problems]
+    assert checked.verdict is RecipeVerdict.RUNS, [*checked.problems]
     assert not checked.files and not checked.models
 
 

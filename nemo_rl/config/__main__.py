@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from nemo_rl.config.check import Verdict, check_file, lines_about, recipe_files, summary
+from nemo_rl.config.check import RecipeVerdict, check_file, lines_about, recipe_files, summary
 from nemo_rl.config.dotted import ABSENT, at
 from nemo_rl.config.errors import ConfigError, did_you_mean
 from nemo_rl.config.layers import source_of
@@ -72,7 +72,7 @@ def _check(chosen: argparse.Namespace) -> int:
             print("\n".join(lines_about(recipe)))
     if len(checked) > 1 or chosen.quiet:
         print("\n".join(summary(checked)))
-    return int(max((recipe.verdict for recipe in checked), default=Verdict.RUNS))
+    return int(max((recipe.verdict for recipe in checked), default=RecipeVerdict.RUNS))
 
 
 def _show(chosen: argparse.Namespace) -> int:

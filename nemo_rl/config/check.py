@@ -41,7 +41,7 @@ _NEMO_RL_PROMPTS = "examples/prompts/"
 _ENVIRONMENT = re.compile(r"\$\{oc\.env:(\w+)\}")
 
 
-class Verdict(IntEnum):
+class RecipeVerdict(IntEnum):
     """What becomes of a recipe here; also the exit code of the command that checks it."""
 
     RUNS = 0
@@ -75,11 +75,12 @@ class Checked:
     models: list[str] = field(default_factory=list)
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> RecipeVerdict:
         """The worst of its problems."""
         if not self.problems:
-            return Verdict.RUNS
-        return Verdict.WAITS if all(isinstance(problem, NotBuilt) for problem in self.problems) else Verdict.REFUSED
+            return RecipeVerdict.RUNS
+        waits = all(isinstance(problem, NotBuilt) for problem in self.problems)
+        return RecipeVerdict.WAITS if waits else RecipeVerdict.REFUSED
 
 
 def recipe_files(paths: Iterable[Path]) -> list[Path]:
@@ -193,7 +194,7 @@ def summary(checked: Sequence[Checked]) -> Iterator[str]:
     """How many files run, wait and are refused, and a table of reasons with the files that each keeps from running."""
     verdicts = Counter(recipe.verdict for recipe in checked)
     yield ""
-    yield f"{len(checked)} files: " + ", ".join(f"{verdicts[verdict]} {verdict.words}" for verdict in Verdict)
+    yield f"{len(checked)} files: " + ", ".join(f"{verdicts[verdict]} {verdict.words}" for verdict in RecipeVerdict)
     reasons: dict[str, set[Path]] = {}
     alone: Counter[str] = Counter()
     for recipe in checked:

@@ -18,7 +18,7 @@ _Config = RootConfig | EvalMasterConfig
 
 
 @dataclass(frozen=True)
-class Difference:
+class DifferenceRow:
     """A row of the page."""
 
     what: str  # as the page names it
@@ -78,59 +78,59 @@ def _ranks_its_last_step(config: _Config) -> bool:
 
 
 DIFFERENCES = (
-    Difference(
+    DifferenceRow(
         "rewards of samples that the environment flags (`mask_sample`, `invalid_tool_call`) or whose prompt was cut",
         "rewards of flagged samples are in no baseline",
         _flags_count,
     ),
-    Difference(
+    DifferenceRow(
         "the loss of multi-token prediction (`mtp_num_layers`) beside a sequence-level loss",
         "the loss of multi-token prediction is a mean over sequences",
         _predicts_by_sequences,
     ),
-    Difference("groups of a step", "equal prompts of two rows are two groups", _compares_groups),
-    Difference(
+    DifferenceRow("groups of a step", "equal prompts of two rows are two groups", _compares_groups),
+    DifferenceRow(
         "the last observation of an episode that ended, where it is longer than the room in "
         "`max_total_sequence_length`",
         "a last observation that is cut does not make a sample truncated",
         _plays_turns,
     ),
-    Difference(
+    DifferenceRow(
         "`dapo_math_verify` and the choices",
         "answers are read as docs/evaluation.md says",
         lambda config: bool(_judges(config) - {"hf_math_verify"}),
     ),
-    Difference(
+    DifferenceRow(
         "`hf_math_verify`: a `%` without the backslash that LaTeX wants",
         "`%` is `\\%`",
         lambda config: "hf_math_verify" in _judges(config),
     ),
-    Difference(
+    DifferenceRow(
         "`hf_math_verify`: numbers below 1, and an interval answered by inequalities",
         "small numbers are compared by their first digits, and intervals with inequalities",
         lambda config: "hf_math_verify" in _judges(config),
     ),
-    Difference(
+    DifferenceRow(
         "a whole number as an expected answer that pandas has written as `7.0`",
         "an expected answer 7.0 is 7",
         lambda config: bool(_environments(config) - {"code_jaccard"}),
     ),
-    Difference(
+    DifferenceRow(
         "which checkpoints `keep_top_k` ranks without `ft_save_period` and `ft_keep_latest_k`",
         "keep_top_k ranks the last step too",
         _ranks_its_last_step,
     ),
-    Difference(
+    DifferenceRow(
         "`env.code`: what a cell without a value shows, and its reward",
         "a cell without a value shows what it printed",
         lambda config: "code" in _environments(config),
     ),
-    Difference(
+    DifferenceRow(
         "`env.code_jaccard`: lengths",
         "code_jaccard's lengths are characters",
         lambda config: "code_jaccard" in _environments(config),
     ),
-    Difference(
+    DifferenceRow(
         "`env.sliding_puzzle`: wording, `view`, rows and columns",
         "the puzzle's words are our own",
         lambda config: "sliding_puzzle" in _environments(config),

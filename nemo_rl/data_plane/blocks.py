@@ -58,7 +58,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 @dataclass(frozen=True)
-class Slot:
+class ColumnSlot:
     """One column of a block."""
 
     column: str
@@ -81,7 +81,7 @@ class Slot:
 class Layout:
     """The columns of a block, in the order in which they lie in a row."""
 
-    slots: tuple[Slot, ...]  # columns; rows' values first, then tokens'
+    slots: tuple[ColumnSlot, ...]  # columns; rows' values first, then tokens'
     generation: int = 0  # counts how often a column of the block was already there in another block
 
     @property
@@ -107,7 +107,7 @@ class Layout:
         """The layout behind a block's name."""
         generation, *slots = json.loads(name)
         return Layout(
-            tuple(Slot(column, kind, dtype, tuple(shape)) for column, kind, dtype, *shape in slots), generation
+            tuple(ColumnSlot(column, kind, dtype, tuple(shape)) for column, kind, dtype, *shape in slots), generation
         )
 
 
@@ -180,23 +180,25 @@ def encode(columns: Mapping[str, Column], rows: int) -> dict[Layout, list[Buffer
 
     Raises ValueError: a column does not have N rows; TypeError: a tensor's dtype or an object's type cannot travel.
     """
-    per_row: list[tuple[Slot, Buffer]] = []
-    per_token: dict[tuple[int, ...], list[tuple[Slot, Jagged | Padded]]] = {}
+    per_row: list[tuple[ColumnSlot, Buffer]] = []
+    per_token: dict[tuple[int, ...], list[tuple[ColumnSlot, Jagged | Padded]]] = {}
     blocks: dict[Layout, list[Buffer]] = {}
     for name, column in columns.items():
         if isinstance(column, Jagged | Padded):
             _check_rows(name, len(column.lengths), rows)
             inner = column.values.shape[1:] if isinstance(column, Jagged) else column.values.shape[2:]
-            slot = Slot(name, "t", dtype_name(column.values.dtype), tuple(inner))
+            slot = ColumnSlot(name, "t", dtype_name(column.values.dtype), tuple(inner))
             per_token.setdefault(column.lengths, []).append((slot, column))
         elif isinstance(column, torch.Tensor):
             _check_rows(name, len(column), rows)
             per_row.append(
-                (Slot(name, "r", dtype_name(column.dtype), tuple(column.shape[1:])), _as_bytes(column, rows))
+                (ColumnSlot(name, "r", dtype_name(column.dtype), tuple(column.shape[1:])), _as_bytes(column, rows))
             )
         else:
             _check_rows(name, len(column), rows)
-            blocks[Layout((Slot(name, "o"),))] = [_encode_object(name, row, value) for row, value in enumerate(column)]
+            blocks[Layout((ColumnSlot(name, "o"),))] = [
+                _encode_object(name, row, value) for row, value in enumerate(column)
+            ]
     if per_row and not per_token:
         per_token[(0,) * rows] = []
     for lengths, group in per_token.items():
@@ -231,7 +233,7 @@ def _decode(
     layout: Layout,
     buffers: Sequence[Buffer],
     columns: Collection[str],
-    of_tokens: Callable[[Slot, list[Buffer], list[int]], torch.Tensor | Jagged],
+    of_tokens: Callable[[ColumnSlot, list[Buffer], list[int]], torch.Tensor | Jagged],
 ) -> dict[str, Column]:
     """Columns of a block; `of_tokens` makes a token column of its rows' bytes."""
     rows = [np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers]
@@ -266,7 +268,7 @@ def _byte_matrix(tensor: torch.Tensor) -> Buffer:
 
 
 def _pack(
-    lengths: Sequence[int], heads: Sequence[Buffer], group: Sequence[tuple[Slot, Jagged | Padded]]
+    lengths: Sequence[int], heads: Sequence[Buffer], group: Sequence[tuple[ColumnSlot, Jagged | Padded]]
 ) -> list[Buffer]:
     count = len(lengths)
     header = np.asarray(lengths, dtype=np.int64).reshape(count, 1).view(np.uint8)
@@ -301,9 +303,9 @@ def _lengths(rows: Sequence[Buffer]) -> list[int]:
     return [int(row[:HEADER_BYTES].view(np.int64)[0]) for row in rows]
 
 
-def _placed(layout: Layout) -> list[tuple[Slot, int, int]]:
+def _placed(layout: Layout) -> list[tuple[ColumnSlot, int, int]]:
     """Each column with its byte offset in a row: the second number, and the third once per token."""
-    placed: list[tuple[Slot, int, int]] = []
+    placed: list[tuple[ColumnSlot, int, int]] = []
     offset, per_token = HEADER_BYTES, 0
     for slot in layout.slots:
         if slot.kind == "t":
@@ -315,7 +317,7 @@ def _placed(layout: Layout) -> list[tuple[Slot, int, int]]:
     return placed
 
 
-def _padded(slot: Slot, parts: Sequence[Buffer], width: int, pad: float) -> torch.Tensor:
+def _padded(slot: ColumnSlot, parts: Sequence[Buffer], width: int, pad: float) -> torch.Tensor:
     """Rows of tokens [N, width, ...]."""
     shape = (width, *slot.shape)
     padding = _byte_matrix(torch.full((1, *shape), pad, dtype=slot.torch_dtype))[0]
@@ -327,7 +329,7 @@ def _padded(slot: Slot, parts: Sequence[Buffer], width: int, pad: float) -> torc
     return tensor
 
 
-def _typed(parts: Sequence[Buffer], slot: Slot, values: int) -> torch.Tensor:
+def _typed(parts: Sequence[Buffer], slot: ColumnSlot, values: int) -> torch.Tensor:
     """The bytes of `values` values as a tensor."""
     if not values * slot.nbytes:
         return torch.empty((values, *slot.shape), dtype=slot.torch_dtype)

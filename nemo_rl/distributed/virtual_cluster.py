@@ -43,7 +43,7 @@ class ResourceInsufficientError(UserError, RuntimeError):
 
 
 @dataclass(frozen=True)
-class Slot:
+class AcceleratorSlot:
     """One reserved accelerator slot. `device_index`: physical GPU of the node as CUDA_VISIBLE_DEVICES names it, by
     index, UUID or MIG slice; the running slot number on a CPU node.
     """
@@ -146,7 +146,7 @@ class RayVirtualCluster:
         self._ports = (port_range_low, port_range_high)
         self._timeout_s = timeout_s
         self._groups: list[PlacementGroup] | None = None
-        self._slots: list[Slot] | None = None
+        self._slots: list[AcceleratorSlot] | None = None
         self._handed_out: dict[int, float] = {}  # until when, by the monotonic clock
 
     def world_size(self) -> int:
@@ -198,7 +198,7 @@ class RayVirtualCluster:
         """Placement group and bundle of each slot, in rank order."""
         return [(node, bundle) for node, count in enumerate(self._bundle_counts) for bundle in range(count)]
 
-    def slots(self) -> list[Slot]:
+    def slots(self) -> list[AcceleratorSlot]:
         """Every slot in rank order, with its node and physical device."""
         if self._slots is None:
             places = self.places()
@@ -207,7 +207,7 @@ class RayVirtualCluster:
             node_ids = [tables[node][bundle] for node, bundle in places]
             addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
             self._slots = [
-                Slot(node, bundle, node_id, addresses[node_id], device)
+                AcceleratorSlot(node, bundle, node_id, addresses[node_id], device)
                 for (node, bundle), node_id, device in zip(places, node_ids, self._devices(node_ids), strict=True)
             ]
         return self._slots

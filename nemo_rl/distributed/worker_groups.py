@@ -23,7 +23,7 @@ from nemo_rl.distributed import nsight
 from nemo_rl.distributed.accelerator_slots import SLOT_BYTES_VARIABLE
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.distributed.private_variables import without_private
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, Slot, cores_per_slot
+from nemo_rl.distributed.virtual_cluster import AcceleratorSlot, RayVirtualCluster, cores_per_slot
 from nemo_rl.distributed.worker_calls import WorkerError, WorkerIdentity, wait_for_workers
 
 logger = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ class RayWorkerGroup:
         return env | self.cluster.worker_env
 
     def _options(
-        self, slots: list[Slot], runtime_env: dict[str, object], max_concurrency: int | None
+        self, slots: list[AcceleratorSlot], runtime_env: dict[str, object], max_concurrency: int | None
     ) -> dict[str, object]:
         first = slots[0]
         share = slot_share(self.cluster.max_colocated_worker_groups * sum(each[0] == first for each in self._slots))
@@ -336,7 +336,7 @@ class RayWorkerGroup:
 
 def _group_slots(
     cluster: RayVirtualCluster, tied: Sequence[tuple[int, list[int]]] | None, workers_per_node: int | None
-) -> list[list[Slot]]:
+) -> list[list[AcceleratorSlot]]:
     slots = cluster.slots()
     if tied is None:
         return [[slot] for slot in slots if workers_per_node is None or slot.bundle_index < workers_per_node]

@@ -22,7 +22,7 @@ from nemo_rl.data.interfaces import LLMMessageLogType
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.processes import hide_process
 from nemo_rl.environments.code_sandbox.cell import BLOCKED_IMPORTS
-from nemo_rl.environments.code_sandbox.running import SANDBOXES, Cell, Run, run_cell, run_python, usable_sandbox
+from nemo_rl.environments.code_sandbox.running import SANDBOXES, Cell, CodeRun, run_cell, run_python, usable_sandbox
 from nemo_rl.environments.interfaces import (
     EnvironmentFailure,
     EnvironmentInterface,
@@ -215,13 +215,13 @@ class CodeTestsEnvironment(_CodeRunner):
             answers=[None if run is None else run.output for run in runs],
         )
 
-    def _run(self, code: str | None, metadata: Mapping[str, object]) -> Run | None:
+    def _run(self, code: str | None, metadata: Mapping[str, object]) -> CodeRun | None:
         if code is None:
             return None
         return run_python(code, self.cfg.run_timeout_s, str(metadata.get("tests") or ""), self.sandbox)
 
 
-def _reward(run: Run | None, metadata: Mapping[str, object]) -> float:
+def _reward(run: CodeRun | None, metadata: Mapping[str, object]) -> float:
     if run is None or not run.succeeded:
         return 0.0
     if metadata.get("tests"):

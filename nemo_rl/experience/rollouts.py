@@ -38,8 +38,7 @@ from nemo_rl.models.generation.interfaces import (
     request_seed,
 )
 from nemo_rl.utils.record import NullRecord, Record
-from nemo_rl.utils.record_events import TokensGenerated
-from nemo_rl.utils.record_events import VersionSpan as RecordedSpan
+from nemo_rl.utils.record_events import RecordedSpan, TokensGenerated
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

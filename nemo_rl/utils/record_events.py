@@ -250,7 +250,7 @@ class GroupDropped:
     reason: str
 
 
-class VersionSpan(typing.NamedTuple):
+class RecordedSpan(typing.NamedTuple):
     """Tokens [start, end) of a sample, counted over prompt and completion, came from weight version `version`."""
 
     version: int
@@ -266,7 +266,7 @@ class TokensGenerated:
 
     sample_id: str
     group_id: str
-    spans: tuple[VersionSpan, ...]
+    spans: tuple[RecordedSpan, ...]
     mixed_kv: bool = False
     adapter: str = ""
 

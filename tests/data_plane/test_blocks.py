@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.data_plane.blocks import (
+    ColumnSlot,
     Jagged,
     Layout,
     Padded,
-    Slot,
     decode_jagged,
     decode_padded,
     encode,
@@ -131,7 +131,7 @@ def test_nothing_is_stored_that_would_have_to_be_unpickled() -> None:
 
 
 def layout_of(*columns: str) -> Layout:
-    return Layout(tuple(Slot(column, "r", "float32") for column in columns))
+    return Layout(tuple(ColumnSlot(column, "r", "float32") for column in columns))
 
 
 def test_a_column_is_read_from_the_block_written_last() -> None:

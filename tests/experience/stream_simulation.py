@@ -22,6 +22,7 @@ from nemo_rl.utils.record_events import (
     GroupCommitted,
     GroupDropped,
     GroupTrained,
+    RecordedSpan,
     RequestFinished,
     RequestSubmitted,
     StepBegun,
@@ -29,7 +30,6 @@ from nemo_rl.utils.record_events import (
     SyncFinished,
     SyncStarted,
     TokensGenerated,
-    VersionSpan,
     WaitBegun,
     WaitEnded,
 )
@@ -277,7 +277,7 @@ class StreamSimulation:
     def _finished(self, key: GroupKey) -> None:
         version = self.generation[key]
         self._request_ends(key, "done", 5)
-        self.record.emit(TokensGenerated(group_name(key), group_name(key), (VersionSpan(version, 0, 5),)))
+        self.record.emit(TokensGenerated(group_name(key), group_name(key), (RecordedSpan(version, 0, 5),)))
         self.storing.add(key)
         if self.store_s:
             heapq.heappush(self.heap, (self.now + self.store_s, key))

@@ -161,12 +161,12 @@ class NormedLinear(nn.Module):
 @torch.no_grad()
 def normed_layer() -> tuple[Any, Any]:
     """The output of a layer that begins with a norm, with an adapter and with the adapter in its weight."""
-    from nemo_rl.models.megatron.megatron_lora import Adapter, _add_adapter
+    from nemo_rl.models.megatron.megatron_lora import LowRankAdapter, _add_adapter
 
     torch.manual_seed(0)
     layer: Any = NormedLinear()
     alone: Any = SimpleNamespace(size=lambda: 1)
-    layer.adapter = Adapter(layer.weight, 3, 0.5, inputs_cut=False, group=alone, sequence_parallel=False)
+    layer.adapter = LowRankAdapter(layer.weight, 3, 0.5, inputs_cut=False, group=alone, sequence_parallel=False)
     for factor in layer.adapter.parameters():
         nn.init.normal_(factor)
     layer.register_forward_hook(_add_adapter)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.config import ConfigError, load_master_config
-from nemo_rl.distributed.virtual_cluster import Slot
+from nemo_rl.distributed.virtual_cluster import AcceleratorSlot
 from nemo_rl.models.generation.vllm.engine_actors import engine_slots, engine_spec, parameters_of, weight_bytes
 from nemo_rl.models.generation.vllm.engine_nodes import Rendezvous
 
@@ -99,9 +99,9 @@ def test_requests_have_seeds_of_their_own_or_engines_have(wanted: str, on_cpu: b
         assert [spec.kwargs_of(shard)["seed"] for shard in range(3)] == [7, 8, 9]
 
 
-def _slots(*per_node: int) -> list[Slot]:
+def _slots(*per_node: int) -> list[AcceleratorSlot]:
     places = [(node, index) for node, count in enumerate(per_node) for index in range(count)]
-    return [Slot(node, index, f"n{node}", f"10.0.0.{node}", index) for node, index in places]
+    return [AcceleratorSlot(node, index, f"n{node}", f"10.0.0.{node}", index) for node, index in places]
 
 
 @pytest.mark.parametrize(

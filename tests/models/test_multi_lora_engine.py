@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.models.generation.interfaces import GenerationError, ShardStateError
-from nemo_rl.models.multi_lora.engine import AdapterTable, Held
+from nemo_rl.models.multi_lora.engine import AdapterTable, HeldAdapter
 from tests.models.multi_lora_engines import engines_and_policy
 
 
-def _held(table: AdapterTable, name: str, version: int) -> Held:
-    return Held(name, version, table.number(), f"/folder/{name}/{version}")
+def _held(table: AdapterTable, name: str, version: int) -> HeldAdapter:
+    return HeldAdapter(name, version, table.number(), f"/folder/{name}/{version}")
 
 
 def test_a_version_stays_while_a_request_uses_it_and_no_longer() -> None:
@@ -46,7 +46,7 @@ _MOVES = st.lists(
 def test_no_schedule_mixes_versions_or_drops_one_in_use(moves: list[tuple[str, str, int]]) -> None:
     table, newest, running, gone = AdapterTable(), {}, {}, set()
     for number, (move, name, choice) in enumerate(moves):
-        dropped: list[Held | None] = []
+        dropped: list[HeldAdapter | None] = []
         if move == "put":
             newest[name] = _held(table, name, number)
             dropped.append(table.put(newest[name]))

@@ -19,7 +19,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.bin_packing import BinPackingError, PackingAlgorithm
 from nemo_rl.models.policy.attention import Kernel, Segments, packed_attention
 from nemo_rl.models.policy.batches import shard_batch
-from nemo_rl.models.policy.packed import Run, pack, shared_runs
+from nemo_rl.models.policy.packed import SharedRun, pack, shared_runs
 from tests.models.policy_ranks import grouped_batch, grouped_splits, run_config
 from tests.ranks import run_ranks
 
@@ -52,7 +52,7 @@ def grouped(draw: st.DrawFn) -> dict[str, torch.Tensor]:
     }
 
 
-def _saved(runs: list[Run]) -> int:
+def _saved(runs: list[SharedRun]) -> int:
     return sum((run.end - run.first - 1) * run.shared for run in runs)
 
 

@@ -14,9 +14,9 @@ from nemo_rl.time_sharing.protocol.types import (
     ACTOR_TRAIN,
     Answer,
     Command,
+    CommandOutcome,
     Demand,
     Limits,
-    Outcome,
     Priority,
     Status,
     Verb,
@@ -94,7 +94,7 @@ class Bench:
         self.sent.append(command)
         if command.pipeline in self.silent and command.verb is not Verb.REAP:
             return
-        outcome = Outcome.FAILED if (command.pipeline, command.verb) in self.failing else Outcome.DONE
+        outcome = CommandOutcome.FAILED if (command.pipeline, command.verb) in self.failing else CommandOutcome.DONE
         self.scheduler.answer(
             Answer(
                 command.command, command.pipeline, command.incarnation, outcome, 0 if command.verb is Verb.SYNC else -1

@@ -15,8 +15,8 @@ from nemo_rl.time_sharing.protocol.types import (
     ACTOR_TRAIN,
     Answer,
     Command,
+    CommandOutcome,
     Limits,
-    Outcome,
     Reply,
     Status,
     Verb,
@@ -109,6 +109,6 @@ class LocalScheduler:
 
     def _send(self, command: Command) -> None:
         if command.verb is Verb.REAP:
-            self.answer(Answer(command.command, command.pipeline, command.incarnation, Outcome.DONE))
+            self.answer(Answer(command.command, command.pipeline, command.incarnation, CommandOutcome.DONE))
         else:
             threading.Thread(target=self.agents[command.pipeline].command, args=(command,)).start()

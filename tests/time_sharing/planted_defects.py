@@ -17,7 +17,7 @@ from nemo_rl.time_sharing.agents.agent import Agent
 from nemo_rl.time_sharing.log.ledger import PipelineState
 from nemo_rl.time_sharing.planning import apportionment, planner, waking
 from nemo_rl.time_sharing.planning.plan_state import PlanState
-from nemo_rl.time_sharing.protocol.types import GivenBack, Outcome, Phase, Priority, Verb
+from nemo_rl.time_sharing.protocol.types import CommandOutcome, GivenBack, Phase, Priority, Verb
 from nemo_rl.time_sharing.scheduling.executor import Executor
 from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
 from nemo_rl.utils import record_events as rec
@@ -40,7 +40,7 @@ def agent_says_asleep_before_it_is(patch: pytest.MonkeyPatch) -> None:
     original = Agent._sleep
 
     def sleep(self, rank, command) -> None:  # type: ignore[no-untyped-def]
-        self._answer(command, Outcome.DONE)
+        self._answer(command, CommandOutcome.DONE)
         original(self, rank, command)
 
     patch.setattr(Agent, "_sleep", sleep)
@@ -102,7 +102,7 @@ def agent_sleeps_without_a_drain(patch: pytest.MonkeyPatch) -> None:
             self._unroute(rank, command.rank)
         if rank.phase is not Phase.ASLEEP:
             rank.phase = Phase.DRAINING
-        self._answer(command, Outcome.DONE)
+        self._answer(command, CommandOutcome.DONE)
 
     patch.setattr(Agent, "_drain", drain)
 
@@ -131,8 +131,8 @@ def planner_serves_the_newest_first(patch: pytest.MonkeyPatch) -> None:
 
 def agent_calls_a_failed_sleep_done(patch: pytest.MonkeyPatch) -> None:
     def answer(self, command, outcome, version=-1, detail="") -> None:  # type: ignore[no-untyped-def]
-        lie = outcome is Outcome.FAILED and command.verb.value == "sleep"
-        original(self, command, Outcome.DONE if lie else outcome, version, detail)
+        lie = outcome is CommandOutcome.FAILED and command.verb.value == "sleep"
+        original(self, command, CommandOutcome.DONE if lie else outcome, version, detail)
 
     original = Agent._answer
     patch.setattr(Agent, "_answer", answer)
@@ -234,7 +234,7 @@ def executor_believes_a_reaper_that_failed(patch: pytest.MonkeyPatch) -> None:
     original = Executor._after_reap
 
     def after_reap(self, pipeline, pending, outcome) -> None:  # type: ignore[no-untyped-def]
-        original(self, pipeline, pending, Outcome.DONE)
+        original(self, pipeline, pending, CommandOutcome.DONE)
 
     patch.setattr(Executor, "_after_reap", after_reap)
 

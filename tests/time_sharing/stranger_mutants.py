@@ -713,7 +713,8 @@ MUTANTS = (
     Mutant(
         "published-with-old-weights",
         _RANKS,
-        "        elif rank.version < self.cached:\n            self._answer(command, Outcome.STALE, rank.version)\n",
+        "        elif rank.version < self.cached:\n"
+        "            self._answer(command, CommandOutcome.STALE, rank.version)\n",
         "",
         "a rank is published with weights that are being replaced",
     ),
@@ -727,8 +728,8 @@ MUTANTS = (
     Mutant(
         "failed-steps-are-done",
         _RANKS,
-        "        if not ok:\n            self._answer(command, Outcome.FAILED",
-        "        if not ok and command.verb is Verb.WAKE:\n            self._answer(command, Outcome.FAILED",
+        "        if not ok:\n            self._answer(command, CommandOutcome.FAILED",
+        "        if not ok and command.verb is Verb.WAKE:\n            self._answer(command, CommandOutcome.FAILED",
         "a drain, sleep or sync that failed is answered as done",
     ),
     Mutant(

@@ -17,7 +17,7 @@ from nemo_rl.time_sharing.simulation.random_scenarios import random_scenario
 from nemo_rl.time_sharing.simulation.results import AloneTimes, run_way
 from nemo_rl.time_sharing.simulation.scenario import Scenario
 from nemo_rl.time_sharing.simulation.scenario_reading import ScenarioError, parse_scenario
-from nemo_rl.time_sharing.simulation.simulated_adapters import AdapterGeneration, Member, SimulatedAdapters
+from nemo_rl.time_sharing.simulation.simulated_adapters import Member, SimulatedAdapterGeneration, SimulatedAdapters
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.utils.record import Entry, MemoryRecord
 from nemo_rl.utils.record_events import (
@@ -196,18 +196,18 @@ def _stale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _mixed(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine stamps the tokens of one adapter with the next version."""
-    monkeypatch.setattr(AdapterGeneration, "_version_of", lambda self, shard, sample: sample.version + 1)
+    monkeypatch.setattr(SimulatedAdapterGeneration, "_version_of", lambda self, shard, sample: sample.version + 1)
 
 
 def _another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples of an adapter are drawn with another."""
-    plain = AdapterGeneration._start
+    plain = SimulatedAdapterGeneration._start
 
     def start(self: Any, shard: Any, sample: Any) -> None:
         plain(self, shard, sample)
         sample.adapter = "two" if sample.adapter == "one" else sample.adapter
 
-    monkeypatch.setattr(AdapterGeneration, "_start", start)
+    monkeypatch.setattr(SimulatedAdapterGeneration, "_start", start)
 
 
 def _forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

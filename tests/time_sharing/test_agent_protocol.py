@@ -17,8 +17,8 @@ from nemo_rl.time_sharing.protocol.types import (
     ACTOR_TRAIN,
     Answer,
     Command,
+    CommandOutcome,
     EndedRequest,
-    Outcome,
     Phase,
     Priority,
     Reply,
@@ -106,7 +106,7 @@ class Bench:
     def route(self, rank: int, epoch: int = 1) -> None:
         for verb in (Verb.WAKE, Verb.SYNC, Verb.PUBLISH, Verb.ROUTE):
             answer = self.tell(verb, rank, epoch)
-            assert answer is not None and answer.outcome is Outcome.DONE, (verb, answer)
+            assert answer is not None and answer.outcome is CommandOutcome.DONE, (verb, answer)
 
     def grant(self, priority: Priority = Priority.ACTOR_TRAINING, epoch: int = 9) -> Answer | None:
         request = self.agent.wants[ACTOR_TRAIN].request
@@ -118,7 +118,7 @@ def bench() -> Bench:
     return Bench()
 
 
-def outcome(answer: Answer | None) -> Outcome | None:
+def outcome(answer: Answer | None) -> CommandOutcome | None:
     return None if answer is None else answer.outcome
 
 
@@ -134,8 +134,8 @@ def test_a_rank_drains_before_it_sleeps_and_takes_no_request_from_the_start(benc
     assert bench.tell(Verb.DRAIN, 1, finish=False) is None
     assert bench.host.routed == set()
     bench.finish()
-    assert outcome(bench.host.answers[-1]) is Outcome.DONE
-    assert outcome(bench.tell(Verb.SLEEP, 1)) is Outcome.DONE
+    assert outcome(bench.host.answers[-1]) is CommandOutcome.DONE
+    assert outcome(bench.tell(Verb.SLEEP, 1)) is CommandOutcome.DONE
     assert bench.agent.ranks[1].phase is Phase.ASLEEP and bench.agent.ranks[1].version == -1
 
 
@@ -154,7 +154,7 @@ def test_a_repeated_command_in_progress_is_not_begun_twice(bench: Bench) -> None
 
 def test_a_command_of_a_past_epoch_term_or_incarnation_is_not_obeyed(bench: Bench) -> None:
     bench.route(1, epoch=5)
-    assert outcome(bench.tell(Verb.DRAIN, 1, epoch=4)) is Outcome.REFUSED
+    assert outcome(bench.tell(Verb.DRAIN, 1, epoch=4)) is CommandOutcome.REFUSED
     answers = len(bench.host.answers)
     bench.agent.heard(Reply("p", 0, 3, True))
     bench.tell(Verb.DRAIN, 1, epoch=5)
@@ -164,14 +164,14 @@ def test_a_command_of_a_past_epoch_term_or_incarnation_is_not_obeyed(bench: Benc
 
 def test_a_command_overtaken_on_the_wire_does_not_undo_the_later_one(bench: Bench) -> None:
     bench.tell(Verb.DRAIN, command=Command("1.2", 1, "p", 0, Verb.DRAIN, 1, 1))
-    assert outcome(bench.tell(Verb.WAKE, command=Command("1.1", 1, "p", 0, Verb.WAKE, 1, 1))) is Outcome.REFUSED
+    assert outcome(bench.tell(Verb.WAKE, command=Command("1.1", 1, "p", 0, Verb.WAKE, 1, 1))) is CommandOutcome.REFUSED
     assert bench.agent.ranks[1].phase is Phase.ASLEEP
 
 
 def test_unknown_ranks_and_commands_out_of_order_are_refused_with_a_reason(bench: Bench) -> None:
     assert bench.tell(Verb.WAKE, 4).detail == "there is no rank 4; ranks are 0..3"  # type: ignore[union-attr]
-    assert outcome(bench.tell(Verb.SYNC, 1)) is Outcome.REFUSED
-    assert outcome(bench.tell(Verb.ROUTE, 1)) is Outcome.REFUSED
+    assert outcome(bench.tell(Verb.SYNC, 1)) is CommandOutcome.REFUSED
+    assert outcome(bench.tell(Verb.ROUTE, 1)) is CommandOutcome.REFUSED
     bench.route(2)
     assert "drain it before" in bench.tell(Verb.SLEEP, 2).detail  # type: ignore[union-attr]
 
@@ -182,32 +182,33 @@ def test_a_lease_that_ended_before_its_wake_came_is_not_begun_by_a_later_schedul
 ) -> None:
     """The wake was lost on its way, and the next scheduler knows of no drain, since its log has lost its end."""
     for verb in ends:
-        assert outcome(bench.tell(verb, 1, epoch=5)) is Outcome.DONE
+        assert outcome(bench.tell(verb, 1, epoch=5)) is CommandOutcome.DONE
     again = Command("1001.1", 1001, "p", 0, Verb.WAKE, 1, 5)
-    assert outcome(bench.tell(Verb.WAKE, command=again)) is Outcome.REFUSED
+    assert outcome(bench.tell(Verb.WAKE, command=again)) is CommandOutcome.REFUSED
     assert bench.agent.ranks[1].phase is Phase.ASLEEP
-    assert outcome(bench.tell(Verb.WAKE, command=Command("1001.2", 1001, "p", 0, Verb.WAKE, 1, 6))) is Outcome.DONE
+    later = Command("1001.2", 1001, "p", 0, Verb.WAKE, 1, 6)
+    assert outcome(bench.tell(Verb.WAKE, command=later)) is CommandOutcome.DONE
 
 
 def test_a_drain_that_meets_a_wake_waits_for_it_and_wins(bench: Bench) -> None:
     bench.tell(Verb.WAKE, 1, finish=False)
     assert bench.tell(Verb.DRAIN, 1, finish=False) is None
     bench.finish()
-    assert [answer.outcome for answer in bench.host.answers] == [Outcome.DONE, Outcome.DONE]
+    assert [answer.outcome for answer in bench.host.answers] == [CommandOutcome.DONE, CommandOutcome.DONE]
     assert bench.agent.ranks[1].phase is Phase.DRAINING
 
 
 def test_a_wake_that_failed_is_tried_again_and_not_taken_for_done(bench: Bench) -> None:
-    assert outcome(bench.tell(Verb.WAKE, 1, ok=False)) is Outcome.FAILED
-    assert outcome(bench.tell(Verb.SYNC, 1)) is Outcome.REFUSED
+    assert outcome(bench.tell(Verb.WAKE, 1, ok=False)) is CommandOutcome.FAILED
+    assert outcome(bench.tell(Verb.SYNC, 1)) is CommandOutcome.REFUSED
     bench.tell(Verb.WAKE, 1, finish=False)
     assert [operation.kind for operation in bench.host.operations] == ["wake"]
 
 
 def test_a_sync_that_failed_can_be_repeated(bench: Bench) -> None:
     bench.tell(Verb.WAKE, 1)
-    assert outcome(bench.tell(Verb.SYNC, 1, ok=False)) is Outcome.FAILED
-    assert outcome(bench.tell(Verb.SYNC, 1)) is Outcome.DONE
+    assert outcome(bench.tell(Verb.SYNC, 1, ok=False)) is CommandOutcome.FAILED
+    assert outcome(bench.tell(Verb.SYNC, 1)) is CommandOutcome.DONE
 
 
 def train(bench: Bench, version: int) -> None:
@@ -222,8 +223,8 @@ def test_a_rank_that_synced_before_new_weights_is_stale_at_publish_and_at_route(
     for verb in (Verb.WAKE, Verb.SYNC, Verb.PUBLISH):
         bench.tell(verb, 2)
     train(bench, 1)
-    assert outcome(bench.tell(Verb.PUBLISH, 1)) is Outcome.STALE
-    assert outcome(bench.tell(Verb.ROUTE, 2)) is Outcome.STALE
+    assert outcome(bench.tell(Verb.PUBLISH, 1)) is CommandOutcome.STALE
+    assert outcome(bench.tell(Verb.ROUTE, 2)) is CommandOutcome.STALE
 
 
 def test_a_rank_with_newer_weights_is_published_when_the_refresh_is_done(bench: Bench) -> None:
@@ -235,7 +236,7 @@ def test_a_rank_with_newer_weights_is_published_when_the_refresh_is_done(bench: 
     bench.agent.refresh()
     bench.finish()
     assert bench.host.published == [1]
-    assert bench.host.answers[-1].outcome is Outcome.DONE and bench.host.answers[-1].version == 1
+    assert bench.host.answers[-1].outcome is CommandOutcome.DONE and bench.host.answers[-1].version == 1
 
 
 def test_refresh_reaches_every_serving_rank_before_the_version_is_out(bench: Bench) -> None:
@@ -338,7 +339,7 @@ def test_a_grant_that_nobody_waits_for_any_more_is_refused(bench: Bench) -> None
                 Verb.GRANT, epoch=3, cluster=ACTOR_TRAIN, gpus=(0,), priority=Priority.ACTOR_TRAINING, request=request
             )
         )
-        is Outcome.REFUSED
+        is CommandOutcome.REFUSED
     )
     assert not bench.agent.holds
 
@@ -368,7 +369,7 @@ def test_a_grant_for_log_probs_that_a_new_scheduler_repeats_too_late_does_not_un
     late = bench.tell(
         Verb.GRANT, epoch=9, cluster=ACTOR_TRAIN, gpus=(0,), priority=Priority.OLD_LOG_PROBS, request=first
     )
-    assert outcome(late) is Outcome.DONE
+    assert outcome(late) is CommandOutcome.DONE
     assert bench.agent.holds[ACTOR_TRAIN].priority is Priority.ACTOR_TRAINING
     assert bench.host.grants == [(ACTOR_TRAIN, Priority.OLD_LOG_PROBS), (ACTOR_TRAIN, Priority.ACTOR_TRAINING)]
 
@@ -509,7 +510,7 @@ def test_an_engine_that_is_built_ahead_wakes_and_falls_without_weights_and_may_d
     # Training is initialised meanwhile, and the command to fall finds the engine standing.
     bench.agent.begin_at(7)
     bench.finish()
-    assert [bench.tell(verb, 1, 1).outcome for verb in (Verb.DRAIN, Verb.SLEEP)] == [Outcome.DONE] * 2  # type: ignore[union-attr]
+    assert [bench.tell(verb, 1, 1).outcome for verb in (Verb.DRAIN, Verb.SLEEP)] == [CommandOutcome.DONE] * 2  # type: ignore[union-attr]
     assert bench.agent.ranks[1].phase is Phase.ASLEEP and bench.host.routed == set()
     assert not [e for e in bench.record.entries if isinstance(e.event, (rec.SyncStarted, rec.ShardRouted))]
     # Its first wake brings the weights that there are by then.

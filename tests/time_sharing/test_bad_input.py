@@ -21,10 +21,10 @@ from nemo_rl.time_sharing.protocol.topology import Pool, RegistrationError, regi
 from nemo_rl.time_sharing.protocol.types import (
     ACTOR_TRAIN,
     Answer,
+    CommandOutcome,
     Demand,
     GivenBack,
     Held,
-    Outcome,
     PipelineOptions,
     Priority,
     Status,
@@ -34,13 +34,13 @@ from nemo_rl.time_sharing.protocol.types import (
 from nemo_rl.time_sharing.scheduling.scheduler import Scheduler
 from nemo_rl.time_sharing.simulation.scenario import (
     Costs,
-    Engine,
+    EngineSpeed,
     Faults,
     Fleet,
-    Job,
     Network,
     PoolSection,
     Scenario,
+    ScenarioJob,
     Tokens,
 )
 from nemo_rl.time_sharing.simulation.scenario_reading import ScenarioError, parse_scenario
@@ -61,8 +61,8 @@ def _fields() -> Iterator[tuple[str, dict[str, Any]]]:
     for section, model in SECTIONS.items():
         for name in model.model_fields:
             yield f"{section}.{name}", {**base, section: {**base.get(section, {}), name: wrong}}
-    nested: dict[str, type[BaseModel]] = {"tokens": Tokens, "engine": Engine}
-    for name in Job.model_fields:
+    nested: dict[str, type[BaseModel]] = {"tokens": Tokens, "engine": EngineSpeed}
+    for name in ScenarioJob.model_fields:
         yield f"jobs.0.{name}", {**base, "jobs": [{**JOB, name: 7 if name in nested else wrong}]}
     for part, model in nested.items():
         for name in model.model_fields:
@@ -284,7 +284,7 @@ def test_answers_to_commands_that_were_never_given_change_nothing() -> None:
     before = len(bench.record.entries)
     for command in ("9.9", "", "1.1"):
         for pipeline in ("a", "nobody"):
-            bench.scheduler.answer(Answer(command, pipeline, 0, Outcome.FAILED), bench.now)
+            bench.scheduler.answer(Answer(command, pipeline, 0, CommandOutcome.FAILED), bench.now)
     assert len(bench.record.entries) == before
 
 

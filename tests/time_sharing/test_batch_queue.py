@@ -7,15 +7,15 @@ from hypothesis import strategies as st
 
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.simulation.baselines import BatchQueue, user_limit
-from nemo_rl.time_sharing.simulation.scenario import Job
+from nemo_rl.time_sharing.simulation.scenario import ScenarioJob
 
 
-def job(name: str, width: int, *, tp: int = 1) -> Job:
+def job(name: str, width: int, *, tp: int = 1) -> ScenarioJob:
     gpus = tuple(range(width))
-    return Job(name=name, infer=gpus, train=gpus[:1], tp=tp)
+    return ScenarioJob(name=name, infer=gpus, train=gpus[:1], tp=tp)
 
 
-def queue(limits: dict[str, float], *jobs: Job, gpus: int = 8) -> BatchQueue:
+def queue(limits: dict[str, float], *jobs: ScenarioJob, gpus: int = 8) -> BatchQueue:
     made = BatchQueue(Pool(1, gpus), limits)
     for each in jobs:
         made.submit(each)
@@ -54,7 +54,7 @@ def test_a_long_job_is_let_past_on_gpus_that_the_head_will_not_need() -> None:
 def test_a_wide_rank_lies_within_a_node_and_training_moves_with_it() -> None:
     waiting = BatchQueue(Pool(2, 4), {"small": 10.0, "wide": 10.0})
     waiting.submit(job("small", 1))
-    waiting.submit(Job(name="wide", infer=(0, 1, 2, 3), train=(2, 3), tp=4))
+    waiting.submit(ScenarioJob(name="wide", infer=(0, 1, 2, 3), train=(2, 3), tp=4))
     placed = {each.name: each for each in waiting.start(0.0)}
     assert placed["wide"].infer == (4, 5, 6, 7) and placed["wide"].train == (6, 7)
 

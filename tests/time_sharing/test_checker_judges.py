@@ -267,7 +267,7 @@ def test_a_sample_that_went_on_over_old_keys_and_values_must_be_marked(recompute
         rec.SyncStarted("s1", 1, (0,), "refresh", recomputed),
         rec.SyncFinished("s1", 1, "done"),
         rec.RequestFinished("r", 0, "done", 4),
-        rec.TokensGenerated("g-0", "g", (rec.VersionSpan(0, 0, 2), rec.VersionSpan(1, 2, 4)), marked),
+        rec.TokensGenerated("g-0", "g", (rec.RecordedSpan(0, 0, 2), rec.RecordedSpan(1, 2, 4)), marked),
         rec.GroupDropped("g", "end_of_run"),
     ]
     entries = [Entry(i, float(i), "run/driver", event) for i, event in enumerate(events)]
@@ -290,7 +290,7 @@ def test_a_shard_serves_on_with_the_new_weights_before_the_sync_of_all_shards_is
     stamped: int, outcome: str, tokens_first: bool, is_fine: bool
 ) -> None:
     ends = [
-        rec.TokensGenerated("g-0", "g", (rec.VersionSpan(0, 0, 3), rec.VersionSpan(stamped, 3, 4))),
+        rec.TokensGenerated("g-0", "g", (rec.RecordedSpan(0, 0, 3), rec.RecordedSpan(stamped, 3, 4))),
         rec.SyncFinished("s1", 1, outcome),
     ]
     events = [

@@ -20,8 +20,8 @@ from nemo_rl.time_sharing.protocol.types import (
     ACTOR_TRAIN,
     ClusterSpec,
     Command,
+    CommandOutcome,
     Limits,
-    Outcome,
     Phase,
     Priority,
     Reply,
@@ -248,14 +248,14 @@ def test_an_agent_that_breaks_its_contract_is_seen() -> None:
     watch.heard(Reply(name, 0, 9, True))
     late = Command("1.900", 1, name, 0, Verb.DRAIN, 0)
     with pytest.raises(Misbehaviour, match="is none for this incarnation now"):
-        watch.obeys(late, lambda command: process.agent._answer(command, Outcome.DONE))
+        watch.obeys(late, lambda command: process.agent._answer(command, CommandOutcome.DONE))
     new = Command("9.1", 9, name, 0, Verb.DRAIN, 0, epoch=1 << 60)
     with pytest.raises(Misbehaviour, match="may always be drained, and is refused"):
-        watch.obeys(new, lambda command: process.agent._answer(command, Outcome.REFUSED))
+        watch.obeys(new, lambda command: process.agent._answer(command, CommandOutcome.REFUSED))
     foreign = Command("9.2", 9, name, 0, Verb.GRANT, -1, 1, ACTOR_TRAIN, (0,), request=999)
     process.agent.holds.clear()
     with pytest.raises(Misbehaviour, match="is a grant that was not asked for"):
-        watch.obeys(foreign, lambda command: process.agent._answer(command, Outcome.DONE))
+        watch.obeys(foreign, lambda command: process.agent._answer(command, CommandOutcome.DONE))
 
 
 def step_of_an_adapter() -> list[object]:
@@ -267,7 +267,7 @@ def step_of_an_adapter() -> list[object]:
         rec.GroupAdmitted("g", "p", 1, 0, "one"),
         rec.RequestSubmitted("r", 0, "s", "one"),
         rec.RequestFinished("r", 0, "done", 3),
-        rec.TokensGenerated("s", "g", (rec.VersionSpan(0, 0, 3),), adapter="one"),
+        rec.TokensGenerated("s", "g", (rec.RecordedSpan(0, 0, 3),), adapter="one"),
         rec.GroupCommitted("g", 0, 3),
         rec.GroupTrained("g", 0, "one"),
         rec.StepFinished(0, 1, 1, "one"),
@@ -286,7 +286,7 @@ def adapter_said(*changes: tuple[int, object]) -> str:
 
 def test_tokens_steps_and_syncs_of_another_adapter_are_seen() -> None:
     assert adapter_said() == ""
-    other = rec.TokensGenerated("s", "g", (rec.VersionSpan(0, 0, 3),), adapter="two")
+    other = rec.TokensGenerated("s", "g", (rec.RecordedSpan(0, 0, 3),), adapter="two")
     assert adapter_said((7, other)) == "sample s of adapter one was drawn with adapter two"
     assert "its shards held []" in adapter_said((1, rec.SyncStarted("one@0", 0, (0,), "adapter", adapter="two")))
     assert "its shards held []" in adapter_said((5, rec.RequestSubmitted("r", 0, "s", "two")))

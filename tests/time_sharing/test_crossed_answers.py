@@ -12,9 +12,9 @@ from nemo_rl.time_sharing.protocol.types import (
     ACTOR_TRAIN,
     Answer,
     Command,
+    CommandOutcome,
     GivenBack,
     Limits,
-    Outcome,
     Priority,
     Status,
     Verb,
@@ -48,8 +48,8 @@ def test_the_refusal_of_a_grant_takes_nothing_back_from_the_request_that_came_af
     scheduler.status(asks(2), 1.0)
     second = sent[-1]
     assert (second.verb, second.request, second.epoch) == (Verb.GRANT, 2, first.epoch)
-    scheduler.answer(Answer(second.command, "a", 0, Outcome.DONE), 1.1)
-    scheduler.answer(Answer(first.command, "a", 0, Outcome.REFUSED), 1.2)
+    scheduler.answer(Answer(second.command, "a", 0, CommandOutcome.DONE), 1.1)
+    scheduler.answer(Answer(first.command, "a", 0, CommandOutcome.REFUSED), 1.2)
     assert ACTOR_TRAIN in scheduler.state.pipelines["a"].held and not scheduler.state.free(0)
 
 
@@ -73,7 +73,7 @@ def test_a_grant_whose_hold_is_over_is_neither_waited_for_nor_sent_again(restart
         scheduler.recover(list(record.entries), 2.0)
         assert [(c.epoch, c.request) for c in sent if c.verb is Verb.GRANT] == [(second.epoch, 2)]
     else:
-        scheduler.answer(Answer(second.command, "a", 0, Outcome.DONE), 1.1)
+        scheduler.answer(Answer(second.command, "a", 0, CommandOutcome.DONE), 1.1)
         scheduler.tick(2 * Limits().grant_s)
         assert not scheduler.state.pipelines["a"].fenced
     assert ACTOR_TRAIN in scheduler.state.pipelines["a"].held

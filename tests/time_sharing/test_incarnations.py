@@ -18,9 +18,9 @@ from nemo_rl.time_sharing.protocol.types import (
     ACTOR_TRAIN,
     Answer,
     ClusterSpec,
+    CommandOutcome,
     Demand,
     Limits,
-    Outcome,
     Priority,
     Status,
     Verb,
@@ -148,7 +148,7 @@ def test_what_is_noted_of_a_pipeline_goes_with_it_and_its_late_messages_still_ch
     assert not any((scheduler._liveness.known, scheduler._seqs, scheduler._answered, scheduler._inventoried))
     before = len(bench.record.entries)
     for command in list(bench.sent):
-        scheduler.answer(Answer(command.command, command.pipeline, command.incarnation, Outcome.DONE), bench.now)
+        scheduler.answer(Answer(command.command, command.pipeline, command.incarnation, CommandOutcome.DONE), bench.now)
         assert not scheduler.status(Status(command.pipeline, command.incarnation, 99), bench.now).registered
     assert len(bench.record.entries) == before
 

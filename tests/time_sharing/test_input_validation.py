@@ -18,11 +18,11 @@ from nemo_rl.time_sharing.protocol.types import (
     ACTOR_TRAIN,
     Answer,
     Command,
+    CommandOutcome,
     Demand,
     GivenBack,
     Held,
     Limits,
-    Outcome,
     Priority,
     Reply,
     Status,
@@ -233,7 +233,7 @@ def test_an_answer_of_the_wrong_shape_is_not_taken(changed: dict[str, Any]) -> N
     bench = Bench(2)
     wake = _wake_of(bench)
     before = len(bench.record.entries)
-    bench.scheduler.answer(replace(Answer(wake.command, "a", 0, Outcome.DONE), **changed), bench.now)
+    bench.scheduler.answer(replace(Answer(wake.command, "a", 0, CommandOutcome.DONE), **changed), bench.now)
     assert len(bench.record.entries) == before and bench.phases("a") == {wake.rank: "waking"}
 
 
@@ -243,9 +243,9 @@ def test_an_answer_of_another_pipeline_or_incarnation_is_not_taken_for_the_one_t
 ) -> None:
     bench = Bench(2)
     wake = _wake_of(bench)
-    bench.scheduler.answer(Answer(wake.command, pipeline, incarnation, Outcome.DONE), bench.now)
+    bench.scheduler.answer(Answer(wake.command, pipeline, incarnation, CommandOutcome.DONE), bench.now)
     assert bench.phases("a") == {wake.rank: "waking"}
-    bench.scheduler.answer(Answer(wake.command, "a", 0, Outcome.DONE), bench.now)
+    bench.scheduler.answer(Answer(wake.command, "a", 0, CommandOutcome.DONE), bench.now)
     assert bench.phases("a") == {wake.rank: "syncing"}
 
 

@@ -14,11 +14,11 @@ from nemo_rl.time_sharing.protocol.topology import RegistrationError
 from nemo_rl.time_sharing.protocol.types import (
     ACTOR_TRAIN,
     Answer,
+    CommandOutcome,
     Demand,
     GivenBack,
     Held,
     Limits,
-    Outcome,
     Phase,
     Priority,
     Verb,
@@ -265,7 +265,7 @@ def test_an_answer_that_comes_after_its_pipeline_was_unregistered_changes_nothin
     bench.status("other", demand=Demand(100, 0, 1, 1))
     owners = list(bench.state.owner)
     for command in late:
-        bench.scheduler.answer(Answer(command.command, "gone", 0, Outcome.DONE), bench.now)
+        bench.scheduler.answer(Answer(command.command, "gone", 0, CommandOutcome.DONE), bench.now)
     bench.settle(5.0)
     assert bench.state.owner == owners and bench.phases("other") == {0: "active", 1: "active"}
 

@@ -22,9 +22,9 @@ from nemo_rl.time_sharing.protocol.types import (
     ACTOR_TRAIN,
     Answer,
     Command,
+    CommandOutcome,
     Held,
     Limits,
-    Outcome,
     Priority,
     Status,
     Verb,
@@ -254,7 +254,7 @@ def test_whoever_holds_gpus_beyond_what_is_left_of_a_log_is_ended_before_they_ar
     scheduler.status(Status("lost", 3, 9, holds=(Held(ACTOR_TRAIN, 77, Priority.ACTOR_TRAINING),), term=1), 2.0)
     reaps = [command for command in sent if command.verb is Verb.REAP]
     assert [(command.pipeline, command.incarnation) for command in reaps] == [("lost", 3)] and len(sent) == 1
-    scheduler.answer(Answer(reaps[0].command, "lost", 3, Outcome.DONE), 3.0)
+    scheduler.answer(Answer(reaps[0].command, "lost", 3, CommandOutcome.DONE), 3.0)
     for now in range(4, int(LIMITS.lease_s) + 2):
         scheduler.status(
             Status("new", 0, now, wants=(Want(ACTOR_TRAIN, Priority.INITIALIZATION, 1),), term=2), float(now)
@@ -284,7 +284,7 @@ def test_what_a_silent_pipeline_was_given_in_the_lost_part_of_a_log_is_given_on_
 
     late = int(LIMITS.lease_s) + 20
     assert until(1, late) == [Verb.REAP]
-    scheduler.answer(Answer(sent[0].command, "silent", 0, Outcome.DONE), float(late))
+    scheduler.answer(Answer(sent[0].command, "silent", 0, CommandOutcome.DONE), float(late))
     assert until(late, late + 3) == [Verb.REAP, Verb.GRANT]
 
 
@@ -301,6 +301,6 @@ def test_gpus_are_kept_for_each_pipeline_that_could_not_be_ended_and_may_be_on_t
     for name in ("first", "second"):
         with contextlib.suppress(StillRegistered):
             scheduler.register(name, "ns", tps, gpus, 1.0, incarnation=1)
-        scheduler.answer(Answer(sent[-1].command, name, 0, Outcome.FAILED), 2.0)
+        scheduler.answer(Answer(sent[-1].command, name, 0, CommandOutcome.FAILED), 2.0)
     kept = [(q.pipeline, q.gpus) for q in scheduler.state.quarantines]
     assert kept == [("first", (0, 1)), ("second", (0, 1))]

@@ -12,7 +12,7 @@ import pytest
 from nemo_rl.time_sharing.cli import main
 from nemo_rl.time_sharing.simulation import simulation_commands
 from nemo_rl.time_sharing.simulation.baselines import OURS, SERIAL
-from nemo_rl.time_sharing.simulation.results import AloneTimes, Outcome, run_way
+from nemo_rl.time_sharing.simulation.results import AloneTimes, SimulatedOutcome, run_way
 from nemo_rl.time_sharing.simulation.scenario_reading import load_scenario, parse_scenario
 from nemo_rl.time_sharing.simulation.tables import way_table
 from nemo_rl.time_sharing.viewing.handovers import percentile
@@ -22,7 +22,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "time_sharing"
 JOB: dict[str, Any] = {"name": "a", "train": [0], "infer": [0, 1, 2], "steps": 3, "groups": 2, "train_s": 2.0}
 
 
-def outcome(**given: Any) -> Outcome:
+def outcome(**given: Any) -> SimulatedOutcome:
     scenario = parse_scenario({"pool": {"gpus_per_node": 4}, "jobs": [JOB], **given})
     return run_way(scenario, OURS, 0, AloneTimes(scenario))
 
@@ -105,7 +105,7 @@ def test_a_long_simulation_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(simulation_commands, "_SAID_EVERY_S", 0.002)
     scenario = load_scenario(EXAMPLES / "two_jobs.yaml")
     said: list[str] = []
-    progress = simulation_commands.Progress(scenario, ways=2, runs=1, say=said.append)
+    progress = simulation_commands.SimulationProgress(scenario, ways=2, runs=1, say=said.append)
     assert progress.line(7.0) == f"simulating {scenario.name}: 0% after 7s"
     alone = AloneTimes(scenario, watch=progress.begins)
     for name in (OURS, SERIAL):

@@ -32,7 +32,7 @@ from nemo_rl.time_sharing.simulation.baselines import (
     worth_comparing,
 )
 from nemo_rl.time_sharing.simulation.results import AloneTimes, compose, run_way
-from nemo_rl.time_sharing.simulation.scenario import Job as SimulatedJob
+from nemo_rl.time_sharing.simulation.scenario import ScenarioJob as SimulatedJob
 from nemo_rl.time_sharing.simulation.scenario_reading import parse_scenario
 from nemo_rl.time_sharing.simulation.tables import simulated
 from nemo_rl.time_sharing.simulation.world import World

@@ -35,12 +35,12 @@ from nemo_rl.utils.record_events import (
     GroupAdmitted,
     GroupDropped,
     GroupTrained,
+    RecordedSpan,
     RecordOpened,
     StepFinished,
     SyncFinished,
     TokensGenerated,
     UnknownEvent,
-    VersionSpan,
     WaitBegun,
     event_kind,
 )
@@ -48,7 +48,7 @@ from nemo_rl.utils.record_events import (
 EVENTS = [
     GroupAdmitted("g1", "p1", 8),
     GroupAdmitted("g2", "p2", 8, target_step=3),
-    TokensGenerated("g1/0", "g1", (VersionSpan(0, 12, 40), VersionSpan(1, 40, 64)), mixed_kv=True),
+    TokensGenerated("g1/0", "g1", (RecordedSpan(0, 12, 40), RecordedSpan(1, 40, 64)), mixed_kv=True),
     SyncFinished("s1", 1, checksums={"0": "ab", "1": "cd"}),
     WaitBegun("w", "rollouts of step 3", 12.5),
     GroupTrained("g1", 0),
@@ -278,7 +278,7 @@ def test_a_record_takes_a_tenth_of_the_room(tmp_path: Path) -> None:
     path = tmp_path / "record.jsonl"
     with RecordWriter(path, source="driver", archive_bytes=1 << 20) as writer:
         for number in range(6000):
-            spans = (VersionSpan(0, 12, 40),)
+            spans = (RecordedSpan(0, 12, 40),)
             writer.emit(TokensGenerated(f"1099511627776-{number}-0", f"g{number // 8}", spans))
         writer.flush()
         plain = sum(len(encode_entry(entry)) for entry in read_record(path))

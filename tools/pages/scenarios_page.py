@@ -16,17 +16,17 @@ from pydantic.fields import FieldInfo
 
 from nemo_rl.time_sharing.protocol.types import COUNTS, Limits
 from nemo_rl.time_sharing.simulation.scenario import (
-    Adapter,
     AdapterJob,
     Costs,
-    Engine,
+    EngineSpeed,
     Faults,
     Fleet,
-    Job,
     Network,
     PoolSection,
     Scenario,
-    Teacher,
+    ScenarioAdapter,
+    ScenarioJob,
+    ScenarioTeacher,
     Tokens,
     Validation,
 )
@@ -61,14 +61,14 @@ one request alone in an engine, `half_batch` the number of requests at which eac
 _SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("The file", Scenario),
     ("`pool`", PoolSection),
-    ("`jobs`: a list of jobs", Job),
+    ("`jobs`: a list of jobs", ScenarioJob),
     ("`jobs[].tokens`", Tokens),
-    ("`jobs[].engine`", Engine),
+    ("`jobs[].engine`", EngineSpeed),
     ("`jobs[].validation`", Validation),
     ("`fleets`: a mapping of names to fleets", Fleet),
-    ("`teachers`: a list of teachers", Teacher),
+    ("`teachers`: a list of teachers", ScenarioTeacher),
     ("`adapter_jobs`: a list of jobs of many adapters", AdapterJob),
-    ("`adapter_jobs[].adapters`: a list of adapters", Adapter),
+    ("`adapter_jobs[].adapters`: a list of adapters", ScenarioAdapter),
     ("`costs`", Costs),
     ("`network`", Network),
     ("`faults`", Faults),
@@ -140,7 +140,7 @@ def _kind(field: FieldInfo) -> str:
     if get_origin(annotation) is dict:
         return "mapping"
     if get_origin(annotation) is tuple:
-        return "list of mappings" if get_args(annotation)[0] in (Job, Teacher) else "list of GPUs"
+        return "list of mappings" if get_args(annotation)[0] in (ScenarioJob, ScenarioTeacher) else "list of GPUs"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "mapping"
     named = {int: "whole number", float: "number", bool: "true or false", str: "text"}.get(annotation)

@@ -50,7 +50,7 @@ _FULL_MARKS = ("Storage capacity exceeded", "error codes [-200", "-200,", "NO_AV
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class DataPlaneProcess:
     """A process of the data plane that must be reachable."""
 
     what: str
@@ -265,7 +265,7 @@ class _Rows(dict[str, object]):
     batch_size: tuple[int, ...] = (0,)
 
 
-def fetch_config(controller: str) -> tuple[DictConfig, tuple[Endpoint, ...]]:
+def fetch_config(controller: str) -> tuple[DictConfig, tuple[DataPlaneProcess, ...]]:
     """The system's configuration from its controller, and what must be reachable. Raises DataPlaneError: there is no
     such controller.
     """
@@ -282,16 +282,16 @@ def fetch_config(controller: str) -> tuple[DictConfig, tuple[Endpoint, ...]]:
     return config, endpoints_of(config)
 
 
-def endpoints_of(config: DictConfig) -> tuple[Endpoint, ...]:
+def endpoints_of(config: DictConfig) -> tuple[DataPlaneProcess, ...]:
     """The processes behind a configuration."""
     info = config.controller.zmq_info
-    found = [Endpoint("the controller", info.ip, info.ports["request_handle_socket"])]
+    found = [DataPlaneProcess("the controller", info.ip, info.ports["request_handle_socket"])]
     backend = config.backend[config.backend.storage_backend]
     for name, unit in (backend.get("zmq_info") or {}).items():
-        found.append(Endpoint(str(name), unit.ip, unit.ports["put_get_socket"]))
+        found.append(DataPlaneProcess(str(name), unit.ip, unit.ports["put_get_socket"]))
     if "master_server_address" in backend:
         host, _, port = str(backend.master_server_address).rpartition(":")
-        found.append(Endpoint("mooncake_master", host, int(port)))
+        found.append(DataPlaneProcess("mooncake_master", host, int(port)))
     return tuple(found)
 
 

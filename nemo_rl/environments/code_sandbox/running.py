@@ -54,7 +54,7 @@ STATE = "_state"
 
 
 @dataclass(frozen=True)
-class Run:
+class CodeRun:
     """What running a piece of code gave: its output (both streams, cut), whether it ended by itself without an error
     and passed its tests, and whether it was ended at its deadline.
     """
@@ -64,7 +64,7 @@ class Run:
     late: bool
 
 
-def run_python(code: str, timeout_s: float, tests: str = "", sandbox: str | None = None) -> Run:
+def run_python(code: str, timeout_s: float, tests: str = "", sandbox: str | None = None) -> CodeRun:
     """Runs code in a fresh interpreter, in an empty directory.
 
     Args:
@@ -150,7 +150,7 @@ def _answered(file: Path) -> tuple[str | None, dict[str, object] | None]:
             return None, None
 
 
-def _judged(request: Mapping[str, object], timeout_s: float, sandbox: str, folder: str, *more_folders: str) -> Run:
+def _judged(request: Mapping[str, object], timeout_s: float, sandbox: str, folder: str, *more_folders: str) -> CodeRun:
     """Runs the judge in `folder`; the sandbox lets the response write there and in `more_folders`."""
     secret = secrets.token_hex(16)
     verdict, verdict_end = os.pipe()
@@ -182,7 +182,7 @@ def _judged(request: Mapping[str, object], timeout_s: float, sandbox: str, folde
         passed = not why and report.read() == f"{secret} passed".encode()
     late = why == _LATE
     why = f"ended after {timeout_s:g} s" if late else why
-    return Run(f"{_cut(output)}\n[{why}]".lstrip() if why else _cut(output), passed, late)
+    return CodeRun(f"{_cut(output)}\n[{why}]".lstrip() if why else _cut(output), passed, late)
 
 
 def _wait_for_end(judge: subprocess.Popen[bytes], folder: str) -> None:

@@ -22,7 +22,7 @@ from nemo_rl.config.world_sizes import ParallelSizes
 from nemo_rl.distributed.accelerator_slots import CPU, CUDA
 from nemo_rl.distributed.devices import release_cached_memory
 from nemo_rl.loss.interfaces import LossFunction
-from nemo_rl.models.dtensor.dtensor_checkpoint import CheckpointWriter, load_optimizer
+from nemo_rl.models.dtensor.dtensor_checkpoint import DTensorCheckpointWriter, load_optimizer
 from nemo_rl.models.dtensor.dtensor_lora import AdaptedLinear, base_model
 from nemo_rl.models.dtensor.export import adapter_metas, full_weights, sent_adapters, tensor_metas
 from nemo_rl.models.dtensor.mesh import ParallelMesh
@@ -87,7 +87,7 @@ def build_backend(cfg: PolicyConfig, sizes: ParallelSizes, options: BackendOptio
         mesh,
         logit_transform(generation.temperature, generation.top_p, generation.top_k, scorer.lm.config),
         optimizer,
-        CheckpointWriter(mesh),
+        DTensorCheckpointWriter(mesh),
         scheduler=scheduler,
         reference=reference,
         dtype=compute_dtype(cfg.precision),
@@ -134,7 +134,7 @@ class DTensorBackend(Backend):
         mesh: ParallelMesh,
         transform: LogitTransform,
         optimizer: torch.optim.Optimizer | None,
-        writer: CheckpointWriter,
+        writer: DTensorCheckpointWriter,
         *,
         scheduler: LRScheduler | None = None,
         reference: Callable[[], AbstractContextManager[None]] | None = None,

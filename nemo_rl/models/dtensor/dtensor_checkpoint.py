@@ -51,7 +51,7 @@ _PLAIN_CLASSES = {
 """What torch's description of a sharded checkpoint is made of, beside names of number types."""
 
 
-class CheckpointWriter(BackgroundWriter):
+class DTensorCheckpointWriter(BackgroundWriter):
     """Writes checkpoints of one rank in the background."""
 
     def __init__(self, mesh: ParallelMesh) -> None:

@@ -25,7 +25,7 @@ from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.megatron import cpu
 from nemo_rl.models.megatron.bridge import BridgedWeights
 from nemo_rl.models.megatron.groups import MegatronGroups
-from nemo_rl.models.megatron.megatron_checkpoint import CheckpointWriter, OptimizerState, load_optimizer
+from nemo_rl.models.megatron.megatron_checkpoint import MegatronCheckpointWriter, OptimizerState, load_optimizer
 from nemo_rl.models.megatron.megatron_lora import KEY, AdaptedWeights, base_model
 from nemo_rl.models.megatron.megatron_optimizer import build_optimizer, build_schedule, inner_optimizers, with_gradients
 from nemo_rl.models.megatron.model import BuiltModel, build_model, is_frozen_router
@@ -159,7 +159,7 @@ class MegatronBackend(Backend):
             else:
                 self.schedule.step(increment=options.steps_done)
         self._reference = reference
-        self.snapshots = self.writer = CheckpointWriter(groups, hf, generation_config(cfg, hf))
+        self.snapshots = self.writer = MegatronCheckpointWriter(groups, hf, generation_config(cfg, hf))
         tensors = [*(p.data for chunk in model.chunks for p in chunk.parameters())]
         tensors += [buffer for chunk in model.chunks for buffer in chunk.buffers()]
         self._model_memory = MovableStorages.on_gpu(tensors)

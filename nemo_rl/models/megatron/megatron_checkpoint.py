@@ -182,7 +182,7 @@ class StateFiles:
         return self._files[self._file[key]].get_tensor(key)
 
 
-class CheckpointWriter(BackgroundWriter):
+class MegatronCheckpointWriter(BackgroundWriter):
     """Writes checkpoints of one rank. `generation`: the Hugging Face generation settings that go along."""
 
     def __init__(self, groups: MegatronGroups, model: PretrainedConfig, generation: GenerationConfig) -> None:

@@ -35,7 +35,7 @@ _INPUTS_CUT = ("linear_proj", "linear_fc2")
 _EXPERT = re.compile(r"\.experts\.local_experts\.\d+\.")
 
 
-class Adapter(nn.Module):
+class LowRankAdapter(nn.Module):
     """The scaled product of two factors, as one rank holds them.
 
     Args:
@@ -139,7 +139,7 @@ def attach_adapters(chunks: Iterable[nn.Module], cfg: PolicyConfig, sizes: Sizes
             if whole_name(chunk, name) not in chosen:
                 continue
             weight: Any = part.weight
-            adapter = Adapter(
+            adapter = LowRankAdapter(
                 weight,
                 peft.dim,
                 peft.alpha / peft.dim,
@@ -153,7 +153,7 @@ def attach_adapters(chunks: Iterable[nn.Module], cfg: PolicyConfig, sizes: Sizes
 
 def base_model(chunks: Iterable[nn.Module]) -> AbstractContextManager[None]:
     """The model computes without its adapters inside the block."""
-    return without_adapters(part for chunk in chunks for part in chunk.modules() if isinstance(part, Adapter))
+    return without_adapters(part for chunk in chunks for part in chunk.modules() if isinstance(part, LowRankAdapter))
 
 
 def factors_of(weight: Weight, rank: int) -> tuple[Weight, Weight]:

@@ -40,7 +40,7 @@ LAYERS = "lora_target_modules"
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldAdapter:
     """One version of an adapter in the engine."""
 
     name: str
@@ -59,8 +59,8 @@ class Held:
 class AdapterTable:
     """The newest version of each adapter, and what requests use."""
 
-    newest: dict[str, Held] = field(default_factory=dict)
-    used: dict[str, Held] = field(default_factory=dict)  # by request
+    newest: dict[str, HeldAdapter] = field(default_factory=dict)
+    used: dict[str, HeldAdapter] = field(default_factory=dict)  # by request
     _numbers: int = 0
 
     def number(self) -> int:
@@ -68,7 +68,7 @@ class AdapterTable:
         self._numbers += 1
         return self._numbers
 
-    def bind(self, request_id: str, name: str) -> Held:
+    def bind(self, request_id: str, name: str) -> HeldAdapter:
         """A request begins. Raises ShardStateError: the engine has no such adapter."""
         if name not in self.newest:
             raise ShardStateError(
@@ -78,23 +78,23 @@ class AdapterTable:
         self.used[request_id] = self.newest[name]
         return self.newest[name]
 
-    def release(self, request_id: str) -> Held | None:
+    def release(self, request_id: str) -> HeldAdapter | None:
         """A request ends; the version that nothing needs any more, if any."""
         held = self.used.pop(request_id)
         return held if self.idle(held) else None
 
-    def put(self, held: Held) -> Held | None:
+    def put(self, held: HeldAdapter) -> HeldAdapter | None:
         """A new version; the one before if nothing needs it any more."""
         before = self.newest.get(held.name)
         self.newest[held.name] = held
         return before if before is not None and self.idle(before) else None
 
-    def remove(self, name: str) -> Held | None:
+    def remove(self, name: str) -> HeldAdapter | None:
         """Forgets an adapter; its newest version if nothing needs it any more."""
         held = self.newest.pop(name, None)
         return held if held is not None and self.idle(held) else None
 
-    def idle(self, held: Held) -> bool:
+    def idle(self, held: HeldAdapter) -> bool:
         """Whether a version is neither the newest of its adapter nor used by a request."""
         return self.newest.get(held.name) != held and held not in self.used.values()
 
@@ -153,7 +153,7 @@ class MultiLoraGenerationWorker(VllmGenerationWorker):
                     raise StaleVersionError(f"adapter {name}: version {version} came after version {there.version}")
                 return
             number = self._adapters.number()
-            held = Held(name, version, number, str(self._folder / str(number)))
+            held = HeldAdapter(name, version, number, str(self._folder / str(number)))
             await asyncio.to_thread(write_adapter, held.folder, info, factors)
             await self._alive(self._engine.add_lora(held.request()))
             # Nothing needs the version before, and its removal waits for a step of the engine.
@@ -168,7 +168,7 @@ class MultiLoraGenerationWorker(VllmGenerationWorker):
         """The newest version of each adapter here."""
         return {name: held.version for name, held in self._adapters.newest.items()}
 
-    def _drop_soon(self, held: Held | None) -> None:
+    def _drop_soon(self, held: HeldAdapter | None) -> None:
         if held is not None:
             task = asyncio.get_running_loop().create_task(self._drop(held))
             self._dropping.add(task)
@@ -180,7 +180,7 @@ class MultiLoraGenerationWorker(VllmGenerationWorker):
             # An engine that has died is found by its next request.
             logger.warning("adapter removal=failed reason=%s", error)
 
-    async def _drop(self, held: Held | None) -> None:
+    async def _drop(self, held: HeldAdapter | None) -> None:
         if held is not None:
             await self._alive(self._engine.remove_lora(held.number))
             await asyncio.to_thread(shutil.rmtree, held.folder, ignore_errors=True)

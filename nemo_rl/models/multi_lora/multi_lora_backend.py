@@ -25,7 +25,7 @@ from nemo_rl.config.world_sizes import ParallelSizes
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.dtensor.dtensor_backend import DTensorBackend
-from nemo_rl.models.dtensor.dtensor_checkpoint import SCHEDULE_FILE, CheckpointWriter
+from nemo_rl.models.dtensor.dtensor_checkpoint import SCHEDULE_FILE, DTensorCheckpointWriter
 from nemo_rl.models.dtensor.dtensor_lora import KEY, chosen_layers
 from nemo_rl.models.dtensor.export import hf_name
 from nemo_rl.models.dtensor.mesh import ParallelMesh
@@ -109,7 +109,7 @@ class SlotStepBackend:
 
 
 @dataclass
-class Adapter:
+class FilledSlot:
     """What a filled slot holds besides its factors."""
 
     info: AdapterInfo
@@ -163,14 +163,14 @@ class MultiLoraBackend(DTensorBackend):
             mesh,
             LogitTransform(),
             None,
-            CheckpointWriter(mesh),
+            DTensorCheckpointWriter(mesh),
             dtype=compute_dtype(cfg.precision),
             share_prompts=shares_prompts(cfg, cuda=mesh.device.type == "cuda"),
             row_multiple=row_multiple,
         )
         self._base = cfg
         self.slots = slots
-        self.adapters: dict[int, Adapter] = {}
+        self.adapters: dict[int, FilledSlot] = {}
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ class MultiLoraBackend(DTensorBackend):
         scheduler = build_scheduler(cfg.scheduler, optimizer)
         generation = cfg.generation
         transform = logit_transform(generation.temperature, generation.top_p, generation.top_k, self.scorer.lm.config)
-        adapter = Adapter(
+        adapter = FilledSlot(
             info,
             optimizer,
             scheduler,
@@ -364,7 +364,7 @@ def _write_optimizer(state: object, steps: int, path: str) -> None:
     (Path(path) / SCHEDULE_FILE).write_text(json.dumps({"steps": steps}), encoding="utf-8")
 
 
-def _load_optimizer(adapter: Adapter, named: Mapping[str, torch.nn.Parameter], path: str) -> None:
+def _load_optimizer(adapter: FilledSlot, named: Mapping[str, torch.nn.Parameter], path: str) -> None:
     """Restores the optimizer's state and brings the schedule to the step of the checkpoint, in place. Raises
     CheckpointMismatchError: the state is of other layers or of another optimizer.
     """

@@ -51,7 +51,7 @@ from nemo_rl.models.policy.train_step import MicrobatchResult, non_finite_rows
 from nemo_rl.utils.flops import Work
 
 
-class Run(NamedTuple):
+class SharedRun(NamedTuple):
     """Rows `[first, end)` whose first `shared` tokens are stored once; single rows or 0 share none.
 
     The last common token is not shared, since what it predicts differs from row to row.
@@ -64,7 +64,7 @@ class Run(NamedTuple):
 
 def shared_runs(
     ids_BS: torch.Tensor, lengths: Sequence[int], apart: Sequence[int] = (), *, cuda: bool = False
-) -> list[Run]:
+) -> list[SharedRun]:
     """Cuts neighbouring rows into the runs that save most tokens.
 
     Args:
@@ -78,17 +78,17 @@ def shared_runs(
     # No run goes on where neighbours have too little in common: what lies between such places is cut by itself.
     borders = [0, *(int(row) + 1 for row in np.flatnonzero(common < least)), rows]
     return [
-        Run(first + run.first, first + run.end, run.shared)
+        SharedRun(first + run.first, first + run.end, run.shared)
         for first, end in pairwise(borders)
         for run in _best_runs(common[first : end - 1])
     ]
 
 
-def _best_runs(common: np.ndarray) -> list[Run]:
+def _best_runs(common: np.ndarray) -> list[SharedRun]:
     """The runs of rows that have `common` tokens to share with their next neighbours; one row more than numbers."""
     rows = len(common) + 1
     if rows == 1:
-        return [Run(0, 1, 0)]
+        return [SharedRun(0, 1, 0)]
     # saved[e]: the most that rows [0, e) can save; a run [f, e) saves its prefix for all rows but one.
     saved, begun = np.zeros(rows + 1), [0] * (rows + 1)
     shortest = np.zeros(rows)
@@ -104,7 +104,7 @@ def _best_runs(common: np.ndarray) -> list[Run]:
     while borders[-1]:
         borders.append(begun[borders[-1]])
     return [
-        Run(first, end, int(common[first : end - 1].min()) if end - first > 1 else 0)
+        SharedRun(first, end, int(common[first : end - 1].min()) if end - first > 1 else 0)
         for first, end in pairwise(reversed(borders))
     ]
 
@@ -130,7 +130,7 @@ class SharedRow:
     key_lengths: list[int]
 
 
-def lay_out(runs: Sequence[Run], lengths: Sequence[int], width: int) -> SharedRow:
+def lay_out(runs: Sequence[SharedRun], lengths: Sequence[int], width: int) -> SharedRow:
     """The row of these runs."""
     source: list[torch.Tensor] = []
     place: list[torch.Tensor] = []
@@ -159,7 +159,7 @@ class _Segment(NamedTuple):
     prefix: int
 
 
-def _segments(runs: Sequence[Run], lengths: Sequence[int]) -> Iterator[_Segment]:
+def _segments(runs: Sequence[SharedRun], lengths: Sequence[int]) -> Iterator[_Segment]:
     """Where each segment starts in the row, its tokens `[begin, end)` of a row of the batch, and where the prefix that
     it sees starts (-1 without one).
     """
@@ -245,7 +245,8 @@ def pack(
     batch, width = ids_BS.shape
     lengths = lengths_B.tolist()
     cuda = device.type == "cuda"
-    runs = _runs(data, ids_BS, lengths, apart, cuda=cuda) if share else [Run(row, row + 1, 0) for row in range(batch)]
+    single = [SharedRun(row, row + 1, 0) for row in range(batch)]
+    runs = _runs(data, ids_BS, lengths, apart, cuda=cuda) if share else single
     row = lay_out(runs, lengths, width)
     shares = any(run.shared for run in runs)
     source_N = (torch.arange(width) < lengths_B[:, None]).reshape(-1).nonzero(as_tuple=True)[0]
@@ -287,12 +288,12 @@ def pack(
 
 def _runs(
     data: Mapping[str, torch.Tensor], ids_BS: torch.Tensor, lengths: list[int], apart: Sequence[int], *, cuda: bool
-) -> list[Run]:
+) -> list[SharedRun]:
     """Rows that share a prefix: nothing from the first token on that was recorded to be drawn from a set, since sets
     differ from sample to sample, and nothing at all with routes, which differ from the first token on.
     """
     if EXPERTS in data:
-        return [Run(row, row + 1, 0) for row in range(len(lengths))]
+        return [SharedRun(row, row + 1, 0) for row in range(len(lengths))]
     if COUNTS not in data:
         return shared_runs(ids_BS, lengths, apart, cuda=cuda)
     drawn_BS = data[COUNTS].cpu() > 0

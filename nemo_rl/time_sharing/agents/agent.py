@@ -19,11 +19,11 @@ from nemo_rl.time_sharing.log.events import MemoryFreed, MemoryTaken
 from nemo_rl.time_sharing.protocol.topology import Topology
 from nemo_rl.time_sharing.protocol.types import (
     Command,
+    CommandOutcome,
     Demand,
     EndedRequest,
     GivenBack,
     Held,
-    Outcome,
     Phase,
     Priority,
     Reply,
@@ -264,9 +264,8 @@ class Agent(RankKeeper):
         elif command.verb is Verb.GRANT:
             self._take_grant(command)
         elif not 0 <= command.rank < len(self.ranks):
-            self._answer(
-                command, Outcome.REFUSED, detail=f"there is no rank {command.rank}; ranks are 0..{len(self.ranks) - 1}"
-            )
+            refusal = f"there is no rank {command.rank}; ranks are 0..{len(self.ranks) - 1}"
+            self._answer(command, CommandOutcome.REFUSED, detail=refusal)
         else:
             self._take_rank_command(self.ranks[command.rank], command)
 
@@ -307,17 +306,17 @@ class Agent(RankKeeper):
             want is None or want.request != command.request or (back is not None and command.epoch <= back.epoch)
         ):
             self._answer(
-                command, Outcome.REFUSED, detail=f"{command.cluster} is not wanted (request {command.request})"
+                command, CommandOutcome.REFUSED, detail=f"{command.cluster} is not wanted (request {command.request})"
             )
             return
         if held is not None and held.epoch != command.epoch:
-            self._answer(command, Outcome.REFUSED, detail=f"{command.cluster} is held under epoch {held.epoch}")
+            self._answer(command, CommandOutcome.REFUSED, detail=f"{command.cluster} is held under epoch {held.epoch}")
             return
         asked = want is not None and want.request == command.request
         if held is not None and not asked:
             # Sent again by a new scheduler, it may arrive after the grant that came next; obeyed now, it would take
             # training back to log-probs.
-            self._answer(command, Outcome.DONE)
+            self._answer(command, CommandOutcome.DONE)
             return
         if want is not None and asked:
             del self.wants[command.cluster]
@@ -325,7 +324,7 @@ class Agent(RankKeeper):
         if held is None:
             self._record.emit(MemoryTaken(command.cluster, command.gpus))
         self.holds[command.cluster] = LocalHold(command.epoch, command.gpus, command.priority, command.step)
-        self._answer(command, Outcome.DONE)
+        self._answer(command, CommandOutcome.DONE)
         self.send_status()
         self._host.granted(command.cluster, command.priority, command.step)
 

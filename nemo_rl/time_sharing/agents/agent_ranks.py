@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from nemo_rl.time_sharing.log.events import MemoryFreed, MemoryTaken
 from nemo_rl.time_sharing.protocol.topology import Topology
-from nemo_rl.time_sharing.protocol.types import Answer, Command, Outcome, Phase, Priority, Status, Verb, Want
+from nemo_rl.time_sharing.protocol.types import Answer, Command, CommandOutcome, Phase, Priority, Status, Verb, Want
 from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import Record
 
@@ -178,12 +178,12 @@ class RankKeeper:
         if command.epoch < rank.epoch:
             self._answer(
                 command,
-                Outcome.REFUSED,
+                CommandOutcome.REFUSED,
                 detail=f"epoch {command.epoch} of rank {command.rank} is over, it is at {rank.epoch}",
             )
         elif command.order < rank.newest:
             # Overtaken on the wire by a later command, which has been obeyed; obeying this one now would undo it.
-            self._answer(command, Outcome.REFUSED, detail=f"a later command for rank {command.rank} came first")
+            self._answer(command, CommandOutcome.REFUSED, detail=f"a later command for rank {command.rank} came first")
         elif rank.doing is not None and rank.doing.command == command.command:
             return
         elif rank.busy is not None:
@@ -203,7 +203,7 @@ class RankKeeper:
             Verb.ROUTE: self._route,
         }.get(command.verb)
         if begin is None:
-            self._answer(command, Outcome.REFUSED, detail=f"{command.verb.value} is not for an agent")
+            self._answer(command, CommandOutcome.REFUSED, detail=f"{command.verb.value} is not for an agent")
         else:
             begin(rank, command)
 
@@ -219,19 +219,18 @@ class RankKeeper:
             rank.over = command.epoch
         else:
             rank.phase = Phase.DRAINING
-        self._answer(command, Outcome.DONE)
+        self._answer(command, CommandOutcome.DONE)
 
     def _sleep(self, rank: LocalRank, command: Command) -> None:
         if rank.phase is Phase.ASLEEP:
             rank.over = command.epoch
-            self._answer(command, Outcome.DONE)
+            self._answer(command, CommandOutcome.DONE)
         elif rank.phase in (Phase.DRAINING, Phase.SLEEPING):
             rank.phase = Phase.SLEEPING
             self._perform(command.rank, Verb.SLEEP.value, -1, command)
         else:
-            self._answer(
-                command, Outcome.REFUSED, detail=f"rank {command.rank} is {rank.phase.value}; drain it before it sleeps"
-            )
+            refusal = f"rank {command.rank} is {rank.phase.value}; drain it before it sleeps"
+            self._answer(command, CommandOutcome.REFUSED, detail=refusal)
 
     def _wake(self, rank: LocalRank, command: Command) -> None:
         if rank.phase is Phase.ASLEEP and command.epoch <= rank.over:
@@ -239,7 +238,7 @@ class RankKeeper:
             # else's by now.
             self._answer(
                 command,
-                Outcome.REFUSED,
+                CommandOutcome.REFUSED,
                 detail=f"the lease of epoch {command.epoch} is over; rank {command.rank} slept since",
             )
         elif rank.phase is Phase.ASLEEP or (rank.phase is Phase.WAKING and not rank.resident):
@@ -250,17 +249,17 @@ class RankKeeper:
         elif rank.phase in (Phase.DRAINING, Phase.SLEEPING):
             self._answer(
                 command,
-                Outcome.REFUSED,
+                CommandOutcome.REFUSED,
                 detail=f"rank {command.rank} is {rank.phase.value}; it has to be asleep before it wakes",
             )
         else:
-            self._answer(command, Outcome.DONE)
+            self._answer(command, CommandOutcome.DONE)
 
     def _sync(self, rank: LocalRank, command: Command) -> None:
         if rank.phase not in (Phase.WAKING, Phase.SYNCING, Phase.READY) or not rank.resident:
             self._answer(
                 command,
-                Outcome.REFUSED,
+                CommandOutcome.REFUSED,
                 detail=f"rank {command.rank} is {rank.phase.value}; only a rank that woke is synced",
             )
             return
@@ -272,36 +271,36 @@ class RankKeeper:
         if rank.phase is not Phase.READY:
             self._answer(
                 command,
-                Outcome.REFUSED,
+                CommandOutcome.REFUSED,
                 detail=f"rank {command.rank} is {rank.phase.value}; sync it before it is published",
             )
         elif rank.version < self.cached:
-            self._answer(command, Outcome.STALE, rank.version)
+            self._answer(command, CommandOutcome.STALE, rank.version)
         elif rank.version > self.published:
             # Its weights are newer than what is out: the answer waits for the publication that the refresh in progress
             # ends with.
             rank.doing = command
         else:
             self._record.emit(rec.VersionPublished(rank.version, (command.rank,)))
-            self._answer(command, Outcome.DONE, rank.version)
+            self._answer(command, CommandOutcome.DONE, rank.version)
 
     def _route(self, rank: LocalRank, command: Command) -> None:
         if rank.phase is Phase.ACTIVE:
-            self._answer(command, Outcome.DONE, rank.version)
+            self._answer(command, CommandOutcome.DONE, rank.version)
         elif rank.phase is not Phase.READY:
             self._answer(
                 command,
-                Outcome.REFUSED,
+                CommandOutcome.REFUSED,
                 detail=f"rank {command.rank} is {rank.phase.value}; sync and publish before it is routed",
             )
         elif rank.version != self.published or rank.version != self.cached:
             # Routed now, it would miss the refresh that is under way and serve the old weights after it.
-            self._answer(command, Outcome.STALE, rank.version)
+            self._answer(command, CommandOutcome.STALE, rank.version)
         else:
             rank.phase = Phase.ACTIVE
             self.generation += 1
             self._record.emit(rec.ShardRouted(command.rank, self.generation, rank.version))
-            self._answer(command, Outcome.DONE, rank.version)
+            self._answer(command, CommandOutcome.DONE, rank.version)
             self._host.routing_changed(command.rank, True)
 
     def _after_command(self, rank: LocalRank, command: Command, operation: Operation, ok: bool) -> None:
@@ -317,7 +316,7 @@ class RankKeeper:
                 )
             )
         if not ok:
-            self._answer(command, Outcome.FAILED, detail=f"{operation.kind} of rank {index} failed")
+            self._answer(command, CommandOutcome.FAILED, detail=f"{operation.kind} of rank {index} failed")
             return
         if command.verb is Verb.SLEEP:
             rank.phase, rank.version, rank.broken, rank.resident, rank.over = Phase.ASLEEP, -1, False, False, rank.epoch
@@ -328,7 +327,7 @@ class RankKeeper:
             self._record.emit(rec.ShardWoken(index))
         elif command.verb is Verb.SYNC:
             rank.phase, rank.version = Phase.READY, operation.version
-        self._answer(command, Outcome.DONE, rank.version)
+        self._answer(command, CommandOutcome.DONE, rank.version)
 
     def _after_refresh(self, rank: LocalRank, operation: Operation, ok: bool) -> None:
         outcome = "done" if ok else "failed"
@@ -381,13 +380,13 @@ class RankKeeper:
         self._host.perform(operation)
         return operation
 
-    def _answer(self, command: Command, outcome: Outcome, version: int = -1, detail: str = "") -> None:
+    def _answer(self, command: Command, outcome: CommandOutcome, version: int = -1, detail: str = "") -> None:
         self._seq += 1
         answer = Answer(command.command, command.pipeline, self.incarnation, outcome, version, detail, self._seq)
         self._answers[command.command] = answer
         if len(self._answers) > _MEMORY:
             self._answers.popitem(last=False)
-        if outcome is Outcome.REFUSED:
+        if outcome is CommandOutcome.REFUSED:
             logger.info(
                 "event=refused command=%s verb=%s pipeline=%s reason=%s",
                 command.command,

@@ -23,7 +23,7 @@ from nemo_rl.time_sharing.log.events import EVERYTHING, MemoryFreed, PoolOpened
 from nemo_rl.time_sharing.log.saved_state import StateSaved
 from nemo_rl.time_sharing.log.segments import SEGMENT_LINES, SegmentedLog, newest_segment, saved
 from nemo_rl.time_sharing.protocol.topology import Pool, Topology
-from nemo_rl.time_sharing.protocol.types import Answer, Command, Limits, Outcome, Reply, Status, Verb
+from nemo_rl.time_sharing.protocol.types import Answer, Command, CommandOutcome, Limits, Reply, Status, Verb
 from nemo_rl.time_sharing.scheduling.liveness import SteadyClock
 from nemo_rl.time_sharing.scheduling.scheduler import Scheduler
 from nemo_rl.utils.record import Record, RecordError
@@ -252,9 +252,8 @@ class SchedulerActor:
             if gone:
                 core.tick(time.time())
                 self._note_memory_free(command)
-            answer = Answer(
-                command.command, command.pipeline, command.incarnation, Outcome.DONE if gone else Outcome.FAILED
-            )
+            outcome = CommandOutcome.DONE if gone else CommandOutcome.FAILED
+            answer = Answer(command.command, command.pipeline, command.incarnation, outcome)
             core.answer(answer, time.time())
 
     def _note_memory_free(self, command: Command) -> None:

@@ -19,7 +19,7 @@ FALLS_AFTER_S = 2.0
 _POLL_S = 0.25
 
 
-class Progress(Protocol):
+class ProgressReporter(Protocol):
     """The way to the scheduler."""
 
     def begin_progress(self, target: int, done: int = 0, unit: int = 1) -> None: ...
@@ -66,7 +66,7 @@ class StandingDemand:
         falls_after_s: How long fewer requests were under way before the demand falls.
     """
 
-    def __init__(self, progress: Progress, *, falls_after_s: float = FALLS_AFTER_S) -> None:
+    def __init__(self, progress: ProgressReporter, *, falls_after_s: float = FALLS_AFTER_S) -> None:
         self._progress = progress
         self._peak = RecentPeak(falls_after_s)
         self._lock = threading.Lock()
@@ -111,7 +111,7 @@ class OpenSamples:
     while a batch is open.
     """
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: ProgressReporter) -> None:
         self._demand = StandingDemand(progress)
         self._lock = threading.Lock()
         self._total = 0
@@ -159,7 +159,7 @@ class OpenSamples:
 
 @contextmanager
 def standing_demand(
-    progress: Progress, requests_under_way: Callable[[], int], samples: int
+    progress: ProgressReporter, requests_under_way: Callable[[], int], samples: int
 ) -> Generator[Callable[[int, int], None]]:
     """The demand of a wait, until it ends; yields what takes how many groups of `samples` samples each are ready, and
     of how many. `requests_under_way` is asked on a thread of its own.

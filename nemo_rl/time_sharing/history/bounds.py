@@ -18,7 +18,7 @@ which counts up to this (rule 7)."""
 _STEPS = ("sleep_s", "reap_s", "wake_s", "sync_s", "sync_s", "route_s")
 
 
-class Wait(NamedTuple):
+class GpuWait(NamedTuple):
     """A pipeline waited from `since` to `until` for these GPUs, `what` in words."""
 
     pipeline: str
@@ -63,7 +63,7 @@ class WaitBound:
     def _handover(self) -> float:
         return max(self.limit("drain_s"), self._drain_s) + sum(self.limit(step) for step in _STEPS)
 
-    def problem(self, wait: Wait) -> str | None:
+    def problem(self, wait: GpuWait) -> str | None:
         """What is wrong with a wait that exceeds its bound."""
         seconds, allowed = wait.until - wait.since, self._without_faults()
         if seconds <= allowed or seconds <= (allowed := allowed + self._fault_s(wait)):
@@ -79,7 +79,7 @@ class WaitBound:
         each = self._longest_hold + self._handover + time_slice + self.limit("lease_s")
         return Priority.GENERATION * self.limit("aging_s") + ahead * each
 
-    def _fault_s(self, wait: Wait) -> float:
+    def _fault_s(self, wait: GpuWait) -> float:
         """Seconds of a wait that faults took: on its own GPUs, on those of pipelines that share them, or everywhere."""
         reach = wait.gpus.union(*(gpus for gpus in self._mapped.values() if gpus & wait.gpus))
         faults = [f for f in self._faults if f[1] is None or f[0] == wait.pipeline or f[1] & reach]

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from nemo_rl.time_sharing.history.bounds import MOST_WEIGHT, Wait, WaitBound
+from nemo_rl.time_sharing.history.bounds import MOST_WEIGHT, GpuWait, WaitBound
 from nemo_rl.time_sharing.history.clocks import Clocks
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, SLEEP_PHASES, Phase, Priority
@@ -108,7 +108,7 @@ class FairnessChecks:
         self._bound = WaitBound()
         self._pipelines: dict[str, _Pipeline] = {}
         self._requests: dict[tuple[str, str], _Request] = {}
-        self._waits: list[Wait] = []
+        self._waits: list[GpuWait] = []
         self._recovering = False
         self._knows_all = True
         self._time = 0.0
@@ -173,7 +173,7 @@ class FairnessChecks:
     def _add_wait(self, name: str, cluster: str, since: float, until: float, what: str) -> None:
         pipeline = self._pipelines[name]
         if not pipeline.withdraws or cluster == ACTOR_INFER:
-            wait = Wait(name, pipeline.clusters[cluster], since, until, f"{name} {what} {since:.1f} s")
+            wait = GpuWait(name, pipeline.clusters[cluster], since, until, f"{name} {what} {since:.1f} s")
             self._waits.append(wait)
 
     def _see(self, entry: Entry, event: object) -> None:

@@ -17,7 +17,7 @@ from nemo_rl.time_sharing.history.clocks import Clocks
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import Entry, Handler
-from nemo_rl.utils.record_events import VersionSpan, job_of_adapter
+from nemo_rl.utils.record_events import RecordedSpan, job_of_adapter
 
 
 @dataclass(slots=True)
@@ -336,7 +336,7 @@ class PromptChecks:
             group.oldest = min(stamped) if group.oldest is None else min(group.oldest, *stamped)
             group.newest = max(group.newest, *stamped)
 
-    def _check_spans(self, sample: str, spans: tuple[VersionSpan, ...], seen: list[int], produced: int) -> None:
+    def _check_spans(self, sample: str, spans: tuple[RecordedSpan, ...], seen: list[int], produced: int) -> None:
         for before, after in itertools.pairwise(spans):
             if before.end != after.start:
                 self._bad(3, f"sample {sample}: tokens {before.end} to {after.start} carry no version")

@@ -85,10 +85,8 @@ class Verb(str, Enum):
     REAP = "reap"
 
 
-class Outcome(str, Enum):
-    """How a command ended. STALE: the weights changed meanwhile, sync again. REFUSED: the command makes no sense to the
-    agent.
-    """
+class CommandOutcome(str, Enum):
+    """How a command ended. STALE: the weights changed meanwhile; sync again. REFUSED: makes no sense to the agent."""
 
     DONE = "done"
     FAILED = "failed"
@@ -249,7 +247,7 @@ class Answer:
     command: str
     pipeline: str
     incarnation: int
-    outcome: Outcome
+    outcome: CommandOutcome
     version: int = -1
     detail: str = ""
     seq: int = 0

@@ -16,11 +16,11 @@ from nemo_rl.time_sharing.protocol.types import (
     ACTOR_INFER,
     ACTOR_TRAIN,
     Answer,
+    CommandOutcome,
     Demand,
     EndedRequest,
     GivenBack,
     Held,
-    Outcome,
     Priority,
     Status,
     Want,
@@ -135,7 +135,7 @@ def answer_problem(answer: Answer) -> str:
     if (
         not isinstance(answer.command, str)
         or not isinstance(answer.pipeline, str)
-        or not isinstance(answer.outcome, Outcome)
+        or not isinstance(answer.outcome, CommandOutcome)
     ):
         return (
             f"command={shown(answer.command)}, pipeline={shown(answer.pipeline)}, "

@@ -16,7 +16,7 @@ from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.ledger import Claim, HeldCluster, PendingCommand, PipelineState
 from nemo_rl.time_sharing.log.state import SchedulerState
 from nemo_rl.time_sharing.planning.plan import Plan
-from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, SLEEP_PHASES, Answer, Command, Outcome, Phase, Verb
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, SLEEP_PHASES, Answer, Command, CommandOutcome, Phase, Verb
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class Executor:
                 continue
             if now >= pending.deadline and not isolated:
                 self._end(pending, "expired")
-                self._after(pending, Outcome.FAILED, -1)
+                self._after(pending, CommandOutcome.FAILED, -1)
             elif now >= outgoing.resend_at:
                 outgoing.resend_at = now + self._state.limits.retry_s
                 self._send(outgoing.command)
@@ -204,7 +204,7 @@ class Executor:
         """An epoch larger than any before, of this scheduler and of those whose log was lost."""
         return max(self._state.epoch, self._state.term * _EPOCHS_PER_TERM) + 1
 
-    def _after(self, pending: PendingCommand, outcome: Outcome, version: int) -> None:
+    def _after(self, pending: PendingCommand, outcome: CommandOutcome, version: int) -> None:
         pipeline = self._state.pipelines.get(pending.pipeline)
         verb = Verb(pending.verb)
         if verb is Verb.REAP:
@@ -222,11 +222,11 @@ class Executor:
         held = pipeline.held.get(pending.cluster) if pipeline is not None else None
         return held if held is not None and held.epoch == pending.epoch else None
 
-    def _after_grant(self, pending: PendingCommand, outcome: Outcome) -> None:
+    def _after_grant(self, pending: PendingCommand, outcome: CommandOutcome) -> None:
         held = self._granted(pending)
-        if outcome is Outcome.DONE or held is None:
+        if outcome is CommandOutcome.DONE or held is None:
             return
-        if outcome is Outcome.REFUSED:
+        if outcome is CommandOutcome.REFUSED:
             self._emit(ev.Released(pending.pipeline, pending.cluster, held.epoch, -1))
             self.lease_claims_on(held.gpus)
         else:
@@ -236,15 +236,15 @@ class Executor:
             )
 
     def _after_rank_step(
-        self, pipeline: PipelineState, pending: PendingCommand, verb: Verb, outcome: Outcome, version: int
+        self, pipeline: PipelineState, pending: PendingCommand, verb: Verb, outcome: CommandOutcome, version: int
     ) -> None:
         name, rank, epoch = pending.pipeline, pending.rank, pending.epoch
-        if outcome is Outcome.STALE:
+        if outcome is CommandOutcome.STALE:
             self._emit(ev.RankMoved(name, rank, Phase.SYNCING, epoch))
             self._command(pipeline, Verb.SYNC, rank=rank, epoch=epoch)
         elif verb is Verb.WAKE and pipeline.awake[rank].phase is Phase.BUILDING:
-            self._after_build(pipeline, rank, built=outcome is Outcome.DONE)
-        elif outcome is not Outcome.DONE:
+            self._after_build(pipeline, rank, built=outcome is CommandOutcome.DONE)
+        elif outcome is not CommandOutcome.DONE:
             self._rank_failed(pipeline, rank, verb)
         elif verb is Verb.DRAIN:
             self._emit(ev.RankMoved(name, rank, Phase.SLEEPING, epoch))
@@ -276,8 +276,8 @@ class Executor:
         self._emit(ev.RankMoved(name, rank, Phase.FAILED, awake.epoch))
         self._command(pipeline, Verb.REAP, rank=rank, epoch=awake.epoch, deadline_s=self._state.limits.reap_s)
 
-    def _after_reap(self, pipeline: PipelineState | None, pending: PendingCommand, outcome: Outcome) -> None:
-        done = outcome is Outcome.DONE
+    def _after_reap(self, pipeline: PipelineState | None, pending: PendingCommand, outcome: CommandOutcome) -> None:
+        done = outcome is CommandOutcome.DONE
         whose = (pending.pipeline, pending.incarnation)
         # The end of a whole pipeline is the end of each of its ranks.
         ranks = {q.rank for q in self._state.quarantines} if done and pending.rank < 0 else {pending.rank}

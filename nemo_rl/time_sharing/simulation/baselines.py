@@ -20,7 +20,7 @@ from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Demand
 from nemo_rl.time_sharing.scheduling.scheduler import PlanRule
 from nemo_rl.time_sharing.simulation import gap_ratio
-from nemo_rl.time_sharing.simulation.scenario import Job, Scenario
+from nemo_rl.time_sharing.simulation.scenario import Scenario, ScenarioJob
 
 OURS, SERIAL, STATIC, GAP_RATIO = "time_sharing", "one_after_the_other", "static_split", "gap_ratio"
 PLACED = "time_sharing_placed"
@@ -57,7 +57,7 @@ def on_whole_gpus(scenario: Scenario) -> Scenario:
     if pool.slots_per_gpu == 1:
         return scenario
 
-    def moved(job: Job) -> Job:
+    def moved(job: ScenarioJob) -> ScenarioJob:
         gpus = {slot: pool.gpu_of(slot) for slot in (*job.train, *job.infer)}
         infer = tuple(sorted({gpus[slot] for slot in job.infer}))
         # A job that takes whole GPUs has all of their slots.
@@ -77,7 +77,7 @@ def static_split(scenario: Scenario) -> Scenario:
     even = pool.slots // len(scenario.jobs)
     lanes: list[tuple[int, int]] = []
     load: list[float] = []
-    jobs: list[Job] = []
+    jobs: list[ScenarioJob] = []
     first_free = 0
     for job in sorted(scenario.jobs, key=lambda j: (-len(j.train), j.arrive_s)):
         width = max(even, len(job.train), job.tp)
@@ -111,7 +111,7 @@ def static_split(scenario: Scenario) -> Scenario:
     return scenario.model_copy(update={"jobs": tuple(sorted(jobs, key=lambda j: order[j.name]))})
 
 
-def _size(job: Job) -> float:
+def _size(job: ScenarioJob) -> float:
     """Roughly how much work a job is, for balancing lanes."""
     return job.steps * (
         job.groups
@@ -124,7 +124,7 @@ def _size(job: Job) -> float:
     ) + job.compile_s * len(job.train)
 
 
-def alone(scenario: Scenario, job: Job) -> Scenario:
+def alone(scenario: Scenario, job: ScenarioJob) -> Scenario:
     """Only this job and its teacher, from time zero, without faults."""
     teachers = tuple(t.model_copy(update={"arrive_s": 0.0}) for t in scenario.teachers if t.name == job.teacher)
     jobs = (job.model_copy(update={"arrive_s": 0.0, "leaves_s": None}),)
@@ -194,10 +194,10 @@ class BatchQueue:
     def __init__(self, pool: Pool, limits: dict[str, float]) -> None:
         self._pool, self._limits = pool, limits
         self._free = set(range(pool.slots))
-        self._waiting: list[Job] = []
+        self._waiting: list[ScenarioJob] = []
         self._running: dict[str, _Running] = {}
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: ScenarioJob) -> None:
         """Puts a job at the end of the queue."""
         self._waiting.append(job)
 
@@ -208,7 +208,7 @@ class BatchQueue:
             self._free |= running.gpus
         self._waiting = [job for job in self._waiting if job.name != name]
 
-    def start(self, now: float) -> Iterator[Job]:
+    def start(self, now: float) -> Iterator[ScenarioJob]:
         """The jobs that start at `now`, each moved to its GPUs."""
         while self._waiting and (gpus := self._fit(self._waiting[0], self._free)) is not None:
             yield self._place(self._waiting.pop(0), gpus, now)
@@ -222,13 +222,13 @@ class BatchQueue:
                 self._waiting.remove(job)
                 yield self._place(job, gpus, now)
 
-    def _place(self, job: Job, gpus: tuple[int, ...], now: float) -> Job:
+    def _place(self, job: ScenarioJob, gpus: tuple[int, ...], now: float) -> ScenarioJob:
         self._free.difference_update(gpus)
         self._running[job.name] = _Running(frozenset(gpus), now + self._limits[job.name])
         place = dict(zip(job.infer, gpus, strict=True))
         return job.model_copy(update={"infer": gpus, "train": tuple(place[gpu] for gpu in job.train)})
 
-    def _reservation(self, head: Job, now: float) -> tuple[float, frozenset[int]]:
+    def _reservation(self, head: ScenarioJob, now: float) -> tuple[float, frozenset[int]]:
         """When the head of the queue can start if all jobs take as long as they may, and the GPUs that it gets then."""
         free = set(self._free)
         for running in sorted(self._running.values(), key=lambda r: r.ends_by):
@@ -238,7 +238,7 @@ class BatchQueue:
                 return max(running.ends_by, now), frozenset(gpus)
         raise ValueError(f"job {head.name!r} does not fit an empty pool of {self._pool.slots} GPUs")
 
-    def _fit(self, job: Job, free: set[int]) -> tuple[int, ...] | None:
+    def _fit(self, job: ScenarioJob, free: set[int]) -> tuple[int, ...] | None:
         """GPUs for all ranks of a job, the fullest nodes first so that few are broken into; None if there are
         too few.
         """
@@ -257,7 +257,7 @@ class BatchQueue:
         return tuple(sorted(gpu for block in found for gpu in block))
 
 
-def user_limit(seconds: float, job: Job, seed: int) -> float:
+def user_limit(seconds: float, job: ScenarioJob, seed: int) -> float:
     """For how long a user who knows roughly that a job takes `seconds` asks: the same for a job and seed at
     every call.
     """

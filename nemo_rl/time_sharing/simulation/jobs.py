@@ -15,7 +15,7 @@ from nemo_rl.time_sharing.agents.agent_ranks import REFRESH, Operation
 from nemo_rl.time_sharing.protocol.topology import Topology
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Answer, Command, Priority, Reply, Status, Verb, Want
 from nemo_rl.time_sharing.simulation.job_process import Group, JobProcess
-from nemo_rl.time_sharing.simulation.scenario import Costs, Job
+from nemo_rl.time_sharing.simulation.scenario import Costs, ScenarioJob
 from nemo_rl.time_sharing.simulation.simulated_generation import Generation, Sample
 from nemo_rl.time_sharing.simulation.surroundings import Surroundings
 from nemo_rl.time_sharing.simulation.watch import AgentWatch
@@ -26,7 +26,7 @@ from nemo_rl.utils.record import Record
 class SimulatedJob:
     """A job as the outside sees it, over all its incarnations."""
 
-    def __init__(self, job: Job, world: Surroundings, costs: Costs) -> None:
+    def __init__(self, job: ScenarioJob, world: Surroundings, costs: Costs) -> None:
         self.job, self.world, self.costs = job, world, costs
         self.process: JobProcess | None = None
         self.trained_steps = 0

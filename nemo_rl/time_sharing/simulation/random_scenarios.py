@@ -182,7 +182,7 @@ def _job(rng: random.Random, number: int, pool: int, per_node: int) -> Drawn:
     return job
 
 
-class Verdict(NamedTuple):
+class ScenarioVerdict(NamedTuple):
     """One scenario: how many events it took, how long it lasted (virtual seconds), the first violations, jobs that
     never ended, and what the scheduler decided how often.
     """
@@ -199,7 +199,7 @@ class Verdict(NamedTuple):
         return not self.violations and not self.stuck
 
 
-def run_scenario(seed: int) -> Verdict:
+def run_scenario(seed: int) -> ScenarioVerdict:
     """Simulates one random scenario and checks its record."""
     records: list[MemoryRecord] = []
 
@@ -212,10 +212,10 @@ def run_scenario(seed: int) -> Verdict:
     violations = check(records[0].entries)
     stuck = tuple(name for name, job in world.jobs.items() if job.finished_at is None)
     said = tuple(str(violation) for violation in violations[:3])
-    return Verdict(seed, world.loop.events, world.loop.now, said, stuck, reached(world.entries))
+    return ScenarioVerdict(seed, world.loop.events, world.loop.now, said, stuck, reached(world.entries))
 
 
-def run_many(first: int, runs: int, processes: int) -> Iterator[Verdict]:
+def run_many(first: int, runs: int, processes: int) -> Iterator[ScenarioVerdict]:
     """Verdicts of consecutive seeds, in order."""
     with ProcessPoolExecutor(processes, initializer=_quiet) as pool:
         yield from pool.map(run_scenario, range(first, first + runs), chunksize=10)

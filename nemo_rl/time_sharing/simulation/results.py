@@ -32,14 +32,14 @@ from nemo_rl.time_sharing.simulation.baselines import (
     user_limit,
     way,
 )
-from nemo_rl.time_sharing.simulation.scenario import Job, Scenario
+from nemo_rl.time_sharing.simulation.scenario import Scenario, ScenarioJob
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.time_sharing.viewing.handovers import HandoverWatch, percentile
 from nemo_rl.utils.record import Entry, NullRecord
 
 
 @dataclass(slots=True)
-class Outcome:
+class SimulatedOutcome:
     """One run. `seconds` and `slowdown` by job; `gpu_busy` is the part of GPU time in which a trainer or a shard with
     requests worked.
 
@@ -78,7 +78,7 @@ class AloneTimes:
     def __init__(
         self,
         scenario: Scenario,
-        known: dict[tuple[str, int], Outcome] | None = None,
+        known: dict[tuple[str, int], SimulatedOutcome] | None = None,
         watch: Callable[[World], None] = ignore,
     ) -> None:
         self._scenario = scenario.model_copy(
@@ -92,11 +92,11 @@ class AloneTimes:
         """The same jobs where GPUs have no slots."""
         return AloneTimes(on_whole_gpus(self._scenario), watch=self.watch)
 
-    def of(self, job: Job, seed: int) -> float:
+    def of(self, job: ScenarioJob, seed: int) -> float:
         """Seconds from its start to its end."""
         return self.run(job, seed).total_s
 
-    def run(self, job: Job, seed: int) -> Outcome:
+    def run(self, job: ScenarioJob, seed: int) -> SimulatedOutcome:
         """The run of this job alone; its `total_s` lasts from its start to its end."""
         key = (job.name, seed)
         if key not in self.known:
@@ -109,7 +109,7 @@ class AloneTimes:
             busy = (run.train_gpu_s + run.generate_gpu_s) / (seconds * self._scenario.gpu_pool.slots)
             fates = {job.name: run.fate} if run.fate else {}
             slowdown = {} if fates else {job.name: 1.0}
-            self.known[key] = Outcome(
+            self.known[key] = SimulatedOutcome(
                 seconds,
                 {job.name: seconds},
                 slowdown,
@@ -124,7 +124,7 @@ class AloneTimes:
         return self.known[key]
 
 
-def compose(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes) -> Outcome:
+def compose(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes) -> SimulatedOutcome:
     """What `run_way` says of SERIAL, STATIC and the QUEUES, put together from runs of each job alone: there no two jobs
     use a GPU at the same time.
 
@@ -158,7 +158,7 @@ def compose(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes) -
     pool, total = scenario.gpu_pool.slots, max(ends.values())
     busy = {name: run.gpu_busy * run.total_s * pool for name, run in runs.items()}
     service = [busy[job.name] / job.weight / max(seconds[job.name], 1e-9) for job in scenario.jobs]
-    return Outcome(
+    return SimulatedOutcome(
         total,
         seconds,
         slowdown,
@@ -218,7 +218,7 @@ def _as_run(scenario: Scenario, name: str, alone_times: AloneTimes) -> tuple[Sce
     return on_whole_gpus(scenario), alone_times.on_whole_gpus
 
 
-def run_way(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes) -> Outcome:
+def run_way(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes) -> SimulatedOutcome:
     """Simulates a scenario in one of the ways of `baselines.WAYS` and sums it up."""
     scenario, alone_times = _as_run(scenario, name, alone_times)
     changed, rule = way(scenario, name)
@@ -230,7 +230,7 @@ def run_way(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes) -
     return summarise(world, scenario, seed, alone_times)
 
 
-def summarise(world: World, scenario: Scenario, seed: int, alone_times: AloneTimes) -> Outcome:
+def summarise(world: World, scenario: Scenario, seed: int, alone_times: AloneTimes) -> SimulatedOutcome:
     """What a simulation that has run comes to."""
     seconds: dict[str, float] = {}
     slowdown: dict[str, float] = {}
@@ -256,7 +256,7 @@ def summarise(world: World, scenario: Scenario, seed: int, alone_times: AloneTim
     share = busy / max(total * scenario.gpu_pool.slots, 1e-9)
     spread = _spread(service)
     faults = _faults(world)
-    return Outcome(
+    return SimulatedOutcome(
         total,
         seconds,
         slowdown,

@@ -76,7 +76,7 @@ class Tokens(_Section):
     max: Int = _key(8192, "Longest completion in tokens; at least the median.", ge=1, le=10**8)
 
 
-class Engine(_Section):
+class EngineSpeed(_Section):
     """One generation rank. With n requests running it gives each tokens_per_s / (1 + n / half_batch), so that its rate
     saturates as n grows.
     """
@@ -183,7 +183,7 @@ class Validation(_Section):
     at_end: Bool = _key(False, "Whether the last weights are validated.")
 
 
-class Job(_Section):
+class ScenarioJob(_Section):
     """One RL job: where it runs, what a step is, when it comes and goes."""
 
     name: Text = Field(description="Its name: letters, digits, `_`, `.` and `-`; each job has another.")
@@ -235,7 +235,7 @@ class Job(_Section):
     begin_s: Seconds = _key(0.0, "Seconds from its registration to its request for initialisation, off the GPUs.")
     init_s: Seconds = _key(2.0, "Seconds of the trainer's initialisation, whenever the job starts.")
     tokens: Tokens = _key(Tokens(), "Completion lengths.")
-    engine: Engine = _key(Engine(), "How fast a rank generates.")
+    engine: EngineSpeed = _key(EngineSpeed(), "How fast a rank generates.")
     validation: Validation = _key(Validation(), "What is generated beside what is trained.")
     arrive_s: Seconds = _key(0.0, "When the job is started.")
     leaves_s: Seconds | None = _key(
@@ -249,7 +249,7 @@ class Job(_Section):
         "that name no GPUs.",
     )
 
-    def moved(self, others: Iterable[job_placement.Mapped], pool_size: int) -> Job:
+    def moved(self, others: Iterable[job_placement.Mapped], pool_size: int) -> ScenarioJob:
         """The job as it is placed on a pool where `others` are: its mapping keeps its shape, and its ranks their
         alignment.
         """
@@ -273,7 +273,7 @@ class Job(_Section):
         return ({ACTOR_TRAIN: self.train} if self.train else {}) | {ACTOR_INFER: self.infer}
 
 
-class Teacher(_Section):
+class ScenarioTeacher(_Section):
     """A frozen model that scores the samples of all jobs that name it: engines alone, awake while samples wait for
     scores. It ends with the last of these jobs.
     """
@@ -282,16 +282,18 @@ class Teacher(_Section):
     infer: tuple[Int, ...] = Field(description="GPUs it may score on, ascending; rank r is the r-th `tp` of them.")
     tp: Int = _key(1, "GPUs of one rank: 1, 2, 4, 8 or whole nodes.", ge=1)
     weight: Number = _key(1.0, "Its claim on contended GPUs relative to jobs.", gt=0)
-    engine: Engine = Field(description="How fast a rank scores: keys as of a job's `engine`, tokens of completions.")
+    engine: EngineSpeed = Field(
+        description="How fast a rank scores: keys as of a job's `engine`, tokens of completions."
+    )
     arrive_s: Seconds = _key(0.0, "When it is started.")
 
-    def as_job(self) -> Job:
+    def as_job(self) -> ScenarioJob:
         """What it is to a scheduler: a job that trains nothing and whose weights never change."""
         shared = {name: getattr(self, name) for name in type(self).model_fields}
-        return Job(**shared, train=(), steps=1, staleness=0)
+        return ScenarioJob(**shared, train=(), steps=1, staleness=0)
 
 
-class Adapter(_Section):
+class ScenarioAdapter(_Section):
     """A LoRA adapter of a job of adapters."""
 
     name: Text = Field(description="Its name: letters, digits, `_`, `.` and `-`; each of its job has another.")
@@ -313,7 +315,7 @@ class AdapterJob(_Section):
     infer: tuple[Int, ...] = Field(description="GPUs it may run on, ascending; rank r is the r-th `tp` of them.")
     tp: Int = _key(1, "GPUs that it runs on at once: 1, 2, 4, 8 or whole nodes.", ge=1)
     weight: Number = _key(1.0, "Its claim on contended GPUs relative to jobs.", gt=0)
-    adapters: tuple[Adapter, ...] = Field(description="Its adapters.")
+    adapters: tuple[ScenarioAdapter, ...] = Field(description="Its adapters.")
     slots: Int = _key(8, "Adapters that it holds at once; further ones wait for one of them to end.", ge=1)
     pass_tokens: Int | None = Field(None, ge=1, description="Tokens of a training pass, at most; null has no limit.")
     pass_share: Number = _key(0.5, "Share of the adapters in a training pass, at most, rounded up.", gt=0, le=1)
@@ -324,14 +326,14 @@ class AdapterJob(_Section):
     )
     save_period: Int = _key(1, "Steps of an adapter between two of its checkpoints.", ge=1)
     tokens: Tokens = _key(Tokens(), "Completion lengths: keys as of a job's `tokens`.")
-    engine: Engine = _key(Engine(), "How fast a rank generates: keys as of a job's `engine`.")
+    engine: EngineSpeed = _key(EngineSpeed(), "How fast a rank generates: keys as of a job's `engine`.")
     arrive_s: Seconds = _key(0.0, "When it is started.")
 
-    def as_job(self) -> Job:
+    def as_job(self) -> ScenarioJob:
         """What it is to a scheduler: a job that trains nothing and whose weights never change."""
         names = ("name", "infer", "tp", "weight", "tokens", "engine", "arrive_s")
         shared = {name: getattr(self, name) for name in names}
-        return Job(**shared, train=(), steps=1, staleness=0, drain_s=self.stop_s + KILLED_S)
+        return ScenarioJob(**shared, train=(), steps=1, staleness=0, drain_s=self.stop_s + KILLED_S)
 
 
 class Fleet(_Section):
@@ -358,13 +360,13 @@ class Scenario(_Section):
     name: Text = _key("scenario", "Title of tables and reports.")
     about: Text = _key("", "What the mix is to show.")
     pool: PoolSection = _key(PoolSection(), "The GPUs.")
-    jobs: tuple[Job, ...] = _key(
+    jobs: tuple[ScenarioJob, ...] = _key(
         (),
         "The jobs; together with the fleets at least one. Where several arrive at once, one after the other "
         "goes by this order.",
     )
     fleets: dict[str, Fleet] = Field(default_factory=dict, description="Many jobs of one kind, by name.")
-    teachers: tuple[Teacher, ...] = _key((), "Teachers that jobs share.")
+    teachers: tuple[ScenarioTeacher, ...] = _key((), "Teachers that jobs share.")
     adapter_jobs: tuple[AdapterJob, ...] = _key((), "Jobs of many adapters on one base model.")
     costs: Costs = _key(Costs(), "What hand-overs take.")
     network: Network = _key(Network(), "How messages travel.")

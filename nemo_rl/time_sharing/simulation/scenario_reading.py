@@ -21,7 +21,7 @@ from pydantic_core import ErrorDetails
 from nemo_rl.config.errors import UserError, did_you_mean
 from nemo_rl.time_sharing.protocol.topology import RegistrationError, register
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, COUNTS, Limits, limits_from
-from nemo_rl.time_sharing.simulation.scenario import MOST_SAMPLES, Fleet, Job, PoolSection, Scenario
+from nemo_rl.time_sharing.simulation.scenario import MOST_SAMPLES, Fleet, PoolSection, Scenario, ScenarioJob
 
 PAGE = "docs/time_sharing_scenarios.md"
 
@@ -268,7 +268,7 @@ def _problems_of_adapters(scenario: Scenario) -> Iterator[str]:
                 )
 
 
-def _problems_of_job(scenario: Scenario, job: Job) -> Iterator[tuple[str, str]]:
+def _problems_of_job(scenario: Scenario, job: ScenarioJob) -> Iterator[tuple[str, str]]:
     if job.leaves_s is not None and job.leaves_s < job.arrive_s:
         yield (
             "leaves_s",

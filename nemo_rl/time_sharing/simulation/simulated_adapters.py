@@ -18,8 +18,8 @@ from nemo_rl.time_sharing.agents.agent_ranks import Operation
 from nemo_rl.time_sharing.protocol.types import Verb
 from nemo_rl.time_sharing.simulation.job_process import Group, JobProcess
 from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
-from nemo_rl.time_sharing.simulation.scenario import Adapter, AdapterJob, Costs
-from nemo_rl.time_sharing.simulation.simulated_generation import Generation, Sample, Shard
+from nemo_rl.time_sharing.simulation.scenario import AdapterJob, Costs, ScenarioAdapter
+from nemo_rl.time_sharing.simulation.simulated_generation import Generation, Sample, SimulatedShard
 from nemo_rl.time_sharing.simulation.surroundings import Surroundings
 from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.adapter_turns import Ready, Turns
@@ -36,7 +36,7 @@ class Member:
         over: Why it trains no more.
     """
 
-    spec: Adapter
+    spec: ScenarioAdapter
     record: Record
     trained: int = 0
     saved: int = 0
@@ -53,7 +53,7 @@ class Member:
         return bool(self.groups) and all(group.missing == 0 for group in self.groups.values())
 
 
-class AdapterGeneration(Generation):
+class SimulatedAdapterGeneration(Generation):
     """Engines that draw each request with its adapter, in the version that it began with."""
 
     def __init__(self, job: SimulatedAdapters, ranks: Sequence[tuple[int, ...]], record: Record) -> None:
@@ -68,13 +68,13 @@ class AdapterGeneration(Generation):
         return self._members[sample.adapter].record
 
     @override
-    def _start(self, shard: Shard, sample: Sample) -> None:
+    def _start(self, shard: SimulatedShard, sample: Sample) -> None:
         version = self._members[sample.adapter].version
         sample.version = -1 if version is None else version
         super()._start(shard, sample)
 
     @override
-    def _version_of(self, shard: Shard, sample: Sample) -> int:
+    def _version_of(self, shard: SimulatedShard, sample: Sample) -> int:
         return sample.version
 
     @override
@@ -145,7 +145,7 @@ class SimulatedAdapters(SimulatedJob):
 
     @override
     def _generation(self, ranks: Sequence[tuple[int, ...]], record: Record) -> Generation:
-        return AdapterGeneration(self, ranks, record)
+        return SimulatedAdapterGeneration(self, ranks, record)
 
     @override
     def _begun(self, process: JobProcess) -> None:
@@ -259,9 +259,10 @@ class SimulatedAdapters(SimulatedJob):
         member.removed = True
         if member.over or member.training:
             return
-        if member.inside and self.process is not None and isinstance(self.process.generation, AdapterGeneration):
-            self.process.generation.end(member.spec.name)
-            self._go(self.process, member)
+        process = self.process
+        if member.inside and process is not None and isinstance(process.generation, SimulatedAdapterGeneration):
+            process.generation.end(member.spec.name)
+            self._go(process, member)
         else:
             self._finish(member)
 

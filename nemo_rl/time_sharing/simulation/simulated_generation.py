@@ -16,9 +16,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from nemo_rl.time_sharing.simulation.event_loop import Loop
-from nemo_rl.time_sharing.simulation.scenario import Engine, Job
+from nemo_rl.time_sharing.simulation.scenario import EngineSpeed, ScenarioJob
 from nemo_rl.utils.record import Record
-from nemo_rl.utils.record_events import RequestFinished, RequestSubmitted, TokensGenerated, VersionSpan
+from nemo_rl.utils.record_events import RecordedSpan, RequestFinished, RequestSubmitted, TokensGenerated
 
 _SICK = 0.2
 """The part of its normal rate under which a shard counts as broken."""
@@ -37,7 +37,7 @@ class Sample:
     turns: int = 1
     turn: int = 1
     done: int = 0
-    spans: list[VersionSpan] = field(default_factory=list)
+    spans: list[RecordedSpan] = field(default_factory=list)
     mixed_kv: bool = False
     request: str = ""
     attempts: int = 0
@@ -46,7 +46,7 @@ class Sample:
     version: int = -1
 
     @classmethod
-    def drawn(cls, name: str, group: str, job: Job, rng: random.Random) -> Sample:
+    def drawn(cls, name: str, group: str, job: ScenarioJob, rng: random.Random) -> Sample:
         """A sample of a length as the job's are."""
         tokens = job.tokens
         length = min(max(int(rng.lognormvariate(math.log(tokens.median), tokens.sigma)), 1), tokens.max)
@@ -59,7 +59,7 @@ class Sample:
 
 
 @dataclass(slots=True)
-class Shard:
+class SimulatedShard:
     """One engine. `progress` counts the tokens that a request present all along would have got; a request ends at its
     own mark on that scale. `crowded`: how many times as long everything takes for what else is on its GPUs.
     """
@@ -87,13 +87,13 @@ class Generation:
         self,
         loop: Loop,
         crowding: Crowding,
-        engine: Engine,
+        engine: EngineSpeed,
         ranks: Sequence[tuple[int, ...]],
         record: Record,
         finished: Callable[[Sample], None],
         turn_over: Callable[[Sample], None],
     ) -> None:
-        self.shards = [Shard(rank, gpus) for rank, gpus in enumerate(ranks)]
+        self.shards = [SimulatedShard(rank, gpus) for rank, gpus in enumerate(ranks)]
         self.queue: deque[Sample] = deque()
         self.busy_rank_s = 0.0
         self._loop, self._engine, self._record = loop, engine, record
@@ -165,11 +165,11 @@ class Generation:
         for shard in self.shards:
             shard.active = False
 
-    def _rate(self, shard: Shard) -> float:
+    def _rate(self, shard: SimulatedShard) -> float:
         alone = self._engine.tokens_per_s / (1.0 + len(shard.running) / self._engine.half_batch)
         return shard.speed * alone / shard.crowded
 
-    def _note_work(self, shard: Shard) -> None:
+    def _note_work(self, shard: SimulatedShard) -> None:
         """Tells what else is on its GPUs when a shard begins or ends its work."""
         if shard.at_work == bool(shard.running):
             return
@@ -180,12 +180,12 @@ class Generation:
         else:
             self._crowding.end(who, shard.gpus)
 
-    def _crowded(self, shard: Shard) -> None:
+    def _crowded(self, shard: SimulatedShard) -> None:
         self._advance(shard)
         shard.crowded = self._crowding.factor((id(self), shard.rank), shard.gpus)
         self._arm(shard)
 
-    def _advance(self, shard: Shard) -> None:
+    def _advance(self, shard: SimulatedShard) -> None:
         elapsed = self._loop.now - shard.updated
         if elapsed > 0:
             if shard.running:
@@ -219,7 +219,7 @@ class Generation:
         for rank in touched:
             self._arm(self.shards[rank])
 
-    def _start(self, shard: Shard, sample: Sample) -> None:
+    def _start(self, shard: SimulatedShard, sample: Sample) -> None:
         self._requests += 1
         sample.attempts += 1
         sample.request = f"{sample.name}/{sample.attempts}"
@@ -233,10 +233,10 @@ class Generation:
     def _record_of(self, sample: Sample) -> Record:
         return self._record
 
-    def _version_of(self, shard: Shard, sample: Sample) -> int:
+    def _version_of(self, shard: SimulatedShard, sample: Sample) -> int:
         return shard.version
 
-    def _rebalance(self, new: Shard) -> None:
+    def _rebalance(self, new: SimulatedShard) -> None:
         """Moves requests from fuller shards until none has more than its even part."""
         active = [shard for shard in self.shards if shard.active and shard is not new]
         total = sum(len(shard.running) for shard in active)
@@ -251,24 +251,24 @@ class Generation:
                 self.queue.append(sample)
             self._arm(shard)
 
-    def _stop(self, shard: Shard, sample: Sample, start: float, outcome: str) -> None:
+    def _stop(self, shard: SimulatedShard, sample: Sample, start: float, outcome: str) -> None:
         self._close_span(shard, sample, start, whole=outcome == "done")
         del shard.running[sample.name]
         finished = RequestFinished(sample.request, shard.rank, outcome, sample.done - sample.done_before)
         self._record_of(sample).emit(finished)
 
-    def _close_span(self, shard: Shard, sample: Sample, start: float, *, whole: bool = False) -> None:
+    def _close_span(self, shard: SimulatedShard, sample: Sample, start: float, *, whole: bool = False) -> None:
         done = sample.until if whole else min(sample.done + int(shard.progress - start + 1e-6), sample.until - 1)
         if done > sample.done:
             last = sample.spans[-1] if sample.spans else None
             version = self._version_of(shard, sample)
             if last is not None and last.version == version and last.end == sample.done:
-                sample.spans[-1] = VersionSpan(version, last.start, done)
+                sample.spans[-1] = RecordedSpan(version, last.start, done)
             else:
-                sample.spans.append(VersionSpan(version, sample.done, done))
+                sample.spans.append(RecordedSpan(version, sample.done, done))
             sample.done = done
 
-    def _arm(self, shard: Shard) -> None:
+    def _arm(self, shard: SimulatedShard) -> None:
         self._note_work(shard)
         shard.timer += 1
         marks = shard.marks
@@ -278,11 +278,11 @@ class Generation:
         if marks and rate > 0:
             self._loop.after(max(marks[0][0] - shard.progress, 0.0) / rate, self._complete, shard, shard.timer)
 
-    def _outdated(self, shard: Shard, mark: tuple[float, int, int, Sample]) -> bool:
+    def _outdated(self, shard: SimulatedShard, mark: tuple[float, int, int, Sample]) -> bool:
         _, _, attempt, sample = mark
         return sample.attempts != attempt or sample.name not in shard.running
 
-    def _complete(self, shard: Shard, timer: int) -> None:
+    def _complete(self, shard: SimulatedShard, timer: int) -> None:
         if timer != shard.timer:
             return
         self._advance(shard)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from nemo_rl.time_sharing.simulation.job_process import Group, JobProcess
 from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
-from nemo_rl.time_sharing.simulation.scenario import Costs, Job, Scenario
+from nemo_rl.time_sharing.simulation.scenario import Costs, Scenario, ScenarioJob
 from nemo_rl.time_sharing.simulation.scenario_reading import TEACHER_FOUND_S
 from nemo_rl.time_sharing.simulation.simulated_adapters import SimulatedAdapters
 from nemo_rl.time_sharing.simulation.simulated_generation import Sample
@@ -31,7 +31,7 @@ def jobs_of(scenario: Scenario, world: Surroundings) -> dict[str, SimulatedJob]:
 class SimulatedTeacher(SimulatedJob):
     """Engines that score what students send."""
 
-    def __init__(self, job: Job, world: Surroundings, costs: Costs) -> None:
+    def __init__(self, job: ScenarioJob, world: Surroundings, costs: Costs) -> None:
         super().__init__(job, world, costs)
         self.students: list[Student] = []
         self.batches = 0
@@ -97,7 +97,7 @@ class SimulatedTeacher(SimulatedJob):
 class Student(SimulatedJob):
     """A job whose teacher scores a step's samples before it asks for training GPUs."""
 
-    def __init__(self, job: Job, world: Surroundings, costs: Costs, teacher: SimulatedTeacher) -> None:
+    def __init__(self, job: ScenarioJob, world: Surroundings, costs: Costs, teacher: SimulatedTeacher) -> None:
         super().__init__(job, world, costs)
         self._teacher = teacher
         teacher.students.append(self)

@@ -25,7 +25,7 @@ from nemo_rl.time_sharing.simulation.baselines import OURS, way, worth_comparing
 from nemo_rl.time_sharing.simulation.coverage import EXPECTED
 from nemo_rl.time_sharing.simulation.fit import fit as fit_scenario
 from nemo_rl.time_sharing.simulation.random_scenarios import run_many
-from nemo_rl.time_sharing.simulation.results import AloneTimes, Outcome, run_way, summarise
+from nemo_rl.time_sharing.simulation.results import AloneTimes, SimulatedOutcome, run_way, summarise
 from nemo_rl.time_sharing.simulation.scenario import Scenario
 from nemo_rl.time_sharing.simulation.scenario_reading import load_scenario
 from nemo_rl.time_sharing.simulation.tables import simulated
@@ -93,10 +93,10 @@ def simulate(chosen: argparse.Namespace) -> int:
     scenario = load_scenario(chosen.scenario)
     log = chosen.log or (chosen.report.with_suffix(".jsonl") if chosen.report else None)
     check_outputs(log, chosen.report)
-    rows: list[tuple[str, list[Outcome]]] = []
+    rows: list[tuple[str, list[SimulatedOutcome]]] = []
     recording = _Recording(log) if log is not None else None
     ways = (OURS,) if chosen.only_ours else tuple(worth_comparing(scenario))
-    progress = Progress(scenario, len(ways), chosen.runs)
+    progress = SimulationProgress(scenario, len(ways), chosen.runs)
     alone = AloneTimes(scenario, watch=progress.begins)
     try:
         for name in ways:
@@ -128,11 +128,10 @@ def simulate(chosen: argparse.Namespace) -> int:
     return 1 if broken or any(o.unfinished for o in rows[0][1]) else 0
 
 
-class Progress:
-    """Says on standard error how far the simulations of a scenario are, where they take long.
+class SimulationProgress:
+    """Progress of long simulations, on standard error.
 
-    Every way trains the steps of all jobs, and so do all jobs alone, with which each is compared. By these steps is
-    estimated how long it will take.
+    The remaining time is estimated from the steps still to be simulated: all jobs' steps in every way, and alone.
     """
 
     def __init__(
@@ -182,7 +181,7 @@ class _Recording:
         self._log, self._end = log, 0.0
         self._writer: RecordWriter | None = None
 
-    def run(self, scenario: Scenario, seed: int, alone: AloneTimes) -> Outcome:
+    def run(self, scenario: Scenario, seed: int, alone: AloneTimes) -> SimulatedOutcome:
         changed, rule = way(scenario, OURS)
         world = World(changed, seed, self._open, rule=rule, validator=validate)
         alone.watch(world)

@@ -9,7 +9,7 @@ from nemo_rl.time_sharing.protocol.topology import Topology
 from nemo_rl.time_sharing.protocol.types import Answer, Status
 from nemo_rl.time_sharing.simulation.event_loop import Loop, Wire
 from nemo_rl.time_sharing.simulation.job_process import JobProcess
-from nemo_rl.time_sharing.simulation.scenario import Job, Scenario
+from nemo_rl.time_sharing.simulation.scenario import Scenario, ScenarioJob
 from nemo_rl.time_sharing.simulation.simulated_generation import Crowding
 from nemo_rl.utils.record import Record
 
@@ -33,17 +33,17 @@ class Surroundings:
         """The GPUs that slots lie on."""
         return tuple(dict.fromkeys(map(self.scenario.gpu_pool.gpu_of, slots)))
 
-    def trainer_works(self, job: Job) -> float:
+    def trainer_works(self, job: ScenarioJob) -> float:
         """A trainer begins; how many times as long its work takes for what else is on its GPUs."""
         gpus = self.gpus_of(job.train)
         self.crowding.begin(job.name, gpus)
         return self.crowding.factor(job.name, gpus)
 
-    def trainer_rests(self, job: Job) -> None:
+    def trainer_rests(self, job: ScenarioJob) -> None:
         """A trainer ends its work on GPUs."""
         self.crowding.end(job.name, self.gpus_of(job.train))
 
-    def register(self, spec: Job, incarnation: int) -> Topology | None:
+    def register(self, spec: ScenarioJob, incarnation: int) -> Topology | None:
         """A registration call: None when the scheduler is down or not ready for this job yet."""
         raise NotImplementedError
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 from nemo_rl.time_sharing.log.comparison import Simulated
 from nemo_rl.time_sharing.simulation.baselines import OURS, PLACED, SERIAL
-from nemo_rl.time_sharing.simulation.results import Outcome
+from nemo_rl.time_sharing.simulation.results import SimulatedOutcome
 from nemo_rl.time_sharing.simulation.scenario import Scenario
 from nemo_rl.time_sharing.viewing.handovers import percentile
 
-Rows = Sequence[tuple[str, Sequence[Outcome]]]
+Rows = Sequence[tuple[str, Sequence[SimulatedOutcome]]]
 _MOST_JOBS, _MOST_FATES = 20, 5
 _MUCH_SHORTER = 0.97
 
@@ -54,7 +54,7 @@ def job_table(scenario: Scenario, rows: Rows) -> list[list[str]]:
     return lines + [[job.name, *[_job_cell(job.name, outcomes) for _, outcomes in rows]] for job in jobs]
 
 
-def _job_cell(name: str, outcomes: Sequence[Outcome]) -> str:
+def _job_cell(name: str, outcomes: Sequence[SimulatedOutcome]) -> str:
     ended = [o for o in outcomes if name not in o.unfinished]
     if not ended:
         return "unfinished"
@@ -110,11 +110,11 @@ def way_table(rows: Rows) -> list[list[str]]:
     return lines
 
 
-def _mean(outcomes: Sequence[Outcome], value: Callable[[Outcome], float]) -> str:
+def _mean(outcomes: Sequence[SimulatedOutcome], value: Callable[[SimulatedOutcome], float]) -> str:
     return f"{statistics.fmean(value(o) for o in outcomes):.2f}" if outcomes else "-"
 
 
-def _unfinished(outcomes: Sequence[Outcome]) -> int:
+def _unfinished(outcomes: Sequence[SimulatedOutcome]) -> int:
     return sum(len(o.unfinished) for o in outcomes)
 
 
@@ -127,7 +127,7 @@ def _fates(seed: int, rows: Rows) -> Iterator[str]:
             yield f"unfinished in {name}: {len(fates) - _MOST_FATES} more"
 
 
-def _faults(scenario: Scenario, ours: Sequence[Outcome]) -> Iterator[str]:
+def _faults(scenario: Scenario, ours: Sequence[SimulatedOutcome]) -> Iterator[str]:
     counts: Counter[str] = Counter()
     for outcome in ours:
         counts.update(outcome.faults)

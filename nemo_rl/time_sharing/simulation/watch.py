@@ -22,8 +22,8 @@ from nemo_rl.time_sharing.protocol.types import (
     ACTOR_TRAIN,
     Answer,
     Command,
+    CommandOutcome,
     Limits,
-    Outcome,
     Phase,
     Reply,
     Status,
@@ -239,7 +239,7 @@ class AgentWatch:
             self._nothing_but(0, before, after, command, "is none for this incarnation now")
             return
         self._term = command.term
-        refused = any(a.command == command.command and a.outcome is Outcome.REFUSED for a in given)
+        refused = any(a.command == command.command and a.outcome is CommandOutcome.REFUSED for a in given)
         if known is not None:
             self._nothing_but(1, before, after, command, "is a repeated one and has its answer")
             if given[0] != known:

@@ -25,7 +25,7 @@ from nemo_rl.time_sharing.protocol.types import (
     UNMEASURED_RANK_BATCH,
     Answer,
     Command,
-    Outcome,
+    CommandOutcome,
     Phase,
     Reply,
     Status,
@@ -37,7 +37,7 @@ from nemo_rl.time_sharing.simulation.baselines import BatchQueue
 from nemo_rl.time_sharing.simulation.event_loop import LogCopy, Wire, saved_state_of
 from nemo_rl.time_sharing.simulation.job_process import JobProcess
 from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
-from nemo_rl.time_sharing.simulation.scenario import Job, Scenario
+from nemo_rl.time_sharing.simulation.scenario import Scenario, ScenarioJob
 from nemo_rl.time_sharing.simulation.simulated_teachers import jobs_of
 from nemo_rl.time_sharing.simulation.surroundings import Surroundings
 from nemo_rl.time_sharing.simulation.watch import SchedulerWatch
@@ -152,7 +152,7 @@ class World(Surroundings):
     # The wire.
 
     @override
-    def register(self, spec: Job, incarnation: int) -> Topology | None:
+    def register(self, spec: ScenarioJob, incarnation: int) -> Topology | None:
         scheduler = self._scheduler
         if scheduler is None or any(self.wire.is_cut(way, spec.name) for way in _BOTH_WAYS):
             return None
@@ -239,9 +239,8 @@ class World(Surroundings):
                 job.crash("fenced")
             what = f"rank {command.rank}" if command.rank >= 0 else None
             self._free_orphans((job.job.name, command.incarnation), what)
-        answer = Answer(
-            command.command, command.pipeline, command.incarnation, Outcome.FAILED if failed else Outcome.DONE
-        )
+        outcome = CommandOutcome.FAILED if failed else CommandOutcome.DONE
+        answer = Answer(command.command, command.pipeline, command.incarnation, outcome)
         self.loop.after(0.1, self._on_answer, answer)
 
     def _end_rank(self, job: SimulatedJob, rank: int) -> None:

@@ -55,7 +55,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Part:
+class BranchTurn:
     """One turn as a part of a branch."""
 
     turn: Turn
@@ -68,7 +68,7 @@ class Part:
 class Branch:
     """One sequence of tokens, from the first prompt to the last response."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[BranchTurn, ...]
 
     @property
     def token_ids(self) -> list[int]:
@@ -206,11 +206,12 @@ class Session:
         seen: set[int] = set()
         branches: list[Branch] = []
         for chain in chains:
-            parts: list[Part] = []
+            parts: list[BranchTurn] = []
             before: Turn | None = None
             for turn in chain:
                 start = len(before.token_ids) if before is not None else 0
-                parts.append(Part(turn, turn.prompt_ids[start:], _new_messages(turn, before), turn.number not in seen))
+                context, messages = turn.prompt_ids[start:], _new_messages(turn, before)
+                parts.append(BranchTurn(turn, context, messages, turn.number not in seen))
                 seen.add(turn.number)
                 before = turn
             branches.append(Branch(tuple(parts)))

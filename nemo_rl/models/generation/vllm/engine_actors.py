@@ -20,7 +20,7 @@ from nemo_rl.config.generation import VllmConfig
 from nemo_rl.config.generation_rules import fp8_needs_gpus
 from nemo_rl.config.layers import merge_mappings
 from nemo_rl.config.nsight_variables import ENGINES, Profile
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, Slot, cores_per_slot
+from nemo_rl.distributed.virtual_cluster import AcceleratorSlot, RayVirtualCluster, cores_per_slot
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.recording import Recording, recording_of
 from nemo_rl.models.generation.vllm.engine_nodes import EngineNodes
@@ -389,7 +389,7 @@ def _start_further_nodes(
     return EngineNodes(group, [engine[0][0] for engine in tied])
 
 
-def engine_slots(slots: Sequence[Slot], width: int) -> list[list[tuple[int, list[int]]]]:
+def engine_slots(slots: Sequence[AcceleratorSlot], width: int) -> list[list[tuple[int, list[int]]]]:
     """The slots of each engine as (node, bundles), node by node: `width` neighbours inside one node, or all slots of
     several nodes. Raises ConfigError: engines of this width do not fill the nodes.
     """
