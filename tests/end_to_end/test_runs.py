@@ -62,6 +62,7 @@ class Command:
     model: Path
     folder: Path
     config: str = "grpo_arithmetic_cpu.yaml"
+    script: tuple[str, ...] = ("examples/run_grpo.py", "--config")
     processes: set[int] = field(default_factory=set)
     """Those of the run that were seen while it was waited for."""
 
@@ -73,7 +74,7 @@ class Command:
             f"logger.log_dir={self.folder}/logs",
             f"checkpointing.checkpoint_dir={self.folder}/checkpoints",
         ]
-        line = ["examples/run_grpo.py", "--config", f"examples/configs/{self.config}", *BASE, *places, *overrides]
+        line = [*self.script, f"examples/configs/{self.config}", *BASE, *places, *overrides]
         environment = os.environ | {
             "PYTHONPATH": str(ROOT),
             "NRL_TEST_RUN": self.mark,

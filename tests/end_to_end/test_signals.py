@@ -50,6 +50,20 @@ def test_a_signal_to_the_group_ends_a_run_as_documented(
     wait_until_gone(command.left())
 
 
+def test_a_signal_to_the_group_of_a_pool_ends_its_jobs_and_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    pool = ("--gpus", "1", "--device", "cpu", "--port", "0", "--log-dir", f"{tmp_path}/pool")
+    command = Command(tiny_model, tmp_path, script=("examples/run_time_sharing.py", *pool, "--pipelines"))
+    process = command.start("checkpointing.save_period=100", "grpo.max_num_steps=100")
+    wait_for_line(command, process, ": step ")
+    command.processes.update(command.left())
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(timeout=_WITHIN_S) == 130, command.output()
+    output = command.output()
+    assert "every pipeline was ended" in output and "***" not in output and "Traceback" not in output
+    wait_until_gone(command.left())
+    assert command.processes and command.shared_memory() == []
+
+
 def test_a_signal_to_every_process_ends_a_run_before_ray_gives_up(tiny_model: Path, tmp_path: Path) -> None:
     command = Command(tiny_model, tmp_path)
     process = command.start("checkpointing.save_period=100", "grpo.max_num_steps=100", "data.num_workers=1")
