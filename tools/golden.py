@@ -75,6 +75,7 @@ _LASTING: dict[type, tuple[str, ...]] = {
     ev.StepFinished: ("step", "version", "groups"),
     ev.Validated: ("version", "samples"),
 }
+_MEASURED = ("per_sec", "time", "seconds", "memory", "mfu", "_gib")
 _TIMED = ("timing/", "performance/", "environment/", "refit/", "ray/", "gpu/", "memory")
 
 
@@ -132,7 +133,7 @@ def metrics(logs: Path) -> str:
 
 
 def _is_measured(name: str) -> bool:
-    return name.startswith(_TIMED) or any(word in name for word in ("per_sec", "time", "seconds", "memory", "mfu"))
+    return name.startswith(_TIMED) or any(word in name for word in _MEASURED)
 
 
 def record(logs: Path) -> str:

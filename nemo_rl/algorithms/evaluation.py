@@ -18,16 +18,9 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nemo_rl.algorithms.accelerators import ReportProgress
 from nemo_rl.algorithms.estimators import consensus_at_k, majority_at_k, pass_at_k, solved_at_k
-from nemo_rl.algorithms.placement import (
-    Accelerators,
-    Clusters,
-    KeptAccelerators,
-    OwnSlots,
-    Placement,
-    ReportProgress,
-    reserve_all,
-)
+from nemo_rl.algorithms.placement import Clusters, OwnPlacement, Placement
 from nemo_rl.algorithms.startup import Say, check_prompt_lengths, check_tokens, hold_to_vocabulary, set_seed
 from nemo_rl.config import ConfigError, EvalMasterConfig, PolicyConfig
 from nemo_rl.config.errors import UserError, why_not_written
@@ -37,7 +30,6 @@ from nemo_rl.data.loader import rl_collate_fn
 from nemo_rl.data.processors import AllTaskProcessedDataset
 from nemo_rl.data.setup import processed
 from nemo_rl.data.tokenizer import get_tokenizer
-from nemo_rl.distributed.accelerator_slots import Accelerator
 from nemo_rl.environments.environment_registry import (
     await_environments,
     check_rows,
@@ -103,22 +95,7 @@ class ResultNotWritten(UserError, OSError):
         )
 
 
-EvaluationPlacement = Placement[EvalMasterConfig, VllmGeneration, Accelerators]
-
-
-class OwnPlacement(OwnSlots):
-    """For an evaluation with slots of its own."""
-
-    def reserve(self, config: EvalMasterConfig, accelerator: Accelerator) -> Clusters:
-        """All slots of the configuration."""
-        return reserve_all(config.cluster, accelerator, "evaluation")
-
-    def accelerators(self, parts: VllmGeneration) -> KeptAccelerators:
-        """They stay with the evaluation."""
-        return KeptAccelerators()
-
-
-def evaluate(config: EvalMasterConfig, placement: EvaluationPlacement | None = None) -> Score:
+def evaluate(config: EvalMasterConfig, placement: Placement | None = None) -> Score:
     """Runs an evaluation and writes the files of `eval.save_path`.
 
     Args:
@@ -153,7 +130,7 @@ def evaluate(config: EvalMasterConfig, placement: EvaluationPlacement | None = N
         return measured(config, generation, tokenizer, problems, handle, placement, say)
 
 
-def reserved(config: EvalMasterConfig, placement: EvaluationPlacement, stack: ExitStack) -> Clusters:
+def reserved(config: EvalMasterConfig, placement: Placement, stack: ExitStack) -> Clusters:
     """Joins Ray and reserves the slots of an evaluation, until the stack is closed."""
     accelerator = placement.connect(config)
     stack.callback(placement.disconnect)
@@ -169,7 +146,7 @@ def measured(
     tokenizer: PreTrainedTokenizerBase,
     problems: Problems,
     environment: EnvironmentHandle,
-    placement: EvaluationPlacement,
+    placement: Placement,
     say: Say,
 ) -> Score:
     """Answers problems with engines that are started, has them judged, and writes the files of `eval.save_path`. Raises
@@ -177,7 +154,7 @@ def measured(
     """
     save_path, began = _writable(config.eval.save_path), time.monotonic()
     runner = RolloutRunner(generation, tokenizer, dict.fromkeys(problems.tasks, environment))
-    with placement.accelerators(generation).demand(0, problems.count, 0, "validation") as report:
+    with placement.engines_alone(generation).demand(0, problems.count, 0, "validation") as report:
         trajectories = _answer(config, runner, generation, problems, report)
     seconds = time.monotonic() - began
     metrics = rollout_metrics([one for answers in trajectories for one in answers], config.data.max_rollout_turns)
@@ -284,7 +261,7 @@ def start_engines(
     clusters: Clusters,
     tokenizer: PreTrainedTokenizerBase,
     stop_token_ids: Sequence[int],
-    placement: EvaluationPlacement,
+    placement: Placement,
 ) -> VllmGeneration:
     """Starts engines on the slots; returns before they are ready."""
     actors = start_engine_actors(
@@ -393,9 +370,8 @@ def lines_of(config: EvalMasterConfig, score: Score) -> Iterator[str]:
     """The lines by which scripts find the result of NeMo-RL's evaluator."""
     yield f"model_name={_base_name(config.generation.model_name)!r} dataset_name={_dataset_name(config)!r}"
     sampling = _sampling(config)
-    # NeMo-RL shows the longest sequence, which is the limit of its recipes; one of one's own is the smaller number.
-    limit = min(config.generation.max_new_tokens, config.generation.vllm_cfg.max_model_len)
-    told = {"max_new_tokens": limit, **sampling, "seed": config.eval.seed}
+    # NeMo-RL shows the longest sequence under this name, and scripts read it.
+    told = {"max_new_tokens": config.generation.vllm_cfg.max_model_len, **sampling, "seed": config.eval.seed}
     yield " ".join(f"{name}={value}" for name, value in told.items())
     yield f"metric={score.metric} num_tests_per_prompt={score.answers_per_problem}"
     yield f"score={score.value:.4f} ({score.total}/{score.problems})"

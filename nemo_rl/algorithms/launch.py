@@ -52,7 +52,8 @@ TrainingConfig = TypeVar("TrainingConfig", bound=RootConfig)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # How long after a signal, and how often, it is looked whether the run ends.
 _AGAIN_S = 0.1
-_IMPORT_SYSTEM = "<frozen importlib"
+# Between two lines of these files a lock may be held that an exception would never give back.
+_LOCKING_FILES = ("<frozen importlib", logging.__file__)
 _INTERRUPTED_WHILE_STARTING = "interrupted while starting"
 # Where Ray's processes were ended by the signal that interrupts a run, that reaches this process within so long.
 _SIGNALLED_TOGETHER_S = 0.5
@@ -134,7 +135,6 @@ def run_to_end(
     config: TrainingConfig,
     setup: Callable[[TrainingConfig, StartPhases], Run],
     drive: Callable[[Run], None],
-    close: Callable[[Run], None],
     page_port: int | None = None,
 ) -> int:
     """Runs a checked configuration and writes its report; returns the exit code. `page_port` serves a live page; 0
@@ -149,7 +149,7 @@ def run_to_end(
         except (DirectoryInUse, UserError) as error:
             sys.stderr.write(f"{type(error).__name__}: {error}\n")
             return EXIT_FAILED
-        return _run_to_end(config, setup, drive, close, page)
+        return _run_to_end(config, setup, drive, page)
 
 
 @contextmanager
@@ -187,7 +187,6 @@ def _run_to_end(
     config: TrainingConfig,
     setup: Callable[[TrainingConfig, StartPhases], Run],
     drive: Callable[[Run], None],
-    close: Callable[[Run], None],
     page: RunPage | None,
 ) -> int:
     from nemo_rl.algorithms.resume import NothingToDo
@@ -228,7 +227,7 @@ def _run_to_end(
             if page is not None:
                 page.ended = "ending"
             if run is not None:
-                code = _closed(run, close, code)
+                code = _closed(run, code)
         if run is not None:
             if code == EXIT_INTERRUPTED:
                 sys.stderr.write(f"{what_is_saved(run, config.checkpointing)}\n")
@@ -273,10 +272,10 @@ def _monitor(config: RootConfig, run: TrainingRun[Any]) -> AbstractContextManage
     )
 
 
-def _closed(run: Run, close: Callable[[Run], None], code: int) -> int:
+def _closed(run: TrainingRun[Any], code: int) -> int:
     """Shuts the run down; returns the exit code, which a failed checkpoint turns into a failure."""
     try:
-        close(run)
+        run.close()
     except (UserError, OSError) as error:
         message = in_one_line(error)
         if message is None:
@@ -309,9 +308,9 @@ class Interrupts:
 
     SIGTERM, which job schedulers send, is handled like Ctrl-C: both raise KeyboardInterrupt in the main thread.
     Invariant: it is not lost, and more signals do not disturb the clean-up after it. In a bare `except`, a callback or
-    `__del__` of a library it ends where it is raised; between two lines of the import system it leaves the lock of all
-    imports held, and other threads, then the clean-up, wait for ever. So until the run is ending, a timer looks whether
-    it is being handled, and raises it again, in a better place, if not.
+    `__del__` of a library it ends where it is raised; between two lines of the import system or of logging it leaves
+    the lock of all imports or loggers held, and other threads, then the clean-up, wait for ever. So until the run is
+    ending, a timer looks whether it is being handled, and raises it again, in a better place, if not.
     """
 
     received: ClassVar[bool] = False  # whether this process was interrupted
@@ -380,8 +379,8 @@ def _is_unwinding() -> bool:
 
 
 def _loses(frame: FrameType | None) -> bool:
-    """Whether an exception raised here leaves a lock of the import system held, or ends in a `__del__`."""
-    if frame is not None and frame.f_code.co_filename.startswith(_IMPORT_SYSTEM):
+    """Whether an exception raised here leaves a lock of imports or loggers held, or ends in a `__del__`."""
+    if frame is not None and frame.f_code.co_filename.startswith(_LOCKING_FILES):
         return True
     while frame is not None and frame.f_code.co_name != "__del__":
         frame = frame.f_back
@@ -479,10 +478,10 @@ def grpo_to_end(config: MasterConfig, page_port: int | None = None) -> int:
     """Runs a checked configuration; the exit code. `page_port`: see `run_to_end`."""
     with _ray_ahead(config.cluster):
         with importing():
-            from nemo_rl.algorithms.grpo.assembly import close, setup
+            from nemo_rl.algorithms.grpo.assembly import setup
             from nemo_rl.algorithms.grpo.loop import drive
 
-        return run_to_end(config, setup, drive, close, page_port)
+        return run_to_end(config, setup, drive, page_port)
 
 
 def sft(arguments: Sequence[str], *, default_config: Path) -> int:
@@ -503,10 +502,10 @@ def sft_to_end(config: SFTMasterConfig, page_port: int | None = None) -> int:
     """Runs a checked configuration; the exit code. `page_port`: see `run_to_end`."""
     with _ray_ahead(config.cluster):
         with importing():
-            from nemo_rl.algorithms.sft.assembly import close, setup
+            from nemo_rl.algorithms.sft.assembly import setup
             from nemo_rl.algorithms.sft.driver import sft_train
 
-        return run_to_end(config, setup, sft_train, close, page_port)
+        return run_to_end(config, setup, sft_train, page_port)
 
 
 def evaluate(arguments: Sequence[str], *, default_config: Path) -> int:

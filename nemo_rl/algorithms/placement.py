@@ -1,7 +1,7 @@
 """Where a run's accelerators are, when it may use them, and how its policy starts on them, for every algorithm.
 
-Steps call `Accelerators` at fixed points. A run keeps those that it reserved for itself (`KeptAccelerators`); a
-scheduler lends and takes back those of a pool (`nemo_rl.time_sharing.pipelines`).
+Steps call `Accelerators` at fixed points. A run keeps those that it reserved for itself (`OwnPlacement`); a scheduler
+lends and takes back those of a pool (`nemo_rl.time_sharing.pipelines`).
 """
 
 from __future__ import annotations
@@ -10,14 +10,24 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from nemo_rl.algorithms.accelerators import Accelerators, OwnAccelerators
+from nemo_rl.algorithms.grpo.refit import Refitter
 from nemo_rl.algorithms.profiling import profile_of_run
 from nemo_rl.algorithms.resume import Resume
-from nemo_rl.config import ClusterConfig, EvalMasterConfig, MasterConfig
+from nemo_rl.config import (
+    ClusterConfig,
+    ConfigError,
+    EvalMasterConfig,
+    MasterConfig,
+    generation_world_size,
+    training_world_size,
+)
 from nemo_rl.config.master import RootConfig
+from nemo_rl.config.teacher_sections import Teacher, teachers_of
 from nemo_rl.config.world_sizes import parallel_sizes
 from nemo_rl.distributed.accelerator_slots import Accelerator
 from nemo_rl.distributed.devices import free_memory, total_memory
@@ -36,61 +46,12 @@ from nemo_rl.utils.record import Record
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-
-ReportProgress = Callable[[int, int], None]
-"""Takes the prompt groups that are there and those that are waited for."""
-
-DemandKind = Literal["training", "validation"]
+    from nemo_rl.algorithms.distillation.engine_teacher import ServedTeacher
+    from nemo_rl.algorithms.training_loop import TrainingRun
+    from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 
 
-class Accelerators(Protocol):
-    """Decides who uses a run's accelerators."""
-
-    def demand(
-        self, step: int, groups: int, ready: int, kind: DemandKind = "training"
-    ) -> AbstractContextManager[ReportProgress]:
-        """Context manager around the wait for `groups` prompt groups, of which `ready` are finished. Yields a callback
-        that reports progress.
-        """
-        ...
-
-    def lend_training(self, step: int) -> None:
-        """Blocks until the training accelerators may be used for step `step`."""
-        ...
-
-    def yield_training(self, step: int) -> None:
-        """The run does without the training accelerators until the next `lend_training`; their lender may take them.
-        The gradients of an open step are kept.
-        """
-        ...
-
-    def stop(self) -> None:
-        """Called once when the run ends, also after an error."""
-        ...
-
-
-class KeptAccelerators:
-    """Accelerators that the run may use at any time."""
-
-    def demand(
-        self, step: int, groups: int, ready: int, kind: DemandKind = "training"
-    ) -> AbstractContextManager[ReportProgress]:
-        """Reports to no one."""
-        return nullcontext(lambda ready, of: None)
-
-    def lend_training(self, step: int) -> None:
-        """Returns at once."""
-
-    def yield_training(self, step: int) -> None:
-        """Does nothing: the run keeps its accelerators."""
-
-    def stop(self) -> None:
-        """Does nothing."""
-
-
-Config_contra = TypeVar("Config_contra", contravariant=True)
-Parts_contra = TypeVar("Parts_contra", contravariant=True)
-Held_co = TypeVar("Held_co", bound=Accelerators, covariant=True)
+RunConfig = RootConfig | EvalMasterConfig
 
 _LONG_STEP_S = 10.0
 _MUCH_OF_FREE = 0.3
@@ -144,12 +105,6 @@ def reserve(
     )
 
 
-def reserve_all(cluster: ClusterConfig, accelerator: Accelerator, name: str) -> Clusters:
-    """Reserves all configured slots, for whatever the run does."""
-    slots = reserve(cluster, accelerator, name, [cluster.gpus_per_node] * cluster.num_nodes)
-    return Clusters(slots, slots)
-
-
 @dataclass(frozen=True)
 class Clusters:
     """Slots of training and generation: the same object if they share them, None without generation. `teachers`: slots
@@ -166,20 +121,9 @@ class Clusters:
         return list({id(cluster): cluster for cluster in every if cluster is not None}.values())
 
 
-class ConnectsRay(Protocol[Config_contra]):
-    """The part of a placement that joins Ray."""
-
-    def connect(self, config: Config_contra) -> Accelerator:
-        """Joins or starts the Ray cluster; returns its kind of accelerator."""
-        ...
-
-    def disconnect(self) -> None:
-        """Leaves the Ray cluster. Safe to call twice."""
-        ...
-
-
-class Placement(ConnectsRay[Config_contra], Protocol[Config_contra, Parts_contra, Held_co]):
-    """Where the accelerators of a run are, while it is set up.
+class Placement(Protocol):
+    """Where the accelerators of a run are, while it is set up. Only code inside `building`, and engines that the
+    placement starts, use accelerators.
 
     Attributes:
         lends_shards: Whether engines are built and routed one by one, on command.
@@ -189,7 +133,15 @@ class Placement(ConnectsRay[Config_contra], Protocol[Config_contra, Parts_contra
     lends_shards: bool
     record_prefix: str
 
-    def reserve(self, config: Config_contra, accelerator: Accelerator) -> Clusters:
+    def connect(self, config: RunConfig) -> Accelerator:
+        """Joins or starts the Ray cluster; returns its kind of accelerator."""
+        ...
+
+    def disconnect(self) -> None:
+        """Leaves the Ray cluster. Safe to call twice."""
+        ...
+
+    def reserve(self, config: RunConfig, accelerator: Accelerator) -> Clusters:
         """Reserves the run's slots."""
         ...
 
@@ -197,38 +149,119 @@ class Placement(ConnectsRay[Config_contra], Protocol[Config_contra, Parts_contra
         """The record for events of requests and shards."""
         ...
 
+    def served_teacher(self, teacher: Teacher, config: MasterConfig) -> ServedTeacher:
+        """The teacher that a job of its own serves. Raises ConfigError: there is none."""
+        ...
+
+    def generation_prepared(self, generation: VllmGeneration) -> None:
+        """Called once generation's actors exist. Where shards are lent, no engine is built yet."""
+        ...
+
     def building(self) -> AbstractContextManager[object]:
         """Context manager around building the policy."""
         ...
 
-    def accelerators(self, parts: Parts_contra) -> Held_co:
-        """The accelerators of the run, whose parts are built. Called inside `building`, where there is a policy."""
+    def accelerators(self, run: TrainingRun[Any]) -> Accelerators:
+        """The accelerators of a run that is built but for them. Called inside `building`, where there is a policy."""
+        ...
+
+    def engines_alone(self, generation: VllmGeneration) -> Accelerators:
+        """The accelerators of engines that nothing trains."""
         ...
 
 
-class OwnSlots:
-    """Base of placements that reserve slots for one run, and may start a Ray cluster for it."""
+class OwnPlacement:
+    """Slots that are reserved for one run, on a Ray cluster that it joins or starts."""
 
     lends_shards = False
     record_prefix = ""
 
     def __init__(self) -> None:
         self._ray = RayConnection()
+        self._cuda = False
 
-    def connect(self, config: RootConfig | EvalMasterConfig) -> Accelerator:
+    def connect(self, config: RunConfig) -> Accelerator:
         return self._ray.open(device=config.cluster.device, cpu_slots=config.cluster.cpu_slots)
 
     def disconnect(self) -> None:
         """Stops the cluster if this run started it."""
         self._ray.close()
 
+    def reserve(self, config: RunConfig, accelerator: Accelerator) -> Clusters:
+        """All slots of the configuration. With GRPO, shared slots if generation is colocated and separate slots
+        otherwise; teachers share those of training or have their own.
+        """
+        self._cuda = accelerator.is_cuda
+        if isinstance(config, MasterConfig):
+            return _clusters_of(config, accelerator)
+        cluster = config.cluster
+        name = "evaluation" if isinstance(config, EvalMasterConfig) else "policy"
+        slots = reserve(cluster, accelerator, name, [cluster.gpus_per_node] * cluster.num_nodes)
+        return Clusters(slots, slots)
+
     def shard_record(self, record: Record) -> Record:
         """Records all events."""
         return record.bind("generation")
 
+    def served_teacher(self, teacher: Teacher, config: MasterConfig) -> ServedTeacher:
+        """Refuses: there are no other jobs."""
+        raise ConfigError(
+            [
+                f"{teacher.job_key} is {teacher.job}, and this run is no job of a pool; submit it to the pool of that "
+                "job, or leave the key out"
+            ]
+        )
+
+    def generation_prepared(self, generation: VllmGeneration) -> None:
+        """Does nothing: the engines start by themselves."""
+
     def building(self) -> AbstractContextManager[object]:
         """Does nothing: the run owns its slots."""
         return nullcontext()
+
+    def engines_alone(self, generation: VllmGeneration) -> Accelerators:
+        """They stay with the run."""
+        return Accelerators()
+
+    def accelerators(self, run: TrainingRun[Any]) -> OwnAccelerators:
+        """Refits generation, if there is any, from the live policy."""
+        refitter = None
+        if run.generation is not None:
+            run.generation.fleet.enable_rebuilds()
+            refitter = Refitter(
+                run.policy,
+                run.generation,
+                run.config.weight_sync,
+                colocated=run.generation.colocated,
+                cuda=self._cuda,
+                record=run.record.bind("refit"),
+            )
+        return OwnAccelerators(refitter, run.timer, run.progress.phase)
+
+
+def _clusters_of(config: MasterConfig, accelerator: Accelerator) -> Clusters:
+    cluster, colocated = config.cluster, config.policy.generation.colocated
+    teachers = teachers_of(config)
+    sharing = sum(teacher.resources is None for teacher in teachers)
+
+    def slots(count: int) -> list[int]:
+        return [count] if cluster.num_nodes == 1 else [cluster.gpus_per_node] * (count // cluster.gpus_per_node)
+
+    own = {
+        teacher.name: reserve(cluster, accelerator, teacher.name, slots(teacher.slots(config)))
+        for teacher in teachers
+        if teacher.resources is not None
+    }
+    validates = config.grpo.val_period > 0 or config.grpo.val_at_start or config.grpo.val_at_end
+    replayed = config.grpo.rollout_replay is not None and not validates
+    world = training_world_size(config)
+    if replayed or colocated.enabled:
+        world += 0 if colocated.enabled else generation_world_size(config)
+        shared = reserve(cluster, accelerator, "policy", slots(world), groups=2 + sharing)
+        return Clusters(shared, None if replayed else shared, own)
+    training = reserve(cluster, accelerator, "policy", slots(world), groups=1 + sharing)
+    generation = reserve(cluster, accelerator, "generation", slots(generation_world_size(config)))
+    return Clusters(training, generation, own)
 
 
 def tell_memory(

@@ -9,17 +9,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from huggingface_hub import try_to_load_from_cache as _cached
 
 from nemo_rl.algorithms.evaluation import check_evaluated, evaluated_policy, find_model, load_problems
 from nemo_rl.algorithms.grpo import assembly as grpo
-from nemo_rl.algorithms.grpo.placement import OwnPlacement as GRPOPlacement
+from nemo_rl.algorithms.placement import check_policy
 from nemo_rl.algorithms.sft import assembly as sft
-from nemo_rl.algorithms.sft.driver import OwnPlacement as SFTPlacement
-from nemo_rl.algorithms.startup import Algorithm, check_data, check_tokens
+from nemo_rl.algorithms.startup import check_data, check_tokens
 from nemo_rl.config import ConfigError, EvalMasterConfig, MasterConfig, PolicyConfig, SFTMasterConfig
 from nemo_rl.config.data import DatasetConfig
 from nemo_rl.config.data_rules import data_entries
@@ -34,7 +34,9 @@ from nemo_rl.models.policy.model_config import looks_like_a_path
 from nemo_rl.models.policy.optimizer import check_names
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from nemo_rl.data.setup import Mask, TaskDatasets
 
 Result = TypeVar("Result")
 
@@ -61,14 +63,21 @@ def mistakes_of(config: CompleteConfig) -> tuple[list[str], list[str]]:
     if isinstance(config, EvalMasterConfig):
         _of_an_evaluation(config, found)
     elif isinstance(config, SFTMasterConfig):
-        _of_training(config, sft.algorithm_of(config, SFTPlacement()), found)
+        loaders, mask = partial(sft.make_loaders, config), sft.mask_of(config)
+        _of_training(config, partial(check_policy, config), loaders, mask, found)
     elif isinstance(config, MasterConfig):
         _environments([entry.env_name for _, entry in data_entries(config)], config, found)
-        _of_training(config, grpo.algorithm_of(config, GRPOPlacement()), found)
+        _of_training(config, partial(grpo.check, config), lambda rows, _: grpo.make_loaders(config, rows), None, found)
     return list(found.mistakes), found.notes
 
 
-def _of_training(config: RootConfig, algorithm: Algorithm[Any, Any, Any], found: _Found) -> None:
+def _of_training(
+    config: RootConfig,
+    check: Callable[[], PretrainedConfig],
+    make_loaders: Callable[[TaskDatasets, PreTrainedTokenizerBase], object],
+    mask: Mask | None,
+    found: _Found,
+) -> None:
     policy = config.policy
     if not policy.megatron_cfg.enabled:
         found.of(lambda: check_names(policy.optimizer, policy.scheduler))
@@ -81,7 +90,7 @@ def _of_training(config: RootConfig, algorithm: Algorithm[Any, Any, Any], found:
         _directories({"checkpointing.checkpoint_dir": config.checkpointing.checkpoint_dir}, found)
     entries = dict(data_entries(config))
     _processors(entries, found)
-    model = _look_at_model(policy.model_name, "policy.model_name", algorithm.check, found)
+    model = _look_at_model(policy.model_name, "policy.model_name", check, found)
     tokenizer = None if model is None else _look_at_tokenizer(policy, found)
     if model is None or tokenizer is None:
         _rows_alone(entries, found)
@@ -92,8 +101,8 @@ def _of_training(config: RootConfig, algorithm: Algorithm[Any, Any, Any], found:
 
     def rows() -> None:
         datasets = load_datasets(tokenizer, config.data, ends.texts)
-        check_data(datasets, tokenizer, model, config.data.max_input_seq_length, _nothing, algorithm.mask)
-        algorithm.loaders(datasets, tokenizer)
+        check_data(datasets, tokenizer, model, config.data.max_input_seq_length, _nothing, mask)
+        make_loaders(datasets, tokenizer)
 
     found.of(rows)
 

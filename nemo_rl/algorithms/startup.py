@@ -1,8 +1,7 @@
-"""Prepares a training run: from the configuration to everything that needs no accelerator.
+"""The parts of a start that every algorithm has: directories, tokenizer, data and position, beside Ray's start.
 
-Checks directories, model, tokenizer and data while Ray and the first actors start, and restores the data position. An
-algorithm supplies its own checks, loaders and limits, and then builds policy and engines. Invariants: a mistake in the
-configuration raises before the run waits for Ray; if a step fails, everything built before is shut down.
+The `setup` of each algorithm calls them in order, and then builds policy and engines. Invariant: a mistake in the
+configuration raises before a run waits for Ray.
 """
 
 from __future__ import annotations
@@ -10,16 +9,15 @@ from __future__ import annotations
 import importlib
 import random
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from concurrent.futures import CancelledError
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from nemo_rl.algorithms.placement import ConnectsRay, check_device
-from nemo_rl.algorithms.profiling import check_profile
+from nemo_rl.algorithms.placement import Placement, check_device
 from nemo_rl.algorithms.resume import (
     Resume,
     RunState,
@@ -40,7 +38,7 @@ from nemo_rl.data.processors import AllTaskProcessedDataset
 from nemo_rl.data.setup import Mask, TaskDatasets, example, load_datasets, unstopped_turn
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.accelerator_slots import Accelerator
-from nemo_rl.distributed.ray_runtime import RayStart, accelerator_here
+from nemo_rl.distributed.ray_runtime import RayStart
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture
 from nemo_rl.utils.logger import Logger
@@ -51,11 +49,11 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from nemo_rl.data.processors import AllTaskProcessedDataset
+    from nemo_rl.utils.checkpoint import TrainingInfo
 
 State = TypeVar("State", bound=RunState)
-RayParts = TypeVar("RayParts", bound="HasShutdown")
+Begun = TypeVar("Begun")
 TrainLoader = TypeVar("TrainLoader", bound=Loader)
-Config = TypeVar("Config", bound=RootConfig)
 Say = Callable[[str], None]
 _TOO_LARGE_FOR_CPUS = 200e6
 
@@ -79,156 +77,135 @@ class Loaders(Generic[TrainLoader]):
     validated_rows: int | None = None  # rows, from the first, that a validation reads; None for all
 
 
-class HasShutdown(Protocol):
-    """Something on Ray that can be shut down."""
+class RunData(NamedTuple):
+    """What a run reads before it needs accelerators."""
 
-    def shutdown(self) -> None:
-        """Shuts it down. Safe to call twice."""
-        ...
-
-
-@dataclass(frozen=True)
-class Algorithm(Generic[State, TrainLoader, RayParts]):
-    """What an algorithm supplies to `prepared`.
-
-    Attributes:
-        check_directories: Checks directories, given the checkpoint that the run resumes from.
-        check: Checks what needs neither tokenizer nor data; returns the model's configuration.
-        loaders: Checks the datasets and creates the loaders.
-        begin: Starts what needs neither tokenizer nor data, given the accelerator and the checkpoint. Called on its own
-            thread as soon as Ray is up.
-    """
-
-    state: State  # counters of a new run
-    resumed: Callable[[Resume], State]  # returns the counters of a checkpoint
-    seed: int
-    limits: Limits
-    check_directories: Callable[[CheckpointManager, Resume | None], None]
-    check: Callable[[], PretrainedConfig]
-    loaders: Callable[[TaskDatasets, PreTrainedTokenizerBase], Loaders[TrainLoader]]
-    begin: Callable[[Accelerator, CheckpointManager, Resume | None], RayParts]
-    mask: Mask | None = None  # marks the trained tokens of a row; None if rows are prompts
-
-
-@dataclass(frozen=True)
-class Prepared(Generic[State, TrainLoader, RayParts]):
-    """A run without its parts on accelerators. `seconds`: durations of parts of the set-up, by metric; logged when the
-    run is ready.
-    """
-
-    accelerator: Accelerator
-    ray_parts: RayParts  # result of the algorithm's `begin`
     tokenizer: PreTrainedTokenizerBase
     stop_tokens: StopTokens  # tokens that end a response
     datasets: TaskDatasets
-    loaders: Loaders[TrainLoader]  # positioned at the next batch
-    checkpointer: CheckpointManager
     resume: Resume | None  # the checkpoint to resume from, or None
-    state: State
-    total_steps: int
-    logger: Logger
-    undo: ExitStack  # shuts down what was built so far
-    seconds: dict[str, float] = field(default_factory=dict)
 
 
-@contextmanager
-def prepared(
-    config: Config,
-    algorithm: Algorithm[State, TrainLoader, RayParts],
-    placement: ConnectsRay[Config],
-    start: StartPhases,
-) -> Generator[Prepared[State, TrainLoader, RayParts]]:
-    """Context manager in which a run is built; on an error everything is shut down.
-
-    Args:
-        config: A checked configuration. `logger.log_dir` is replaced by its next numbered directory.
-        start: Shows the phases of the start.
-
-    Raises ConfigError, DataError, ModelNotFoundError, DeviceUnavailableError: the configuration asks for something that
-    does not exist; CheckpointError: a checkpoint cannot be resumed, or none can be written; ResumeError: the checkpoint
-    belongs to another run; NothingToDo: the run is over already.
+def find_checkpoint(config: RootConfig) -> tuple[CheckpointManager, Resume | None]:
+    """The run's checkpoints, and the one that it resumes from, if any. Raises CheckpointError: a checkpoint cannot be
+    resumed, or none can be written; ResumeError: it belongs to another run.
     """
     checkpointer = CheckpointManager(config.checkpointing)
-    with start.phase("directories"):
-        resume = _checked_directories(config, algorithm, checkpointer)
-        here = accelerator_here(config.cluster.device)
-        check_profile(here)
+    resume = find_resume(config, checkpointer)
+    if config.checkpointing.enabled:
+        check_writable(checkpointer)
+    return checkpointer, resume
+
+
+def check_steps_left(resume: Resume | None, limits: Limits) -> None:
+    """Raises NothingToDo: the checkpoint has all steps of the run."""
+    if resume is not None:
+        resume.check_unfinished(limits.max_steps, limits.steps_key)
+
+
+def begin_beside(
+    config: RootConfig,
+    placement: Placement,
+    begin: Callable[[Accelerator, ExitStack], Begun],
+    stack: ExitStack,
+) -> RayStart[Begun]:
+    """Joins Ray on a thread of its own, and begins there what needs neither tokenizer nor data.
+
+    Args:
+        begin: Given the accelerator and a stack, on which it leaves what ends each thing that it begins.
+        stack: Ends all of it and leaves Ray.
+    """
 
     unwanted = threading.Event()
 
-    def start_ray() -> tuple[Accelerator, RayParts]:
+    def start(actors: ExitStack) -> Begun:
         accelerator = placement.connect(config)
         check_device(config, accelerator)
         import_transformers()
         if unwanted.is_set():
             raise CancelledError
-        return accelerator, algorithm.begin(accelerator, checkpointer, resume)
+        return begin(accelerator, actors)
 
-    with ExitStack() as undo:
-        ray_start = RayStart(start_ray)
-        undo.callback(ray_start.end, lambda started: started[1].shutdown(), placement.disconnect)
-        # An interrupted start, or one with a mistake, starts no actors that it would have to wait for and to end.
-        undo.callback(unwanted.set)
-        with start.phase("model, tokenizer and data, beside Ray's start"):
-            import_transformers()
-            set_seed(algorithm.seed)
-            model = algorithm.check()
-            if here is not None:
-                check_cpu_is_meant(config, here, model, start.say)
-            if resume is not None:
-                check_same_shape(model, resume.checkpoint)
-            tokenizer = get_tokenizer(config.policy.tokenizer, trust_remote_code=config.policy.trust_remote_code)
-            ends = check_tokens(config.policy, model, tokenizer, start.say)
-            datasets = load_datasets(tokenizer, config.data, ends.texts)
-            resume = same_contents(resume, datasets.contents, config.checkpointing.resume)
-            check_data(datasets, tokenizer, model, config.data.max_input_seq_length, start.say, algorithm.mask)
-            loaders = algorithm.loaders(datasets, tokenizer)
-            for line in never_validated(datasets.validation_by_task, loaders.validated_rows):
-                start.say(line)
-            state, total_steps = _position(algorithm, resume, loaders.train)
-            state.data_contents = datasets.contents
-        if resume is not None:
-            start.say("\n".join(resume.lines()))
-        config.logger.log_dir = new_log_dir(config)
-        start.say(f"logs: {config.logger.log_dir}")
-        logger = Logger(config.logger)
-        undo.callback(logger.close)
-        with start.phase("Ray"):
-            accelerator, ray_parts = ray_start.result()
-        if here is None:
-            check_cpu_is_meant(config, accelerator, model, start.say)
-        ready = Prepared(
-            accelerator,
-            ray_parts,
-            tokenizer,
-            ends,
-            datasets,
-            loaders,
-            checkpointer,
-            resume,
-            state,
-            total_steps,
-            logger,
-            undo,
-        )
-        yield ready
-        undo.pop_all()
-    ready.seconds["total_setup_time_s"] = start.done()
-    logger.log_hyperparams(config.to_dict())
-    logger.log_metrics(ready.seconds, state.step, prefix="timing/setup")
+    ray = RayStart(start, placement.disconnect)
+    stack.callback(ray.close)
+    # An interrupted start, or one with a mistake, starts no actors that it would have to wait for and to end.
+    stack.callback(unwanted.set)
+    return ray
 
 
-def _checked_directories(
-    config: Config, algorithm: Algorithm[State, TrainLoader, RayParts], checkpointer: CheckpointManager
-) -> Resume | None:
-    """Checks the run's directories; returns the checkpoint that it resumes from, if any. For errors see `prepared`."""
-    resume = find_resume(config, checkpointer)
-    if config.checkpointing.enabled:
-        check_writable(checkpointer)
-    algorithm.check_directories(checkpointer, resume)
+def read_data(
+    config: RootConfig,
+    model: PretrainedConfig,
+    resume: Resume | None,
+    here: Accelerator | None,
+    say: Say,
+    mask: Mask | None = None,
+) -> RunData:
+    """Loads tokenizer and data, and holds them to the model.
+
+    Args:
+        here: This machine's accelerator; None if Ray alone knows.
+        mask: Marks the trained tokens of a row; None if rows are prompts.
+
+    Raises ConfigError: CPUs were not meant; DataError: the data does not suit the model; ResumeError: the checkpoint
+    belongs to another model or other data.
+    """
+    if here is not None:
+        check_cpu_is_meant(config, here, model, say)
     if resume is not None:
-        resume.check_unfinished(algorithm.limits.max_steps, algorithm.limits.steps_key)
-    return resume
+        check_same_shape(model, resume.checkpoint)
+    tokenizer = get_tokenizer(config.policy.tokenizer, trust_remote_code=config.policy.trust_remote_code)
+    ends = check_tokens(config.policy, model, tokenizer, say)
+    datasets = load_datasets(tokenizer, config.data, ends.texts)
+    resume = same_contents(resume, datasets.contents, config.checkpointing.resume)
+    check_data(datasets, tokenizer, model, config.data.max_input_seq_length, say, mask)
+    return RunData(tokenizer, ends, datasets, resume)
+
+
+def find_position(
+    data: RunData, loaders: Loaders[TrainLoader], new: State, resumed: Callable[[TrainingInfo], State], limits: Limits
+) -> tuple[State, int]:
+    """Restores the loader's position; returns the run's counters and its last step.
+
+    Args:
+        new: Counters of a new run.
+        resumed: Reads those of a checkpoint.
+
+    Raises NothingToDo: that step is done.
+    """
+    loader, resume = loaders.train, data.resume
+    epochs, per_epoch = (limits.max_epochs, len(loader)) if isinstance(loader, Sized) else (None, 0)
+    if resume is None:
+        state, total = new, limits.max_steps if epochs is None else min(limits.max_steps, epochs * per_epoch)
+    else:
+        state, total = resumed(resume.info), limits.max_steps
+        resume.restore_position(loader, state, limits.rows_per_step)
+        if epochs is not None:
+            total = resume.total_steps(state, limits.max_steps, epochs, per_epoch)
+            resume.check_unfinished(total, limits.steps_key)
+    state.data_contents = data.datasets.contents
+    return state, total
+
+
+def open_logger(config: RootConfig, data: RunData, loaders: Loaders[TrainLoader], say: Say, stack: ExitStack) -> Logger:
+    """Says what the data means for the run, and opens its next numbered log directory, which replaces
+    `logger.log_dir`. `stack` closes it.
+    """
+    for line in never_validated(data.datasets.validation_by_task, loaders.validated_rows):
+        say(line)
+    if data.resume is not None:
+        say("\n".join(data.resume.lines()))
+    config.logger.log_dir = new_log_dir(config)
+    say(f"logs: {config.logger.log_dir}")
+    logger = Logger(config.logger)
+    stack.callback(logger.close)
+    return logger
+
+
+def log_start(config: RootConfig, logger: Logger, step: int, start: StartPhases, seconds: Mapping[str, float]) -> None:
+    """Logs configuration and durations of a start that is over. `seconds`: of its parts, by metric."""
+    logger.log_hyperparams(config.to_dict())
+    logger.log_metrics({**seconds, "total_setup_time_s": start.done()}, step, prefix="timing/setup")
 
 
 def check_data(
@@ -273,24 +250,6 @@ def import_transformers() -> None:
     thread that came while another imported it still sees the module before that, without any of its names.
     """
     importlib.import_module("transformers")
-
-
-def _position(
-    algorithm: Algorithm[State, TrainLoader, RayParts], resume: Resume | None, loader: TrainLoader
-) -> tuple[State, int]:
-    """Restores the loader's position; returns the counters and the last step. Raises NothingToDo: that step is done."""
-    limits = algorithm.limits
-    epochs, per_epoch = (limits.max_epochs, len(loader)) if isinstance(loader, Sized) else (None, 0)
-    if resume is None:
-        total = limits.max_steps if epochs is None else min(limits.max_steps, epochs * per_epoch)
-        return algorithm.state, total
-    state = algorithm.resumed(resume)
-    resume.restore_position(loader, state, limits.rows_per_step)
-    if epochs is None:
-        return state, limits.max_steps
-    total = resume.total_steps(state, limits.max_steps, epochs, per_epoch)
-    resume.check_unfinished(total, limits.steps_key)
-    return state, total
 
 
 def check_tokens(

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
+from nemo_rl.algorithms.accelerators import Accelerators
 from nemo_rl.algorithms.memory_watch import MemoryWatch
 from nemo_rl.algorithms.profiling import profiled_steps
 from nemo_rl.algorithms.resume import RunState, begin_checkpoint, saved_without_logs
@@ -24,12 +25,14 @@ from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.checkpoint_retention import UnknownMetric, ranking_metric, should_save
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.progress import RunProgress
+from nemo_rl.utils.record import Record
 from nemo_rl.utils.timer import TimeoutChecker, Timer
 
 if TYPE_CHECKING:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     from nemo_rl.data.loader import Batch, HasState
+    from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
     from nemo_rl.utils.log_backends import Metrics
 
 logger = logging.getLogger(__name__)
@@ -38,12 +41,13 @@ Config = TypeVar("Config", bound=RootConfig)
 Run = TypeVar("Run", bound="TrainingRun[Any]")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TrainingRun(Generic[Config]):
     """A run that is set up: the parts that GRPO and SFT share."""
 
     config: Config
     policy: Policy
+    generation: VllmGeneration | None  # the engines; None where nothing is generated
     loss_fn: LossFunction
     val_loader: StatefulDataLoader[Batch] | None  # validation data, or None
     logger: Logger
@@ -52,7 +56,14 @@ class TrainingRun(Generic[Config]):
     timer: Timer  # times of the current step
     timeout: TimeoutChecker  # watches `checkpointing.checkpoint_must_save_by`
     progress: RunProgress
+    record: Record
     memory: MemoryWatch  # logs the memory of the run's processes after each step
+    accelerators: Accelerators = field(init=False)  # who uses them, and when
+    ending: ExitStack = field(default_factory=ExitStack, init=False)  # ends whatever the run started, last first
+
+    def close(self) -> None:
+        """Ends everything that the run started; safe after a failure."""
+        self.ending.close()
 
 
 @dataclass
@@ -155,7 +166,7 @@ def train_to_end(steps: Steps[Run]) -> None:
     last_step = partial(save_step, steps, CompletedStep({}))
     with (
         steps.running(),
-        profiled_steps(run.policy, getattr(run, "generation", None)) as profiler,
+        profiled_steps(run.policy, run.generation) as profiler,
         saved_without_logs(run.checkpointer, run.state, last_step),
     ):
         while not steps.finished():

@@ -20,7 +20,8 @@ from nemo_rl.config.evaluation import EvalDataConfig
 from nemo_rl.config.foreign import adapt
 
 if TYPE_CHECKING:
-    from nemo_rl.algorithms.evaluation import EvaluationPlacement, Score
+    from nemo_rl.algorithms.evaluation import Score
+    from nemo_rl.algorithms.placement import Placement
 
 _FORM = (
     "setup(master_config) or setup(master_config, tokenizer, dataset), and run_env_eval(master_config) or "
@@ -33,7 +34,7 @@ _MULTIMODAL = ("mmau", "TwinkStart/MMAU", "daily-omni")
 class _Open:
     generation: object
     tokenizer: Any
-    placement: EvaluationPlacement
+    placement: Placement
     stack: ExitStack
 
 

@@ -271,12 +271,11 @@ def grpo_train(run: object = None, *others: object, **named: object) -> None:
             "start the run with examples/run_grpo.py"
         )
     from nemo_rl.algorithms.grpo import loop
-    from nemo_rl.algorithms.grpo.assembly import close
 
     try:
         loop.drive(run)
     finally:
-        close(run)
+        run.close()
 
 
 def async_grpo_train(
@@ -293,12 +292,11 @@ def async_grpo_train(
     if not run.config.grpo.async_grpo.enabled:
         raise ShapeChanged("async_grpo_train: the run was set up with grpo.async_grpo.enabled: false; set it to true")
     from nemo_rl.algorithms.grpo import loop
-    from nemo_rl.algorithms.grpo.assembly import close
 
     try:
         loop.async_grpo_train(run, rlix_hooks)
     finally:
-        close(run)
+        run.close()
 
 
 def _run(first: Any, others: tuple[object, ...], named: Mapping[str, object], name: str) -> GRPORun:
@@ -349,13 +347,12 @@ def sft_train(run: Any = None, *others: object, **named: object) -> None:
         form = "sft_train(run), with the run, or all parts, that setup gave"
         _refuse(others, named, form, object() if run is None else run)
     from nemo_rl.algorithms.sft import driver
-    from nemo_rl.algorithms.sft.assembly import close
 
     run = found or run
     try:
         driver.sft_train(run)
     finally:
-        close(run)
+        run.close()
 
 
 def sft_validate(run: SFTRun, *others: object, **named: object) -> dict[str, float]:

@@ -121,7 +121,7 @@ def init_ray(
     """
     if threading.current_thread() is threading.main_thread() and not ray.is_initialized():
         start = partial(init_ray, device=device, cpu_slots=cpu_slots, log_to_driver=log_to_driver, log_dir=log_dir)
-        return _finished(RayStart(start).started)
+        return _finished(_beside(start))
     # A local cluster guards its ports with a token; Ray says so at every start, and when it joins one.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     echo = log_to_driver if log_to_driver is not None else os.environ.get("NRL_LOG_LEVEL", "").upper() == "DEBUG"
@@ -364,25 +364,37 @@ def _finished(started: Future[Started]) -> Started:
 
 
 class RayStart(Generic[Started]):
-    """A start of Ray that runs in parallel with other work."""
+    """A start of Ray, and of actors on it, that runs in parallel with other work.
 
-    def __init__(self, start: Callable[[], Started]) -> None:
-        # Ray tells every thread but the main one that it leaves signals alone.
-        logging.getLogger("ray._private.worker").setLevel(logging.ERROR)
-        self.started = _STARTER.submit(start)
+    Args:
+        start: Joins Ray and starts actors. It leaves on its stack what ends them, also where it fails.
+        disconnect: Leaves Ray.
+    """
+
+    def __init__(self, start: Callable[[ExitStack], Started], disconnect: Callable[[], None]) -> None:
+        self._ending = ExitStack()
+        self._ending.callback(disconnect)
+        self._after_actors = self._ending.enter_context(ExitStack())
+        self._started = _beside(partial(start, self._ending.enter_context(ExitStack())))
 
     def result(self) -> Started:
         """Waits until it is up. Raises RayStartError, DeviceUnavailableError: see `init_ray`."""
-        return self.started.result()
+        return self._started.result()
 
-    def end(self, end: Callable[[Started], None], disconnect: Callable[[], None]) -> None:
-        """Once it is known whether it came up, ends what did and leaves the cluster with `disconnect`."""
-        wait([self.started])
-        try:
-            if self.started.exception() is None:
-                end(self.started.result())
-        finally:
-            disconnect()
+    def after_actors(self, act: Callable[[], object]) -> None:
+        """Has `close` call `act` between the end of the actors and leaving Ray."""
+        self._after_actors.callback(act)
+
+    def close(self) -> None:
+        """Once it is known whether it came up, ends what did and leaves Ray."""
+        wait([self._started])
+        self._ending.close()
+
+
+def _beside(start: Callable[[], Started]) -> Future[Started]:
+    # Ray tells every thread but the main one that it leaves signals alone.
+    logging.getLogger("ray._private.worker").setLevel(logging.ERROR)
+    return _STARTER.submit(start)
 
 
 def shutdown_ray() -> None:
@@ -404,7 +416,7 @@ def starting_ahead(*, device: str, cpu_slots: int) -> Generator[None]:
     arguments see `init_ray`.
     """
     if not ray.is_initialized():
-        _StartAhead.accelerator = RayStart(lambda: init_ray(device=device, cpu_slots=cpu_slots)).started
+        _StartAhead.accelerator = _beside(lambda: init_ray(device=device, cpu_slots=cpu_slots))
     try:
         yield
     finally:

@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.algorithms.grpo.accelerators import OwnAccelerators
+from nemo_rl.algorithms.accelerators import OwnAccelerators
 from nemo_rl.algorithms.grpo.assembly import make_source
-from nemo_rl.algorithms.grpo.experience_source import SourceParts
 from nemo_rl.algorithms.grpo.run import GRPOState
 from nemo_rl.algorithms.grpo.step_reports import DeviceCount, StepReports
 from nemo_rl.config import load_master_config
@@ -104,6 +103,8 @@ class World:
             config=config,
             policy=self,
             generation=self,
+            rollouts=self,
+            resumed_from=resumed_from,
             accelerators=None,
             source=None,
             validation=None,
@@ -133,23 +134,7 @@ class World:
             run.config, run.store, run.logger, run.record, run.progress, run.generation, DeviceCount(2, 1, 1)
         )
         self.run.accelerators = OwnAccelerators(self, self.run.timer, self.run.progress.phase)  # type: ignore[arg-type]
-        generates: Any = self
-        self.run.source = make_source(
-            SourceParts(
-                config=config,
-                state=run.state,
-                loader=loader,  # type: ignore[arg-type]
-                rollouts=generates,
-                generation=generates,
-                accelerators=run.accelerators,
-                store=run.store,
-                record=run.record,
-                timer=run.timer,
-                phase=run.progress.phase,
-                total_steps=run.total_steps,
-                resumed_from=resumed_from,
-            )
-        )
+        self.run.source = make_source(self.run)
         self.logged: list[dict[str, Any]] = []
 
     def log_metrics(self, metrics: dict[str, Any], step: int, prefix: str, **_: Any) -> None:

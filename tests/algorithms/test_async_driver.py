@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_rl.algorithms.accelerators import check_control_plane
 from nemo_rl.algorithms.grpo import loop, validation
-from nemo_rl.algorithms.grpo.accelerators import check_control_plane
 from nemo_rl.algorithms.grpo.loop import PromptsUsedUp, async_grpo_train, drive
 from nemo_rl.algorithms.grpo.run import GRPOState, ValidationParts
 from nemo_rl.algorithms.grpo.stages import Experience, apply_staleness_policy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -81,11 +82,12 @@ def test_a_signal_that_a_library_swallows_still_ends_the_run(swallowed: Callable
             interrupts.ending()
 
 
-def test_a_signal_waits_until_the_import_system_has_freed_its_locks() -> None:
+@pytest.mark.parametrize("file", ["<frozen importlib._bootstrap>", logging.__file__])
+def test_a_signal_waits_until_imports_or_loggers_have_freed_their_locks(file: str) -> None:
     lock = threading.Lock()
-    # Its lock is taken outside of `try`, as `importlib` takes that of all imports.
+    # Its lock is taken outside of `try`, as `importlib` takes that of all imports, and `logging` that of all loggers.
     source = "lock.acquire()\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(0.3)\nlock.release()"
-    code = compile(source, "<frozen importlib._bootstrap>", "exec")
+    code = compile(source, file, "exec")
     with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
         try:
             exec(code, {"lock": lock, "os": os, "signal": signal, "time": time})

@@ -70,10 +70,7 @@ def trained(config: SFTMasterConfig) -> SFTRun:
     try:
         sft_train(run)
     finally:
-        run.checkpointer.shutdown()
-        run.logger.close()
-        run.policy.shutdown()
-        run.clusters.training.shutdown()
+        run.close()
     return run
 
 

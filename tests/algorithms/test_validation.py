@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from nemo_rl.algorithms.grpo.accelerators import OwnAccelerators
+from nemo_rl.algorithms.accelerators import OwnAccelerators
 from nemo_rl.algorithms.grpo.run import GRPOState, ValidationParts
 from nemo_rl.algorithms.grpo.step_reports import DeviceCount, StepReports
 from nemo_rl.algorithms.grpo.validation import validate

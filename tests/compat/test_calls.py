@@ -191,12 +191,12 @@ def script(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     names = ("policy", "generation", "train_loader", "val_loader", "logger", "checkpointer", "state", "teachers")
 
     def setup(config: MasterConfig) -> SimpleNamespace:
-        parts = {name: Part() for name in names}
+        parts: dict[str, Any] = {name: Part() for name in names}
+        parts["close"] = lambda: driven.append("closed")
         return SimpleNamespace(config=config, tokenizer=Part(), clusters=[Part()], loss_fn=NLLLossFn(), **parts)
 
     driven: list[Any] = []
     monkeypatch.setattr(assembly, "setup", setup)
-    monkeypatch.setattr(assembly, "close", lambda run: driven.append("closed"))
     monkeypatch.setattr(loop, "drive", driven.append)
     monkeypatch.setattr(loop, "async_grpo_train", lambda run, hooks: driven.append(run))
     made = (Part(), Part(), {"math": Part()}, {"math": Part()})
@@ -270,11 +270,10 @@ def test_a_run_of_supervised_fine_tuning_in_parts_is_driven_by_them_in_any_order
 
     def made(config: SFTMasterConfig) -> SimpleNamespace:
         run = SimpleNamespace(config=config, loss_fn=NLLLossFn(), **{name: Part() for name in names})
-        run.clusters.training = Part()
+        run.clusters.training, run.close = Part(), lambda: driven.append("closed")
         return run
 
     monkeypatch.setattr(assembly, "setup", made)
-    monkeypatch.setattr(assembly, "close", lambda run: driven.append("closed"))
     monkeypatch.setattr(driver, "sft_train", driven.append)
     monkeypatch.setattr(data_setup, "load_datasets", lambda *_: SimpleNamespace(train=Part(), validation=Part()))
     config = {"data": {"train": {"dataset_name": "gsm8k"}, "validation": {"dataset_name": "gsm8k", "split": "test"}}}

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, Qwen3Config
 
 from nemo_rl.algorithms import evaluation
 from nemo_rl.algorithms.grpo import assembly
+from nemo_rl.algorithms.placement import OwnPlacement
 from nemo_rl.algorithms.startup import check_tokens, hold_to_vocabulary
 from nemo_rl.compat.calls import configure_generation_config
 from nemo_rl.config import EvalMasterConfig, PolicyConfig
@@ -159,8 +160,8 @@ def test_every_run_hands_the_listed_tokens_to_its_engines(
     for module in (assembly, evaluation):
         monkeypatch.setattr(module, "VllmGeneration", lambda *_, stop_token_ids, **__: given.append(stop_token_ids))
     monkeypatch.setattr(evaluation, "start_engine_actors", lambda *_, **__: None)
-    assembly._start_generation(object(), own, ends.ids, None)  # type: ignore[arg-type]
-    placement, config = evaluation.OwnPlacement(), EvalMasterConfig()
+    assembly.start_generation(object(), own, ends, None)  # type: ignore[arg-type]
+    placement, config = OwnPlacement(), EvalMasterConfig()
     slots: Any = SimpleNamespace(training=None)
     evaluation.start_engines(config, policy, slots, own, ends.ids, placement)  # type: ignore[arg-type]
     assert given == [[258, 257]] * 2

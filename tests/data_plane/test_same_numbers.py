@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.algorithms.grpo.assembly import close, setup
+from nemo_rl.algorithms.grpo.assembly import setup
 from nemo_rl.algorithms.grpo.loop import drive
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.config import load_master_config
@@ -200,7 +200,7 @@ def train(
             if then is not None:
                 then(built)
         finally:
-            close(built)
+            built.close()
         series = read_metrics(Path(config.logger.log_dir)).series
         seen["metrics"] = {name: values for name, values in series.items() if name.startswith("train/")}
         seen["samples"] = [

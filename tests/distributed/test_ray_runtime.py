@@ -8,7 +8,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -254,11 +256,18 @@ def test_a_guest_of_a_cluster_starts_none_ahead(cluster: list[str]) -> None:
     assert cluster == ["up", "up"]
 
 
-def test_what_began_on_a_cluster_is_ended_before_it_and_a_failed_start_has_begun_nothing() -> None:
+def test_what_began_on_a_cluster_is_ended_before_it_also_where_the_start_failed() -> None:
     ended: list[str] = []
-    RayStart(lambda: "actors").end(ended.append, lambda: ended.append("cluster"))
-    RayStart(lambda: 1 // 0).end(lambda begun: ended.append(f"{begun}"), lambda: ended.append("cluster"))
-    assert ended == ["actors", "cluster", "cluster"]
+
+    def begin(divisor: int, stack: ExitStack) -> float:
+        stack.callback(ended.append, "actors")
+        return 1 / divisor
+
+    for divisor in (1, 0):
+        start = RayStart(partial(begin, divisor), lambda: ended.append("cluster"))
+        start.after_actors(lambda: ended.append("logs"))
+        start.close()
+    assert ended == ["actors", "logs", "cluster"] * 2
 
 
 def test_a_signal_while_ray_starts_is_raised_once_it_is_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,7 +164,7 @@ def test_mooncake_without_its_libraries_is_told_before_ray_begins_to_start(
         raise MooncakeUnavailableError("planted: libibverbs.so.1 is missing")
 
     monkeypatch.setattr(mooncake, "load_mooncake", missing)
-    monkeypatch.setattr(startup, "RayStart", lambda connect: pytest.fail("Ray begins to start"))
+    monkeypatch.setattr(startup, "RayStart", lambda start, leave: pytest.fail("Ray begins to start"))
     code, message = run("data_plane.enabled=true", "data_plane.backend=mooncake_cpu")
     assert code == launch.EXIT_FAILED and "libibverbs.so.1 is missing" in message
 
@@ -196,7 +196,7 @@ def test_a_failure_of_the_run_is_one_message_and_everything_is_ended(
     def drive(_: Any) -> None:
         raise failure
 
-    code = launch.run_to_end(_Config(tmp_path), lambda *_: _Run(), drive, ended.append)
+    code = launch.run_to_end(_Config(tmp_path), lambda *_: _Run(lambda: ended.append("run")), drive)
     message = capfd.readouterr().err
     assert code == launch.EXIT_FAILED
     assert message.splitlines()[-1] == f"{type(failure).__name__}: {failure}"
@@ -214,21 +214,21 @@ def test_a_mistake_is_told_before_what_was_begun_beside_the_check_is_ended_and_o
             with start.phase("checks"):
                 raise ConfigError(["grpo.seed: planted"])
 
-    assert launch.run_to_end(_Config(tmp_path), setup, lambda _: None, lambda _: None) == launch.EXIT_FAILED
+    assert launch.run_to_end(_Config(tmp_path), setup, lambda _: None) == launch.EXIT_FAILED
     assert "grpo.seed: planted" in told[0] and "grpo.seed" not in capfd.readouterr().err
 
 
 def test_a_checkpoint_that_cannot_be_finished_fails_a_run_that_was_interrupted_or_not(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def close(_: Any) -> None:
+    def close() -> None:
         raise CheckpointError("disk full")
 
     def interrupted(_: Any) -> None:
         raise KeyboardInterrupt
 
-    assert launch.run_to_end(_Config(tmp_path), lambda *_: _Run(), lambda _: None, close) == launch.EXIT_FAILED
-    assert launch.run_to_end(_Config(tmp_path), lambda *_: _Run(), interrupted, close) == launch.EXIT_INTERRUPTED
+    assert launch.run_to_end(_Config(tmp_path), lambda *_: _Run(close), lambda _: None) == launch.EXIT_FAILED
+    assert launch.run_to_end(_Config(tmp_path), lambda *_: _Run(close), interrupted) == launch.EXIT_INTERRUPTED
     assert capfd.readouterr().err.count("CheckpointError: disk full") == 2
 
 
@@ -268,6 +268,9 @@ class _Checkpoints:
 
 
 class _Run:
+    def __init__(self, close: Any = lambda: None) -> None:
+        self.close = close
+
     progress: Any = _Progress()
     logger: Any = _NoTrackers()
     timeout: Any = TimeoutChecker()

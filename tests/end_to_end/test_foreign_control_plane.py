@@ -14,11 +14,10 @@ from ray.util.placement_group import remove_placement_group
 
 from nemo_rl.algorithms import grpo
 from nemo_rl.algorithms.grpo import assembly
-from nemo_rl.algorithms.grpo.assembly import close, setup
+from nemo_rl.algorithms.grpo.assembly import setup
 from nemo_rl.algorithms.grpo.loop import async_grpo_train
-from nemo_rl.algorithms.grpo.placement import OwnPlacement
 from nemo_rl.algorithms.grpo.run import GRPORun
-from nemo_rl.algorithms.placement import Clusters
+from nemo_rl.algorithms.placement import Clusters, OwnPlacement
 from nemo_rl.compat.control_plane import Coordinator
 from nemo_rl.config import MasterConfig, load_master_config
 from nemo_rl.distributed.accelerator_slots import Accelerator
@@ -176,7 +175,7 @@ def test_a_control_plane_behind_hooks_runs_training_on_the_slots_of_an_engine_th
         plane = Plane(run)
         async_grpo_train(run, plane)
     finally:
-        close(run)
+        run.close()
         for group in placement.groups:
             remove_placement_group(group)
     step = ["begin {0}", "end", "train {0}", "sync {0}", "trained {0}"]

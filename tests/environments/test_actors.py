@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 import pytest
 
 from nemo_rl.algorithms.grpo import assembly
-from nemo_rl.algorithms.grpo.run import GRPOState
-from nemo_rl.config import ConfigError, EnvConfig, MasterConfig
+from nemo_rl.algorithms.placement import OwnPlacement
+from nemo_rl.config import ConfigError, EnvConfig, MasterConfig, load_master_config
+from nemo_rl.distributed.accelerator_slots import CPU, Accelerator
 from nemo_rl.environments import environment_registry
 from nemo_rl.environments.call import step_environment
 from nemo_rl.environments.code_environment import CodeEnvironment
@@ -23,7 +23,6 @@ from nemo_rl.environments.environment_registry import (
     start_environments,
 )
 from nemo_rl.environments.interfaces import EnvironmentFailure, UnknownEnvironment
-from nemo_rl.utils.progress import StartPhases
 
 pytestmark = pytest.mark.ray
 ray = pytest.importorskip("ray")
@@ -148,55 +147,48 @@ def test_a_function_rewards_in_an_actor_and_is_built_before_it_is_asked() -> Non
     end_environments(actors)
 
 
-def test_environments_are_built_before_engines_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    config = MasterConfig(logger={"log_dir": str(tmp_path)})
-    ready = SimpleNamespace(
-        accelerator=None,
-        tokenizer=None,
-        undo=ExitStack(),
-        total_steps=1,
-        state=GRPOState(),
-        ray_parts=SimpleNamespace(clusters=None, environments={}, engines=None),
-    )
+class Nowhere(OwnPlacement):
+    """Slots that nothing is started on."""
 
+    def connect(self, config: object) -> Accelerator:
+        return CPU
+
+
+@pytest.fixture
+def starting(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MasterConfig:
+    """The configuration of a run whose actors are not started."""
+    clusters = SimpleNamespace(training=None, generation=None, distinct=list)
+    monkeypatch.setattr(assembly, "_begin", lambda *_: assembly.Begun(CPU, clusters, None, None, {}, []))
+    path = Path(__file__).parents[2] / "examples" / "configs" / "grpo_arithmetic_cpu.yaml"
+    folders = [f"logger.log_dir={tmp_path}/logs", f"checkpointing.checkpoint_dir={tmp_path}/checkpoints"]
+    return load_master_config(path, [f"policy.model_name={tiny_model}", *folders])
+
+
+def test_environments_are_built_before_engines_start(starting: MasterConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(actors: object, env_configs: object) -> None:
         raise EnvironmentFailure("environment math cannot be built")
 
     monkeypatch.setattr(assembly, "await_environments", failing)
-    monkeypatch.setattr(assembly, "_start_generation", lambda *_: pytest.fail("engines were started"))
+    monkeypatch.setattr(assembly, "start_generation", lambda *_: pytest.fail("engines were started"))
     with pytest.raises(EnvironmentFailure):
-        assembly._build(config, ready, SimpleNamespace(record_prefix=""), StartPhases())  # type: ignore[arg-type]
+        assembly.setup(starting, placement=Nowhere())
 
 
 def test_a_mistake_in_the_endpoint_ends_the_run_before_the_policy_starts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    starting: MasterConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expose = {"generation": {"vllm_cfg": {"expose_http_server": True}}}
-    config = MasterConfig(logger={"log_dir": str(tmp_path)}, policy=expose)
-    ready = SimpleNamespace(
-        accelerator=SimpleNamespace(is_cuda=False),
-        tokenizer=None,
-        undo=ExitStack(),
-        total_steps=1,
-        state=GRPOState(),
-        stop_tokens=SimpleNamespace(ids=[1]),
-        ray_parts=SimpleNamespace(clusters=None, environments={}, engines=None),
-    )
+    starting.policy.generation.vllm_cfg.expose_http_server = True
     ended: list[bool] = []
     generation = SimpleNamespace(generate_one=None, shutdown=lambda: ended.append(True))
-    placement = SimpleNamespace(
-        record_prefix="", shard_record=lambda record: record, generation_prepared=lambda engines: None
-    )
 
     def failing(*_: object, **__: object) -> None:
         raise ConfigError(["tool_parser: there is no hermez"])
 
-    monkeypatch.setattr(assembly, "_start_generation", lambda *_: generation)
+    monkeypatch.setattr(assembly, "start_generation", lambda *_: generation)
     monkeypatch.setattr(assembly, "start_endpoint", failing)
     monkeypatch.setattr(assembly, "start_policy", lambda *_, **__: pytest.fail("the policy was started"))
     with pytest.raises(ConfigError, match="hermez"):
-        assembly._build(config, ready, placement, StartPhases())  # type: ignore[arg-type]
-    ready.undo.close()
+        assembly.setup(starting, placement=Nowhere())
     assert ended == [True]
 
 

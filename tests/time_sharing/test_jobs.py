@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from nemo_rl.algorithms.sft.driver import Trainer
+from nemo_rl.algorithms.placement import Clusters
 from nemo_rl.config import ConfigError, MasterConfig, SFTMasterConfig
 from nemo_rl.config.teacher_sections import pooled_teacher
 from nemo_rl.distributed.accelerator_slots import CUDA
@@ -25,8 +25,9 @@ from nemo_rl.time_sharing.launcher import launcher_parser, limits_of, run_togeth
 from nemo_rl.time_sharing.log.pool_state import Outcome, Progress, Standing
 from nemo_rl.time_sharing.opening import LIVE_LIMITS
 from nemo_rl.time_sharing.pipelines.job import Job, Kind, read_jobs
+from nemo_rl.time_sharing.pipelines.lent import LentPlacement, TurnRules
 from nemo_rl.time_sharing.pipelines.residents import SlotMemory
-from nemo_rl.time_sharing.pipelines.sft import LentPlacement
+from nemo_rl.time_sharing.pipelines.vllm_engine import EngineSlot
 from nemo_rl.time_sharing.pool import variables_of
 from nemo_rl.time_sharing.pool_commands import run_under_control_plane, submitters_env
 from nemo_rl.time_sharing.protocol.topology import Pool, RegistrationError
@@ -497,8 +498,8 @@ class Runtime:
     def acquire(self, cluster: str, priority: Priority, step: int, timeout_s: float) -> None:
         self.said.append(f"{priority.tag} {step}")
 
-    def release(self, cluster: str) -> None:
-        assert cluster == ACTOR_TRAIN
+    def release(self, cluster: str, **next_demand: int) -> None:
+        assert cluster == ACTOR_TRAIN and not any(next_demand[key] for key in ("target", "done"))
         self.said.append("release")
 
 
@@ -530,21 +531,23 @@ def test_a_fine_tuning_run_gives_its_gpus_back_between_steps(
         worker_group=SimpleNamespace(run=memory),
     )
     progress = SimpleNamespace(phase=lambda text: None)
-    trainer: Any = Trainer(policy, SimpleNamespace(time=lambda name: nullcontext()), progress)  # type: ignore[arg-type]
+    timer = SimpleNamespace(time=lambda name: nullcontext())
+    run: Any = SimpleNamespace(policy=policy, generation=None, timer=timer, progress=progress)
     placement = LentPlacement(
-        SimpleNamespace(accelerator=CUDA),  # type: ignore[arg-type]
+        "tuning",
+        Clusters(None, None),  # type: ignore[arg-type]
+        CUDA,
         runtime,
-        lambda: wanted,
-        lambda *resident: entered.append(resident),
-        slice_s=slice_s,
-        longest_s=longest_s,
-        wait_s=1.0,
+        EngineSlot(),
+        TurnRules(1.0, wanted=lambda: wanted, slice_s=slice_s, longest_s=longest_s),
+        report_memory=lambda *resident: entered.append(resident),
+        on_first_sleep=lambda rank, slept: None,
     )
     with placement.building():
-        lent = placement.accelerators(trainer)
+        lent = placement.accelerators(run)
     for step in range(2):
         lent.lend_training(step)
-        assert where[-1] == "device"
+        policy.prepare_for_training()
         lent.yield_training(step)
     assert runtime.said == said
     assert where.count("host") == said.count("release") + 1

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from nemo_rl.config import EvalMasterConfig
 from nemo_rl.time_sharing.agents.runtime import EngineError
 from nemo_rl.time_sharing.log.pool_state import Outcome, PoolState, PoolStateDamaged, Submission
-from nemo_rl.time_sharing.pipelines.evaluation import EvaluationPipeline, FixedWeights
+from nemo_rl.time_sharing.pipelines.evaluation import EvaluationPipeline
 from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job, read_jobs
 from nemo_rl.time_sharing.pipelines.residents import Part, PoolFull, Residents, SlotMemory
+from nemo_rl.time_sharing.pipelines.vllm_engine import FixedWeights
 from nemo_rl.time_sharing.pool import PoolActor
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import Limits

@@ -1,25 +1,22 @@
-"""Builds a GRPO run from its configuration, on top of `algorithms.startup`.
+"""Builds a GRPO run from its configuration: `setup` is the start of a run, from top to bottom.
 
-Reserves slots, builds engines and policy at the same time, connects rollouts, store and environments, and chooses the
-source of prompts and rollouts. Invariant: if a step fails, everything built before is shut down.
+Data is read while Ray and the first actors start; then engines, policy and environments are built beside each other.
+Invariant: one stack ends whatever was built, where a start fails and at the end of the run.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
+from nemo_rl.algorithms.accelerators import check_control_plane
 from nemo_rl.algorithms.distillation import teachers as teaching
-from nemo_rl.algorithms.grpo.accelerators import GRPOAccelerators, check_control_plane
 from nemo_rl.algorithms.grpo.async_source import AsynchronousSource
 from nemo_rl.algorithms.grpo.collect import SynchronousSource, prompts_per_batch
-from nemo_rl.algorithms.grpo.experience_source import ExperienceSource, SourceParts
-from nemo_rl.algorithms.grpo.placement import Built, GRPOPlacement, OwnPlacement
+from nemo_rl.algorithms.grpo.experience_source import ExperienceSource
 from nemo_rl.algorithms.grpo.run import GRPORun, GRPOState, ValidationParts
 from nemo_rl.algorithms.grpo.stages import needs_previous_logprobs, needs_reference_logprobs
 from nemo_rl.algorithms.grpo.step_reports import DeviceCount, StepReports
@@ -29,6 +26,8 @@ from nemo_rl.algorithms.grpo.validation import batches_to_run
 from nemo_rl.algorithms.memory_watch import MemoryWatch, WatchedActors
 from nemo_rl.algorithms.placement import (
     Clusters,
+    OwnPlacement,
+    Placement,
     begin_policy,
     check_policy,
     start_policy,
@@ -36,9 +35,23 @@ from nemo_rl.algorithms.placement import (
     tell_memory,
     tell_step_time,
 )
-from nemo_rl.algorithms.profiling import profile_of_run
+from nemo_rl.algorithms.profiling import check_profile, profile_of_run
 from nemo_rl.algorithms.resume import Resume
-from nemo_rl.algorithms.startup import Algorithm, Limits, Loaders, Prepared, prepared
+from nemo_rl.algorithms.startup import (
+    Limits,
+    Loaders,
+    RunData,
+    begin_beside,
+    check_cpu_is_meant,
+    check_steps_left,
+    find_checkpoint,
+    find_position,
+    import_transformers,
+    log_start,
+    open_logger,
+    read_data,
+    set_seed,
+)
 from nemo_rl.config import ClippedPGLossConfig, ConfigError, DistillationLossConfig, MasterConfig
 from nemo_rl.config.data_rules import environments_in_use
 from nemo_rl.config.dotted import import_dotted
@@ -47,7 +60,7 @@ from nemo_rl.data.setup import TaskDatasets
 from nemo_rl.data_plane.factory import check_data_plane
 from nemo_rl.distributed.accelerator_slots import Accelerator
 from nemo_rl.distributed.actor_logs import collect_actor_logs
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.distributed.ray_runtime import accelerator_here
 from nemo_rl.distributed.worker_groups import RayWorkerGroup
 from nemo_rl.environments.environment_registry import (
     Actors,
@@ -64,7 +77,7 @@ from nemo_rl.experience.environment_batcher import EnvironmentHandle, environmen
 from nemo_rl.experience.hooks import time_sharing_enabled
 from nemo_rl.experience.rollout_source import LiveRollouts, RecordedRollouts, ReplayedRollouts, RolloutSource
 from nemo_rl.experience.rollouts import AgentRollouts, RolloutGenerator, RolloutRunner
-from nemo_rl.experience.store import ExperienceStore, InProcessStore
+from nemo_rl.experience.store import InProcessStore
 from nemo_rl.loss import ClippedPGLossFn, DistillationLossFn
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.generation.endpoint.server import Endpoint, start_endpoint
@@ -83,11 +96,26 @@ from nemo_rl.utils.timer import TimeoutChecker, Timer
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+    from nemo_rl.data.model_tokens import StopTokens
+    from nemo_rl.models.multi_lora.multi_lora_policy import MultiLoraPolicy
 
 _WARM_UP_S = 900.0
 
 
-def setup(config: MasterConfig, start: StartPhases | None = None, placement: GRPOPlacement | None = None) -> GRPORun:
+class Begun(NamedTuple):
+    """Slots, the actors on them, and environments. Replayed rollouts without validation need no engines or
+    environments.
+    """
+
+    accelerator: Accelerator
+    clusters: Clusters
+    policy: RayWorkerGroup
+    engines: EngineActors | None
+    environments: Actors
+    teachers: list[teaching.TeacherActors]
+
+
+def setup(config: MasterConfig, start: StartPhases | None = None, placement: Placement | None = None) -> GRPORun:
     """Builds a run that is ready to train.
 
     Args:
@@ -100,98 +128,180 @@ def setup(config: MasterConfig, start: StartPhases | None = None, placement: GRP
     to another run; NothingToDo: the run is over already.
     """
     start, placement = start or StartPhases(), placement or OwnPlacement()
-    with prepared(config, algorithm_of(config, placement), placement, start) as ready:
-        return _build(config, ready, placement, start)
+    limits = limits_of(config)
+    with ExitStack() as stack:
+        with start.phase("directories"):
+            checkpointer, resume = find_checkpoint(config)
+            check_data_plane(config.data_plane)
+            check_steps_left(resume, limits)
+            here = accelerator_here(config.cluster.device)
+            check_profile(here)
+        ray = begin_beside(config, placement, partial(_begin, config, placement, checkpointer, resume), stack)
+        with start.phase("model, tokenizer and data, beside Ray's start"):
+            import_transformers()
+            set_seed(config.grpo.seed)
+            model = check(config)
+            data = read_data(config, model, resume, here, start.say)
+            loaders = make_loaders(config, data.datasets)
+            state, total_steps = find_position(data, loaders, GRPOState(), GRPOState.from_training_info, limits)
+        logger = open_logger(config, data, loaders, start.say, stack)
+        with start.phase("Ray"):
+            begun = ray.result()
+        if here is None:
+            check_cpu_is_meant(config, begun.accelerator, model, start.say)
+
+        clusters, tokenizer, began = begun.clusters, data.tokenizer, time.monotonic()
+        record = _open_record(config, placement, stack)
+        timer, seconds = Timer(), dict[str, float]()
+        title = "Distillation" if config.distils else "GRPO"
+        progress = RunProgress(total_steps, title=title, first_step=state.step, details=environment_lines)
+        # Engines take long to start: a mistake in an environment is said before.
+        with start.phase("environments"):
+            await_environments(begun.environments, config.env)
+            for line in start_lines(environments_in_use(config), config.env):
+                start.say(line)
+        generation = start_generation(begun.engines, tokenizer, data.stop_tokens, placement.shard_record(record))
+        if generation is not None:
+            stack.callback(generation.shutdown)
+            placement.generation_prepared(generation)
+        # While engines start: a mistake in its keys is said before anything waits for them.
+        endpoint = _start_endpoint(config, begun.accelerator, data, generation, start)
+        if endpoint is not None:
+            stack.callback(endpoint.close)
+        beside = _start_beside(config, begun, placement, generation, start)
+        loss_fn = make_loss(config.loss_fn)
+        with placement.building():
+            with start.phase("policy, beside the data plane" if config.data_plane.enabled else "policy"):
+                policy = start_policy(config, clusters.training, tokenizer, begun.policy, last_step=total_steps)
+                stack.callback(policy.shutdown)
+                store = make_store(config, tokenizer, policy, stack)
+                policy.wait_until_started()
+            warming = None
+            if begun.accelerator.is_cuda and not placement.lends_shards and type(loss_fn) is ClippedPGLossFn:
+                warming = policy.submit_warm_up(loss_fn)
+            teachers = teaching.start_teachers(
+                begun.teachers, config, policy, tokenizer, start, stack, lends=placement.lends_shards
+            )
+            rollouts, validation_rollouts = make_rollout_sources(
+                store,
+                config,
+                tokenizer,
+                generation,
+                data.datasets,
+                begun.environments,
+                record,
+                placement.record_prefix,
+                endpoint,
+            )
+            if policy.started is not None:
+                record.emit(policy.started)
+                start.say(f"training: {policy.started.kernels}")
+            seconds["policy_init_time_s"] = time.monotonic() - began
+            if generation is not None:
+                with start.phase("engines, beside the policy"):
+                    generation.wait_until_started()
+                seconds["vllm_init_time_s"] = time.monotonic() - began
+            if warming is not None:
+                with start.phase("first passes of training, compiled"):
+                    seconds["policy_warm_up_time_s"] = warming.result(_WARM_UP_S)
+            if beside and generation is not None:
+                # Only now: an engine that sleeps measures what comes back, and the first passes move it.
+                generation.sleep()
+            watched = watched_actors(policy, begun.environments, teachers)
+            run = GRPORun(
+                config=config,
+                policy=policy,
+                generation=generation,
+                rollouts=rollouts,
+                validation=validation_of(validation_rollouts, begun.environments, data.datasets),
+                store=store,
+                loss_fn=loss_fn,
+                train_loader=loaders.train,
+                val_loader=loaders.validation,
+                logger=logger,
+                checkpointer=checkpointer,
+                state=state,
+                record=record,
+                timer=timer,
+                timeout=TimeoutChecker(config.checkpointing.checkpoint_must_save_by),
+                progress=progress,
+                memory=MemoryWatch(watched, generation, logger, progress.say),
+                total_steps=total_steps,
+                teachers=teachers,
+                endpoint=endpoint,
+                clusters=clusters.distinct(),
+                reports=StepReports(
+                    config, store, logger, record, progress, generation, count_devices(clusters, placement)
+                ),
+                resumed_from=resumed_from(data.resume),
+            )
+            run.accelerators = placement.accelerators(run)
+        run.source = make_source(run)
+        end_files_first(run, stack)
+        ray.after_actors(partial(collect_actor_logs, Path(config.logger.log_dir) / "actors"))
+        log_start(config, logger, state.step, start, seconds)
+        run.ending = stack.pop_all()
+    return run
 
 
-@dataclass(frozen=True)
-class _RayParts:
-    """Slots, the actors on them, and environments. Replayed rollouts without validation need no engines or
-    environments.
-    """
-
-    clusters: Clusters
-    policy: RayWorkerGroup
-    engines: EngineActors | None
-    environments: Actors
-    teachers: list[teaching.TeacherActors]
-
-    def shutdown(self) -> None:
-        """Shuts all of it down. Safe to call twice."""
-        self.policy.shutdown()
-        for teacher in self.teachers:
-            teacher.shutdown()
-        if self.engines is not None:
-            self.engines.shutdown()
-        end_environments(self.environments)
-        for cluster in self.clusters.distinct():
-            cluster.shutdown()
-
-
-def algorithm_of(config: MasterConfig, placement: GRPOPlacement) -> Algorithm[GRPOState, Loader, _RayParts]:
-    """What GRPO and distillation bring to a start."""
+def limits_of(config: MasterConfig) -> Limits:
+    """The end of a run."""
     grpo = config.grpo
     # Neither loaders by task nor dynamic sampling know how many steps an epoch has.
     epochs = None if config.data.use_multiple_dataloader or grpo.use_dynamic_sampling else grpo.max_num_epochs
-    return Algorithm(
-        state=GRPOState(),
-        resumed=lambda resume: GRPOState.from_training_info(resume.info),
-        seed=grpo.seed,
-        limits=Limits(f"{config.section()}.max_num_steps", grpo.max_num_steps, epochs, prompts_per_batch(grpo)),
-        check_directories=lambda checkpointer, resume: check_data_plane(config.data_plane),
-        check=lambda: _check(config),
-        loaders=lambda datasets, tokenizer: make_loaders(config, datasets),
-        begin=lambda accelerator, checkpointer, resume: _begin(config, placement, accelerator, checkpointer, resume),
-    )
+    return Limits(f"{config.section()}.max_num_steps", grpo.max_num_steps, epochs, prompts_per_batch(grpo))
 
 
 def _begin(
     config: MasterConfig,
-    placement: GRPOPlacement,
-    accelerator: Accelerator,
+    placement: Placement,
     checkpointer: CheckpointManager,
     resume: Resume | None,
-) -> _RayParts:
-    with ExitStack() as undo:
-        clusters = placement.reserve(config, accelerator)
-        for cluster in clusters.distinct():
-            undo.callback(cluster.shutdown)
-        engines: EngineActors | None = None
-        environments: Actors = {}
-        if clusters.generation is not None:
-            local = config.policy.generation.vllm_cfg.http_server.is_local
-            environments = start_environments(environments_in_use(config), config.env, agents_anywhere=not local)
-            undo.callback(end_environments, environments)
-            lent = placement.lends_shards
-            engines = start_engine_actors(
-                clusters.generation,
-                config.policy,
-                config.cluster,
-                seed=config.grpo.seed,
-                colocated=config.policy.generation.colocated.enabled and not lent,
-                # A foreign control plane puts engines to sleep, whatever accelerators they are on.
-                sleeps=True if time_sharing_enabled() else None,
-                lent=lent,
-                profile=profile_of_run(),
-            )
-            undo.callback(engines.shutdown)
-        reference = config.loss_fn.reference_policy_kl_penalty != 0
-        policy = begin_policy(
-            config,
-            clusters.training,
-            checkpointer,
-            resume,
-            init_reference_model=reference and not config.grpo.skip_reference_policy_logprobs_calculation,
+    accelerator: Accelerator,
+    stack: ExitStack,
+) -> Begun:
+    """Starts what needs neither tokenizer nor data; `stack` ends it."""
+    clusters = placement.reserve(config, accelerator)
+    for cluster in clusters.distinct():
+        stack.callback(cluster.shutdown)
+    engines: EngineActors | None = None
+    environments: Actors = {}
+    if clusters.generation is not None:
+        local = config.policy.generation.vllm_cfg.http_server.is_local
+        environments = start_environments(environments_in_use(config), config.env, agents_anywhere=not local)
+        stack.callback(end_environments, environments)
+        lent = placement.lends_shards
+        engines = start_engine_actors(
+            clusters.generation,
+            config.policy,
+            config.cluster,
+            seed=config.grpo.seed,
+            colocated=config.policy.generation.colocated.enabled and not lent,
+            # A foreign control plane puts engines to sleep, whatever accelerators they are on.
+            sleeps=True if time_sharing_enabled() else None,
+            lent=lent,
+            profile=profile_of_run(),
         )
-        undo.callback(policy.shutdown)
-        teachers = teaching.start_teacher_actors(
-            config, clusters.training, clusters.teachers, lambda teacher: placement.served_teacher(teacher, config)
-        )
-        undo.pop_all()
-    return _RayParts(clusters, policy, engines, environments, teachers)
+        stack.callback(engines.shutdown)
+    reference = config.loss_fn.reference_policy_kl_penalty != 0
+    policy = begin_policy(
+        config,
+        clusters.training,
+        checkpointer,
+        resume,
+        init_reference_model=reference and not config.grpo.skip_reference_policy_logprobs_calculation,
+    )
+    stack.callback(policy.shutdown)
+    teachers = teaching.start_teacher_actors(
+        config, clusters.training, clusters.teachers, lambda teacher: placement.served_teacher(teacher, config)
+    )
+    for teacher in teachers:
+        stack.callback(teacher.shutdown)
+    return Begun(accelerator, clusters, policy, engines, environments, teachers)
 
 
-def _check(config: MasterConfig) -> PretrainedConfig:
+def check(config: MasterConfig) -> PretrainedConfig:
+    """Checks what needs neither tokenizer nor data; returns the model's configuration. For errors see `check_model`."""
     model = check_model(config)
     teaching.check_teachers(config, model)
     for name in environments_in_use(config):
@@ -224,8 +334,8 @@ def check_model(config: MasterConfig) -> PretrainedConfig:
 
 def _start_beside(
     config: MasterConfig,
-    ready: Prepared[GRPOState, Loader, _RayParts],
-    placement: GRPOPlacement,
+    begun: Begun,
+    placement: Placement,
     generation: VllmGeneration | None,
     start: StartPhases,
 ) -> bool:
@@ -234,18 +344,18 @@ def _start_beside(
     """
     if placement.lends_shards:
         return False
-    if not ready.accelerator.is_cuda:
+    if not begun.accelerator.is_cuda:
         previous = not config.distils and needs_previous_logprobs(config.grpo, config.loss_fn)
         reference = not config.distils and needs_reference_logprobs(config.grpo, config.loss_fn)
         tell_step_time(config, start.say, forward_passes=1 + previous + reference)
-        tell_cpu_memory(config, ready.ray_parts.policy, start.say, reference=reference)
+        tell_cpu_memory(config, begun.policy, start.say, reference=reference)
         return False
-    parts, vllm = ready.ray_parts, config.policy.generation.vllm_cfg
+    vllm = config.policy.generation.vllm_cfg
     shares = generation is not None and generation.colocated
-    memory = tell_memory(config, parts.policy, start.say, engines=vllm.engines_per_gpu if shares else 0)
+    memory = tell_memory(config, begun.policy, start.say, engines=vllm.engines_per_gpu if shares else 0)
     if generation is None or not shares:
         return False
-    sized = parts.engines is not None and parts.engines.sized and not parts.teachers
+    sized = begun.engines is not None and begun.engines.sized and not begun.teachers
     if sized and memory is not None and memory.starts_beside_engines(vllm.gpu_memory_utilization):
         return True
     with start.phase("engines"):
@@ -254,173 +364,49 @@ def _start_beside(
     return False
 
 
-def _build(
-    config: MasterConfig, ready: Prepared[GRPOState, Loader, _RayParts], placement: GRPOPlacement, start: StartPhases
-) -> GRPORun:
-    tokenizer, undo, began = ready.tokenizer, ready.undo, time.monotonic()
+def _open_record(config: MasterConfig, placement: Placement, stack: ExitStack) -> RecordWriter:
     path, source = Path(config.logger.log_dir) / "record.jsonl", f"{placement.record_prefix}driver"
     record = RecordWriter(path, source=source, archive_bytes=ARCHIVE_BYTES)
-    timer = Timer()
-    title = "Distillation" if config.distils else "GRPO"
-    progress = RunProgress(ready.total_steps, title=title, first_step=ready.state.step, details=environment_lines)
-    clusters, actors = ready.ray_parts.clusters, ready.ray_parts.environments
-    # Engines take long to start: a mistake in an environment is said before.
-    undo.callback(end_environments, actors)
-    with start.phase("environments"):
-        await_environments(actors, config.env)
-        for line in start_lines(environments_in_use(config), config.env):
-            start.say(line)
-    generation = _start_generation(
-        ready.ray_parts.engines, tokenizer, ready.stop_tokens.ids, placement.shard_record(record)
-    )
-    if generation is not None:
-        undo.callback(generation.shutdown)
-        placement.generation_prepared(generation)
-    # While engines start: a mistake in its keys is said before anything waits for them.
-    endpoint = _start_endpoint(config, ready, generation, start)
-    if endpoint is not None:
-        undo.callback(endpoint.close)
-    beside = _start_beside(config, ready, placement, generation, start)
-    loss_fn = make_loss(config.loss_fn)
-    with placement.building():
-        with start.phase("policy, beside the data plane" if config.data_plane.enabled else "policy"):
-            policy = start_policy(
-                config, clusters.training, tokenizer, ready.ray_parts.policy, last_step=ready.total_steps
-            )
-            undo.callback(policy.shutdown)
-            store = make_store(config, tokenizer, policy, undo)
-            policy.wait_until_started()
-        warming = None
-        if ready.accelerator.is_cuda and not placement.lends_shards and type(loss_fn) is ClippedPGLossFn:
-            warming = policy.submit_warm_up(loss_fn)
-        begun, lends = ready.ray_parts.teachers, placement.lends_shards
-        teachers = teaching.start_teachers(begun, config, policy, tokenizer, start, undo, lends=lends)
-        rollouts = make_rollout_sources(
-            store, config, tokenizer, generation, ready.datasets, actors, record, placement.record_prefix, endpoint
-        )
-        if policy.started is not None:
-            record.emit(policy.started)
-            start.say(f"training: {policy.started.kernels}")
-        ready.seconds["policy_init_time_s"] = time.monotonic() - began
-        if generation is not None:
-            with start.phase("engines, beside the policy"):
-                generation.wait_until_started()
-            ready.seconds["vllm_init_time_s"] = time.monotonic() - began
-        if warming is not None:
-            with start.phase("first passes of training, compiled"):
-                ready.seconds["policy_warm_up_time_s"] = warming.result(_WARM_UP_S)
-        if beside and generation is not None:
-            # Only now: an engine that sleeps measures what comes back, and the first passes move it.
-            generation.sleep()
-        built = Built(config, policy, generation, ready.state.step, record, timer, progress)
-        accelerators = placement.accelerators(built)
-    slots = [cluster.world_size() for cluster in clusters.distinct()]
-    watched: dict[str, WatchedActors] = {
+    stack.callback(record.close)
+    return record
+
+
+def validation_of(
+    rollouts: RolloutSource | None, environments: Actors, datasets: TaskDatasets
+) -> ValidationParts | None:
+    """What validation works with; None if there is no validation data."""
+    return None if rollouts is None else ValidationParts(rollouts, environments, datasets.env_of_validation_task)
+
+
+def watched_actors(
+    policy: Policy | MultiLoraPolicy, environments: Actors, teachers: teaching.Teachers | None = None
+) -> dict[str, WatchedActors]:
+    """The actors of a run whose memory is logged, by kind."""
+    return {
         "trainer": lambda: policy.worker_group.workers,
         "teacher": lambda: teachers.workers() if teachers is not None else [],
-        "environment": lambda: [actor for replicas in actors.values() for actor in replicas],
+        "environment": lambda: [actor for replicas in environments.values() for actor in replicas],
     }
-    return assembled(
-        config,
-        ready,
-        policy=policy,
-        loss_fn=loss_fn,
-        generation=generation,
-        accelerators=accelerators,
-        sources=rollouts,
-        store=store,
-        record=record,
-        timer=timer,
-        progress=progress,
-        environments=actors,
-        placement=placement,
-        teachers=teachers,
-        endpoint=endpoint,
-        clusters=clusters.distinct(),
-        memory=MemoryWatch(watched, generation, ready.logger, progress.say),
-        device_count=DeviceCount(
-            max(slots) if placement.lends_shards else sum(slots),
-            clusters.training.world_size(),
-            clusters.generation.world_size() if clusters.generation is not None else 0,
-        ),
-    )
 
 
-def assembled(
-    config: MasterConfig,
-    ready: Prepared[GRPOState, Loader, Any],
-    *,
-    policy: Policy,
-    loss_fn: LossFunction,
-    generation: VllmGeneration | None,
-    accelerators: GRPOAccelerators,
-    sources: tuple[RolloutSource, RolloutSource | None],
-    store: ExperienceStore,
-    record: Record,
-    timer: Timer,
-    progress: RunProgress,
-    environments: Actors,
-    placement: GRPOPlacement,
-    clusters: list[RayVirtualCluster],
-    device_count: DeviceCount,
-    memory: MemoryWatch,
-    teachers: teaching.Teachers | None = None,
-    endpoint: Endpoint | None = None,
-    adapter: str = "",
-) -> GRPORun:
-    """A run of prepared parts and parts on accelerators; see `GRPORun`. `sources`: of rollouts for training and for
-    validation.
-    """
-    rollouts, validation_rollouts = sources
-    source = make_source(
-        SourceParts(
-            config=config,
-            state=ready.state,
-            loader=ready.loaders.train,
-            rollouts=rollouts,
-            generation=generation,
-            accelerators=accelerators,
-            store=store,
-            record=record,
-            timer=timer,
-            phase=progress.phase,
-            total_steps=ready.total_steps,
-            adapter=adapter,
-            # Groups that wait in a checkpoint are of its data.
-            resumed_from=ready.resume.checkpoint if ready.resume is not None and ready.resume.same_data else None,
-        )
-    )
-    validation = None
-    if validation_rollouts is not None:
-        validation = ValidationParts(validation_rollouts, environments, ready.datasets.env_of_validation_task)
-    return GRPORun(
-        config=config,
-        policy=policy,
-        generation=generation,
-        accelerators=accelerators,
-        source=source,
-        validation=validation,
-        store=store,
-        loss_fn=loss_fn,
-        train_loader=ready.loaders.train,
-        val_loader=ready.loaders.validation,
-        logger=ready.logger,
-        checkpointer=ready.checkpointer,
-        state=ready.state,
-        record=record,
-        timer=timer,
-        timeout=TimeoutChecker(config.checkpointing.checkpoint_must_save_by),
-        progress=progress,
-        memory=memory,
-        total_steps=ready.total_steps,
-        environments=environments,
-        placement=placement,
-        teachers=teachers,
-        endpoint=endpoint,
-        adapter=adapter,
-        clusters=clusters,
-        reports=StepReports(config, store, ready.logger, record, progress, generation, device_count),
-    )
+def count_devices(clusters: Clusters, placement: Placement) -> DeviceCount:
+    """The accelerators of a run, and how many of them train and generate. Lent ones train and generate in turns."""
+    slots = [cluster.world_size() for cluster in clusters.distinct()]
+    generating = clusters.generation.world_size() if clusters.generation is not None else 0
+    return DeviceCount(max(slots) if placement.lends_shards else sum(slots), clusters.training.world_size(), generating)
+
+
+def resumed_from(resume: Resume | None) -> Path | None:
+    """The checkpoint whose prompt groups wait to be trained: those are of its data."""
+    return resume.checkpoint if resume is not None and resume.same_data else None
+
+
+def end_files_first(run: GRPORun, stack: ExitStack) -> None:
+    """Has `stack` begin with what writes files: while the processes that they tell of still run."""
+    stack.callback(run.store.close)
+    stack.callback(run.record.flush)
+    stack.callback(run.checkpointer.shutdown)
+    stack.callback(run.reports.close)
 
 
 def make_loss(cfg: ClippedPGLossConfig) -> LossFunction:
@@ -442,15 +428,16 @@ def make_loss(cfg: ClippedPGLossConfig) -> LossFunction:
     return loss
 
 
-def _start_generation(
-    actors: EngineActors | None, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int], record: Record
+def start_generation(
+    actors: EngineActors | None, tokenizer: PreTrainedTokenizerBase, ends: StopTokens, record: Record
 ) -> VllmGeneration | None:
+    """Starts engines on their actors; does not wait for them. None without actors."""
     if actors is None:
         return None
     return VllmGeneration(
         actors,
         pad_token_id=tokenizer.pad_token_id,
-        stop_token_ids=list(stop_token_ids),
+        stop_token_ids=list(ends.ids),
         request_timeout_s=request_timeout_s(),
         record=record,
     )
@@ -458,7 +445,8 @@ def _start_generation(
 
 def _start_endpoint(
     config: MasterConfig,
-    ready: Prepared[GRPOState, Loader, _RayParts],
+    accelerator: Accelerator,
+    data: RunData,
     generation: VllmGeneration | None,
     start: StartPhases,
 ) -> Endpoint | None:
@@ -467,38 +455,14 @@ def _start_endpoint(
     with start.phase("endpoint"):
         endpoint = start_endpoint(
             config.policy,
-            ready.tokenizer,
+            data.tokenizer,
             generation.generate_one,
-            stop_token_ids=ready.stop_tokens.ids,
-            cuda=ready.accelerator.is_cuda,
+            stop_token_ids=data.stop_tokens.ids,
+            cuda=accelerator.is_cuda,
         )
     generation.dp_openai_server_base_urls = endpoint.base_urls(len(generation.group.workers))
     start.say(f"endpoint: {endpoint.base_url}, model {endpoint.model}")
     return endpoint
-
-
-def close(run: GRPORun) -> None:
-    """Shuts everything down; safe after a failure."""
-    with ExitStack() as stack:
-        if isinstance(run.record, RecordWriter):
-            stack.callback(run.record.close)
-        stack.callback(run.placement.disconnect)
-        stack.callback(collect_actor_logs, Path(run.config.logger.log_dir) / "actors")
-        for cluster in run.clusters:
-            stack.callback(cluster.shutdown)
-        stack.callback(end_environments, run.environments)
-        if run.generation is not None:
-            stack.callback(run.generation.shutdown)
-        if run.endpoint is not None:
-            stack.callback(run.endpoint.close)
-        stack.callback(run.policy.shutdown)
-        if run.teachers is not None:
-            stack.callback(run.teachers.shutdown)
-        stack.callback(run.store.close)
-        stack.callback(run.logger.close)
-        stack.callback(run.record.flush)
-        stack.callback(run.checkpointer.shutdown)
-        stack.callback(run.reports.close)
 
 
 def make_loaders(config: MasterConfig, datasets: TaskDatasets) -> Loaders[Loader]:
@@ -570,11 +534,11 @@ def make_rollout_sources(
     return store.rollouts(train_source, val_source, events, record, reached, generation)
 
 
-def make_source(parts: SourceParts) -> ExperienceSource:
+def make_source(run: GRPORun) -> ExperienceSource:
     """The configured source: streaming, asynchronous or synchronous."""
-    if parts.config.async_rl is not None:
-        return StreamingSource(parts)
-    return AsynchronousSource(parts) if parts.config.grpo.async_grpo.enabled else SynchronousSource(parts)
+    if run.config.async_rl is not None:
+        return StreamingSource(run)
+    return AsynchronousSource(run) if run.config.grpo.async_grpo.enabled else SynchronousSource(run)
 
 
 def _sources(

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from nemo_rl.algorithms.accelerators import ReportProgress
 from nemo_rl.algorithms.grpo.collect import Gathering, prompts_of, prompts_per_batch, training_plan
-from nemo_rl.algorithms.grpo.experience_source import SourceParts, WholeSteps
+from nemo_rl.algorithms.grpo.experience_source import WholeSteps
+from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.grpo.stages import Experience, apply_staleness_policy
-from nemo_rl.algorithms.placement import ReportProgress
 from nemo_rl.algorithms.resume import dataset_names
 from nemo_rl.config import MasterConfig
 from nemo_rl.data.loader import HasState
@@ -47,8 +48,8 @@ class AheadSource:
         sampler: Name of the rule by which steps take groups; a checkpoint holds it.
     """
 
-    def __init__(self, parts: SourceParts, collector: Collector, sampler: str) -> None:
-        self._inputs, self.collector, self._sampler = parts, collector, sampler
+    def __init__(self, run: GRPORun, collector: Collector, sampler: str) -> None:
+        self._run, self.collector, self._sampler = run, collector, sampler
 
     @contextmanager
     def running(self) -> Generator[None]:
@@ -56,8 +57,8 @@ class AheadSource:
         finished groups.
         """
         try:
-            if self._inputs.resumed_from is not None:
-                self._restore(self._inputs.resumed_from)
+            if self._run.resumed_from is not None:
+                self._restore(self._run.resumed_from)
             yield
         finally:
             self.collector.stop()
@@ -74,7 +75,7 @@ class AheadSource:
     def trained(self) -> Mapping[str, float]:
         """Moves the loader's position past the trained step."""
         metrics = self._metrics()
-        position, state = self.collector.finish_step(), self._inputs.state
+        position, state = self.collector.finish_step(), self._run.state
         if position.epoch != state.epoch:
             state.epoch, state.step_in_epoch = position.epoch, 0
         return metrics
@@ -85,12 +86,12 @@ class AheadSource:
 
     def finished(self) -> bool:
         """Whether steps or epochs are used up."""
-        return self._inputs.state.step >= min(self._inputs.config.grpo.max_num_steps, self._inputs.total_steps)
+        return self._run.state.step >= min(self._run.config.grpo.max_num_steps, self._run.total_steps)
 
     def waited_for(self) -> tuple[int, int]:
         """The groups of a step, and how many of them are finished."""
-        groups = 0 if self.finished() else self._inputs.config.grpo.num_prompts_per_step
-        return groups, self.collector.count_intended_for_step(self._inputs.state.step)
+        groups = 0 if self.finished() else self._run.config.grpo.num_prompts_per_step
+        return groups, self.collector.count_intended_for_step(self._run.state.step)
 
     def position(self) -> tuple[HasState, Mapping[str, object]]:
         """The loader position before the first prompt that is not trained; drawn batches since, and their finished
@@ -98,15 +99,15 @@ class AheadSource:
         """
         draws = [[draw.batch, draw.rows, [list(row) for row in draw.open]] for draw in self.collector.draws()]
         return self.collector.position(), {
-            BUFFER_FILE: {"groups": _plain_groups(self._inputs.store, self.collector.finished())},
-            ROLLOUTS_FILE: {"batches": draws, "shape": batch_shape(self._inputs.config), "sampler": self._sampler},
+            BUFFER_FILE: {"groups": _plain_groups(self._run.store, self.collector.finished())},
+            ROLLOUTS_FILE: {"batches": draws, "shape": batch_shape(self._run.config), "sampler": self._sampler},
         }
 
     def _restore(self, checkpoint: Path) -> None:
         """Groups that are too old now, or that another sampler selected, are dropped, and their prompts are generated
         again. If the batch shape or the datasets changed, everything is dropped.
         """
-        queue, saved = self.collector.queue, _saved_rollouts(self._inputs.config, checkpoint)
+        queue, saved = self.collector.queue, _saved_rollouts(self._run.config, checkpoint)
         if saved is None:
             return
         batches = _saved_batches(saved)
@@ -114,7 +115,7 @@ class AheadSource:
         if saved.get("sampler", "in_order") == self._sampler:
             known = {GroupKey(draw.batch, attempt, number) for draw in batches for _, attempt, number in draw.open}
             groups = _saved_groups(
-                self._inputs.store, checkpoint, lambda group: group.key in known and queue.may_still_take(group)
+                self._run.store, checkpoint, lambda group: group.key in known and queue.may_still_take(group)
             )
         else:
             logger.warning("resume=groups_generated_anew reason=sampler_was_%s", saved["sampler"])
@@ -125,22 +126,22 @@ class AheadSource:
 class AsynchronousSource(WholeSteps, AheadSource):
     """Rollouts run ahead of training; every prompt group belongs to one step from its draw on."""
 
-    def __init__(self, parts: SourceParts) -> None:
-        super().__init__(parts, _build_collector(parts), "in_order")
-        self._gathering = Gathering(parts.config.grpo, parts.store, parts.record, parts.timer)
+    def __init__(self, run: GRPORun) -> None:
+        super().__init__(run, _build_collector(run), "in_order")
+        self._gathering = Gathering(run.config.grpo, run.store, run.record, run.timer)
 
     def next_experience(self) -> Experience:
         """Waits for the groups of the current step and applies the staleness policy. Raises StopIteration: the prompts
         are used up; CollectorError: the collector cannot deliver.
         """
-        step, timer = self._inputs.state.step, self._inputs.timer
-        self._inputs.phase("waiting for rollouts")
+        step, timer = self._run.state.step, self._run.timer
+        self._run.progress.phase("waiting for rollouts")
         with (
-            self._inputs.accelerators.demand(step, *self.waited_for()) as report,
+            self._run.accelerators.demand(step, *self.waited_for()) as report,
             timer.time("exposed_generation"),
         ):
             experience = self._gathering.gather(step, lambda attempt: self._collected(attempt, report))
-        apply_staleness_policy(experience, self._inputs.store, self._inputs.config.grpo.async_grpo.mixed_versions, step)
+        apply_staleness_policy(experience, self._run.store, self._run.config.grpo.async_grpo.mixed_versions, step)
         experience.metrics["buffer_size"] = float(len(self.collector))
         experience.metrics["avg_trajectory_age"] = experience.metrics["lag/mean"]
         return experience
@@ -150,23 +151,23 @@ class AsynchronousSource(WholeSteps, AheadSource):
         if attempt:
             self.collector.extend_step()
         groups = sorted(self.collector.take(on_progress=on_progress), key=lambda group: group.key)
-        if self._inputs.config.grpo.use_dynamic_sampling:
+        if self._run.config.grpo.use_dynamic_sampling:
             # It records which of them it drops.
             self.collector.hand_over(groups)
-        return joined_groups(self._inputs.store, groups)
+        return joined_groups(self._run.store, groups)
 
 
-def _build_collector(parts: SourceParts) -> Collector:
+def _build_collector(run: GRPORun) -> Collector:
     """Steps take their groups in order, and rollouts begin with the first weight version."""
-    cfg, ahead = parts.config.grpo, parts.config.grpo.async_grpo
+    cfg, ahead = run.config.grpo, run.config.grpo.async_grpo
     limits = QueueLimits(wanted=prompts_per_batch(cfg), last_step=cfg.max_num_steps)
     longest_s = cfg.max_rollout_turns * request_timeout_s()
     # On lent shards generation stands still by order, for as long as the scheduler likes.
-    stall = StallPolicy(_NEVER_S if getattr(parts.generation, "lent", False) else 2 * longest_s)
+    stall = StallPolicy(_NEVER_S if getattr(run.generation, "lent", False) else 2 * longest_s)
     in_flight = ahead.in_flight_weight_updates
     return Collector(
-        collector_parts(parts),
-        PromptQueue(InOrder(ahead.max_trajectory_age_steps), limits, parts.state.step),
+        collector_parts(run),
+        PromptQueue(InOrder(ahead.max_trajectory_age_steps), limits, run.state.step),
         FailurePolicy(in_a_row=ahead.max_generation_failures, backoff_s=_RETRY_S),
         stall,
         RefitPolicy(
@@ -176,19 +177,19 @@ def _build_collector(parts: SourceParts) -> Collector:
     )
 
 
-def collector_parts(parts: SourceParts) -> CollectorParts:
+def collector_parts(run: GRPORun) -> CollectorParts:
     """What collectors work with."""
-    rollouts: Any = parts.rollouts
-    if parts.generation is None:
+    rollouts: Any = run.rollouts
+    if run.generation is None:
         raise RuntimeError("rollouts ahead of training need generation")
     return CollectorParts(
-        prompts=prompts_of(parts.config.grpo, parts.loader, parts.state.epoch),
+        prompts=prompts_of(run.config.grpo, run.train_loader, run.state.epoch),
         rollouts=rollouts,
-        store=parts.store,
-        plan=lambda step: training_plan(parts.config, step),
-        start=parts.generation.start_on_dispatch_loop,
-        generations=parts.config.grpo.num_generations_per_prompt,
-        record=parts.record,
+        store=run.store,
+        plan=lambda step: training_plan(run.config, step),
+        start=run.generation.start_on_dispatch_loop,
+        generations=run.config.grpo.num_generations_per_prompt,
+        record=run.record,
     )
 
 

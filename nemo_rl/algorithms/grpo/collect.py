@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_rl.algorithms.grpo.experience_source import SourceParts, WholeSteps
+from nemo_rl.algorithms.grpo.experience_source import WholeSteps
+from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.grpo.stages import Experience, filter_rows, joined_experience, score_rewards, valid_rewards
 from nemo_rl.config import GRPOConfig, MasterConfig
 from nemo_rl.config.async_rl import NativeTimeoutsConfig
@@ -297,11 +298,11 @@ class SynchronousSource(WholeSteps):
 
     collector: None = None
 
-    def __init__(self, parts: SourceParts) -> None:
-        self._inputs = parts
-        self._prompts = prompts_of(parts.config.grpo, parts.loader, parts.state.epoch)
-        gathering = Gathering(parts.config.grpo, parts.store, parts.record, parts.timer)
-        self._batches = WholeBatches(parts.config, parts.rollouts, gathering, parts.adapter)
+    def __init__(self, run: GRPORun) -> None:
+        self._run = run
+        self._prompts = prompts_of(run.config.grpo, run.train_loader, run.state.epoch)
+        gathering = Gathering(run.config.grpo, run.store, run.record, run.timer)
+        self._batches = WholeBatches(run.config, run.rollouts, gathering, run.adapter)
 
     def running(self) -> AbstractContextManager[object]:
         """Does nothing: the loader is already restored, and no rollout runs between steps."""
@@ -312,15 +313,15 @@ class SynchronousSource(WholeSteps):
 
     def next_experience(self) -> Experience:
         """Refits generation if needed and rolls out."""
-        accelerators, timer, step = self._inputs.accelerators, self._inputs.timer, self._inputs.state.step
-        self._inputs.phase("generation")
+        accelerators, timer, step = self._run.accelerators, self._run.timer, self._run.state.step
+        self._run.progress.phase("generation")
         with timer.time("prepare_for_generation/total"):
             accelerators.serve(step)
         with accelerators.demand(step, *self.waited_for()):
             return self._batches.collect(step, self._next_prompts)
 
     def _next_prompts(self) -> tuple[BatchedDataDict, int]:
-        state = self._inputs.state
+        state = self._run.state
         try:
             return self._prompts.next(), self._prompts.epoch
         finally:
@@ -338,19 +339,19 @@ class SynchronousSource(WholeSteps):
 
     def finished(self) -> bool:
         """Whether steps or epochs are used up."""
-        cfg, state, data = self._inputs.config.grpo, self._inputs.state, self._inputs.config.data
+        cfg, state, data = self._run.config.grpo, self._run.state, self._run.config.data
         if state.step >= cfg.max_num_steps:
             return True
         if data.use_multiple_dataloader or cfg.use_dynamic_sampling:
             return not data.use_multiple_dataloader and state.epoch >= cfg.max_num_epochs
-        loader, in_last_epoch = self._inputs.loader, state.epoch == cfg.max_num_epochs - 1
+        loader, in_last_epoch = self._run.train_loader, state.epoch == cfg.max_num_epochs - 1
         return state.epoch >= cfg.max_num_epochs or (
             in_last_epoch and isinstance(loader, Sized) and state.step_in_epoch >= len(loader)
         )
 
     def waited_for(self) -> tuple[int, int]:
         """A whole batch, none of it finished."""
-        return (0 if self.finished() else self._inputs.config.grpo.num_prompts_per_step), 0
+        return (0 if self.finished() else self._run.config.grpo.num_prompts_per_step), 0
 
     def position(self) -> tuple[HasState, Mapping[str, object]]:
         """The loader position, before any prefetched batch."""

@@ -6,25 +6,13 @@ hold of it. Invariant: every drawn prompt group is trained once, or recorded as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from nemo_rl.algorithms.grpo.accelerators import GRPOAccelerators
 from nemo_rl.algorithms.grpo.stages import Experience
-from nemo_rl.algorithms.resume import RunState
-from nemo_rl.config import MasterConfig
-from nemo_rl.data.loader import HasState, Loader
+from nemo_rl.data.loader import HasState
 from nemo_rl.experience.collector import Collector
-from nemo_rl.experience.rollout_source import RolloutSource
-from nemo_rl.experience.store import ExperienceStore
-from nemo_rl.utils.record import Record
-from nemo_rl.utils.timer import Timer
-
-if TYPE_CHECKING:
-    from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 
 
 class ExperienceSource(Protocol):
@@ -70,25 +58,6 @@ class ExperienceSource(Protocol):
     def position(self) -> tuple[HasState, Mapping[str, object]]:
         """The loader position for a checkpoint, and the source's own files of it by name."""
         ...
-
-
-@dataclass(frozen=True)
-class SourceParts:
-    """What sources work with."""
-
-    config: MasterConfig
-    state: RunState  # `step` and `epoch` are read; sources move `epoch` and `step_in_epoch` to the prompts in use
-    loader: Loader
-    rollouts: RolloutSource
-    generation: VllmGeneration | None  # the engines; None when rollouts are replayed
-    accelerators: GRPOAccelerators
-    store: ExperienceStore
-    record: Record
-    timer: Timer
-    phase: Callable[[str], None]  # shows what the run is doing
-    total_steps: int  # last step of the run, as far as it can be known at the start
-    adapter: str = ""  # the adapter that it trains, of several on one base
-    resumed_from: Path | None = None  # checkpoint that the run resumes from
 
 
 class WholeSteps:

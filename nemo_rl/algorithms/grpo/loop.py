@@ -10,7 +10,7 @@ from collections.abc import Generator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-from nemo_rl.algorithms.grpo.accelerators import OwnAccelerators
+from nemo_rl.algorithms.accelerators import OwnAccelerators
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.grpo.stages import Experience
 from nemo_rl.algorithms.grpo.step_reports import StepReport, step_metrics

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
 
 from nemo_rl.config import WeightSyncConfig
 from nemo_rl.models.generation.interfaces import GenerationError
 from nemo_rl.models.generation.refit import Weights, refit
 from nemo_rl.models.generation.vllm.fleet import ShardState
+from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
+from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.record import Record
 from nemo_rl.utils.timer import Timer
-from nemo_rl.weight_sync.sync_session import SyncOptions, SyncReport, pause_quantiles
+from nemo_rl.weight_sync.sync_session import SyncOptions, SyncReport, WeightSource, pause_quantiles
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +38,8 @@ class Refitter:
 
     def __init__(
         self,
-        policy: Any,
-        generation: Any,
+        policy: Policy,
+        generation: VllmGeneration,
         cfg: WeightSyncConfig,
         *,
         colocated: bool,
@@ -145,7 +146,7 @@ class Refitter:
         """Syncs all shards. If all have failed, waits until some are rebuilt. Returns the rebuilt shards."""
         rebuilt: list[int] = []
 
-        def source(version: int) -> Any:
+        def source(version: int) -> WeightSource:
             return self._policy
 
         def living() -> list[int]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl.algorithms.distillation.teachers import Teachers
-from nemo_rl.algorithms.grpo.accelerators import GRPOAccelerators
 from nemo_rl.algorithms.grpo.experience_source import ExperienceSource
-from nemo_rl.algorithms.grpo.placement import GRPOPlacement
 from nemo_rl.algorithms.grpo.step_reports import StepReports
 from nemo_rl.algorithms.resume import RunState
 from nemo_rl.algorithms.training_loop import TrainingRun
@@ -20,8 +19,6 @@ from nemo_rl.experience.rollout_source import RolloutSource
 from nemo_rl.experience.rollouts import RolloutWatch
 from nemo_rl.experience.store import ExperienceStore
 from nemo_rl.models.generation.endpoint.server import Endpoint
-from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
-from nemo_rl.utils.record import Record
 
 if TYPE_CHECKING:
     from nemo_rl.utils.checkpoint import TrainingInfo
@@ -61,22 +58,19 @@ class ValidationParts:
     watch: RolloutWatch = field(default_factory=RolloutWatch)  # warns about cut samples
 
 
-@dataclass
+@dataclass(kw_only=True)
 class GRPORun(TrainingRun[MasterConfig]):
-    """A GRPO run."""
+    """A GRPO run. Its `generation` is None when rollouts are replayed and nothing validates."""
 
-    generation: VllmGeneration | None  # the engines; None when rollouts are replayed and nothing validates
-    accelerators: GRPOAccelerators  # who uses them, and when
-    source: ExperienceSource  # supplies the steps with experience
+    rollouts: RolloutSource  # supplies its source with samples to train on
     validation: ValidationParts | None  # None if there is no validation data
     store: ExperienceStore
     train_loader: Loader  # its source draws from it
-    record: Record
     total_steps: int  # last step of the run, as far as it can be known at the start
-    environments: Actors
-    placement: GRPOPlacement
     clusters: list[RayVirtualCluster]
     reports: StepReports  # writes step reports in the background
     teachers: Teachers | None = None  # score the run's samples, or None
     endpoint: Endpoint | None = None  # serves the engines over HTTP, or None
     adapter: str = ""  # the adapter that it trains, of several on one base; empty for a run of its own
+    resumed_from: Path | None = None  # checkpoint whose prompt groups wait to be trained
+    source: ExperienceSource = field(init=False)  # supplies the steps with experience

@@ -12,12 +12,13 @@ from collections.abc import Generator, Mapping, Sequence
 
 import torch
 
+from nemo_rl.algorithms.accelerators import ReportProgress
 from nemo_rl.algorithms.grpo.async_source import (
     AheadSource,
     collector_parts,
     joined_groups,
 )
-from nemo_rl.algorithms.grpo.experience_source import SourceParts
+from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.grpo.stages import (
     Experience,
     apply_staleness_policy,
@@ -25,7 +26,6 @@ from nemo_rl.algorithms.grpo.stages import (
     score_rewards,
     whole_batch_stages,
 )
-from nemo_rl.algorithms.placement import ReportProgress
 from nemo_rl.config import AsyncRLConfig, ConfigError, MasterConfig
 from nemo_rl.config.world_sizes import data_parallel_size
 from nemo_rl.experience.collector import Collector
@@ -81,16 +81,16 @@ def check_streaming(config: MasterConfig) -> None:
 class StreamingSource(AheadSource):
     """Rollouts run beside training, and a step takes groups as they finish."""
 
-    def __init__(self, parts: SourceParts) -> None:
+    def __init__(self, run: GRPORun) -> None:
         self._parts = 0
-        self._cfg = parts.config.async_rl or AsyncRLConfig()
-        super().__init__(parts, _build_collector(parts, self._cfg), self._cfg.sampler.name)
+        self._cfg = run.config.async_rl or AsyncRLConfig()
+        super().__init__(run, _build_collector(run, self._cfg), self._cfg.sampler.name)
 
     def parts(self) -> Generator[Experience]:
         """Yields groups of the current step as they finish, scored and filtered, in parts large enough for a pass.
         Raises CollectorError: the collector cannot deliver.
         """
-        accelerators, step = self._inputs.accelerators, self._inputs.state.step
+        accelerators, step = self._run.accelerators, self._run.state.step
         self._parts = 0
         with accelerators.demand(step, *self.waited_for()) as report:
             while groups := self._take(report):
@@ -102,23 +102,23 @@ class StreamingSource(AheadSource):
 
     def _take(self, report: ReportProgress) -> Sequence[BufferedGroup]:
         """The next groups; empty if the step is complete or the prompts are used up."""
-        parts = self._inputs
-        parts.phase("waiting for rollouts")
-        with parts.timer.time("exposed_generation"):
+        run = self._run
+        run.progress.phase("waiting for rollouts")
+        with run.timer.time("exposed_generation"):
             try:
                 # A step that kept its training accelerators while it waits could wait for rollouts that need them.
                 return self.collector.take(
-                    self._enough, report, lambda: parts.accelerators.yield_training(parts.state.step)
+                    self._enough, report, lambda: run.accelerators.yield_training(run.state.step)
                 )
             except StopIteration:
                 return ()
 
     def _scored(self, groups: Sequence[BufferedGroup]) -> Experience:
-        cfg = self._inputs.config.grpo
+        cfg = self._run.config.grpo
         experience = self._experience(groups)
         score_rewards(experience.rows, cfg)
         experience.metrics |= filter_rows(experience.rows, cfg)
-        apply_staleness_policy(experience, self._inputs.store, cfg.async_grpo.mixed_versions, self._inputs.state.step)
+        apply_staleness_policy(experience, self._run.store, cfg.async_grpo.mixed_versions, self._run.state.step)
         experience.metrics["buffer_size"] = float(len(self.collector))
         experience.metrics["avg_trajectory_age"] = experience.metrics["lag/mean"]
         return experience
@@ -128,17 +128,17 @@ class StreamingSource(AheadSource):
         least = self._cfg.min_prompt_groups_per_batch or self._cfg.min_groups_for_streaming_train
         if worth_a_pass(len(groups), self.collector.queue.step, least):
             return True
-        packing = self._inputs.config.policy.sequence_packing
+        packing = self._run.config.policy.sequence_packing
         if not packing.enabled:
             return False
         tokens = sum(float(group.rows["total_lengths"].sum()) for group in groups)
-        return tokens >= packing.train_mb_tokens * data_parallel_size(self._inputs.config)
+        return tokens >= packing.train_mb_tokens * data_parallel_size(self._run.config)
 
     def _experience(self, groups: Sequence[BufferedGroup]) -> Experience:
         numbers = self.collector.numbers()
         for group in groups:
             group.rows["prompt_number"] = torch.full_like(group.rows["prompt_number"], numbers[group.key])
-        experience = joined_groups(self._inputs.store, groups)
+        experience = joined_groups(self._run.store, groups)
         experience.group_names = {numbers[group.key]: group_name(group.key) for group in groups}
         return experience
 
@@ -156,21 +156,21 @@ class StreamingSource(AheadSource):
         }
 
 
-def _build_collector(parts: SourceParts, cfg: AsyncRLConfig) -> Collector:
-    failure, watchdog, grpo = cfg.rollout_failure, cfg.stall_watchdog, parts.config.grpo
+def _build_collector(run: GRPORun, cfg: AsyncRLConfig) -> Collector:
+    failure, watchdog, grpo = cfg.rollout_failure, cfg.stall_watchdog, run.config.grpo
     # On lent shards generation stands still by order, for as long as the scheduler likes.
-    aborts = watchdog.stall_action == "abort" and not getattr(parts.generation, "lent", False)
+    aborts = watchdog.stall_action == "abort" and not getattr(run.generation, "lent", False)
     limits = QueueLimits(
         wanted=grpo.num_prompts_per_step,
-        last_step=min(grpo.max_num_steps, parts.total_steps),
+        last_step=min(grpo.max_num_steps, run.total_steps),
         capacity=cfg.max_buffered_rollouts,
         max_inflight=cfg.max_inflight_prompts,
         min_fraction=failure.min_step_batch_fraction,
         replaces=failure.on_dropped_prompt == "replace",
     )
     return Collector(
-        collector_parts(parts),
-        PromptQueue(sampler_of(cfg), limits, parts.state.step),
+        collector_parts(run),
+        PromptQueue(sampler_of(cfg), limits, run.state.step),
         FailurePolicy(
             infra_attempts=failure.max_infra_attempts_per_prompt,
             data_attempts=failure.max_data_attempts_per_prompt,

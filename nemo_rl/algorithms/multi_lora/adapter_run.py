@@ -20,33 +20,52 @@ from typing import TYPE_CHECKING, Any, cast
 from rich.console import Console
 from typing_extensions import override
 
-from nemo_rl.algorithms.grpo.assembly import assembled, make_loaders, make_loss, make_rollout_sources
-from nemo_rl.algorithms.grpo.collect import prompts_per_batch
-from nemo_rl.algorithms.grpo.placement import OwnPlacement
+from nemo_rl.algorithms.grpo.assembly import (
+    end_files_first,
+    limits_of,
+    make_loaders,
+    make_loss,
+    make_rollout_sources,
+    make_source,
+    resumed_from,
+    validation_of,
+    watched_actors,
+)
 from nemo_rl.algorithms.grpo.run import GRPORun, GRPOState
-from nemo_rl.algorithms.grpo.step_reports import DeviceCount
-from nemo_rl.algorithms.memory_watch import MemoryWatch, WatchedActors
+from nemo_rl.algorithms.grpo.step_reports import DeviceCount, StepReports
+from nemo_rl.algorithms.memory_watch import MemoryWatch
 from nemo_rl.algorithms.multi_lora.engines import AdapterAccelerators, AdapterEngines, AdapterGeneration
 from nemo_rl.algorithms.multi_lora.passes import AdapterPolicy, SharedPasses
 from nemo_rl.algorithms.placement import check_policy
-from nemo_rl.algorithms.startup import Algorithm, Limits, prepared
+from nemo_rl.algorithms.resume import Resume
+from nemo_rl.algorithms.startup import (
+    check_steps_left,
+    find_checkpoint,
+    find_position,
+    import_transformers,
+    log_start,
+    open_logger,
+    read_data,
+    set_seed,
+)
+from nemo_rl.config import MasterConfig
 from nemo_rl.config.data_rules import environments_in_use
 from nemo_rl.config.multi_lora import AdapterConfig
-from nemo_rl.data.loader import Loader
 from nemo_rl.distributed.accelerator_slots import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.environments.environment_registry import Actors, await_environments, environment_class, section_of
+from nemo_rl.environments.environment_registry import await_environments, environment_class, section_of
 from nemo_rl.environments.shares import SharedEnvironments
 from nemo_rl.experience.store import InProcessStore
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.models.multi_lora.multi_lora_policy import MultiLoraPolicy
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.adapter_files import AdapterInfo
+from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.files import adapter_states, replace_file
 from nemo_rl.utils.progress import RunProgress, StartPhases
 from nemo_rl.utils.record import ARCHIVE_BYTES, RecordWriter
 from nemo_rl.utils.record_events import GroupAdmitted, GroupDropped, GroupTrained, adapter_pipeline
-from nemo_rl.utils.timer import Timer
+from nemo_rl.utils.timer import TimeoutChecker, Timer
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -63,33 +82,6 @@ class Shared:
     clusters: list[RayVirtualCluster]
     device_count: DeviceCount
     environments: SharedEnvironments = field(default_factory=SharedEnvironments)
-
-
-class _Guest(OwnPlacement):
-    """The placement of an adapter: the job's cluster is there, and stays."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        super().__init__()
-        self._accelerator = accelerator
-
-    def connect(self, config: object) -> Accelerator:  # type: ignore[override]
-        return self._accelerator
-
-    def disconnect(self) -> None:
-        """Does nothing: the job leaves the cluster."""
-
-
-@dataclass(frozen=True)
-class _Environments:
-    """An adapter's environments while it is prepared."""
-
-    actors: Actors
-    adapter: str
-    shared: SharedEnvironments
-
-    def shutdown(self) -> None:
-        """Gives them back. Safe to call twice."""
-        self.shared.give_back(self.adapter)
 
 
 class _Prefixed:
@@ -117,7 +109,7 @@ def build_run(
     removed: threading.Event,
     progress: Callable[[int, int], None],
 ) -> GRPORun:
-    """An adapter's run, its slot filled. For errors see `algorithms.startup.prepared`.
+    """An adapter's run, its slot filled. For errors see `grpo.assembly.setup`.
 
     Args:
         removed: Set when the adapter was removed.
@@ -125,99 +117,86 @@ def build_run(
     """
     config, name = adapter.config, adapter.name
     console = Console(file=cast(Any, _Prefixed(name)), width=140)
-    start, placement = StartPhases(console), _Guest(shared.accelerator)
-    with prepared(config, _algorithm(adapter, shared.environments), placement, start) as ready, ExitStack() as undo:
+    start, limits = StartPhases(console), limits_of(config)
+    with ExitStack() as stack:
+        with start.phase("directories"):
+            checkpointer, resume = find_checkpoint(config)
+            check_steps_left(resume, limits)
+        with start.phase("model, tokenizer and data"):
+            import_transformers()
+            set_seed(config.grpo.seed)
+            model = _check(config)
+            actors = shared.environments.lend(name, environments_in_use(config), config.env)
+            stack.callback(shared.environments.give_back, name)
+            data = read_data(config, model, resume, shared.accelerator, start.say)
+            loaders = make_loaders(config, data.datasets)
+            state, total_steps = find_position(data, loaders, GRPOState(), GRPOState.from_training_info, limits)
+        logger = open_logger(config, data, loaders, start.say, stack)
         record = records.open(name, Path(config.logger.log_dir))
-        undo.callback(record.close)
-        actors = ready.ray_parts.actors
+        stack.callback(record.close)
         await_environments(actors, config.env)
-        paths = ready.checkpointer.get_resume_paths(ready.resume.checkpoint) if ready.resume is not None else None
-        fresh = ready.resume is not None and ready.resume.fresh_optimizer
-        taken = shared.policy.fill_slot(
-            slot,
-            config.policy,
-            None if paths is None else str(paths.weights.resolve()),
-            None if paths is None or paths.optimizer is None or fresh else str(paths.optimizer.resolve()),
-            ready.resume.info["total_steps"] if ready.resume is not None else 0,
-        )
-        undo.callback(shared.policy.clear_slot, slot)
+        taken = shared.policy.fill_slot(slot, config.policy, *_saved_factors(checkpointer, data.resume))
         start.say(f"slot {slot}: {taken / (1 << 20):.1f} MiB on each training rank, with its optimizer")
         lora = config.policy.dtensor_cfg.lora_cfg
         layers = sorted({n.rpartition(".")[0].rpartition(".")[2] for n in shared.policy.slot_factors(slot)})
         info = AdapterInfo(config.policy.model_name, lora.dim, lora.alpha, layers)
-        policy = AdapterPolicy(shared.passes, shared.policy, config.policy, name, slot, removed, ready.tokenizer)
+        policy = AdapterPolicy(shared.passes, shared.policy, config.policy, name, slot, removed, data.tokenizer)
         generation = AdapterGeneration(shared.engines, name, removed, policy, record)
-        store = InProcessStore(ready.tokenizer.pad_token_id, config.policy.make_sequence_length_divisible_by)
+        store = InProcessStore(data.tokenizer.pad_token_id, config.policy.make_sequence_length_divisible_by)
         timer = Timer()
         # Both views have what a run calls.
         policy_view, generation_view = cast(Policy, policy), cast(VllmGeneration, generation)
-        sources = make_rollout_sources(
-            store, config, ready.tokenizer, generation_view, ready.datasets, actors, record, f"{name}/"
+        rollouts, validation_rollouts = make_rollout_sources(
+            store, config, data.tokenizer, generation_view, data.datasets, actors, record, f"{name}/"
         )
-        progress_of_run = RunProgress(ready.total_steps, title=name, first_step=ready.state.step, console=console)
-        watched: dict[str, WatchedActors] = {
-            "trainer": lambda: shared.policy.worker_group.workers,
-            "environment": lambda: [actor for replicas in actors.values() for actor in replicas],
-        }
-        run = assembled(
-            config,
-            ready,
+        progress_of_run = RunProgress(total_steps, title=name, first_step=state.step, console=console)
+        watched = watched_actors(shared.policy, actors)
+        run = GRPORun(
+            config=config,
             policy=policy_view,
-            loss_fn=make_loss(config.loss_fn),
             generation=generation_view,
-            accelerators=AdapterAccelerators(shared.engines, name, slot, info, timer, record, progress),
-            sources=sources,
+            rollouts=rollouts,
+            validation=validation_of(validation_rollouts, actors, data.datasets),
             store=store,
+            loss_fn=make_loss(config.loss_fn),
+            train_loader=loaders.train,
+            val_loader=loaders.validation,
+            logger=logger,
+            checkpointer=checkpointer,
+            state=state,
             record=record,
             timer=timer,
+            timeout=TimeoutChecker(config.checkpointing.checkpoint_must_save_by),
             progress=progress_of_run,
-            memory=MemoryWatch(watched, shared.engines.generation, ready.logger, progress_of_run.say),
-            environments=actors,
-            placement=placement,
+            memory=MemoryWatch(watched, shared.engines.generation, logger, progress_of_run.say),
+            total_steps=total_steps,
             clusters=[],
-            device_count=shared.device_count,
+            reports=StepReports(config, store, logger, record, progress_of_run, generation_view, shared.device_count),
             adapter=name,
+            resumed_from=resumed_from(data.resume),
         )
-        undo.pop_all()
+        run.accelerators = AdapterAccelerators(shared.engines, name, slot, info, timer, record, progress)
+        run.source = make_source(run)
+        end_files_first(run, stack)
+        log_start(config, logger, state.step, start, {})
+        run.ending = stack.pop_all()
     return run
 
 
-def _algorithm(adapter: AdapterConfig, environments: SharedEnvironments) -> Algorithm[GRPOState, Loader, _Environments]:
-    config = adapter.config
-    grpo = config.grpo
-    epochs = None if config.data.use_multiple_dataloader or grpo.use_dynamic_sampling else grpo.max_num_epochs
-
-    def check() -> PretrainedConfig:
-        for name in environments_in_use(config):
-            environment_class(name, section_of(name, config.env))
-        make_loss(config.loss_fn)
-        return check_policy(config)
-
-    return Algorithm(
-        state=GRPOState(),
-        resumed=lambda resume: GRPOState.from_training_info(resume.info),
-        seed=grpo.seed,
-        limits=Limits("grpo.max_num_steps", grpo.max_num_steps, epochs, prompts_per_batch(grpo)),
-        check_directories=lambda checkpointer, resume: None,
-        check=check,
-        loaders=lambda datasets, tokenizer: make_loaders(config, datasets),
-        begin=lambda accelerator, checkpointer, resume: _Environments(
-            environments.lend(adapter.name, environments_in_use(config), config.env), adapter.name, environments
-        ),
-    )
+def _check(config: MasterConfig) -> PretrainedConfig:
+    for name in environments_in_use(config):
+        environment_class(name, section_of(name, config.env))
+    make_loss(config.loss_fn)
+    return check_policy(config)
 
 
-def close_run(run: GRPORun, environments: SharedEnvironments) -> None:
-    """Closes what an adapter's run has of its own, and gives its environments back; safe after a failure."""
-    with ExitStack() as stack:
-        if isinstance(run.record, RecordWriter):
-            stack.callback(run.record.close)
-        stack.callback(environments.give_back, run.adapter)
-        stack.callback(run.store.close)
-        stack.callback(run.logger.close)
-        stack.callback(run.record.flush)
-        stack.callback(run.checkpointer.shutdown)
-        stack.callback(run.reports.close)
+def _saved_factors(checkpointer: CheckpointManager, resume: Resume | None) -> tuple[str | None, str | None, int]:
+    """Weights and optimizer state of a checkpoint, or None, and the steps behind them."""
+    paths = checkpointer.get_resume_paths(resume.checkpoint) if resume is not None else None
+    if resume is None or paths is None:
+        return None, None, 0
+    optimizer = None if paths.optimizer is None or resume.fresh_optimizer else str(paths.optimizer.resolve())
+    return str(paths.weights.resolve()), optimizer, resume.info["total_steps"]
 
 
 class AdapterRecord(RecordWriter):

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from nemo_rl.algorithms.grpo.assembly import check_model
-from nemo_rl.algorithms.grpo.placement import OwnPlacement
 from nemo_rl.algorithms.grpo.step_reports import DeviceCount
 from nemo_rl.algorithms.multi_lora.adapter_run import Shared
 from nemo_rl.algorithms.multi_lora.engines import AdapterEngines
 from nemo_rl.algorithms.multi_lora.passes import SharedPasses
-from nemo_rl.algorithms.placement import check_device, check_policy
+from nemo_rl.algorithms.placement import OwnPlacement, check_device, check_policy
 from nemo_rl.algorithms.profiling import profile_of_run
 from nemo_rl.algorithms.startup import check_tokens, import_transformers
 from nemo_rl.config.errors import UserError

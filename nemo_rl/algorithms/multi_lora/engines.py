@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import ray
 
+from nemo_rl.algorithms.accelerators import Accelerators, DemandKind, ReportProgress
 from nemo_rl.algorithms.multi_lora.passes import AdapterPolicy
-from nemo_rl.algorithms.placement import DemandKind, KeptAccelerators, ReportProgress
 from nemo_rl.config.errors import first_line
 from nemo_rl.distributed.worker_calls import WorkerError
 from nemo_rl.models.generation.interfaces import GenerationError, GenerationRequest, GenerationResult
@@ -206,15 +206,13 @@ class AdapterGeneration:
         return True
 
 
-class AdapterAccelerators(KeptAccelerators):
+class AdapterAccelerators(Accelerators):
     """The accelerators of one adapter, which it shares with the others pass by pass; sends its new versions to the
     engines, which keep serving the others.
 
     Args:
         progress: Called with the prompt groups that are there and those that are waited for.
     """
-
-    saves_before_publish = False
 
     def __init__(
         self,
@@ -256,12 +254,6 @@ class AdapterAccelerators(KeptAccelerators):
             yield self._progress
         finally:
             self._progress(0, 0)
-
-    def lend_saving(self, step: int) -> None:
-        """Does nothing: adapters stay on the device."""
-
-    def weights_ready(self, step: int) -> None:
-        """Does nothing: `serve` reads the adapter from the device."""
 
     def publish(self, step: int, waited_for: Callable[[], tuple[int, int]]) -> None:
         """Sends the new version."""

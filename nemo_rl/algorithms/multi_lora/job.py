@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 from nemo_rl.algorithms.grpo.loop import GRPOSteps
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.launch import directories_of_its_own
-from nemo_rl.algorithms.multi_lora.adapter_run import AdapterRecords, Shared, build_run, close_run
+from nemo_rl.algorithms.multi_lora.adapter_run import AdapterRecords, Shared, build_run
 from nemo_rl.algorithms.multi_lora.assembly import check_layers
 from nemo_rl.algorithms.multi_lora.passes import AdapterRemoved
 from nemo_rl.algorithms.resume import NothingToDo
@@ -247,7 +247,7 @@ class MultiLoraJob:
             member.waits_for = max(0, of - ready)
 
         run = build_run(member.adapter, member.slot, shared, self._records, member.removed, progress)
-        stack.callback(close_run, run, shared.environments)
+        stack.callback(run.close)
         # First of all: engines that are rebuilt are recorded for the adapters that they get.
         stack.callback(shared.engines.remove, name)
         if member.removed.is_set():

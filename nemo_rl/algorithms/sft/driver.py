@@ -10,19 +10,15 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from nemo_rl.algorithms.grpo.step_reports import aggregate_microbatch_metrics
-from nemo_rl.algorithms.placement import Accelerators, Clusters, KeptAccelerators, OwnSlots, Placement, reserve_all
+from nemo_rl.algorithms.placement import Clusters
 from nemo_rl.algorithms.resume import RunState, name_latest
 from nemo_rl.algorithms.training_loop import CompletedStep, Steps, TrainingRun, train_to_end
 from nemo_rl.config import SFTMasterConfig
 from nemo_rl.data.loader import Batch
-from nemo_rl.distributed.accelerator_slots import Accelerator
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.models.policy.lm_policy import Policy
-from nemo_rl.utils.progress import RunProgress
-from nemo_rl.utils.timer import Timer
 
 if TYPE_CHECKING:
     from torchdata.stateful_dataloader import StatefulDataLoader
@@ -50,50 +46,12 @@ class SFTState(RunState):
         )
 
 
-class Trainer(NamedTuple):
-    """What moves on and off the accelerators, and where that is shown."""
-
-    policy: Policy
-    timer: Timer
-    progress: RunProgress
-
-
-SFTPlacement = Placement[SFTMasterConfig, Trainer, Accelerators]
-
-
-class OwnPlacement(OwnSlots):
-    """For a run with slots of its own."""
-
-    def reserve(self, config: SFTMasterConfig, accelerator: Accelerator) -> Clusters:
-        """All slots of the configuration."""
-        return reserve_all(config.cluster, accelerator, "policy")
-
-    def accelerators(self, parts: Trainer) -> OwnAccelerators:
-        """They stay with the run."""
-        return OwnAccelerators(parts.policy)
-
-
-class OwnAccelerators(KeptAccelerators):
-    """Training accelerators of an SFT run that keeps them."""
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy, self._there = policy, False
-
-    def lend_training(self, step: int) -> None:
-        """Moves the policy to the devices, once."""
-        if not self._there:
-            self._policy.prepare_for_training()
-            self._there = True
-
-
-@dataclass
+@dataclass(kw_only=True)
 class SFTRun(TrainingRun[SFTMasterConfig]):
     """An SFT run."""
 
     train_loader: StatefulDataLoader[Batch]  # training conversations, batches of `policy.train_global_batch_size`
     clusters: Clusters
-    placement: SFTPlacement
-    accelerators: Accelerators
 
 
 def sft_train(run: SFTRun) -> None:
@@ -118,7 +76,7 @@ class SFTSteps(Steps[SFTRun]):
     @contextmanager
     def running(self) -> Generator[None]:
         """Validates first if configured; SFT generates nothing."""
-        self.run.accelerators.lend_training(self.run.state.step)
+        self._enter_training()
         if self.run.config.sft.val_at_start and self.run.state.step == 0:
             validate(self.run)
         yield
@@ -137,8 +95,13 @@ class SFTSteps(Steps[SFTRun]):
         """Trains on the batch."""
         if self._batch is None:
             return None
-        self.run.accelerators.lend_training(self.run.state.step)
+        self._enter_training()
         return _step(self.run, self._batch)
+
+    def _enter_training(self) -> None:
+        """Waits for the accelerators, and moves the policy there if it is away."""
+        self.run.accelerators.lend_training(self.run.state.step)
+        self.run.policy.prepare_for_training()
 
     def validate(self) -> dict[str, float]:
         return validate(self.run)

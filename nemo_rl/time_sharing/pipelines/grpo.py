@@ -1,8 +1,8 @@
 """A pipeline of a shared pool as one Ray actor: the run, and its agent.
 
-`LentPipeline` registers, hands on what the scheduler says and tells how the run ended; `NemoRLFullFinetunePipeline` is
-a GRPO run, driven with the step loop that every run uses. Messages of the scheduler arrive on threads of their own.
-Invariants: nothing of the run touches a GPU outside a grant; how it ended is always reported.
+`LentPipeline` registers, hands on what the scheduler says and tells how the run ended; a `TrainingPipeline` is driven
+with the step loop that every run uses, and `NemoRLFullFinetunePipeline` is GRPO's. Messages of the scheduler arrive on
+threads of their own. Invariants: nothing of the run touches a GPU outside a grant; how it ended is always reported.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from nemo_rl.config import ClusterConfig, MasterConfig
+from nemo_rl.config.master import RootConfig
 from nemo_rl.time_sharing.agents.actors import CONTROL_NAMESPACE, POOL_NAME, RayLink
 from nemo_rl.time_sharing.agents.runtime import AgentRuntime, Dismissed, EngineError, Ranks
 from nemo_rl.time_sharing.log.pool_state import Outcome, Progress
@@ -29,6 +30,8 @@ from nemo_rl.utils.record_events import EngineBuilt
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.grpo.run import GRPORun
+    from nemo_rl.algorithms.training_loop import TrainingRun
+    from nemo_rl.time_sharing.pipelines.lent import LentPlacement
     from nemo_rl.time_sharing.pipelines.residents import Part, SlotBytes, SlotMemory
     from nemo_rl.time_sharing.pipelines.shared_cluster import SharedCluster
     from nemo_rl.time_sharing.pipelines.vllm_engine import FirstSleep
@@ -36,7 +39,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_REGISTER_S = 60.0
+Run = TypeVar("Run", bound="TrainingRun[Any]")
+
+_REGISTER_S = _ANSWER_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -255,12 +260,21 @@ class LentPipeline:
         )
 
 
-class NemoRLFullFinetunePipeline(LentPipeline):
-    """A GRPO run: its policy under grants for training, its engines rank by rank."""
+class TrainingPipeline(LentPipeline, Generic[Run]):
+    """A run that trains: its policy under grants, and its engines, if it has any, rank by rank."""
 
     def __init__(self, job: Job, handles: PoolHandles, incarnation: int) -> None:
         super().__init__(job, handles, incarnation)
-        self._run: GRPORun | None = None
+        self._run: Run | None = None
+        self._placement: LentPlacement | None = None
+
+    def setup(self, placement: LentPlacement) -> Run:
+        """The run, ready to train. Raises TypeError: the configuration is of another kind of run."""
+        raise NotImplementedError
+
+    def drive(self, run: Run) -> None:
+        """Trains to the end."""
+        raise NotImplementedError
 
     def progress(self) -> Progress:
         """What the run is doing now."""
@@ -277,54 +291,76 @@ class NemoRLFullFinetunePipeline(LentPipeline):
         return "finishes its step, saves and leaves"
 
     def _waited_s(self) -> float:
-        from nemo_rl.time_sharing.pipelines.lent import LentAccelerators
-
-        accelerators = self._run.accelerators if self._run is not None else None
-        return accelerators.waited_s if isinstance(accelerators, LentAccelerators) else 0.0
+        return self._placement.grants.waited_s if self._placement is not None else 0.0
 
     def live(self) -> Outcome:
-        from nemo_rl.algorithms.grpo.assembly import close, setup
-        from nemo_rl.algorithms.grpo.loop import drive
         from nemo_rl.algorithms.launch import directories_of_its_own
-        from nemo_rl.time_sharing.pipelines.lent import LentAccelerators, LentPlacement
-        from nemo_rl.time_sharing.pipelines.vllm_engine import EngineSlot
 
-        job, config, engines = self._job, self._job.config, EngineSlot()
-        if not isinstance(config, MasterConfig):
-            raise TypeError(f"{job.name}: {type(config).__name__} is no configuration of GRPO")
+        config = self._job.config
+        if not isinstance(config, RootConfig):
+            raise TypeError(f"{self._job.name}: {type(config).__name__} is no configuration of a run that trains")
         with directories_of_its_own(config):
-            runtime = self.join(engines, self.open_record())
-            training, generation = (
-                self.cluster(job.train, leads_ranks=False),
-                self.cluster(job.infer, leads_ranks=True),
-            )
-            wait_s = self._handles.limits.request_s
-            placement = LentPlacement(
-                job.name,
-                training,
-                generation,
-                runtime,
-                engines,
-                wait_s=wait_s,
-                measures_batch=job.measures_batch,
-                report_memory=self.report_memory,
-                on_first_sleep=self.engine_built,
-            )
-            self._run = run = setup(config, placement=placement)
-            self._show_record(run)
+            self._placement = placement = self._placed(config)
+            self._run = run = self.setup(placement)
+            if isinstance(run.record, RecordWriter):
+                self._show_record(run)
             if self._draining.is_set():
                 run.timeout.end_after_step()
             try:
                 with run.progress:
-                    drive(run)
-                if isinstance(run.accelerators, LentAccelerators):
-                    run.accelerators.leave()
+                    self.drive(run)
+                placement.leave(run.policy)
             finally:
-                close(run)
-        saves = config.checkpointing.enabled
-        return self._left_early(run.state.step, run.total_steps, saves=saves, waited_s=self._waited_s())
+                run.close()
+        of, saves = run.progress.total_steps, config.checkpointing.enabled
+        return self._left_early(run.state.step, of, saves=saves, waited_s=self._waited_s())
 
-    def _show_record(self, run: GRPORun) -> None:
+    def _placed(self, config: RootConfig) -> LentPlacement:
+        from nemo_rl.algorithms.placement import Clusters
+        from nemo_rl.time_sharing.pipelines.lent import LentPlacement, TurnRules
+        from nemo_rl.time_sharing.pipelines.vllm_engine import EngineSlot
+
+        job, limits, engines = self._job, self._handles.limits, EngineSlot()
+        runtime = self.join(engines, self.open_record())
+        training = self.cluster(job.train, leads_ranks=False)
+        samples, generation = 1, None
+        # The ranks of a run that generates nothing are never woken.
+        if isinstance(config, MasterConfig):
+            samples, generation = config.grpo.num_generations_per_prompt, self.cluster(job.infer, leads_ranks=True)
+        return LentPlacement(
+            job.name,
+            Clusters(training, generation),
+            training.accelerator,
+            runtime,
+            engines,
+            TurnRules(limits.request_s, samples, job.measures_batch, self._wanted, job.slice_s, limits.max_hold_s / 2),
+            report_memory=self.report_memory,
+            on_first_sleep=self.engine_built,
+        )
+
+    def _wanted(self) -> bool:
+        import ray
+
+        wanted: bool = ray.get(self._handles.scheduler.wanted.remote(self._job.name), timeout=_ANSWER_S)
+        return wanted
+
+    def _show_record(self, run: Run) -> None:
         """The run's record is found beside the scheduler's log, so that all of them are checked together."""
         link = Path(self._handles.log_dir) / f"{self._job.name}.{self._incarnation}.run.jsonl"
         link.symlink_to((Path(run.config.logger.log_dir) / "record.jsonl").absolute())
+
+
+class NemoRLFullFinetunePipeline(TrainingPipeline["GRPORun"]):
+    """A GRPO run, or a distillation."""
+
+    def setup(self, placement: LentPlacement) -> GRPORun:
+        from nemo_rl.algorithms.grpo.assembly import setup
+
+        if not isinstance(self._job.config, MasterConfig):
+            raise TypeError(f"{self._job.name}: {type(self._job.config).__name__} is no configuration of GRPO")
+        return setup(self._job.config, placement=placement)
+
+    def drive(self, run: GRPORun) -> None:
+        from nemo_rl.algorithms.grpo.loop import drive
+
+        drive(run)

@@ -17,12 +17,11 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.time_sharing.agents.runtime import AgentRuntime, Dismissed
 from nemo_rl.time_sharing.agents.standing_demand import OpenSamples
 from nemo_rl.time_sharing.log.pool_state import Outcome, Progress
-from nemo_rl.time_sharing.pipelines.evaluation import FixedWeights
 from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job
 from nemo_rl.time_sharing.pipelines.lent import RequestsOnly
 from nemo_rl.time_sharing.pipelines.pooled_teacher import Served, TeacherLeft, ask_pool
-from nemo_rl.time_sharing.pipelines.vllm_engine import EngineSlot
+from nemo_rl.time_sharing.pipelines.vllm_engine import EngineSlot, FixedWeights
 
 if TYPE_CHECKING:
     from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration

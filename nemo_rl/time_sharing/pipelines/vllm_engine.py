@@ -27,6 +27,7 @@ from nemo_rl.weight_sync.transports.base import TransportError
 logger = logging.getLogger(__name__)
 
 _GATHER_S = 0.05
+_KEEP_WEIGHTS = 1
 _FAILURES = (WorkerError, TransportError, CacheError, ShardStateError, GenerationError, TimeoutError)
 
 
@@ -143,6 +144,27 @@ class VllmEngine(BuildableEngines):
             if woken:
                 failed |= self._elastic.expand(woken, routes=False).failed
         return failed
+
+
+class FixedWeights(BuildableEngines):
+    """Implements `runtime.Engine` over shards that loaded their model from disk, and keep it on the host while they
+    sleep. `on_first_sleep`: see `build_engine`.
+    """
+
+    def __init__(self, fleet: EngineFleet, on_first_sleep: FirstSlept) -> None:
+        super().__init__(fleet, on_first_sleep, _KEEP_WEIGHTS)
+
+    def wake(self, rank: int) -> None:
+        """Wakes the rank's engine, or builds one where none stands."""
+        with engine_errors(f"wake of rank {rank}"):
+            build_engine(self._fleet, rank, self._on_first_sleep, _KEEP_WEIGHTS)
+            self._fleet.wake([rank])
+
+    def load(self, rank: int, version: int) -> int:
+        """Its weights came with it."""
+        with engine_errors(f"load of rank {rank}"):
+            self._fleet.accept([rank])
+        return version
 
 
 class EngineSlot:

@@ -1,17 +1,16 @@
-"""When generation takes new weights, and when training may use its devices.
+"""When a run may use its accelerators, and when its generation takes new weights.
 
-The step loop calls `GRPOAccelerators` at fixed points. `OwnAccelerators` is for a run with devices of its own, and
-calls the hooks of a foreign control plane there; `nemo_rl.time_sharing` has those that the scheduler lends. Invariant:
-after `serve(v)` or `publish(v - 1)` generation serves exactly version v.
+The step loop calls `Accelerators` at fixed points. `OwnAccelerators` are a run's own, and call the hooks of a foreign
+control plane there; `nemo_rl.time_sharing` has those that a scheduler lends. Invariant: after `serve(v)` or
+`publish(v - 1)` generation serves exactly version v.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Literal
 
-from nemo_rl.algorithms.placement import Accelerators, DemandKind, ReportProgress
 from nemo_rl.config import ConfigError, MasterConfig
 from nemo_rl.experience.hooks import (
     CONTROL_PLANE_VARIABLE,
@@ -28,6 +27,67 @@ if TYPE_CHECKING:
 
 _FIFTIETHS = 50
 
+ReportProgress = Callable[[int, int], None]
+"""Takes the prompt groups that are there and those that are waited for."""
+
+DemandKind = Literal["training", "validation"]
+
+
+class Accelerators:
+    """Who uses a run's accelerators, and when. The base lets the run use them at any time.
+
+    Attributes:
+        saves_before_publish: Whether a due checkpoint must be taken before `publish`, because the run loses its
+            training accelerators there.
+    """
+
+    @property
+    def saves_before_publish(self) -> bool:
+        """See the class."""
+        return False
+
+    def start(self, collector: Collector | None, version: int) -> None:
+        """Prepares for rollouts. With a collector, which generates ahead of training, generation serves `version` on
+        return.
+        """
+
+    def serve(self, version: int) -> None:
+        """Makes generation serve `version`. Called before the rollouts of a step and before validation."""
+
+    def demand(
+        self, step: int, groups: int, ready: int, kind: DemandKind = "training"
+    ) -> AbstractContextManager[ReportProgress]:
+        """Context manager around the wait for `groups` prompt groups, of which `ready` are finished. Yields a callback
+        that reports progress.
+        """
+        return nullcontext(lambda ready, of: None)
+
+    def lend_training(self, step: int) -> None:
+        """Blocks until the training accelerators may be used for step `step`."""
+
+    def yield_training(self, step: int) -> None:
+        """The run does without the training accelerators until the next `lend_training`; their lender may take them.
+        The gradients of an open step are kept.
+        """
+
+    def lend_saving(self, step: int) -> None:
+        """Makes room for the policy's state on the training accelerators, to save a checkpoint of step `step`."""
+
+    def weights_ready(self, step: int) -> None:
+        """Called once step `step` is trained, while its weights are still on the devices."""
+
+    def publish(self, step: int, waited_for: Callable[[], tuple[int, int]]) -> None:
+        """Called once step `step` is complete and no longer needs the training accelerators. If generation runs ahead,
+        it serves version `step + 1` on return. `waited_for`: prompt groups of the next step, and those finished.
+        """
+
+    def stop(self) -> None:
+        """Called once when the run ends, also after an error."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Metrics of the last refit, for the prefix `refit`."""
+        return {}
+
 
 def check_control_plane(config: MasterConfig) -> None:
     """Checks that an external control plane can identify each engine by its GPU. Raises ConfigError: several engines
@@ -43,50 +103,11 @@ def check_control_plane(config: MasterConfig) -> None:
         )
 
 
-class GRPOAccelerators(Accelerators, Protocol):
-    """The accelerators of a run that generates and trains. `saves_before_publish`: whether a due checkpoint must be
-    taken before `publish`, because the run loses its training accelerators there.
-    """
-
-    @property
-    def saves_before_publish(self) -> bool:
-        """See the class."""
-        ...
-
-    def start(self, collector: Collector | None, version: int) -> None:
-        """Prepares for rollouts. With a collector, which generates ahead of training, generation serves `version` on
-        return.
-        """
-        ...
-
-    def serve(self, version: int) -> None:
-        """Makes generation serve `version`. Called before the rollouts of a step and before validation."""
-        ...
-
-    def lend_saving(self, step: int) -> None:
-        """Makes room for the policy's state on the training accelerators, to save a checkpoint of step `step`."""
-        ...
-
-    def weights_ready(self, step: int) -> None:
-        """Called once step `step` is trained, while its weights are still on the devices."""
-        ...
-
-    def publish(self, step: int, waited_for: Callable[[], tuple[int, int]]) -> None:
-        """Called once step `step` is complete and no longer needs the training accelerators. If generation runs ahead,
-        it serves version `step + 1` on return. `waited_for`: prompt groups of the next step, and those finished.
-        """
-        ...
-
-    def metrics(self) -> Mapping[str, float]:
-        """Metrics of the last refit, for the prefix `refit`."""
-        ...
-
-
-class OwnAccelerators:
-    """For a run with devices of its own: refits generation whenever its weights are old.
+class OwnAccelerators(Accelerators):
+    """Accelerators of a run that has its own: refits generation whenever its weights are old.
 
     Args:
-        refitter: Sends the policy's weights to generation; None for replayed rollouts without validation.
+        refitter: Sends the policy's weights to generation; None without a policy or without generation.
         timer: Records the times of refits.
         phase: Callback that shows what the run is doing.
     """
@@ -178,9 +199,6 @@ class OwnAccelerators:
         self._holds = True
         if self._own is not None:
             self._own.release_device()
-
-    def yield_training(self, step: int) -> None:
-        """Does nothing: the run keeps its accelerators, and hooks lend theirs for a whole step."""
 
     def lend_saving(self, step: int) -> None:
         """Puts generation to sleep if validation woke it and moved training state to the host. Asks hooks for the
