@@ -147,7 +147,7 @@ def check_variables(environment: Mapping[str, str], named: Mapping[str, str] | N
 
 
 def refused_variables(environment: Mapping[str, str]) -> Iterator[str]:
-    """What is wrong with the variables that are set, a line each, with what to do."""
+    """One line for each environment variable that is set wrongly, with the remedy."""
     plane, pipeline = environment.get(_CONTROL_PLANE, ""), environment.get(PIPELINE_VARIABLE, "")
     if plane not in ("", _PLANE):
         yield f"{_CONTROL_PLANE}={plane} is no control plane; set it to {_PLANE} or unset it"

@@ -162,7 +162,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _live_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """The commands on live pools; what they do is imported only when one is given."""
+    """Commands on live pools; the code behind a command is imported when it is used."""
 
     def live(name: str) -> Callable[[argparse.Namespace], int]:
         def run(chosen: argparse.Namespace) -> int:

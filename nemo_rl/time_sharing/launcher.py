@@ -1,8 +1,8 @@
 """Opens pools from a command line.
 
-`run_together` opens one, runs some files side by side, shows who does what, and ends; `serve` keeps one open.
+`run_together` opens one, runs some files side by side, shows their standings, and ends; `serve` keeps one open.
 Invariants: a mistake in a file or a mapping is reported before Ray starts; while a pool is open its address is in a
-file, so that `commands` finds it.
+file, so that `pool_commands` finds it.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _run_scenarios(chosen: argparse.Namespace, pool: Pool, overrides: Sequence[s
 
 
 class _Jobs(NamedTuple):
-    """What is run together, and where."""
+    """Jobs to run together, and their pool."""
 
     pool: Pool
     jobs: Sequence[Job]

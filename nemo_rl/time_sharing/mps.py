@@ -107,7 +107,7 @@ def _numbers(answer: str) -> list[int]:
 
 
 def _kill_left(folder: str) -> None:
-    """Kills what is left of the service: its daemon and servers keep the GPUs' memory of clients that are gone."""
+    """Kills the service's remaining processes: its daemon and servers keep the GPU memory of clients that are gone."""
     left = []
     for process in psutil.process_iter(["name"]):
         try:
@@ -119,7 +119,7 @@ def _kill_left(folder: str) -> None:
 
 
 def _control(*arguments: str, commands: str = "", timeout_s: float, given: Mapping[str, str]) -> str:
-    """What the command says. Raises MpsError: it fails, or does not end in time."""
+    """Output of a control command. Raises MpsError: it fails, or does not end in time."""
     # The service keeps what it is given for its output: at the other end of a pipe one would wait for its end.
     with tempfile.TemporaryFile("w+") as output:
         try:

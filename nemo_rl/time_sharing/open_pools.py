@@ -31,7 +31,7 @@ class NoOpenPool(UserError, RuntimeError):
 
 
 def versions() -> str:
-    """What a process must share with a pool to talk to it."""
+    """Versions that a process must share with a pool to talk to it."""
     try:
         ours = version("nemo-rl")
     except PackageNotFoundError:

@@ -156,8 +156,8 @@ def close_pool(actor: Any) -> None:
 
 
 def _wait_until_reaped(handles: PoolHandles) -> None:
-    """Waits until the scheduler has written that the processes of all pipelines are gone: a log that is closed before
-    leaves GPUs with those who were cut off.
+    """Waits until the scheduler has recorded that the processes of all pipelines are gone: a log that is closed earlier
+    leaves GPUs with fenced pipelines.
     """
     import ray
 

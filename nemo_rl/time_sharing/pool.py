@@ -1,8 +1,8 @@
-"""A pool of GPUs that pipelines are submitted to: the scheduler, the reserved slots, and who runs there.
+"""The actor of a pool: scheduler, reserved slots, and the pipelines that run on them.
 
-`PoolActor` outlives the submitter; it starts each pipeline as an actor of its own and notes how it ended. Killed, it
-is restarted by Ray and goes on with the pipelines, which do not notice. Invariants: a pipeline that ended in any way
-is unregistered, so that its GPUs are verified free and given on; its outcome is kept for later queries.
+`PoolActor` outlives the submitter; it starts each pipeline as an actor of its own and notes how it ended. If it dies,
+Ray restarts it and it goes on with the running pipelines, which do not notice. Invariants: a pipeline that ended in any
+way is unregistered, so that its GPUs are verified free and given on; its outcome is kept for later queries.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class About:
 
 
 def log_trouble(log_dir: Path) -> str:
-    """What to tell people where a pool's log cannot be written; empty where it can."""
+    """Message for users if a pool's log cannot be written; empty if it can."""
     why = why_unwritable(log_dir)
     return (
         f"{log_dir}: {why}; the scheduler decides nothing until its log can be written; free some space" if why else ""
@@ -152,7 +152,7 @@ class PoolActor(Orchestrator):
         return About(self._handles.name, self._handles.unit, log_dir, log_trouble(Path(log_dir)))
 
     def handles(self) -> PoolHandles:
-        """What a pipeline needs of the pool."""
+        """Actors and settings of the pool that a pipeline needs."""
         return self._handles
 
     def submit(self, job: Job) -> str:
@@ -217,7 +217,7 @@ class PoolActor(Orchestrator):
         return actor
 
     def pipeline_class(self, job: Job) -> type[LentPipeline]:
-        """What runs a job."""
+        """Pipeline class of a job."""
         return _pipeline_class(job.kind)
 
     def _watch(self, submission: Submission) -> None:
@@ -319,8 +319,8 @@ class PoolActor(Orchestrator):
         return "is being cancelled"
 
     def drain(self, name: str) -> str:
-        """Lets a pipeline go at the next place from which it can go on; what it does first, in words. Raises PoolError:
-        there is none of this name.
+        """Asks a pipeline to end at the next place from which it can resume; returns in words what it does first.
+        Raises PoolError: no pipeline has this name.
         """
         import ray
 

@@ -48,7 +48,7 @@ _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
 
 
 def guarded(work: Callable[[], int]) -> int:
-    """Runs a command; what a user can put right becomes one line, an interrupt exit code 130."""
+    """Runs a command; a UserError becomes one line and exit code 2, an interrupt exit code 130."""
     level = os.environ.get("NRL_LOG_LEVEL", "WARNING").upper()
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if threading.current_thread() is threading.main_thread():
@@ -138,7 +138,7 @@ def adapters(chosen: argparse.Namespace) -> int:
 
 
 def explain(chosen: argparse.Namespace) -> int:
-    """Says for every GPU who has it and why, in the words of the plans that gave them."""
+    """Prints for every GPU its holder and the reason, in the words of the plans."""
     log_dir: Path | None = chosen.log_dir
     if log_dir is None:
         actor, _ = _join(chosen.pool)
@@ -181,8 +181,8 @@ def explained(timeline: Timeline, names: Sequence[str], unit: str) -> Iterator[s
 
 
 def run_under_control_plane(arguments: Sequence[str], *, default_config: Path) -> int:
-    """What `RLIX_CONTROL_PLANE=rlix` makes of the scripts under `examples`: the run is submitted to the open pool, and
-    followed to its end.
+    """Entry of the scripts under `examples` with `RLIX_CONTROL_PLANE=rlix`: submits the run to the open pool and
+    follows it to its end.
     """
     parser = argparse.ArgumentParser(description="Runs on a shared pool.")
     parser.add_argument("--config", type=Path, default=default_config, help="YAML file")

@@ -1,6 +1,6 @@
-"""The scheduler's actor and the orchestrator, as those see them who start them, stop them and register pipelines.
+"""Client side of the scheduler actor: starts and stops it, and registers pipelines.
 
-The scheduler actor is named, restarts without limit and goes on from its log. Imports Ray inside functions only, as
+The actor is named, is restarted by Ray without limit and goes on from its log. Imports Ray inside functions only, as
 importing this module must start nothing and need nothing.
 """
 
@@ -120,7 +120,7 @@ def register_at(scheduler: Any, registration: Sequence[object], timeout_s: float
 
 
 class RayLink:
-    """An agent's way to the scheduler actor."""
+    """Sends an agent's statuses and answers to the scheduler actor."""
 
     def __init__(self, scheduler: ActorHandle[object]) -> None:
         self._scheduler = scheduler

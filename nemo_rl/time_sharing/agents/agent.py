@@ -1,10 +1,9 @@
-"""A pipeline's side of time-sharing: the one place that knows what its ranks really are, and obeys or refuses the
-scheduler.
+"""The pipeline agent: keeps the true state of its ranks, and obeys or refuses the scheduler's commands.
 
-Commands are idempotent: a repeated one is answered from memory, one of a past epoch or term is not obeyed, and one for
-a rank that is busy waits its turn. Orders that lose data or mix weights are impossible here: a rank is
-routed only with the published weights (`agent_ranks`), and training GPUs are given back only after the new version is
-out. What takes time is done by a `Host`, which reports back through `performed`.
+Commands are idempotent: a repeated one is answered from memory, one of a past epoch or term is refused, and one for a
+busy rank waits its turn. Orders that lose data or mix weights are refused: a rank is routed only with the published
+weights (`agent_ranks`), and training GPUs are given back only after the new version is published. Slow operations are
+carried out by a `Host`, which reports back through `performed`.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _PROGRESS_STEPS = 50
 
 
 class Agent(RankKeeper):
-    """The state machine: ranks and weights from `RankKeeper`, and here what is held, wanted and said.
+    """The agent's state machine: ranks and weights (`RankKeeper`), clusters held and requested, and statuses.
 
     `version` is the weight version that the pipeline starts with (0, or that of its checkpoint).
     """
@@ -138,8 +137,8 @@ class Agent(RankKeeper):
         self.cached = version
 
     def begin_progress(self, target: int, done: int = 0, unit: int = 1) -> None:
-        """Generation of a new batch is waited for: `target` units of `unit` samples, `done` of them buffered already.
-        Raises ProtocolError for what is no count.
+        """Opens a batch of `target` units of `unit` samples, `done` of them buffered already. Raises ProtocolError for
+        a malformed count.
         """
         target, done, unit = (
             self._count("target", target),
@@ -172,8 +171,8 @@ class Agent(RankKeeper):
         self.demand = Demand(target, min(done, target), unit, self.demand.seq + 1, self._rank_batch)
 
     def batch_measured(self, rank_batch: int) -> None:
-        """How many samples one engine runs at once at good speed; sent with the next demand. Raises ProtocolError for
-        what is no count from 1.
+        """Number of samples that one engine runs at once at good speed; sent with the next demand. Raises ProtocolError
+        if it is no whole number from 1.
         """
         self._rank_batch = self._count("rank_batch", rank_batch, least=1)
 
@@ -194,8 +193,8 @@ class Agent(RankKeeper):
 
     @contextmanager
     def one_status(self) -> Generator[None]:
-        """Sends what is done inside as one status, so that GPUs that are given back and asked for again are not
-        reassigned in between.
+        """Combines the changes made in the block into one status, so that GPUs that are released and requested again
+        are not reassigned in between.
         """
         self._held_back, self._unsaid = True, False
         try:
@@ -286,7 +285,7 @@ class Agent(RankKeeper):
             self._host.request_ended(want, ended.reason)
 
     def _count(self, name: str, value: int, least: int = 0) -> int:
-        """Counts may come as any integer type (of an array, say); what goes over the wire is a plain int."""
+        """Converts any integer type (such as numpy's) to a plain int for the wire. Raises ProtocolError."""
         try:
             count = int(index(value))
         except TypeError:

@@ -21,9 +21,7 @@ REFRESH = "refresh"
 
 
 class ProtocolError(RuntimeError):
-    """The pipeline asked for something that the protocol does not allow at this point; the message says what has to
-    come first.
-    """
+    """The pipeline's call is not allowed at this point; the message names the call that must come first."""
 
 
 class Operation(NamedTuple):
@@ -38,7 +36,7 @@ class Operation(NamedTuple):
 
 
 class Host(Protocol):
-    """What carries the agent: the engines and the wire. Nothing here may call back before it returns."""
+    """Runs the agent's operations on engines and sends its messages. No method may call back before it returns."""
 
     def perform(self, operation: Operation) -> None: ...
 
@@ -60,9 +58,10 @@ class Host(Protocol):
 
 @dataclass(slots=True)
 class LocalRank:
-    """One rank as it is: phase, epoch of its last command, version of the loaded weights (-1 none), what it does now
-    and what comes next; `resident` once a wake has succeeded, `broken` when it cannot serve; `over` is the newest epoch
-    whose lease has ended."""
+    """State of one rank: phase, epoch of its last command, version of the loaded weights (-1 none), the running
+    operation and the next command. `resident`: a wake has succeeded. `broken`: it cannot serve. `over`: the newest
+    epoch whose lease has ended.
+    """
 
     phase: Phase = Phase.ASLEEP
     epoch: int = 0
@@ -116,8 +115,8 @@ class RankKeeper:
         self.cached = self.published = version
 
     def refresh(self, *, recompute_kv: bool = False) -> None:
-        """Brings the cached weights to every rank that is awake and serving, then publishes; the host hears
-        `refreshed`. `recompute_kv` says what the host lets running requests do, for the record.
+        """Syncs the cached weights to every active rank, then publishes them and calls the host's `refreshed`.
+        `recompute_kv`: whether the host recomputes the KV cache of running requests; for the record.
         """
         self._recompute_kv = recompute_kv
         self._refresh_begun = self.published != self.cached

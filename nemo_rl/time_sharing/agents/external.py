@@ -51,7 +51,7 @@ class ExternalJob:
 
     @property
     def fenced(self) -> bool:
-        """Whether the scheduler has cut this incarnation off; what it holds on GPUs is being ended."""
+        """Whether the scheduler has fenced this incarnation; its processes on GPUs are being ended."""
         return self._runtime.fenced
 
     def acquire(self, ranks: int, timeout_s: float, *, at_least: int | None = None) -> list[tuple[int, ...]]:

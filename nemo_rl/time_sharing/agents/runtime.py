@@ -27,11 +27,11 @@ _LEAVE_S = 300.0
 
 
 class Engine(Protocol):
-    """What a pipeline can do with one of its generation ranks.
+    """Operations on one generation rank of a pipeline.
 
-    Each call returns when it is done and raises EngineError when it cannot be done; whatever else it raises counts as
-    the same. `load` returns the version that it loaded: the one asked for, or a newer one that was built meanwhile.
-    `set_routable` must not wait.
+    Each call returns when it is done and raises EngineError if it fails; any other exception counts as EngineError.
+    `load` returns the version that it loaded: the requested one, or a newer one that was built meanwhile.
+    `set_routable` must not block.
     """
 
     def drain(self, rank: int) -> None: ...
@@ -56,8 +56,8 @@ class EngineError(UserError, RuntimeError):
 
 
 class SchedulerLink(Protocol):
-    """The way to the scheduler; both calls return at once, and a reply to a status comes back through the callback, if
-    ever.
+    """Connection to the scheduler. Both calls return at once; the reply to a status arrives through the callback, or is
+    lost.
     """
 
     def status(self, status: Status, replied: Callable[[Reply], None]) -> None: ...
@@ -138,7 +138,7 @@ class AgentRuntime:
             self._refreshed = version
 
     def cache_built(self, version: int) -> None:
-        """The cache serves `version`; what is woken from now on gets it."""
+        """The cache holds `version`; ranks woken from now on load it."""
         with self._lock:
             self._agent.cache_built(version)
 

@@ -146,7 +146,7 @@ class SchedulerActor:
             return pipeline in core.state.pipelines and core.wanted(pipeline)
 
     def describe(self) -> dict[str, Any]:
-        """What the scheduler knows, for people: pipelines with their ranks, holds and waits."""
+        """The scheduler's state for display: term, and pipelines with their ranks, holds and waits."""
         with self._serving() as core:
             state = core.state
             return {
@@ -212,7 +212,7 @@ class SchedulerActor:
                 return
 
     def _tick_once(self) -> float:
-        """Does what is due; seconds until the next time."""
+        """Runs the scheduler's due work; returns the seconds until the next tick."""
         with self._serving() as core:
             pause = min(max(core.tick(time.time()) - self._clock.now, 0.01), 0.25)
             if self._record.due:
@@ -257,8 +257,8 @@ class SchedulerActor:
             core.answer(answer, time.time())
 
     def _note_memory_free(self, command: Command) -> None:
-        """Records what the ended processes occupy no more: what is quarantined because of them, and what the ledger
-        gives them.
+        """Records that the ended processes' memory is free: their quarantined GPUs, and those that the ledger books for
+        them.
         """
         record, state = self._record.bind(f"{command.pipeline}/reaper"), self._core.state
         for quarantine in state.quarantines:

@@ -1,9 +1,9 @@
-"""What a pipeline that waits for samples tells its scheduler: how many of them need an engine.
+"""Standing demand: the number of samples of a waiting pipeline that need an engine.
 
-A prompt group is open until its last sample is there, and a sample of several turns waits for its environment in
-between. Neither the finished samples of open groups nor those that wait for an environment need an engine, so demand is
-the open samples, but no more than the requests under way. It rises at once and falls a while later, because a sample
-whose environment answers at once comes back before an engine could be handed over.
+A prompt group is open until its last sample is finished, and between turns a sample waits for its environment. Neither
+finished samples of open groups nor samples that wait for an environment need an engine, so demand = min(open samples,
+recent peak of requests under way). It rises at once and falls with a delay, because a sample whose environment answers
+at once comes back before an engine could be handed over.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _POLL_S = 0.25
 
 
 class ProgressReporter(Protocol):
-    """The way to the scheduler."""
+    """Reports the progress of a batch to the scheduler."""
 
     def begin_progress(self, target: int, done: int = 0, unit: int = 1) -> None: ...
 
@@ -81,8 +81,8 @@ class StandingDemand:
             self._send(now)
 
     def under_way(self, requests: int, now: float) -> None:
-        """So many requests run on an engine or wait for one. Before the first of them the whole of what is open
-        counts: engines may wake before requests are sent.
+        """Number of requests that run on an engine or wait for one. Before the first request all open samples count,
+        since engines may wake before requests are sent.
         """
         with self._lock:
             self._begun |= requests > 0
@@ -123,8 +123,8 @@ class OpenSamples:
 
     @contextmanager
     def batch(self, samples: int) -> Generator[Callable[[], None]]:
-        """Such a batch is open inside the block; yields what is called for each of its samples that is finished, and
-        does not wait. Samples that are not finished when the block ends, by an error, count no more.
+        """Context of an open batch of `samples`; yields a function to call for each finished sample, which does not
+        block. Samples that are unfinished when the block ends by an error no longer count.
         """
         mine = [samples]
 

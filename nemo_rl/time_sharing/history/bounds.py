@@ -29,7 +29,7 @@ class GpuWait(NamedTuple):
 
 
 class WaitBound:
-    """Collects what the bound depends on."""
+    """Longest admissible wait, from limits, holds, pipelines and faults seen so far."""
 
     def __init__(self) -> None:
         self.limits: Mapping[str, float] = {}
@@ -64,7 +64,7 @@ class WaitBound:
         return max(self.limit("drain_s"), self._drain_s) + sum(self.limit(step) for step in _STEPS)
 
     def problem(self, wait: GpuWait) -> str | None:
-        """What is wrong with a wait that exceeds its bound."""
+        """Violation text of a wait that exceeds its bound; None if it is within."""
         seconds, allowed = wait.until - wait.since, self._without_faults()
         if seconds <= allowed or seconds <= (allowed := allowed + self._fault_s(wait)):
             return None

@@ -1,8 +1,7 @@
-"""Proves from a record alone that a run kept the rules of time-sharing, or shows the first place where it did not.
+"""Proves from a record alone that a run kept the rules of time-sharing, or shows the first violation.
 
-Shares nothing with the planner, the executor or the agent but the event classes: what it knows of GPUs, queues and
-weights it works out again from the events. Invariants are numbered as in docs/time_sharing_scheduler.md and looked
-after by the modules beside this one.
+Shares only the event classes with planner, executor and agent: it derives the state of GPUs, queues and weights from
+the events again. Invariants are numbered as in docs/time_sharing_scheduler.md; each module beside this one checks some.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class NothingToCheck(RecordError):
 
 
 class Checks(Protocol):
-    """A group of invariants: which events it wants to see, and what it finds missing at the end."""
+    """A group of invariants: handlers of the events that it reads, and its checks at the end of the record."""
 
     found: list[tuple[int, str]]
 
@@ -74,7 +73,7 @@ class Checks(Protocol):
         """From this entry to the next `InventoryDone` the ledger may contradict the record; see `_lost_tails`."""
 
     def finish(self, clocks: Clocks, ended: bool) -> None:
-        """Judges what is open now; with `ended` it is also missing."""
+        """Checks open items at the end of the record; if `ended`, open items are violations."""
 
 
 def check(entries: Iterable[Entry], *, first_only: bool = False, ended: bool = True) -> list[Violation]:

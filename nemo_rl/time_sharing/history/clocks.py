@@ -1,8 +1,8 @@
-"""The two clocks of a record: the scheduler's steady time, and the machines' time in everybody else's entries.
+"""The two clocks of a record: the scheduler's steady time, and the machines' time in all other entries.
 
-Every entry moves its writer's clock, so time passes whatever is written. The clocks agree but for the jumps
-that the scheduler's leaves out; what one says of the other is believed only beyond these. Invariant: time never goes
-back within one source.
+Every entry moves its writer's clock, so time passes whatever is written. The clocks agree but for the jumps that the
+scheduler's leaves out; one is compared with the other only beyond these. Invariant: time never goes back within one
+source.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ machines' clocks may differ."""
 
 
 class Clocks:
-    """The newest time of each source, and what can be said of now from it."""
+    """Newest time of each source, and the present time derived from them."""
 
     def __init__(self) -> None:
         self.latest: dict[str, float] = {}
         self.drift_s = 0.0
 
     def went_back(self, source: str, time: float) -> str | None:
-        """Takes the time of an entry that is earlier than its source's last one, and says what is wrong with it, if it
-        is.
+        """Violation text of an entry that is earlier than its source's last one, beyond the tolerance for corrected
+        clocks.
         """
         before = self.latest[source]
         # The scheduler's clock is steady by its own promise; another machine's may be corrected a little.

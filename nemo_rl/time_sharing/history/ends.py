@@ -1,9 +1,9 @@
-"""Invariant 11, of what is over: nothing ends before what belongs to it has, and what was put off is taken up again.
+"""Invariant 11, for ends: children end before their parents, and postponed work is resumed.
 
-A pipeline that is cut off keeps no claim, one that is gone has no command open; a rank or a pipeline that was ended,
-and GPUs that leave quarantine, follow from the end of just those processes; a quarantine is looked after when its time
-has come. A scheduler without the end of its log leaves room for the terms it cannot know, and waits for one lease; what
-it saw end itself it does not take up again. What a lost end of the log says is not judged, but for the terms.
+A pipeline that is cut off keeps no claim, and one that is gone has no open command. A rank's or pipeline's end, and the
+release of quarantined GPUs, follow from the end of exactly those processes. A quarantine is retried when its time has
+come. A scheduler without the end of its log leaves room for the terms it cannot know, and waits for one lease; it does
+not resume work whose end it saw itself. Entries in a lost end of the log are not judged, except terms.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Whose(NamedTuple):
 
 
 class EndChecks:
-    """Watches what is left open when something ends."""
+    """Checks that nothing is left open when its parent ends."""
 
     def __init__(self) -> None:
         self.found: list[tuple[int, str]] = []
@@ -86,7 +86,7 @@ class EndChecks:
         self._quarantines.clear()
 
     def finish(self, clocks: Clocks, ended: bool) -> None:
-        """What is open now may still end as it should."""
+        """Items open at the end may still end properly: no violation."""
 
     def _bad(self, message: str) -> None:
         self.found.append((11, message))

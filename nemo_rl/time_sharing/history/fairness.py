@@ -1,10 +1,10 @@
-"""Invariant 9: no pipeline starves. Measured on the record, whatever rule a plan followed.
+"""Invariant 9: no pipeline starves. Measured on the record, independent of the planner's rule.
 
 Waits: each request, and each pipeline with work and no rank, within its bound (`bounds`). Overtakes: a request is
 overtaken on its GPUs at most `max_backfills` times, and only by requests that name it. Shares (invariant 11): a rank in
 use goes to another pipeline after its time slice, and the taker has at most its share then of what both have; a first
-rank is guaranteed exactly when it has been waited for long enough. A grant is what was asked for (invariant 10). What
-is open when the log loses its end is not judged, nor what a restarted scheduler takes stock of.
+rank is guaranteed exactly when it has been waited for long enough. A grant equals its request (invariant 10). Items
+open when the log loses its end are not judged, nor is the inventory of a restarted scheduler.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Eviction(NamedTuple):
 
 
 class _Pipeline:
-    """A registered pipeline: its mapping, and what it wants and has now."""
+    """A registered pipeline: its mapping, and its current requests and ranks."""
 
     def __init__(self, event: ev.Registered) -> None:
         infer = next(cluster for cluster in event.clusters if cluster.name == ACTOR_INFER)
@@ -92,7 +92,7 @@ class _Pipeline:
 
     @property
     def pull(self) -> float:
-        """What its share is in proportion to."""
+        """Weight x demand x tp, to which its share is proportional."""
         return max(self.spec.weight * self.demand * self.tp, 1e-9)
 
     def least_slice(self, min_hold_s: float, max_slice_s: float) -> float:
@@ -149,7 +149,7 @@ class FairnessChecks:
         return dict.fromkeys(self._table, self._see)
 
     def tail_lost(self, entry: Entry) -> None:
-        """Forgets everybody: who is registered again is judged from then on."""
+        """Forgets all pipelines; each is judged again from its next registration."""
         self._knows_all = False
         for pipeline in self._pipelines.values():
             pipeline.demand = 0

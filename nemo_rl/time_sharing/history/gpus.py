@@ -1,9 +1,9 @@
 """Invariants 1 and 10: no GPU is granted twice, and none is lost or given on while its memory is occupied.
 
-Two ledgers are kept side by side: what the scheduler's events say, and what pipelines and reapers say about memory.
-Each must be sound by itself, and the ledger may call a GPU free only when its memory is. Across a lost end of the log
-(see `gaps`) a lease may be one that the scheduler has forgotten, or holds on to although it is over; the memory ledger
-is judged throughout, so a GPU used twice is found there too.
+Keeps two ledgers: leases by the scheduler's events, and memory by events of pipelines and reapers. Each must be sound
+by itself, and the lease ledger may call a GPU free only when its memory is. Across a lost end of the log (see `gaps`) a
+lease may be one that the scheduler has forgotten, or holds on to although it is over; the memory ledger is checked
+throughout, so a GPU used twice is found there too.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Invariants 2, 3 and 4: prompts are trained once or accounted for, tokens carry the version and the adapter that made
+"""Invariants 2, 3 and 4: prompts are trained once or accounted for, tokens carry the version and adapter that made
 them, and none is too old.
 
-The truth about versions is what the syncs loaded into a shard while a request ran there; the stamps of the tokens are
-held against it. A shard serves on as soon as it has the weights, before the sync is over for all its targets: a request
-that ends in between may have tokens of the new version, if the sync comes to its end. Where several adapters share a
-base, each is a pipeline, a sync loads one of them, and a request keeps the version of it that it began with.
+Token stamps are compared with the versions that syncs loaded into a shard while a request ran there. A shard serves on
+as soon as it has the weights, before the sync is over for all its targets: a request that ends in between may have
+tokens of the new version, if the sync succeeds. Where several adapters share a base, each is a pipeline, a sync loads
+one of them, and a request keeps the version of it that it began with.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Request:
 
 @dataclass(slots=True)
 class _Pipeline:
-    """What is open in one pipeline. `staleness` is None where no registration sets a bound."""
+    """Open groups and weight versions of one pipeline. `staleness` is None where no registration sets a bound."""
 
     staleness: int | None = None
     groups: dict[str, _Group] = field(default_factory=dict)
@@ -137,7 +137,7 @@ class PromptChecks:
                 of.gone = pipeline.gone
 
     def _sent(self, entry: Entry, event: ev.CommandSent) -> None:
-        """Adapters that were ended by force lose what they had open, also where their job lives on and leaves by
+        """Marks open groups of adapters that are ended by force as lost, also where their job goes on and leaves by
         itself.
         """
         if event.verb == "reap":

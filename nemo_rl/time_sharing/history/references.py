@@ -24,7 +24,7 @@ class _Shape(NamedTuple):
 
 
 class References:
-    """Knows the pool and who is registered with which mapping."""
+    """Checks that events name registered pipelines, their clusters and GPUs of the pool."""
 
     def __init__(self) -> None:
         self.opened = False
@@ -36,7 +36,7 @@ class References:
         """Pipelines whose leave-taking may be in what is lost."""
 
     def judges(self) -> dict[type, Callable[[Any], str | None]]:
-        """For each kind of event a function that says what is wrong with it, None when nothing is."""
+        """By kind of event, a function that returns its fault in words, or None."""
         named = (ev.DemandReported, ev.Leaving, ev.Paused, ev.Resumed, ev.Fenced)
         clustered = (ev.Requested, ev.RequestDropped, ev.PriorityChanged, ev.Released)
         return {
@@ -56,7 +56,7 @@ class References:
         }
 
     def tail_lost(self) -> None:
-        """From here on the scheduler may have forgotten what the record says."""
+        """From here on the scheduler may have forgotten earlier entries."""
         self._unsure = set(self._known)
         self._gone = set(self._past) - self._unsure
 

@@ -140,7 +140,7 @@ class RuleChecks:
         }
 
     def tail_lost(self, entry: Entry) -> None:
-        """What the new scheduler knows is what it says from here on; a pipeline it does not name again is forgotten."""
+        """Restarts from the new scheduler's entries; pipelines that it does not name again are forgotten."""
         self._gap = True
         self._pipelines.clear()
         self._commands.clear()
@@ -284,8 +284,8 @@ class RuleChecks:
                 self._taken.append((what, holder, gpus))
 
     def _judge_taken(self, time: float) -> None:
-        """Judges plans that are over: a request may have what is left of the GPUs of a wide rank that makes way for
-        generation, or for a request of its own pipeline.
+        """Judges completed plans: a request may take the remaining GPUs of a wide rank that makes way for generation,
+        or for a request of its own pipeline.
         """
         if time == self._claims_at[0]:
             return
@@ -310,7 +310,7 @@ class RuleChecks:
             self._bad(f"the claim of {name}/{cluster} outlives its request")
 
     def _lease_begins(self, entry: Entry, pipeline: _Pipeline | None, key: tuple[str, int], epoch: int) -> None:
-        """A lease that comes of a claim is a new one; others are what a scheduler finds when it takes stock."""
+        """A lease from a claim must have a new epoch; leases without a claim come from an inventory."""
         claim = pipeline.claims.pop(key, None) if pipeline is not None else None
         if claim is not None and self._recovering and not self._gap:
             self._bad(f"GPUs {claim.gpus} go to {claim.pipeline}/{key[0]} before the scheduler has taken stock")

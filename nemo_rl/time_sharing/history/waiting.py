@@ -1,9 +1,8 @@
-"""Invariant 8: every wait, command and hold ends within its deadline, and so has what is still open when the record
-ends.
+"""Invariant 8: every wait, command and hold ends within its deadline, including those open at the end of the record.
 
-Time is what the clocks of the record say (`clocks`), so a deadline that passes while nothing else of its kind happens
-is seen all the same. A restart of the scheduler or a jump of its clock puts deadlines off to that moment; what a lost
-end of the log says of commands and holds is not judged.
+Time is the clocks' (`clocks`), so a deadline that passes while nothing else of its kind happens is noticed all the
+same. A restart of the scheduler or a jump of its clock postpones deadlines to that moment; commands and holds in a lost
+end of the log are not judged.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""What a simulation says of a mix of jobs besides its events: each job and each way of running them side by side, and
-what the columns mean.
+"""A simulation's comparison of ways to run a mix of jobs: figures per job and per way, and the meaning of the columns.
 
 It is the last event of a simulation's record, so that a report made from the record later shows the same tables as the
 one made at once.

@@ -1,9 +1,9 @@
-"""What the scheduler writes to the run record. Its whole state is a fold over these (see `state`), so an event is
-written before it takes effect.
+"""The scheduler's events in the run record. Its whole state is a fold over these (see `state`), so an event is written
+before it takes effect.
 
 All are facts that the scheduler decided or learned, at the time of the entry; none needs another source to be
-understood. Agents and trainers add `MemoryTaken` and `MemoryFreed`, the ground truth that the history checker holds
-against the scheduler's ledger.
+understood. Agents and trainers add `MemoryTaken` and `MemoryFreed`, the ground truth that the history checker compares
+with the scheduler's ledger.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LogClosed:
 
 @event_kind("ts_inventory_done")
 class InventoryDone:
-    """After a restart every registered pipeline has said what it holds, or was fenced: planning may go on."""
+    """After a restart every registered pipeline has reported its holds or was fenced: planning may resume."""
 
     term: int
 
@@ -95,7 +95,7 @@ class BuildsAhead:
 
 @event_kind("ts_requested")
 class Requested:
-    """A pipeline asks for all GPUs of a fixed cluster, or for another priority of what it holds."""
+    """A request for all GPUs of a fixed cluster, or for another priority of a held one."""
 
     pipeline: str
     cluster: str
@@ -189,7 +189,7 @@ class PriorityChanged:
 
 @event_kind("ts_released")
 class Released:
-    """A fixed cluster gave its GPUs back, the memory verified free by the agent; `version` is what it had published by
+    """A fixed cluster released its GPUs, their memory verified free by the agent; `version` is the version published by
     then.
     """
 
@@ -255,8 +255,8 @@ class Leaving:
 
 @event_kind("ts_paused")
 class Paused:
-    """A pipeline makes way for a while: its ranks go to sleep and nothing more is given to it until `Resumed`. What it
-    trains on it keeps until it gives it back.
+    """A pipeline yields for a while: its ranks sleep and it is granted nothing until `Resumed`. Its training cluster
+    stays held until it releases it.
     """
 
     pipeline: str
@@ -272,9 +272,9 @@ class Resumed:
 
 @event_kind("ts_sharing_measured")
 class SharingMeasured:
-    """What pipelines gain by running at the same time. `together_s`, `alone_s`: seconds of a step of each while all of
-    them run, and while the others pause. `gain`: how many times the work of one after the other they do; `keeps`:
-    whether they go on together.
+    """Measured gain of a group that runs at the same time. `together_s`, `alone_s`: seconds per step of each member
+    while all run, and while the others pause. `gain`: work done relative to running one after the other. `keeps`:
+    whether the group goes on together.
     """
 
     together_s: Mapping[str, float]

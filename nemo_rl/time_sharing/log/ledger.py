@@ -1,5 +1,4 @@
-"""The entries of the scheduler's ledger: who holds which GPUs, who waits, who gets them next, what each pipeline is
-doing.
+"""Entries of the scheduler's ledger: leases, queues, claims, and the state of each pipeline.
 
 Plain records that `state.SchedulerState` keeps and changes; planner, validator and executor read them. They decide
 nothing.

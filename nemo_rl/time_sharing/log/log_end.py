@@ -1,8 +1,8 @@
-"""Whether a scheduler's log ends where its writer ended, or may have lost its end.
+"""Decides whether a scheduler's log is complete or may have lost its end.
 
-What a process has handed to the operating system outlives the process, not the machine: a log is whole if it is read
-under the boot that wrote it, or if its writer closed it. So every writer signs first, and has its signature on the disk
-before it acts on anything: a log that lost its end cannot end in the closing mark of an earlier writer.
+Data handed to the operating system survives the process, not the machine: a log is complete if it is read under the
+boot that wrote it, or if its writer closed it. So every writer signs first, and has its signature on the disk before it
+acts: a log that lost its end cannot end in the closing mark of an earlier writer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class PastLog(NamedTuple):
-    """What a log says, and whether it says all that its writers knew when they acted."""
+    """Entries of a log, and whether they are all that its writers had acted on."""
 
     entries: list[Entry]
     complete: bool
@@ -52,7 +52,7 @@ def _ends_where_its_writer_did(entries: Sequence[Entry], boot: str) -> bool:
 
 
 def sign(record: RecordWriter, boot: str) -> None:
-    """Says who writes from here on, and waits for the disk."""
+    """Records this writer's boot, and waits for the disk."""
     record.emit(LogSigned(boot))
     record.flush(durable=True)
 

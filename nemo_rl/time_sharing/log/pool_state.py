@@ -1,6 +1,6 @@
-"""The jobs of a pool: what its actor keeps on disk to go on after a restart, and what it tells of them.
+"""State of a pool's jobs: the file that its actor restarts from, and the reports that it gives.
 
-Invariant: the file holds one whole state; a reader sees the last that was written, or none.
+Invariant: the file holds one complete state; a reader sees the last one written, or none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nemo_rl.utils.files import replace_file
 
 
 class PoolStateDamaged(UserError, ValueError):
-    """What a pool kept cannot be read."""
+    """The pool's state file cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class AdapterProgress:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a pipeline is doing; `figures` are its newest reward and validation, `left_s` is an estimate. The steps of a
-    job of adapters are those of all of them.
+    """Current progress of a pipeline. `figures`: its newest reward and validation. `left_s`: an estimate. Steps of a
+    job of adapters are summed over its adapters.
     """
 
     phase: str
@@ -62,7 +62,9 @@ class Progress:
 
 
 class Resident(NamedTuple):
-    """One entry of the ledger: what a part of a pipeline leaves on a GPU, and what it needs there besides, in bytes."""
+    """Memory of one part of a pipeline on one GPU, in bytes: `left` while it sleeps, `needs` in addition while it
+    works.
+    """
 
     pipeline: str
     part: str
@@ -127,7 +129,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class PoolState:
-    """Everything that is kept: the pool's name, what its slots are, and its pipelines."""
+    """Contents of the state file: the pool's name, the unit of its slots, and its pipelines."""
 
     submissions: Annotated[list[Submission], Field(alias="lives")] = field(default_factory=list)
     residents: list[Resident] = field(default_factory=list)
@@ -135,12 +137,12 @@ class PoolState:
     unit: str = "GPU"
 
     def write(self, path: Path) -> None:
-        """Puts the whole state in the place of what was there."""
+        """Replaces the state file atomically, and waits for the disk."""
         replace_file(path, _STATE.dump_json(self, by_alias=True), durable=True)
 
     @classmethod
     def read(cls, path: Path) -> PoolState:
-        """What was written last; empty where nothing was. Raises PoolStateDamaged: the file is not what was written."""
+        """Reads the state file; an empty state if there is none. Raises PoolStateDamaged: the file does not parse."""
         try:
             return _STATE.validate_json(path.read_bytes()) if path.exists() else cls()
         except ValidationError as error:

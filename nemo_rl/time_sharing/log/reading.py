@@ -49,13 +49,13 @@ def _keyed(index: int, segments: Sequence[Path], recover: bool) -> Iterator[tupl
 
 
 class LogTail:
-    """One log.
+    """Follows one log while it grows.
 
     Args:
-        first: Its first segment, such as `scheduler.jsonl`; it may not be there yet.
+        first: Its first segment, such as `scheduler.jsonl`; it may not exist yet.
 
     Attributes:
-        damage: What is wrong with a line that cannot be read; nothing behind it is. None while all is well.
+        damage: Error of the first unreadable line, behind which nothing is read. None while all is well.
     """
 
     def __init__(self, first: Path) -> None:
@@ -64,7 +64,7 @@ class LogTail:
         self.damage: str | None = None
 
     def new(self) -> Iterator[Entry]:
-        """What was written since the last call; a line that is still being written comes with the next one."""
+        """Yields the entries written since the last call; an incomplete last line is left for the next one."""
         for path in segments_of(self._first):
             if self.damage is not None:
                 return

@@ -26,7 +26,7 @@ from nemo_rl.utils.record_events import event_kind
 
 @dataclass(frozen=True, slots=True)
 class SavedPipeline:
-    """A `PipelineState` as it registered (`spec`), and what has become of it; fields of the same name mean the same."""
+    """A `PipelineState`: its registration (`spec`) and its current state; fields have the meaning they have there."""
 
     spec: PipelineSpec
     incarnation: int

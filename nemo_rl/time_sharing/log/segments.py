@@ -135,9 +135,7 @@ class SegmentedLog:
         return self._writer.bind(source, clock=clock)
 
     def flush(self) -> None:
-        """Brings what was emitted to the operating system; to the disk what must last, and all of it while the log is
-        unsigned.
-        """
+        """Flushes to the operating system; to the disk if an entry must be durable or the log is unsigned."""
         self._writer.flush(durable=self._durable or self._must_reach_disk)
         self._must_reach_disk = False
 
@@ -204,7 +202,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def saved(state: SchedulerState) -> StateSaved:
-    """The state as an event, independent of what becomes of the state."""
+    """Copies the state into an event; later changes of the state do not reach it."""
     return StateSaved(
         nodes=state.pool.nodes,
         gpus_per_node=state.pool.gpus_per_node,

@@ -1,12 +1,12 @@
-"""What each pipeline of a pool gets and loses by sharing, so far: its share of the GPUs, and its slowdown.
+"""Each pipeline's gain and loss by sharing so far: its share of the GPUs, and its slowdown.
 
-A pipeline loses time while another has what it needs: whole seconds while its trainer waits for GPUs that another uses,
-a part of them while some of its generation ranks are kept from GPUs, or come back from another's use of them. The
-slowdown is the time that has passed over the time that it did not lose, an estimate of how much sooner it would be
-where it is if it were alone. What a pipeline's own training and generation cost each other is not lost.
+A pipeline loses whole seconds while its trainer waits for GPUs that another uses, and a part of them while some of its
+generation ranks are kept from GPUs, or come back from another's use of them. Slowdown = elapsed time / (elapsed time -
+lost time): an estimate of how much sooner the pipeline would be where it is if it were alone. The cost of a pipeline's
+own training to its own generation is not counted as lost.
 
-Where several use a GPU at once they slow each other besides, which no estimate sees; the scheduler measures it (see
-`scheduling.trials`), and the newest figures are here.
+Pipelines that use a GPU at the same time slow each other in addition, which no estimate shows; the scheduler measures
+it (`scheduling.trials`), and the newest figures are kept here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, WAKE_PHASES, Cluste
 
 
 class Gain(NamedTuple):
-    """What was measured last of one pipeline among those that share its GPUs."""
+    """Latest measurement of one pipeline among those that share its GPUs."""
 
     alone_s: float  # seconds of a step while the others paused
     together_s: float  # seconds of a step while all ran
@@ -66,7 +66,7 @@ class _Pipeline:
 
 
 class SharingWatch:
-    """Takes a scheduler's log event by event; what it says holds up to any time at or after the last one."""
+    """Folds a scheduler's log event by event; results are valid at any time at or after the last event."""
 
     def __init__(self) -> None:
         self._pipelines: dict[str, _Pipeline] = {}

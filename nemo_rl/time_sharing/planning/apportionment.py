@@ -1,7 +1,8 @@
-"""Shares what is left among generation: a first rank for each without one, then ranks by remaining work times weight.
+"""Shares the remaining GPUs among generation: a first rank for each pipeline without one, then ranks in proportion to
+remaining work times weight.
 
-Free GPUs are handed out rank by rank, each time to the pipeline that is served least: first what each is entitled to,
-then to any that can use them. Then busy ones move from those that are served better to those that are served worse
+Free GPUs are handed out rank by rank, each time to the pipeline with the lowest service: first up to its entitlement,
+then to any pipeline that can use more. Then busy ranks move from pipelines with higher service to those with lower
 (`busy_ranks`).
 """
 
@@ -113,8 +114,8 @@ _Marks = list[int]
 
 
 def hand_out_free(plan_state: PlanState, result: Plan, takers: list[PipelineShare]) -> None:
-    """Gives free GPUs to the pipeline that is served least, again and again; beyond what it is entitled to only what
-    no entitled pipeline wants.
+    """Gives free GPUs rank by rank to the pipeline with the lowest service, up to its entitlement; beyond that only
+    GPUs that no entitled pipeline wants.
     """
     marks = list(plan_state.kind.translate(_MARK_OF_KIND))
     if _CLEAR not in marks:
@@ -139,11 +140,11 @@ def hand_out_free(plan_state: PlanState, result: Plan, takers: list[PipelineShar
 
 
 def _entitled_turns(takers: list[PipelineShare]) -> Iterator[tuple[PipelineShare, int]]:
-    """Whose turn it is to take a rank, and how many GPUs it will have before, until each could have what it is entitled
-    to: always the one that is served least by then, the first by name among equals.
+    """Turns to take a rank, each with the taker's GPUs before it, until every entitlement is met: always the lowest
+    service first, then by name.
 
-    How well a pipeline is served with so many GPUs does not depend on the others, so all turns are sorted at once; one
-    that finds no free rank has found none for good.
+    Service at a number of GPUs does not depend on the other pipelines, so all turns are sorted at once; a pipeline that
+    finds no free rank will find none later in the plan.
     """
     shares = sorted([share for share in takers if share.turns > 0], key=attrgetter("name"))
     if not shares:
@@ -159,7 +160,7 @@ def _entitled_turns(takers: list[PipelineShare]) -> Iterator[tuple[PipelineShare
 
 
 def _hand_out_spare(plan_state: PlanState, result: Plan, takers: list[PipelineShare], marks: _Marks) -> None:
-    """Gives what no entitled pipeline wants to those that can use it, least served first."""
+    """Gives GPUs that no entitled pipeline wants to pipelines that can use them, lowest service first."""
     counts = plan_state.counts
     heap = [(share.now, share.name, share) for share in takers if share.ranks_up < share.useful]
     heapq.heapify(heap)

@@ -52,7 +52,7 @@ class _Moves:
             self._take_narrow(taker, _options(self._plan_state, taker, holders, willing))
 
     def _bar(self, taker: PipelineShare) -> _Bar:
-        """What somebody must reach to give this one a rank."""
+        """Service that a donor must have, now and with a rank less, to give this taker a rank."""
         return self._lead * taker.now, taker.served(taker.gpus + taker.tp)
 
     def _take_narrow(self, taker: PipelineShare, ranks: list[int]) -> None:
@@ -202,11 +202,10 @@ def given_by(name: str, donors: list[tuple[str, int]]) -> int:
 def _may_give(
     plan_state: PlanState, shares: dict[str, PipelineShare], donors: list[tuple[str, int]], bar: _Bar
 ) -> bool:
-    """Giving must leave each giver at least as well served as the taker becomes, by a margin; what a pipeline has no
-    use for it just gives.
+    """Whether each donor stays at least as well served as the taker becomes, by a margin; ranks that a donor cannot use
+    are given without this condition.
 
-    Time slices are looked at last, when earlier moves of the same plan count: what a giver had too many it may have
-    given by now.
+    Time slices are checked last, after earlier moves of the same plan: these may have taken the donor's surplus.
     """
     for pair in donors:
         if pair in plan_state.shrunk:

@@ -1,4 +1,4 @@
-"""The pipelines with demand while a plan shares GPUs among them: what each is entitled to, how well it is served.
+"""Entitlements of the pipelines with demand, and their service while a plan shares GPUs among them.
 
 Shares grow with weight times remaining work, never fall below a minimum nor rise above a cap, and add up to the budget
 where the caps allow it (water-filling). Rounding gives every pipeline its whole ranks first and the rest by largest
@@ -73,14 +73,14 @@ def whole_ranks(budget: int, claimants: Sequence[Claimant], shares: dict[str, fl
 
 
 class PipelineShare:
-    """A pipeline with demand, and how well it is served while ranks are given and moved: GPUs for its work and weight;
-    below 0 as long as it lacks GPUs that it is guaranteed.
+    """A pipeline with demand, and its service while ranks are given and moved: GPUs / pull; below 0 as long as it lacks
+    guaranteed GPUs.
 
-    entitled: GPUs of the whole pool, within bounds. target: those in whole ranks. pull: GPUs in proportion to work and
-    weight alone; pipelines that want the same GPUs are compared by these, since what bounds a share elsewhere in the
-    pool says nothing about these GPUs. minimum: guaranteed GPUs. `ranks_up` and `gpus` are what it has; `now` is how
-    well it is served, `less_one` how well it would be with one rank less; `surplus` tells that it has more ranks than
-    it can use. `free_ranks`: ranks on GPUs that are still free when the scan comes to them.
+    entitled: GPUs of the whole pool, within bounds. target: entitlement in whole ranks. pull: GPUs in proportion to
+    work and weight alone; pipelines that want the same GPUs are compared by these, since the bounds of a share
+    elsewhere in the pool do not concern these GPUs. minimum: guaranteed GPUs. `ranks_up` and `gpus`: its present ranks
+    and GPUs; `now`: its present service, `less_one` that with one rank less; `surplus`: it has more ranks than it can
+    use. `free_ranks`: ranks on GPUs that are still free when the scan comes to them.
     """
 
     __slots__ = (
@@ -117,7 +117,7 @@ class PipelineShare:
 
     @property
     def turns(self) -> int:
-        """How many ranks more it may have until it has what it is entitled to and can use."""
+        """Number of ranks to add until its entitlement is met or it can use no more."""
         return min(self.useful - self.ranks_up, (self.target - self.gpus) // self.tp)
 
     def update(self, ranks: int) -> None:
@@ -142,7 +142,7 @@ class WithoutDemand(PipelineShare):
 
 
 def divide(plan_state: PlanState, result: Plan) -> dict[str, PipelineShare]:
-    """Everybody with demand, by name, and into the plan what each is entitled to."""
+    """Shares of all pipelines with demand, by name; writes their entitlements into the plan."""
     claimants = [
         _claimant(plan_state, name, pipeline)
         for name, pipeline in plan_state.pipelines.items()

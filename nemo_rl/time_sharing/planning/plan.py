@@ -1,4 +1,4 @@
-"""What a plan says, what it is made from, and how each of its decisions reads in words.
+"""Inputs and outputs of the planner, and its decisions in words.
 
 A plan is a set of intentions, not of timings: the executor carries each out as soon as the GPUs it needs are free.
 Every operation carries the reason for it, so that `explain` never has to guess.
@@ -20,9 +20,7 @@ Reason = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a planner reads. It must not change any of it. `slots`: how many of what is leased engines may be on;
-    training turns have the numbers from there on.
-    """
+    """Read-only input of a planner. `slots`: number of slots for engines; training turns are numbered from there on."""
 
     limits: Limits
     pipelines: Mapping[str, PipelineState]

@@ -1,8 +1,7 @@
-"""The planner's working copy of the GPUs while one plan is made: who could give what, what is claimed and what is
-reserved.
+"""The planner's working copy of the GPUs: donors, claims and reservations of the plan being made.
 
 It starts from a snapshot and records each decision, so that later decisions of the same plan see earlier ones. The
-snapshot stays as it was.
+snapshot does not change.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ class PlanState:
         return self.fixed_gpus[name] + self.counts[name] * self.tp[name]
 
     def _kinds(self) -> bytearray:
-        """What each GPU is, by who holds it; counts the ranks that are up on the way."""
+        """Kind of each GPU by its holder; also counts the ranks that are up."""
         # Nearly all ranks that hold GPUs serve. The leases name them; only the others are read one by one.
         kind = bytearray([FREE if lease is None else RANK if lease.rank >= 0 else BLOCKED for lease in self.owner])
         active = Phase.ACTIVE
@@ -170,10 +169,10 @@ class PlanState:
         return pipeline.hold_estimates.get(priority)
 
     def free_at(self, gpu: int) -> float:
-        """When a blocked GPU is expected back, as far as past holds tell; infinity when they do not.
+        """Time at which a blocked GPU is expected back, estimated from past holds; infinity if there is no estimate.
 
-        A hold of a kind that its pipeline has not had before is expected to last as long as those of the others.
-        Generation that is about to wake there can be evicted as soon as it has.
+        A kind of hold that its pipeline has not had before is expected to last as long as those of other pipelines.
+        Generation that is about to wake there can be evicted at once.
         """
         claim, lease = self.claimed.get(gpu), self.owner[gpu]
         if gpu in self.quarantined:

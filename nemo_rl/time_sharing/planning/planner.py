@@ -1,4 +1,4 @@
-"""Decides who gets which GPU next: `plan(snapshot, now) -> Plan`, a pure function.
+"""Decides which pipeline gets which GPU next: `plan(snapshot, now) -> Plan`, a pure function.
 
 First the queue: requests for fixed clusters, and pipelines whose generation has no rank at all, in aged order. Each is
 served completely, with all its victims known, or not at all; one that cannot be served reserves its GPUs against those
@@ -40,8 +40,8 @@ class QueueItem(NamedTuple):
 
 @dataclass(slots=True)
 class _Obstacles:
-    """What keeps a fixed request from its GPUs now, and what it would evict; `building` are ranks, each with a GPU of
-    it, whose engines are being built.
+    """Obstacles of a fixed request, and the ranks that it would evict. `building`: ranks whose engines are being built,
+    each with one of its GPUs.
     """
 
     victims: set[tuple[str, int]] = field(default_factory=set)
@@ -105,7 +105,7 @@ def _plan(snapshot: Snapshot, now: float) -> Plan:
 
 
 def queue(snapshot: Snapshot) -> list[QueueItem]:
-    """Everyone who waits, first come by aged priority."""
+    """All waiting requests and pipelines in order of aged priority."""
     aging = snapshot.limits.aging_s
     items = []
     for name, pipeline in snapshot.pipelines.items():
@@ -212,8 +212,8 @@ def _initialises(snapshot: Snapshot, pipeline: PipelineState) -> bool:
 
 
 def _check_places(plan_state: PlanState, name: str, pipeline: PipelineState, found: _Obstacles) -> None:
-    """No more than `max_initialising` at a time. Those who wait count for those behind them, or a later one could take
-    every place that comes free.
+    """Blocks a request beyond `max_initialising`. Waiting pipelines count for those behind them, or a later one could
+    take every place that becomes free.
     """
     others = plan_state.initialising - {name}
     if len(others) >= plan_state.limits.max_initialising and not pipeline.held:

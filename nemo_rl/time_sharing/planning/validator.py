@@ -98,9 +98,7 @@ def _known(snapshot: Snapshot, plan: Plan) -> Iterator[str]:
 
 
 def _idle_and_owned(snapshot: Snapshot) -> Iterator[str]:
-    """Rules 4, 8, 10: what the GPUs say and what the pipelines say about who holds them is the same, once for
-    each GPU.
-    """
+    """Rules 4, 8, 10: the GPUs' leases and the pipelines' holds agree, once for each GPU."""
     owner, agreed = snapshot.owner, 0
     holders: dict[int, tuple[str, str, int, int]] = {}
     for name, pipeline in snapshot.pipelines.items():

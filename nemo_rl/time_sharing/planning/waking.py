@@ -22,11 +22,11 @@ others wait for its end."""
 
 
 def slice_seconds(plan_state: PlanState, name: str) -> float:
-    """For how long a rank serves before another pipeline may have it: as long as its hand-over is worth, `max_slice_s`
-    at most (`min_hold_s` before a hand-over was seen); longer for heavier pipelines, and as long as the pipeline says
-    that it must.
+    """Seconds that a rank serves before another pipeline may take it: a multiple of its hand-over time, at most
+    `max_slice_s` (`min_hold_s` before the first hand-over), scaled by the pipeline's weight, and at least its own
+    `slice_s`.
 
-    The longest, `max_slice_s` x `_LONGEST_SLICE` or its own `slice_s`, is what others may have to wait for it.
+    At most `max_slice_s` x `_LONGEST_SLICE` or its own `slice_s`: the longest that others wait for it.
     """
     known = plan_state.time_slices.get(name)
     if known is None:

@@ -127,7 +127,7 @@ class Pool:
 
     @property
     def slots(self) -> int:
-        """What engines and trainers are placed on."""
+        """Number of slots that engines and trainers are placed on."""
         return self.gpus * self.slots_per_gpu
 
     @property

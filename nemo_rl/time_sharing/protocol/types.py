@@ -1,8 +1,8 @@
-"""The vocabulary of time-sharing: priorities, rank phases, clusters, demand, and what goes between the scheduler and a
+"""Values of time-sharing: priorities, rank phases, clusters, demand, and the messages between the scheduler and a
 pipeline's agent.
 
-Only values live here, all frozen. Nothing knows a clock, a log or Ray. A lower priority number wins; 0 to 5 are fixed
-(all GPUs of a cluster or none, not preempted while held), 6 is elastic (rank by rank, preempted by 0 to 5 at any time).
+All are frozen. Nothing here knows a clock, a log or Ray. A lower priority number wins; 0 to 5 are fixed (all GPUs of a
+cluster or none, not preempted while held), 6 is elastic (rank by rank, preempted by 0 to 5 at any time).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SCHEDULER = "scheduler"
 
 
 class Priority(IntEnum):
-    """What GPUs are wanted for; the smaller number is served first."""
+    """Purpose of a GPU request; smaller numbers are served first."""
 
     INITIALIZATION = 0
     ACTOR_TRAINING = 1
@@ -73,7 +73,7 @@ SLEEP_PHASES = frozenset({Phase.DRAINING, Phase.SLEEPING, Phase.FAILED, Phase.BU
 
 
 class Verb(str, Enum):
-    """What the scheduler can tell an agent (or, for REAP, the daemon that ends processes)."""
+    """Commands of the scheduler to an agent (REAP: to the daemon that ends processes)."""
 
     GRANT = "grant"
     DRAIN = "drain"
@@ -133,7 +133,7 @@ class PipelineOptions:
 
 @dataclass(frozen=True, slots=True)
 class PipelineSpec(PipelineOptions):
-    """What a pipeline registers. Build it with `topology.register`, which checks every rule."""
+    """Registration of a pipeline. Build it with `topology.register`, which checks every rule."""
 
     pipeline: str
     namespace: str
@@ -240,8 +240,8 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of a command. `version` is the weight version that a SYNC loaded; `seq` counts with the statuses, so
-    that one can tell which is newer.
+    """Result of a command. `version` is the weight version that a SYNC loaded; `seq` counts together with the statuses,
+    so that the newer message is known.
     """
 
     command: str
@@ -261,11 +261,11 @@ class EndedRequest(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What the scheduler says to a status: its term, and whether this incarnation is registered; one that is not must
-    stop what it does on GPUs.
+    """The scheduler's reply to a status: its term, and whether this incarnation is registered; an unregistered one must
+    stop its work on GPUs.
 
-    `ended`: requests of the status that are over without a grant; repeated until the agent asks for them no more.
-    `refused`: what else of the status was not taken, and why.
+    `ended`: requests of the status that ended without a grant, repeated until the agent withdraws them. `refused`:
+    other parts of the status that were refused, with reasons.
     """
 
     pipeline: str
@@ -332,8 +332,6 @@ COUNTS = frozenset({"max_backfills", "max_initialising", "trial_steps"})
 
 
 def limits_from(values: Mapping[str, float]) -> Limits:
-    """Limits from plain numbers by name; what is not named keeps its default. Raises TypeError for a name that is no
-    limit.
-    """
+    """Limits from plain numbers by name; omitted ones keep their defaults. Raises TypeError for an unknown name."""
     typed: dict[str, Any] = {name: int(value) if name in COUNTS else value for name, value in values.items()}
     return replace(Limits(), **typed)

@@ -1,9 +1,7 @@
-"""What may come in from a pipeline: which counts it may report, what it may request, and whether a message has the
-shape of one.
+"""Validates messages of pipelines: counts, requests, and the shape of statuses and answers.
 
-The scheduler logs these messages and plans with them, so a malformed number would stop every pipeline, and
-again after each restart. Each function answers with what is wrong in words, "" when nothing is; what becomes of a bad
-message is for its caller to say.
+The scheduler logs these messages and plans with them, so a malformed number would stop every pipeline, and again after
+each restart. Each function returns the fault in words, or ""; its caller decides what to do with a bad message.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ def is_whole(value: object, least: int = 0, most: int = MAX_COUNT) -> bool:
 
 
 def demand_problem(demand: object) -> str:
-    """What is wrong with a demand."""
+    """Fault of a demand in words; "" if it is valid."""
     if not isinstance(demand, Demand):
         return f"demand is {shown(demand)}, expected a Demand"
     for name, value in zip(Demand._fields, demand, strict=True):
@@ -47,7 +45,7 @@ def demand_problem(demand: object) -> str:
 
 
 def want_problem(want: object, clusters: Iterable[str]) -> str:
-    """What is wrong with a fixed request of a pipeline that is registered with `clusters`."""
+    """Fault of a fixed request of a pipeline that is registered with `clusters`; "" if it is valid."""
     if not isinstance(want, Want) or not isinstance(want.cluster, str):
         return f"request {shown(want)} is no Want"
     if not is_whole(want.request) or not is_whole(want.step, -1):
@@ -72,7 +70,7 @@ def cannot_be_requested(cluster: str, priority: object, clusters: Iterable[str])
 
 
 def status_problem(status: Status) -> str:
-    """What is wrong with the shape of a status; its demand and its requests are judged on their own."""
+    """Fault in the shape of a status; "" if there is none. Its demand and requests are checked separately."""
     if not isinstance(status.pipeline, str) or type(status.incarnation) is not int or type(status.seq) is not int:
         return (
             f"a status of {shown(status.pipeline)}, incarnation {shown(status.incarnation)}, number "
@@ -114,8 +112,8 @@ class Admissible(NamedTuple):
 
 
 def admissible(status: Status, clusters: Iterable[str]) -> Admissible:
-    """What can be taken of a status of a pipeline that is registered with `clusters`; nothing of one that is not
-    well-formed, which gets number -1.
+    """The valid part of a status of a pipeline that is registered with `clusters`; a malformed status is refused whole
+    and gets number -1.
     """
     if problem := status_problem(status):
         return Admissible(Status(status.pipeline, status.incarnation, -1), (), (problem,))
@@ -131,7 +129,7 @@ def admissible(status: Status, clusters: Iterable[str]) -> Admissible:
 
 
 def answer_problem(answer: Answer) -> str:
-    """What is wrong with the shape of an answer."""
+    """Fault in the shape of an answer; "" if there is none."""
     if (
         not isinstance(answer.command, str)
         or not isinstance(answer.pipeline, str)
@@ -150,8 +148,8 @@ def answer_problem(answer: Answer) -> str:
 
 
 def shown(value: object) -> str:
-    """`value` in at most a line, for messages: what is wrong may be long, and an int of more than 4,300 digits has no
-    text at all.
+    """`value` in at most 80 characters, for messages: a malformed value may be long, and an int of more than 4,300
+    digits has no text at all.
     """
     if type(value) is int and abs(value) > MAX_COUNT**2:
         return f"an int of {value.bit_length()} bits"

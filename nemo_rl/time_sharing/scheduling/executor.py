@@ -165,8 +165,8 @@ class Executor:
                 self._raw_command(name, incarnation, Verb.REAP, rank, 0, "", quarantine.gpus, seconds)
 
     def resume(self) -> None:
-        """After a restart: takes up every command and claim that the log leaves open, with new deadlines for what the
-        restart has held up.
+        """Resumes after a restart every command and claim that the log leaves open, with new deadlines for the delayed
+        ones.
         """
         for pending in list(self._state.commands.values()):
             verb, pipeline = Verb(pending.verb), self._state.pipelines.get(pending.pipeline)
@@ -201,7 +201,7 @@ class Executor:
             self._lease_if_free(claim)
 
     def new_epoch(self) -> int:
-        """An epoch larger than any before, of this scheduler and of those whose log was lost."""
+        """Next epoch: larger than any of this scheduler, and than any of schedulers whose log was lost."""
         return max(self._state.epoch, self._state.term * _EPOCHS_PER_TERM) + 1
 
     def _after(self, pending: PendingCommand, outcome: CommandOutcome, version: int) -> None:

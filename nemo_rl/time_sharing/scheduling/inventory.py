@@ -1,8 +1,8 @@
-"""Squares the ledger with what a pipeline says it holds, once per pipeline after a scheduler restart.
+"""Reconciles the ledger with a pipeline's own inventory, once per pipeline after a scheduler restart.
 
-The log is exact up to where it ends; if its end was lost, agents hold or have given back things the ledger does not
-know. What only one agent holds is adopted; what contradicts another holder costs the pipeline that says
-so, because a GPU is never on two ledgers.
+The log is exact up to where it ends; if its end was lost, agents hold or have released things that the ledger does not
+know. A hold that only one agent claims is adopted; one that contradicts another holder fences the claiming pipeline,
+because a GPU is never on two ledgers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from nemo_rl.time_sharing.scheduling.executor import Executor
 
 
 def reconcile(state: SchedulerState, executor: Executor, emit: Callable[[object], None], status: Status) -> None:
-    """Adopts what `status` holds and the ledger misses, frees what the ledger holds and it does not; fences the
-    pipeline where that is impossible.
+    """Adopts holds of `status` that the ledger lacks, frees holds of the ledger that `status` lacks; fences the
+    pipeline if neither is possible.
     """
     name, pipeline = status.pipeline, state.pipelines[status.pipeline]
     granting = {c.cluster for c in state.commands.values() if c.pipeline == name and c.verb == Verb.GRANT}

@@ -43,7 +43,7 @@ class SteadyClock:
         return max(step - self._max_step_s, 0.0)
 
     def steady(self, reading: float) -> float:
-        """What `advance` would make of a reading, without taking it."""
+        """Steady time of a reading as `advance` would compute it, without advancing."""
         step = 0.0 if self._reading is None else min(max(reading - self._reading, 0.0), self._max_step_s)
         return self.now + step
 
@@ -63,8 +63,10 @@ class Isolation:
         self._given_up = False
 
     def update(self, now: float, seen: Mapping[str, float], limits: Limits) -> Isolated | Reconnected | None:
-        """What has changed, if anything. `seen`: when each pipeline was heard last. `limits`: half of `lease_s` without
-        a message is silence; more than half of the pipelines, two at least, are most.
+        """The change since the last call, if any.
+
+        `seen`: time of each pipeline's last message. `limits`: a pipeline is silent after half of `lease_s`; the
+        scheduler is isolated when more than half of the pipelines, and at least two, are silent.
         """
         silent = sum(now - at > limits.lease_s / 2 for at in seen.values())
         # One silent pipeline says nothing of the network.

@@ -1,7 +1,7 @@
-"""What pipelines ask for: requests that come, are withdrawn, and wait too long.
+"""Fixed requests of pipelines: takes them, drops withdrawn ones, and ends those that wait too long.
 
-A pipeline asks under numbers that only grow, and repeats what it wants in every status. Invariant: a request is in the
-ledger once, until it is granted or dropped with a reason.
+A pipeline numbers its requests with growing numbers and repeats the open ones in every status. Invariant: a request is
+in the ledger once, until it is granted or dropped with a reason.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Requests:
         self._state, self._emit = state, emit
 
     def take(self, pipeline: PipelineState, status: Status) -> None:
-        """Takes what a status asks for, and drops what it asks for no more."""
+        """Queues a status's new requests and drops the withdrawn ones."""
         name = status.pipeline
         wanted = {want.cluster: want for want in status.wants}
         for cluster, queued in list(pipeline.wants.items()):

@@ -1,8 +1,8 @@
-"""The scheduler without its wires: takes registrations, statuses and answers, plans when something changed, and keeps
-leases alive or fences them.
+"""The scheduler without I/O: takes registrations, statuses and answers, plans after changes, and renews or fences
+leases.
 
-Every effect is an event in the log before it is a command on the wire, so a scheduler that is killed goes on from its
-log; what the log has lost is taken from the agents' own inventories. It owns no thread, no socket and no clock: callers
+Every effect is an event in the log before it is a command on the wire, so a killed scheduler goes on from its log;
+entries that the log has lost are recovered from the agents' inventories. It owns no thread, socket or clock: callers
 pass readings and carry the commands.
 """
 
@@ -106,13 +106,14 @@ class Scheduler:
         self._flush()
 
     def recover(self, entries: Iterable[Entry], reading: float, *, complete: bool = True) -> None:
-        """Goes on from a log: nothing is granted until each registered pipeline has said what it holds, or was fenced.
+        """Restores the state from a log. Nothing is granted until each registered pipeline has reported its holds or
+        was fenced.
 
         complete: the log ends where the last scheduler ended (true after the death of a process, since the log reaches
         the operating system before any command leaves; see `log_end`). If it may have lost its end, nothing is granted
-        for one lease either: a pipeline whose registration was lost shows itself by a heartbeat and is ended; so too if
-        the scheduler before went on without the end and died before it had waited. Raises InconsistentLog when the log
-        contradicts itself.
+        for one lease either: a pipeline whose registration was lost shows itself by a heartbeat and is ended. The same
+        holds if the previous scheduler went on from such a log and died before that lease was over. Raises
+        InconsistentLog when the log contradicts itself.
         """
         self.clock.advance(reading)
         self.state.__dict__.update(replay(entries).__dict__)
@@ -203,10 +204,10 @@ class Scheduler:
         self._flush()
 
     def status(self, status: Status, reading: float) -> Reply:
-        """Takes what an agent says of itself; late and repeated statuses change nothing.
+        """Takes an agent's status; late and repeated ones change nothing.
 
-        What makes no sense in it costs that pipeline alone: a bad demand or request is left out and the reply says so;
-        a status of the wrong shape is not taken and is no heartbeat.
+        Malformed parts affect that pipeline alone: a bad demand or request is left out and the reply says so; a status
+        of the wrong shape is ignored and is no heartbeat.
         """
         self._advance(reading)
         pipeline = self.state.pipelines.get(status.pipeline) if isinstance(status.pipeline, str) else None
@@ -248,7 +249,7 @@ class Scheduler:
         return reply
 
     def answer(self, answer: Answer, reading: float) -> None:
-        """Takes what became of a command."""
+        """Takes an agent's answer to a command."""
         self._advance(reading)
         if problem := answer_problem(answer):
             logger.error("event=answer_refused reason=%s", problem)
@@ -264,7 +265,7 @@ class Scheduler:
         return self._requests.wait_for(name)
 
     def tick(self, reading: float) -> float:
-        """Does what is due by time alone; returns the steady time to call again at the latest."""
+        """Runs the work that is due by time alone; returns the steady time by which it must be called again."""
         self._advance(reading)
         now = self.clock.now
         if now >= self._timers_due:
@@ -286,7 +287,9 @@ class Scheduler:
         return due if self._replan_by is None else min(due, self._replan_by)
 
     def hello(self) -> list[Reply]:
-        """What a restarted scheduler tells every registered agent, so that inventories come at once."""
+        """First replies of a restarted scheduler to all registered agents, which make them report their inventories at
+        once.
+        """
         return [
             Reply(name, p.incarnation, self.state.term, True)
             for name, p in self.state.pipelines.items()

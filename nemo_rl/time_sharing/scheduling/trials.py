@@ -1,10 +1,9 @@
-"""Measures what pipelines gain by running at the same time on shared GPUs, and keeps a combination only while it pays.
+"""Measures the gain of running pipelines at the same time on shared GPUs, and keeps a group only while it pays.
 
-A trial lets one pipeline run alone for a few steps while those that share its GPUs pause; what a step takes together is
-known by then. The gain is the sum of alone over together: 2 says that two lose nothing to each other, 1 that they could
-as well run one after the other. A group that gains nothing is split into halves which run in turn, and each half is
-measured as well. Pipelines that train nothing or generate nothing make no steps that could be compared: they always
-run.
+A trial runs one pipeline alone for a few steps while those that share its GPUs pause, and compares its seconds per step
+with those measured while all ran. Gain = sum over members of alone / together: 2 for two that do not slow each other, 1
+if they could as well run one after the other. A group without gain is split into halves which run in turn, and each
+half is measured too. Pipelines that do not both train and generate make no comparable steps: they always run.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Group = tuple[str, ...]
 
 
 class StepTimes:
-    """When pipelines ended their steps since who runs last changed."""
+    """Ends of each pipeline's steps since the running group last changed."""
 
     def __init__(self) -> None:
         self._versions: dict[str, int] = {}
@@ -56,8 +55,8 @@ class StepTimes:
         return len(self._ends.get(name, ()))
 
     def seconds(self, name: str, count: int) -> float | None:
-        """What one of its newest steps takes, a mean: a pipeline that generates ahead may train two in a row. None
-        before `count` of them can be used.
+        """Mean seconds of its newest steps, over several because a pipeline that generates ahead may train two in a
+        row. None with fewer than `count` usable steps.
         """
         used = self._ends.get(name, [])[_LEFT_OUT - 1 :]
         if len(used) <= count:
@@ -67,10 +66,11 @@ class StepTimes:
 
 
 class Trials:
-    """Decides who runs at the same time. `emit`: writes an event and applies it. `drop_claims`: takes back what a
-    pipeline was to get next, for a reason.
+    """Decides which pipelines run at the same time. `emit`: writes an event and applies it. `drop_claims`: withdraws a
+    pipeline's claims, with a reason.
 
-    Invariant: one pipeline that makes steps is not paused. Every trial and turn ends when a pipeline comes or goes.
+    Invariant: at least one pipeline that makes steps is not paused. Every trial and turn ends when a pipeline registers
+    or ends.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Trials:
         return {self._state.pool.gpu_of(slot) for slot in self._state.pipelines[name].topology.mapped_gpus}
 
     def _judge(self, now: float) -> None:
-        """Says what the pipelines that run now gain, once each has been tried alone."""
+        """Decides on the running group once each member has been tried alone."""
         group = self._groups[0]
         if len(group) == 1 or group in self._paying:
             return
@@ -194,7 +194,7 @@ class Trials:
         self._again_at = now + max(limits.measure_s, _BETWEEN * limits.trial_steps * max(self._together.values()))
 
     def _rotate(self, now: float) -> None:
-        """Has the next group run once this one has had its turn and what it needed it for."""
+        """Switches to the next group when this one's turn is over and its steps suffice for a measurement."""
         group, turn = self._groups[0], self._state.limits.turn_s
         needed = 1 if len(group) == 1 or group in self._paying else _LEFT_OUT + self._enough
         most = _PATIENCE * max(turn, *(needed * self._alone.get(name, 0.0) for name in group))
@@ -225,7 +225,7 @@ class Trials:
 
 
 def _compares(pipeline: PipelineState) -> bool:
-    """Whether it makes steps that can be compared: it trains, on what it generates."""
+    """Whether the pipeline makes comparable steps: it trains and generates."""
     generates = bool(pipeline.awake) or pipeline.service > 0 or pipeline.demand.target > 0
     there = not pipeline.leaving and not pipeline.fenced
     return there and generates and ACTOR_TRAIN in pipeline.topology.clusters

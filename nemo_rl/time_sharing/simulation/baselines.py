@@ -132,9 +132,10 @@ def alone(scenario: Scenario, job: ScenarioJob) -> Scenario:
 
 
 def way(scenario: Scenario, name: str) -> tuple[Scenario, PlanRule]:
-    """The scenario and the rule that make up one way of running it. Where GPUs are not shared, jobs are not placed by
-    who else is there: the static split and the queue move them by rules of their own. Raises ValueError: there are
-    teachers or jobs of adapters, for whom these two have no GPUs.
+    """Scenario and planning rule of one way of running it. Where GPUs are not shared, jobs are not placed by the other
+    jobs:
+    the static split and the queue move them by rules of their own. Raises ValueError: there are teachers or jobs of
+    adapters, for whom these two have no GPUs.
     """
     if (scenario.teachers or scenario.adapter_jobs) and name in (STATIC, *QUEUES):
         raise ValueError(
@@ -258,7 +259,7 @@ class BatchQueue:
 
 
 def user_limit(seconds: float, job: ScenarioJob, seed: int) -> float:
-    """For how long a user who knows roughly that a job takes `seconds` asks: the same for a job and seed at
+    """Time limit that a user who roughly knows that a job takes `seconds` would set; the same for a job and seed at
     every call.
     """
     return seconds * random.Random(f"{seed}/{job.name}/limit").uniform(*_LIMIT_ERROR)

@@ -1,6 +1,6 @@
-"""What a simulation has reached: the scheduler's decisions, and the transitions of its ranks, commands and claims.
+"""Coverage of a simulation: the scheduler's decisions, and the transitions of its ranks, commands and claims.
 
-Counted from the scheduler's log alone, so that it needs no hook in what it counts.
+Counted from the scheduler's log alone, so that the counted code needs no hook.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class Wire:
 
 
 class LogCopy:
-    """The record of one run plus the scheduler's log: what the next scheduler reads, whole, cut or by segments."""
+    """The record of one run plus the scheduler's log, which the next scheduler reads whole, cut or by segments."""
 
     def __init__(self, record: Record, clock: Callable[[], float]) -> None:
         self.entries: list[Entry] = []
@@ -109,8 +109,8 @@ class ForgetfulSegment(AssertionError):
 
 
 def saved_state_of(state: SchedulerState, at: float) -> Entry:
-    """What a segment of the log that is begun with this state begins with, read back. Raises ForgetfulSegment where
-    that leads to another state.
+    """First entry of a log segment that starts from this state, encoded and read back. Raises ForgetfulSegment if the
+    entry restores another state.
     """
     entry = decode_line(encode_entry(Entry(0, at, SCHEDULER, saved(state))), 0)
     again = replay([entry])

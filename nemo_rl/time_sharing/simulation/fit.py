@@ -1,8 +1,8 @@
-"""A scenario that behaves like a real run: its jobs, lengths, speeds and hand-over costs, read off the run's records.
+"""Fits a scenario to a real run: its jobs, lengths, speeds and hand-over costs, read off the run's records.
 
-What comes out is the starting point for questions that the run itself cannot answer: one job more, other mappings, more
+The result is the starting point for questions that the run itself cannot answer: one job more, other mappings, more
 GPUs. Durations are medians; a step's hold on its GPUs goes into `train_s` whole, with the driver's own time before it.
-What validation generates is taken to be as long as what is trained.
+Validation is assumed to generate as much as training.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class SimulatedJob:
 
     @property
     def fate(self) -> str:
-        """What became of it, for people; empty when it did all its steps, or was stopped by its user."""
+        """Why the job did not finish, in words; empty when it trained all its steps, or was stopped by its user."""
         if self.finished_at is not None and (self.finished or self.outcome == "stopped"):
             return ""
         done = f"{self.trained_steps} of {self.job.steps} steps trained"
@@ -94,7 +94,7 @@ class SimulatedJob:
             self.world.loop.after(self.world.scenario.faults.restart_s, self.arrive)
 
     def crash(self, reason: str = "crashed") -> None:
-        """The agent process dies; what its workers hold on the GPUs stays until somebody ends them."""
+        """The agent process dies; its workers' GPU memory stays occupied until they are ended."""
         if self.process is not None:
             self.world.leave_orphans(self.job.name, self.process)
             self.kill(reason)
@@ -195,7 +195,7 @@ class SimulatedJob:
                 self._next_step(process)
 
     def _next_step(self, process: JobProcess) -> None:
-        """Admits what the staleness bound allows and says what is waited for; validation goes first."""
+        """Admits groups up to the staleness bound and reports the demand; validation goes first."""
         if self._validation_due(process):
             self._validate(process)
             return

@@ -183,8 +183,8 @@ def _job(rng: random.Random, number: int, pool: int, per_node: int) -> Drawn:
 
 
 class ScenarioVerdict(NamedTuple):
-    """One scenario: how many events it took, how long it lasted (virtual seconds), the first violations, jobs that
-    never ended, and what the scheduler decided how often.
+    """Result of one scenario: number of events, duration (virtual seconds), first violations, jobs that never ended,
+    and counts of the scheduler's decisions.
     """
 
     seed: int

@@ -1,5 +1,4 @@
-"""Numbers of a simulation: time and slowdown of each job, how busy the GPUs were, hand-overs, fairness, and who did not
-finish.
+"""Figures of a simulation: time and slowdown of each job, use of GPUs, hand-overs, fairness, and unfinished jobs.
 
 A job that did not train all its steps has no slowdown and enters no mean.
 """
@@ -125,11 +124,11 @@ class AloneTimes:
 
 
 def compose(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes) -> SimulatedOutcome:
-    """What `run_way` says of SERIAL, STATIC and the QUEUES, put together from runs of each job alone: there no two jobs
-    use a GPU at the same time.
+    """Outcome of SERIAL, STATIC or a QUEUE, composed from runs of each job alone: in these no two jobs use a GPU at the
+    same time.
 
-    Left out is what the network does between two jobs (milliseconds), so this takes a fraction of the time where jobs
-    are many. Raises ValueError for other ways, and for scenarios with faults, teachers or jobs that leave.
+    Leaves out network delays between jobs (milliseconds), so it is much faster where jobs are many. Raises ValueError
+    for other ways, and for scenarios with faults, teachers, adapters or jobs that leave.
     """
     if (
         name not in (SERIAL, STATIC, *QUEUES)
@@ -231,7 +230,7 @@ def run_way(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes) -
 
 
 def summarise(world: World, scenario: Scenario, seed: int, alone_times: AloneTimes) -> SimulatedOutcome:
-    """What a simulation that has run comes to."""
+    """Outcome of a finished simulation."""
     seconds: dict[str, float] = {}
     slowdown: dict[str, float] = {}
     fates: dict[str, str] = {}
@@ -272,7 +271,7 @@ def summarise(world: World, scenario: Scenario, seed: int, alone_times: AloneTim
 
 
 def _faults(world: World) -> dict[str, int]:
-    """What struck, and what the scheduler had to do about it."""
+    """Counts of injected faults and of the scheduler's reactions."""
     kinds: dict[type, str] = {
         ev.Fenced: "pipelines fenced",
         ev.RankCooling: "ranks cooled off",

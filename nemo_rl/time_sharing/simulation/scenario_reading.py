@@ -1,7 +1,7 @@
-"""Reads scenarios from YAML, and says in plain words, with the path of each key, what is wrong with one.
+"""Reads scenarios from YAML; errors are plain words with the path of each key.
 
-What YAML would pass over in silence is refused: a key that is given twice, text in another encoding. Mistakes are those
-of keys that pydantic finds, and those that no single key shows. Every message says what was given and what is allowed.
+Refuses mistakes that YAML accepts silently: a key that is given twice, text in another encoding. Reports the errors of
+single keys that pydantic finds, and those between keys. Every message gives the value and the allowed ones.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ _SHORTEST_PERIOD_S = 0.01
 
 
 def problems_of_limits(limits: Mapping[str, float]) -> Iterator[str]:
-    """Each mistake as `limits.key: value and what is allowed`."""
+    """One line per mistake: `limits.key: value and allowed values`."""
     known = [f.name for f in dataclasses.fields(Limits)]
     wrong = False
     for key, value in limits.items():
@@ -193,7 +193,7 @@ _REGISTERED = ("weight", "min_share", "max_share", "staleness", "full_overlap")
 
 
 def problems_of(scenario: Scenario, places: list[str]) -> Iterator[str]:
-    """What no single key shows."""
+    """Mistakes between keys."""
     yield from problems_of_limits(scenario.limits)
     if not scenario.jobs:
         yield "jobs: a scenario needs at least one job, or a fleet"

@@ -1,8 +1,8 @@
 """Simulated jobs of many adapters: a command on whole ranks whose adapters draw, share training passes, come and go.
 
 Passes are shared by the rule of real jobs (`utils.adapter_turns`). When its rank is wanted back, each adapter finishes
-its step, and the command ends; with its next rank it goes on from what is saved, which is all that a kill leaves.
-Invariant: an adapter is held by its own record, whose versions are the ones its requests were drawn with.
+its step, and the command ends; with its next rank it goes on from the saved steps, which are all that a kill leaves.
+Invariant: an adapter's state is in its own record, with the versions that its requests were drawn with.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Member:
     """An adapter over all starts of its job.
 
     Attributes:
-        saved: Steps that are in its checkpoint; what a kill leaves of `trained`.
-        version: What the engines have of it; None while it is not in the running command.
-        over: Why it trains no more.
+        saved: Steps in its checkpoint; a kill resets `trained` to it.
+        version: Version in the engines; None while it is not in the running command.
+        over: Reason for its end.
     """
 
     spec: ScenarioAdapter
@@ -161,7 +161,7 @@ class SimulatedAdapters(SimulatedJob):
             self._forget()
 
     def _forget(self) -> None:
-        """What the processes had is lost, but for what is saved."""
+        """Drops the state of ended processes, except saved steps."""
         self._up, self._rank, self._yields = False, None, None
         self._held.clear()
         self._lose_steps()

@@ -112,7 +112,7 @@ class Generation:
         return len(self.queue) + sum(len(shard.running) for shard in self.shards)
 
     def set_active(self, rank: int, active: bool) -> None:
-        """Routing changed; a shard that is new takes its part of what runs elsewhere."""
+        """Changes routing; a newly active shard takes its share of the running requests."""
         self.shards[rank].active = active
         if active:
             self._rebalance(self.shards[rank])
@@ -194,7 +194,7 @@ class Generation:
             shard.updated = self._loop.now
 
     def _dispatch(self) -> None:
-        """Least running first, up to what a shard takes; the rest waits."""
+        """Assigns queued samples to the least loaded shards up to `max_running`; the rest stays queued."""
         if not self.queue:
             return
         loads = [
@@ -310,7 +310,7 @@ class Generation:
 
 
 class Crowding:
-    """What is at work on each GPU. Beside n others a piece of work takes 1 + n x `slows` times as long."""
+    """Work in progress on each GPU. Beside n others a piece of work takes 1 + n x `slows` times as long."""
 
     def __init__(self, slows: float) -> None:
         self._slows = slows

@@ -41,7 +41,7 @@ class SimulatedTeacher(SimulatedJob):
 
     @property
     def fate(self) -> str:
-        """What became of it, for people; empty when it ended after its last student, or was stopped."""
+        """Why it did not end properly, in words; empty when it ended after its last student, or was stopped."""
         if self.finished_at is not None and self.outcome in ("done", "stopped"):
             return ""
         return super().fate if self.finished_at is not None else "still there when the simulation ended"
@@ -107,7 +107,7 @@ class Student(SimulatedJob):
 
     @property
     def fate(self) -> str:
-        """What became of it, for people; empty when it did all its steps, or was stopped by its user."""
+        """Why it did not finish, in words; empty when it trained all its steps, or was stopped by its user."""
         if self._gave_up and self.finished_at is not None:
             return (
                 f"{self.trained_steps} of {self.job.steps} steps trained when it had waited {TEACHER_FOUND_S:.0f} s "

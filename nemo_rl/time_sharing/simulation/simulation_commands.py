@@ -175,7 +175,7 @@ def _trained(world: World | None) -> int:
 
 
 class _Recording:
-    """The record of one run, held open until what the simulation says of all its runs is in it too."""
+    """The record of one run, kept open until the comparison of all runs is written to it."""
 
     def __init__(self, log: Path) -> None:
         self._log, self._end = log, 0.0
@@ -204,7 +204,7 @@ class _Recording:
 
 
 def check_outputs(log: Path | None, report: Path | None) -> None:
-    """What is to be written can be, and is nothing else already: found before the simulation, not after it."""
+    """Checks before the simulation that the outputs are writable and distinct. Raises UsageError."""
     if report is not None and log == report:
         raise UsageError(
             f"--report {report}: the record would be written there too; call the page something else, such "

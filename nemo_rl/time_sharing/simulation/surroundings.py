@@ -1,4 +1,4 @@
-"""What a simulated job has around it: virtual time, crowded GPUs, and the way to the scheduler."""
+"""Environment of a simulated job: virtual time, crowded GPUs, and the link to the scheduler."""
 
 from __future__ import annotations
 

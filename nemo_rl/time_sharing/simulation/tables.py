@@ -1,8 +1,7 @@
-"""Outcomes as tables: one line per job, one per way, and sentences for what the tables cannot say (jobs that gave up,
-faults that struck).
+"""Outcomes as tables: one line per job, one per way, and sentences for jobs that gave up and faults that struck.
 
-Decides wording and rounding only; every number is `results`'. A number that would mislead because jobs are unfinished
-is shown as `-`.
+Decides wording and rounding only; all numbers come from `results`. A number that would mislead because jobs are
+unfinished is shown as `-`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def simulated(scenario: Scenario, seed: int, rows: Rows) -> Simulated:
 
 
 def _placement(rows: Rows) -> Iterator[str]:
-    """What it costs that jobs name their GPUs, where that is much."""
+    """Cost of naming GPUs in job files, if it is large."""
     whole = [(name, outcomes) for name, outcomes in rows if not _unfinished(outcomes)]
     total = {name: statistics.fmean(o.total_s for o in outcomes) for name, outcomes in whole}
     if total.get(PLACED, math.inf) < _MUCH_SHORTER * total.get(OURS, 0.0):

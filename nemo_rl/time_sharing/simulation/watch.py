@@ -1,10 +1,10 @@
-"""What a simulation sees that no record says: the real time beside the scheduler's, the scheduler's state as it is, and
-each agent from outside: which commands reach it, what it answers, what it does.
+"""Checks of a simulation that a record cannot show: real time against the scheduler's, the scheduler's state, and each
+agent from outside: its commands, answers and operations.
 
-The contract of an agent: a command of another incarnation or of a scheduler that was replaced changes nothing; a
-repeated one is answered again; a rank obeys its commands in the order in which they were made, under the epoch of its
-present lease and never under one that is over; a grant is taken for the request that is open. Everything here raises
-Misbehaviour; nothing changes what is watched.
+The contract of an agent: a command of another incarnation or of a replaced scheduler changes nothing; a repeated one is
+answered again; a rank obeys its commands in the order in which they were made, under the epoch of its present lease and
+never under one that is over; a grant is taken for the request that is open. Every check raises Misbehaviour; none
+changes the watched objects.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ _TAKES_STOCK = (ev.Granted, ev.Released, ev.RankMoved, ev.Requested, ev.RequestD
 
 
 class Misbehaviour(AssertionError):
-    """The scheduler or an agent did what its contract rules out."""
+    """The scheduler or an agent violated its contract."""
 
 
 class SchedulerWatch:
@@ -159,7 +159,7 @@ class SchedulerWatch:
         return len(self._entries)
 
     def status_taken(self, state: SchedulerState, status: Status, began: int) -> None:
-        """After a status was taken: one from before the restart says nothing of who holds what now."""
+        """Checks that an inventory comes from a status of the present term, not from one sent before the restart."""
         if status.pipeline in self._took_stock or not state.recovering:
             return
         for entry in self._entries[began:]:
@@ -191,7 +191,7 @@ class SchedulerWatch:
 
 
 class _Seen(NamedTuple):
-    """What can be seen of an agent."""
+    """Externally visible state of an agent."""
 
     ranks: tuple[tuple[Phase, int | None], ...]
     holds: tuple[tuple[str, int], ...]
@@ -218,13 +218,13 @@ class AgentWatch:
         self._known[answer.command] = answer
 
     def heard(self, reply: Reply) -> None:
-        """A reply is on its way to the agent."""
+        """Notes a reply that is delivered to the agent."""
         if reply.incarnation == self._agent.incarnation and not self._dismissed:
             self._dismissed = not reply.registered
             self._term = max(self._term, reply.term) if reply.registered else self._term
 
     def obeys(self, command: Command, obey: Callable[[Command], None]) -> None:
-        """Has a command obeyed and judges what comes of it."""
+        """Passes a command to the agent and checks the effect."""
         self.check()
         before, known = self._seen(), self._known.get(command.command)
         foreign = command.incarnation != self._agent.incarnation or command.term < self._term or self._dismissed
@@ -257,7 +257,7 @@ class AgentWatch:
         self.check()
 
     def check(self) -> None:
-        """Judges what the agent is doing."""
+        """Checks the agent's present state."""
         agent = self._agent
         for index, rank in enumerate(agent.ranks):
             if rank.phase is not Phase.ASLEEP:

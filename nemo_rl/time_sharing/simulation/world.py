@@ -49,7 +49,7 @@ _JUMPS = (-3600.0, -1.0, 20.0, 86400.0)
 
 @dataclass(slots=True)
 class _Memory:
-    """What occupies a GPU although its owner is dead: freed by the reaper only."""
+    """GPU memory of a dead owner, which only the reaper frees."""
 
     source: str
     what: str
@@ -101,7 +101,7 @@ class World(Surroundings):
         self.loop.run(self.scenario.horizon_s, max_events)
 
     def _plan(self, snapshot: Snapshot, now: float) -> Plan:
-        """A plan of the rule; what the validator says against it goes into the log, where the checker finds it."""
+        """Plans by the rule; the validator's problems go into the log, where the checker finds them."""
         plan = self._rule(snapshot, now)
         if problems := self._validator(snapshot, plan):
             self._log.emit(PlanRejected(tuple(dict.fromkeys(problems))))
@@ -322,7 +322,7 @@ class World(Surroundings):
         return True
 
     def lose_log(self, entries: int) -> None:
-        """The log's last entries do not reach the next scheduler, but for what was brought to the disk at once."""
+        """Drops the log's last entries, except those that were flushed to the disk."""
         past = self._log.entries
         on_disk = max(at for at, entry in enumerate(past) if isinstance(entry.event, MUST_LAST)) + 1
         del past[max(len(past) - entries, on_disk) :]

@@ -1,7 +1,8 @@
-"""The web page of a pool: who is on which GPU and why, live or from a finished log, and figures for Prometheus.
+"""The web page of a pool: holders of GPUs and reasons, live or from a finished log, and metrics for Prometheus.
 
-Reads the scheduler's log and asks for standings; changes nothing but by `act`. Invariants: without the token nothing is
-shown to another machine and no file of a job to anybody, and no action is taken; the port is free again after `close`.
+Reads the scheduler's log and asks for standings; changes nothing except through `act`. Invariants: without the token
+nothing is shown to another machine and no file of a job to anybody, and no action is taken; the port is free again
+after `close`.
 """
 
 from __future__ import annotations
@@ -57,9 +58,7 @@ Act = Callable[[str, str], str]
 
 
 class PoolView:
-    """What there is to show of one pool, no older than a second. `standings`: the pool's pipelines; None where only the
-    log is left.
-    """
+    """Data of one pool's page, at most a second old. `standings`: its pipelines; None if only the log is left."""
 
     def __init__(self, log_dir: Path, standings: Callable[[], Sequence[Standing]] | None = None) -> None:
         self._log_dir, self._standings = log_dir, standings
@@ -87,7 +86,7 @@ class PoolView:
         return self._builder.so_far(time.time() - origin if live and origin else None)
 
     def data(self) -> dict[str, object]:
-        """What the page draws."""
+        """Data of the page."""
         with self._lock:
             timeline = self._timeline()
             if self._closed and self._violations is None:
@@ -117,7 +116,7 @@ class PoolView:
         return Path(folder) if folder else None
 
     def _judged(self) -> list[object]:
-        """What the checker finds in all records of the pool, once the log is closed; counts its pipelines' steps."""
+        """Violations in all records of the pool, once the log is closed; also counts its pipelines' steps."""
         try:
             entries = list(merge_by_machine_time(sorted(self._log_dir.glob("*.jsonl"))))
             done = [entry.source for entry in entries if isinstance(entry.event, StepFinished)]
@@ -141,13 +140,15 @@ class PageServer:
 
     Args:
         port: Port; 0 takes a free one.
-        token: What a visitor must show, as `?token=`, as a bearer token or by the page's cookie. By default one is made
-            up; then a visitor from this machine may look without it, but not at the files of jobs.
-        act: Does `drain` or `cancel` to a job, and says what happens; always asks for the token as a bearer token,
-            which no other site can make a browser send. None where there is nothing to do it to.
+        token: Secret of visitors, as `?token=`, as a bearer token or by the page's cookie. By default a random one is
+            made;
+            then visitors from this machine see the page without it, but not the files of jobs.
+        act: Drains or cancels a job and returns a message. Requests always need the token as a bearer token, which no
+            other
+            site can make a browser send. None if the pool is closed.
 
     Attributes:
-        url: Where to look, with the token.
+        url: Address of the page, with the token.
 
     Raises PageError: the address cannot be listened on.
     """
@@ -307,7 +308,7 @@ def _adapter_metrics(standings: Sequence[Standing]) -> Iterator[Metric]:
 
 
 def _in_use(timeline: Timeline) -> dict[tuple[str, str], float]:
-    """GPUs by pipeline and use, of what is open at the end."""
+    """GPUs by pipeline and use, of occupations that are open at the end."""
     uses = {"TRN": "training", "INIT": "initialising"}
     found: defaultdict[tuple[str, str], float] = defaultdict(float)
     for o in timeline.occupations:

@@ -1,7 +1,7 @@
-"""A record as one self-contained HTML page: GPUs over time coloured by pipeline and phase, demand and GPU curves,
-hand-over latencies, and the checker's word.
+"""A record as one self-contained HTML page: occupation of GPUs over time by pipeline and phase, demand and GPU curves,
+hand-over latencies, and the checker's verdict.
 
-The page, `pool_report.html`, holds its data as JSON and draws it on canvases; it loads nothing from anywhere.
+The page, `pool_report.html`, holds its data as JSON and draws it on canvases; it loads nothing from elsewhere.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ def filled_page(title: str, data: str) -> str:
 def report_data(
     timeline: Timeline, violations: Sequence[Violation], title: str, unit: str = "GPU"
 ) -> dict[str, object]:
-    """What the page draws, as plain values. Times in seconds, GPUs by number, pipelines by their place in
-    `pipelines`.
-    """
+    """Data of the page as plain values. Times in seconds, GPUs by number, pipelines by their index in `pipelines`."""
     pipelines = timeline.pipelines
     index = {name: number for number, name in enumerate(pipelines)}
     gpu_seconds = [0.0] * len(pipelines)

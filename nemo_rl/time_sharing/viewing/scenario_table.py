@@ -1,4 +1,4 @@
-"""What became of scenarios that were run: one row each, from the record and how its jobs ended."""
+"""Table of scenarios that were run: one row each, from the record and the outcomes of its jobs."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _WIDTH = 240
 
 
 class StandingsTable:
-    """Shows standings as they change. `unit`: what a slot of the pool is, in words. `file`: where; standard error by
+    """Table of standings, updated as they change. `unit`: name of the pool's slots. `file`: output; standard error by
     default.
     """
 
@@ -89,7 +89,7 @@ def _ended(standing: Standing) -> str:
 
 
 def _line_of(standing: Standing) -> str:
-    """What a log shows; a line that is the same again is not written."""
+    """A job's line in a log; unchanged lines are not repeated."""
     progress = standing.progress
     if standing.outcome is not None:
         return _ended(standing)

@@ -1,7 +1,6 @@
-"""A record seen as pictures need it: who was on which GPU when and in which phase, who waited, what was demanded and
-what hand-overs took.
+"""Timeline of a record: occupation of GPUs by phase, waits, demand and hand-overs.
 
-A pure projection of the scheduler's events (and of the agents' steps); trace and report draw from here and look at no
+A pure projection of the scheduler's events (and of the agents' steps); trace and report draw from here and read no
 event themselves.
 """
 
@@ -86,13 +85,12 @@ def in_unit(text: str, unit: str) -> str:
 
 @dataclass(slots=True)
 class Timeline:
-    """Everything there is to draw, seconds since the record's first entry, which was at `origin` on its clock. `marks`:
-    (time, what was asked, decided or given back); `faults`: (time, what went wrong); `decisions`: (time, plan, why in a
-    sentence); `measured`: what running together gained when that was measured last; `entitled`: GPUs that each pipeline
-    with demand was entitled to by the last plan that says so.
+    """Data of pictures, in seconds since the record's first entry, which was at `origin` on its clock. `marks`: (time,
+    request, decision or release in words); `faults`: (time, fault in words); `decisions`: (time, plan, reason in a
+    sentence); `measured`: latest measured gain of running together; `entitled`: GPUs that each pipeline with demand was
+    entitled to by the last plan that says so.
 
-    `pipelines` are in order of their registration. `simulated` is what a simulation said at its end, None for a real
-    run.
+    `pipelines` are in order of their registration. `simulated`: a simulation's own comparison, None for a real run.
     """
 
     pool: Pool = field(default_factory=lambda: Pool(1, 1))
@@ -142,7 +140,7 @@ _OutageKey = tuple[tuple[int, ...], str, int, int] | tuple[str, int]
 
 
 class TimelineBuilder:
-    """Takes a record entry by entry; what it has seen so far can be drawn at any time."""
+    """Builds a timeline entry by entry; the part so far can be drawn at any time."""
 
     def __init__(self) -> None:
         self.timeline = Timeline()
@@ -168,8 +166,8 @@ class TimelineBuilder:
         _take(self, entry.source, entry.event, time)
 
     def so_far(self, end: float | None = None) -> Timeline:
-        """What was seen; what is still open is drawn to `end`, seconds since the first entry (default: the last
-        entry), and stays open here.
+        """The timeline so far; open items are drawn to `end`, seconds since the first entry (default: the last entry),
+        and stay open here.
         """
         seen = copy.copy(self)
         seen.open, seen.queue, seen.out, seen.counts = map(dict, (self.open, self.queue, self.out, self.counts))
@@ -263,7 +261,7 @@ class TimelineBuilder:
 
 
 def build_timeline(entries: Iterable[Entry]) -> Timeline:
-    """The timeline of a record. What is still open at its end is closed there."""
+    """The timeline of a record. Items open at its end are closed there."""
     builder = TimelineBuilder()
     for entry in entries:
         builder.take(entry)

@@ -100,7 +100,7 @@ def _slice(gpu: int, name: str, start: float, end: float, part: Occupation) -> d
 
 
 def _about(part: Occupation) -> dict[str, object]:
-    """What a slice is for: numbers that do not apply are left out."""
+    """Arguments of a slice; numbers that do not apply are left out."""
     numbers = {
         name: value for name, value in (("rank", part.rank), ("step", part.step), ("plan", part.plan)) if value >= 0
     }
