@@ -10,6 +10,7 @@ last checkpoint.
 from __future__ import annotations
 
 import argparse
+import atexit
 import logging
 import os
 import signal
@@ -207,6 +208,8 @@ def _run_to_end(
                 page.follow(run.progress, Path(config.logger.log_dir))
             with _monitor(config, run), LiveReport(Path(config.logger.log_dir)), run.progress:
                 drive(run)
+                # A signal in the middle of an import of what draws reports would leave half of it.
+                interrupts.ending()
             _show_trackers(run)
             code = EXIT_INTERRUPTED if interrupts.save_asked else EXIT_OK
         except NothingToDo as nothing:
@@ -331,6 +334,8 @@ class Interrupts:
     def __exit__(self, *_: object) -> None:
         if self._before:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
+        if self.signalled:
+            atexit.register(_ignore_signals)
         for number, handler in self._before.items():
             signal.signal(number, handler)  # pyrefly: ignore[bad-argument-type]
 
@@ -368,6 +373,12 @@ class Interrupts:
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
         if not (_is_unwinding() or _loses(frame)):
             raise KeyboardInterrupt
+
+
+def _ignore_signals() -> None:
+    """Lets an interrupted process end, with its exit code, whatever signals follow."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _is_unwinding() -> bool:

@@ -122,6 +122,22 @@ def test_more_signals_do_not_disturb_the_clean_up_of_a_start() -> None:
     assert ended == ["engines", "Ray"]
 
 
+def test_a_signal_at_the_exit_of_an_interrupted_process_does_not_change_its_code() -> None:
+    script = """
+import atexit, os, signal, sys
+from nemo_rl.algorithms.launch import Interrupts
+atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))
+atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))
+try:
+    with Interrupts():
+        os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 def saved(root: Path, step: int, *checkpoints: int, **checkpointing: Any) -> str:
     cfg = CheckpointingConfig(checkpoint_dir=str(root), **checkpointing)
     manager = CheckpointManager(cfg)
