@@ -282,7 +282,7 @@ class DTensorBackend(Backend):
         self.discard_gradients()
 
     def trained_weights(self) -> list[torch.Tensor]:
-        """This rank's shards of what the optimizer updates."""
+        """This rank's shards of the parameters that the optimizer updates."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         return [local_tensor(parameter) for group in groups for parameter in group["params"]]
 

@@ -143,7 +143,7 @@ class _PlainReader(dcp.FileSystemReader):
 
 
 class _PlainPlanner(dcp.DefaultLoadPlanner):
-    """torch's planner, which unpickles what is no tensor as it comes, made safe for files of others."""
+    """torch's load planner, which unpickles non-tensor entries, restricted to plain values for files of others."""
 
     @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

@@ -1,5 +1,5 @@
-"""Expert parallelism: each rank of a group keeps some of the experts, and tokens travel to the experts they are routed
-to.
+"""Expert parallelism: each rank of a group keeps some of the experts, and tokens are sent to the ranks of their
+experts.
 
 Every token is sent at most once to each rank that holds one of its experts, which adds up what its experts make of it
 and sends one row back: never more traffic than gathering all tokens, and less than one copy per expert. Ranks may have
@@ -68,7 +68,7 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class _LocalExperts:
-    """What a layer's own computation sees in place of the module: this rank's experts only."""
+    """View of the module for the layer's own computation, with this rank's experts only."""
 
     def __init__(self, module: nn.Module, experts: int) -> None:
         self._module = module

@@ -60,8 +60,8 @@ class _ReplayedRouter:
 
 
 def attach_router_replay(model: Any, device: torch.device) -> RouterReplay:
-    """Has the routers of a model replay what is handed to the result, in place. Raises UnsupportedModelError: the model
-    has no experts, or routers that choose them in another way.
+    """Makes the model's routers replay the routes of the returned `RouterReplay`, in place. Raises
+    UnsupportedModelError: no experts, or routers that choose them in another way.
     """
     routers = [_router(layer, model) for layer in decoder_of(model).layers if expert_modules(layer)]
     if not routers:

@@ -1,5 +1,5 @@
-"""What generation decided besides tokens, for training to decide the same: the experts of every token, and the tokens
-that filters left to draw from.
+"""Decisions of generation besides tokens, which training replays: the experts of every token, and the tokens that
+filters left to draw from.
 
 Pure values and how pieces of them join. Invariants: a position has the routes of the computation that its next token
 was drawn with, however often it is computed again; what is not known is marked and 0.

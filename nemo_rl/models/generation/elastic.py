@@ -34,7 +34,7 @@ _TURN_S = 900.0
 
 @dataclass
 class Resize:
-    """What became of a resize."""
+    """Result of a resize."""
 
     shards: list[int]  # those that made the move
     failed: dict[int, str] = field(default_factory=dict)  # those that did not, and why
@@ -113,9 +113,9 @@ class ElasticGeneration:
         return Resize(back, failed, report)
 
     def resize_infer(self, dp_ranks_to_remove: Iterable[int], dp_ranks_to_add: Iterable[int]) -> tuple[Resize, Resize]:
-        """`shrink` and then `expand`, for a control plane that moves shards both ways at once. Returns what became of
-        those to remove, and of those to add. Raises ValueError: a shard is to be removed and added; nothing has moved;
-        CacheError, TransportError, WorkerError: as for `shrink` and `expand`; what was removed sleeps.
+        """`shrink` and then `expand`, for a control plane that moves shards both ways at once. Returns the results of
+        both. Raises ValueError: a shard is to be removed and added; nothing has moved. CacheError, TransportError,
+        WorkerError: as for `shrink` and `expand`; removed shards sleep.
         """
         removed, added = set(dp_ranks_to_remove), set(dp_ranks_to_add)
         if removed & added:

@@ -38,7 +38,7 @@ class ShardPreemptedError(GenerationError):
 
 
 class ShardStateError(GenerationError):
-    """A shard was asked for what its state does not allow, such as a sync while it sleeps."""
+    """A shard's state does not allow the operation, such as a sync while it sleeps."""
 
 
 class MemoryNotFreedError(GenerationError):
@@ -50,7 +50,7 @@ class WakeError(GenerationError):
 
 
 class StaleVersionError(GenerationError):
-    """Weights were offered that are older than what the shard has."""
+    """The offered weights are older than the shard's."""
 
 
 def request_timeout_s() -> float:
@@ -114,7 +114,7 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """What came of a request."""
+    """Result of a generation request."""
 
     request_id: str
     token_ids: list[int]  # response tokens, the stop token included

@@ -1,4 +1,4 @@
-"""What is to be recorded of generation's decisions, for which model, and whether a rollout holds it.
+"""Recorded decisions of generation: their selection by the model, columns, and checks on rollouts.
 
 Invariant: what passed the checks can be replayed without looking at it again: every route names distinct experts of
 the model, and every mask holds the token that was drawn from it.
@@ -28,7 +28,7 @@ class RecordedDecisionsError(UserError, ValueError):
 
 @dataclass(frozen=True)
 class Recording:
-    """What is recorded of every training rollout.
+    """Decisions that are recorded of every training rollout.
 
     Attributes:
         layers: Decoder layers with experts whose routes are recorded; empty if none are.
@@ -51,7 +51,7 @@ def replays(cfg: PolicyConfig) -> bool:
 
 
 def recording_of(cfg: PolicyConfig) -> Recording | None:
-    """What a run records, by its model's Hugging Face configuration; None if it replays nothing."""
+    """The run's recording, by its model's Hugging Face configuration; None if it replays nothing."""
     if not replays(cfg):
         return None
     model, routes = model_config(cfg), cfg.router_replay.enabled
@@ -66,7 +66,7 @@ def recording_of(cfg: PolicyConfig) -> Recording | None:
 
 
 def columns_of(recording: Recording | None) -> tuple[str, ...]:
-    """The columns that hold what is recorded."""
+    """Columns of the recorded decisions."""
     if recording is None:
         return ()
     return (ROUTE_FIELDS if recording.layers else ()) + (SAMPLING_MASK_FIELDS if recording.masks else ())

@@ -40,7 +40,7 @@ def refit(
     spares: Callable[[ShardTargets], bool] = lambda targets: False,
     timer: Timer | None = None,
 ) -> SyncReport | None:
-    """Syncs shards; if that fails through the fault of some, quarantines these and syncs the others again.
+    """Syncs shards; quarantines the culprits of a failed session and syncs the others again.
 
     Args:
         living: The shards that are wanted and not quarantined; asked before each session.
@@ -90,7 +90,7 @@ def sync(
     recompute_kv: bool = True,
     timer: Timer | None = None,
 ) -> SyncReport:
-    """Runs one session and records it. Raises what it raises; see `SyncSession.run`."""
+    """Runs one session and records it. Raises as `SyncSession.run`."""
     session = SyncSession(source, targets, version=version, options=options, staged=staged)
     record.emit(SyncStarted(session.session_id, version, targets.shards, options.transport, recompute_kv))
     finished = SyncFinished(session.session_id, version, "failed")

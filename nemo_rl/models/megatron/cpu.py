@@ -1,4 +1,4 @@
-"""What it takes to run Megatron-Core without CUDA: everything that is changed, in one place.
+"""Runs Megatron-Core without CUDA: every change to it, in one place.
 
 Megatron asks `torch.cuda` for the device of every buffer it makes, names devices "cuda", and checks the precision of
 parameters by their CUDA type names. None of that is arithmetic, so the answers can be the host's:

@@ -25,7 +25,7 @@ Cut = Literal["whole", "rows", "columns", "qkv", "gate_up"]
 
 @dataclass(frozen=True)
 class Family:
-    """What distinguishes a family. `expert_parts`: names of gate, up and down of an expert; None for a dense family."""
+    """A model family. `expert_parts`: names of gate, up and down of an expert; None for a dense family."""
 
     qkv_bias: bool = False  # whether query, key and value have a bias
     qk_norm: bool = False  # whether queries and keys are normalised per head

@@ -65,7 +65,7 @@ class MegatronGroups(RankGroups):
         return self.dp_group
 
     def from_last_stage(self, value: object) -> Any:
-        """What the last pipeline stage of this replica has, on all of its stages."""
+        """Broadcasts the last pipeline stage's value to all stages of this replica."""
         if self.sizes.pp == 1:
             return value
         said = [value]

@@ -70,7 +70,7 @@ class LowRankAdapter(nn.Module):
         setattr(whole, "sequence_parallel", sequence_parallel)  # noqa: B010 - Megatron's mark
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """What is added to the layer's output, from its input."""
+        """The addition to the layer's output, from its input."""
         inner = self._exchange(F.linear(inputs, self.lora_A), group=self._group)
         return F.linear(inner, self.lora_B) * self._scale
 
@@ -84,7 +84,7 @@ def _add_adapter(layer: Any, inputs: tuple[torch.Tensor, ...], output: tuple[tor
 
 
 def _projected(layer: Any, inputs: torch.Tensor) -> torch.Tensor:
-    """What a layer multiplies with its weight: Transformer Engine's layers may begin with their block's norm."""
+    """The layer's input to its weight: Transformer Engine's layers may begin with their block's norm."""
     norm = getattr(layer, "layer_norm_weight", None)
     return inputs if norm is None else F.rms_norm(inputs, inputs.shape[-1:], norm, layer.config.layernorm_epsilon)
 

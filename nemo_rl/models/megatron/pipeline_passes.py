@@ -72,7 +72,7 @@ class Pipeline:
         trained_only: bool = False,
         loss_fn: LossFunction | None = None,
     ) -> list[Any]:
-        """What `ending` made of each microbatch, on every rank of the replica.
+        """Runs the microbatches; returns the results of `ending` in their order, on every rank of the replica.
 
         Args:
             idle: Empty microbatches after them, so that every replica runs as many.

@@ -1,5 +1,5 @@
-"""Multi-token prediction (https://arxiv.org/abs/2412.19437, section 2.2): what its layers read and are scored on, its
-loss, and its weights.
+"""Multi-token prediction (https://arxiv.org/abs/2412.19437, section 2.2): inputs and targets of its layers, its loss,
+and its weights.
 
 Layer k of K reads the hidden state of the layer before it and the token k places on, and predicts the token after that.
 Its loss counts the tokens that the loss of the step counts, each with that loss's own weight, and is divided with it at
@@ -41,13 +41,13 @@ FOLDER = "mtp"
 
 @dataclass(frozen=True)
 class Ahead:
-    """One layer's part of this rank's slice of a row.
+    """Inputs and targets of one layer, for this rank's slice of a row.
 
     Attributes:
         read_T: The token that the layer reads at each position; 0 where the sequence has ended.
-        wanted_W: Positions whose prediction counts; one without weight if there is none.
-        target_W: What is predicted there.
-        weight_W: What its loss is multiplied by.
+        wanted_W: Positions whose prediction counts; one of weight 0 if there is none.
+        target_W: Target tokens there.
+        weight_W: Weights of their losses.
     """
 
     read_T: torch.Tensor
@@ -59,7 +59,7 @@ class Ahead:
 def tokens_ahead(
     data: Mapping[str, torch.Tensor] | None, batch: PackedBatch, cut: RowSlice, loss_fn: LossFunction, depths: int
 ) -> list[Ahead]:
-    """What each layer reads and predicts.
+    """Inputs and targets of each layer.
 
     Args:
         data: The microbatch that was packed; None for an idle one, of which nothing counts.
@@ -95,7 +95,7 @@ def tokens_ahead(
 
 
 def _token_weights(data: Mapping[str, torch.Tensor], level: LossType) -> torch.Tensor:
-    """[B, S], what each token counts in the sum that the step divides by its tokens, or by its sequences: there each
+    """Weight of each token [B, S] in the sum that the step divides by its tokens, or by its sequences: there each
     sequence has the mean over its own tokens.
     """
     mask_BS = data["token_mask"].cpu().float() if "token_mask" in data else torch.ones(data["input_ids"].shape)
@@ -168,15 +168,15 @@ def prediction_block(config: TransformerConfig, layers: object, virtual: int | N
 
 
 class PredictingWeights(ShardedWeights):
-    """The parameters of a model with layers of multi-token prediction. No file of the families holds these, nor does an
-    engine take them: they are drawn at a run's start, and kept in a folder of its checkpoints.
+    """Parameters of a model with multi-token prediction layers. These are in no file of the families and in no engine:
+    they are drawn at a run's start, and kept in a folder of its checkpoints.
 
     Args:
         chunks: This rank's parts of the model.
         naming: Of its kind of layers.
-        depths: How many prediction layers there are.
+        depths: Number of prediction layers.
         start: The model that the run starts from.
-        spread: Standard deviation of what is drawn.
+        spread: Standard deviation of the initial weights.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What this backend adds to Megatron's routers: replay of recorded choices, and the load-balancing loss.
+"""Additions to Megatron's routers: replay of recorded choices, and the load-balancing loss.
 
 Each router asks its `router_replay` slot, which Megatron-Core made for this, for the experts of its tokens. The
 load-balancing loss is that of Switch Transformers (https://arxiv.org/abs/2101.03961) of each packed row, weighed by the
@@ -34,7 +34,7 @@ _TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class _ReplayedTopK:
-    """What fills a router's `router_replay` slot."""
+    """Implementation of a router's `router_replay` slot."""
 
     def __init__(self, target: RouterTarget) -> None:
         self._target = target
@@ -54,7 +54,7 @@ class _ReplayedTopK:
 
 
 class _LoadBalancing:
-    """What takes the place of a router's `_apply_aux_loss`."""
+    """Replacement of a router's `_apply_aux_loss`."""
 
     def __init__(self, router: TopKRouter, target: RouterTarget, coefficient: float) -> None:
         self._target, self._coefficient = target, coefficient

@@ -98,7 +98,7 @@ class ModelWeights(Protocol):
 
     @property
     def described(self) -> Sequence[Weight]:
-        """What optimizer state is kept for, the same on every rank where state is gathered whole."""
+        """Weights that optimizer state is kept for, the same on every rank where state is gathered whole."""
         ...
 
     def load(self, source: str) -> None:
@@ -237,7 +237,7 @@ class ShardedWeights:
                 yield name, tensor
 
     def _exported(self, weight: Weight, device: torch.device) -> torch.Tensor | None:
-        """This rank's part of what is exported of a weight."""
+        """This rank's part of the exported weight."""
         del device
         return self._own.get(weight.name)
 

@@ -1,4 +1,4 @@
-"""What driver and workers of a model with adapter slots tell each other; the driver imports no backend for it."""
+"""Messages between driver and workers of a model with adapter slots; the driver imports no backend for them."""
 
 from __future__ import annotations
 

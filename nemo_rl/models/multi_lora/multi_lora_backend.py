@@ -110,7 +110,7 @@ class SlotStepBackend:
 
 @dataclass
 class FilledSlot:
-    """What a filled slot holds besides its factors."""
+    """State of a filled slot besides its factors."""
 
     info: AdapterInfo
     optimizer: torch.optim.Optimizer

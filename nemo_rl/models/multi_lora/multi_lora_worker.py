@@ -1,4 +1,4 @@
-"""One rank of a policy with adapter slots: the Ray actor's class.
+"""Ray actor class of one rank of a policy with adapter slots.
 
 Trains and scores rows of several adapters in one call. Invariants: every method is called on all ranks in the same
 order; what goes wrong with one adapter is reported for it and changes nothing of the others.

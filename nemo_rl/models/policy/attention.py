@@ -37,7 +37,7 @@ KERNELS: dict[str | None, Kernel] = {
 
 @dataclass(frozen=True)
 class SharedKeys:
-    """What segments see where some of them share a prefix: it, then themselves, of which they are the last tokens."""
+    """Keys of segments of which some share a prefix: the prefix, then the segment's own tokens."""
 
     token_S: torch.Tensor  # token of the row behind each key, segment after segment
     cu_seqlens: torch.Tensor  # borders of the segments' keys, int32 [segments + 1]

@@ -84,7 +84,7 @@ class Backend(StepBackend, Protocol):
         ...
 
     def router_metrics(self) -> dict[str, float]:
-        """What this step measured of the routers of a mixture of experts, if anything. Collective."""
+        """Metrics of this step's mixture-of-experts routers; empty without experts. Collective."""
         ...
 
     # -- passes without gradients -------------------------------------------------------------------------------------
@@ -116,8 +116,8 @@ class Backend(StepBackend, Protocol):
         ...
 
     def warm_up(self, rows: Mapping[str, torch.Tensor], loss_fn: LossFunction) -> bool:
-        """Scores and trains on rows, so that what is compiled for it is there, and drops the result. Returns whether
-        there was something to compile. Collective.
+        """Scores and trains on rows to trigger compilation, and drops the result. Returns whether there was something
+        to compile. Collective.
         """
         return False
 
@@ -128,7 +128,7 @@ class Backend(StepBackend, Protocol):
         ...
 
     def export(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """What a refit sends: `full_weights`, or less where engines have the rest. Collective."""
+        """Tensors that a refit sends: `full_weights`, or less where engines have the rest. Collective."""
         ...
 
     def full_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:

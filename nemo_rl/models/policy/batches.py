@@ -1,4 +1,4 @@
-"""What a policy takes as a batch, and how the batch is cut over its ranks.
+"""Batches of a policy: validation, and cutting over its ranks.
 
 Refuses what the forward pass would silently leave out, and turns the configuration into the arguments of sharding.
 Invariants: batches of this process and rows of the data plane are cut by the same arguments; a chunk of a step may have
@@ -35,7 +35,7 @@ class UnsupportedColumnsError(ValueError):
 
 
 class NothingRecordedError(ValueError):
-    """A batch lacks what the configuration says to replay."""
+    """A batch lacks the recorded decisions that the configuration replays."""
 
 
 def refuse_model_inputs(columns: Iterable[str]) -> None:
@@ -104,7 +104,7 @@ def shard_batch(
 def microbatch_arguments(
     config: PolicyConfig, *, training: bool, prefixes: SharedPrefixes | None = None
 ) -> dict[str, Any]:
-    """How the configuration forms microbatches, as the keyword argument that sharding takes; none for equal ones.
+    """How microbatches are formed, as the keyword argument of sharding; empty for equal ones.
 
     Args:
         training: Whether the token budgets of training apply, or those of log-probability passes.
@@ -185,7 +185,7 @@ def shard_scored(
 
 
 class CutToScore(NamedTuple):
-    """What a scoring call sends to each rank, and its results from what the ranks return."""
+    """Inputs of a scoring call for each rank, and the function that joins the ranks' results."""
 
     shards: Sequence[object]
     arguments: Mapping[str, object]  # the same for every rank
@@ -193,7 +193,7 @@ class CutToScore(NamedTuple):
 
 
 class Rows(Protocol):
-    """A batch of either kind as the calls of a policy take it, checked for what the backend does not take.
+    """A batch of either kind, as the policy's calls take it, validated for the backend.
 
     Attributes:
         suffix: Of the workers' methods for these rows.

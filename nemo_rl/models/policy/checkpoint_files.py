@@ -42,7 +42,7 @@ class BackgroundWriter:
         return not self._pending
 
     def drop(self) -> None:
-        """Forgets what is left of a snapshot that failed, here or on another rank; what is being written ends first."""
+        """Drops a snapshot that failed here or on another rank; a write in progress ends first."""
         for future in self._pending:
             future.cancel()
         wait(self._pending)

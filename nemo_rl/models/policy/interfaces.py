@@ -35,7 +35,7 @@ Scores = BatchedDataDict | StoredColumns
 
 
 class TrainResult(TypedDict, total=False):
-    """What `train` returns. `all_mb_metrics`: per metric the values of all microbatches of all ranks, divided by global
+    """Result of `train`. `all_mb_metrics`: per metric the values of all microbatches of all ranks, divided by global
     counts.
     """
 

@@ -59,8 +59,8 @@ def start_policy_actors(
     bundle_indices_list: Sequence[tuple[int, list[int]]] | None = None,
     profile: Profile | None = None,
 ) -> RayWorkerGroup:
-    """Starts the actors of a policy, which import what they need and touch no accelerator until a `Policy` is made of
-    them.
+    """Starts the actors of a policy, which import their libraries and touch no accelerator until they become a
+    `Policy`.
 
     Args:
         cluster: Slots; all of them, unless `bundle_indices_list` names some (overlapping placement).
@@ -134,7 +134,7 @@ class Policy(PolicyWeights, PolicyInterface):
             logger.info("policy=started backend=%s kernels=%s", self.started.backend, self.started.kernels)
 
     def submit_warm_up(self, loss_fn: LossFunction) -> PendingCall[float]:
-        """Compiles what the first step would compile, in the background; the seconds of the slowest worker. `loss_fn`:
+        """Compiles the first step's code in the background; the result is the seconds of the slowest worker. `loss_fn`:
         the clipped policy-gradient loss.
         """
         future = self.worker_group.run_all_workers_single_data("warm_up", loss_fn=loss_fn)
@@ -146,8 +146,8 @@ class Policy(PolicyWeights, PolicyInterface):
         return list(self._devices or [])
 
     def profile(self, on: bool) -> None:
-        """Has the workers that run under Nsight Systems record from here on, or write what they recorded. Raises
-        WorkerError: one could not.
+        """Starts or stops recording in the workers that run under Nsight Systems; stopping writes the profile. Raises
+        WorkerError: a worker failed.
         """
         group = self.worker_group
         refs = [group.run_single_worker_single_data("profile", rank, on=on) for rank in group.profiled]

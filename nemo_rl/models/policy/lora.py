@@ -1,5 +1,5 @@
-"""What low-rank adapters (https://arxiv.org/abs/2106.09685) have in common on every training backend: the choice of
-layers, the factors at the start, and those of a checkpoint.
+"""Low-rank adapters (https://arxiv.org/abs/2106.09685) on every training backend: choice of layers, initial factors,
+and those of a checkpoint.
 
 A layer's factors are `lora_A` `[rank, in]` and `lora_B` `[out, rank]`. Invariant: `lora_A` is drawn by the name of its
 layer and `lora_B` is 0, so that every rank starts with the same adapters and the model is the base model.
@@ -46,7 +46,7 @@ def without_adapters(adapted: Iterable[Any]) -> Generator[None]:
 def choose_layers(
     names: Sequence[str], targets: Sequence[str], excluded: Sequence[str], *, every: bool, key: str, model: str
 ) -> list[str]:
-    """The names that are chosen, in order; may be none.
+    """The chosen names, in order; may be empty.
 
     Args:
         names: Of the linear layers that can be adapted.

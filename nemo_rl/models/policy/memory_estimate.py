@@ -112,7 +112,7 @@ def estimate(
     device_bytes: int,
     engines: int = 0,
 ) -> MemoryEstimate:
-    """What a GPU of training takes.
+    """Memory of a training GPU by use, in bytes.
 
     Args:
         shape: Sizes of the model.
@@ -220,7 +220,7 @@ def _gib(count: float) -> str:
 
 @contextmanager
 def explained(policy: PolicyConfig, device: torch.device, doing: str, *, training: bool) -> Generator[None]:
-    """Turns PyTorch's out-of-memory error into one that says who holds the memory and which key to change.
+    """Turns PyTorch's out-of-memory error into one that names the holders of the memory and the key to change.
 
     Args:
         doing: What the worker does, such as `training`.

@@ -82,7 +82,7 @@ def model_config(cfg: PolicyConfig, source: str | None = None) -> PretrainedConf
 
 
 def _instead_of(folder: Path) -> str | None:
-    """What to name instead of a directory that is no model; None where it does not tell."""
+    """Suggestion for a directory that is no model; None if its content suggests nothing."""
     if (folder / "adapter_config.json").is_file():
         return f"it holds an adapter; merge it with its base: python -m nemo_rl.utils.convert to-hf {folder} OUT"
     inside = [file.parent for depth in ("*", "*/*", "*/*/*") for file in folder.glob(f"{depth}/config.json")]
@@ -125,7 +125,7 @@ def looks_like_a_path(name: str) -> bool:
 
 
 def _nearest_directory(name: str) -> str:
-    """What there is on the way to a directory that does not exist."""
+    """Content of the nearest existing parent of a missing directory."""
     parent = Path(name).expanduser().absolute().parent
     while not parent.is_dir() and parent != parent.parent:
         parent = parent.parent
@@ -330,8 +330,8 @@ def decoder_of(model: Any) -> Any:
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """transformers' class that builds a model which writes text, of models of text and images another one; None where
-    it has none for this kind.
+    """transformers' auto class of a text-generating model: causal LM, or image-text-to-text; None if it has neither for
+    this model type.
     """
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING

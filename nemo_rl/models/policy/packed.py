@@ -211,8 +211,8 @@ class PackedBatch:
 
 
 def row_round(packing: SequencePackingConfig, device: torch.device) -> int:
-    """What the length of a packed row is rounded up to a multiple of: on GPUs, where few lengths make for little
-    fragmented memory and matrix products like even ones.
+    """Multiple to which the length of a packed row is rounded up: on GPUs, where few distinct lengths fragment memory
+    little and matrix products run best on even ones; else 1.
     """
     return packing.sequence_length_round if packing.enabled and device.type == "cuda" else 1
 

@@ -1,4 +1,4 @@
-"""One rank of a policy: the Ray actor's class, for both backends.
+"""Ray actor class of one rank of a policy, for both backends.
 
 Cuts rows into microbatches, runs steps and scoring on a `Backend`, and opens weight exports and caches; its methods
 take plain values. Invariant: collective methods are called on all ranks in the same order.
@@ -137,7 +137,7 @@ class PolicyWorker(TQWorkerMixin):
         return total_memory(device_of_process())
 
     def warm_up(self, loss_fn: LossFunction) -> float:
-        """Compiles what the first step would compile; seconds that it took, 0 where nothing is compiled. Collective.
+        """Compiles the first step's code; returns the seconds that it took, 0 if nothing is compiled. Collective.
         `loss_fn`: the clipped policy-gradient loss.
         """
         began = time.monotonic()
@@ -371,7 +371,7 @@ class PolicyWorker(TQWorkerMixin):
         return compute_dtype(self.cfg.precision)
 
     def tensor_metas(self) -> list[TensorMeta]:
-        """What an export yields, in order."""
+        """Metadata of an export's tensors, in order."""
         return self.backend.tensor_metas(self._export_dtype())
 
     def staging_budget(self) -> int:
@@ -394,9 +394,9 @@ class PolicyWorker(TQWorkerMixin):
         export.
 
         Args:
-            served: Path of the buffer that sessions read, which stays as it is; None before the first.
+            served: Path of the buffer that sessions read, which stays unchanged; None before the first.
 
-        Returns what the cache holds, from the rank that owns it.
+        Returns the cache's manifest, on the rank that owns it.
         """
         self._bring_weights()
         weights = self.backend.export(self._export_dtype())
@@ -479,11 +479,11 @@ WARM_UP_TOKENS = 2048
 
 
 def warm_up_rows(config: PolicyConfig, vocabulary: int) -> BatchedDataDict[Any]:
-    """Two sequences or more of random tokens, with the columns that the clipped policy-gradient loss reads.
+    """At least two sequences of random tokens, with the columns that the clipped policy-gradient loss reads.
     `vocabulary`: number of token ids of the model.
 
-    Their tokens are a prime number in all: what is compiled for a row that is as long as some dimension of the model is
-    compiled for such rows alone.
+    The total number of tokens is prime: compiled code would otherwise specialise on a row length that equals some
+    dimension of the model.
     """
     width = min(config.max_total_sequence_length, WARM_UP_TOKENS // 2)
     rows = max(2, WARM_UP_TOKENS // width)

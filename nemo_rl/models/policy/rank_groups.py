@@ -1,4 +1,4 @@
-"""What the process groups of both backends have in common: this rank's place, and reductions over the data.
+"""Process groups common to both backends: this rank's place, and reductions over the data-parallel ranks.
 
 Invariant: ranks are numbered as in the policy's grid, pipeline outermost, then data, context and tensor.
 """

@@ -100,7 +100,7 @@ def check_routes(routes: Routes, layers: int, experts: int, experts_per_token: i
 
 @dataclass(frozen=True)
 class RouterPass:
-    """The inputs of all routers in one forward pass, for this rank's slice of the row.
+    """Inputs of all routers in one forward pass, for this rank's slice of the row.
 
     Attributes:
         routes: Recorded routes, or None to route naturally.

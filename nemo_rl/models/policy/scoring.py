@@ -49,7 +49,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class _CopyToRanks(torch.autograd.Function):
-    """The same tensor on every rank; its gradient is the sum of what every rank did with it."""
+    """Identity on every rank; its gradient is the sum over the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # pyrefly: ignore[bad-override]  # torch's stub takes any arguments, a function has its own
@@ -95,7 +95,7 @@ def gather_logits(logits_CW: torch.Tensor, group: dist.ProcessGroup | None) -> t
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What turns raw logits into the distribution that generation drew from."""
+    """Transformation from raw logits to the distribution that generation drew from."""
 
     temperature: float = 1.0
     top_p: float = 1.0  # nucleus mass; 1 keeps all
@@ -150,8 +150,8 @@ def filter_logits(logits_CV: torch.Tensor, *, top_p: float, top_k: int | None) -
 def logit_transform(
     temperature: float | None, top_p: float, top_k: int | None, model: PretrainedConfig
 ) -> LogitTransform:
-    """What generation does to logits, and what the model itself does before. `temperature`: of generation; None or 0 is
-    1. `model`: the model's Hugging Face configuration.
+    """Logit transformation of generation, with the model's own. `temperature`: of generation; None or 0 is 1. `model`:
+    the model's Hugging Face configuration.
     """
     config = text_config(model)
     softcap = getattr(config, "final_logit_softcapping", None)

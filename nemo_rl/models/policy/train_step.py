@@ -44,7 +44,7 @@ class MicrobatchResult:
 
 
 class StepBackend(Protocol):
-    """What a framework does for a step."""
+    """Operations of a framework that a train step calls."""
 
     @property
     def device(self) -> torch.device:
@@ -90,7 +90,7 @@ class StepBackend(Protocol):
         ...
 
     def trained_weights(self) -> list[torch.Tensor]:
-        """This rank's shards of what the optimizer updates."""
+        """This rank's shards of the parameters that the optimizer updates."""
         ...
 
     def discard_gradients(self) -> None:
@@ -241,15 +241,15 @@ def _require_finite_weights(shards: Sequence[torch.Tensor], result: StepResult) 
 
 
 def total_work(results: Sequence[MicrobatchResult | StepResult]) -> Work:
-    """What the passes of microbatches, or of whole steps, computed."""
+    """Work of the passes of microbatches, or of whole steps."""
     return sum((result.work for result in results), start=Work())
 
 
 def step_report(
     results: Sequence[StepResult], rates: Mapping[str, float], routers: Mapping[str, float]
 ) -> dict[str, object]:
-    """What a worker answers after steps. `rates`: learning rate and weight decay that they used. `routers`: metrics of
-    a mixture of experts.
+    """A worker's answer after steps. `rates`: learning rate and weight decay that they used. `routers`: metrics of a
+    mixture of experts.
     """
     metrics: dict[str, list[float]] = {}
     for result in results:

@@ -1,4 +1,4 @@
-"""A policy's weights as those see them who lend accelerators or sync: what its workers hold, the export, and the cache.
+"""Residency, export and refit cache of a policy's weights, over its workers.
 
 The cache is built by all ranks together, owned by the first, and served to sync sessions: by the host transport these
 read it without disturbing any rank; by the others the owner rank stages and pushes. Invariants: every verb reaches
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class PolicyWeights:
-    """What the workers of a policy hold."""
+    """Weights in the workers of a policy."""
 
     maps_host_memory = False
 
@@ -81,7 +81,7 @@ class PolicyWeights:
         return {meta.name: (meta.shape, meta.dtype) for meta in self.tensor_metas()}
 
     def tensor_metas(self) -> list[TensorMeta]:
-        """What a refit sends, in order."""
+        """Metadata of a refit's tensors, in order."""
         if self._metas is None:
             metas: list[TensorMeta] = self.on_first("tensor_metas")
             self._metas = metas

@@ -39,7 +39,7 @@ class TooLarge(UserError, ValueError):
 
 
 class Slots:
-    """Places for responses that are made at once; who waits first gets them first.
+    """Limits the responses that are generated at once; first come, first served.
 
     Args:
         count: Places.
@@ -51,8 +51,8 @@ class Slots:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def take(self, responses: int) -> Callable[[], None]:
-        """Waits for the places of a request; gives them back when what it returns is called. A request of more
-        responses than there are places takes all.
+        """Waits for the places of a request and returns the function that gives them back. A request of more responses
+        than there are places takes all.
         """
         places = min(responses, self._count)
         granted = asyncio.get_running_loop().create_future()
@@ -185,7 +185,7 @@ def error_response(
 
 
 async def no_such_path(request: Request, error: Any) -> Response:
-    """The response to what is not served."""
+    """Response to a path that is not served."""
     return error_response(
         error.status_code,
         f"{request.method} {request.url.path} is not served; POST /v1/chat/completions, /v1/completions, /tokenize and "
@@ -220,7 +220,7 @@ def answer_of(choice: Mapping[str, Any]) -> dict[str, object]:
 
 def decisions_of(routes: TokenRoutes | None, masks: SamplingMasks | None, start: int = 0) -> dict[str, str]:
     """Fields of a choice that hold its routes from position `start` on and its sampling masks, by the names and in the
-    types of the training columns; none for what is None.
+    types of the training columns; None gives no field.
     """
     arrays: dict[str, Array] = {}
     if routes is not None:

@@ -1,4 +1,4 @@
-"""What stands in for an engine behind vLLM's OpenAI server classes: prompts go to the run's router.
+"""Engine client behind vLLM's OpenAI server classes that sends prompts to the run's router.
 
 Written against vLLM 0.26 and 0.32, whose outputs have the same form here. Invariants: a parameter that the router
 cannot honour is refused; what is sent of a response as it is drawn is the beginning of the whole.
@@ -113,8 +113,8 @@ class Call:
         return [result for prompt in self.answered for result in prompt.results]
 
     def details(self, index: int, turns: Sequence[Turn]) -> dict[str, object]:
-        """Fields of choice `index`: the weight versions of its tokens and, where the client asks for tokens, what is
-        recorded of them. `turns`: those of the session that the choices are; none outside of any.
+        """Fields of choice `index`: the weight versions of its tokens and, where the client asks for tokens, their
+        recorded decisions. `turns`: the choices' turns in the session; empty outside of a session.
         """
         result = self.results()[index]
         if result is None:
@@ -134,7 +134,7 @@ current_call: ContextVar[Call] = ContextVar("current_call")
 
 
 class RouterEngine:
-    """What vLLM's server classes need of an engine client.
+    """The part of an engine client that vLLM's server classes use.
 
     Args:
         generate_one: Continues one prompt.
@@ -188,7 +188,7 @@ class RouterEngine:
         priority: int = 0,
         **_: object,
     ) -> AsyncIterator[RequestOutput]:
-        """One `RequestOutput` with all responses once they are complete, or what is new of them as it is drawn.
+        """One `RequestOutput` with all complete responses, or the new tokens of each as they are drawn.
 
         Raises BadRequest: parameters that the router cannot honour, or a prompt that leaves no room; GenerationError:
         see `Dispatcher.run`.
@@ -220,7 +220,7 @@ class RouterEngine:
     async def _deltas(
         self, answered: Answered, requests: Sequence[GenerationRequest], params: SamplingParams
     ) -> AsyncIterator[CompletionOutput]:
-        """What is new of any of the responses, as it is drawn."""
+        """New tokens of any of the responses, as they are drawn."""
         from vllm.outputs import CompletionOutput
 
         # Which responses have something new; what came meanwhile goes out in one chunk.

@@ -114,7 +114,7 @@ def plain(message: Mapping[str, object] | BaseModel) -> dict[str, object]:
 
 
 def setup_of(asked: ChatCompletionRequest) -> object:
-    """What a chat template reads besides messages."""
+    """The request's inputs to the chat template besides messages."""
     tools = None if asked.tools is None else [tool.model_dump() for tool in asked.tools]
     return [tools, asked.chat_template_kwargs, asked.chat_template, asked.documents, asked.reasoning_effort]
 
@@ -207,7 +207,7 @@ class Endpoint:
         return f"{self._root}/session/{session_id}/v1"
 
     def finish(self, session_id: str) -> Session:
-        """Ends a session: further requests of it are refused. Returns what was recorded."""
+        """Ends a session and returns it; further requests of it are refused."""
         return self._sessions.pop(session_id)
 
     # -- routes -------------------------------------------------------------------------------------------------------
@@ -369,9 +369,9 @@ class Endpoint:
     async def _made(
         self, create: Callable[..., Awaitable[Any]], asked: object, call: Call, request: Request, record: Record
     ) -> Response:
-        """The response with what is known of its tokens, or vLLM's refusal. `record`: called with the messages of the
-        choices once all of them are complete; the turns of a session that they are. Raises BadRequest: the request
-        asks for too many responses.
+        """The response with its recorded tokens, or vLLM's refusal. `record`: called with the messages of the choices
+        once all of them are complete; returns their turns in the session. Raises BadRequest: the request asks for too
+        many responses.
         """
         responses = responses_of(asked)
         if responses > self._config.max_responses:

@@ -62,8 +62,8 @@ class Serving:
     _shown: set[tuple[str, str]] = field(default_factory=set)  # what a template was seen to show
 
     def check_shown(self, request: ChatCompletionRequest, messages: Sequence[Mapping[str, object]]) -> None:
-        """Whether the chat template shows tools, their calls, and what others than the model say. Raises BadRequest: it
-        renders the request as if they were not there.
+        """Checks that the chat template renders tools, tool calls, and the content of every role. Raises BadRequest: it
+        renders the request as if they were absent.
 
         Args:
             messages: Those of the request, as the client sent them.
@@ -187,7 +187,7 @@ def make_serving(
 
 
 def _model_arguments(policy: PolicyConfig) -> dict[str, object]:
-    """What vLLM needs to know of the model to read requests for it."""
+    """The model arguments that vLLM needs to read requests."""
     generation, vllm = policy.generation, policy.generation.vllm_cfg
     return {
         "model": policy.model_name,

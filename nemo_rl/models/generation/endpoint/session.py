@@ -86,7 +86,7 @@ class Branch:
 
 @dataclass
 class Session:
-    """What one agent asked and got. Used on one thread, read once it is closed."""
+    """Requests and answers of one agent. Used on one thread, read once it is closed."""
 
     plan: SessionPlan
     turns: list[Turn] = field(default_factory=list)
@@ -188,7 +188,7 @@ class Session:
         return chain[::-1]
 
     def routes_of(self, turn: Turn | None) -> RouteRecord:
-        """What is known of the routes of a turn's prompt and response, once it is answered."""
+        """Recorded routes of a turn's prompt and response, once it is answered."""
         routes = RouteRecord()
         for one in self.ancestors(turn):
             if one.result.routes is not None:
@@ -276,8 +276,8 @@ def _digest(before: bytes, value: object) -> bytes:
 
 
 def _shown(message: Message) -> dict[str, object]:
-    """What tells a message from another. Clients send an answer back without its reasoning, and with an empty text for
-    none.
+    """The identifying content of a message. Clients send an answer back without its reasoning, and with an empty text
+    for none.
     """
     shown: dict[str, object] = {"role": message.get("role"), "content": text_of(message)}
     if message.get("role") == "assistant":

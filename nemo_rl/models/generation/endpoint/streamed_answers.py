@@ -30,7 +30,7 @@ class TextStream:
         self._sent = 0
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """What these tokens add to the text that can be shown."""
+        """Appends tokens and returns the text that can be shown now."""
         self._token_ids += token_ids
         before = self._decode(self._token_ids[self._from : self._shown])
         now = self._decode(self._token_ids[self._from :])
@@ -45,7 +45,7 @@ class TextStream:
         return text[:shown]
 
     def end(self, whole: str) -> str:
-        """What is left to show of the whole text."""
+        """The part of the whole text that was not shown yet."""
         return whole[self._sent :]
 
 
@@ -116,7 +116,7 @@ def event_of(chunk: Mapping[str, object]) -> str:
 
 
 def events_of(answer: Mapping[str, Any], *, include_usage: bool) -> Iterator[str]:
-    """A whole answer of a chat as the events of a stream: the role, what was said, and the end of each choice.
+    """A whole chat answer as the events of a stream: the role, the content, and the end of each choice.
 
     Args:
         answer: As it would be sent whole.

@@ -180,8 +180,8 @@ class BatchMeter:
             self._seen.append(np.log(had_s / tokens))
 
     def good_batch(self) -> int | None:
-        """Requests at once with which a token takes 1.25 times what it takes alone, from 1 to 1,024; None where too
-        little was seen to tell.
+        """Number of concurrent requests, from 1 to 1,024, at which a token takes 1.25 times as long as alone; None with
+        too few observations.
         """
         if len(self._seen) < _FEWEST:
             return None
@@ -201,7 +201,7 @@ LOOP_TIMEOUT_S = 6 * 3600.0
 
 
 async def answer_of(ref: ObjectRef[object]) -> Any:
-    """What an actor answers, as a coroutine that can have a deadline."""
+    """An actor's answer as a coroutine, so that it can have a deadline."""
     return await ref
 
 
@@ -541,8 +541,8 @@ class Dispatcher:
             self.quarantine(shard, first_line(error))
 
     def unroute(self, shards: Sequence[int]) -> int:
-        """Shards take no new request from now on, and what was not yet handed to them goes elsewhere; the router's
-        generation number.
+        """Stops routing to shards and moves requests that were not yet handed to them; returns the router's generation
+        number.
         """
         gone = sorted(set(shards) & self.router.active)
         with self._booking:
@@ -557,8 +557,8 @@ class Dispatcher:
         return generation
 
     def stop_routing(self, shards: Sequence[int]) -> None:
-        """Shards take no new request until `allow_routing`, whatever `route` is still on its way to the loop. From any
-        thread; `unroute` on the loop does the rest.
+        """Closes shards to new requests until `allow_routing`, also for a `route` that is still on its way to the loop.
+        From any thread; `unroute` on the loop does the rest.
         """
         with self._booking:
             self.router.close(shards)

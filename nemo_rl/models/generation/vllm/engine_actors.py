@@ -1,5 +1,5 @@
-"""The actors of engines, one per data-parallel shard, before any engine runs in them; and what their engines are
-started with.
+"""The actors of engines, one per data-parallel shard, started before their engines; and the start parameters of their
+engines.
 
 They take seconds to import vLLM and need nothing but the configuration for it, so they are started as early as the
 slots are known. Keyword arguments and environment variables follow from `policy.generation` alone. Invariants: until
@@ -190,7 +190,7 @@ def quantization_arguments(policy: PolicyConfig, *, cuda: bool) -> dict[str, obj
 
 
 def _kv_cache_bytes(policy: PolicyConfig, slot_bytes: int) -> int:
-    """What of a slot's memory is left for the KV cache of one rank. Raises ConfigError: nothing is."""
+    """Bytes of a slot that remain for the KV cache of one rank. Raises ConfigError: none remain."""
     vllm = policy.generation.vllm_cfg
     weights = weight_bytes(policy) / (vllm.tensor_parallel_size * vllm.pipeline_parallel_size)
     left = slot_bytes - _beside_cache_bytes(policy)
@@ -262,7 +262,7 @@ def _element_size(policy: PolicyConfig) -> int:
 
 
 def _executor(vllm: VllmConfig, *, cuda: bool) -> str | None:
-    """What starts an engine's ranks; None leaves it to vLLM."""
+    """Executor backend that starts an engine's ranks; None leaves the choice to vLLM."""
     named = vllm.distributed_executor_backend
     if named is not None:
         return "mp" if named == "ray" else named
@@ -289,8 +289,8 @@ def _environment(policy: PolicyConfig, *, cuda: bool, threads: int) -> dict[str,
 
 @dataclass(frozen=True)
 class EngineActors:
-    """What `VllmGeneration` is made of. `lent`: whether a scheduler lends the slots shard by shard: engines are then
-    built one by one (`fleet.build`), and nothing is routed at first.
+    """Actors of which `VllmGeneration` is made. `lent`: whether a scheduler lends the slots shard by shard: engines are
+    then built one by one (`fleet.build`), and nothing is routed at first.
     """
 
     cfg: GenerationConfig

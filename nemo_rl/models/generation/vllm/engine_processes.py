@@ -76,8 +76,8 @@ def measures_nothing(cache_bytes: int) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class MemoryShare:
-    """What an engine takes of a device that others start on at the same time: it cannot measure what is free, so its KV
-    cache is what its share leaves beside the rest.
+    """An engine's share of a device on which others start at the same time: free memory cannot be measured then, so its
+    KV cache is its share minus its other memory.
     """
 
     share: float  # of the device's memory
@@ -120,7 +120,7 @@ class EngineSpec:
 
     @property
     def sized(self) -> bool:
-        """Whether its KV cache has a size before it starts, so that it does not measure what is free."""
+        """Whether its KV cache has a set size, so that it does not measure free memory."""
         return self.memory_share is not None or "kv_cache_memory_bytes" in self.engine_kwargs
 
     def kwargs_of(self, shard: int) -> dict[str, object]:
@@ -173,8 +173,8 @@ def start_engine(engine_kwargs: dict[str, object], stat_loggers: list[object] | 
 
 
 def _usage() -> UsageContext:
-    """What vLLM chooses `max_num_seqs` and `max_num_batched_tokens` for where they are not set: offline inference, with
-    many requests at once. For an engine whose use it does not know it takes 128 and 2,048 on every GPU.
+    """Usage for which vLLM chooses unset `max_num_seqs` and `max_num_batched_tokens`: offline inference, with many
+    requests at once. For an unknown usage it takes 128 and 2,048 on every GPU.
     """
     from vllm.usage.usage_lib import UsageContext
 
@@ -237,7 +237,7 @@ os.register_at_fork(after_in_child=_become_an_engine)
 
 
 def set_environment(env: Mapping[str, str]) -> None:
-    """Sets what an engine's processes inherit: `env`, whose process they belong to, and where their sockets are."""
+    """Sets the variables that an engine's processes inherit: `env`, their owner's id, and their socket folder."""
     os.environ.update(env)
     os.environ[OWNER_VARIABLE] = str(os.getpid())
     if "VLLM_RPC_BASE_PATH" not in os.environ:

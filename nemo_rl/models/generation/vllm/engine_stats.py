@@ -62,7 +62,7 @@ class EngineStats:
             self._largest[name] = max(self._largest[name], value)
 
     def take(self) -> EngineSample:
-        """What was recorded since the last time."""
+        """Samples since the last call."""
         sample = EngineSample(self._samples, self._sums, self._largest, self._tokens)
         self._clear()
         return sample

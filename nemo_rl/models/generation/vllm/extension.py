@@ -243,8 +243,8 @@ class VllmInternalWorkerExtension(ReceiverMethods):
             self._nrl_recorder = StepRecorder(self.model_runner, routes=routes, masks=masks)
 
     def nrl_take_decisions(self, ended: list[tuple[str, int, int, int]], forgotten: list[str]) -> list[Taken]:
-        """What was recorded of ended requests (key, first position, tokens of prompt and of response); drops what was
-        recorded of forgotten ones.
+        """Recorded decisions of ended requests (key, first position, tokens of prompt and of response); drops those of
+        forgotten requests.
         """
         if self.rank != 0:
             return []
@@ -296,7 +296,7 @@ class VllmInternalWorkerExtension(ReceiverMethods):
         return self._nrl_weight_receiver
 
     def nrl_begin_sync(self, session: dict[str, object], routes: list[dict[str, object]]) -> None:
-        """Opens a sync session; `routes` holds the way to the weights of every rank of this engine."""
+        """Opens a sync session; `routes` holds the weights' route to every rank of this engine."""
         self._nrl_receiver().begin(session | routes[self.rank])
 
     def nrl_receive_window(self, window: dict[str, object]) -> None:

@@ -479,8 +479,8 @@ class EngineFleet:
     # -- away ---------------------------------------------------------------------------------------------------------
 
     def drain(self, shards: Iterable[int]) -> int:
-        """Shards take no new request; running ones go on elsewhere with what they have. The router's generation number.
-        One whose requests do not end is quarantined.
+        """Stops routing to shards and moves their running requests, with the tokens so far, to others; returns the
+        router's generation number. A shard whose requests do not end is quarantined.
         """
         wanted = self._check(shards)
 

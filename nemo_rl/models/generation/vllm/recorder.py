@@ -57,7 +57,7 @@ class _Kept(NamedTuple):
 
 @dataclass
 class _Recorded:
-    """What is known of one request, put together when it ends: a step must not wait for what a call can do later."""
+    """Recorded parts of one request, joined when it ends: a step must not do work that a later call can do."""
 
     parts: list[_Rows] = field(default_factory=list)
     masks: dict[int, _Kept] = field(default_factory=dict)  # by the position of the token that was drawn
@@ -99,7 +99,7 @@ class _Drawn(NamedTuple):
 
 
 class StepRecorder:
-    """Records the steps of one runner. `routes`, `masks`: what is recorded."""
+    """Records the decisions of one runner's steps. `routes`, `masks`: the kinds to record."""
 
     def __init__(self, runner: GPUModelRunner, *, routes: bool, masks: bool) -> None:
         self._runner = runner
@@ -290,7 +290,7 @@ def packed(routes: TokenRoutes | None, masks: SamplingMasks | None) -> Taken:
 
 
 def unpacked(taken: Taken) -> tuple[TokenRoutes | None, SamplingMasks | None]:
-    """What was packed."""
+    """Inverse of `packed`."""
     routes, masks = None, None
     if "experts" in taken:
         experts = np.frombuffer(taken["experts"], np.dtype(taken["dtype"])).reshape(taken["shape"])

@@ -46,7 +46,9 @@ class ResumableRequest:
 
     @property
     def kept(self) -> int:
-        """Tokens of earlier pieces."""
+        """The kept part of a cut request, from which another shard goes on. `passed_on`: tokens that `new` gave before.
+        `engine`: vLLM's, whose tokenizer decodes the text that is searched for stop strings.
+        """
         return len(self._token_ids)
 
     @property
@@ -109,7 +111,7 @@ class ResumableRequest:
 
     @property
     def complete(self) -> bool:
-        """Whether what was kept is already as long as the request allows."""
+        """Whether as many tokens are kept as the request allows."""
         return self.kept >= self._request.max_new_tokens
 
     def as_it_is(self, shard: int) -> GenerationResult:

@@ -180,7 +180,7 @@ class DecisionReader:
     async def complete(
         self, request: GenerationRequest, result: GenerationResult, completion: CompletionOutput
     ) -> GenerationResult:
-        """The result with what was recorded of it. `completion`: the engine's own. Raises RecordedDecisionsError: the
+        """The result with its recorded decisions. `completion`: the engine's own. Raises RecordedDecisionsError: the
         engine recorded nothing.
         """
         if request.record_from is None:

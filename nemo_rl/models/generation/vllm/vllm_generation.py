@@ -147,8 +147,8 @@ class VllmGeneration(GenerationInterface):
         return self.group.world_size
 
     def profile(self, on: bool) -> None:
-        """Has the shards that run under Nsight Systems record from here on, or write what they recorded. Raises
-        WorkerError: one could not.
+        """Starts or stops recording in the shards that run under Nsight Systems; stopping writes the profile. Raises
+        WorkerError: a shard failed.
         """
         shards = [shard for shard in self.fleet.healthy() if shard in self.group.profiled]
         self.fleet.call(shards, "profile", timeout_s=_PROFILE_TIMEOUT_S, on=on)
@@ -200,8 +200,8 @@ class VllmGeneration(GenerationInterface):
         }
 
     def for_other_process(self, record: Record) -> DetachedGenerator:
-        """What another process needs to send requests to these shards; it can be pickled. `record`: takes what becomes
-        of the requests there.
+        """Picklable client with which another process sends requests to these shards. `record`: takes the events of its
+        requests.
         """
         names = [str(identity) for identity in self.group.identities]
         return DetachedGenerator(

@@ -135,9 +135,9 @@ class EngineMemory:
         self.holds_group = False
 
     async def sleep(self, level: int) -> dict[str, int]:
-        """Drops weights and KV cache (level 1: keeps the weights on the host); bytes in use before and after, over
-        ranks, and `kept`: what the rank that keeps most holds while it sleeps. Raises MemoryNotFreedError: the memory
-        did not come back.
+        """Drops weights and KV cache (level 1: keeps the weights on the host). Returns bytes in use before and after,
+        over ranks, and `kept`: the most that a rank holds while it sleeps. Raises MemoryNotFreedError: the memory was
+        not freed.
         """
         async with device_turn(self._device):
             return await self._sleep(level)
@@ -413,7 +413,7 @@ class VllmGenerationWorker:
                 self._tasks[request_id].cancel()
 
     async def release(self, request_ids: list[str]) -> None:
-        """Ends these requests, each with what it has, so that another shard goes on with them. A request whose draws
+        """Ends these requests, each with its tokens so far, so that another shard continues them. A request whose draws
         have a seed moves only while it has no token: the rest would be drawn by another seed than if it had stayed.
         """
         chosen = [request_id for request_id in request_ids if request_id in self._tasks]
@@ -425,7 +425,7 @@ class VllmGenerationWorker:
             await self._engine.abort(chosen)
 
     async def abort_all_requests(self) -> None:
-        """Ends every running request; each yields what it has."""
+        """Ends every running request; each returns its tokens so far."""
         if self._tasks:
             await self._engine.abort(list(self._tasks))
 
@@ -434,7 +434,7 @@ class VllmGenerationWorker:
         return not self._tasks
 
     async def leave(self, timeout_s: float) -> int:
-        """Takes no more requests and ends those that run, each with what it has; how many there were. Raises
+        """Refuses new requests and ends the running ones, each with its tokens so far; returns their number. Raises
         ShardStateError: requests still run after `timeout_s`.
         """
         self._leaving = True
@@ -463,7 +463,7 @@ class VllmGenerationWorker:
         return self._versions.version
 
     async def take_stats(self) -> EngineSample:
-        """What the engine recorded of itself since it was last asked."""
+        """The engine's samples since the last call."""
         return self._stats.take() if self._stats else EngineSample()
 
     async def check_engine(self, timeout_s: float) -> None:
