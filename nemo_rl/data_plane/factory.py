@@ -24,9 +24,7 @@ _BACKENDS = ("simple", "mooncake_cpu")
 
 
 def check_data_plane(cfg: DataPlaneConfig) -> None:
-    """Checks on this host what the storage needs, before anything is started. Raises MooncakeUnavailableError:
-    Mooncake's package, a shared library or its master is missing.
-    """
+    """Checks the storage's requirements on this host before anything is started. Raises MooncakeUnavailableError."""
     if cfg.enabled and cfg.backend == "mooncake_cpu":
         from nemo_rl.data_plane.adapters.mooncake import check_mooncake
 

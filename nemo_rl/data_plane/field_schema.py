@@ -21,7 +21,7 @@ PROMPT, PROMPT_TOKENS = "prompt", "prompt_tokens"
 
 
 class Axis(Enum):
-    """What a column has one value of: each row, each token of a row, or each row as an object."""
+    """Granularity of a column's values: one per row, one per token of a row, or one object per row."""
 
     ROW = "row"
     TOKEN = "token"

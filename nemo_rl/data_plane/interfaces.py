@@ -114,7 +114,7 @@ class Located:
 
 
 class Storage(Protocol):
-    """What an adapter brings: blocks of bytes by row and name, and tags. Everything else is written once above it."""
+    """Storage adapter: blocks of bytes by row and name, and tags. Everything else is written once above it."""
 
     def locate(self, partition_id: str, sample_ids: Sequence[str], *, create: bool) -> Located:
         """Finds rows; makes those that do not exist when `create`. Raises MissingRowsError: a row does not exist."""
@@ -152,7 +152,7 @@ class DataPlaneTimeout(DataPlaneError):
 
 
 class DataPlaneCapacityError(DataPlaneError):
-    """The storage stayed full until the deadline; what it holds is untouched."""
+    """The storage stayed full until the deadline; its contents are unchanged."""
 
 
 class DataPlaneClosedError(DataPlaneError):
@@ -173,4 +173,4 @@ class MissingColumnsError(_NotStored):
 
 
 class MooncakeUnavailableError(DataPlaneError):
-    """Mooncake cannot be loaded on this machine; the message names what is missing and how to install it."""
+    """Mooncake cannot be loaded on this machine; the message names the missing part and how to install it."""

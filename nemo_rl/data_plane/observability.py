@@ -1,4 +1,4 @@
-"""What a client did, as one event per operation, as counters, and as Prometheus metrics.
+"""Operations of a client, as one event each, as counters, and as Prometheus metrics.
 
 Wraps any client; results and errors pass through unchanged. Invariant: outstanding counts change only after an
 operation succeeded.
@@ -39,7 +39,7 @@ def _ignore(event: Event) -> None:
 
 
 class MetricsDataPlaneClient(DataPlaneClient):
-    """Counts what goes through a client. `inner`: the client that does it. `on_event`: called with `op, partition_id,
+    """Counts the operations of a client. `inner`: the wrapped client. `on_event`: called with `op, partition_id,
     n_keys, n_bytes, wall_ms, status` after every operation.
     """
 
@@ -50,8 +50,8 @@ class MetricsDataPlaneClient(DataPlaneClient):
         self._endpoint: BackgroundServer | None = None
 
     def serve_metrics(self, host: str = "127.0.0.1", token: str | None = None) -> str:
-        """Serves the counters to Prometheus on a free port until the client is closed; the `host:port` of `/metrics`.
-        `token`: what `Authorization: Bearer` must bring; None: nothing.
+        """Serves the counters to Prometheus on a free port until the client is closed; returns the `host:port` of
+        `/metrics`. `token`: bearer token that requests must carry; None: none.
         """
         if self._endpoint is None:
             handler = metrics_handler(self.prometheus_text, token)

@@ -160,8 +160,8 @@ class TQWorkerMixin:
 
 
 def broadcast_batch(fetch: Callable[[], BatchedDataDict], group: dist.ProcessGroup) -> BatchedDataDict:
-    """What `fetch` gives on the group's first rank, on all of its ranks. `fetch`: called on the group's first rank
-    only. Raises DataPlaneError: the leader's fetch failed; on the leader its own error.
+    """Broadcasts the result of `fetch`, which is called on the group's first rank only, to all of its ranks. Raises
+    DataPlaneError: the leader's fetch failed; on the leader its own error.
     """
     leader = dist.get_process_group_ranks(group)[0]
     if dist.get_rank() == leader:

@@ -26,7 +26,7 @@ WORTHWHILE_ON_CPU = 4
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """What rows have in common."""
+    """Common prefixes of rows."""
 
     group_of_row: Sequence[int]  # rows of one number begin with the same tokens
     tokens_of_row: Sequence[int]  # how many tokens a row shares with its group

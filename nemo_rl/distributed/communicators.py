@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Swap(NamedTuple):
-    """What replaces what. `name`: the same at every replacement of the same thing."""
+    """Replacement of one object by another. `name`: the same at every replacement of the same thing."""
 
     name: str
     old: object
@@ -137,7 +137,7 @@ def _places_of(swaps: Sequence[Swap]) -> list[tuple[Swap, _Place]]:
 
 
 def _held_by(holder: object, wanted: set[int]) -> Iterator[tuple[_Place, object]]:
-    """The places of a holder that hold one of some objects, given by their ids, and what each holds."""
+    """Places of a holder that hold one of the wanted objects (ids), and the objects."""
     if isinstance(holder, CellType):
         yield _Place(holder, None), holder.cell_contents
     elif isinstance(holder, list):

@@ -42,8 +42,8 @@ class _MallocCounts(ctypes.Structure):
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Bytes in use on the whole GPU; on a CPU slot, what the C library has handed out to this process, which is exact
-    where resident memory moves by megabytes of its own (resident memory if the library does not count).
+    """Bytes in use on the whole GPU; on a CPU slot the bytes that the C library has allocated for this process, which
+    are exact, while resident memory moves by megabytes on its own (resident memory if the library does not count).
     """
     library = ctypes.CDLL(None)
     if device.type == "cuda" or not hasattr(library, "mallinfo2"):
@@ -74,7 +74,7 @@ def keep_to_slot(device: torch.device) -> None:
 
 
 def allowed_memory(device: torch.device) -> int:
-    """Bytes that this process may still allocate: what is free, or less where it keeps to a slot."""
+    """Bytes that this process may still allocate: free memory, or less in a slot."""
     free, given = free_memory(device), os.environ.get(SLOT_BYTES_VARIABLE)
     if given is None or device.type != "cuda":
         return free

@@ -1,4 +1,4 @@
-"""Memory of one process: what its tensors take on its GPU, and what it takes of the host.
+"""Memory of one process: its tensors on the GPU, and its host memory.
 
 Readings are exact where growth matters: bytes that PyTorch has handed out, not what it keeps for later, and host memory
 that no file backs.
@@ -57,8 +57,8 @@ def process_memory(_actor: object = None) -> MemoryUse:
 
 
 def resident_bytes(pid: int | None = None, *, shared: bool = True) -> int:
-    """Resident memory of a process, of this one by default, in bytes; 0 if it has ended. Without `shared` what a file
-    or a shared segment backs does not count.
+    """Resident memory of a process, of this one by default, in bytes; 0 if it has ended. Without `shared`, pages backed
+    by a file or a shared segment do not count.
     """
     try:
         with open(f"/proc/{pid or 'self'}/statm") as statm:

@@ -48,7 +48,7 @@ _HARMLESS = {
 
 
 def begin_worker() -> None:
-    """What a Ray worker does first."""
+    """First steps of a Ray worker process."""
     collect_rarely()
     take_private_variables()
     enter_working_directory()

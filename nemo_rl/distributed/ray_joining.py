@@ -133,8 +133,8 @@ def _read_credentials_again() -> None:
 
 @contextmanager
 def _no_lines_of_ray() -> Generator[None]:
-    """Inside the block Ray's compiled code shows nothing on standard error: the error itself is raised. What other
-    threads write there meanwhile is shown at the end of the block.
+    """Suppresses the lines of Ray's compiled code on standard error in the block: the error itself is raised. Lines of
+    other threads are shown at the end of the block.
     """
     sys.stderr.flush()
     kept = os.dup(2)

@@ -111,7 +111,7 @@ class RayWatch:
 
 
 def end_at_once(code: int) -> None:
-    """Ends this process and what it started, without what waits for Ray."""
+    """Ends this process and its children at once, without waiting for Ray."""
     for process in psutil.Process().children(recursive=True):
         try:
             process.kill()

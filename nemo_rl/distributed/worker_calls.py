@@ -33,8 +33,8 @@ _CLOSE_TIMEOUT_S = 10.0
 
 
 class WorkerError(UserError, RuntimeError):
-    """A worker raised or died. The message names worker, rank and node, and unless what was raised is a `UserError` the
-    remote traceback.
+    """A worker raised or died. The message names worker, rank and node, and holds the remote traceback unless a
+    `UserError` was raised.
     """
 
 
@@ -190,7 +190,7 @@ def call(ref: ObjectRef[Answer], *, what: str, timeout_s: float) -> Answer:
 
 
 def stop_actor(actor: ActorHandle[Actor] | None) -> None:
-    """Lets an actor close what it holds, and ends it. Nothing to do for None."""
+    """Calls an actor's `close`, and ends it. Does nothing for None."""
     if actor is None or not ray.is_initialized():
         return
     ray.wait([actor.close.remote()], timeout=_CLOSE_TIMEOUT_S)

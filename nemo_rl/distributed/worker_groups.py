@@ -45,7 +45,7 @@ def resolve_fqn(fqn: str) -> Any:
 
 
 class RayWorkerBuilder:
-    """What to build on every slot: a class by its dotted name, and its constructor arguments."""
+    """Worker to build on every slot: a class by its dotted name, and its constructor arguments."""
 
     def __init__(self, fqn: str, *args: object, **kwargs: object) -> None:
         self.fqn = fqn

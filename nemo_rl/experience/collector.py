@@ -52,7 +52,7 @@ _STORE_WRITES = 8
 
 @dataclass(frozen=True)
 class CollectorParts:
-    """What a collector works with."""
+    """Collaborators of a collector."""
 
     prompts: EpochPrompts
     rollouts: LiveRollouts
@@ -65,7 +65,7 @@ class CollectorParts:
 
 @dataclass
 class _Prompt:
-    """What rolling a prompt out takes."""
+    """Inputs to the rollouts of one prompt."""
 
     batch: BatchedDataDict
     identity: str
@@ -76,13 +76,13 @@ class Collector:
 
     Args:
         queue: Decides. Its sampler says which groups a step takes, and how old they may be.
-        failures: What becomes of rollouts that fail.
-        stall: What becomes of a wait without end.
-        refits: What becomes of rollouts that run during a refit.
+        failures: Retry and drop policy of failed rollouts.
+        stall: Stall watchdog of waits.
+        refits: Policy of rollouts that run during a refit.
 
     Attributes:
-        tasks: The rollouts that run.
-        evicted: Groups that were started again because no step would have taken them.
+        tasks: The running rollouts.
+        evicted: Groups that were restarted because no step would have taken them.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Collector:
         self._pump()
 
     def _pump(self) -> None:
-        """Whatever may happen to prompts now; from the driver's thread."""
+        """Drops stale groups, restores, draws and launches, as far as the queue allows; from the driver's thread."""
         with self._changed:
             # One that is being stored is looked at again when it is.
             stale = [key for key in self.queue.stale() if key not in self._committing]
@@ -147,8 +147,8 @@ class Collector:
         self._admit(fresh, _Prompt(number_samples(row, self._parts.generations, fresh.number), prompt.identity))
 
     def draw_ahead(self) -> None:
-        """Draws what the next version admits, while something else takes time. A loader that fails does so where the
-        batch is wanted.
+        """Draws the batches that the next version admits, while the driver is busy. A loader's error is raised where
+        the batch is wanted.
         """
         while not self._restored and self.queue.wants_batch(ahead=True) and self._parts.prompts.prefetch():
             self._draw(self.queue.draw)
@@ -286,8 +286,7 @@ class Collector:
         on_progress: Callable[[int, int], None] = lambda ready, of: None,
         before_wait: Callable[[], None] = lambda: None,
     ) -> list[BufferedGroup]:
-        """The groups that the open step takes next, once they are enough, or no others come for it; empty when it has
-        all that it gets.
+        """Blocks until `enough` groups of the open step are ready and takes them; empty once the step is complete.
 
         Args:
             enough: Whether these groups are worth a pass; by default only all that the step waits for are.
@@ -344,7 +343,7 @@ class Collector:
                 )
 
     def hand_over(self, groups: Sequence[BufferedGroup]) -> None:
-        """Leaves groups of the open step to the caller, who records what becomes of those that are not trained."""
+        """Hands groups of the open step to the caller, who records the outcome of those that are not trained."""
         with self._changed:
             self._forget([group.key for group in groups])
 

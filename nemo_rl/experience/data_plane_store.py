@@ -71,7 +71,7 @@ class DataPlaneStore:
         generation: DetachedGenerator | None = None,
         owner: VllmGeneration | None = None,
     ) -> tuple[RolloutSource, RolloutSource | None]:
-        """The same sources in an actor of this store, which writes what they give.
+        """The same sources in an actor of this store, which writes their batches.
 
         Args:
             val: Validation rollouts, or None.
@@ -130,8 +130,8 @@ class DataPlaneStore:
         return self._changed("update", meta, columns)
 
     def commit(self, handle: BatchHandle, result: Scores, **renamed: str) -> KVBatchMeta:
-        """Takes note of what the workers wrote. Raises TypeError: they gave it back; ValueError: they wrote it under
-        another name.
+        """Notes the columns that the workers wrote. Raises TypeError: the result is in this process instead;
+        ValueError: a column was written under another name.
         """
         meta = self._current(handle)
         if not isinstance(result, StoredColumns):

@@ -71,7 +71,7 @@ class StepOutcome:
 
 @dataclass
 class EnvironmentQueue:
-    """What waits for an environment of this process and how long its calls take, for people."""
+    """Load of an environment of this process: waiting conversations, running calls and their times."""
 
     waiting: int = 0
     running: dict[int, float] = field(default_factory=dict)
@@ -109,7 +109,7 @@ def environment_metrics_of_step() -> dict[str, float]:
 
 
 def environment_lines() -> str:
-    """What runs in environments now; empty where nothing does."""
+    """Load of the busy environments in words; empty if none is busy."""
     now = time.monotonic()
     busy = [queue.line(name, now) for name, queue in list(_queues.items()) if queue.waiting or queue.running]
     return "; ".join(busy)

@@ -15,7 +15,7 @@ CONTROL_PLANE_VARIABLE = "RLIX_CONTROL_PLANE"
 
 
 class HooksError(UserError, RuntimeError):
-    """A control plane's hooks did not do what the driver leaves to them."""
+    """A control plane's hooks did not do their part of the step."""
 
 
 def time_sharing_enabled() -> bool:
@@ -26,7 +26,7 @@ def time_sharing_enabled() -> bool:
 
 
 class RLixHooksProtocol(Protocol):
-    """What a control plane hooks into."""
+    """Hooks of a control plane in the step loop."""
 
     def on_trajectory_collector_created(self, collector: object) -> None:
         """The collector exists and waits for its first version; generation may be asked for from here on.

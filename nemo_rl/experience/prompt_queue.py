@@ -22,9 +22,7 @@ class QueueProtocolError(RuntimeError):
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """What bounds the queue. `replaces`: whether the prompts that follow move up for one that was given up; its step is
-    smaller otherwise.
-    """
+    """Bounds of the queue. `replaces`: whether later prompts move up for a given-up one; else its step is smaller."""
 
     wanted: int  # prompt groups of a step
     last_step: int  # no prompt is drawn for this step or later ones
@@ -143,8 +141,8 @@ class PromptQueue:
         return keys
 
     def extend_step(self, rows: int, before: Position | None = None) -> list[GroupKey]:
-        """A further batch of `rows` prompts came for the open step, which grows by them; its groups, in order. Raises
-        QueueProtocolError: the step has not taken what it waited for, or takes groups of any batch.
+        """Adds a further batch of `rows` prompts to the open step, which grows by them; returns its groups, in order.
+        Raises QueueProtocolError: the step has not taken all the groups it waited for, or takes groups of any batch.
         """
         step = self.step
         if step.missing or not self._fixed:
@@ -280,9 +278,9 @@ class PromptQueue:
     # -- groups out ---------------------------------------------------------------------------------------------------
 
     def select(self, enough: Callable[[Sequence[GroupKey]], bool]) -> list[GroupKey] | None:
-        """Gives the open step groups: those that it may take, once they are enough, or all that it waits for, or none
-        that is rolling could join them. None while it is better to wait; empty when the step has all of its groups, or
-        no prompt is left for it.
+        """Takes groups for the open step: when `enough`, when the step is complete, or when no rolling group can join.
+        None:
+        wait; empty: the step has all of its groups, or no prompt is left for it.
         """
         missing = self.step.missing
         if missing == 0:

@@ -60,8 +60,8 @@ class EpochPrompts:
         self.epoch = epoch
 
     def prefetch(self) -> bool:
-        """Fetches the next batch while something else takes time; whether there is one. What fails is for `next` to
-        raise, and nothing is drawn yet.
+        """Fetches the next batch in advance; returns whether there is one. Errors are raised by `next`, and nothing is
+        drawn yet.
         """
         if self._fetched is None:
             self._fetched = self._fetch()

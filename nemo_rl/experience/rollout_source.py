@@ -145,8 +145,8 @@ class RecordedRollouts:
 
 
 class ReplayedRollouts:
-    """Reads what `RecordedRollouts` wrote. `recording`: what the columns must hold of generation's decisions; others
-    are left out.
+    """Replays the batches that `RecordedRollouts` wrote. `recording`: decisions of generation that the columns must
+    hold; others are left out.
     """
 
     def __init__(self, directory: str, recording: Recording | None = None) -> None:

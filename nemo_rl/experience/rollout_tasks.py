@@ -40,7 +40,7 @@ class CollectorStalled(CollectorError):
 
 @dataclass(frozen=True)
 class StallPolicy:
-    """What a wait for groups does when none finishes."""
+    """Stall watchdog of a wait for groups."""
 
     timeout_s: float = 600.0  # seconds without a finished group that count as a stall
     aborts: bool = True  # whether a stall ends the run; it is logged otherwise
@@ -49,7 +49,7 @@ class StallPolicy:
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """What bounds failures. Either failures in a row count, of any prompt, or each prompt has attempts of its own."""
+    """Bounds of failures: either failures in a row count, of any prompt, or each prompt has attempts of its own."""
 
     in_a_row: int | None = None  # failed rollouts in a row that are tried again; None counts attempts of prompts
     infra_attempts: int = 5  # rollouts of a prompt before failures of the machinery end the run
@@ -109,8 +109,8 @@ class Failures:
 
 
 def is_infrastructure(error: BaseException) -> bool:
-    """Whether a rollout failed for what the machinery did, rather than for its prompt: an engine, a timeout, a
-    connection or a Ray process, somewhere among its causes.
+    """Whether a rollout failed through the infrastructure rather than its prompt: an engine, a timeout, a connection or
+    a Ray process is among its causes.
     """
     cause: BaseException | None = error
     for _ in range(_CAUSES):

@@ -247,7 +247,7 @@ _MANY_CUT = 0.4
 
 
 class RolloutGenerator(Protocol):
-    """What a rollout needs of generation."""
+    """The part of generation that rollouts use."""
 
     async def generate_one(self, request: GenerationRequest) -> GenerationResult:
         """Continues one prompt."""
@@ -514,8 +514,8 @@ def _given_up(metadata: object) -> bool:
 
 
 def merged_rollout_metrics(parts: Sequence[dict[str, Any]]) -> dict[str, object]:
-    """The metrics of several equally large groups as those of one batch: totals add up, extremes stay extremes,
-    histograms join, the rest is averaged. `parts`: what `rollout_metrics` gave for each group.
+    """Metrics of several equally large groups as those of one batch: totals are summed, extremes stay extremes,
+    histograms are joined, the rest is averaged. `parts`: `rollout_metrics` of each group.
     """
     merged: dict[str, object] = {}
     # Groups have metrics of their own environments; a part of a reward that is not given is 0.
@@ -553,7 +553,7 @@ class RolloutWatch:
         max_turns: int,
         keys: tuple[str, str] = ("policy.generation", "grpo"),
     ) -> list[str]:
-        """What to tell the person about some finished samples.
+        """Messages to the user about some finished samples.
 
         Args:
             what: The samples, such as `step 3`.

@@ -21,7 +21,7 @@ class SamplerError(UserError, ValueError):
 
 
 class SlotStatus(Enum):
-    """Where a prompt group is on its way to a step."""
+    """State of a prompt group before its step takes it."""
 
     WAITING = "waiting"
     ROLLING = "rolling"
@@ -103,7 +103,7 @@ class InOrder:
 
 @dataclass(frozen=True)
 class _Window:
-    """What the samplers with `max_staleness_versions` share."""
+    """Common part of the samplers with `max_staleness_versions`."""
 
     max_staleness_versions: int = 1
     in_order = False

@@ -160,7 +160,7 @@ def rollout_columns(
 def decision_columns(
     trajectories: Sequence[Trajectory], token_mask_BS: torch.Tensor, recording: Recording
 ) -> dict[str, object]:
-    """What generation decided, beside the token columns; see `ROUTE_FIELDS` and `SAMPLING_MASK_FIELDS`.
+    """Columns of generation's decisions, beside the token columns; see `ROUTE_FIELDS` and `SAMPLING_MASK_FIELDS`.
 
     Raises RecordedDecisionsError: routes are not those of as many layers and experts as the model has.
     """
@@ -255,7 +255,7 @@ def _training_message(message: Message) -> Message:
 
 @dataclass(frozen=True)
 class StageOutput:
-    """What a stage made of its rows."""
+    """Result of a stage."""
 
     columns: dict[str, torch.Tensor]  # new per-token columns [B, S], which stay with the rows
     rows: dict[str, torch.Tensor]  # scalars per row [B], which travel to the driver
@@ -311,7 +311,7 @@ class SpentHandles:
 
 
 class Applied(NamedTuple):
-    """What `apply` gives: the handle from then on, and the stage's row scalars [B]."""
+    """Result of `apply`: the new handle, and the stage's row scalars [B]."""
 
     handle: BatchHandle
     rows: dict[str, torch.Tensor]
@@ -339,7 +339,7 @@ class ExperienceStore(Protocol):
         ...
 
     def commit(self, handle: BatchHandle, result: Scores, **renamed: str) -> BatchHandle:
-        """Takes over what a policy call returned: `column=name_in_result`."""
+        """Adds the columns of a policy call's result: `column=name_in_result`."""
         ...
 
     def read(self, handle: BatchHandle, columns: Sequence[str]) -> BatchedDataDict:
@@ -357,7 +357,7 @@ class ExperienceStore(Protocol):
         ...
 
     def tag(self, handle: BatchHandle, name: str) -> torch.Tensor:
-        """What was noted, [B]. Raises KeyError: some row was never annotated with it."""
+        """Values of an annotation, [B]. Raises KeyError: some row was never annotated with it."""
         ...
 
     def apply(self, handle: BatchHandle, stage: TokenStage) -> Applied:
@@ -385,7 +385,7 @@ class ExperienceStore(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends what the store started. Safe to call twice."""
+        """Ends the processes that the store started. Safe to call twice."""
         ...
 
 

@@ -42,12 +42,12 @@ _WINDOW_BYTES = 1 << 30
 
 
 class CacheError(UserError, RuntimeError):
-    """The cache does not hold what was asked of it, or cannot be built."""
+    """The cache lacks the requested version, or cannot be built."""
 
 
 @dataclass(frozen=True)
 class CacheManifest:
-    """What one built buffer holds; plain values, so that it can travel."""
+    """Contents of one built buffer, as plain values that can be sent."""
 
     version: int
     path: str
@@ -273,7 +273,7 @@ class CachedSource:
         self._spec: SendSpec | None = None
 
     def tensor_metas(self) -> list[TensorMeta]:
-        """What the cache holds."""
+        """Metadata of the cached tensors."""
         return self._cache.manifest().metas
 
     def devices(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a model's loader did with a window, as a list of copies that can be replayed without the loader.
+"""The effect of a model's loader on a window, as a list of copies that can be replayed without the loader.
 
 While a loader runs for a layout that was not seen before, every tensor operation on the window and on the model is
 watched. If all of them were views, copies from the window into parameters or buffers, and fills with a constant, then
@@ -171,7 +171,7 @@ class CopyPlans:
         return False
 
     def finish(self) -> None:
-        """The session's windows were all loaded: what was seen is believed."""
+        """Accepts the plans seen in this session, all of whose windows were loaded."""
         if self._seen:
             logger.info("copy_plan=believed windows=%d", len(self._seen))
         self._plans |= self._seen

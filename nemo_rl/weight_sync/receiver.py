@@ -218,7 +218,7 @@ class WeightReceiver:
         return version
 
     def abort(self, session_id: str | None = None) -> None:
-        """Ends a session without a new version; nothing to do when another one is open, or none."""
+        """Ends a session without a new version; does nothing if another one is open, or none."""
         if session_id is not None and self._session.get("id") != session_id:
             return
         try:

@@ -17,7 +17,7 @@ _ANSWERS = ("auto", "cuda_ipc", "nccl", "host", "tcp")
 
 @dataclass(frozen=True)
 class Route:
-    """One target's way to the bytes."""
+    """Route of the bytes to one target."""
 
     transport: TransportName
     source: int  # number of the source that stages them

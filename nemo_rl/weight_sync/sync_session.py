@@ -108,7 +108,7 @@ class WeightTargets(Protocol):
 
 @dataclass
 class SyncReport:
-    """What a session did. `seconds`: wall time of the phases begin, transfer, finish and of the whole (`total`)."""
+    """Result of a session. `seconds`: wall time of the phases begin, transfer, finish and of the whole (`total`)."""
 
     version: int  # the version that targets now have
     transport: str  # how bytes travelled, such as `cuda_ipc+host`

@@ -90,7 +90,7 @@ class GroupStaging(Staging):
 
 
 class GroupOpener(Opener):
-    """Receives into its own buffer, and copies to `device` what comes elsewhere."""
+    """Receives into its own buffer, and copies to `device` if the group's device is of another type."""
 
     def __init__(self, group: BroadcastGroup, device: torch.device) -> None:
         self._group, self._device = group, device
@@ -124,7 +124,7 @@ class GroupMeeting:
 
 
 def members_digest(over: TransportName, sender: str, receivers: Sequence[str], timeout_s: float) -> str:
-    """What a group's id begins with: its transport, who sends, who receives in rank order, and the deadline of its
+    """Prefix of a group's id: digest of transport, sender, receivers in rank order, and the deadline of its
     collectives.
     """
     return hashlib.blake2b(repr((over, sender, list(receivers), timeout_s)).encode(), digest_size=8).hexdigest()
@@ -141,7 +141,7 @@ def is_of(group_id: str | None, members: str) -> bool:
 
 
 class KeptGroup:
-    """What one member holds; empty at first."""
+    """The group that one member keeps between sessions; empty at first."""
 
     def __init__(self) -> None:
         self._group: BroadcastGroup | None = None
