@@ -328,12 +328,10 @@ class Interrupts:
         # Handlers can be set by the main thread only; a run inside another thread is ended by the owner of the process.
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
-            self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._on_timer)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._before:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
+        self.ending()
         if self.signalled:
             atexit.register(_ignore_signals)
         for number, handler in self._before.items():
@@ -346,7 +344,7 @@ class Interrupts:
     def ending(self) -> None:
         """Marks the run as shutting down: signals are ignored from here on."""
         self._ending = True
-        if self._before:
+        if signal.SIGALRM in self._before:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -370,6 +368,8 @@ class Interrupts:
     def _on_timer(self, _: int, frame: FrameType | None) -> None:
         if self._ending:
             return
+        if signal.SIGALRM not in self._before:
+            self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._on_timer)
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
         if not (_is_unwinding() or _loses(frame)):
             raise KeyboardInterrupt

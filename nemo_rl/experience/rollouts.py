@@ -565,13 +565,14 @@ class RolloutWatch:
         cut, unfinished, unverified = (
             float(metrics.get(name, 0.0)) for name in ("truncation_rate", "max_turns_reached_rate", "unverified_rate")
         )
+        others = "the total length" + ", or the agent's own max_tokens" * ("agent_branches_per_sample" in metrics)
         return [
             *self._once(
                 "tokens",
                 cut,
                 _MANY_CUT,
                 f"{what}: {cut:.0%} of the samples were cut off, and a cut answer mostly earns nothing; either "
-                f"{keys[0]}.max_new_tokens={max_new_tokens} (or the total length) is too small for this model, or it "
+                f"{keys[0]}.max_new_tokens={max_new_tokens} (or {others}) is too small for this model, or it "
                 "ends its turn with a token that is not among the stop tokens named at the start "
                 f"({keys[0]}.stop_token_ids)",
             ),

@@ -161,6 +161,10 @@ def test_samples_cut_short_are_told_once_until_they_have_been_few() -> None:
     assert "policy.generation.max_new_tokens=64" in first and "policy.generation.stop_token_ids" in first
     assert said(1.0) == said(0.3) == said(0.9) == "", "it is the same situation still"
     assert said(0.1) == "" and "90%" in said(0.9)
+    assert "max_tokens" not in first
+    agents = {"truncation_rate": 0.9, "agent_branches_per_sample": 1.0}
+    (line,) = RolloutWatch().observe("step 1", agents, max_new_tokens=64, max_turns=1)
+    assert "the agent's own max_tokens" in line
     assert said(0.0, unfinished=0.3) == ""
     assert "50% of the episodes were cut after grpo.max_rollout_turns=5" in said(0.0, unfinished=0.5)
     assert "2% of the episodes were cut after grpo.max_rollout_turns=1" in "\n".join(
