@@ -13,13 +13,14 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nemo_rl.config.errors import UserError, did_you_mean
+from nemo_rl.config.master import RootConfig
 from nemo_rl.time_sharing.arguments import (
     AUTO,
     DEFAULT_PORT,
@@ -60,6 +61,7 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_S = 60.0
 _TROUBLE_S = 15.0
+_SMALL_MODELS = "results/scenarios/"
 _OWN = ("jobs", "checkpoints")
 """Folders below a scenario's log directory for logs and checkpoints of its jobs."""
 
@@ -160,6 +162,7 @@ def _run_scenarios(chosen: argparse.Namespace, pool: Pool, overrides: Sequence[s
     for letter in letters:
         files = fitted(known[letter], pool, folder / letter, scale=chosen.scale, on_cpu=chosen.device == "cpu")
         jobs[letter] = _jobs_of(chosen, pool, files, overrides)
+    _check_small_models(job for together in jobs.values() for job in together.jobs)
     results: list[ScenarioResult] = []
     try:
         for letter in letters:
@@ -178,6 +181,18 @@ def _run_scenarios(chosen: argparse.Namespace, pool: Pool, overrides: Sequence[s
     finally:
         print_scenarios(results, "slot" if chosen.device == "cpu" else "GPU")
     return EXIT_FAILED if any(result.why for result in results) else EXIT_OK
+
+
+def _check_small_models(jobs: Iterable[Job]) -> None:
+    """Raises PoolError: the small models that scenarios train on CPU slots were not made."""
+    named = {job.config.policy.model_name for job in jobs if isinstance(job.config, RootConfig)}
+    for name in sorted(named):
+        if name.startswith(_SMALL_MODELS) and not Path(name, "config.json").is_file():
+            family = name.removeprefix(_SMALL_MODELS)
+            raise PoolError(
+                f"--scenario on CPU slots trains the small model {name}, which is not there; `make scenarios` makes "
+                f"it, or `python examples/make_tiny_model.py {name} --layers 2 --hidden 128 --family {family}` here"
+            )
 
 
 class _Jobs(NamedTuple):

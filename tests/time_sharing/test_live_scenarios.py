@@ -7,12 +7,24 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl.time_sharing import launcher
 from nemo_rl.time_sharing.log.reading import merge_by_machine_time
 from nemo_rl.utils.record_events import StepFinished
 from tests import forks
 from tests.end_to_end.test_runs import ROOT
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def test_a_scenario_without_its_small_model_is_refused_before_a_pool_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launcher, "_run", lambda *_: pytest.fail("a pool was opened"))
+    line = ["--gpus", "2", "--device", "cpu", "--scale", "--scenario", "all", "--log-dir", str(tmp_path)]
+    assert launcher.run_together(line) != 0
+    said = capfd.readouterr().err
+    assert "trains the small model results/scenarios/llama, which is not there; `make scenarios` makes it" in said
 
 
 def test_a_scenario_runs_to_its_end_with_one_sample_per_prompt(tiny_model: Path, tmp_path: Path) -> None:
