@@ -1,4 +1,4 @@
-"""Keys by which NeMo-RL steers NeMo-Automodel, and what they mean here: kernels of the layers, and how experts are cut
+"""Keys by which NeMo-RL steers NeMo-Automodel, and their meaning here: kernels of the layers, and how experts are cut
 and recomputed.
 
 Models are transformers' own classes; a value that names an engine which is not there is refused by its dotted name.

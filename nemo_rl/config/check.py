@@ -1,4 +1,4 @@
-"""Which recipes run here: each file's verdict with its reasons, and a folder's summary by reason.
+"""Checks recipes without a run: each file's verdict with its reasons, and a folder's summary by reason.
 
 Reads files and says what `validate` finds, and what a start would find about the model's family and about prompt files;
 of a file that is named alone also what a start would find of optimizer, functions, model, tokenizer and data. Starts

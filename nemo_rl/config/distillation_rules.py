@@ -1,4 +1,4 @@
-"""Rules of teachers: which are asked for, what reads them, and what they compute on."""
+"""Rules of teachers: their source, their readers, and their accelerators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules between the keys of generation: where its engines are, how they share accelerators, what they sample.
+"""Rules between the keys of generation: placement of its engines, sharing of accelerators, sampling.
 
 Knows the schemas only. Invariant: no rule depends on another's result.
 """

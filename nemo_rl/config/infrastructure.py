@@ -1,4 +1,4 @@
-"""Keys of `cluster.*`, `logger.*`, `data_plane.*`, `weight_sync.*` and `checkpointing.*`: what a run stands on.
+"""Keys of a run's infrastructure: `cluster.*`, `logger.*`, `data_plane.*`, `weight_sync.*` and `checkpointing.*`.
 
 Accelerators and ports, where metrics go, where rollouts lie, how weights travel, which checkpoints are written and kept
 (`nemo_rl.utils.checkpoint` decides). Knows names of backends and transports, not the backends. Capacities are in rows,

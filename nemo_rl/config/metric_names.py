@@ -1,4 +1,4 @@
-"""How a key names a metric: `val:<name>` or `train:<name>`.
+"""Names of metrics in keys: `val:<name>` or `train:<name>`.
 
 Every rule and every reader goes through `MetricName`, so that what a rule accepts is what a run looks up.
 """

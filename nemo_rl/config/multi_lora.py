@@ -1,4 +1,4 @@
-"""What a run of many adapters is made of: a base's file and one file per adapter.
+"""Configuration of a run of many adapters: a base's file and one file per adapter.
 
 An adapter's file holds only what may differ from adapter to adapter, and is laid over the base's. Invariants: a key of
 the base in an adapter's file is refused by its name; no two adapters write into one directory.

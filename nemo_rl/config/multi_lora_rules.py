@@ -1,4 +1,4 @@
-"""Rules of many adapters on one base: what the adapters cannot share, and what is not built for them."""
+"""Rules of many adapters on one base: settings that adapters cannot share, and options that are not built for them."""
 
 from __future__ import annotations
 

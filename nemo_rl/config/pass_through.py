@@ -1,5 +1,5 @@
-"""Rules of free mappings, which reach a library as they are: nothing is set in two places, and what is refused under
-its own key is refused here. `foreign.yaml` has the verdict of each option.
+"""Rules of free mappings, whose options go to a library unchanged: no option is set in two places, and an option that
+is refused under its own key is refused here too. `foreign.yaml` has the verdict of each option.
 """
 
 from __future__ import annotations

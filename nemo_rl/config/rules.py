@@ -1,4 +1,4 @@
-"""Rules between keys: what a valid value may not be combined with, because no mode could honour both.
+"""Rules between keys: combinations of valid values that no mode could honour.
 
 A rule is a function of a configuration, of the kind that its parameter is annotated with, which yields one line per
 mistake: dotted keys, their values and a way out. Rules know the schemas only; whether a file, a model or a GPU exists

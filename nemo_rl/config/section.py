@@ -1,4 +1,4 @@
-"""What every configuration section is: a pydantic model that refuses keys it does not know, and marks on its keys.
+"""Base of every configuration section: a pydantic model that refuses unknown keys, and marks on its keys.
 
 The marks: `NotYet` (known, but not built: any value that switches it on is refused by its dotted name),
 `DefaultFrom` (the default is another key's value) and `AbsentIsDefault`. This file knows no key and no other section.

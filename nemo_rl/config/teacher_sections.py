@@ -1,4 +1,4 @@
-"""The teachers of a run, whichever section names them: what each computes with, where, and for which samples.
+"""The teachers of a run, from whichever section: their backend, placement, and samples.
 
 Knows keys, not models. Invariant: each sample has at most one teacher.
 """

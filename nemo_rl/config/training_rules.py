@@ -1,4 +1,4 @@
-"""Rules of training: its backends, what must divide what, what must fit, which switches exclude each other.
+"""Rules of training: its backends, divisibility, memory, and switches that exclude each other.
 
 Sizes are in samples, lengths in tokens. What depends on the model is checked once the model is read.
 """

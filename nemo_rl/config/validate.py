@@ -1,4 +1,4 @@
-"""From a raw mapping to a checked configuration, or to one error that lists every mistake in it.
+"""Validates a raw mapping: returns a checked configuration, or raises one error that lists every mistake.
 
 Knows how pydantic reports and how users read; decides no rule itself. Invariant: what it returns has passed the schema,
 the list of what is not built yet, and the rules between sections.

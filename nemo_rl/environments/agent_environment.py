@@ -1,5 +1,5 @@
-"""Episodes that an agent plays by itself, `env.<name>.agent`: it talks to the model over HTTP, uses its own tools, and
-says what it earned.
+"""Episodes that an agent plays by itself, `env.<name>.agent`: it calls the model over HTTP, uses its own tools, and
+returns its reward.
 
 An agent is a function `(task, base_url, session)`, or a class with a method `run` of these parameters that is built
 with the further keys of `env.<name>`. An `async def` runs as a coroutine, anything else in a thread; each replica is a

@@ -42,7 +42,7 @@ def _turn(handle: object) -> AbstractContextManager[object]:
 def step_environment(
     handle: Any, message_logs: Sequence[LLMMessageLogType], metadata: Sequence[object], *, timeout_s: float, name: str
 ) -> EnvironmentReturn[object]:
-    """Calls `step` and checks what comes back.
+    """Calls `step` and validates its result.
 
     Args:
         handle: a Ray actor handle, or the environment itself.
@@ -64,7 +64,7 @@ def step_environment(
 
 
 def environment_metrics(handle: Any, batch: Mapping[str, object], *, timeout_s: float, name: str) -> dict[str, float]:
-    """What an environment measures of a finished batch (`global_post_process_and_metrics`).
+    """An environment's metrics of a finished batch (`global_post_process_and_metrics`).
 
     Args:
         batch: columns of the batch; what the environment changes there is not read.

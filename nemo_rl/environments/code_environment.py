@@ -37,7 +37,9 @@ _STOP = ["</code>"]
 
 
 class _CodeRunner(EnvironmentInterface[dict[str, object]]):
-    """What environments that run code share: the sandbox, the threads, and how many runs did not end in time."""
+    """Common part of environments that run code: the sandbox, the threads, and the count of runs that did not end in
+    time.
+    """
 
     key = "env.code"
 
@@ -51,7 +53,7 @@ class _CodeRunner(EnvironmentInterface[dict[str, object]]):
 
     @classmethod
     def start_line(cls, cfg: Mapping[str, object]) -> str:
-        """What the environment prints at a run's start."""
+        """Line that the environment prints at a run's start."""
         sandbox = usable_sandbox(str(cfg.get("sandbox", "auto")))
         return f"{cls.key}: code of responses runs in the sandbox {sandbox} ({SANDBOXES[sandbox]})"
 

@@ -148,7 +148,7 @@ def _check_expected(
 
 
 def environment_settings(config: EnvironmentConfig | None, name: str = "<name>") -> dict[str, object]:
-    """What an environment is built with: the keys of its mapping but for those read here."""
+    """Constructor settings of an environment: the keys of its mapping except those read here."""
     if config is not None and config.function is not None:
         return {"function": config.function, "key": f"env.{name}", "arguments": dict(config.model_extra or {})}
     if isinstance(config, NemoGymEnvConfig):
@@ -304,7 +304,7 @@ def end_environments(actors: Actors) -> None:
 
 
 def start_lines(names: Iterable[str], env_configs: EnvConfig) -> list[str]:
-    """What environments print at a run's start."""
+    """Lines that environments print at a run's start."""
     lines = []
     for name in dict.fromkeys(names):
         section = section_of(name, env_configs)

@@ -1,5 +1,4 @@
-"""What an environment is: it is given conversations and answers with rewards, observations and whether each one is
-over.
+"""Interface of environments: from conversations to rewards, observations and termination flags.
 
 A user's environment is one class that derives from `EnvironmentInterface`; named in YAML as `env.<name>.class`, it
 becomes a Ray actor. Invariant: entry i of everything returned belongs to conversation i.
@@ -101,7 +100,7 @@ def judged(metadata: Mapping[str, object], *, in_time: bool) -> dict[str, object
 
 
 class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
-    """What one step gives back, for B conversations.
+    """Result of one step, for B conversations.
 
     Attributes:
         observations: B messages {role, content} that follow the responses; content may be empty. The last one of an
@@ -171,7 +170,7 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT], metaclass=ActorOnRequest
         """
 
     def global_post_process_and_metrics(self, batch: BatchedDataDict) -> tuple[BatchedDataDict, dict[str, float]]:
-        """What the environment measures of a finished validation, logged as `validation/<environment>/<name>`.
+        """The environment's metrics of a finished validation, logged as `validation/<environment>/<name>`.
 
         Args:
             batch: `rewards`, `generated_lengths`, `truncated`, `prompt_number` (equal for samples of one prompt) and
@@ -182,5 +181,5 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT], metaclass=ActorOnRequest
         return batch, {}
 
     def shutdown(self) -> None:
-        """Releases what the environment holds."""
+        """Releases the environment's resources."""
         return

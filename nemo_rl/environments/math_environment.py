@@ -247,7 +247,7 @@ class MathEnvironment(EnvironmentInterface[dict[str, object]]):
 
     @classmethod
     def start_line(cls, cfg: Mapping[str, object]) -> str | None:
-        """What the environment prints at a run's start: a form that it wants of answers."""
+        """Line printed at a run's start: the form in which answers are expected."""
         settings = MathEnvConfig.model_validate(dict(cfg))
         form = _FORMS.get(settings.math_verify_impl if settings.verifier_type == "math" else settings.verifier_type)
         return None if form is None else f"answers are read from {form}; a response without it earns 0"
@@ -383,7 +383,7 @@ class ReasoningGymEnvironment(EnvironmentInterface[dict[str, object]]):
 
     @classmethod
     def start_line(cls, cfg: Mapping[str, object]) -> str:
-        """What the environment prints at a run's start."""
+        """Line printed at a run's start: the form in which answers are expected."""
         if (tag := cfg.get("answer_tag")) is not None:
             return f"env.reasoning_gym: the answer is what stands in <{tag}></{tag}>; a response without it earns 0"
         return (

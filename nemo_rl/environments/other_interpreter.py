@@ -34,7 +34,7 @@ class _Waiting:
 
 
 class AgentError(UserError, RuntimeError):
-    """What an agent raised in its own process, or how that process ended. `overflow`: see `overflow_of`."""
+    """An agent raised in its own process, or that process ended. `overflow`: see `overflow_of`."""
 
     def __init__(self, said: str, overflow: str | None = None) -> None:
         super().__init__(said)
@@ -60,7 +60,7 @@ def check_interpreter(python: str, key: str, package: str | None = None) -> None
 
 @dataclass
 class _Running:
-    """A process, and who waits for its answers."""
+    """A process, and the callers that wait for its answers."""
 
     process: subprocess.Popen[bytes]
     tail: OutputTail
@@ -91,7 +91,7 @@ class OtherInterpreter:
         self._running = self._started()
 
     async def run(self, task: Mapping[str, object], base_url: str, session: AgentSession) -> object:
-        """Plays one episode; what the agent returned. Raises AgentError: it raised, or its process ended."""
+        """Plays one episode; returns the agent's result. Raises AgentError: it raised, or its process ended."""
         number, loop = next(self._numbers), asyncio.get_running_loop()
         answer: asyncio.Future[object] = loop.create_future()
         request = {"id": number, "task": task, "base_url": base_url, "session": asdict(session)}

@@ -1,4 +1,4 @@
-"""Environments that several runs of one process use.
+"""Environments that several runs of one process share.
 
 An environment that keeps nothing of what it judges (`EnvironmentInterface.shareable`) serves all runs whose settings of
 it are equal; any other is started for its run alone. Invariants: an actor ends when the last run gives it back; a run's
@@ -84,7 +84,7 @@ class SharedEnvironments:
         return None
 
     def give_back(self, run: str) -> None:
-        """A run is over; what no other run uses ends. Safe to call twice."""
+        """Ends a run's use; environments that no other run uses end. Safe to call twice."""
         with self._lock:
             self._give_back(run)
 

@@ -1,5 +1,5 @@
-"""The clipped policy-gradient loss: GRPO, DAPO, GSPO, CISPO, RLOO and REINFORCE by switches of one config section; and
-what is computed from the ratio of two policies' probabilities: KL divergence and importance weights.
+"""The clipped policy-gradient loss: GRPO, DAPO, GSPO, CISPO, RLOO and REINFORCE by switches of one config section; KL
+divergence and importance weights between two policies.
 
 Turns log-probabilities and advantages into a scalar; knows nothing of how advantages were made or of any model. KL is
 between any two policies; importance weights, with their truncation, decide how much each token counts when engines, or

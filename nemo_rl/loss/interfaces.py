@@ -1,6 +1,6 @@
-"""What a loss is to the training step: how it is called, which tensors it takes, and which denominators its results
-need; masked means over global counts, and the counts themselves; and the wrapper that lets a loss written for padded
-rows take the output of a packed forward pass.
+"""Interface between losses and the train step: call, input tensors, and denominators of results; masked means over
+global counts, and the counts themselves; and the wrapper that lets a loss written for padded rows take the output of a
+packed forward pass.
 
 Everything is linear in one over the count, which is what lets a global batch be cut anywhere and a split train step
 divide once at the end. Rows that were concatenated into one sequence are cut out again by their offsets; the loss never

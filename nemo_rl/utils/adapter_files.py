@@ -1,4 +1,4 @@
-"""Low-rank adapters as files in PEFT's format, and what they make of a model on disk.
+"""Low-rank adapters as files in PEFT's format, and their merging into a model on disk.
 
 A directory with `adapter_config.json` and `adapter_model.safetensors`, which PEFT and vLLM read; tensors are called
 `base_model.model.<module>.lora_A.weight` (`[rank, in]`) and `lora_B.weight` (`[out, rank]`). Invariant: merged, a

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Ready:
-    """What an adapter waits for. `kind`: only requests of one kind share a pass."""
+    """Request of an adapter for a pass. `kind`: only requests of one kind share a pass."""
 
     adapter: str
     tokens: int
@@ -25,7 +25,7 @@ class Ready:
 
 
 class Turns:
-    """The adapters of a job and what they wait for.
+    """The adapters of a job and their waiting requests.
 
     Args:
         budget: Tokens of a pass; None for any number. One request alone may be larger.
@@ -45,7 +45,7 @@ class Turns:
         self._served[adapter] = self._behind()
 
     def leave(self, adapter: str) -> Ready | None:
-        """An adapter takes part no more; what it waited for."""
+        """Removes an adapter; returns its waiting request."""
         self._weights.pop(adapter, None)
         self._served.pop(adapter, None)
         return self._ready.pop(adapter, None)

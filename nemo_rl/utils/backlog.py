@@ -31,7 +31,7 @@ class Backlog:
         self._running = self._pool.submit(work)
 
     def wait(self) -> None:
-        """Waits for the running task. Raises BacklogStuck after `timeout_s`, or what the task raised."""
+        """Waits for the running task. Raises BacklogStuck after `timeout_s`, or the task's error."""
         if (error := self._outcome()) is not None:
             raise error
 

@@ -43,7 +43,7 @@ class CheckpointError(UserError, RuntimeError):
 
 
 class ResumePaths(NamedTuple):
-    """What to load. `optimizer` is None where the checkpoint has no optimizer state."""
+    """Paths to load. `optimizer` is None where the checkpoint has no optimizer state."""
 
     weights: Path
     optimizer: Path | None

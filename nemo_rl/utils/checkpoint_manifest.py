@@ -1,4 +1,4 @@
-"""What proves a checkpoint whole: `manifest.json`, the size and SHA-256 of each of its files, written after them.
+"""Manifest of a checkpoint: `manifest.json`, the size and SHA-256 of each of its files, written after them.
 
 Invariant: a manifest that is there describes files that were on the disk before it.
 """

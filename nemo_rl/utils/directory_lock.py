@@ -31,7 +31,7 @@ class DirectoryInUse(UserError, RuntimeError):
 
 @contextmanager
 def locked(directory: Path | str, key: str) -> Generator[None]:
-    """Holds a directory for the block; it is made if need be.
+    """Locks a directory for the block; makes it if need be.
 
     A directory that cannot be made or written is left to those who write there: they name it.
 

@@ -53,7 +53,7 @@ def users_directory(parent: str | None = None) -> Path:
 
 
 def replace_file(path: Path, content: str | bytes, *, durable: bool = False, mode: int = 0o666) -> None:
-    """Puts a file in the place of what was there, in one step: a reader sees the old or the new content.
+    """Replaces a file atomically: a reader sees the old or the new content.
 
     Args:
         durable: Whether it is on the disk before it takes the place.
@@ -84,7 +84,7 @@ def why_unwritable(folder: Path) -> str:
 
 @contextmanager
 def private_file(path: Path, content: str | bytes) -> Generator[None]:
-    """Inside the block a file is there that its owner alone can read: an address, with what it takes to be let in."""
+    """Writes an owner-only file with an address and its token; removes it when the block ends."""
     replace_file(path, content, mode=0o600)
     try:
         yield

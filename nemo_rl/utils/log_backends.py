@@ -83,7 +83,7 @@ class LoggerInterface(Protocol):
         ...
 
     def failures(self) -> tuple[type[Exception], ...]:
-        """What its package raises when the tracker is out of reach."""
+        """Errors that its package raises when the tracker is unreachable."""
         ...
 
 
@@ -268,7 +268,7 @@ class WandbLogger:
 
 
 class SummarisingLogger(ABC):
-    """What backends have in common that show numbers only: of a list, its summary."""
+    """Base of backends that show numbers only: a list is logged as its summary."""
 
     @abstractmethod
     def log_scalars(self, scalars: dict[str, float], step: int) -> None:

@@ -132,7 +132,7 @@ def metrics_paths(run_dir: Path | str) -> list[Path]:
 
 
 def read_metrics(run_dir: Path | str) -> RunMetrics:
-    """Everything a run has logged, over all of its parts (see `metrics_paths`).
+    """All logged metrics of a run, over all of its parts (see `metrics_paths`).
 
     What a part logged behind the step from which a later one went on is lost, and left out.
 

@@ -1,4 +1,4 @@
-"""The curves of a run: which metrics make which panel, and their picture.
+"""The curves of a run: assignment of metrics to panels, and their picture.
 
 Panels are plain data that the HTML page and the PNG both draw from. Invariant: a panel shows only what was logged; one
 without data does not exist.
@@ -113,7 +113,7 @@ def main_panels(run: RunMetrics, *, graded: bool = False) -> list[Panel]:
 
 
 def more_panels(run: RunMetrics) -> list[Panel]:
-    """What the page shows below: the optimizer, the distribution of the policy, and speed."""
+    """Further panels of the page: the optimizer, the distribution of the policy, and speed."""
     pick = _picker(run)
     candidates = [
         Panel("Loss", "policy gradient and penalties", pick(("train/loss", "loss", INDIGO)), smooth=True),

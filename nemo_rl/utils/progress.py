@@ -53,7 +53,7 @@ class StartPhases:
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Shows the block as a phase and keeps its seconds under its name; one that raises is not shown as done."""
+        """Sets the run's present phase, such as `generation`; shown on a terminal only."""
         began = self._clock()
         try:
             with self._watched(name, began):
@@ -171,7 +171,7 @@ class RunProgress:
                 self.say(said)
 
     def long_step(self) -> str | None:
-        """What a step waits for that takes longer than a minute and than twice the usual; None for others."""
+        """The phase in which a step waits for longer than a minute and twice the usual time; None for others."""
         seconds = self._clock() - self._step_began
         usual = statistics.median(self._durations) if self._durations else 0.0
         if seconds < max(_LONG_STEP_S, 2 * usual) or self._step >= self.total_steps:
@@ -186,7 +186,7 @@ class RunProgress:
 
     @property
     def current_phase(self) -> str:
-        """What the run is doing now."""
+        """The run's present phase."""
         return self._phase
 
     def phase(self, name: str) -> None:

@@ -106,7 +106,7 @@ Handler = Callable[[Entry, Any], None]
 
 
 class Record(Protocol):
-    """What a part of the run needs of a record: somewhere to put events."""
+    """The part of a record that its writers use: a sink for events."""
 
     def emit(self, event: object) -> None: ...
 

@@ -85,8 +85,8 @@ def lines_of(record: Path) -> Iterator[bytes]:
 
 
 def mend_archive(record: Path) -> int:
-    """Removes what an unfinished move left, so that the record can be written again; how many lines are archived.
-    Raises ArchiveDamaged: lines of the archive cannot be read; the record is as it was.
+    """Removes the remains of an unfinished move, so that the record can be written again; returns the number of
+    archived lines. Raises ArchiveDamaged: lines of the archive cannot be read; the record is unchanged.
     """
     archive = archive_of(record)
     archived = whole = 0
@@ -132,7 +132,7 @@ def _pieces(archive: Path, offset: int = 0) -> Iterator[_Piece]:
 
 
 def _piece(compressed: memoryview) -> _Piece:
-    """The first piece; of one that cannot be read, what comes before the damage."""
+    """The first piece; of an unreadable one, the content before the damage."""
     stream, content, problem = lzma.LZMADecompressor(), io.BytesIO(), "the file ends within a compressed piece"
     at = 0
     try:

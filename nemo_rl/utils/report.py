@@ -41,7 +41,7 @@ RECORD_FILE = "record.jsonl"
 
 
 class ReportPaths(NamedTuple):
-    """What `write_report` wrote."""
+    """Files that `write_report` wrote."""
 
     html: Path
     png: Path

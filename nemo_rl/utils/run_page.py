@@ -43,7 +43,7 @@ class RunPage:
         self._progress, self.log_dir = progress, log_dir
 
     def data(self) -> dict[str, object]:
-        """What the page draws."""
+        """Data of the page."""
         progress = self._progress
         if progress is None:
             return {

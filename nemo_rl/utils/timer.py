@@ -26,7 +26,7 @@ class TimerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment: its label, the clock's seconds, and what was said about it."""
+    """A moment: its label, the clock's seconds, and its metadata."""
 
     label: str
     seconds: float

@@ -37,7 +37,7 @@ BLOCKED_IMPORTS = (
 
 
 class Task(TypedDict):
-    """What a cell runs on; names and state of earlier cells as base64."""
+    """Inputs of a cell; names and state of earlier cells as base64."""
 
     code: str
     working_dir: str

@@ -1,4 +1,4 @@
-"""Values that cross between the processes of response and tests as they are, as JSON: reading them runs no code.
+"""Values that cross between the processes of response and tests, as JSON: reading them runs no code.
 
 Mutable containers go into a table, by identity, so that what a call changes in its arguments comes back. An object of a
 class derived from a plain type crosses as that plain type. Everything else raises `NotPlain`.

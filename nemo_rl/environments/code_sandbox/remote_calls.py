@@ -285,7 +285,7 @@ def _converted(method: str) -> Callable[[_Instance], Any]:
 
 
 class _Items:
-    """What an iterator of the response gives, one by one."""
+    """Items of an iterator of the response, one by one."""
 
     def __init__(self, response: Response, number: int, name: str) -> None:
         self._asked = (response, number, name)
@@ -308,7 +308,7 @@ def _builtin_failure(name: object) -> type[BaseException]:
 
 
 class _Refused(Exception):
-    """What an operation gave cannot cross."""
+    """The result of an operation cannot cross."""
 
 
 def serve(channel: Channel, module: types.ModuleType) -> None:

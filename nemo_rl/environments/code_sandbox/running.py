@@ -55,7 +55,7 @@ STATE = "_state"
 
 @dataclass(frozen=True)
 class CodeRun:
-    """What running a piece of code gave: its output (both streams, cut), whether it ended by itself without an error
+    """Result of running a piece of code: its output (both streams, cut), whether it ended by itself without an error
     and passed its tests, and whether it was ended at its deadline.
     """
 
@@ -78,7 +78,7 @@ def run_python(code: str, timeout_s: float, tests: str = "", sandbox: str | None
 
 @dataclass(frozen=True)
 class Cell:
-    """What one cell of a notebook gave: text of its last expression or of what it raised, or else what it printed; the
+    """Result of one notebook cell: text of its last expression or of its exception, or else its printed output; the
     names for the next one; whether it ended by itself without an error; whether its last expression had a value; and
     whether it was ended at its deadline.
     """
@@ -130,7 +130,7 @@ def run_cell(
 
 
 def _answered(file: Path) -> tuple[str | None, dict[str, object] | None]:
-    """The value and the names that a cell wrote; None for what it did not write."""
+    """Value and names that a cell wrote; None for each that it did not write."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -201,8 +201,8 @@ def _wait_for_end(judge: subprocess.Popen[bytes], folder: str) -> None:
 
 
 def usable_sandbox(wanted: str) -> str:
-    """The sandbox of this machine: bubblewrap, namespaces of the kernel, or limits alone. Raises ConfigError: what was
-    asked for by name does not work here.
+    """The sandbox of this machine: bubblewrap, namespaces of the kernel, or limits alone. Raises ConfigError: the
+    requested sandbox does not work here.
     """
     problems = []
     for sandbox in SANDBOXES if wanted == "auto" else (wanted,):
@@ -224,7 +224,7 @@ def problem_with(sandbox: str) -> str | None:
 
 
 def _hidden() -> tuple[list[str], list[str]]:
-    """Directories that a response does not see, and what it needs of them."""
+    """Directories that are hidden from a response, and those inside them that it needs."""
     hidden = ["/tmp", str(Path.home())]
     needed = (path for path in (sys.base_prefix, sys.prefix, str(_JUDGE.parent)) if path.startswith(tuple(hidden)))
     return hidden, list(dict.fromkeys(needed))

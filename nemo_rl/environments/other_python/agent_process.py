@@ -108,7 +108,9 @@ def _status_of(error: BaseException) -> int:
 
 
 def write(replies: TextIO, message: Mapping[str, object]) -> None:
-    """Writes one line. Numbers of libraries become plain ones, and what has no form in JSON a text."""
+    """Writes one message as a line of JSON. Numbers of libraries become plain ones; a result without a form in JSON
+    becomes an error.
+    """
     try:
         text = json.dumps(message, default=float)
     except (TypeError, ValueError) as error:
