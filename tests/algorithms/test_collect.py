@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from nemo_rl.algorithms.accelerators import Accelerators
 from nemo_rl.algorithms.grpo.collect import (
     DynamicSamplingError,
-    Gathering,
-    WholeBatches,
+    SynchronousSource,
     training_plan,
     validation_plan,
 )
-from nemo_rl.algorithms.grpo.stages import Experience
 from nemo_rl.config import load_master_config
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.rollout_source import Rollout
@@ -68,7 +69,19 @@ class Rollouts:
         )
 
 
-def whole_batches(rollouts: Any, *overrides: str) -> WholeBatches:
+class Prompts:
+    """Batches of prompts 0, 1, 2, ..."""
+
+    def __iter__(self) -> Iterator[BatchedDataDict[Any]]:
+        for first in range(0, 10 * PROMPTS, PROMPTS):
+            yield BatchedDataDict(idx=list(range(first, first + PROMPTS)), length=torch.ones(PROMPTS))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def source_of(rollouts: Any, *overrides: str) -> SynchronousSource:
+    """Collects step 5 from prompts 0, 1, 2, ... of epoch 0."""
     base = [
         f"grpo.num_prompts_per_step={PROMPTS}",
         f"grpo.num_generations_per_prompt={SAMPLES}",
@@ -77,58 +90,59 @@ def whole_batches(rollouts: Any, *overrides: str) -> WholeBatches:
     config = load_master_config(
         CONFIG, [*base, "policy.train_micro_batch_size=2", "policy.logprob_batch_size=2", *overrides]
     )
-    return WholeBatches(config, rollouts, Gathering(config.grpo, InProcessStore(0), MemoryRecord(), Timer()))
+    run: Any = SimpleNamespace(
+        config=config,
+        train_loader=Prompts(),
+        state=SimpleNamespace(step=5, epoch=0, step_in_epoch=0),
+        store=InProcessStore(0),
+        record=MemoryRecord(),
+        timer=Timer(),
+        rollouts=rollouts,
+        adapter="",
+        accelerators=Accelerators(),
+        progress=SimpleNamespace(phase=lambda name: None),
+    )
+    return SynchronousSource(run)
 
 
-def step_5(batches: WholeBatches) -> Experience:
-    """Collects step 5 from prompts 0, 1, 2, ... of epoch 0."""
-    indices = iter(range(0, 10 * PROMPTS, PROMPTS))
-
-    def next_batch() -> tuple[BatchedDataDict[Any], int]:
-        first = next(indices)
-        return BatchedDataDict(idx=list(range(first, first + PROMPTS)), length=torch.ones(PROMPTS)), 0
-
-    return batches.collect(5, next_batch)
-
-
-def events(batches: WholeBatches, kind: type) -> list[Any]:
-    record: Any = batches.gathering.record
+def events(source: SynchronousSource, kind: type) -> list[Any]:
+    record: Any = source._run.record
     return [entry.event for entry in record.entries if isinstance(entry.event, kind)]
 
 
 def test_without_dynamic_sampling_a_step_is_one_batch_and_every_group_is_recorded() -> None:
-    batches = whole_batches(Rollouts((0, 1), (1, 1), (0, 0)))
-    experience = step_5(batches)
+    source = source_of(Rollouts((0, 1), (1, 1), (0, 0)))
+    experience = source.next_experience()
     assert experience.rows.size == experience.handle.size == PROMPTS * SAMPLES
-    assert [event.group_id for event in events(batches, GroupAdmitted)] == ["5-0", "5-1", "5-2"]
-    assert [event.group_id for event in events(batches, GroupCommitted)] == ["5-0", "5-1", "5-2"]
+    assert [event.group_id for event in events(source, GroupAdmitted)] == ["5-0", "5-1", "5-2"]
+    assert [event.group_id for event in events(source, GroupCommitted)] == ["5-0", "5-1", "5-2"]
     assert experience.rows["reward"].tolist() == [0, 1, 1, 1, 0, 0]
 
 
 def test_dynamic_sampling_fills_the_step_with_groups_that_differ() -> None:
-    batches = whole_batches(
+    source = source_of(
         Rollouts((0, 1), (1, 1), (0, 0), (1, 0), (0, 0), (0, 1), (1, 0)),
         "grpo.use_dynamic_sampling=true",
         "grpo.use_leave_one_out_baseline=false",
     )
-    experience = step_5(batches)
+    experience = source.next_experience()
     assert experience.handle["content"] == ["0/0", "0/1", "3/0", "3/1", "5/0", "5/1"]
     assert experience.handle.size == experience.rows.size == 6
-    assert batches.rollouts.attempts == [0, 1]
-    assert [event.group_id for event in events(batches, GroupDropped)] == ["5-1", "5-2", "5-4"]
-    assert len(events(batches, GroupAdmitted)) == 6
+    assert source._run.rollouts.attempts == [0, 1]
+    assert [event.group_id for event in events(source, GroupDropped)] == ["5-1", "5-2", "5-4"]
+    assert len(events(source, GroupAdmitted)) == 6
     assert experience.metrics["dynamic_sampling_num_gen_batches"] == 2.0
 
 
 def test_dynamic_sampling_that_finds_nothing_ends_with_the_keys_that_help() -> None:
-    batches = whole_batches(
+    source = source_of(
         Rollouts(*[(1, 1)] * 30), "grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=2"
     )
     with pytest.raises(
         DynamicSamplingError, match="only 0 of 6 samples .* raise grpo.dynamic_sampling_max_gen_batches=2"
     ):
-        step_5(batches)
-    assert batches.rollouts.attempts == [0, 1, 2]
+        source.next_experience()
+    assert source._run.rollouts.attempts == [0, 1, 2]
 
 
 def test_a_reward_component_that_some_tasks_do_not_give_is_zero_for_them() -> None:
@@ -152,8 +166,8 @@ def test_dynamic_sampling_joins_batches_whose_tasks_give_different_components() 
         return rollout
 
     rollouts.roll_out = with_component
-    batches = whole_batches(rollouts, "grpo.use_dynamic_sampling=true", "grpo.use_leave_one_out_baseline=false")
-    assert step_5(batches).rows["reward/format"].tolist() == [
+    source = source_of(rollouts, "grpo.use_dynamic_sampling=true", "grpo.use_leave_one_out_baseline=false")
+    assert source.next_experience().rows["reward/format"].tolist() == [
         0.0,
         0.0,
         1.0,

@@ -24,7 +24,6 @@ from nemo_rl.data.loader import HasState, Loader
 from nemo_rl.data_plane.field_schema import PROMPT, PROMPT_TOKENS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.prompts import EpochPrompts, group_id
-from nemo_rl.experience.rollout_source import RolloutSource
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, number_samples
 from nemo_rl.experience.store import ExperienceStore, sample_of_row, sample_starts
 from nemo_rl.models.generation.interfaces import VALIDATION_STEP_OFFSET, GenerationSamplingParams
@@ -247,52 +246,6 @@ def _samples(experience: Experience) -> int:
     return int(sample_starts(experience.rows).sum())
 
 
-@dataclass(frozen=True)
-class WholeBatches:
-    """Generates a step's batches whole, in turns with training. `adapter`: which the run trains, of several."""
-
-    config: MasterConfig
-    rollouts: RolloutSource
-    gathering: Gathering
-    adapter: str = ""
-
-    def collect(self, step: int, next_batch: Callable[[], tuple[BatchedDataDict, int]]) -> Experience:
-        """Generates the scored and filtered experience of a step. `next_batch`: the next prompts, and the epoch that
-        they are of. Raises: see `Gathering.gather`.
-        """
-        timer = self.gathering.timer
-        first_prompt = 0
-
-        def generate(attempt: int) -> Experience:
-            nonlocal first_prompt
-            with timer.time("data_processing"):
-                prompts, epoch = next_batch()
-                batch = number_samples(prompts, self.config.grpo.num_generations_per_prompt, first_prompt)
-            self._record_admission(step, batch, first_prompt, prompts, epoch)
-            first_prompt += prompts.size
-            with timer.time("generation"):
-                rollout = self.rollouts.roll_out(batch, training_plan(self.config, step), attempt)
-            self._record_committed(step, rollout.columns.rows)
-            tokens = self.gathering.store.write(rollout.columns.tokens)
-            return Experience(tokens, rollout.columns.rows, dict(rollout.metrics))
-
-        return self.gathering.gather(step, generate)
-
-    def _record_committed(self, step: int, rows: BatchedDataDict) -> None:
-        for group in rows["prompt_number"].unique().tolist():
-            of_group = rows["prompt_number"] == group
-            version, tokens = rows["weight_version"][of_group].max(), rows["generated_lengths"][of_group].sum()
-            self.gathering.record.emit(GroupCommitted(group_id(step, group), int(version), int(tokens)))
-
-    def _record_admission(
-        self, step: int, batch: BatchedDataDict, first_prompt: int, prompts: BatchedDataDict, epoch: int
-    ) -> None:
-        samples = batch.size // prompts.size
-        for offset, index in enumerate(prompts["idx"]):
-            name = group_id(step, first_prompt + offset)
-            self.gathering.record.emit(GroupAdmitted(name, f"{epoch}-{index}", samples, step, self.adapter))
-
-
 class SynchronousSource(WholeSteps):
     """Generates each step's batch when the step needs it, with the current weights."""
 
@@ -301,8 +254,8 @@ class SynchronousSource(WholeSteps):
     def __init__(self, run: GRPORun) -> None:
         self._run = run
         self._prompts = prompts_of(run.config.grpo, run.train_loader, run.state.epoch)
-        gathering = Gathering(run.config.grpo, run.store, run.record, run.timer)
-        self._batches = WholeBatches(run.config, run.rollouts, gathering, run.adapter)
+        self._gathering = Gathering(run.config.grpo, run.store, run.record, run.timer)
+        self._drawn = 0  # prompts of the current step so far
 
     def running(self) -> AbstractContextManager[object]:
         """Does nothing: the loader is already restored, and no rollout runs between steps."""
@@ -312,21 +265,50 @@ class SynchronousSource(WholeSteps):
         """Does nothing: the step starts generation."""
 
     def next_experience(self) -> Experience:
-        """Refits generation if needed and rolls out."""
+        """Refits generation if needed and rolls out. Raises: see `Gathering.gather`."""
         accelerators, timer, step = self._run.accelerators, self._run.timer, self._run.state.step
         self._run.progress.phase("generation")
         with timer.time("prepare_for_generation/total"):
             accelerators.serve(step)
+        self._drawn = 0
         with accelerators.demand(step, *self.waited_for()):
-            return self._batches.collect(step, self._next_prompts)
+            return self._gathering.gather(step, self._rolled_out)
+
+    def _rolled_out(self, attempt: int) -> Experience:
+        """Generation batch `attempt` of the step, not yet scored. Raises StopIteration: the prompts are used up."""
+        run, step, first_prompt = self._run, self._run.state.step, self._drawn
+        with run.timer.time("data_processing"):
+            prompts, epoch = self._next_prompts()
+            batch = number_samples(prompts, run.config.grpo.num_generations_per_prompt, first_prompt)
+        self._record_admission(batch, first_prompt, prompts, epoch)
+        self._drawn += prompts.size
+        with run.timer.time("generation"):
+            rollout = run.rollouts.roll_out(batch, training_plan(run.config, step), attempt)
+        self._record_committed(rollout.columns.rows)
+        return Experience(run.store.write(rollout.columns.tokens), rollout.columns.rows, dict(rollout.metrics))
 
     def _next_prompts(self) -> tuple[BatchedDataDict, int]:
+        """The next prompts, and the epoch that they are of."""
         state = self._run.state
         try:
             return self._prompts.next(), self._prompts.epoch
         finally:
             if self._prompts.epoch != state.epoch:
                 state.epoch, state.step_in_epoch = self._prompts.epoch, 0
+
+    def _record_admission(
+        self, batch: BatchedDataDict, first_prompt: int, prompts: BatchedDataDict, epoch: int
+    ) -> None:
+        run, samples = self._run, batch.size // prompts.size
+        for offset, index in enumerate(prompts["idx"]):
+            name = group_id(run.state.step, first_prompt + offset)
+            run.record.emit(GroupAdmitted(name, f"{epoch}-{index}", samples, run.state.step, run.adapter))
+
+    def _record_committed(self, rows: BatchedDataDict) -> None:
+        for group in rows["prompt_number"].unique().tolist():
+            of_group = rows["prompt_number"] == group
+            version, tokens = rows["weight_version"][of_group].max(), rows["generated_lengths"][of_group].sum()
+            self._run.record.emit(GroupCommitted(group_id(self._run.state.step, group), int(version), int(tokens)))
 
     def draw_ahead(self) -> None:
         """Fetches the next batch."""
