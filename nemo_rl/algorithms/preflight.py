@@ -19,7 +19,7 @@ from nemo_rl.algorithms.evaluation import check_evaluated, evaluated_policy, fin
 from nemo_rl.algorithms.grpo import assembly as grpo
 from nemo_rl.algorithms.placement import check_policy
 from nemo_rl.algorithms.sft import assembly as sft
-from nemo_rl.algorithms.startup import check_data, check_tokens
+from nemo_rl.algorithms.startup import check_cpu_is_meant, check_data, check_tokens
 from nemo_rl.config import ConfigError, EvalMasterConfig, MasterConfig, PolicyConfig, SFTMasterConfig
 from nemo_rl.config.data import DatasetConfig
 from nemo_rl.config.data_rules import data_entries
@@ -29,6 +29,7 @@ from nemo_rl.data.datasets.registry import load_response_dataset, reads_files
 from nemo_rl.data.processors import get_processor
 from nemo_rl.data.setup import load_datasets
 from nemo_rl.data.tokenizer import get_tokenizer
+from nemo_rl.distributed.ray_runtime import accelerator_here
 from nemo_rl.environments.environment_registry import check_rows, environment_class, section_of
 from nemo_rl.models.policy.model_config import looks_like_a_path
 from nemo_rl.models.policy.optimizer import check_names
@@ -95,6 +96,12 @@ def _of_training(
     if model is None or tokenizer is None:
         _rows_alone(entries, found)
         return
+    try:
+        if (here := accelerator_here(config.cluster.device)) is not None:
+            check_cpu_is_meant(config, here, model, _nothing)
+    except UserError as error:
+        # The machine of the run may be another one.
+        found.notes.append(f"on this machine a start is refused: {getattr(error, 'problems', [error])[0]}")
     ends = found.of(lambda: check_tokens(policy, model, tokenizer, _nothing))
     if ends is None or not _all_here(entries, found):
         return

@@ -302,6 +302,9 @@ def test_check_says_that_a_run_without_a_mistake_runs_and_what_it_did_not_look_a
     hub = [*hub, "grpo.val_period=0", f"policy.model_name={tiny_model}"]
     assert config_command(["check", str(CONFIG), *hub]) == 0
     assert "rows of data.train come from the hub and were not looked at" in capsys.readouterr().out
+    slots = ["cluster.gpus_per_node=8", "cluster.device=auto"]
+    assert config_command(["check", str(CONFIG), f"policy.model_name={tiny_model}", *slots]) == 0
+    assert "on this machine a start is refused: cluster.gpus_per_node=8" in capsys.readouterr().out
     assert config_command(["check", str(CONFIG), "grpo.max_num_step=3"]) == EXIT_USAGE
     assert "Did you mean 'max_num_steps'" in capsys.readouterr().out
 
