@@ -1,1 +1,1 @@
-"""What exists only so that scripts written for NeMo-RL import and run: names, call shapes and a page about them."""
+"""Names and call shapes for scripts written for NeMo-RL, and a page about them."""

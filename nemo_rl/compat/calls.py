@@ -87,7 +87,7 @@ Item = TypeVar("Item")
 
 
 class GenerationDatumSpec(TypedDict):
-    """What `generate` takes: `input_ids` int64 [B, S] padded on the right, `input_lengths` int64 [B]."""
+    """Input of `generate`: `input_ids` int64 [B, S] padded on the right, `input_lengths` int64 [B]."""
 
     input_ids: torch.Tensor
     input_lengths: torch.Tensor
@@ -95,8 +95,8 @@ class GenerationDatumSpec(TypedDict):
 
 
 class GenerationOutputSpec(TypedDict):
-    """What `generate` gives: `output_ids` int64 [B, S] prompt and response padded on the right, `logprobs` float32
-    [B, S] (0 on prompt and padding), `generation_lengths`, `unpadded_sequence_lengths` int64 [B], `truncated` bool [B].
+    """Output of `generate`: `output_ids` int64 [B, S] prompt and response padded on the right, `logprobs` float32 [B,
+    S] (0 on prompt and padding), `generation_lengths`, `unpadded_sequence_lengths` int64 [B], `truncated` bool [B].
     """
 
     output_ids: torch.Tensor

@@ -1,4 +1,4 @@
-"""What a script written for another control plane's services calls, on the parts that a run has here.
+"""Calls of scripts written for another control plane's services, on the parts that a run has here.
 
 `nemo_rl.algorithms.grpo.DO_TIME_SHARING` and `Coordinator` are the names; every method hands on to one of ours. The
 orchestrator's calls (`allocate_pipeline_id`, `register_pipeline`, `admit_pipeline`, `unregister_pipeline`) need no

@@ -41,7 +41,7 @@ class ShapeChanged(UserError, TypeError):
 
 
 class GRPOParts(NamedTuple):
-    """What `setup(master_config, tokenizer, dataset, val_dataset)` returns."""
+    """Result of `setup(master_config, tokenizer, dataset, val_dataset)`."""
 
     policy: Policy
     policy_generation: VllmGeneration | None
@@ -59,8 +59,8 @@ class GRPOParts(NamedTuple):
 
 
 class SFTParts(NamedTuple):
-    """What SFT's `setup(master_config, tokenizer, dataset, val_dataset)` returns: what GRPO's does, in that order,
-    without what only generation, environments and teachers need.
+    """Result of SFT's `setup(master_config, tokenizer, dataset, val_dataset)`: GRPO's parts, in that order, without
+    those that only generation, environments and teachers need.
     """
 
     policy: Policy

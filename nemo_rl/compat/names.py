@@ -1,4 +1,4 @@
-"""Where each name that scripts import from NeMo-RL lives here, which are called differently, and which are missing.
+"""Finds names that scripts import from NeMo-RL: their homes here, different calls, and missing ones.
 
 `find` is what the modules at NeMo-RL's paths ask; `names.yaml` has the tables. Invariant: every home exists, and a name
 is in one table only.
@@ -37,8 +37,8 @@ CONTROL_PLANE: dict[str, str] = {
 
 
 def find(module: str, name: str) -> Any:
-    """What a module at one of NeMo-RL's paths has under a name. Raises AttributeError: it has no such name, or
-    NeMo-RL's is not here; the message says what to use.
+    """The object at one of NeMo-RL's paths under a name. Raises AttributeError: there is none, or NeMo-RL's is not
+    here; the message names a replacement.
     """
     home = NAMES.get(module, {}).get(name)
     if home is None:

@@ -42,7 +42,7 @@ _ENVIRONMENT = re.compile(r"\$\{oc\.env:(\w+)\}")
 
 
 class RecipeVerdict(IntEnum):
-    """What becomes of a recipe here; also the exit code of the command that checks it."""
+    """Verdict on a recipe; also the exit code of the command that checks it."""
 
     RUNS = 0
     WAITS = 1
@@ -56,12 +56,12 @@ class RecipeVerdict(IntEnum):
 
 @dataclass(frozen=True)
 class Checked:
-    """A file and what was found.
+    """A file and its findings.
 
     Attributes:
         file: its path.
-        problems: what keeps it from running.
-        notes: what is read differently than it is written.
+        problems: reasons why it does not run.
+        notes: values that are read differently than they are written.
         environment: variables that it needs and that are not set here.
         files: prompts that it names and that are not here.
         models: keys of models whose text can be neither a directory nor an id on the hub.
@@ -131,7 +131,7 @@ def check_file(file: Path, overrides: Sequence[str] = (), *, as_a_start: bool = 
 
 
 def _of_the_model(config: CompleteConfig) -> Iterator[Problem]:
-    """What the training backend cannot compute of the model, as far as its name or its files here tell."""
+    """Parts of the model that the training backend cannot compute, as far as its name or its files here tell."""
     if not isinstance(config, RootConfig) or not config.policy.megatron_cfg.enabled:
         return
     name = config.policy.model_name
@@ -150,7 +150,7 @@ def _of_the_model(config: CompleteConfig) -> Iterator[Problem]:
 
 
 def _unknown_models(config: CompleteConfig) -> Iterator[str]:
-    """Models of a run that are named by what can be neither a directory nor an id on the hub."""
+    """Models of a run whose name can be neither a directory nor an id on the hub."""
     named: dict[str, str] = {}
     if isinstance(config, EvalMasterConfig):
         named["generation.model_name"] = config.generation.model_name
@@ -177,7 +177,7 @@ def _absent_prompts(config: CompleteConfig, unset: set[str]) -> Iterator[str]:
 
 
 def lines_about(checked: Checked) -> Iterator[str]:
-    """What is printed about one file."""
+    """Printed lines about one file."""
     yield f"{checked.file}: {checked.verdict.words}{', once a model is named' * bool(checked.models)}"
     if checked.environment:
         yield f"  needs {', '.join(checked.environment)} in the environment"

@@ -311,7 +311,7 @@ def _first_validation(grpo: GRPOConfig) -> int:
 
 
 def _highest(config: MasterConfig, metric: str) -> float | None:
-    """What a metric of validation is at most; None where that depends on a user's environment, or on turns."""
+    """Upper bound of a validation metric; None where it depends on a user's environment, or on turns."""
     names = {entry.env_name for entry in _validated(config)}
     own = [section for name in names if (section := config.env.of(name)) is not None and section.is_users]
     head, _, part = metric.partition("/")

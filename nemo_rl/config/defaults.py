@@ -108,8 +108,8 @@ def resolve(raw: Mapping[str, object]) -> dict[str, object]:
 
 
 def _resolved(raw: Mapping[str, object]) -> dict[str, object]:
-    """What OmegaConf makes of it. Few values follow others, and OmegaConf takes a tenth of a second for all of them, so
-    it is given only those that hold an interpolation or are named by one.
+    """Values resolved by OmegaConf. Few values follow others, and OmegaConf takes a tenth of a second for all of them,
+    so it gets only those that hold an interpolation or are named by one.
     """
     named: list[list[str]] = []
     for place, text in _texts(raw):
@@ -151,7 +151,7 @@ def _texts(value: object, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
 
 
 def _part(raw: Mapping[str, object], named: list[list[str]]) -> dict[str, object]:
-    """What holds an interpolation or is named, under its keys; lists whole."""
+    """Values that hold an interpolation or are named by one, under their keys; lists whole."""
     kept: dict[str, object] = {}
     for key, value in raw.items():
         below = [name[1:] for name in named if name[0] == str(key)]
@@ -218,7 +218,7 @@ def followed(mark: DefaultFrom, follows: Mapping[str, str]) -> str:
 
 
 def plain(value: object) -> Any:
-    """`value` with sections turned into mappings that hold only what was set."""
+    """`value` with sections turned into mappings of the keys that were set."""
     if isinstance(value, Section):
         return value.model_dump(by_alias=True, exclude_unset=True)
     if isinstance(value, list):

@@ -96,7 +96,7 @@ def teachers_see_whole_samples(config: MasterConfig) -> Iterator[str]:
 
 
 def _engine_problems(config: MasterConfig, teacher: Teacher) -> Iterator[Problem]:
-    """What keeps engines from being a teacher."""
+    """Settings that keep engines from being a teacher."""
     vllm, k = teacher.policy.generation.vllm_cfg, config.grpo.topk_logits_k
     allowed = teacher.policy.generation.vllm_kwargs[MAX_LOGPROBS]
     if not isinstance(allowed, int):
@@ -132,7 +132,7 @@ def _engines_do_not_divide(config: MasterConfig, teacher: Teacher, where: str) -
 
 
 def _scoring_problems(config: MasterConfig, teacher: Teacher) -> Iterator[Problem]:
-    """What keeps engines from giving the log-probabilities of sampled tokens."""
+    """Settings that keep engines from giving the log-probabilities of sampled tokens."""
     temperature, several = config.policy.generation.temperature, config.on_policy_distillation.non_colocated_teachers
     if temperature != 1:
         yield (
@@ -147,7 +147,7 @@ def _scoring_problems(config: MasterConfig, teacher: Teacher) -> Iterator[Proble
 
 
 def _view_problems(config: MasterConfig, teacher: Teacher) -> Iterator[Problem]:
-    """What is wrong with a teacher's own keys, by the rules of every policy on its accelerators."""
+    """Mistakes in a teacher's own keys, by the rules of every policy on its accelerators."""
     world = teacher.slots(config) or training_world_size(config)
     if world < 1:
         return
@@ -246,7 +246,7 @@ def advantages_come_from_teachers(config: MasterConfig) -> Iterator[Problem]:
 
 
 def _jobs_of_teachers(config: MasterConfig) -> Iterator[str]:
-    """What keeps jobs of a pool from serving several teachers."""
+    """Settings that keep jobs of a pool from serving several teachers."""
     opd, key = config.on_policy_distillation, f"{_OPD}.job_by_agent_name"
     jobs, models = opd.job_by_agent_name, opd.teacher_model_by_agent_name
     if not jobs:

@@ -23,7 +23,7 @@ class UserError(Exception):
 
 
 def in_one_line(error: BaseException) -> str | None:
-    """What to print instead of a traceback; None where the traceback is what helps.
+    """One-line message in place of a traceback; None where the traceback helps more.
 
     A `UserError` speaks for itself; of an OSError about a file, path and cause are enough.
     """
@@ -62,11 +62,11 @@ def why_not_written(error: OSError) -> str:
 
 @dataclass(frozen=True)
 class NotBuilt:
-    """A key of NeMo-RL's whose value asks for a part that this package does not have.
+    """A key of NeMo-RL's whose value needs a part that this package does not have.
 
     Attributes:
         key: the dotted key.
-        part: what is missing, in a few words; keys that wait for the same part say the same.
+        part: the missing part, in a few words; keys that wait for the same part name it alike.
         line: the whole message.
     """
 

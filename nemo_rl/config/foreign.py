@@ -99,7 +99,7 @@ class Adapted:
 
     Attributes:
         values: a copy of the mapping, changed.
-        notes: what was changed, one line each.
+        notes: the changes, one line each.
     """
 
     values: dict[str, object]

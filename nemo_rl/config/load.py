@@ -148,7 +148,7 @@ _PROMPTS = ("prompt_file", "system_prompt_file")
 
 
 def load_partly(path: str | Path | None, overrides: Sequence[str], kind: type[CompleteConfig]) -> dict[str, object]:
-    """What can be read of a configuration with mistakes, with the defaults filled in; unchecked."""
+    """The readable part of a configuration with mistakes, with the defaults filled in; unchecked."""
     given = load_layers(path, overrides, kind, []).values
     filled = with_defaults(adapt(given, kind).values, kind)
     try:

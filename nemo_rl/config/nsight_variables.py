@@ -23,7 +23,7 @@ _RANGE = re.compile(r"(\d+):(\d+)")
 
 @dataclass(frozen=True)
 class Profile:
-    """What is profiled.
+    """Workers and steps to profile.
 
     Attributes:
         patterns: Shell-style patterns of workers' names.

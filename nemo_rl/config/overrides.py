@@ -29,7 +29,7 @@ _PATTERN = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=\s~+]+)(?P<assigned>=(?P<
 
 
 class Action(Enum):
-    """What an override does to its key."""
+    """Effect of an override on its key."""
 
     SET = ""
     ADD = "+"
@@ -39,7 +39,7 @@ class Action(Enum):
 
 @dataclass(frozen=True)
 class Override:
-    """One override; `value` is what is assigned, or for a deletion the value that must be there (None: any)."""
+    """One override; `value` is the assigned value, or for a deletion the value that must be there (None: any)."""
 
     text: str
     action: Action
@@ -150,7 +150,7 @@ def parse_hydra_overrides(config: DictConfig | Mapping[str, object], overrides: 
 
 
 def _hint(values: Mapping[str, object], override: Override, schema: type[Section] | None) -> str:
-    """What to say about a key that is not there."""
+    """Advice about a missing key."""
     key = override.key
     if schema is not None and (known := here(key[-1], schema)):
         return known

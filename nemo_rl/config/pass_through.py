@@ -74,7 +74,7 @@ def _judged(
 
 
 def _as_its_own_key(key: str, value: object, section: Section, name: str, own: str) -> Iterator[Problem]:
-    """What is said of an option that is a key of this package too."""
+    """Error for an engine option that has its own key."""
     mark = annotation_of(type(section).model_fields[name], NotYet)
     if mark is not None and (not mark.values or value in mark.values):
         yield not_built(key, value, mark.why, mark.instead or "leave it out")

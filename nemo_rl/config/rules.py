@@ -27,7 +27,7 @@ def rule(check: Rule) -> Rule:
 
 
 def caution(check: Rule) -> Rule:
-    """The same of lines about what is allowed and may not be what was meant."""
+    """Decorator of a rule about values that are allowed but perhaps not meant."""
     _CAUTIONS.append(check)
     return check
 
@@ -38,7 +38,7 @@ def broken_rules(config: CompleteConfig) -> list[Problem]:
 
 
 def cautions(config: CompleteConfig) -> list[str]:
-    """What is allowed and may not be what was meant."""
+    """Lines about values that are allowed but perhaps not meant."""
     return list(map(str, _lines(_CAUTIONS, config)))
 
 

@@ -49,8 +49,8 @@ class Teacher:
         return f"{_OPD}.job_by_agent_name.{self.names[0]}" if self.names else "teacher.job"
 
     def asked(self, config: MasterConfig) -> tuple[int, int]:
-        """What a student asks of it: the most likely tokens of each position, 0 where only those that were sampled are
-        scored; and the room that the longest sample takes, tokens.
+        """A student's demands on it: the number of most likely tokens of each position, 0 where only sampled tokens are
+        scored; and the length of the longest sample, in tokens.
         """
         longest = config.policy.max_total_sequence_length
         # An engine draws one token after those that it scores.
@@ -155,7 +155,7 @@ def _as_policy(config: MasterConfig, model: str, sizes: TeacherSizesConfig) -> P
 
 
 def _scoring(policy: PolicyConfig, config: MasterConfig) -> PolicyConfig:
-    """What a model needs that only scores samples of the policy."""
+    """Changes a policy section to that of a model that only scores the policy's samples."""
     policy.optimizer, policy.scheduler = None, None
     policy.dtensor_cfg.lora_cfg.enabled = policy.megatron_cfg.peft.enabled = False
     # What generation recorded are decisions of the policy.
@@ -166,7 +166,7 @@ def _scoring(policy: PolicyConfig, config: MasterConfig) -> PolicyConfig:
 
 
 def _serving(policy: PolicyConfig, k: int) -> None:
-    """What engines need that only score prompts, `k` tokens of each position."""
+    """Changes a policy section to that of engines that only score prompts, `k` tokens of each position."""
     generation, vllm = policy.generation, policy.generation.vllm_cfg
     generation.vllm_kwargs = {MAX_LOGPROBS: k, **generation.vllm_kwargs}
     # Prompts have no stop strings, and nothing reads statistics.

@@ -44,7 +44,7 @@ Key = tuple[str | int, ...]
 
 @dataclass
 class Examined(Generic[Config]):
-    """What a mapping is worth.
+    """Result of examining a mapping.
 
     Attributes:
         config: the configuration, where it has no problem.

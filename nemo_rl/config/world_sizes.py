@@ -95,7 +95,7 @@ class ParallelSizes:
 
 
 class ParallelSizesError(UserError, ValueError):
-    """The accelerators that train do not divide by what the configuration asks for."""
+    """The training accelerators do not divide by the configured parallel sizes."""
 
 
 def training_backend(policy: PolicyConfig) -> DTensorConfig | MegatronConfig:

@@ -1,4 +1,4 @@
-"""Where the messages of a conversation are in the text that a chat template makes of them.
+"""Positions of a conversation's messages in the text that a chat template renders.
 
 A conversation is rendered once. Templates change what they are given (they trim, drop the thinking of earlier turns,
 put the system prompt into a user's turn), so that neither prefixes nor searching the text say which part is whose:
@@ -213,7 +213,7 @@ class _Marks:
         return marked[: found[0].start()] if found and self.without(marked) == text else None
 
     def behind_end(self, marked: str, index: int) -> str | None:
-        """What follows a message's second mark."""
+        """Text behind a message's second mark."""
         after = self._pair(index)[1]
         return self.without(marked.partition(after)[2]) if after in marked else None
 

@@ -75,7 +75,7 @@ def decode_json(text: str) -> object:
 
 
 def refusal(what: str, found: object, expected: str) -> RowError:
-    """What a cell or message holds, and what it should."""
+    """Error about a cell's or message's content, with the expected one."""
     return RowError(f"{what} holds {shown(found)}; expected {expected}")
 
 

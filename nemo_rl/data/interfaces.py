@@ -1,4 +1,4 @@
-"""What travels from a dataset to the rollout: messages, one prompt (`DatumSpec`), and how a task is prompted
+"""Types between datasets and rollouts: messages, one prompt (`DatumSpec`), and the prompting of a task
 (`TaskDataSpec`), with the prompt files it reads; `DataError` is the error that users see.
 
 Processors fill these types, collation batches them. Invariant: `length` is the number of prompt tokens over all
@@ -121,7 +121,7 @@ def load_prompt(path: str | None, stands_before: bool = False) -> str | None:
 
 
 def _of_theirs(path: str) -> str:
-    """What to do where a recipe of NeMo-RL's names a prompt of its examples."""
+    """Advice where a recipe of NeMo-RL's names a prompt of its examples."""
     if not Path(path).as_posix().startswith("examples/prompts/"):
         return ""
     ours = ", ".join(sorted(file.name for file in (_ROOT / "examples/prompts").glob("*.txt")))

@@ -80,8 +80,8 @@ _USED: dict[TaskDataProcessFnCallable, Callable[[Row], list[Message]]] = {}
 
 
 def used_messages(processor: TaskDataProcessFnCallable) -> Callable[[Row], list[Message]] | None:
-    """What finds the messages of a row that a processor gives to the chat template, and raises RowError for a row that
-    the processor cannot read; None for a user's processor.
+    """Function that finds the messages of a row that a processor gives to the chat template, and raises RowError for a
+    row that the processor cannot read; None for a user's processor.
     """
     return _USED.get(processor)
 

@@ -88,7 +88,7 @@ def _reads_text(tokenizer: Any) -> bool:
 
 
 def _without_files(name: str) -> str | None:
-    """What to do about a directory that holds no tokenizer; None for everything else."""
+    """Advice about a directory that holds no tokenizer; None for everything else."""
     folder = Path(name).expanduser()
     if not folder.is_dir() or any(next(folder.glob(pattern), None) for pattern in _VOCABULARIES):
         return None

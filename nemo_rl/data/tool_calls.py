@@ -66,7 +66,7 @@ def renders_otherwise(messages: Sequence[Message], render: Callable[[Sequence[Me
 
 
 def _functions(message: Message) -> Iterator[Mapping[str, object]]:
-    """What a message calls, of OpenAI's form or with name and arguments side by side."""
+    """Functions that a message calls, in OpenAI's form or with name and arguments side by side."""
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, Sequence) and not isinstance(calls, str) else ():
         function = call.get("function", call) if isinstance(call, Mapping) else None

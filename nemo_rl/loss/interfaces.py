@@ -55,7 +55,7 @@ class LossType(str, Enum):
 
 
 class LossInputType(str, Enum):
-    """What the model's output is turned into before the loss is called."""
+    """Form of the model's output that a loss takes."""
 
     LOGIT = "logit"
     LOGPROB = "logprob"

@@ -53,7 +53,7 @@ class StartPhases:
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Sets the run's present phase, such as `generation`; shown on a terminal only."""
+        """Shows the block as a phase and keeps its seconds under its name; one that raises is not shown as done."""
         began = self._clock()
         try:
             with self._watched(name, began):
@@ -190,7 +190,7 @@ class RunProgress:
         return self._phase
 
     def phase(self, name: str) -> None:
-        """What the run is doing now, such as `generation`; shown on a terminal only."""
+        """Sets the run's present phase, such as `generation`; shown on a terminal only."""
         self._phase = name
 
     def validated(self, value: float, name: str = "accuracy", *, step: int | None = None) -> None:

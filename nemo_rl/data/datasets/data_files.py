@@ -1,5 +1,4 @@
-"""Rows as they are found, each with its place, and their formats: how each is recognised, and the conversation that its
-columns make.
+"""Rows of data files with their places, and their formats: recognition, and the conversation made of their columns.
 
 Rows are in JSON, CSV, parquet and arrow files, directories of them and of `save_to_disk`, and on the Hugging Face hub.
 Files are read here and not through a cache, so that a file that changed is read as it is now. One row of the table per
@@ -163,7 +162,7 @@ def _guarded(
 
 
 class _Unreadable(Exception):
-    """What is wrong with a file."""
+    """A file cannot be read; the message says why."""
 
 
 def _bad_line(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Datasets that are generated, not read: what they have in common, arithmetic problems, and the tasks of reasoning-gym
+"""Generated datasets: their common base, arithmetic problems, and the tasks of reasoning-gym
 (https://github.com/open-thought/reasoning-gym).
 
 They need no file and no network. A problem of reasoning-gym travels as a reference (task, settings, seed, index): the
@@ -48,7 +48,7 @@ class GeneratedDataset(RawDataset):
 
     @override
     def set_processor(self, config: DatasetConfig) -> None:
-        """The processor that carries `state`, unless the entry names another one than the default."""
+        """Sets the processor that carries `state`, unless the entry names another one than the default."""
         named = config.processor
         self.processor = get_processor("state_processor" if named in (_PROCESSOR_OF_MATH, "default") else named)
 
@@ -259,7 +259,7 @@ class ProblemReference:
     index: int
 
     def score(self, answer: str) -> float:
-        """What the task's verifier gives the answer, 0 to 1."""
+        """Score of the task's verifier for the answer, 0 to 1."""
         dataset = _generator(self.task, self.settings, self.seed, self.size)
         return dataset.score_answer(answer, entry=_entry(self))
 

@@ -1,4 +1,4 @@
-"""What a dataset makes of the rows that are found: messages, a processor, a validation split.
+"""Turns found rows into a dataset: messages, a processor, a validation split.
 
 Every row goes through one loop, which says file, row and column of those that cannot be read. Invariant: a dataset has
 at least one row, and every row of it can be read by its processor.
@@ -84,7 +84,7 @@ class RawDataset:
 
 @dataclass(frozen=True)
 class HandedOn:
-    """A row whose messages carry more than role and content: where it is, and what the chat template is given."""
+    """A row whose messages carry more than role and content: its place, and the inputs of the chat template."""
 
     place: str
     messages: list[Message]

@@ -46,9 +46,7 @@ class ResumableRequest:
 
     @property
     def kept(self) -> int:
-        """The kept part of a cut request, from which another shard goes on. `passed_on`: tokens that `new` gave before.
-        `engine`: vLLM's, whose tokenizer decodes the text that is searched for stop strings.
-        """
+        """Tokens of earlier pieces."""
         return len(self._token_ids)
 
     @property
@@ -367,8 +365,8 @@ class FinalTokens:
     def kept(
         self, request: GenerationRequest, result: GenerationResult, passed_on: int, engine: AsyncLLM
     ) -> GenerationResult:
-        """What another shard goes on from, of a request that was cut. `passed_on`: tokens that `new` gave before.
-        `engine`: vLLM's, whose tokenizer decodes what stop strings are searched in.
+        """The kept part of a cut request, from which another shard goes on. `passed_on`: tokens that `new` gave before.
+        `engine`: vLLM's, whose tokenizer decodes the text that is searched for stop strings.
         """
         # One that was ending when it was released may have passed tokens on, and those are never taken back.
         restarts = request.request_id in self.restarted and not passed_on
