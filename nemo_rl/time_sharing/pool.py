@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_rl.config.dotted import import_dotted
 from nemo_rl.config.errors import UserError, why_not_written
 from nemo_rl.distributed.private_variables import without_private
 from nemo_rl.distributed.processes import WORKING_DIRECTORY
@@ -28,7 +29,7 @@ from nemo_rl.time_sharing.log.pool_state import Outcome, PoolState, Progress, St
 from nemo_rl.time_sharing.log.reading import LogTail
 from nemo_rl.time_sharing.log.sharing import Sharing, SharingWatch
 from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles
-from nemo_rl.time_sharing.pipelines.job import Job, Kind
+from nemo_rl.time_sharing.pipelines.job import PIPELINES, Job, Kind
 from nemo_rl.time_sharing.pipelines.residents import Part, PoolFull, Residents, SlotMemory
 from nemo_rl.time_sharing.planning.job_placement import Mapped
 from nemo_rl.time_sharing.protocol.topology import Pool
@@ -218,7 +219,8 @@ class PoolActor(Orchestrator):
 
     def pipeline_class(self, job: Job) -> type[LentPipeline]:
         """Pipeline class of a job."""
-        return _pipeline_class(job.kind)
+        found: type[LentPipeline] = import_dotted(PIPELINES[job.kind], "pipeline_cls")
+        return found
 
     def _watch(self, submission: Submission) -> None:
         import ray
@@ -380,28 +382,6 @@ class PoolActor(Orchestrator):
         if name not in self._submissions:
             raise PoolError(f"there is no pipeline {name!r}; there are {sorted(self._submissions) or 'none'}")
         return self._submissions[name]
-
-
-def _pipeline_class(kind: Kind) -> type[LentPipeline]:
-    if kind is Kind.SFT:
-        from nemo_rl.time_sharing.pipelines.sft import SFTPipeline
-
-        return SFTPipeline
-    if kind is Kind.EVALUATION:
-        from nemo_rl.time_sharing.pipelines.evaluation import EvaluationPipeline
-
-        return EvaluationPipeline
-    if kind is Kind.EXTERNAL:
-        from nemo_rl.time_sharing.pipelines.command import CommandPipeline
-
-        return CommandPipeline
-    if kind is Kind.TEACHER:
-        from nemo_rl.time_sharing.pipelines.teacher import TeacherPipeline
-
-        return TeacherPipeline
-    from nemo_rl.time_sharing.pipelines.grpo import NemoRLFullFinetunePipeline
-
-    return NemoRLFullFinetunePipeline
 
 
 def variables_of(job: Job) -> dict[str, str]:

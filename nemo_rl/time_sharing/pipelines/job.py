@@ -68,14 +68,17 @@ _KINDS: dict[type[object], Kind] = {
     CommandConfig: Kind.EXTERNAL,
     AdaptersConfig: Kind.EXTERNAL,
 }
-_CLASSES = {
-    "NemoRLFullFinetunePipeline": Kind.GRPO,
-    "SFTPipeline": Kind.SFT,
-    "EvaluationPipeline": Kind.EVALUATION,
-    "CommandPipeline": Kind.EXTERNAL,
-    "RollMultiLoraPipeline": Kind.EXTERNAL,
+PIPELINES = {
+    Kind.GRPO: "nemo_rl.time_sharing.pipelines.grpo.NemoRLFullFinetunePipeline",
+    Kind.SFT: "nemo_rl.time_sharing.pipelines.sft.SFTPipeline",
+    Kind.EVALUATION: "nemo_rl.time_sharing.pipelines.evaluation.EvaluationPipeline",
+    Kind.EXTERNAL: "nemo_rl.time_sharing.pipelines.command.CommandPipeline",
+    Kind.TEACHER: "nemo_rl.time_sharing.pipelines.teacher.TeacherPipeline",
 }
-_TEACHER = "TeacherPipeline"
+"""The class of each kind, which the pool imports when a job of it starts."""
+_CLASSES = {path.rpartition(".")[2]: kind for kind, path in PIPELINES.items()} | {
+    "RollMultiLoraPipeline": Kind.EXTERNAL
+}
 
 
 @dataclass(frozen=True)
@@ -215,7 +218,7 @@ def _source(file: Path) -> _Source:
     inner = (file.parent / wrapper[CONFIG_PATH]) if wrapper else file
     config = CommandConfig if {EXTERNAL, "multi_lora"} & set(merge(read_layers(inner))) else kind_of_file(inner)
     named = str(wrapper.get("pipeline_cls") or "").rpartition(".")[2]
-    if named == _TEACHER and issubclass(config, MasterConfig):
+    if _CLASSES.get(named) is Kind.TEACHER and issubclass(config, MasterConfig):
         return _Source(file, wrapper, inner, config, teaches=True)
     if named and _CLASSES.get(named) is not _KINDS[config]:
         fitting = next(name for name, kind in _CLASSES.items() if kind is _KINDS[config])
