@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
@@ -53,6 +54,7 @@ TrainingConfig = TypeVar("TrainingConfig", bound=RootConfig)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # How long after a signal, and how often, it is looked whether the run ends.
 _AGAIN_S = 0.1
+_LOADS = ("create_module", "exec_module")
 # Between two lines of these files a lock may be held that an exception would never give back.
 _LOCKING_FILES = ("<frozen importlib", logging.__file__)
 _INTERRUPTED_WHILE_STARTING = "interrupted while starting"
@@ -312,8 +314,9 @@ class Interrupts:
     SIGTERM, which job schedulers send, is handled like Ctrl-C: both raise KeyboardInterrupt in the main thread.
     Invariant: it is not lost, and more signals do not disturb the clean-up after it. In a bare `except`, a callback or
     `__del__` of a library it ends where it is raised; between two lines of the import system or of logging it leaves
-    the lock of all imports or loggers held, and other threads, then the clean-up, wait for ever. So until the run is
-    ending, a timer looks whether it is being handled, and raises it again, in a better place, if not.
+    the lock of all imports or loggers held, and other threads, then the clean-up, wait for ever; C++ of an extension
+    module may abort. So until the run is ending, a timer looks whether it is being handled, and raises it again, in a
+    better place, if not.
     """
 
     received: ClassVar[bool] = False  # whether this process was interrupted
@@ -390,12 +393,17 @@ def _is_unwinding() -> bool:
 
 
 def _loses(frame: FrameType | None) -> bool:
-    """Whether an exception raised here leaves a lock of imports or loggers held, or ends in a `__del__`."""
+    """Whether an exception raised here leaves a lock of imports or loggers held, ends in a `__del__`, or aborts the
+    process in the C++ of an extension module that is being loaded.
+    """
     if frame is not None and frame.f_code.co_filename.startswith(_LOCKING_FILES):
         return True
-    while frame is not None and frame.f_code.co_name != "__del__":
+    while frame is not None:
+        loads = frame.f_code.co_name in _LOADS and isinstance(frame.f_locals.get("self"), ExtensionFileLoader)
+        if loads or frame.f_code.co_name == "__del__":
+            return True
         frame = frame.f_back
-    return frame is not None
+    return False
 
 
 @contextmanager

@@ -11,8 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,6 +96,25 @@ def test_a_signal_waits_until_imports_or_loggers_have_freed_their_locks(file: st
         finally:
             interrupts.ending()
     assert not lock.locked()
+
+
+def test_a_signal_waits_until_an_extension_module_is_loaded() -> None:
+    """Its C++ may call Python, and aborts the process where that raises."""
+    loaded: list[bool] = []
+
+    class Loader(ExtensionFileLoader):
+        def exec_module(self, _: ModuleType) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)
+            loaded.append(True)
+
+    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
+        try:
+            Loader("x", "x.so").exec_module(ModuleType("x"))
+            _until_interrupted()
+        finally:
+            interrupts.ending()
+    assert loaded
 
 
 def test_more_signals_do_not_disturb_the_clean_up_of_a_start() -> None:
