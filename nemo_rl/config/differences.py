@@ -22,7 +22,7 @@ class DifferenceRow:
     """A row of the page."""
 
     what: str  # as the page names it
-    short: str  # what a start says
+    short: str  # line at a run's start
     touches: Callable[[_Config], bool]
 
 

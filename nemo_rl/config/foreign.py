@@ -64,7 +64,7 @@ ENGINE_ALIASES: dict[str, str] = _FILE["engine_aliases"]
 UNBUILT: dict[str, dict[str, str]] = {
     kind: {name: part for part, names in parts.items() for name in names} for kind, parts in _FILE["names"].items()
 }
-# What the Megatron backend lacks for a family: model types, a pattern of names, the part.
+# Parts that the Megatron backend lacks for a family: model types, a pattern of names, the part.
 MEGATRON_LACKS: list[tuple[list[str], str, str]] = [
     (row["types"], row["names"], row["part"]) for row in _FILE["megatron_lacks"]
 ]

@@ -472,7 +472,7 @@ def learning_rate_is_possible(config: RootConfig) -> Iterator[str]:
     megatron, optimizer = config.policy.megatron_cfg, config.policy.optimizer
     name = megatron.optimizer.optimizer if megatron.enabled else optimizer.name if optimizer is not None else ""
     for key, rate in learning_rates(config):
-        # What is no number is refused by the rule of pass-through arguments.
+        # Values that are no numbers are refused by the rule of pass-through arguments.
         if isinstance(rate, bool) or not isinstance(rate, (int, float)):
             continue
         if not 0 <= rate < math.inf:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CUT_TO = 4
-# Messages, and what the environment is to know.
+# Messages, and the environment's metadata.
 Prompt = tuple[list[Message], dict[str, object]]
 TaskProcessors = Mapping[str, tuple[TaskDataSpec, TaskDataProcessFnCallable]]
 

@@ -18,7 +18,7 @@ Message = Mapping[str, object]
 Tools = Sequence[Mapping[str, object]] | None
 # (messages, tools) -> text. Raises DataError: the template rejects them.
 Render = Callable[[Sequence[Message], Tools], str]
-# Another text for every message of a role: what a template shows changes with it.
+# Another text for every message of a role: if the template shows it, the rendered text changes.
 _OTHER = "\U000f0000"
 
 

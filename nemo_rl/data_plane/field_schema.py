@@ -44,9 +44,9 @@ class FieldSchema:
     """
 
     name: str
-    axis: Axis  # what it has one value of
+    axis: Axis  # granularity of its values
     dtype: str | None = None
-    pad: int = 0  # what it is padded with
+    pad: int = 0  # padding value
     pad_with_token: bool = False  # padded with the tokenizer's pad id instead
     consumers: frozenset[Consumer] = frozenset()  # who reads it by default
 

@@ -42,7 +42,7 @@ class TQWorkerMixin:
     _dp_pad_values: Mapping[str, int] | None = None
     _dp_replica_group: dist.ProcessGroup | None = None
 
-    # -- what the backend says ----------------------------------------------------------------------------------------
+    # -- the backend's part -------------------------------------------------------------------------------------------
 
     def _local_coords(self) -> Mapping[str, int]:
         """This rank's position along every axis. There is no default: a wrong one would make every rank write."""

@@ -124,7 +124,7 @@ def worker_failure(ref: ray.ObjectRef[object], identity: WorkerIdentity, what: s
             return _caused(WorkerError(f"{what}: {identity} could not start: {_last_line(text)}\n{text}"), error)
         return _caused(WorkerDiedError(f"{what}: {identity} died: {text}"), error)
     except RayTaskError as error:
-        # What a user can put right says what to do; where in the code it was found does not help.
+        # A UserError says what to do; its place in the code does not help.
         trace = "" if isinstance(error.cause, UserError) else f"\n{_plain(error)}"
         return _caused(
             WorkerError(f"{what}: {identity} raised {type(error.cause).__name__}: {error.cause}{trace}"), error.cause

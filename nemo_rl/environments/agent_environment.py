@@ -108,7 +108,7 @@ class AgentEnvironment(EnvironmentInterface[object]):
         rewards = [reward for reward, _ in played]
         names = sorted({name for reward in rewards for name in reward})
         if len(names) > 1 and "" in names:
-            # What an episode earns must not depend on which others share its call.
+            # An episode's reward must not depend on the other episodes of its call.
             rewards = [{name or UNNAMED: value for name, value in reward.items()} for reward in rewards]
             names = sorted({name or UNNAMED for name in names})
         return EnvironmentReturn(

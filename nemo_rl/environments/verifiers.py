@@ -42,7 +42,7 @@ _TERM = r"[-+\w.*/^() ]+"
 _BARE_RELATION = re.compile(rf"{_TERM}(?:(?:[<>]=?|≤|≥){_TERM})+")
 _BARE_PERCENT = re.compile(r"(?<!\\)%")
 _ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
-# What may stand between "Answer:" and the letter: emphasis, mathematics, a box, brackets.
+# Allowed between "Answer:" and the letter: emphasis, mathematics, a box, brackets.
 _MARKUP = r"(?:[*$(\[{「【\s]|\\(?:boxed|text|textbf|mathbf|mathrm|\(|\[))*"
 # A letter that a word goes on with is none, nor are the pronoun and the article: "Answer: I think", "answer: a few".
 _LATIN_CHOICE = r"(?!(?-i:I|a)\s+[^\W\d_])([A-J])(?![a-zÀ-ɏ'\u2019])"

@@ -61,12 +61,12 @@ class StepOutcome:
     """One sample's part of an environment's answer."""
 
     observation: dict[str, object]  # message with `role` and `content`
-    metadata: object  # what the environment wants back at its next step; None leaves what it was given
+    metadata: object  # input of the environment's next step; None keeps the last one
     stop_strings: list[str] | None  # strings that end the next response
     reward: float  # total reward of this step
     components: dict[str, float]  # `reward/<name>` parts, empty for a plain reward
     terminated: bool  # whether the episode is over
-    answer: str | None = None  # what the environment read as the answer; None where it read none
+    answer: str | None = None  # answer that the environment extracted; None without
 
 
 @dataclass

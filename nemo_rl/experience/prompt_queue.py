@@ -158,7 +158,7 @@ class PromptQueue:
         """A batch that a checkpoint held; batches come in their order, before any other is drawn."""
         self._next_batch = max(self._next_batch, batch + 1)
         if self._fixed:
-            # What is neither open nor of an earlier step was given up before the restart.
+            # Groups that are neither open nor of an earlier step were given up before the restart.
             places = {row: batch * self._limits.wanted + row for row in range(rows) if row not in open}
             self._given_up += [
                 (place, GroupKey(batch, 0, row)) for row, place in places.items() if place >= self._first

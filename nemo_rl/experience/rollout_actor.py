@@ -38,7 +38,7 @@ class ActorSources:
 
     by_purpose: Mapping[Purpose, RolloutSource]  # the purpose is the partition
     events: MemoryRecord  # the record that the sources write to; pickled with them, so that it stays theirs
-    generation: DetachedGenerator | None = None  # what the sources generate with; None where rollouts are replayed
+    generation: DetachedGenerator | None = None  # client of the sources' generation; None where rollouts are replayed
 
 
 class RolloutActor:

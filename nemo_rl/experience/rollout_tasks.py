@@ -118,7 +118,7 @@ def is_infrastructure(error: BaseException) -> bool:
             return False
         if isinstance(cause, (GenerationError, TimeoutError, ConnectionError)):
             return True
-        # What the code of an environment raised in its actor comes back as a task error.
+        # An environment's own exception arrives as a task error.
         if isinstance(cause, RayError) and not isinstance(cause, RayTaskError):
             return True
         cause = cause.__cause__ or cause.__context__
@@ -181,7 +181,7 @@ class RolloutTasks:
 
     def _ended(self, key: GroupKey, task: asyncio.Task[None]) -> None:
         with self._changed:
-            # What is cancelled on purpose was forgotten before.
+            # Tasks cancelled on purpose were forgotten before.
             forgotten = self._tasks.get(key) is not task
             if not forgotten:
                 del self._tasks[key]

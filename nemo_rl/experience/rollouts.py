@@ -360,7 +360,7 @@ class RolloutRunner:
                 request_seed(plan.run_seed, plan.step, prompt, sample, turn),
                 stops,
                 f"{plan.step}-{prompt}-{sample}",
-                # A later prefill computes what was unknown: the last token of a response, and observations.
+                # A later prefill computes the unknown routes: of the last token of a response, and of observations.
                 trajectory.routes.known_until() if plan.records else None,
             )
             async with _within(plan.limits.generation_s, f"generation of {request.request_id}", GenerationError):

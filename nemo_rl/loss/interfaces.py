@@ -101,7 +101,7 @@ class LossFunction(Protocol):
     """
 
     loss_type: LossType  # which count divides the gradient
-    input_type: LossInputType  # what the model's output is turned into
+    input_type: LossInputType  # form of the model's output
     metric_normalizations: Mapping[str, MetricNormalizer]
     __call__: Callable[..., tuple[torch.Tensor, LossMetrics]]
 

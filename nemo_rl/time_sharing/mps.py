@@ -61,7 +61,7 @@ def multi_process_service(choice: str, *, several: bool) -> Generator[bool]:
                 _end_clients(given)
                 _control(commands=f"quit -t {_CLIENTS_S}\n", timeout_s=_QUIT_S, given=given)
             except MpsError as error:
-                # What ended the block says more.
+                # The block's own error says more.
                 logger.warning("mps=killed reason=%s", error)
             _kill_left(folder)
             for name in given:
@@ -120,7 +120,7 @@ def _kill_left(folder: str) -> None:
 
 def _control(*arguments: str, commands: str = "", timeout_s: float, given: Mapping[str, str]) -> str:
     """Output of a control command. Raises MpsError: it fails, or does not end in time."""
-    # The service keeps what it is given for its output: at the other end of a pipe one would wait for its end.
+    # The service keeps its output open: with a pipe the reader would wait until the service ends.
     with tempfile.TemporaryFile("w+") as output:
         try:
             done = subprocess.run(

@@ -58,9 +58,9 @@ class About:
     """A pool in general."""
 
     name: str
-    unit: str  # what a slot is, in words
+    unit: str  # name of a slot
     log_dir: str
-    trouble: str = ""  # what keeps the scheduler from deciding anything, and what to do
+    trouble: str = ""  # obstacle to the scheduler's decisions, with the remedy
 
 
 def log_trouble(log_dir: Path) -> str:
@@ -103,7 +103,7 @@ class PoolActor(Orchestrator):
         except ValueError:
             self._note_end(submission, Outcome("died", "its process was gone when the pool's actor was restarted"))
         else:
-            # What the killed actor asked of a process that was not up yet died with it.
+            # Calls of the killed actor to a process that was not up yet died with it.
             self._actors[submission.name].start.remote()
             self._begin_watch(submission)
 

@@ -196,7 +196,7 @@ def run_under_control_plane(arguments: Sequence[str], *, default_config: Path) -
     return guarded(work)
 
 
-# -- what the launcher uses too ---------------------------------------------------------------------------------------
+# -- shared with the launcher ----------------------------------------------------------------------------------------
 
 
 def files_and_overrides(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:

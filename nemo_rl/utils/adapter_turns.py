@@ -57,7 +57,7 @@ class Turns:
         if request.adapter in self._ready:
             raise ValueError(f"adapter {request.adapter} waits for a pass already")
         self._ready[request.adapter] = request
-        # Who was away while others were served does not catch up.
+        # Adapters that were away while others were served do not catch up.
         self._served[request.adapter] = max(self._served[request.adapter], self._behind(but=request.adapter))
 
     def due(self, now: float) -> float | None:

@@ -91,7 +91,7 @@ class _Waiting:
                 members[one] = None
 
     def oldest_but(self, one: _BoundedProtocol) -> _BoundedProtocol | None:
-        # Who has been answered before is the least likely to be an attacker.
+        # Visitors that were answered before are the least likely attackers.
         everybody = (other for members in self.groups.values() for other in members)
         return next((other for other in everybody if other is not one), None)
 

@@ -17,7 +17,7 @@ OFFLINE = "HF_HUB_OFFLINE"
 _ENDPOINT = "https://huggingface.co"
 _REACH_S = 4.0
 _BARS = ("HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS")
-# Each says what the error that follows says again.
+# Each repeats the error that follows.
 _REPEATING = ("huggingface_hub.utils._http", "datasets.packaged_modules.json.json", "datasets.packaged_modules.csv.csv")
 
 

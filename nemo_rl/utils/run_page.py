@@ -113,7 +113,7 @@ def run_page(log_dir: Path, port: int) -> Generator[tuple[RunPage, str]]:
 
 def _app(page: RunPage, token: str) -> Starlette:
     def root(request: Request) -> Response:
-        # The script sets what a model wrote as text, never as markup.
+        # The script sets a model's output as text, never as markup.
         markup = Path(__file__).with_name("run_page.html").read_text(encoding="utf-8")
         return HTMLResponse(markup.replace("__TITLE__", html.escape(str(page.data()["title"]))))
 

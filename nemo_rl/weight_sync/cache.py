@@ -327,7 +327,7 @@ class CachedSource:
         if not _lanes_of_owner(self._spec):
             return [mapped]
         staged = self._owner().export_window(index, timeout_s)[0] or {}
-        # What is sent from host memory is at the cache's own place.
+        # Bytes sent from host memory lie at the cache's own place.
         return [mapped | {name: staged[name] for name in staged if name == "tcp"}, staged]
 
     def send_window(self, index: int, timeout_s: float) -> None:

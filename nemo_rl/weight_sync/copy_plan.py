@@ -77,7 +77,7 @@ class CopyPlan:
     def add_copy(self, place: torch.Tensor, source: _Source) -> None:
         """Appends a copy."""
         stage = self._stage_for(place)
-        # What is laid out alike on both sides goes by one kernel for all; the rest one by one, with copy_'s own rules.
+        # Equal layouts on both sides are copied by one kernel for all; the rest one by one, with copy_'s own rules.
         alike = place.dtype == source.dtype and tuple(place.shape) == source.shape and place.is_contiguous()
         if alike and source.strides == place.stride():
             places, sources = stage.together.setdefault(place.dtype, ([], []))
@@ -296,7 +296,7 @@ class _Operations(TorchDispatchMode):
             self.refuse(f"{func} on weights is no copy")
 
     def _note_other(self, func: OpOverload[..., object], args: object) -> None:
-        # A tensor that the model has beside its parameters and buffers would miss what the loader writes into it.
+        # A tensor of the model that is neither parameter nor buffer would miss the loader's writes.
         if func._schema.is_mutable and any(tensor.numel() for tensor in _tensors(args)):
             self.refuse(f"{func} wrote beside the model")
 

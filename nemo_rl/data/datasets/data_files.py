@@ -382,7 +382,7 @@ def _from_saved(
 def _prepared(path: Path, subset: str | None) -> object:
     import datasets
 
-    # What an earlier run prepared is not taken: it is known by the files' times, not by their contents.
+    # A dataset prepared by an earlier run is not reused: its key is the files' times, not their contents.
     return datasets.load_dataset(str(path), subset, download_mode="reuse_cache_if_exists")
 
 
@@ -517,7 +517,7 @@ def _completion(answer: str) -> Convert:
 
 # CSV has texts, of Python's spelling where pandas wrote them.
 _UNWANTED = ("false", "0", "0.0")
-# What a question is about, or is to choose from.
+# Columns with the subject of a question, or its choices.
 _ASIDE = ("context", "passage", "choices", "options")
 
 

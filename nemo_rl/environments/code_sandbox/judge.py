@@ -109,7 +109,7 @@ def _end_with(lifeline: int) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         try:
-            # What a killed one leaves behind comes to this process, its reaper.
+            # Children of a killed process are reparented to this one, its reaper.
             os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             os._exit(0)

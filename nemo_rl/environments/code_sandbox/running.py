@@ -32,7 +32,7 @@ from nemo_rl.distributed.processes import kill_and_wait
 from nemo_rl.environments.interfaces import EnvironmentFailure
 
 OUTPUT_LIMIT_CHARS = 4000
-# Ending what a response started takes the judge milliseconds; after this it is ended itself.
+# Ending a response's processes takes the judge milliseconds; after this it is ended itself.
 _GRACE_S = 5.0
 _JUDGE = Path(__file__).parent / "judge.py"
 SANDBOXES = {
@@ -146,7 +146,7 @@ def _answered(file: Path) -> tuple[str | None, dict[str, object] | None]:
             kept = {str(name): json.loads(text) for name, text in answer["plain"].items()}
             return (None if value is None else str(value)), {**kept, STATE: base64.b64decode(answer["state"])}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            # The response can write there what it likes.
+            # The response can write anything there.
             return None, None
 
 
@@ -161,7 +161,7 @@ def _judged(request: Mapping[str, object], timeout_s: float, sandbox: str, folde
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             cwd=folder,
-            # No token or key of the run is in the environment of what runs code.
+            # No token or key of the run is in the environment of processes that run code.
             env={"PATH": os.environ.get("PATH", ""), "HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1"},
             start_new_session=True,
             pass_fds=(verdict_end,),
@@ -191,7 +191,7 @@ def _wait_for_end(judge: subprocess.Popen[bytes], folder: str) -> None:
             return
     judge.kill()
     judge.wait()
-    # Without namespaces a response can end or stop its judge; what it left is known by its directory.
+    # Without namespaces a response can end or stop its judge; its processes are known by their directory.
     strays = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):

@@ -164,7 +164,7 @@ class DTensorBackend(Backend):
         self._sends_adapters = sends_adapters
         self._share_prompts = share_prompts
         self._row_multiple = row_multiple
-        # What is on the host at the moment.
+        # State that is on the host at present.
         self._model_memory: MovableStorages | None = None
         self._optimizer_memory: MovableStorages | None = None
 

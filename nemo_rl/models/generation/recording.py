@@ -167,7 +167,7 @@ def decision_metrics(columns: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """
     metrics: dict[str, float] = {}
     if "routed_experts_valid" in columns:
-        # What a trained token's probability depends on: every token before the last of them.
+        # A trained token's probability depends on every token before it: all before the last trained one.
         read_BS = columns["token_mask"].flip(1).cumsum(1).flip(1)[:, 1:] > 0
         known_BS = columns["routed_experts_valid"][:, :-1] & read_BS
         metrics["routed_tokens_share"] = int(known_BS.sum()) / max(1, int(read_BS.sum()))

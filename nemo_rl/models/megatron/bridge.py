@@ -46,7 +46,7 @@ _TAKEN: dict[str, tuple[object, ...]] = {
     "experimental_attention_variant": (None,),
     "heterogeneous_block_specs": (False,),
 }
-# What the package sets for pretraining, and what its own keys here refuse: losses, noise and updates of routers.
+# Options that the package sets for pretraining and that its own keys here refuse: router losses, noise and updates.
 _OFF: dict[str, object] = {
     "moe_z_loss_coeff": None,
     "moe_input_jitter_eps": None,

@@ -114,7 +114,7 @@ class Weight:
     """One whole parameter of Megatron."""
 
     name: str  # Megatron's name, layers and experts numbered over the whole model
-    parts: tuple[tuple[str, tuple[int, ...]], ...]  # Hugging Face names and shapes of what it is made of
+    parts: tuple[tuple[str, tuple[int, ...]], ...]  # Hugging Face names and shapes of its parts
     cut: Cut = "whole"  # how tensor-parallel ranks cut it
     groups: int = 1  # key/value groups, for `qkv`
     expert: int | None = None  # number of the expert it belongs to, or None

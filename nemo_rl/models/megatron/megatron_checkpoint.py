@@ -50,7 +50,7 @@ class OptimizerState:
         self._weights = weights
         self._device = device
         names = _MOMENTS[self._inner[0].config.optimizer]
-        # In float32 the model's own parameters are what the optimizer works on.
+        # In float32 the optimizer works on the model's own parameters.
         half = self._inner[0].config.params_dtype is not torch.float32
         self.names = (_MAIN, *names) if half else names
 

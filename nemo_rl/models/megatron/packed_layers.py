@@ -117,7 +117,7 @@ class PackedGPT(GPTModel):
         half_TD = position_ids.reshape(-1, 1).float() * self.angles_D
         prepared[1] = torch.cat([half_TD, half_TD], dim=-1)[:, None, None, :]
         if prepared[0] is not None and self.config.recompute_granularity is not None and torch.is_grad_enabled():
-            # What is recomputed has gradients only if its input has one, and a frozen embedding's output has none.
+            # Recomputed layers have gradients only if their input has one, and a frozen embedding's output has none.
             prepared[0].requires_grad_()
         return tuple(prepared)
 

@@ -26,7 +26,7 @@ from nemo_rl.models.policy.scoring import LikelyTokens, LogitTransform
 if TYPE_CHECKING:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-# What becomes of the row's output on the last stage: the loss to differentiate, and the result to hand back.
+# Turns the row's output on the last stage into the loss to differentiate and the result to return.
 Ending = Callable[[Mapping[str, torch.Tensor], PackedBatch, RowOutput], tuple[torch.Tensor, Any]]
 
 

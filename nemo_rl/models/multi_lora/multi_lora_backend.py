@@ -330,7 +330,7 @@ class MultiLoraBackend(DTensorBackend):
         self._idle_passes(idle)
         return rows
 
-    # -- what others see of an adapter --------------------------------------------------------------------------------
+    # -- an adapter's state for others --------------------------------------------------------------------------------
 
     def factors(self, slot: int) -> dict[str, torch.Tensor]:
         """Copies of a slot's factors on the host, by `<layer>.lora_A` and `<layer>.lora_B`."""

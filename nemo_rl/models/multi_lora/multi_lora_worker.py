@@ -29,7 +29,7 @@ from nemo_rl.models.policy.train_step import MicrobatchResult, NonFiniteStepErro
 class MultiLoraWorker(PolicyWorker):
     """One rank. See `PolicyWorker`."""
 
-    multi: MultiLoraBackend  # `backend`, as what it is
+    multi: MultiLoraBackend  # `backend`, with its type
 
     @override
     def build(self, last_step: int | None = None) -> None:
@@ -104,7 +104,7 @@ class MultiLoraWorker(PolicyWorker):
             for adapter in adapters.values():
                 adapter.step.abort()
             raise
-        # Every rank must know which losses raised anywhere: what follows is collective.
+        # Every rank must know which losses raised anywhere: the next calls are collective.
         raised = torch.tensor([float(slot in failed) for slot in adapters], device=backend.device)
         reports: dict[int, dict[str, object] | StepRefused] = {}
         for slot, bad in zip(adapters, backend.sum_over_data(raised).tolist(), strict=True):

@@ -171,7 +171,7 @@ def policy_bytes_on_cpu(policy: PolicyConfig, parameters: int, ranks: int, *, re
         reference: Whether it keeps the reference's weights.
     """
     adapted = policy.dtensor_cfg.lora_cfg.enabled
-    # Weights, and what the optimizer needs of each: gradient, two moments, and a copy while it steps.
+    # Weights, and the optimizer's memory for each: gradient, two moments, and a copy while it steps.
     held = parameters * (1 + reference + (0 if adapted or policy.optimizer is None else 4)) / ranks
     # FSDP gathers the weights for a pass, and the gradients as long.
     gathered = parameters * (1 if adapted or policy.optimizer is None else 2)

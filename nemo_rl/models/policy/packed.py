@@ -193,7 +193,7 @@ class PackedBatch:
     max_seqlen: int  # most keys that a token may see: those of the longest sequence
     source_N: torch.Tensor  # flat index into the padded [B, S] batch of each real token of each sequence
     shape: tuple[int, int]  # (B, S) of the padded batch
-    work: Work  # what a pass over the row computes
+    work: Work  # work of a pass over the row
     wanted_W: torch.Tensor | None = None
     place_N: torch.Tensor | None = None
     keys: SharedKeys | None = None  # what segments see besides themselves, where sequences share a prefix

@@ -68,7 +68,7 @@ class Agent(RankKeeper):
         self._dismissed = self._held_back = self._unsaid = False
         self._last_refused: tuple[str, ...] = ()
 
-    # What the pipeline says.
+    # Calls of the pipeline.
 
     def want(self, cluster: str, priority: Priority, step: int, now: float) -> int:
         """Asks for all GPUs of a fixed cluster, or for another priority of one that is held. Returns the request's
@@ -232,7 +232,7 @@ class Agent(RankKeeper):
             )
         )
 
-    # What the scheduler says.
+    # Messages of the scheduler.
 
     def heard(self, reply: Reply) -> None:
         """Takes the scheduler's reply to a status."""

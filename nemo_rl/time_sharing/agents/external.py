@@ -169,7 +169,7 @@ class ExternalJob:
             self._held.clear()
             self._changed.notify_all()
 
-    # What the agent runs: the job's own work takes the place of an engine.
+    # Operations of the agent: the job's own work takes the place of an engine.
 
     def drain(self, rank: int) -> None:
         with self._changed:

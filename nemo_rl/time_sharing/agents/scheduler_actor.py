@@ -85,7 +85,7 @@ class SchedulerActor:
         # One thread, so that an agent hears messages in their order.
         self._messages = ThreadPoolExecutor(max_workers=1, thread_name_prefix="messages")
         self._stopped = threading.Event()
-        self._unwritten: OSError | RecordError | None = None  # why the log lacks what the state may know
+        self._unwritten: OSError | RecordError | None = None  # why the log may lack entries of the state
         self._core = Scheduler(self._record, self._send, self._clock, notify=self._notify, explains=True)
         with self._serving() as core:
             # A scheduler that was killed before it had written its first events left a log that opens no pool yet.
@@ -189,7 +189,7 @@ class SchedulerActor:
             try:
                 yield self._core
             except (OSError, RecordError) as error:
-                # The state may know what the log does not: the timer ends this process.
+                # The log may lack entries of the state: the timer ends this process.
                 self._unwritten = error
                 raise
 

@@ -300,7 +300,7 @@ class FairnessChecks:
         since, who = pipeline.unscheduled_since, f"rank {event.rank} of {event.pipeline}"
         longest, slice_s = self._bound.limit("aging_s") * Priority.GENERATION, pipeline.spec.slice_s
         due = math.inf if since is None else since + (min(slice_s, longest) if slice_s else longest)
-        # What a request leaves of a rank that makes way for it may be had by anybody.
+        # GPUs of an evicted rank that the request does not need may go to any pipeline.
         spare = self._turns or any(claim.rank < 0 for claim in self._claims)
         if self._recovering or event.ahead:
             return

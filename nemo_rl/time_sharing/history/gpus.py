@@ -162,7 +162,7 @@ class GpuChecks:
             if holder.startswith(f"{name}/"):
                 self._unlease([gpu], holder)
         for gpu, holder in self._memory.items():
-            # A later incarnation, whose registration was lost, may occupy what this one had.
+            # A later incarnation, whose registration was lost, may occupy this one's GPUs.
             if holder.startswith(f"{name}/") and gpu not in self._quarantined and not self._gap:
                 self._bad(10, f"{name} is unregistered while {holder} occupies memory of GPU {gpu}")
 
@@ -187,7 +187,7 @@ class GpuChecks:
         for gpu in event.gpus:
             if gpu in self._memory:
                 self._bad(1, f"{holder} takes memory of GPU {gpu} while {self._memory[gpu]} occupies it")
-            # One that could not be ended may go on with what is withheld for its sake.
+            # A process that could not be ended may go on using GPUs that are withheld for its sake.
             lingers = gpu not in self._leases and any(q[1] == name for q in self._quarantined.get(gpu, ()))
             if self._leases.get(gpu) != holder and not self._gap and not lingers:
                 self._bad(1, f"{holder} takes memory of GPU {gpu}, which is granted to {self._leases.get(gpu, 'none')}")

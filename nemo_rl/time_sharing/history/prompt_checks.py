@@ -162,7 +162,7 @@ class PromptChecks:
             # Adapters roll out in turn with their training.
             pipeline.staleness = 0
         if pipeline.begins_again:
-            # What was trained after the checkpoint was lost with the run before, and is trained again.
+            # Prompts trained after the checkpoint were lost with the previous run, and are trained again.
             pipeline.begins_again = False
             pipeline.prompts = {prompt: step for prompt, step in pipeline.prompts.items() if step < event.step}
         elif event.adapter and pipeline.made not in (None, event.step):

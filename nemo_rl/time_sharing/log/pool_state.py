@@ -100,9 +100,9 @@ class Standing:
     infer: tuple[int, ...]
     submitted_at: float  # seconds since the epoch
     ended_at: float | None = None  # the same; None while it runs
-    progress: Progress | None = None  # what it was doing when last asked
+    progress: Progress | None = None  # when last asked
     outcome: Outcome | None = None  # how it ended; None while it runs
-    sharing: Sharing | None = None  # what it gets and loses by sharing; None before its registration
+    sharing: Sharing | None = None  # its gain and loss by sharing; None before its registration
     asked: str = ""  # `drain` or `cancel`, where a user has asked for its end
     log_dir: str = ""  # where its own logs are; empty before it has said
 

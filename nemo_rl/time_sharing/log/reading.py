@@ -101,7 +101,7 @@ def read_logs(given_logs: Sequence[Path], *, recover: bool) -> tuple[list[Entry]
     given = [_segments(log) for log in given_logs]
     damaged = [_first_damaged(segments) if recover else None for segments in given]
     whole = all(damage is None for damage in damaged)
-    # What comes behind damage would be read without what it rests on.
+    # Entries behind damage would be read without those they rest on.
     kept = (
         segments if damage is None else segments[: segments.index(damage) + 1]
         for segments, damage in zip(given, damaged, strict=True)

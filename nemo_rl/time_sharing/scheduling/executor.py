@@ -304,7 +304,7 @@ class Executor:
         occupied = {g for held in pipeline.held.values() for g in held.gpus}
         occupied |= {g for rank in pipeline.awake for g in pipeline.topology.ranks[rank]}
         if not done and self._state.unsure:
-            # What it was given in the lost part of the log it may have too, also where others had it before.
+            # It may hold GPUs granted in the lost part of the log, also where others had them before.
             occupied |= pipeline.topology.mapped_gpus
         gpus = tuple(sorted(occupied))
         if not done and gpus:

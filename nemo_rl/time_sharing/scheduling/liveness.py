@@ -120,7 +120,7 @@ class Liveness:
         logger.warning("event=%s registered=%d", type(change).__name__.lower(), len(seen))
         self._emit(change)
         if isinstance(change, Reconnected) and not change.given_up:
-            # Who is still silent may be on the way back too.
+            # Pipelines that are still silent may be about to reconnect too.
             for name in seen:
                 self._seen[name] = now
 

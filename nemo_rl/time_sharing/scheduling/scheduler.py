@@ -213,7 +213,7 @@ class Scheduler:
         pipeline = self.state.pipelines.get(status.pipeline) if isinstance(status.pipeline, str) else None
         occupies = self.state.recovering and not status_problem(status) and (status.holds or status.awake)
         if occupies and (pipeline is None or pipeline.incarnation < status.incarnation):
-            # Its registration, or that of this incarnation, is in what the log has lost.
+            # Its registration, or that of this incarnation, is in the lost part of the log.
             self._executor.end_unknown(status.pipeline, status.incarnation)
             self._flush()
         if pipeline is None or pipeline.fenced or pipeline.incarnation != status.incarnation:
@@ -340,7 +340,7 @@ class Scheduler:
         known = {(name, pipeline.incarnation) for name, pipeline in self.state.pipelines.items()}
         known |= {(quarantine.pipeline, quarantine.incarnation) for quarantine in self.state.quarantines}
         unknown = any((c.pipeline, c.incarnation) not in known for c in self.state.commands.values())
-        # One that is being ended may hold what it was given in the lost part of the log, and says so no more.
+        # A pipeline that is being ended may hold GPUs granted in the lost part of the log, and reports no more.
         unknown |= self.state.unsure and any(pipeline.fenced for pipeline in self.state.pipelines.values())
         if self._inventoried >= self.state.pipelines.keys() and self.clock.now >= self._grace_until and not unknown:
             self._emit(ev.InventoryDone(self.state.term))

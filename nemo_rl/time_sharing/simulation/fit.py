@@ -286,6 +286,6 @@ def _engine(requests: Sequence[_Request]) -> tuple[float, float]:
 
 def _costs_section(costs: _Costs) -> dict[str, float]:
     found = {name: statistics.median(seconds) for name, seconds in costs.seconds.items()}
-    # What the trainer does around a step is part of its hold.
+    # The trainer's work around a step is part of its hold.
     nothing = (*_COST_OF.values(), "start_s", "refresh_s", "load_s", "cache_s", "offload_s")
     return dict.fromkeys(nothing, 0.0) | found

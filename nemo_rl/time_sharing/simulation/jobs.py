@@ -335,7 +335,7 @@ class SimulatedJob:
         process.watch.refreshes()
         process.agent.refresh()
 
-    # What the agent tells its host.
+    # Calls of the agent to its host.
 
     def perform(self, operation: Operation) -> None:
         process = self.process

@@ -130,7 +130,7 @@ def guarded(app: ASGIApp, token: str | None, max_body_bytes: int) -> ASGIApp:
         headers = {name.lower(): value for name, value in scope["headers"]}
         given = headers.get(b"authorization", b"")
         if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
-            # Who has not shown the token keeps no connection.
+            # Connections without the token are closed.
             await error_response(
                 401,
                 "wrong or missing token; send Authorization: Bearer TOKEN",

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from vllm.logprobs import Logprob
     from vllm.outputs import CompletionOutput, RequestOutput
 
-# What a request may ask of the router. Everything else must have vLLM's default.
+# Parameters that the router honours. All others must have vLLM's default.
 _HONOURED = {
     "n",
     "temperature",
@@ -101,7 +101,7 @@ class Call:
     """One HTTP request on its way through vLLM's classes."""
 
     session: Session | None = None
-    shows_tokens: bool = False  # whether the client asks for token ids, and so for what is recorded of the tokens
+    shows_tokens: bool = False  # whether the client asks for token ids, and so for the tokens' records
     routes_from: int = 0  # the first position whose routes it asks for
     continued: Turn | None = None  # the turn whose tokens the prompt begins with
     until_answer: Sequence[int] = ()  # the template's tokens up to that turn's answer

@@ -59,7 +59,7 @@ class Serving:
     detokenize_request: TypeAdapter[DetokenizeRequest]
     tokenizer: PreTrainedTokenizerBase
     template: str | None  # of chats, unless a request has its own
-    _shown: set[tuple[str, str]] = field(default_factory=set)  # what a template was seen to show
+    _shown: set[tuple[str, str]] = field(default_factory=set)  # (key, variables) that a template is known to show
 
     def check_shown(self, request: ChatCompletionRequest, messages: Sequence[Mapping[str, object]]) -> None:
         """Checks that the chat template renders tools, tool calls, and the content of every role. Raises BadRequest: it

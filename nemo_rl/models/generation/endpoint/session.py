@@ -17,7 +17,7 @@ from nemo_rl.models.generation.decisions import RouteRecord
 from nemo_rl.models.generation.interfaces import GenerationResult, GenerationSamplingParams
 
 Message = Mapping[str, object]
-# What the template shows of a tool call; ids are the server's own.
+# Fields of a tool call that the template shows; ids are the server's own.
 _Call = tuple[str, object]
 
 
@@ -46,7 +46,7 @@ class Turn:
     result: GenerationResult
     template_ids: list[int]  # the prompt as the template gave it, with earlier answers tokenised again
     messages: tuple[Message, ...] = ()  # of the request; none where it was not a chat
-    answer: Message | None = None  # what the client got
+    answer: Message | None = None  # answer as sent to the client
 
     @property
     def token_ids(self) -> list[int]:

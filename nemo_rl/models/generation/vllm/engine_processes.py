@@ -109,9 +109,9 @@ class EngineSpec:
     stats_interval_s: float | None = None  # seconds between readings of the engine's statistics; None reads none
     engines_per_device: int = 1  # engines that share each device; neighbours in the order of shards
     has_neighbours: bool = False
-    recording: Recording | None = None  # what is recorded of its decisions; None if nothing is
+    recording: Recording | None = None  # recorded decisions; None for none
     engine_records_routes: bool = False  # whether vLLM records routes itself, rather than our extension
-    memory_share: MemoryShare | None = None  # what it takes of its device; None if vLLM measures that
+    memory_share: MemoryShare | None = None  # its share of the device; None if vLLM measures free memory
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def shared_device(self, shard: int) -> str | None:
@@ -136,7 +136,7 @@ class EngineSpec:
         from vllm.platforms import current_platform
 
         cache = self.memory_share.cache_bytes(current_platform.get_device_total_memory())
-        # Where nothing is left, vLLM measures, and says what is missing.
+        # Without room left vLLM measures, and reports the shortage.
         return kwargs | (measures_nothing(cache) if cache > 0 else {})
 
 

@@ -90,7 +90,7 @@ class Target(NamedTuple):
     shard: int
     worker: ActorHandle[object]
     identity: WorkerIdentity
-    known: Shard  # what its fleet knows of it
+    known: Shard  # its fleet's state of it
 
 
 class ShardTargets:
@@ -165,7 +165,7 @@ class ShardTargets:
 
     def finish(self, version: int, timeout_s: float) -> list[float]:
         """Finalises every target; seconds for which each stopped serving."""
-        # What was staged is loaded here.
+        # Staged windows are loaded by this call.
         self._have(None, half_new=True)
         pauses_s = self._wait(
             [worker.finish_sync.remote(version=version, timeout_s=timeout_s) for worker in self._workers],
@@ -270,7 +270,7 @@ class EngineFleet:
         self._builds = ThreadPoolExecutor(thread_name_prefix="shard-repair")
         self.rebuilds = False
 
-    # -- what is known ------------------------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------------------------
 
     def state(self, shard: int) -> ShardState:
         """Where a shard is."""

@@ -42,7 +42,7 @@ class ResumableRequest:
         self._routes = RouteRecord()
         self._masks: SamplingMasks | None = None
         self._cuts = 0
-        self._drawn: GenerationResult | None = None  # what is known of the piece that runs
+        self._drawn: GenerationResult | None = None  # tokens so far of the running piece
 
     @property
     def kept(self) -> int:
@@ -385,7 +385,7 @@ class FinalTokens:
         """
         if completion.finish_reason is not None or request.request_id in self.restarted:
             return None
-        # No stop string begins in what was passed on, so that only later tokens are searched for one.
+        # No stop string begins in the tokens passed on, so only later ones are searched.
         context = max(0, start - _CONTEXT)
         count = context + self._safe(request, list(completion.token_ids[context:]), engine)
         return new_tokens(request.request_id, completion, versions.spans(request.request_id, completion), start, count)

@@ -71,7 +71,7 @@ def sampling_params(
         output_kind=RequestOutputKind.CUMULATIVE if request.streams else RequestOutputKind.FINAL_ONLY,
     )
     if hasattr(params, "skip_clone"):
-        # Made for this request alone: vLLM's deep copy is most of what it costs to add one.
+        # Made for this request alone: vLLM's deep copy is most of the cost of adding one.
         params.skip_clone = True
     return params
 
