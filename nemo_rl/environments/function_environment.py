@@ -28,6 +28,7 @@ from nemo_rl.environments.interfaces import (
 )
 
 _GIVEN = ("response", "expected", "messages")
+_NO_REWARDS = ("list", "List", "tuple", "Tuple", "str", "None", "NoneType")
 _FORM = "write it as def reward(response: str, expected: str, **row) -> float"
 
 
@@ -49,9 +50,10 @@ def reward_function(
         what = f"a class; name it as {key}.class" if isinstance(function, type) else f"no function; {_FORM}"
         raise ConfigError([f"{key}.function: {path} is {what}"])
     try:
-        parameters = inspect.signature(function).parameters.values()
+        signature = inspect.signature(function)
     except (TypeError, ValueError) as error:
         raise ConfigError([f"{key}.function: the parameters of {path} cannot be read ({error}); {_FORM}"]) from error
+    parameters, returns = signature.parameters.values(), signature.return_annotation
     named = {one.name: one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
     arguments = list(arguments)
@@ -67,9 +69,16 @@ def reward_function(
     missing = [one.name for one in named.values() if one.default is one.empty and one.name not in filled]
     if missing and row is not None:
         rows = ", ".join(sorted(row)) or "nothing"
+        remedy = "give the parameter a default, or set it as a key" if "response" in named else _FORM
         problems.append(
             f"{key}.function: {path} wants {', '.join(missing)}, which neither {key} nor a row gives: rows give {rows} "
-            "(data.*.processor decides); give the parameter a default, or set it as a key"
+            f"(data.*.processor decides); {remedy}"
+        )
+    returned = returns if isinstance(returns, str) else getattr(returns, "__name__", "")
+    if returned.partition("[")[0] in _NO_REWARDS:
+        problems.append(
+            f"{key}.function: {path} returns {returned}; a call judges one response, and returns a number or a dict of "
+            "parts"
         )
     if any(one.kind is one.POSITIONAL_ONLY and one.default is one.empty for one in parameters):
         problems.append(f"{key}.function: {path} has parameters without names; {_FORM}")

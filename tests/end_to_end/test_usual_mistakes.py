@@ -27,6 +27,14 @@ def judge(response: str, expected: str) -> float:
     return float(response == expected)
 
 
+def judges(response: str, expected: str) -> list[float]:
+    return [judge(response, expected)]
+
+
+def judge_of_trl(completions: list[str], answer: list[str], **_: object) -> float:
+    return float(completions == answer)
+
+
 def _without(model: Path, folder: Path, *names: str) -> str:
     shutil.copytree(model, folder / "model", ignore=shutil.ignore_patterns(*names))
     return f"policy.model_name={folder / 'model'}"
@@ -143,6 +151,14 @@ MISTAKES: dict[str, tuple[Callable[[Path, Path], list[str]], list[str]]] = {
     "an argument of another optimizer": (
         lambda model, folder: ["policy.optimizer.kwargs.learning_rate=1e-6"],
         ["policy.optimizer", "unexpected keyword argument 'learning_rate'", "torch.optim.AdamW(lr="],
+    ),
+    "a judge of many responses": (
+        lambda model, folder: [f"env.mine.function={HERE}.judges", "data.train.env_name=mine"],
+        ["env.mine.function", "returns list", "a call judges one response"],
+    ),
+    "a judge of TRL": (
+        lambda model, folder: [f"env.mine.function={HERE}.judge_of_trl", "data.train.env_name=mine"],
+        ["env.mine.function", "wants completions, answer", "def reward(response: str, expected: str, **row) -> float"],
     ),
     "a judge by its file": (
         lambda model, folder: ["env.mine.function=./own/judges.py:exact", "data.train.env_name=mine"],
