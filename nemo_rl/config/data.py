@@ -164,5 +164,5 @@ class DataConfig(Section):
 
 
 def prompt_places(path: str) -> tuple[Path, Path]:
-    """Where a prompt file is looked for: from the working directory, and then from the package's checkout."""
+    """Places to look for a prompt file: relative to the working directory, then to the package's checkout."""
     return Path(path).expanduser(), Path(__file__).parents[2] / path

@@ -52,7 +52,7 @@ def _mappings(config: CompleteConfig) -> Iterator[tuple[str, Mapping[str, object
 
 
 def _names(config: CompleteConfig) -> dict[str, str]:
-    """Where the keys are that verdicts name."""
+    """Names of the sections that verdicts refer to."""
     if isinstance(config, EvalMasterConfig):
         return {"generation": "generation", "policy": "generation", "tokenizer": "tokenizer", "seed": "eval.seed"}
     names = {"generation": "policy.generation", "policy": "policy", "tokenizer": "policy.tokenizer"}

@@ -21,7 +21,7 @@ _CAUTIONS: list[Rule] = []
 
 
 def rule(check: Rule) -> Rule:
-    """Has a function called for every configuration of its kind; its lines are mistakes."""
+    """Registers a function as a rule for configurations of its kind; the lines it yields are mistakes."""
     _RULES.append(check)
     return check
 

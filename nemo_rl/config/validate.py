@@ -80,7 +80,7 @@ def validate(raw: Mapping[str, object], kind: type[Config], source: str | None =
 
 
 def examine(raw: Mapping[str, object], kind: type[Config]) -> Examined[Config]:
-    """Everything that is to be said about a merged mapping.
+    """Validates a merged mapping and collects its problems and notes.
 
     Raises:
         ConfigError: an interpolation cannot be resolved.

@@ -97,7 +97,7 @@ def _whole(render: Render, messages: Sequence[Message], add_generation_prompt: b
 
 
 def _bounds(message: Message) -> tuple[int, int] | None:
-    """Where the content begins and ends without the white space around it; None where there is none."""
+    """Bounds of the content without surrounding white space; None if it is empty."""
     content = message.get("content")
     if not isinstance(content, str) or not content.strip():
         return None
@@ -113,7 +113,7 @@ def _says_something(message: Message) -> bool:
 def _contents(
     render: Render, messages: Sequence[Message], add_generation_prompt: bool, text: str
 ) -> list[tuple[int, int] | None]:
-    """Where the content of each message is in the text, as far as the template keeps it."""
+    """Spans of the messages' contents in the text, as far as the template keeps them."""
     bounds = {index: found for index, message in enumerate(messages) if (found := _bounds(message)) is not None}
     marks = _Marks(text, len(messages))
 
@@ -149,7 +149,7 @@ def _contents(
 
 
 def _starts(content: str, begin: int, end: int, with_end: Callable[[], str], text: str, marks: _Marks) -> Iterator[int]:
-    """Where the part of a content may begin that a template shows, the likeliest and longest first."""
+    """Possible starts of the part of a content that a template shows, the likeliest and longest first."""
     yield begin
     thinking = [match.end() for match in re.finditer(r"</?think(?:ing)?>\s*", content)]
     yield from (at for at in dict.fromkeys((*thinking[:1], *thinking[-1:])) if begin < at < end)
@@ -196,7 +196,7 @@ class _Marks:
         return self._pattern.sub("", marked)
 
     def read(self, marked: str, indices: Iterable[int]) -> dict[int, tuple[int, int]]:
-        """Where the marked parts are in the text without marks, of messages that are there once and whole."""
+        """Spans of the marked parts in the text without marks, of messages that appear once and whole."""
         at: dict[str, list[int]] = {}
         for number, match in enumerate(self._pattern.finditer(marked)):
             at.setdefault(match.group(), []).append(match.start() - number)
@@ -238,7 +238,7 @@ def _end(
     least: int,
     most: int,
 ) -> int:
-    """Where the part of a message ends, which is not the last: as far as a conversation that ends there agrees."""
+    """End of a message that is not the last: as far as the rendered conversation up to it agrees with the text."""
     so_far = list(messages[: index + 1])
     try:
         alone = render(so_far, False)
@@ -294,8 +294,8 @@ def _answers(
 def _first_space(
     render: Render, messages: Sequence[Message], add_generation_prompt: bool, index: int, text: str, start: int
 ) -> int:
-    """Where a message begins with the white space in front of its content, which begins at `start`: what the template
-    keeps of it is the message's own.
+    """Start of a message including the white space in front of its content, which begins at `start`: white space that
+    the template keeps belongs to the message.
     """
     space, end = _bounds(messages[index]) or (0, 0)
     if space == 0:

@@ -161,7 +161,7 @@ def check_handed_on(dataset: RawDataset, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def _notes(part: _Part, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Where the rows of an entry are rendered otherwise than in NeMo-RL."""
+    """Rows of an entry that are rendered otherwise than in NeMo-RL."""
     for key, examples in part.dataset.handed_on.items():
         for example in examples:
             if key in CALLS and renders_otherwise(

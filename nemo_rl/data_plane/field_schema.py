@@ -29,7 +29,7 @@ class Axis(Enum):
 
 
 class Consumer(Enum):
-    """Who reads columns where they lie."""
+    """Readers of columns on the workers."""
 
     LOGPROB = "logprob"
     TRAIN = "train"
@@ -117,7 +117,7 @@ def default_fields(consumer: Consumer) -> list[str]:
 
 
 def model_inputs(names: Iterable[str]) -> list[str]:
-    """Those of the columns that the model's forward reads beyond token ids."""
+    """Columns that the model's forward reads besides token ids."""
     return [name for name in names if name in SCHEMA and Consumer.MODEL in SCHEMA[name].consumers]
 
 
@@ -127,8 +127,8 @@ def columns_of_others(names: Iterable[str]) -> list[str]:
 
 
 def replayed_fields(names: Iterable[str], *, routes: bool = True) -> list[str]:
-    """Those of the columns that say what generation decided, for a forward pass that is to decide the same.
-    `routes`: False for a pass that chooses experts for itself, as the reference's does.
+    """Columns of recorded decisions, for a forward pass that replays them. `routes`: False for a pass that chooses
+    experts for itself, as the reference's does.
     """
     fields = ROUTE_FIELDS + SAMPLING_MASK_FIELDS if routes else SAMPLING_MASK_FIELDS
     present = set(names)

@@ -40,7 +40,7 @@ class Swap(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where an object is held, by itself or inside tuples. `key`: of a dictionary or list; None for a cell."""
+    """Place that holds an object, directly or inside tuples. `key`: of a dictionary or list; None for a cell."""
 
     holder: dict[Any, Any] | list[Any] | CellType
     key: Any

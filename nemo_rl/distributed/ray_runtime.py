@@ -157,8 +157,8 @@ def init_ray(
 
 
 def _session_directory() -> str:
-    """Where a cluster of this machine has its logs, its sockets and its workers' code, which Ray lets everybody read
-    and write: a place that no other user can enter.
+    """Folder for a local cluster's logs, sockets and workers' code, which Ray makes readable and writable for
+    everybody: no other user can enter it.
     """
     wanted = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     folder = users_directory(wanted) / "ray"
@@ -382,7 +382,7 @@ class RayStart(Generic[Started]):
         return self._started.result()
 
     def after_actors(self, act: Callable[[], object]) -> None:
-        """Has `close` call `act` between the end of the actors and leaving Ray."""
+        """Registers `act` to be called by `close` between the end of the actors and leaving Ray."""
         self._after_actors.callback(act)
 
     def close(self) -> None:

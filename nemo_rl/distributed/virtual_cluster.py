@@ -69,7 +69,7 @@ def this_run() -> str:
 
 
 def holders_of(resource: str) -> str:
-    """Who holds the slots of the cluster, and how many each."""
+    """Holders of the cluster's slots in words, with the number of slots of each."""
     held: Counter[str] = Counter()
     for group in placement_group_table().values():
         if group["state"] == "CREATED":

@@ -48,7 +48,7 @@ class WorkerTimeoutError(WorkerError):
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """Who a worker is, for error messages."""
+    """Name and place of a worker, for error messages."""
 
     name: str
     rank: int

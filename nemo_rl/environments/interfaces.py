@@ -37,7 +37,7 @@ class UnknownEnvironment(UserError, ValueError):
 
 @dataclass(frozen=True)
 class AgentSession:
-    """Where an agent's model is: for OpenAI's client, `OpenAI(base_url=base_url, api_key=session.api_key)`."""
+    """Endpoint of an agent's model: for OpenAI's client, `OpenAI(base_url=base_url, api_key=session.api_key)`."""
 
     id: str
     base_url: str  # of this session alone: ends with /v1

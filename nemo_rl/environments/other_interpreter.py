@@ -205,7 +205,7 @@ def _environment() -> dict[str, str]:
 
 
 def _paths_of_users() -> list[str]:
-    """Where this process finds modules that are of no installed package, such as the agent's own."""
+    """Module search paths of this process outside installed packages, such as the agent's own."""
     installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     paths = [os.path.abspath(path) for path in sys.path]
     return [

@@ -417,7 +417,7 @@ class Collector:
         self.tasks.let_go()
 
     def position(self) -> Position:
-        """Where the loader stood before the first batch that is not wholly trained."""
+        """Position of the loader before the first batch that is not wholly trained."""
         with self._changed:
             drawn = self.queue.drawn()
             before = drawn[0].before if drawn else None

@@ -81,7 +81,7 @@ class EnvironmentQueue:
     wait_s: float = 0.0
 
     def line(self, name: str, now: float) -> str:
-        """Such as `environment judge: 12 conversations wait, 64 calls run, the oldest for 8 s`."""
+        """Load in words, such as `environment judge: 12 conversations wait, 64 calls run, the oldest for 8 s`."""
         oldest = f", the oldest for {now - min(self.running.values()):.0f} s" if self.running else ""
         return f"environment {name}: {self.waiting} conversations wait, {len(self.running)} calls run{oldest}"
 

@@ -76,7 +76,7 @@ class Drawn:
     before: Position | None = None
 
     def saved(self) -> SavedBatch:
-        """It as a checkpoint holds it."""
+        """Its form in a checkpoint."""
         return SavedBatch(
             self.batch, self.rows, tuple((row, key.attempt, key.number) for row, key in self.open.items())
         )

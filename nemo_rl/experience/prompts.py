@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a loader stands: its own state, and how many epochs are over."""
+    """Position of a loader: its own state, and the number of completed epochs."""
 
     loader_state: dict[str, object]
     epoch: int
@@ -91,7 +91,7 @@ class EpochPrompts:
         return _Fetched(before, epoch, batch)
 
     def position(self) -> Position:
-        """Where the loader stood after the batch that was drawn last."""
+        """Position of the loader after the last drawn batch."""
         if self._fetched is not None:
             return self._fetched.before
         return Position(copy.deepcopy(self._loader.state_dict()), self.epoch)

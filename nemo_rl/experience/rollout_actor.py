@@ -34,7 +34,7 @@ _ROLLOUT_TIMEOUT_S = 6 * 3600.0
 
 @dataclass(frozen=True)
 class ActorSources:
-    """Where an actor's rollouts come from."""
+    """Sources of an actor's rollouts."""
 
     by_purpose: Mapping[Purpose, RolloutSource]  # the purpose is the partition
     events: MemoryRecord  # the record that the sources write to; pickled with them, so that it stays theirs

@@ -118,7 +118,7 @@ def seconds_or_none(text: str) -> float:
 
 
 def add_page_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where the page is served."""
+    """Adds the options of the web page."""
     parser.add_argument(
         "--port",
         type=int,

@@ -1,4 +1,4 @@
-"""Where this user's open pools are: one file per pool, written by the process that keeps the pool open.
+"""Registry of this user's open pools: one file per pool, written by the process that keeps the pool open.
 
 A file holds the pool's Ray address and token, so the directory and the files are readable by their owner alone, and
 anything else is refused. A file whose process is gone is stale: it is removed when it is found, and reported.

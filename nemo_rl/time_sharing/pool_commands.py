@@ -156,7 +156,7 @@ def explain(chosen: argparse.Namespace) -> int:
 
 
 def explained(timeline: Timeline, names: Sequence[str], unit: str) -> Iterator[str]:
-    """Who has each GPU at the end of a timeline and the newest decisions about it, for these pipelines or for all."""
+    """Holders of the GPUs at the end of a timeline and the newest decisions about them, of these pipelines or all."""
     for slot in range(timeline.pool.slots):
         gpu = timeline.pool.name_of(slot)
         now = [o for o in timeline.occupations if slot in o.gpus and o.end >= timeline.end]

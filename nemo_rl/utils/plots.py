@@ -182,7 +182,7 @@ def more_panels(run: RunMetrics) -> list[Panel]:
 
 
 def _not_zero(series: Sequence[Series]) -> list[Series]:
-    """Those that say more than that nothing was measured, or nothing happened."""
+    """Series with a value other than 0."""
     return [one for one in series if any(value != 0 for value in one.values if math.isfinite(value))]
 
 

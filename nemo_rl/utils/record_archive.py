@@ -40,7 +40,7 @@ class _Piece(NamedTuple):
 
 
 def archive_of(record: Path) -> Path:
-    """Where a record's older lines are."""
+    """Archive of a record's older lines."""
     real = record.resolve()
     return real.with_name(f"{real.name}.xz")
 

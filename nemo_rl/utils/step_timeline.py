@@ -164,7 +164,7 @@ def figure(timeline: RunTimeline, step: StepTimeline, title: str) -> Figure:
 
 
 def _within(timeline: RunTimeline, step: StepTimeline, window: Span) -> list[Span]:
-    """When groups of other steps were generated in a window."""
+    """Spans in which groups of other steps were generated in a window."""
     others = [span for other in timeline.steps if other is not step for span in other.groups.values()]
     clipped = [Span(max(span.begun, window.begun), min(span.ended, window.ended)) for span in others]
     return _joined([span for span in clipped if span.seconds > 0])

@@ -128,7 +128,7 @@ def timed(timer: Timer | None, label: str) -> AbstractContextManager[None]:
 
 
 class TimeoutChecker:
-    """Says when a run must save because its time is nearly up (`checkpointing.checkpoint_must_save_by`).
+    """Decides when a run must save because its time is nearly up (`checkpointing.checkpoint_must_save_by`).
 
     Args:
         timeout: run time as `DD:HH:MM:SS`, counted from construction; None never ends.

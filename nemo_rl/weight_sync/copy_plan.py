@@ -197,7 +197,7 @@ class CopyPlans:
 
 
 def fingerprint(model: torch.nn.Module) -> list[object]:
-    """Where every parameter and buffer lies, and how. Memory that a plan refers to is not given to another tensor."""
+    """Address and layout of every parameter and buffer. Memory that a plan refers to is not given to another tensor."""
     with torch._C.DisableTorchFunctionSubclass():
         return [
             (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)

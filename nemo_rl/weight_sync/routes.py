@@ -51,8 +51,8 @@ class RoutePlan:
 
 
 def place_of(transport: TransportName, device: str) -> str:
-    """Where a staged copy can be read, as a key that source and target compute alike: on its device, on its host, or by
-    members of the group.
+    """Place from which a staged copy can be read, as a key that source and target compute alike: its device, its host,
+    or the members of the group.
     """
     if transport in PUSHED:
         return f"{transport}:group"

@@ -48,7 +48,7 @@ GENERATED: dict[str, Callable[[DatasetConfig, str, str], RawDataset]] = {
 
 @dataclass(frozen=True)
 class Source:
-    """Where a named dataset is and how its rows read.
+    """Location and columns of a named dataset.
 
     Attributes:
         question, answer: columns, for tables of questions and answers.

@@ -79,7 +79,7 @@ class Guard:
 
 @functools.cache
 def _keys() -> tuple[bytes, bytes]:
-    """Those of this process, for every system that it starts: a process guards all its sockets alike."""
+    """Keys of this process, for every system that it starts: a process guards all its sockets alike."""
     import zmq
 
     return zmq.curve_keypair()

@@ -52,7 +52,7 @@ _HINT = (
 
 
 def native_folder() -> Path:
-    """Where `make mooncake-libs` unpacks the shared libraries that the system lacks."""
+    """Folder into which `make mooncake-libs` unpacks shared libraries that the system lacks."""
     return Path(os.environ.get("NRL_NATIVE_LIBS", str(Path(sys.prefix) / "native")))
 
 

@@ -63,7 +63,7 @@ class Response:
         self._numbers: dict[int, int] = {}
 
     def names(self, wanted: Iterable[str]) -> dict[str, object]:
-        """Those of the wanted names that the response has and tests can use."""
+        """The wanted names that the response has and tests can use."""
         reply = self._exchange({"op": "names", "number": 0, "args": sorted(wanted), "kwargs": {}, "table": []})
         found: dict[str, object] = {}
         try:
@@ -89,7 +89,7 @@ class Response:
         kinds: Sequence[str] = ("plain",),
         what: str = "",
     ) -> Any:
-        """Has the response carry out an operation; gives what it returned, or raises what it raised.
+        """Calls an operation of the response; returns its result, or raises its exception.
 
         Args:
             number: the response's number of the object.

@@ -60,7 +60,7 @@ class SamplingMasks:
         )
 
     def first(self, count: int) -> SamplingMasks:
-        """Those of the first `count` tokens."""
+        """Masks of the first `count` tokens."""
         counts = self.counts[:count]
         return SamplingMasks(counts, self.ids[: int(counts.sum())])
 

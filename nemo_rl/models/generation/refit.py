@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Weights(NamedTuple):
-    """Where a refit gets weights: the live policy, or a cache of which a newer version is as good."""
+    """Source of a refit's weights: the live policy, or a cache, of which a newer version is as good."""
 
     version: Callable[[], int]  # asked before each session
     source: Callable[[int], WeightSource]  # the source of that version

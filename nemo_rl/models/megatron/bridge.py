@@ -274,7 +274,7 @@ class BridgedWeights:
 
 
 def _place(parameter: nn.Parameter, groups: MegatronGroups) -> str:
-    """Where in the grid a parameter differs from others of its name; Megatron marks those of shared experts."""
+    """Place in the grid that tells a parameter from others of its name; Megatron marks those of shared experts."""
     at, sizes = groups.coordinates(), groups.sizes
     if getattr(parameter, "allreduce", True):
         return f"pp{at['pipeline_parallel']}of{sizes.pp}.tp{at['tensor_parallel']}of{sizes.tp}"

@@ -161,7 +161,7 @@ class Routers:
         cut: RowSlice,
         loss_fn: LossFunction | None,
     ) -> None:
-        """Tells the routers of a part of the model about its next forward pass.
+        """Prepares the routers of a part of the model for its next forward pass.
 
         Args:
             data: The microbatch; None for an idle one.

@@ -160,8 +160,8 @@ class _Segment(NamedTuple):
 
 
 def _segments(runs: Sequence[SharedRun], lengths: Sequence[int]) -> Iterator[_Segment]:
-    """Where each segment starts in the row, its tokens `[begin, end)` of a row of the batch, and where the prefix that
-    it sees starts (-1 without one).
+    """Yields each segment: its start in the row, its tokens `[begin, end)` of a row of the batch, and the start of the
+    prefix that it sees (-1 without one).
     """
     start = 0
     for run in runs:

@@ -512,7 +512,7 @@ CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
 def keep_compiled() -> str:
-    """Has this process keep compiled kernels in the home directory, as engines keep theirs, unless the variables name
+    """Keeps this process's compiled kernels in the home directory, as engines keep theirs, unless the variables name
     other places or it cannot be written. Returns the folder, for the log.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nemo_rl"

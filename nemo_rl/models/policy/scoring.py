@@ -179,7 +179,7 @@ class GivenTokens:
     rest: bool = False
 
     def at(self, tokens: slice | torch.Tensor) -> GivenTokens:
-        """Those of some positions."""
+        """The given tokens of some positions."""
         return GivenTokens(self.ids_Tk[tokens], self.rest)
 
 

@@ -48,7 +48,7 @@ class StepBackend(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the model."""
         ...
 
     def start_step(self) -> None:

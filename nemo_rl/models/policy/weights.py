@@ -61,7 +61,7 @@ class PolicyWeights:
         self.offload_after_refit()
 
     def offload_training_gpu(self) -> None:
-        """Everything of training off the devices but communicators: model, optimizer, caches."""
+        """Moves all training state off the devices, except communicators: model, optimizer, caches."""
         self.offload_after_refit()
 
     def destroy_nccl_groups(self) -> None:

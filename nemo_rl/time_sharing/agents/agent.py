@@ -205,7 +205,7 @@ class Agent(RankKeeper):
                 self.send_status()
 
     def send_status(self) -> None:
-        """Says everything there is to say; also the heartbeat."""
+        """Sends the whole status; also the heartbeat."""
         if self._held_back:
             self._unsaid = True
             return

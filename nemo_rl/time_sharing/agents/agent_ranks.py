@@ -105,7 +105,7 @@ class RankKeeper:
         self._seq = self._operations = 0
 
     def send_status(self) -> None:
-        """Says everything there is to say; also the heartbeat."""
+        """Sends the whole status; also the heartbeat."""
         raise NotImplementedError
 
     def begin_at(self, version: int) -> None:

@@ -88,7 +88,7 @@ class ExternalJob:
             return self.held()
 
     def report_open(self, samples: int) -> None:
-        """Says how many samples the job waits for by now; its demand is that, and at least the ranks it asked for."""
+        """Sets the number of open samples; the demand is that, and at least the ranks that were requested."""
         if samples != self._open_samples:
             self._open_samples = samples
             if self._ranks_asked and not self._over:

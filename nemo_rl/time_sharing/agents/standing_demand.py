@@ -91,7 +91,7 @@ class StandingDemand:
                 self._send(now)
 
     def end(self) -> None:
-        """Nothing is waited for any more, until groups are open again."""
+        """Ends the demand until groups are open again."""
         with self._lock:
             self._sent = None
             self._progress.end_progress()
@@ -147,7 +147,7 @@ class OpenSamples:
                     self._demand.end()
 
     def report(self) -> None:
-        """Says how many samples are open by now."""
+        """Sends the number of open samples."""
         with self._lock:
             if self._unfinished:
                 self._send()

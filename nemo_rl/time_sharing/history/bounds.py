@@ -72,7 +72,7 @@ class WaitBound:
         return f"{wait.what}: {seconds:.1f} s, the bound is {allowed:.1f} s (longest hold {longest:.1f} s)"
 
     def _without_faults(self) -> float:
-        """Everyone ahead holds once, each with one hand-over, plus the aging window and time slices."""
+        """All ahead hold once, each with one hand-over, plus the aging window and time slices."""
         ahead = 2 * self._most_pipelines + self.limit("max_backfills") + 1
         time_slice = max(self.limit("min_hold_s"), self.limit("max_slice_s")) * self._weight
         time_slice = max(time_slice, self._slice_s)

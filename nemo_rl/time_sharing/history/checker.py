@@ -162,8 +162,8 @@ def refuse_nothing(record: Sequence[Entry]) -> None:
 
 
 def _lost_tails(entries: Sequence[Entry]) -> list[int]:
-    """Where the scheduler's log lost its end and a new scheduler went on without it (its `SchedulerStarted` says
-    `complete=False`): the index behind the last entry that the log still has, of each such gap.
+    """Gaps where the scheduler's log lost its end and a new scheduler went on without it (its `SchedulerStarted` says
+    `complete=False`): for each the index behind the last entry that the log still has.
 
     From there to the `InventoryDone` of the new scheduler the ledger may contradict the rest of the record without
     mistake: lost events may be in another copy, or missing. The pipelines' own records are whole, and are judged

@@ -20,7 +20,7 @@ _RETRY_SLACK_S = 2 * SLACK_S
 
 
 class _Whose(NamedTuple):
-    """Whose processes are ended: an incarnation of a pipeline, or one rank of it."""
+    """Owner of ended processes: an incarnation of a pipeline, or one rank of it."""
 
     pipeline: str
     incarnation: int

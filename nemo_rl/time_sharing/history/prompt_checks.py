@@ -97,7 +97,7 @@ class PromptChecks:
         }
 
     def tail_lost(self, entry: Entry) -> None:
-        """Everything here is in the pipelines' own records, which are whole."""
+        """Does nothing: its events are in the pipelines' own records, which are whole."""
 
     def finish(self, clocks: Clocks, ended: bool) -> None:
         if not ended:

@@ -14,7 +14,7 @@ from nemo_rl.time_sharing.protocol.types import Demand, Phase, PipelineSpec, Pri
 
 
 class Lease(NamedTuple):
-    """Who holds a GPU: a fixed cluster (`rank` -1) or a generation rank, under the epoch of its grant."""
+    """Holder of a GPU: a fixed cluster (`rank` -1) or a generation rank, under the epoch of its grant."""
 
     pipeline: str
     cluster: str
@@ -24,7 +24,7 @@ class Lease(NamedTuple):
 
 @dataclass(slots=True)
 class Claim:
-    """Who gets some GPUs next, once all of them are free."""
+    """Next holder of some GPUs, once all of them are free."""
 
     plan: int
     pipeline: str
@@ -76,7 +76,7 @@ class AwakeRank:
     serves_since: float | None = None
 
     def slice_began(self) -> float:
-        """When its time slice began: that is time of use, which waking is not."""
+        """Begin of its time slice: time of use, without waking."""
         return self.since if self.serves_since is None else self.serves_since
 
 

@@ -58,7 +58,7 @@ def sign(record: RecordWriter, boot: str) -> None:
 
 
 def close(record: RecordWriter) -> None:
-    """Says that nothing is missing behind this line, waits for the disk, and closes the file."""
+    """Marks the log as complete, waits for the disk, and closes the file."""
     record.emit(LogClosed())
     record.flush(durable=True)
     record.close()

@@ -45,7 +45,7 @@ class InconsistentLog(RuntimeError):
 
 
 class SchedulerState:
-    """Everything the scheduler knows. Read it freely; change it through `apply` only."""
+    """The scheduler's complete state. Read it freely; change it through `apply` only."""
 
     def __init__(self) -> None:
         self.pool = Pool(1, 1)

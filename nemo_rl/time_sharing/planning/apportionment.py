@@ -196,7 +196,7 @@ def _find_free(plan_state: PlanState, share: PipelineShare, marks: _Marks) -> bo
 
 
 def _to_be_had(plan_state: PlanState, share: PipelineShare, marks: _Marks, found: Iterator[int]) -> Iterator[int]:
-    """Those of the ranks found whose GPUs are all free and not reserved against them."""
+    """The found ranks whose GPUs are all free and not reserved against them."""
     for rank in found:
         gpus = share.ranks[rank]
         worst = [marks[gpu] for gpu in gpus]

@@ -1,4 +1,4 @@
-"""Where a job lies that names no GPUs: where the least goes on when it comes. Knows neither scheduler nor jobs."""
+"""Places jobs that name no GPUs on the GPUs with the least work. Knows neither scheduler nor jobs."""
 
 from __future__ import annotations
 

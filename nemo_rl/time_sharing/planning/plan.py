@@ -90,7 +90,7 @@ class Wait(NamedTuple):
 
 @dataclass(slots=True)
 class Plan:
-    """Everything to begin now. `entitled`: GPUs of the elastic budget each pipeline with demand is entitled to, before
+    """Operations to begin now. `entitled`: GPUs of the elastic budget each pipeline with demand is entitled to, before
     rounding; `in_ranks`: the GPUs of as many whole ranks.
     """
 

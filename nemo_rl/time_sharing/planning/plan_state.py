@@ -190,7 +190,7 @@ class PlanState:
         return math.inf if held is None else max(held.since + self._usual(lease.pipeline, held.priority), self.now)
 
     def _built_at(self, lease: Lease) -> float:
-        """When an engine that is being built ahead is expected to stand; infinity for a rank that failed."""
+        """Time at which an engine that is built ahead is expected to be ready; infinity for a rank that failed."""
         holder = self.pipelines[lease.pipeline]
         awake = holder.awake.get(lease.rank)
         if awake is None or awake.phase is not Phase.BUILDING:

@@ -234,7 +234,7 @@ def _names(victims: set[tuple[str, int]]) -> str:
 
 
 def _build_ahead(plan_state: PlanState, result: Plan) -> None:
-    """Has engines that do not stand yet built on GPUs that are left over, so that their first wakes are short.
+    """Builds missing engines on unused GPUs, so that their first wakes are short.
 
     A build cannot be broken off. It begins where no pipeline trains, elsewhere only if past steps and builds show that
     it will have ended when the next training is asked for. Call it last.

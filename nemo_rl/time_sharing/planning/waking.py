@@ -44,7 +44,7 @@ def guaranteed_seconds(pipeline: PipelineState, limits: Limits) -> float:
 
 
 def guaranteed_from(pipeline: PipelineState, limits: Limits) -> float:
-    """When a pipeline without a rank gets a guaranteed one; infinity where it does not wait for one.
+    """Time from which a pipeline without a rank is guaranteed one; infinity if it does not wait for one.
 
     One whose slices are long has no use for the short ones that others get meanwhile: it waits for one slice at most.
     """
@@ -97,7 +97,7 @@ def reserved_against(plan_state: PlanState, gpus: tuple[int, ...], name: str, ra
 
 
 def _slice_ends(plan_state: PlanState, name: str, rank: int) -> float:
-    """When a rank that is woken now will have had its first slice."""
+    """End of the first slice of a rank that is woken now."""
     return plan_state.now + plan_state.rise_s(name, rank) + slice_seconds(plan_state, name)
 
 
@@ -117,7 +117,7 @@ def candidates(plan_state: PlanState, pipeline: PipelineState) -> Sequence[int]:
 
 
 def _of_use(plan_state: PlanState, pipeline: PipelineState, asleep: Sequence[int]) -> Sequence[int]:
-    """Those on whose GPUs no training is expected before their slice has ended; all once one is guaranteed."""
+    """Ranks on whose GPUs no training is expected before their slice has ended; all once one is guaranteed."""
     slice_s, name, ranks = pipeline.spec.slice_s, pipeline.topology.pipeline, pipeline.topology.ranks
     if not slice_s or plan_state.now >= guaranteed_from(pipeline, plan_state.limits):
         return asleep

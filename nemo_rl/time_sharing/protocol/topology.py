@@ -132,7 +132,7 @@ class Pool:
 
     @property
     def size(self) -> int:
-        """Everything that is leased: slots and, where GPUs have several, training turns."""
+        """Number of leasable units: slots and, where GPUs have several, training turns."""
         return self.slots + (self.gpus if self.slots_per_gpu > 1 else 0)
 
     def gpu_of(self, slot: int) -> int:

@@ -49,8 +49,8 @@ UNMEASURED_RANK_BATCH = 64
 
 
 class Phase(str, Enum):
-    """Where one generation rank is. A rank holds its GPUs in every phase but ASLEEP; it takes requests in ACTIVE only.
-    BUILDING: its engine is built ahead of its first wake, and it goes to sleep by itself when it stands.
+    """State of one generation rank. A rank holds its GPUs in every phase but ASLEEP; it takes requests in ACTIVE only.
+    BUILDING: its engine is built ahead of its first wake, and it goes to sleep by itself when it is ready.
     """
 
     # Equal to its text, so hashed like it; the hash of Enum is a Python call, and every plan looks up the phases of all
@@ -188,8 +188,7 @@ class GivenBack(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Everything an agent says unasked, as levels: repeated with each heartbeat, so that a lost one is healed by the
-    next.
+    """An agent's whole state, repeated with each heartbeat, so that a lost status is healed by the next.
 
     A status with a smaller `seq` than the last of the same incarnation is late and ignored. `awake`: the ranks that
     hold GPU memory, with their epochs. `serving`: those of them that take requests. `broken`: those that cannot (a

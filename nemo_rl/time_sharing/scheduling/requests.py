@@ -46,7 +46,7 @@ class Requests:
                 self._emit(ev.RequestDropped(name, cluster, queued.want.request, EXPIRED))
 
     def expired(self, pipeline: PipelineState, status: Status) -> tuple[EndedRequest, ...]:
-        """Those of a status that were dropped so."""
+        """Requests of a status that were dropped because they waited too long."""
         reason = f"it waited longer than request_s={self._state.limits.request_s:g}; ask again under a new number"
         return tuple(
             EndedRequest(want.request, reason)

@@ -42,12 +42,12 @@ class StepTimes:
             self._ends.setdefault(name, []).append((now, version))
 
     def forget(self, name: str) -> None:
-        """It is gone."""
+        """Forgets a pipeline."""
         self._versions.pop(name, None)
         self._ends.pop(name, None)
 
     def begin(self) -> None:
-        """Who runs has changed."""
+        """Starts measuring after a change of the running group."""
         self._ends.clear()
 
     def ended(self, name: str) -> int:
@@ -141,7 +141,7 @@ class Trials:
         self.steps.begin()
 
     def _neighbours(self, name: str, others: Collection[str]) -> set[str]:
-        """Those of the others that may use a GPU which this one may use."""
+        """The others that may use a GPU which this one may use."""
         gpus = self._gpus(name)
         return {other for other in others if other != name and not gpus.isdisjoint(self._gpus(other))}
 

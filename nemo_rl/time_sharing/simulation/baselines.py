@@ -230,7 +230,7 @@ class BatchQueue:
         return job.model_copy(update={"infer": gpus, "train": tuple(place[gpu] for gpu in job.train)})
 
     def _reservation(self, head: ScenarioJob, now: float) -> tuple[float, frozenset[int]]:
-        """When the head of the queue can start if all jobs take as long as they may, and the GPUs that it gets then."""
+        """Start of the head of the queue if all jobs take as long as they may, and the GPUs that it gets then."""
         free = set(self._free)
         for running in sorted(self._running.values(), key=lambda r: r.ends_by):
             free |= running.gpus

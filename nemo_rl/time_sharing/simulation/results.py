@@ -172,7 +172,7 @@ def compose(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes) -
 
 
 def _ends_in_order(scenario: Scenario, seed: int, times: AloneTimes) -> dict[str, float]:
-    """When each job ends that starts when every earlier one that shares a GPU with it has ended."""
+    """End of each job if it starts when every earlier one that shares a GPU with it has ended."""
     ends: dict[str, float] = {}
     gpus = {job.name: frozenset(job.train) | frozenset(job.infer) for job in scenario.jobs}
     for job in sorted(scenario.jobs, key=lambda j: j.arrive_s):
@@ -182,7 +182,7 @@ def _ends_in_order(scenario: Scenario, seed: int, times: AloneTimes) -> dict[str
 
 
 def _queued_ends(scenario: Scenario, queue: BatchQueue, seed: int, times: AloneTimes) -> dict[str, float]:
-    """When each job ends that the queue starts; moving a job to other GPUs does not change how long it takes."""
+    """End of each job under the queue; moving a job to other GPUs does not change how long it takes."""
     jobs = {job.name: job for job in scenario.jobs}
     ends: dict[str, float] = {}
     coming = [(job.arrive_s, 1, number, job.name) for number, job in enumerate(scenario.jobs)]

@@ -170,7 +170,7 @@ class Generation:
         return shard.speed * alone / shard.crowded
 
     def _note_work(self, shard: SimulatedShard) -> None:
-        """Tells what else is on its GPUs when a shard begins or ends its work."""
+        """Updates the crowding of its GPUs when a shard begins or ends its work."""
         if shard.at_work == bool(shard.running):
             return
         shard.at_work, who = not shard.at_work, (id(self), shard.rank)

@@ -154,7 +154,7 @@ class SimulationProgress:
         self._world = world
 
     def end(self) -> None:
-        """Says nothing more."""
+        """Stops the reports."""
         self._over.set()
         self._thread.join()
 

@@ -23,7 +23,7 @@ _MUCH_SHORTER = 0.97
 
 
 def simulated(scenario: Scenario, seed: int, rows: Rows) -> Simulated:
-    """Everything `simulate` says, our way first among `rows`: (way, one outcome per seed from `seed` on)."""
+    """The output of `simulate`, our way first among `rows`: (way, one outcome per seed from `seed` on)."""
     ours = rows[0][1]
     notes = (*_fates(seed, rows), *_faults(scenario, ours), *_placement(rows))
     jobs, ways = _fixed(job_table(scenario, rows)), _fixed(way_table(rows))

@@ -35,7 +35,7 @@ _UP = frozenset({Phase.WAKING, Phase.SYNCING, Phase.READY, Phase.ACTIVE})
 
 
 def problems(state: SchedulerState) -> Iterator[str]:
-    """Everything in the state that contradicts another part of it."""
+    """Contradictions within the state."""
     yield from _owners(state)
     yield from _claims(state)
     if state.quarantined != {gpu for quarantine in state.quarantines for gpu in quarantine.gpus}:

@@ -108,7 +108,7 @@ class PoolView:
             }
 
     def folder_of(self, job: str) -> Path | None:
-        """Where a job's own logs are, once it has said."""
+        """Folder of a job's own logs, once it has reported it."""
         with self._lock:
             self._timeline()
             known = {standing.name: standing.log_dir for standing in self._known}

@@ -230,7 +230,7 @@ def _chat_arguments(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase, co
 
 
 def _taken(constructor: type, given: Mapping[str, object]) -> dict[str, Any]:
-    """Those of the arguments that a class knows."""
+    """The arguments that the class's constructor takes."""
     known = inspect.signature(constructor.__init__).parameters
     return {name: value for name, value in given.items() if name in known}
 

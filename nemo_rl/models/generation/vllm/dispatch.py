@@ -174,7 +174,7 @@ class BatchMeter:
         return self._loads.setdefault(shard, _Load(at=now)).change(now, 1)
 
     def end(self, shard: int, began: Times, tokens: int) -> None:
-        """It ended there with so many new tokens; with a few it says nothing."""
+        """A request ended on the shard with `tokens` new tokens; requests with few tokens are not counted."""
         had_s = self._loads[shard].change(self._clock(), -1) - began
         if tokens >= _SHORTEST and had_s.min() > 0:
             self._seen.append(np.log(had_s / tokens))
@@ -431,7 +431,7 @@ class Dispatcher:
         self._workers[shard].cancel.remote([request_id])
 
     def _take_back(self, shard: int, request_ids: set[str]) -> set[str]:
-        """Those of the requests that were not handed to the shard yet, which it will not get any more."""
+        """Withdraws the requests that were not handed to the shard yet; returns them."""
         waiting = self._outgoing.get(shard, [])
         if waiting:
             self._outgoing[shard] = [request for request in waiting if request.request_id not in request_ids]

@@ -45,7 +45,7 @@ _POLL_S = 1.0
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of an engine meet, and the actors on its further nodes, in their order."""
+    """Meeting address of an engine's ranks, and the actors on its further nodes, in their order."""
 
     address: str
     port: int

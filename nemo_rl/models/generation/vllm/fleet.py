@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class ShardState(Enum):
-    """Where a shard is on its way."""
+    """State of a shard."""
 
     UNBUILT = "unbuilt"  # its actor stands, its engine was never started
     ASLEEP = "asleep"
@@ -273,7 +273,7 @@ class EngineFleet:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state(self, shard: int) -> ShardState:
-        """Where a shard is."""
+        """State of a shard."""
         return ShardState.FAILED if shard in self._dispatcher.failed else self.shards[shard].state
 
     def having(self, *states: ShardState) -> list[int]:
@@ -281,7 +281,7 @@ class EngineFleet:
         return [shard for shard in self.shards if self.state(shard) in states]
 
     def healthy(self, shards: Iterable[int] | None = None) -> list[int]:
-        """Those of the shards, of all by default, that are not quarantined."""
+        """Shards, of all by default, that are not quarantined."""
         wanted = self.shards if shards is None else shards
         return [shard for shard in wanted if self.state(shard) is not ShardState.FAILED]
 
@@ -375,7 +375,7 @@ class EngineFleet:
             self._dispatch(lambda shard=shard, reason=reason: self._dispatcher.quarantine(shard, reason))
 
     def failures(self, shards: Iterable[int]) -> dict[int, str]:
-        """Those of the shards that are quarantined, and why."""
+        """Quarantined shards with their reasons."""
         return {shard: self._dispatcher.failed[shard] for shard in shards if shard in self._dispatcher.failed}
 
     def on_failure(self, notify: Callable[[int, str], None]) -> None:
@@ -578,7 +578,7 @@ class EngineFleet:
         return generation
 
     def activate_healthy(self, shards: Iterable[int]) -> int:
-        """Those of the shards that are not quarantined take requests again; the router's generation number."""
+        """Routes to the healthy ones of the shards again; returns the router's generation number."""
         return self.activate(self.call_healthy("accept", shards))
 
     def accept(self, shards: Sequence[int]) -> list[int]:
