@@ -16,8 +16,7 @@ from nemo_rl.algorithms.accelerators import check_control_plane
 from nemo_rl.algorithms.distillation import teachers as teaching
 from nemo_rl.algorithms.grpo.async_source import AsynchronousSource
 from nemo_rl.algorithms.grpo.collect import SynchronousSource, prompts_per_batch
-from nemo_rl.algorithms.grpo.experience_source import ExperienceSource
-from nemo_rl.algorithms.grpo.run import GRPORun, GRPOState, ValidationParts
+from nemo_rl.algorithms.grpo.run import ExperienceSource, GRPORun, GRPOState, ValidationParts
 from nemo_rl.algorithms.grpo.stages import needs_previous_logprobs, needs_reference_logprobs
 from nemo_rl.algorithms.grpo.step_reports import DeviceCount, StepReports
 from nemo_rl.algorithms.grpo.streaming import StreamingSource, check_streaming

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from nemo_rl.algorithms.accelerators import ReportProgress
-from nemo_rl.algorithms.grpo.collect import Gathering, prompts_of, prompts_per_batch, training_plan
-from nemo_rl.algorithms.grpo.experience_source import WholeSteps
+from nemo_rl.algorithms.grpo.collect import Gathering, WholeSteps, prompts_of, prompts_per_batch, training_plan
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.grpo.stages import Experience, apply_staleness_policy
 from nemo_rl.algorithms.resume import dataset_names

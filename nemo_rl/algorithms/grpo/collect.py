@@ -8,13 +8,12 @@ admitted prompt group is recorded as committed; dropped rows are cleared from th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
-from nemo_rl.algorithms.grpo.experience_source import WholeSteps
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.grpo.stages import Experience, filter_rows, joined_experience, score_rewards, valid_rewards
 from nemo_rl.config import GRPOConfig, MasterConfig
@@ -244,6 +243,22 @@ def _common_prompts(rows: BatchedDataDict) -> torch.Tensor:
 
 def _samples(experience: Experience) -> int:
     return int(sample_starts(experience.rows).sum())
+
+
+class WholeSteps:
+    """Base of sources that yield each step as one part."""
+
+    def next_experience(self) -> Experience:
+        """The scored and filtered experience of the current step. Raises StopIteration: the prompts are used up."""
+        raise NotImplementedError
+
+    def parts(self) -> Generator[Experience]:
+        """Yields the whole step."""
+        try:
+            whole = self.next_experience()
+        except StopIteration:
+            return
+        yield whole
 
 
 class SynchronousSource(WholeSteps):

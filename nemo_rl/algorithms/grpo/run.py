@@ -1,20 +1,27 @@
-"""A GRPO run as one object, and the counters that its checkpoints carry."""
+"""A GRPO run as one object, the counters that its checkpoints carry, and what supplies its steps with experience.
+
+A source says where the experience of the current step comes from, when there is no more, and what a checkpoint must
+hold of it. Invariant: every drawn prompt group is trained once, or recorded as dropped, or held by the checkpoint.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from nemo_rl.algorithms.distillation.teachers import Teachers
-from nemo_rl.algorithms.grpo.experience_source import ExperienceSource
+from nemo_rl.algorithms.grpo.stages import Experience
 from nemo_rl.algorithms.grpo.step_reports import StepReports
 from nemo_rl.algorithms.resume import RunState
 from nemo_rl.algorithms.training_loop import TrainingRun
 from nemo_rl.config import MasterConfig
-from nemo_rl.data.loader import Loader
+from nemo_rl.data.loader import HasState, Loader
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.environments.environment_registry import Actors
+from nemo_rl.experience.collector import Collector
 from nemo_rl.experience.rollout_source import RolloutSource
 from nemo_rl.experience.rollouts import RolloutWatch
 from nemo_rl.experience.store import ExperienceStore
@@ -46,6 +53,51 @@ class GRPOState(RunState):
             step_in_epoch=info["current_step"],
             val_metrics=info.get("val_metrics", {}),
         )
+
+
+class ExperienceSource(Protocol):
+    """Supplies the step loop with experience."""
+
+    @property
+    def collector(self) -> Collector | None:
+        """What generates rollouts of later steps while a step trains; None: generation and training take turns."""
+        ...
+
+    def running(self) -> AbstractContextManager[object]:
+        """Context manager around all steps. Restores what the checkpoint held, without starting generation; stops
+        generation at the end, and then drops rollouts that will not be trained.
+        """
+        ...
+
+    def published(self, version: int) -> None:
+        """Called when generation serves `version`, so that its rollouts may begin."""
+        ...
+
+    def parts(self) -> Generator[Experience]:
+        """Yields the current step's experience, scored and filtered; yields nothing if the prompts are used up. Raises
+        GenerationError, EnvironmentFailure, CollectorError, DynamicSamplingError: it cannot be made.
+        """
+        ...
+
+    def draw_ahead(self) -> None:
+        """Prefetches the next step's prompts while this one trains. Errors are raised by the next draw."""
+        ...
+
+    def trained(self) -> Mapping[str, float]:
+        """Called once the current step is trained; returns the source's metrics of it, for the prefix `train`."""
+        ...
+
+    def finished(self) -> bool:
+        """Whether steps or epochs are used up."""
+        ...
+
+    def waited_for(self) -> tuple[int, int]:
+        """Number of prompt groups that the current step needs, and how many of them are finished."""
+        ...
+
+    def position(self) -> tuple[HasState, Mapping[str, object]]:
+        """The loader position for a checkpoint, and the source's own files of it by name."""
+        ...
 
 
 @dataclass
