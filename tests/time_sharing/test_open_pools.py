@@ -134,7 +134,8 @@ def test_code_that_a_file_names_is_imported_from_where_it_is_submitted(
 ) -> None:
     (tmp_path / "beside_the_file.py").write_text("class Sorting: pass")
     (tmp_path / "broken_module.py").write_text("raise LookupError('planted')")
-    content = {"defaults": str(CONFIGS / "grpo_arithmetic_cpu.yaml"), **changes}
+    judged = {"data": {"default": {"env_name": "mine"}}} if "env" in changes else {}
+    content = {"defaults": str(CONFIGS / "grpo_arithmetic_cpu.yaml"), **judged, **changes}
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(content))
     monkeypatch.chdir(tmp_path)
     jobs = read_jobs(["a.yaml"], Pool(1, 2))
