@@ -28,7 +28,7 @@ class SamplerConfig(Section):
     target: str | None = Field(None, description="custom: module:Class.")
 
     def max_staleness(self) -> int | None:
-        """How many versions old a group may be when it is trained; None where the sampler sets no bound, or its own."""
+        """Largest age of a group in versions when it is trained; None where the sampler sets no bound, or its own."""
         bounds = {"in_order": self.max_lookahead_versions, "ready_first": None, "custom": None}
         return bounds.get(self.name, self.max_staleness_versions)
 

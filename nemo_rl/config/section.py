@@ -29,10 +29,10 @@ class NotYet:
     """Marks a key that is known but not built yet; removing the annotation is what makes it honoured.
 
     Args:
-        why: what is missing, as the end of the sentence "not built yet: ...".
+        why: the missing part, as the end of the sentence "not built yet: ...".
         values: the refused values. Empty: every value but the default; for a section, switching it on (`enabled`), or
             any difference from its defaults.
-        instead: what to do; empty: to leave the key at its default.
+        instead: the remedy; empty: to leave the key at its default.
         regardless: whether it counts also where a section around it is not enabled.
         unless: a key of the same section that switches it off by null, false or 0; of lists of one length, entry by
             entry.

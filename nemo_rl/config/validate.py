@@ -49,7 +49,7 @@ class Examined(Generic[Config]):
     Attributes:
         config: the configuration, where it has no problem.
         problems: one per mistake, and per part that is not built.
-        notes: what was read differently than it is written, or may not be what was meant, one line each.
+        notes: values read differently than they are written, or perhaps not meant so, one line each.
     """
 
     config: Config | None = None

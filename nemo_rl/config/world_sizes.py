@@ -1,4 +1,4 @@
-"""How many accelerators train and how many generate, by the configuration alone.
+"""Numbers of training and generating accelerators, by the configuration alone.
 
 Knows keys, not machines. Invariant: without generation's and teachers' own accelerators all of the cluster trains.
 """

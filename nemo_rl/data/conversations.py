@@ -112,7 +112,7 @@ def cell(row: Row, column: str, key: str = "") -> Any:
 
 
 def as_text(value: object, what: str) -> str:
-    """A value as the text that is trained on or judged by. `value`: what a cell or a message holds. `what`: where it
+    """A value as the text that is trained on or judged by. `value`: of a cell or a message. `what`: where it
     is, such as `column 'answer'`. Raises RowError: it is no text, by none of the rules.
     """
     if isinstance(value, str):

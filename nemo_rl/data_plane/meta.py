@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass
 class KVBatchMeta:
-    """Rows of a partition. `extra_info`: what belongs to the batch as a whole; never values derived from its rows.
+    """Rows of a partition. `extra_info`: values of the batch as a whole; never values derived from its rows.
     Raises ValueError: lengths or tags do not match the ids.
     """
 

@@ -219,7 +219,7 @@ def plan_packed(
         algorithm: a `nemo_rl.distributed.bin_packing.PackingAlgorithm`.
         pad_multiple: each row counts as its length rounded up to a multiple of this.
         order: `packer` keeps the packer's order of bins, `largest_first` sorts each rank's bins by tokens.
-        prefixes: what rows begin with that counts once in a bin; their rows then lie side by side.
+        prefixes: common prefixes of rows, counted once in a bin; their rows then lie side by side.
 
     Raises ValueError: a row is above `max_tokens`, there are fewer rows than ranks, or an argument is unknown.
     """

@@ -75,7 +75,7 @@ def wait_for_workers(
     """Results in the order of `refs`.
 
     Args:
-        identities: Who was called, aligned with `refs`.
+        identities: The called workers, aligned with `refs`.
         what: Name of the call, for messages.
         timeout_s: Deadline for all of them together, in seconds; `worker_timeout_s` by default.
 

@@ -77,7 +77,7 @@ class DataPlaneStore:
             val: Validation rollouts, or None.
             events: The record that both write to.
             record: The run's, which takes these events over.
-            generation: What both generate with; None where rollouts are replayed.
+            generation: Client with which both generate; None where rollouts are replayed.
             owner: Owns the shards of that generation.
         """
         by_purpose: dict[Purpose, RolloutSource] = {"train": train}

@@ -103,7 +103,7 @@ class PromptQueue:
 
     @property
     def max_lag(self) -> int | None:
-        """How many versions old a group may be when it is trained; None for any number."""
+        """Largest age of a group in versions when it is trained; None for any."""
         return self._sampler.max_lag
 
     def slots(self) -> list[Slot]:

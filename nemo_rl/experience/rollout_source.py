@@ -64,7 +64,7 @@ class LiveRollouts:
         multiple: Widths are rounded up to a multiple of this.
         conversations: Whether columns hold each sample's messages and expected answer, to be shown.
         branches: Whether further branches of agents' sessions become rows, as training wants them.
-        recording: What columns hold of generation's decisions; nothing by default.
+        recording: Decisions of generation that the columns hold; none by default.
     """
 
     def __init__(

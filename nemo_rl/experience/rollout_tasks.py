@@ -146,7 +146,7 @@ class RolloutTasks:
 
     Args:
         changed: Guards the tasks; notified whenever one ends.
-        refits: What becomes of those that run during a refit.
+        refits: Policy of rollouts that run during a refit.
 
     Attributes:
         loop_lag_s: Worst delay of the loop since it was last set to 0.

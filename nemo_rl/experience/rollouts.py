@@ -135,7 +135,7 @@ class AgentRollouts:
 
         Args:
             message_log: The prompt.
-            metadata: What the environment is to know of it.
+            metadata: Its metadata for the environment.
             prompt, sample: Numbers of the prompt in its step and of the sample in its group.
 
         Raises EnvironmentFailure: the agent raised another error than that its prompt left no room, or never asked the
@@ -557,7 +557,7 @@ class RolloutWatch:
 
         Args:
             what: The samples, such as `step 3`.
-            metrics: What `rollout_metrics` gave for them.
+            metrics: Their `rollout_metrics`.
             max_new_tokens: Tokens of a response, at most.
             max_turns: Rounds of a sample, at most.
             keys: Sections of the two limits.

@@ -38,7 +38,7 @@ class Timer:
 
     Args:
         clock: monotonic seconds.
-        context: what all measurements belong to, such as a worker's rank; kept for the reader in `context`.
+        context: labels of all measurements, such as a worker's rank; kept for the reader in `context`.
 
     >>> timer = Timer()
     >>> with timer.time("generation"):

@@ -84,7 +84,7 @@ def read_rows(
         split: split to read; None takes the usual one, `train`, or the only one there is.
         usual_split: split that the dataset is read from where none is asked for.
         subset: configuration of a hub dataset.
-        file_format: what a file holds, such as `csv`; None goes by its name.
+        file_format: format of the file, such as `csv`; None goes by its name.
         key: dotted key of the dataset, for messages.
 
     Raises DataError: nothing is there, it cannot be read, or has no such split. Of a file's content it is raised by the
@@ -580,7 +580,7 @@ def completed(row: Row, messages: list[Message], config: DatasetConfig) -> dict[
     their arguments.
 
     Args:
-        messages: what its format made of it.
+        messages: made by its format.
 
     Raises RowError: a column contradicts the messages, or cannot be honoured.
     """

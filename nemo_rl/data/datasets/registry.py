@@ -52,7 +52,7 @@ class Source:
 
     Attributes:
         question, answer: columns, for tables of questions and answers.
-        split, subset: what is read unless the entry says otherwise; several subsets are joined.
+        split, subset: read unless the entry says otherwise; several subsets are joined.
         convert: makes the conversation of a row that is of no such table; None leaves the row out.
         rows: makes what `processor` reads, of a row that is no conversation.
         gather: makes rows of conversations of rows of messages.

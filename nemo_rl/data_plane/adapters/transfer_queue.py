@@ -74,7 +74,7 @@ class DataPlaneProcess:
 
 @dataclass(frozen=True)
 class TransferQueueAddress:
-    """How a process of the run finds the data plane: its controller actor's name in this job's namespace, and the
+    """Address of the data plane for a process of the run: its controller actor's name in this job's namespace, and the
     deadline of a call in seconds.
     """
 

@@ -93,7 +93,7 @@ class Response:
 
         Args:
             number: the response's number of the object.
-            kinds: what the operation may give.
+            kinds: allowed kinds of its result.
             what: the operation in messages.
         """
         encoder = Encoder(self._number_of)

@@ -104,7 +104,7 @@ def run_cell(
         context: names and their values before the cell, as an earlier cell returned them or plain values.
         working_dir: an absolute path; the cell starts there, and opens files only there.
         timeout_s: seconds after which it is ended, with everything it started; its names are then as before.
-        packages: what may be imported beside the standard library and modules in `working_dir`.
+        packages: packages that may be imported besides the standard library and modules in `working_dir`.
         sandbox: one of `usable_sandbox`; None: the best that this machine has.
     """
     import cloudpickle

@@ -82,7 +82,7 @@ def check_columns(columns: Mapping[str, torch.Tensor], recording: Recording, whe
 
     Args:
         columns: `input_ids`, `input_lengths`, `token_mask`, and what is recorded.
-        where: What the batch is, for the message.
+        where: Name of the batch, for the message.
 
     Raises RecordedDecisionsError: a column is missing or of a wrong shape; a route names an expert that the model does
     not have, or one twice; a mask does not hold the token that was drawn from it.

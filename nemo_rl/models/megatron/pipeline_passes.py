@@ -80,7 +80,7 @@ class Pipeline:
             logits: Whether `ending` takes logits rather than scores.
             likely: How many of the most likely tokens `ending` takes rather than scores; 0 for none.
             trained_only: Whether only trained tokens are scored.
-            loss_fn: What rows are packed for, or None.
+            loss_fn: Loss that rows are packed for, or None.
 
         Raises PipelineStageError: `ending` failed on the last stage, and this is another one; there it raises its own.
         """

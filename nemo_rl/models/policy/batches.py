@@ -108,7 +108,7 @@ def microbatch_arguments(
 
     Args:
         training: Whether the token budgets of training apply, or those of log-probability passes.
-        prefixes: What rows begin with that packed rows hold once.
+        prefixes: Common prefixes of rows, which packed rows hold once.
     """
     packing, dynamic = config.sequence_packing, config.dynamic_batching
     keys = {"input_key": "input_ids", "input_lengths_key": "input_lengths"}

@@ -50,11 +50,11 @@ def choose_layers(
 
     Args:
         names: Of the linear layers that can be adapted.
-        targets: What is chosen: whole names, last parts, or patterns with `*`.
-        excluded: What is not, named the same way.
+        targets: Layers to choose: whole names, last parts, or patterns with `*`.
+        excluded: Layers not to choose, named the same way.
         every: Whether all are chosen but those that are excluded, whatever `targets` holds.
         key: The section of the configuration that chooses.
-        model: What the model is called in errors.
+        model: Name of the model in errors.
 
     Raises UnsupportedModelError: a pattern matches no name.
     """
@@ -95,7 +95,7 @@ def read_factors(path: str, wanted: AdapterInfo, names: Collection[str], key: st
 
     Args:
         path: A directory in PEFT's format.
-        wanted: What the run trains.
+        wanted: The adapter that the run trains.
         names: Of the factors of the layers that the run adapts.
         key: The section of the configuration that says so.
 

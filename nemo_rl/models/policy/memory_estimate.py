@@ -223,7 +223,7 @@ def explained(policy: PolicyConfig, device: torch.device, doing: str, *, trainin
     """Turns PyTorch's out-of-memory error into one that names the holders of the memory and the key to change.
 
     Args:
-        doing: What the worker does, such as `training`.
+        doing: The worker's activity, such as `training`.
         training: Whether rows of training are computed, rather than rows to score.
 
     Raises GpuMemoryError: the memory was not enough.

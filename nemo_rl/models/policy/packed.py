@@ -236,7 +236,7 @@ def pack(
             projection then skips prompts.
         share: Store a common prefix of neighbours once, as far as what is recorded of its tokens is the same.
         apart: Rows that share nothing with the one before them.
-        loss_fn: What the row is for; a loss that compares with a teacher has the tokens of `teacher_topk_ids [B, S, k]`
+        loss_fn: Loss of the row; one that compares with a teacher has the tokens of `teacher_topk_ids [B, S, k]`
             scored.
 
     Raises RouterReplayError, SamplingMaskError: recorded routes or sampling masks do not fit the batch.

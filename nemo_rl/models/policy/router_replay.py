@@ -105,7 +105,7 @@ class RouterPass:
     Attributes:
         routes: Recorded routes, or None to route naturally.
         real_T: Which tokens are not padding; None where no auxiliary loss is computed.
-        weight: What the auxiliary loss of this pass is multiplied by: its part in the divisor of the gradient.
+        weight: Factor of this pass's auxiliary loss: its part in the divisor of the gradient.
     """
 
     routes: Routes | None = None

@@ -151,7 +151,7 @@ class Reaper:
     def _remember(
         self, earlier: Sequence[tuple[str, int, int]], whose: tuple[str, int, int], left: set[SurvivingProcess]
     ) -> None:
-        """In the place of what was left earlier; on the disk before Ray forgets them."""
+        """Replaces the processes left by `earlier` with those of `whose`; on the disk before Ray forgets them."""
         with self._lock:
             for key in earlier:
                 self._left.pop(key, None)

@@ -27,7 +27,7 @@ class PoolOpened:
 
     @property
     def pool(self) -> Pool:
-        """What there is to share."""
+        """The pool with its slots."""
         return Pool(self.nodes, self.gpus_per_node, self.slots_per_gpu)
 
 

@@ -288,7 +288,7 @@ class ScenarioTeacher(_Section):
     arrive_s: Seconds = _key(0.0, "When it is started.")
 
     def as_job(self) -> ScenarioJob:
-        """What it is to a scheduler: a job that trains nothing and whose weights never change."""
+        """Its job for the scheduler, which trains nothing and whose weights never change."""
         shared = {name: getattr(self, name) for name in type(self).model_fields}
         return ScenarioJob(**shared, train=(), steps=1, staleness=0)
 
@@ -330,7 +330,7 @@ class AdapterJob(_Section):
     arrive_s: Seconds = _key(0.0, "When it is started.")
 
     def as_job(self) -> ScenarioJob:
-        """What it is to a scheduler: a job that trains nothing and whose weights never change."""
+        """Its job for the scheduler, which trains nothing and whose weights never change."""
         names = ("name", "infer", "tp", "weight", "tokens", "engine", "arrive_s")
         shared = {name: getattr(self, name) for name in names}
         return ScenarioJob(**shared, train=(), steps=1, staleness=0, drain_s=self.stop_s + KILLED_S)

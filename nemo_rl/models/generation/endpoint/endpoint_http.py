@@ -82,8 +82,8 @@ class Slots:
 
 
 def connections() -> int:
-    """How many connections the endpoint may keep: half of the descriptors that this process may open, so that the rest
-    of the run goes on. The limit is raised as far as the system lets the process.
+    """Number of connections that the endpoint may keep: half of this process's file descriptors, so that the rest of
+    the run goes on. Raises the limit as far as the system allows.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)

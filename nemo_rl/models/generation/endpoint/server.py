@@ -143,9 +143,9 @@ class Endpoint:
         ports: First and last port to try.
 
     Attributes:
-        base_url: What clients are given, such as `http://127.0.0.1:3000/v1`.
+        base_url: Address for clients, such as `http://127.0.0.1:3000/v1`.
         model: The name of the model that clients ask for.
-        token: What clients send as `Authorization: Bearer`; None where nothing is asked for.
+        token: Token that clients send as `Authorization: Bearer`; None where none is required.
 
     Raises EndpointError: no port is free, the address cannot be bound, or the token's variable is not set.
     """

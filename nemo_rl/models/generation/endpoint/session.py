@@ -118,7 +118,7 @@ class Session:
 
         Args:
             messages: The request's.
-            setup: What else the template reads, such as tools; histories differ where it does.
+            setup: Further inputs of the template, such as tools; histories differ where it does.
         """
         # Something must follow an answer for a request to continue it.
         for history in reversed(_histories(messages, setup)[:-1]):

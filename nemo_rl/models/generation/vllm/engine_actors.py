@@ -62,7 +62,7 @@ def engine_spec(
         threads: CPU threads of one engine rank.
         slot_bytes: Device memory for the engine beside other jobs; None for `gpu_memory_utilization` of the device.
         beside: Whether training starts on the device at the same time.
-        recording: What is recorded of the engine's decisions.
+        recording: Decisions of the engine to record.
 
     Raises ConfigError: the weights alone do not fit into the slot, or the engine cannot quantise there.
     """

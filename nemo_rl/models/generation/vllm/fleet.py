@@ -55,7 +55,7 @@ class ShardState(Enum):
 
 @dataclass
 class Shard:
-    """What is known of a shard but whether it failed, which the dispatcher finds out."""
+    """State of a shard, except failures, which the dispatcher finds out."""
 
     state: ShardState
     version: int | None = None  # of its weights; None where it has none, or its version is not known
@@ -242,7 +242,7 @@ class EngineFleet:
         built: Whether the engines are started already, awake and routed.
 
     Attributes:
-        shards: What is known of each shard, by number.
+        shards: State of each shard, by number.
         rebuilds: Whether lost shards are rebuilt; see `enable_rebuilds`.
     """
 

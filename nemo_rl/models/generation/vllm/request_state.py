@@ -157,8 +157,8 @@ def _further_seed(seed: int, kept: int) -> int:
 
 
 def safe_cut(token_ids: Sequence[int], texts: Sequence[str], decode: Callable[[list[int]], str]) -> int:
-    """How many tokens can be kept so that no text of `texts` (stop strings, bad words) has begun in them without being
-    complete: the engine searches only what it generates itself, and would miss one that straddles two pieces.
+    """Number of tokens to keep so that none of `texts` (stop strings, bad words) is incomplete at their end: the engine
+    searches only its own new text, and would miss one that straddles two pieces.
     """
     count = len(token_ids)
     while count and texts:

@@ -45,7 +45,7 @@ def sampling_params(
         seeded: Whether it is drawn from the request's own seed, rather than the engine's.
         stop_token_ids: Tokens that end a response.
         bad_words: Strings that are never generated.
-        extra_args: What vLLM keeps with the request and does not read itself.
+        extra_args: Arguments that vLLM keeps with the request and does not read itself.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind

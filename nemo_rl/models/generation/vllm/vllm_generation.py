@@ -164,7 +164,7 @@ class VllmGeneration(GenerationInterface):
         return self._dispatcher.under_way
 
     def good_batch(self) -> int | None:
-        """How many requests a shard runs at once at good speed, as measured; None before that is known."""
+        """Measured number of requests that a shard runs at once at good speed; None before it is known."""
         return self._dispatcher.meter.good_batch()
 
     async def generate_one(self, request: GenerationRequest, on_tokens: OnTokens | None = None) -> GenerationResult:
