@@ -19,10 +19,11 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from nemo_rl.config import (
     ClusterConfig,
@@ -65,73 +66,68 @@ _SIGNALLED_TOGETHER_S = 0.5
 Run = TypeVar("Run", bound="TrainingRun[Any]")
 
 
-def main(
-    arguments: Sequence[str],
-    *,
-    default_config: Path,
-    kind: type[Config],
-    what: str,
-    example: str,
-    run_to_end: Callable[[Config], int],
-    run_with_page: Callable[[Config, int | None], int] | None = None,
-    own_values: str = "",
-) -> int:
-    """Parses the command line, loads the configuration, and runs.
+@dataclass(frozen=True)
+class Command(Generic[Config]):
+    """A command line of one kind of run.
 
-    Args:
-        arguments: Command-line arguments without the program's name.
-        default_config: Used when `--config` is not given.
+    Attributes:
         what: Description for `--help`.
         example: An override, for `--help`.
-        run_with_page: The same with a live page at a port, for `--page`; None without a page.
-        own_values: What the default configuration has otherwise than NeMo-RL's of that name; printed where it is used.
-
-    Returns the process's exit code: 0 done, 1 the run failed, 2 the configuration is wrong, 130 interrupted.
+        run: Runs a checked configuration, with a live page at a port where the command has one; the exit code.
+        has_page: Whether `--page` serves one.
     """
-    with Interrupts() as interrupts, ending_with_ray(lambda: _INTERRUPTED_WHILE_STARTING):
+
+    kind: type[Config]
+    what: str
+    example: str
+    run: Callable[..., int]
+    has_page: bool = True
+
+    def __call__(self, arguments: Sequence[str], *, default_config: Path) -> int:
+        """Parses the command line, loads the configuration, and runs.
+
+        Args:
+            arguments: Command-line arguments without the program's name.
+            default_config: Used when `--config` is not given.
+
+        Returns the process's exit code: 0 done, 1 the run failed, 2 the configuration is wrong, 130 interrupted.
+        """
+        with Interrupts() as interrupts, ending_with_ray(lambda: _INTERRUPTED_WHILE_STARTING):
+            try:
+                return self._main(arguments, default_config)
+            except KeyboardInterrupt:
+                interrupts.ending()
+                sys.stderr.write(f"{_INTERRUPTED_WHILE_STARTING}\n")
+                return EXIT_INTERRUPTED
+
+    def _main(self, arguments: Sequence[str], default_config: Path) -> int:
+        collect_rarely()
+        told = f"{self.what}; further arguments are overrides such as {self.example}."
+        parser = argparse.ArgumentParser(description=told)
+        parser.add_argument("--config", type=Path, help=f"YAML file; default {default_config.name}")
+        if self.has_page:
+            parser.add_argument("--page", action="store_true", help="serve a live page of the run on this machine")
+            parser.add_argument("--page-port", type=int, metavar="PORT", help="of the page; a free one by default")
+        options, overrides = parser.parse_known_args(list(arguments))
+        if options.config is None:
+            options.config = default_config
+            if own_values := _OWN_VALUES.get(default_config.name):
+                sys.stderr.write(f"{default_config.name}: {own_values}; NeMo-RL's own file runs with --config\n")
+        level = os.environ.get("NRL_LOG_LEVEL", "WARNING").upper()
+        hub.calm()
+        logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
         try:
-            return _main(arguments, default_config, kind, what, example, run_to_end, run_with_page, own_values)
-        except KeyboardInterrupt:
-            interrupts.ending()
-            sys.stderr.write(f"{_INTERRUPTED_WHILE_STARTING}\n")
-            return EXIT_INTERRUPTED
-
-
-def _main(
-    arguments: Sequence[str],
-    default_config: Path,
-    kind: type[Config],
-    what: str,
-    example: str,
-    run_to_end: Callable[[Config], int],
-    run_with_page: Callable[[Config, int | None], int] | None,
-    own_values: str,
-) -> int:
-    collect_rarely()
-    parser = argparse.ArgumentParser(description=f"{what}; further arguments are overrides such as {example}.")
-    parser.add_argument("--config", type=Path, help=f"YAML file; default {default_config.name}")
-    if run_with_page is not None:
-        parser.add_argument("--page", action="store_true", help="serve a live page of the run on this machine")
-        parser.add_argument("--page-port", type=int, metavar="PORT", help="of the page; a free one by default")
-    options, overrides = parser.parse_known_args(list(arguments))
-    if options.config is None:
-        options.config = default_config
-        if own_values:
-            sys.stderr.write(f"{default_config.name}: {own_values}; NeMo-RL's own file runs with --config\n")
-    level = os.environ.get("NRL_LOG_LEVEL", "WARNING").upper()
-    hub.calm()
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    try:
-        config = load_master_config(str(options.config), overrides, kind)
-    except (UserError, OSError) as error:
-        sys.stderr.write(f"{error if isinstance(error, UserError) else in_one_line(error) or error}\n")
-        return EXIT_USAGE
-    # Read when the hub's libraries are imported, which is from here on.
-    if isinstance(config, RootConfig) and (line := hub.use_cache_if_unreachable(config.policy.model_name)) is not None:
-        sys.stderr.write(f"{line}\n")
-    if run_with_page is not None and (options.page or options.page_port is not None):
-        return run_with_page(config, options.page_port or 0)
-    return run_to_end(config)
+            config = load_master_config(str(options.config), overrides, self.kind)
+        except (UserError, OSError) as error:
+            sys.stderr.write(f"{error if isinstance(error, UserError) else in_one_line(error) or error}\n")
+            return EXIT_USAGE
+        # Read when the hub's libraries are imported, which is from here on.
+        named = config.policy.model_name if isinstance(config, RootConfig) else None
+        if named is not None and (line := hub.use_cache_if_unreachable(named)) is not None:
+            sys.stderr.write(f"{line}\n")
+        if self.has_page and (options.page or options.page_port is not None):
+            return self.run(config, options.page_port or 0)
+        return self.run(config)
 
 
 def run_to_end(
@@ -458,34 +454,6 @@ _OWN_VALUES = {
 }
 
 
-def grpo(arguments: Sequence[str], *, default_config: Path) -> int:
-    """Runs GRPO; see `main`."""
-    return main(
-        arguments,
-        default_config=default_config,
-        kind=MasterConfig,
-        what="Trains a policy with GRPO",
-        example="grpo.max_num_steps=5",
-        run_to_end=grpo_to_end,
-        run_with_page=grpo_to_end,
-        own_values=_OWN_VALUES.get(default_config.name, ""),
-    )
-
-
-def distillation(arguments: Sequence[str], *, default_config: Path) -> int:
-    """Runs distillation; see `main`."""
-    return main(
-        arguments,
-        default_config=default_config,
-        kind=DistillationMasterConfig,
-        what="Distils a teacher into a policy, on the policy's own samples",
-        example="distillation.max_num_steps=5",
-        run_to_end=grpo_to_end,
-        run_with_page=grpo_to_end,
-        own_values=_OWN_VALUES["distillation_math.yaml"],
-    )
-
-
 def _ray_ahead(cluster: ClusterConfig) -> AbstractContextManager[None]:
     """Starts Ray beside the imports."""
     from nemo_rl.distributed.ray_runtime import starting_ahead
@@ -503,20 +471,6 @@ def grpo_to_end(config: MasterConfig, page_port: int | None = None) -> int:
         return run_to_end(config, setup, drive, page_port)
 
 
-def sft(arguments: Sequence[str], *, default_config: Path) -> int:
-    """Runs SFT; see `main`."""
-    return main(
-        arguments,
-        default_config=default_config,
-        kind=SFTMasterConfig,
-        what="Fine-tunes a policy on conversations",
-        example="sft.max_num_steps=5",
-        run_to_end=sft_to_end,
-        run_with_page=sft_to_end,
-        own_values=_OWN_VALUES["sft.yaml"],
-    )
-
-
 def sft_to_end(config: SFTMasterConfig, page_port: int | None = None) -> int:
     """Runs a checked configuration; the exit code. `page_port`: see `run_to_end`."""
     with _ray_ahead(config.cluster):
@@ -525,19 +479,6 @@ def sft_to_end(config: SFTMasterConfig, page_port: int | None = None) -> int:
             from nemo_rl.algorithms.sft.driver import sft_train
 
         return run_to_end(config, setup, sft_train, page_port)
-
-
-def evaluate(arguments: Sequence[str], *, default_config: Path) -> int:
-    """Evaluates a model; see `main`."""
-    return main(
-        arguments,
-        default_config=default_config,
-        kind=EvalMasterConfig,
-        what="Evaluates a model on problems with known answers",
-        example="generation.model_name=results/grpo",
-        run_to_end=evaluate_to_end,
-        own_values=_OWN_VALUES["eval.yaml"],
-    )
 
 
 def evaluate_to_end(config: EvalMasterConfig) -> int:
@@ -587,3 +528,20 @@ def _show(config: EvalMasterConfig, score: object) -> None:
     Console().print(table)
     if config.eval.save_path is not None:
         Console().print(f"summary.json and samples.jsonl are in {config.eval.save_path}", soft_wrap=True)
+
+
+grpo = Command(MasterConfig, "Trains a policy with GRPO", "grpo.max_num_steps=5", grpo_to_end)
+distillation = Command(
+    DistillationMasterConfig,
+    "Distils a teacher into a policy, on the policy's own samples",
+    "distillation.max_num_steps=5",
+    grpo_to_end,
+)
+sft = Command(SFTMasterConfig, "Fine-tunes a policy on conversations", "sft.max_num_steps=5", sft_to_end)
+evaluate = Command(
+    EvalMasterConfig,
+    "Evaluates a model on problems with known answers",
+    "generation.model_name=results/grpo",
+    evaluate_to_end,
+    has_page=False,
+)
