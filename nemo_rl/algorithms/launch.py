@@ -67,7 +67,7 @@ Run = TypeVar("Run", bound="TrainingRun[Any]")
 
 
 @dataclass(frozen=True)
-class Command(Generic[Config]):
+class CommandLine(Generic[Config]):
     """A command line of one kind of run.
 
     Attributes:
@@ -530,15 +530,15 @@ def _show(config: EvalMasterConfig, score: object) -> None:
         Console().print(f"summary.json and samples.jsonl are in {config.eval.save_path}", soft_wrap=True)
 
 
-grpo = Command(MasterConfig, "Trains a policy with GRPO", "grpo.max_num_steps=5", grpo_to_end)
-distillation = Command(
+grpo = CommandLine(MasterConfig, "Trains a policy with GRPO", "grpo.max_num_steps=5", grpo_to_end)
+distillation = CommandLine(
     DistillationMasterConfig,
     "Distils a teacher into a policy, on the policy's own samples",
     "distillation.max_num_steps=5",
     grpo_to_end,
 )
-sft = Command(SFTMasterConfig, "Fine-tunes a policy on conversations", "sft.max_num_steps=5", sft_to_end)
-evaluate = Command(
+sft = CommandLine(SFTMasterConfig, "Fine-tunes a policy on conversations", "sft.max_num_steps=5", sft_to_end)
+evaluate = CommandLine(
     EvalMasterConfig,
     "Evaluates a model on problems with known answers",
     "generation.model_name=results/grpo",
