@@ -23,9 +23,8 @@ from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log import log_end
 from nemo_rl.time_sharing.log.reading import merge_by_machine_time
-from nemo_rl.time_sharing.log.saved_state import StateSaved
 from nemo_rl.time_sharing.log.segments import SegmentedLog, missing_segment, newest_segment, saved, segments_of
-from nemo_rl.time_sharing.log.state import SchedulerState, replay
+from nemo_rl.time_sharing.log.state import SchedulerState, StateSaved, replay
 from nemo_rl.time_sharing.protocol.types import Limits
 from nemo_rl.time_sharing.scheduling.liveness import SteadyClock
 from nemo_rl.time_sharing.scheduling.scheduler import Scheduler

@@ -20,8 +20,8 @@ from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing.agents.ray_reaper import Reaper, agent_actor_name, agent_namespace
 from nemo_rl.time_sharing.log import log_end
 from nemo_rl.time_sharing.log.events import EVERYTHING, MemoryFreed, PoolOpened
-from nemo_rl.time_sharing.log.saved_state import StateSaved
 from nemo_rl.time_sharing.log.segments import SEGMENT_LINES, SegmentedLog, newest_segment, saved
+from nemo_rl.time_sharing.log.state import StateSaved
 from nemo_rl.time_sharing.protocol.topology import Pool, Topology
 from nemo_rl.time_sharing.protocol.types import Answer, Command, CommandOutcome, Limits, Reply, Status, Verb
 from nemo_rl.time_sharing.scheduling.liveness import SteadyClock

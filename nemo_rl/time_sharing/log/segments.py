@@ -2,7 +2,7 @@
 has run.
 
 `scheduler.jsonl` is the first segment; `scheduler.000001.jsonl` and those after it begin with the whole state
-(`saved_state`), so the newest one is all that a scheduler needs, and all of them are what happened. A segment gets its
+(`StateSaved`), so the newest one is all that a scheduler needs, and all of them are what happened. A segment gets its
 name when its beginning is on the disk: whenever a scheduler or its machine dies, either the old segment or the new one
 is the newest.
 """
@@ -21,8 +21,7 @@ from pathlib import Path
 
 from nemo_rl.time_sharing.log import log_end
 from nemo_rl.time_sharing.log.events import Registered, SchedulerStarted
-from nemo_rl.time_sharing.log.saved_state import SavedPipeline, StateSaved
-from nemo_rl.time_sharing.log.state import SchedulerState
+from nemo_rl.time_sharing.log.state import SavedPipeline, SchedulerState, StateSaved
 from nemo_rl.utils.record import BoundRecord, RecordWriter, read_record
 
 logger = logging.getLogger(__name__)

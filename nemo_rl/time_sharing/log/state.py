@@ -1,13 +1,16 @@
 """The scheduler's whole state: a fold over its events, so that a log read again gives the same state.
 
 `SchedulerState.apply` is the only way to change anything. It decides nothing and refuses what would break the ledger (a
-GPU leased twice, an unknown rank), because a log that says so is wrong and must not be believed.
+GPU leased twice, an unknown rank), because a log that says so is wrong and must not be believed. `StateSaved` is the
+whole state as one event, with which a segment of the log begins, so that nothing before it is needed to go on: it
+carries what cannot be derived, and folds into exactly the state that was saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.ledger import (
@@ -20,7 +23,6 @@ from nemo_rl.time_sharing.log.ledger import (
     Quarantine,
     QueuedWant,
 )
-from nemo_rl.time_sharing.log.saved_state import StateSaved
 from nemo_rl.time_sharing.protocol.topology import Pool, Topology
 from nemo_rl.time_sharing.protocol.types import (
     ACTOR_INFER,
@@ -34,6 +36,69 @@ from nemo_rl.time_sharing.protocol.types import (
     limits_from,
 )
 from nemo_rl.utils.record import Entry
+from nemo_rl.utils.record_events import event_kind
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPipeline:
+    """A `PipelineState`: its registration (`spec`) and its current state; fields have the meaning they have there."""
+
+    spec: PipelineSpec
+    incarnation: int
+    registered_at: float
+    demand: Demand
+    wants: Mapping[str, QueuedWant]
+    held: Mapping[str, HeldCluster]
+    awake: Mapping[int, AwakeRank]
+    warm: set[int]
+    handover_s: float | None
+    cooling: Mapping[int, float]
+    releases: Mapping[str, int]
+    hold_estimates: Mapping[Priority, float]
+    unscheduled_since: float | None
+    service: float
+    last_request: int
+    expired: Mapping[str, int]
+    leaving: bool
+    fenced: bool
+    builds: bool = False
+    build_s: float | None = None
+    batch_since: float = 0.0
+    generation_s: float | None = None
+    start_s: float | None = None
+    paused: bool = False
+
+    @classmethod
+    def of(cls, pipeline: PipelineState) -> SavedPipeline:
+        return cls(pipeline.spec, **{name: copy.deepcopy(getattr(pipeline, name)) for name in _KEPT})
+
+    def restored(self) -> PipelineState:
+        """The pipeline, but for what follows from the others and from the claims."""
+        return PipelineState(Topology(self.spec), **{name: copy.deepcopy(getattr(self, name)) for name in _KEPT})
+
+
+_KEPT = tuple(member.name for member in fields(SavedPipeline) if member.name != "spec")
+
+
+@event_kind("ts_state_saved")
+class StateSaved:
+    """The state after all events before this one; says nothing new."""
+
+    nodes: int
+    gpus_per_node: int
+    limits: Mapping[str, float]
+    term: int
+    epoch: int
+    plan: int
+    recovering: bool
+    pipelines: tuple[SavedPipeline, ...]
+    incarnations: Mapping[str, int]
+    claims: tuple[Claim, ...]
+    quarantines: tuple[Quarantine, ...]
+    commands: tuple[PendingCommand, ...]
+    unsure: bool = False
+    slots_per_gpu: int = 1
+
 
 _EWMA = 0.3
 EXPIRED = "expired"
