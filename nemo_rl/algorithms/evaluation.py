@@ -132,8 +132,8 @@ def evaluate(config: EvalMasterConfig, placement: Placement | None = None) -> Sc
 
 def reserved(config: EvalMasterConfig, placement: Placement, stack: ExitStack) -> Clusters:
     """Joins Ray and reserves the slots of an evaluation, until the stack is closed."""
-    accelerator = placement.connect(config)
     stack.callback(placement.disconnect)
+    accelerator = placement.connect(config)
     clusters = placement.reserve(config, accelerator)
     for cluster in clusters.distinct():
         stack.callback(cluster.shutdown)

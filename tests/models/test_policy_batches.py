@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from nemo_rl.models.policy.batches import (
     microbatch_arguments,
     refuse_model_inputs,
 )
+from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.packed import RowSlice, logprob_rows, pack
 from nemo_rl.models.policy.scoring import TokenScores
 from nemo_rl.models.policy.tq_policy import TQPolicy
@@ -115,3 +117,12 @@ def test_what_gives_no_loss_is_not_scored_and_scores_stay_off_padding() -> None:
     halves = [RowSlice(group=object(), rank=rank, ranks=2) for rank in (0, 1)]  # type: ignore[arg-type]
     wanted = [cut.wanted(pack(data, torch.device("cpu"), multiple=8, trained_only=True)) for cut in halves]
     assert [positions.tolist() for positions in wanted if positions is not None] == [[1], [0]]
+
+
+def test_workers_that_still_load_their_model_are_ended_at_once() -> None:
+    forced: list[bool] = []
+    policy: Any = object.__new__(Policy)
+    policy.worker_group = SimpleNamespace(shutdown=lambda cleanup_method, force: forced.append(force))
+    for policy._devices in (None, ["cpu"]):
+        policy.shutdown()
+    assert forced == [True, False]

@@ -137,8 +137,8 @@ def shared_parts(
         with start.phase("base model and tokenizer"):
             tokenizer, ends = _checked_base(config, adapters, start)
         with start.phase("Ray"):
-            accelerator = placement.connect(config)
             stack.callback(placement.disconnect)
+            accelerator = placement.connect(config)
             check_device(config, accelerator)
             clusters = placement.reserve(config, accelerator)
             for cluster in clusters.distinct():

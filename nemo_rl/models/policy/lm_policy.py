@@ -403,8 +403,8 @@ class Policy(PolicyWeights, PolicyInterface):
             time.sleep(_SAVE_POLL_S)
 
     def shutdown(self) -> bool:
-        """Ends the workers."""
-        return self.worker_group.shutdown(cleanup_method="shutdown")
+        """Ends the workers; those that still load their model, at once: what they hold ends with them."""
+        return self.worker_group.shutdown(cleanup_method="shutdown", force=self._devices is None)
 
 
 def _rank_grid(config: PolicyConfig, world: int) -> NamedSharding:
