@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
+from nemo_rl.algorithms.grpo.step_reports import Backlog
 from nemo_rl.config import LoggerConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.sample_log import sample_log_stage
 from nemo_rl.experience.store import InProcessStore
-from nemo_rl.utils.backlog import Backlog
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.metrics_file import read_metrics
 from nemo_rl.utils.record import RecordWriter

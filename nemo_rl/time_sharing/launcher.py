@@ -33,8 +33,7 @@ from nemo_rl.time_sharing.log.pool_state import Standing
 from nemo_rl.time_sharing.mps import multi_process_service
 from nemo_rl.time_sharing.open_pools import OpenPool, announced
 from nemo_rl.time_sharing.opening import LIVE_LIMITS, close_pool, open_pool
-from nemo_rl.time_sharing.pipelines.folders import in_folders
-from nemo_rl.time_sharing.pipelines.job import Job, read_jobs
+from nemo_rl.time_sharing.pipelines.job import Job, in_folders, read_jobs
 from nemo_rl.time_sharing.pipelines.slot_choice import choose_slots
 from nemo_rl.time_sharing.pool import PoolError, log_trouble
 from nemo_rl.time_sharing.pool_commands import (
@@ -51,7 +50,7 @@ from nemo_rl.time_sharing.pool_commands import (
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import Limits
 from nemo_rl.time_sharing.shipped_scenarios import ALL, SCALE, fitted, shipped_scenarios
-from nemo_rl.time_sharing.viewing.scenario_table import ScenarioResult, print_scenarios, result_of
+from nemo_rl.time_sharing.viewing.standings_table import ScenarioResult, print_scenarios, result_of
 from nemo_rl.time_sharing.viewing.timeline import build_timeline
 
 if TYPE_CHECKING:

@@ -42,8 +42,7 @@ from nemo_rl.time_sharing.protocol.types import (
     Want,
 )
 from nemo_rl.time_sharing.shipped_scenarios import fitted, shipped_scenarios
-from nemo_rl.time_sharing.viewing.scenario_table import print_scenarios, result_of
-from nemo_rl.time_sharing.viewing.standings_table import StandingsTable
+from nemo_rl.time_sharing.viewing.standings_table import StandingsTable, print_scenarios, result_of
 from nemo_rl.time_sharing.viewing.timeline import Timeline
 from tests.time_sharing.bench import Bench
 

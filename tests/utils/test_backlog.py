@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from nemo_rl.utils.backlog import Backlog, BacklogStuck
+from nemo_rl.algorithms.grpo.step_reports import Backlog, BacklogStuck
 
 
 def test_work_runs_behind_its_caller_in_order_and_what_it_raised_is_raised_once() -> None:

@@ -10,6 +10,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +113,8 @@ def test_the_command_line_asks_for_the_page(
 ) -> None:
     asked: list[int | None] = []
     run_to_end = lambda config, page_port=None: asked.append(page_port) or 0  # noqa: E731
-    monkeypatch.setattr(launch, f"{command}_to_end", run_to_end)
     monkeypatch.setattr("nemo_rl.utils.hub.use_cache_if_unreachable", lambda name: None)
     root = Path(sys.modules["nemo_rl"].__file__ or "").parents[1]
     file = root / "examples" / "configs" / f"{command}_arithmetic_cpu.yaml"
-    assert getattr(launch, command)(given, default_config=file) == 0
+    assert replace(getattr(launch, command), run=run_to_end)(given, default_config=file) == 0
     assert asked == [port]

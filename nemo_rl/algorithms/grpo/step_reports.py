@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, SupportsFloat
 
@@ -25,7 +26,6 @@ from nemo_rl.experience.store import ExperienceStore, TokenStage, sample_starts
 from nemo_rl.loss.interfaces import is_extremum
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.models.policy.interfaces import TrainResult
-from nemo_rl.utils.backlog import Backlog
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.progress import RunProgress
 from nemo_rl.utils.record import Record
@@ -33,6 +33,46 @@ from nemo_rl.utils.record import Record
 if TYPE_CHECKING:
     from nemo_rl.models.policy.interfaces import BatchHandle
     from nemo_rl.utils.log_backends import Metrics
+
+logger = logging.getLogger(__name__)
+
+
+class BacklogStuck(TimeoutError):
+    """A piece of work did not end by its deadline."""
+
+
+class Backlog:
+    """Runs one task at a time. `timeout_s`: how long a caller waits for a task."""
+
+    def __init__(self, name: str, timeout_s: float = 300.0) -> None:
+        self._name, self._timeout_s = name, timeout_s
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._running: Future[object] | None = None
+
+    def put(self, work: Callable[[], object]) -> None:
+        """Waits for the running task, then starts `work`. Raises what that task raised, without starting `work`."""
+        self.wait()
+        self._running = self._pool.submit(work)
+
+    def wait(self) -> None:
+        """Waits for the running task. Raises BacklogStuck after `timeout_s`, or the task's error."""
+        if (error := self._outcome()) is not None:
+            raise error
+
+    def _outcome(self) -> BaseException | None:
+        running, self._running = self._running, None
+        if running is None:
+            return None
+        wait([running], timeout=self._timeout_s)
+        if not running.done():
+            return BacklogStuck(f"{self._name}: not done within {self._timeout_s:.0f} s")
+        return running.exception()
+
+    def close(self) -> None:
+        """Waits for the running task and ends the thread; logs its error. Safe to call twice."""
+        if (error := self._outcome()) is not None:
+            logger.error("%s=failed", self._name, exc_info=error)
+        self._pool.shutdown(wait=False)
 
 
 @dataclass(frozen=True)
@@ -175,8 +215,6 @@ def _utilisation(result: TrainResult, seconds: Mapping[str, float]) -> dict[str,
         metrics["train_fp_utilization"] = per_second / 1e12 / (result["theoretical_tflops"] / result["num_ranks"])
     return metrics
 
-
-logger = logging.getLogger(__name__)
 
 _AVERAGED = frozenset(
     {"lr", "wd", "reward", "filtered_reward", "global_valid_seqs", "global_valid_toks", "mean_prompt_length"}

@@ -1,7 +1,8 @@
 """What is submitted to a pool: a configuration, and the GPUs it may use.
 
 Reads ordinary GRPO, SFT and evaluation files, files that name a command, and the wrapper files of the seeds, which name
-such a file and the device mappings. Invariant: a job that is returned can be registered on the pool it was made for.
+such a file and the device mappings. Invariants: a job that is returned can be registered on the pool it was made for;
+no two jobs that are submitted together write into one log or checkpoint directory.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ from nemo_rl.config.world_sizes import training_world_size
 from nemo_rl.time_sharing.pipelines.adapters import ADAPTERS, AdaptersConfig, adapters_command
 from nemo_rl.time_sharing.pipelines.command_config import EXTERNAL, CommandConfig, read_command
 from nemo_rl.time_sharing.pipelines.fits import as_teacher, divides, engines_are_too_wide, engines_of, teachers_fit
-from nemo_rl.time_sharing.pipelines.folders import Config, with_own_folders
 from nemo_rl.time_sharing.pipelines.wrapper import (
     CONFIG_PATH,
     OVERRIDES,
@@ -46,6 +46,48 @@ from nemo_rl.time_sharing.pipelines.wrapper import (
 from nemo_rl.time_sharing.planning import job_placement
 from nemo_rl.time_sharing.protocol.topology import GpuOutsidePool, Pool, Topology, register
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, UNMEASURED_RANK_BATCH
+
+Config = MasterConfig | SFTMasterConfig | EvalMasterConfig | CommandConfig  # of a job
+
+
+def with_own_folders(configs: Mapping[str, Config]) -> dict[str, Config]:
+    """Configurations of jobs by the jobs' names; those that would write into the same directory get one each below it,
+    named after the job.
+    """
+    # The pipelines' processes have working directories of their own.
+    wanted = {job: [str(Path(folder).absolute()) for folder in _folders(config)] for job, config in configs.items()}
+    logs, checkpoints = ([folders[which] for folders in wanted.values() if folders] for which in (0, 1))
+    placed = dict(configs)
+    for job, folders in wanted.items():
+        if not folders:
+            continue
+        log_dir, checkpoint_dir = folders
+        log_dir = f"{log_dir}/{job}" if logs.count(log_dir) > 1 else log_dir
+        if checkpoints.count(checkpoint_dir) > 1:
+            checkpoint_dir = f"{checkpoint_dir}/{job}"
+        placed[job] = in_folders(configs[job], log_dir, checkpoint_dir)
+    return placed
+
+
+def _folders(config: Config) -> tuple[str, ...]:
+    """Where a job logs and saves; nowhere if it trains nothing."""
+    if isinstance(config, AdaptersConfig):
+        return config.log_dir, config.checkpoint_dir
+    if isinstance(config, RootConfig):
+        return config.logger.log_dir, config.checkpointing.checkpoint_dir
+    return ()
+
+
+def in_folders(config: Config, log_dir: str, checkpoint_dir: str) -> Config:
+    """The configuration of a job that logs and saves there, as far as it does."""
+    if isinstance(config, AdaptersConfig):
+        # Its command runs where the job was submitted.
+        stays = [str(Path(folder).absolute()) for folder in _folders(config)] == [log_dir, checkpoint_dir]
+        return config if stays else config.in_folders(log_dir, checkpoint_dir)
+    if isinstance(config, RootConfig):
+        config.logger.log_dir, config.checkpointing.checkpoint_dir = log_dir, checkpoint_dir
+    return config
+
 
 _COMMAND_SLICE_S = 60.0
 

@@ -14,10 +14,9 @@ from nemo_rl.time_sharing.agents.agent import Agent
 from nemo_rl.time_sharing.agents.agent_ranks import REFRESH, Operation
 from nemo_rl.time_sharing.protocol.topology import Topology
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Answer, Command, Priority, Reply, Status, Verb, Want
-from nemo_rl.time_sharing.simulation.job_process import Group, JobProcess
+from nemo_rl.time_sharing.simulation.job_process import Group, JobProcess, Surroundings
 from nemo_rl.time_sharing.simulation.scenario import Costs, ScenarioJob
 from nemo_rl.time_sharing.simulation.simulated_generation import Generation, Sample
-from nemo_rl.time_sharing.simulation.surroundings import Surroundings
 from nemo_rl.time_sharing.simulation.watch import AgentWatch
 from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import Record

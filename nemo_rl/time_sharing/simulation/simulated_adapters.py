@@ -16,11 +16,10 @@ from typing_extensions import override
 
 from nemo_rl.time_sharing.agents.agent_ranks import Operation
 from nemo_rl.time_sharing.protocol.types import Verb
-from nemo_rl.time_sharing.simulation.job_process import Group, JobProcess
+from nemo_rl.time_sharing.simulation.job_process import Group, JobProcess, Surroundings
 from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
 from nemo_rl.time_sharing.simulation.scenario import AdapterJob, Costs, ScenarioAdapter
 from nemo_rl.time_sharing.simulation.simulated_generation import Generation, Sample, SimulatedShard
-from nemo_rl.time_sharing.simulation.surroundings import Surroundings
 from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.adapter_turns import Ready, Turns
 from nemo_rl.utils.record import Record

@@ -6,13 +6,12 @@ Invariant: samples that a teacher lost with its processes are sent again by the 
 
 from __future__ import annotations
 
-from nemo_rl.time_sharing.simulation.job_process import Group, JobProcess
+from nemo_rl.time_sharing.simulation.job_process import Group, JobProcess, Surroundings
 from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
 from nemo_rl.time_sharing.simulation.scenario import Costs, Scenario, ScenarioJob
 from nemo_rl.time_sharing.simulation.scenario_reading import TEACHER_FOUND_S
 from nemo_rl.time_sharing.simulation.simulated_adapters import SimulatedAdapters
 from nemo_rl.time_sharing.simulation.simulated_generation import Sample
-from nemo_rl.time_sharing.simulation.surroundings import Surroundings
 
 
 def jobs_of(scenario: Scenario, world: Surroundings) -> dict[str, SimulatedJob]:

@@ -35,11 +35,10 @@ from nemo_rl.time_sharing.scheduling.liveness import SteadyClock
 from nemo_rl.time_sharing.scheduling.scheduler import PlanRule, Scheduler, StillRegistered
 from nemo_rl.time_sharing.simulation.baselines import BatchQueue
 from nemo_rl.time_sharing.simulation.event_loop import LogCopy, Wire, saved_state_of
-from nemo_rl.time_sharing.simulation.job_process import JobProcess
+from nemo_rl.time_sharing.simulation.job_process import JobProcess, Surroundings
 from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
 from nemo_rl.time_sharing.simulation.scenario import Scenario, ScenarioJob
 from nemo_rl.time_sharing.simulation.simulated_teachers import jobs_of
-from nemo_rl.time_sharing.simulation.surroundings import Surroundings
 from nemo_rl.time_sharing.simulation.watch import SchedulerWatch
 from nemo_rl.utils.record import Entry, Record
 
