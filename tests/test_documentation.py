@@ -87,7 +87,7 @@ PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").gl
 # Runs take minutes; tests of their own carry them to the end (test_first_hour, test_runs, test_evaluation), and here
 # these functions, which run what has been read and checked, do nothing.
 RUNS = {
-    "nemo_rl.algorithms.launch": ("grpo_to_end", "sft_to_end", "evaluate_to_end"),
+    "nemo_rl.algorithms.launch": ("grpo.run", "distillation.run", "sft.run", "evaluate.run"),
     "nemo_rl.algorithms.multi_lora.commands": ("run",),
 }
 

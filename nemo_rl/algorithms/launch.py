@@ -66,7 +66,7 @@ _SIGNALLED_TOGETHER_S = 0.5
 Run = TypeVar("Run", bound="TrainingRun[Any]")
 
 
-@dataclass(frozen=True)
+@dataclass
 class CommandLine(Generic[Config]):
     """A command line of one kind of run.
 
