@@ -157,11 +157,12 @@ def make_loader(
 
 def _leave_signals_to_the_driver(_: int) -> None:
     """Takes a worker out of the command's process group, whose signals are the driver's: torch raises an error in the
-    driver, wherever it is, when one ends a worker.
+    driver, wherever it is, when one ends a worker. So SIGTERM, by which Python ends the workers at the driver's exit,
+    is an exit with code 0.
     """
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 
 
 class MultipleLoaders:

@@ -30,7 +30,7 @@ from ray.exceptions import RayError
 
 from nemo_rl.distributed import idle_agent
 from nemo_rl.distributed.accelerator_slots import CPU_SLOT_RESOURCE, Accelerator, resolve_accelerator
-from nemo_rl.distributed.processes import HOOK, WORKING_DIRECTORY, has_ended, kill_and_wait
+from nemo_rl.distributed.processes import HOOK, WORKING_DIRECTORY, has_ended, kill_and_wait, remove_files_of
 from nemo_rl.distributed.ray_joining import (
     LOCAL,
     RayStartError,
@@ -398,10 +398,12 @@ def _beside(start: Callable[[], Started]) -> Future[Started]:
 
 
 def shutdown_ray() -> None:
-    """Leaves the cluster; ends it when this process started it. Safe to call twice."""
+    """Leaves the cluster; ends it when this process started it, with what its processes left. Safe to call twice."""
     RayWatch.end()
     if ray.is_initialized():
+        children = psutil.Process().children(recursive=True)
         ray.shutdown()
+        remove_files_of(process.pid for process in children)
 
 
 class _StartAhead:

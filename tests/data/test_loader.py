@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,6 +91,16 @@ def test_workers_that_read_ahead_do_not_lose_batches(stop_after: int) -> None:
     second.load_state_dict(state)
     rest = batches(second, 3)
     assert seen + rest[: len(expected) - stop_after] == expected
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_ended_at_the_exit_of_a_run_raises_nothing() -> None:
+    iterator = iter(loader(num_workers=1))
+    next(iterator)
+    (worker,) = multiprocessing.active_children()
+    worker.terminate()
+    worker.join(timeout=60.0)
+    assert worker.exitcode == 0
 
 
 def test_every_epoch_visits_every_row_once_in_an_order_of_its_own() -> None:

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +23,14 @@ from ray._private import node, services
 
 from nemo_rl.distributed import ray_joining, ray_runtime
 from nemo_rl.distributed.accelerator_slots import CPU
-from nemo_rl.distributed.ray_runtime import RayConnection, RayStart, RayStartError, init_ray, starting_ahead
+from nemo_rl.distributed.ray_runtime import (
+    RayConnection,
+    RayStart,
+    RayStartError,
+    init_ray,
+    shutdown_ray,
+    starting_ahead,
+)
 
 LATE = "The current node timed out during startup. This could happen because"
 
@@ -286,6 +294,22 @@ def test_a_signal_while_ray_starts_is_raised_once_it_is_up(monkeypatch: pytest.M
     with pytest.raises(KeyboardInterrupt):
         init_ray(device="cpu")
     assert up and up[0] is not threading.main_thread()
+
+
+def test_the_end_of_a_cluster_removes_what_its_killed_processes_left(
+    cluster: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        for pid in (engine.pid, os.getpid()):
+            (tmp_path / f"nemo_rl-sockets-{pid}-x").mkdir()
+        cluster.append("up")
+        shutdown_ray()
+    finally:
+        engine.kill()
+        engine.wait()
+    assert [path.name for path in tmp_path.iterdir()] == [f"nemo_rl-sockets-{os.getpid()}-x"]
 
 
 def test_asking_a_cluster_hides_the_lines_of_ray_alone(capfd: pytest.CaptureFixture[str]) -> None:
