@@ -22,7 +22,7 @@ from nemo_rl.experience.hooks import (
 from nemo_rl.utils.timer import Timer
 
 if TYPE_CHECKING:
-    from nemo_rl.algorithms.grpo.refit import Refitter
+    from nemo_rl.algorithms.grpo.refitter import Refitter
     from nemo_rl.experience.collector import Collector
 
 _FIFTIETHS = 50

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from nemo_rl.algorithms.accelerators import Accelerators, OwnAccelerators
-from nemo_rl.algorithms.grpo.refit import Refitter
+from nemo_rl.algorithms.grpo.refitter import Refitter
 from nemo_rl.algorithms.profiling import profile_of_run
 from nemo_rl.algorithms.resume import Resume
 from nemo_rl.config import (

@@ -59,7 +59,7 @@ _TOO_LARGE_FOR_CPUS = 200e6
 
 
 @dataclass(frozen=True)
-class Limits:
+class RunLimits:
     """The end of a run."""
 
     steps_key: str  # dotted key of the number of steps, for messages
@@ -97,7 +97,7 @@ def find_checkpoint(config: RootConfig) -> tuple[CheckpointManager, Resume | Non
     return checkpointer, resume
 
 
-def check_steps_left(resume: Resume | None, limits: Limits) -> None:
+def check_steps_left(resume: Resume | None, limits: RunLimits) -> None:
     """Raises NothingToDo: the checkpoint has all steps of the run."""
     if resume is not None:
         resume.check_unfinished(limits.max_steps, limits.steps_key)
@@ -163,7 +163,11 @@ def read_data(
 
 
 def find_position(
-    data: RunData, loaders: Loaders[TrainLoader], new: State, resumed: Callable[[TrainingInfo], State], limits: Limits
+    data: RunData,
+    loaders: Loaders[TrainLoader],
+    new: State,
+    resumed: Callable[[TrainingInfo], State],
+    limits: RunLimits,
 ) -> tuple[State, int]:
     """Restores the loader's position; returns the run's counters and its last step.
 

@@ -20,7 +20,7 @@ import ray
 from nemo_rl.algorithms.multi_lora.adapter_run import Shared
 from nemo_rl.algorithms.multi_lora.assembly import shared_parts
 from nemo_rl.algorithms.multi_lora.http import JobUnreachable, call, serve
-from nemo_rl.algorithms.multi_lora.job import MultiLoraJob, Phase, SlotsFull, UnknownAdapter
+from nemo_rl.algorithms.multi_lora.job import AdapterPhase, MultiLoraJob, SlotsFull, UnknownAdapter
 from nemo_rl.algorithms.multi_lora.passes import AdapterRemoved
 from nemo_rl.config.multi_lora import load_adapter, load_base
 from nemo_rl.time_sharing.history.checker import check
@@ -114,7 +114,7 @@ def parts(
         yield workplace, shared
 
 
-def _phase(job: MultiLoraJob, name: str) -> Phase:
+def _phase(job: MultiLoraJob, name: str) -> AdapterPhase:
     return next(state.phase for state in job.states() if state.name == name)
 
 
@@ -140,14 +140,14 @@ def test_adapters_join_fail_and_leave_alone_and_go_on_where_they_were(parts: tup
         odd.write_text(odd.read_text() + "policy: {dtensor_cfg: {lora_cfg: {target_modules: [q_prj]}}}\n")
         with pytest.raises(JobUnreachable, match="q_prj matches no linear layer"):
             call(logs, "POST", "/adapters", {"file": str(odd)})
-        _until(lambda: _phase(job, "one") is Phase.DONE and _phase(job, "bad") is Phase.FAILED)
+        _until(lambda: _phase(job, "one") is AdapterPhase.DONE and _phase(job, "bad") is AdapterPhase.FAILED)
         listed: Any = call(logs, "GET", "/adapters")
         reason = next(state["reason"] for state in listed if state["name"] == "bad")
         assert "planted" in reason and "ray::" not in reason
         # What others do does not touch an adapter that runs, and it leaves in the middle of a step.
         _until(lambda: next(state.step for state in job.states() if state.name == "long") >= 3)
         assert call(logs, "DELETE", "/adapters/long")["phase"] == "leaving"  # type: ignore[index]
-        _until(lambda: _phase(job, "long") is Phase.REMOVED)
+        _until(lambda: _phase(job, "long") is AdapterPhase.REMOVED)
         with pytest.raises(JobUnreachable, match="no adapter long runs here; there are none"):
             call(logs, "DELETE", "/adapters/long")
         with pytest.raises(UnknownAdapter):
@@ -172,7 +172,7 @@ def test_adapters_join_fail_and_leave_alone_and_go_on_where_they_were(parts: tup
     workplace.add(again, "twin", seed=1)
     assert again.wait(_TIMEOUT_S)
     done = {state.name: (state.phase, state.step) for state in again.states()}
-    assert done == {"one": (Phase.DONE, 3), "twin": (Phase.DONE, 2)}
+    assert done == {"one": (AdapterPhase.DONE, 3), "twin": (AdapterPhase.DONE, 2)}
     twin = [[row["token_ids"] for row in workplace.samples("twin", step)] for step in (1, 2)]
     assert twin[0] == beside[0]
     # Later answers follow weights that differ by rounding; prompts do not.
@@ -180,7 +180,7 @@ def test_adapters_join_fail_and_leave_alone_and_go_on_where_they_were(parts: tup
     last = MultiLoraJob(workplace.base, shared)
     workplace.add(last, "ended", steps=1000)
     last.close()
-    assert _phase(last, "ended") is Phase.REMOVED
+    assert _phase(last, "ended") is AdapterPhase.REMOVED
     ending = MultiLoraJob(workplace.base, shared)
     ending.end_after_steps()
     with pytest.raises(AdapterRemoved, match="the job ends"):
@@ -196,7 +196,7 @@ class Schedule:
         self._names = [f"r{number}{letter}" for letter in "abcde"[: self._rng.randint(3, 5)]]
         self.removed = self.full = self.killed = 0
 
-    def play(self) -> dict[str, Phase]:
+    def play(self) -> dict[str, AdapterPhase]:
         """How each adapter ended."""
         rng, job = self._rng, MultiLoraJob(self._workplace.base, self._shared)
         steps = {name: rng.choice((1, 2, 3, 1000)) for name in self._names}
@@ -222,11 +222,11 @@ class Schedule:
         # Those that were removed come back, and go on from what they had saved.
         again = MultiLoraJob(self._workplace.base, self._shared)
         ended = {state.name: state.phase for state in job.states()}
-        for name in [name for name, phase in ended.items() if phase is Phase.REMOVED][:2]:
+        for name in [name for name, phase in ended.items() if phase is AdapterPhase.REMOVED][:2]:
             self._workplace.add(again, name, seed=seeds[name], steps=2)
         assert again.wait(_TIMEOUT_S)
         states = [*job.states(), *again.states()]
-        assert [(state.name, state.reason) for state in states if state.phase is Phase.FAILED] == []
+        assert [(state.name, state.reason) for state in states if state.phase is AdapterPhase.FAILED] == []
         return {state.name: state.phase for state in states}
 
     def _remove_one(self, job: MultiLoraJob) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms.grpo.refit import Refitter
+from nemo_rl.algorithms.grpo.refitter import Refitter
 from nemo_rl.config import WeightSyncConfig
 from nemo_rl.distributed.worker_calls import WorkerDiedError, WorkerError
 from nemo_rl.models.generation import refit

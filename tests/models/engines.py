@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import torch
 
-from nemo_rl.algorithms.grpo.refit import Refitter
+from nemo_rl.algorithms.grpo.refitter import Refitter
 from nemo_rl.config import MasterConfig, load_master_config
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict

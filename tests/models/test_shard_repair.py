@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from nemo_rl.algorithms.grpo.refit import Refitter
+from nemo_rl.algorithms.grpo.refitter import Refitter
 from nemo_rl.models.generation.interfaces import GenerationError
 from nemo_rl.models.generation.vllm.fleet import ShardState
 from tests.models.engines import Colocated, colocated, engine_pids, kill, wait_until_gone

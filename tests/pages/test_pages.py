@@ -53,7 +53,7 @@ MEASURE = {
     "algorithms/grpo/step_trainer.py": ("timing/train",),
     "algorithms/grpo/async_source.py": ("train", "timing/train"),
     "algorithms/grpo/streaming.py": ("train", "timing/train"),
-    "algorithms/grpo/refit.py": ("refit", "timing/train"),
+    "algorithms/grpo/refitter.py": ("refit", "timing/train"),
     "algorithms/sft/driver.py": ("train", "validation", "performance", "timing/train"),
     "experience/rollouts.py": ("train",),
     "loss/clipped_pg.py": ("train",),

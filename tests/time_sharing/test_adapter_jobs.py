@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from nemo_rl.algorithms.multi_lora.adapter_run import AdapterRecords
-from nemo_rl.algorithms.multi_lora.job import AdapterState, Phase
+from nemo_rl.algorithms.multi_lora.job import AdapterPhase, AdapterState
 from nemo_rl.config import ConfigError
 from nemo_rl.config.multi_lora import load_base
 from nemo_rl.models.policy.model_config import UnsupportedModelError
@@ -203,7 +203,7 @@ def test_a_job_shows_how_far_each_of_its_adapters_is_and_ends_with_their_steps(t
     assert pipeline.progress().adapters == () and pipeline.progress().step == 0
     states = [
         AdapterState(name, phase, 0, step, 3, waits, 8 * waits, 1.5, 2.0, "logs")
-        for name, phase, step, waits in (("one", Phase.DONE, 3, 0), ("two", Phase.RUNNING, 2, 4))
+        for name, phase, step, waits in (("one", AdapterPhase.DONE, 3, 0), ("two", AdapterPhase.RUNNING, 2, 4))
     ]
     AdapterRecords("adapters", tmp_path).keep([state.plain() for state in states])
     said = pipeline.progress()

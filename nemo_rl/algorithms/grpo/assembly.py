@@ -37,9 +37,9 @@ from nemo_rl.algorithms.placement import (
 from nemo_rl.algorithms.profiling import check_profile, profile_of_run
 from nemo_rl.algorithms.resume import Resume
 from nemo_rl.algorithms.startup import (
-    Limits,
     Loaders,
     RunData,
+    RunLimits,
     begin_beside,
     check_cpu_is_meant,
     check_steps_left,
@@ -243,12 +243,12 @@ def setup(config: MasterConfig, start: StartPhases | None = None, placement: Pla
     return run
 
 
-def limits_of(config: MasterConfig) -> Limits:
+def limits_of(config: MasterConfig) -> RunLimits:
     """The end of a run."""
     grpo = config.grpo
     # Neither loaders by task nor dynamic sampling know how many steps an epoch has.
     epochs = None if config.data.use_multiple_dataloader or grpo.use_dynamic_sampling else grpo.max_num_epochs
-    return Limits(f"{config.section()}.max_num_steps", grpo.max_num_steps, epochs, prompts_per_batch(grpo))
+    return RunLimits(f"{config.section()}.max_num_steps", grpo.max_num_steps, epochs, prompts_per_batch(grpo))
 
 
 def _begin(

@@ -46,7 +46,7 @@ class UnknownAdapter(UserError, KeyError):
         return str(self.args[0])
 
 
-class Phase(str, Enum):
+class AdapterPhase(str, Enum):
     """Where an adapter is."""
 
     JOINING = "joining"
@@ -59,7 +59,7 @@ class Phase(str, Enum):
     @property
     def over(self) -> bool:
         """Whether it trains no more and holds no slot."""
-        return self in (Phase.DONE, Phase.FAILED, Phase.REMOVED)
+        return self in (AdapterPhase.DONE, AdapterPhase.FAILED, AdapterPhase.REMOVED)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class AdapterState:
     """An adapter as people and other programs see it."""
 
     name: str
-    phase: Phase
+    phase: AdapterPhase
     slot: int
     step: int
     total_steps: int
@@ -88,7 +88,7 @@ class _Member:
     adapter: AdapterConfig
     slot: int
     removed: threading.Event = field(default_factory=threading.Event)
-    phase: Phase = Phase.JOINING
+    phase: AdapterPhase = AdapterPhase.JOINING
     run: GRPORun | None = None
     added: float = field(default_factory=time.monotonic)
     joined_in_s: float | None = None
@@ -102,7 +102,7 @@ class _Member:
             self.adapter.name,
             self.phase,
             self.slot,
-            run.state.step if run is not None else grpo.max_num_steps if self.phase is Phase.DONE else 0,
+            run.state.step if run is not None else grpo.max_num_steps if self.phase is AdapterPhase.DONE else 0,
             grpo.max_num_steps if run is None else run.total_steps,
             0 if self.phase.over else self.waits_for,
             0 if self.phase.over else self.waits_for * grpo.num_generations_per_prompt,
@@ -171,7 +171,7 @@ class MultiLoraJob:
             if member is None or member.phase.over:
                 running = [other for other, of in self._members.items() if not of.phase.over]
                 raise UnknownAdapter(f"no adapter {name} runs here; there are {', '.join(running) or 'none'}")
-            member.phase = Phase.LEAVING
+            member.phase = AdapterPhase.LEAVING
             member.removed.set()
             return self._state(member)
 
@@ -209,7 +209,7 @@ class MultiLoraJob:
 
     def _train(self, member: _Member) -> None:
         name, shared = member.adapter.name, self._shared
-        phase, reason = Phase.DONE, ""
+        phase, reason = AdapterPhase.DONE, ""
         try:
             with ExitStack() as stack:
                 stack.enter_context(directories_of_its_own(member.adapter.config))
@@ -217,14 +217,14 @@ class MultiLoraJob:
         except NothingToDo as nothing:
             reason = str(nothing)
         except AdapterRemoved as removed:
-            phase, reason = Phase.REMOVED, str(removed)
+            phase, reason = AdapterPhase.REMOVED, str(removed)
         except (UserError, OSError, RayError) as error:
-            phase, reason = Phase.FAILED, _without_traceback(error)
+            phase, reason = AdapterPhase.FAILED, _without_traceback(error)
             logger.error("adapter=%s failed reason=%s", name, reason)
             logger.debug("adapter=%s failed", name, exc_info=True)
         except Exception as error:
             # Whatever it was, the others go on.
-            phase, reason = Phase.FAILED, f"{type(error).__name__}: {error}"
+            phase, reason = AdapterPhase.FAILED, f"{type(error).__name__}: {error}"
             logger.exception("adapter=%s failed", name)
         finally:
             shared.passes.leave(name)
@@ -235,7 +235,7 @@ class MultiLoraJob:
                 logger.warning("adapter=%s slot=%d clearing=failed reason=%s", name, member.slot, first_line(error))
             with self._changed:
                 # A step that ended while the adapter was being removed was its last.
-                member.phase = Phase.REMOVED if member.removed.is_set() and phase is Phase.DONE else phase
+                member.phase = AdapterPhase.REMOVED if member.removed.is_set() and phase is AdapterPhase.DONE else phase
                 member.reason = reason
                 self._changed.notify_all()
 
@@ -257,7 +257,7 @@ class MultiLoraJob:
             member.run = run
             if self._closing:
                 run.timeout.end_after_step()
-            member.phase = Phase.RUNNING
+            member.phase = AdapterPhase.RUNNING
             member.joined_in_s = time.monotonic() - member.added
         run.progress.say(f"joined after {member.joined_in_s:.1f} s")
         train_to_end(_AdapterSteps(run, member.removed))

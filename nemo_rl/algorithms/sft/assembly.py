@@ -27,8 +27,8 @@ from nemo_rl.algorithms.profiling import check_profile
 from nemo_rl.algorithms.resume import Resume, name_latest
 from nemo_rl.algorithms.sft.driver import SFTRun, SFTState
 from nemo_rl.algorithms.startup import (
-    Limits,
     Loaders,
+    RunLimits,
     begin_beside,
     check_cpu_is_meant,
     check_steps_left,
@@ -139,10 +139,10 @@ def setup(config: SFTMasterConfig, start: StartPhases | None = None, placement: 
     return run
 
 
-def limits_of(config: SFTMasterConfig) -> Limits:
+def limits_of(config: SFTMasterConfig) -> RunLimits:
     """The end of a run."""
     sft = config.sft
-    return Limits("sft.max_num_steps", sft.max_num_steps, sft.max_num_epochs, config.policy.train_global_batch_size)
+    return RunLimits("sft.max_num_steps", sft.max_num_steps, sft.max_num_epochs, config.policy.train_global_batch_size)
 
 
 def mask_of(config: SFTMasterConfig) -> Mask:
