@@ -39,6 +39,7 @@ _SAVE_PERIOD = 2
 _BATCHES = 8
 _FOREVER = 10**6
 _POLL_S = 0.2
+_ENDS_S = 10.0
 _TAIL = 3000
 _REASON = 200  # characters
 
@@ -180,7 +181,11 @@ class Kills:
         from nemo_rl.time_sharing.log.reading import merge_by_machine_time
 
         self._end()
-        if left := processes({_RUN: self._mark}):
+        # Ray's workers end by themselves once they see that their node is gone.
+        deadline = time.monotonic() + _ENDS_S
+        while (left := processes({_RUN: self._mark})) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        if left:
             raise Failed(f"{len(left)} processes outlived the pool: {[' '.join(one.cmdline())[:60] for one in left]}")
         # A job that was cut off has ended nothing that was open.
         entries = list(merge_by_machine_time(sorted(self._log_dir.glob("*.jsonl")), recover=True))
