@@ -144,7 +144,9 @@ def record(logs: Path) -> str:
 
 def _lasting(entry: Entry) -> str:
     names = _LASTING.get(type(entry.event), ())
-    return f"{type(entry.event).__name__} {[getattr(entry.event, name) for name in names]}" if names else ""
+    # As the file has them: without names of classes that they are made of.
+    values = json.dumps([getattr(entry.event, name) for name in names])
+    return f"{type(entry.event).__name__} {values}" if names else ""
 
 
 def simulation() -> dict[str, str]:
