@@ -76,7 +76,8 @@ class SFTSteps(Steps[SFTRun]):
     @contextmanager
     def running(self) -> Generator[None]:
         """Validates first if configured; SFT generates nothing."""
-        self._enter_training()
+        self.run.accelerators.lend_training(self.run.state.step)
+        self.run.policy.prepare_for_training()
         if self.run.config.sft.val_at_start and self.run.state.step == 0:
             validate(self.run)
         yield
@@ -95,13 +96,8 @@ class SFTSteps(Steps[SFTRun]):
         """Trains on the batch."""
         if self._batch is None:
             return None
-        self._enter_training()
-        return _step(self.run, self._batch)
-
-    def _enter_training(self) -> None:
-        """Waits for the accelerators, and moves the policy there if it is away."""
         self.run.accelerators.lend_training(self.run.state.step)
-        self.run.policy.prepare_for_training()
+        return _step(self.run, self._batch)
 
     def validate(self) -> dict[str, float]:
         return validate(self.run)

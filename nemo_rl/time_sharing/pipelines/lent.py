@@ -9,7 +9,6 @@ is for a run that generates nothing, `LentEngines` for one that trains nothing.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -43,8 +42,6 @@ from nemo_rl.time_sharing.pipelines.vllm_engine import (
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Priority
 from nemo_rl.utils.record import Record
 from nemo_rl.utils.record_events import EngineOutgrown, RequestFinished, RequestSubmitted
-
-logger = logging.getLogger(__name__)
 
 _NO_ENGINE = 0.0
 
@@ -392,12 +389,13 @@ class LentTraining(Accelerators):
         self._grants, self._run, self._accelerator, self._rules = grants, run, accelerator, rules
 
     def lend_training(self, step: int) -> None:
-        """Waits for the GPUs, unless they are held. For errors see `Grants.acquire`."""
+        """Waits for the GPUs, unless they are held, and moves the policy there. For errors see `Grants.acquire`."""
         if self._grants.held is Priority.ACTOR_TRAINING:
             return
         self._run.progress.phase("waiting for training GPUs")
         with self._run.timer.time("idle/training_grant"):
             self._grants.acquire(Priority.ACTOR_TRAINING, step)
+        self._run.policy.prepare_for_training()
 
     def yield_training(self, step: int) -> None:
         """Gives the GPUs back at the end of a slice, where another job waits for them."""
