@@ -37,8 +37,6 @@ from nemo_rl.time_sharing.viewing.timeline import build_timeline
 from nemo_rl.time_sharing.viewing.trace import write_trace
 from nemo_rl.utils.record import RecordDamaged
 
-logger = logging.getLogger(__name__)
-
 _KINDS = _events.__name__
 _EPOCH_S = 1e9
 _DRAIN_S = 900.0

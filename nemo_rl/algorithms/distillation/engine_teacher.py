@@ -8,7 +8,6 @@ scored, or the call fails.
 from __future__ import annotations
 
 import asyncio
-import logging
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -35,8 +34,6 @@ from nemo_rl.utils.record import Record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
 _KEEP_WEIGHTS = 1

@@ -9,7 +9,6 @@ adapter's step.
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,8 +44,6 @@ from nemo_rl.utils.adapter_files import AdapterInfo
 
 if TYPE_CHECKING:
     from nemo_rl.distributed.accelerator_slots import Accelerator
-
-logger = logging.getLogger(__name__)
 
 OPTIMIZER_FILE = "adapter_optimizer.pt"
 

@@ -6,7 +6,6 @@ importing this module must start nothing and need nothing.
 
 from __future__ import annotations
 
-import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +23,6 @@ from nemo_rl.time_sharing.protocol.types import Answer, Limits, Reply, Status
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
-
-logger = logging.getLogger(__name__)
 
 CONTROL_NAMESPACE = "nemo_rl_time_sharing"
 SCHEDULER_NAME = "scheduler"

@@ -7,7 +7,6 @@ routable only after a load; routing changes never wait.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -23,8 +22,6 @@ from nemo_rl.time_sharing.agents.runtime import EngineError, Ranks
 from nemo_rl.time_sharing.pipelines.residents import SlotMemory
 from nemo_rl.weight_sync.cache import CacheError
 from nemo_rl.weight_sync.transports.base import TransportError
-
-logger = logging.getLogger(__name__)
 
 _GATHER_S = 0.05
 _KEEP_WEIGHTS = 1

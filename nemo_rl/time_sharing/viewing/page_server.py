@@ -8,7 +8,6 @@ after `close`.
 from __future__ import annotations
 
 import json
-import logging
 import secrets
 import threading
 import time
@@ -45,8 +44,6 @@ from nemo_rl.utils.record_events import StepFinished
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
-
-logger = logging.getLogger(__name__)
 
 _FRESH_S = 1.0
 _MOST_BARS = 20_000

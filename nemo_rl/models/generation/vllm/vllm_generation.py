@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
 import uuid
 from collections import Counter
@@ -43,7 +42,6 @@ from nemo_rl.models.generation.vllm.engine_stats import EngineSample, generation
 from nemo_rl.models.generation.vllm.fleet import EngineFleet, ShardTargets
 from nemo_rl.utils.record import Record
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _TRANSITION_TIMEOUT_S = 180.0
