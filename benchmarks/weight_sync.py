@@ -80,7 +80,7 @@ class CacheOwner:
 
         return device_uuid(device_of_process())
 
-    def begin(self, spec: Any, manifest: CacheManifest) -> None:
+    def begin_cached_export(self, spec: Any, manifest: CacheManifest) -> None:
         """Opens a session that pushes."""
         from nemo_rl.distributed.devices import device_of_process
         from nemo_rl.weight_sync.cache import CACHE_OWNER
@@ -103,7 +103,7 @@ class CacheOwner:
         """Broadcasts a window."""
         self._sender.send_window(index)
 
-    def close(self, failed: bool) -> None:
+    def close_export(self, failed: bool) -> None:
         """Ends the session."""
         if self._sender is not None:
             self._sender.close(failed=failed)
@@ -111,7 +111,7 @@ class CacheOwner:
 
 
 class RemoteOwner:
-    """The owner actor as the cache's sender."""
+    """The owner actor, to which the cache's sessions turn where bytes are pushed."""
 
     def __init__(self, actor: Any, cluster: Any) -> None:
         import ray
@@ -125,34 +125,8 @@ class RemoteOwner:
     def rendezvous(self) -> tuple[str, int]:
         return self._cluster.get_master_address_and_port()
 
-    def kept_group(self, timeout_s: float) -> str | None:
-        return self._get(self._actor.kept_group.remote(), timeout=timeout_s)
-
-    def begin_cached(self, spec: Any, manifest: CacheManifest, timeout_s: float) -> None:
-        self._get(self._actor.begin.remote(spec, manifest), timeout=timeout_s)
-
-    def export_window(self, index: int, timeout_s: float) -> list[Any]:
-        return [self._get(self._actor.export_window.remote(index), timeout=timeout_s)]
-
-    def send_window(self, index: int, timeout_s: float) -> None:
-        self._get(self._actor.send_window.remote(index), timeout=timeout_s)
-
-    def close(self, *, failed: bool = False) -> None:
-        self._get(self._actor.close.remote(failed), timeout=60.0)
-
-
-class Cache:
-    """What `ElasticGeneration` serves from: the cache, through its owner where bytes are pushed."""
-
-    def __init__(self, cache: BucketCache, through: Any) -> None:
-        self.cache, self._through = cache, through
-
-    @property
-    def version(self) -> int | None:
-        return self.cache.version
-
-    def source(self, version: int) -> Any:
-        return self.cache.source(version, self._through)
+    def on_first(self, method: str, timeout_s: float | None = None, **kwargs: Any) -> Any:
+        return self._get(getattr(self._actor, method).remote(**kwargs), timeout=timeout_s)
 
 
 def pinned_rate(gpus: int) -> float:
@@ -321,7 +295,6 @@ def measure(args: argparse.Namespace, rate: float, cuda: bool) -> None:
         stop_token_ids=[],
     )
     owner: Any = None
-    through = None
     if args.transport == "nccl":
         own = cluster if args.share else RayVirtualCluster([1], use_gpus=cuda, num_gpus_per_node=1, name="owner")
         slot = own.slots()[0]
@@ -337,8 +310,10 @@ def measure(args: argparse.Namespace, rate: float, cuda: bool) -> None:
             runtime_env={"env_vars": environment},
         )
         owner = actor.remote(str(model), dtype, bucket_bytes)
-        through = RemoteOwner(owner, own)
-        cache = BucketCache(lambda version, served: ray.get(owner.build.remote(version, served), timeout=600.0))
+        cache = BucketCache(
+            lambda version, served: ray.get(owner.build.remote(version, served), timeout=600.0),
+            owner=RemoteOwner(owner, own),
+        )
     else:
         local = CacheOwner(str(model), dtype, bucket_bytes)
         cache = BucketCache(local.build)
@@ -348,7 +323,7 @@ def measure(args: argparse.Namespace, rate: float, cuda: bool) -> None:
     cache.build(1)
     build_s = time.perf_counter() - began
     options = SyncOptions(args.transport, bucket_bytes, args.verify, 300.0)
-    elastic = ElasticGeneration(engines, Cache(cache, through), options)
+    elastic = ElasticGeneration(engines, cache, options)
     try:
         first, *runs = (timed_cycle(number, engines, elastic, ranks) for number in range(args.cycles + 1))
         median = {name: statistics.median(run[name] for run in runs) for name in runs[0]}

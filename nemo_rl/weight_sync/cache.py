@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 CACHE_OWNER = 1
 _MEMORY_SHARE = 0.8
 _WINDOW_BYTES = 1 << 30
+_CLOSE_S = 60.0
 
 
 class CacheError(UserError, RuntimeError):
@@ -146,17 +147,43 @@ class CacheBuilder:
         self._capacity = 0
 
 
+class CacheOwner(Protocol):
+    """The training rank that owns a cache, where bytes must be pushed (NCCL) or staged on a GPU (CUDA IPC)."""
+
+    def devices(self) -> list[str]:
+        """Device identity of every training rank, the owner first."""
+        ...
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Address of the owner and a free port there."""
+        ...
+
+    def on_first(self, method: str, timeout_s: float | None = None, **kwargs: object) -> Any:
+        """Calls `kept_group`, `begin_cached_export`, `export_window`, `send_window` or `close_export` of the owner."""
+        ...
+
+
 class BucketCache:
     """The owner's side: the served version, the lock, and one build at a time.
 
     Args:
         build: Builds a version beside the served buffer, whose path it gets.
         timeout_s: How long a build or a session waits for the other.
+        owner: The training rank that has the buffers; without one the cache serves targets on its own host only.
+        may_stage: Whether sessions may use the owner's GPU: not on a pool, which lends it to others between steps.
     """
 
-    def __init__(self, build: Callable[[int, str | None], CacheManifest], *, timeout_s: float = 150.0) -> None:
+    def __init__(
+        self,
+        build: Callable[[int, str | None], CacheManifest],
+        *,
+        timeout_s: float = 150.0,
+        owner: CacheOwner | None = None,
+        may_stage: bool = True,
+    ) -> None:
         self._build = build
         self._timeout_s = timeout_s
+        self._owner, self._may_stage = owner, may_stage
         self._reading = threading.Lock()
         self._building = threading.Lock()
         self._manifest: CacheManifest | None = None
@@ -215,45 +242,25 @@ class BucketCache:
             raise CacheError("the weight cache is empty; build a version first")
         return self._manifest
 
-    def source(self, version: int, through: CachedSender | None = None) -> CachedSource:
+    def source(self, version: int) -> CachedSource:
         """A session's source of `version`."""
-        return CachedSource(self, version, through)
-
-
-class CachedSender(Protocol):
-    """The owner rank, where bytes must be pushed (NCCL) or staged on a GPU (CUDA IPC)."""
+        return CachedSource(self, version)
 
     def devices(self) -> list[str]:
-        """Device identity of every rank, the owner first."""
-        ...
+        """The host memory of the cache and the owner's GPU, where sessions may use one."""
+        if self._owner is None:
+            return [device_uuid(CPU.torch_device())]
+        owner = self._owner.devices()[0]
+        here = host_memory_of(owner)
+        return [here] if in_host_memory(owner) or not self._may_stage else [here, owner]
 
-    def may_stage(self) -> bool:
-        """Whether the owner may use memory of its GPU: not where that is lent to others meanwhile."""
-        ...
-
-    def rendezvous(self) -> tuple[str, int]:
-        """Address of the owner and a free port there."""
-        ...
-
-    def kept_group(self, timeout_s: float) -> str | None:
-        """Id of the group that the owner holds, if it does."""
-        ...
-
-    def begin_cached(self, spec: SendSpec, manifest: CacheManifest, timeout_s: float) -> None:
-        """Opens a session that sends a built version."""
-        ...
-
-    def export_window(self, index: int, timeout_s: float) -> list[dict[str, Published] | None]:
-        """Packs a window."""
-        ...
-
-    def send_window(self, index: int, timeout_s: float) -> None:
-        """Pushes a window."""
-        ...
-
-    def close(self, *, failed: bool = False) -> None:
-        """Ends the session; after a failure no group is kept."""
-        ...
+    def owner(self) -> CacheOwner:
+        """The rank that pushes and stages. Raises TransportError: there is none."""
+        if self._owner is None:
+            raise TransportError(
+                "this weight cache is not owned by a training rank: it serves targets on its own host only"
+            )
+        return self._owner
 
 
 class CachedSource:
@@ -265,10 +272,9 @@ class CachedSource:
 
     maps_host_memory = True
 
-    def __init__(self, cache: BucketCache, version: int, through: CachedSender | None) -> None:
+    def __init__(self, cache: BucketCache, version: int) -> None:
         self._cache = cache
         self._version = version
-        self._through = through
         self._manifest: CacheManifest | None = None
         self._spec: SendSpec | None = None
 
@@ -277,12 +283,8 @@ class CachedSource:
         return self._cache.manifest().metas
 
     def devices(self) -> list[str]:
-        """The host memory of the cache and the owner's GPU, if any."""
-        if self._through is None:
-            return [device_uuid(CPU.torch_device())]
-        owner = self._through.devices()[0]
-        here = host_memory_of(owner)
-        return [here] if in_host_memory(owner) or not self._through.may_stage() else [here, owner]
+        """See `BucketCache.devices`."""
+        return self._cache.devices()
 
     def staging_budget(self) -> int:
         """Bytes of one window."""
@@ -290,11 +292,11 @@ class CachedSource:
 
     def rendezvous(self) -> tuple[str, int]:
         """Address of the owner for group set-up."""
-        return self._owner().rendezvous()
+        return self._cache.owner().rendezvous()
 
     def kept_group(self, timeout_s: float) -> str | None:
         """The group that the owner holds."""
-        return self._owner().kept_group(timeout_s)
+        return self._cache.owner().on_first("kept_group", timeout_s)
 
     def begin(self, spec: SendSpec, timeout_s: float) -> None:
         """Begins to read. Raises CacheError: the cache serves another version; LayoutError: the session's buckets are
@@ -307,7 +309,8 @@ class CachedSource:
             )
         self._spec = spec
         if lanes := _lanes_of_owner(spec):
-            self._owner().begin_cached(replace(spec, lanes={CACHE_OWNER: lanes}), self._manifest, timeout_s)
+            sent = replace(spec, lanes={CACHE_OWNER: lanes})
+            self._cache.owner().on_first("begin_cached_export", timeout_s, spec=sent, manifest=self._manifest)
 
     def export_window(self, index: int, timeout_s: float) -> list[dict[str, Published] | None]:
         """The window's place in the cache, and the owner's staged copy if its lane is used."""
@@ -326,30 +329,23 @@ class CachedSource:
         mapped: dict[str, Published] = {"host": {"handle": place, "checksums": list(sums)}}
         if not _lanes_of_owner(self._spec):
             return [mapped]
-        staged = self._owner().export_window(index, timeout_s)[0] or {}
+        staged = self._cache.owner().on_first("export_window", timeout_s, index=index) or {}
         # Bytes sent from host memory lie at the cache's own place.
         return [mapped | {name: staged[name] for name in staged if name == "tcp"}, staged]
 
     def send_window(self, index: int, timeout_s: float) -> None:
         """Pushes a window from the owner."""
-        self._owner().send_window(index, timeout_s)
+        self._cache.owner().on_first("send_window", timeout_s, index=index)
 
     def close(self, *, failed: bool = False) -> None:
         """Ends the reading."""
         try:
             if self._spec is not None and _lanes_of_owner(self._spec):
-                self._owner().close(failed=failed)
+                self._cache.owner().on_first("close_export", _CLOSE_S, failed=failed)
         finally:
             if self._manifest is not None:
                 self._cache.release()
             self._manifest = self._spec = None
-
-    def _owner(self) -> CachedSender:
-        if self._through is None:
-            raise TransportError(
-                "this weight cache is not owned by a training rank: it serves targets on its own host only"
-            )
-        return self._through
 
 
 def _lanes_of_owner(spec: SendSpec) -> tuple[TransportName, ...]:

@@ -240,8 +240,8 @@ def test_a_version_that_is_built_while_shards_are_synced_is_the_one_they_get(wor
         world.elastic.shrink([0, 1])
     source = world.cache.source
 
-    def overtaken(version: int, through: Any = None) -> Any:
-        read = source(version, through)
+    def overtaken(version: int) -> Any:
+        read = source(version)
         if version == 1:
             world.cache.build(2)
         return read

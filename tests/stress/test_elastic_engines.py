@@ -290,7 +290,7 @@ def test_a_sync_that_cannot_be_is_refused_and_changes_nothing(engines: Elastic) 
             self._version = version
             super().begin(*arguments)
 
-    source = Older(engines.cache, version - 1, None)
+    source = Older(engines.cache, version - 1)
     targets = engines.generation.get_model_update_receiver([0, 1])
     with pytest.raises(
         WorkerError,
@@ -377,7 +377,7 @@ def test_after_a_session_that_broke_off_half_way_the_next_one_brings_the_whole_v
 
     engines.generation.sleep_partial([1])
     with monkeypatch.context() as broken:
-        broken.setattr(engines.cache, "source", lambda version: BreaksOff(engines.cache, version, None))
+        broken.setattr(engines.cache, "source", lambda version: BreaksOff(engines.cache, version))
         # A shard that wakes sleeps again when its weights do not come.
         with pytest.raises(TransportError, match="planted"):
             engines.elastic.expand([1])
@@ -386,7 +386,7 @@ def test_after_a_session_that_broke_off_half_way_the_next_one_brings_the_whole_v
     assert slept.freed_bytes > 30 << 20
     engines.generation.wake_up_partial([1], skip_activate=True, tags=["weights"])
     with monkeypatch.context() as broken:
-        broken.setattr(engines.cache, "source", lambda version: BreaksOff(engines.cache, version, None))
+        broken.setattr(engines.cache, "source", lambda version: BreaksOff(engines.cache, version))
         with pytest.raises(TransportError, match="planted"):
             engines.elastic.sync_selected_workers([1])
     assert engines.elastic.expand([1]).shards == [1]

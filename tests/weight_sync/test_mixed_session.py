@@ -205,11 +205,11 @@ def test_a_target_that_fails_on_one_transport_ends_the_session_on_all(wires: Wir
 class Owner:
     """The rank on GPU 0 that owns a cache and pushes it where it cannot be mapped."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, stages: bool = True) -> None:
         self.builder = CacheBuilder(OPTIONS.bucket_bytes, torch.device("cpu"))
-        self.cache = BucketCache(self.build, timeout_s=1.0)
+        self.cache = BucketCache(self.build, timeout_s=1.0, owner=self, may_stage=stages)
         self.sender: WeightSender | None = None
-        self.begun, self.stages = 0, True
+        self.begun = 0
 
     def build(self, version: int, served: str | None) -> CacheManifest:
         tensors = weights(float(version))
@@ -219,28 +219,28 @@ class Owner:
     def devices(self) -> list[str]:
         return [NAMES[0], NAMES[1]]
 
-    def may_stage(self) -> bool:
-        return self.stages
-
     def rendezvous(self) -> tuple[str, int]:
         return "a", 1
 
-    def begin_cached(self, spec: SendSpec, manifest: CacheManifest, timeout_s: float) -> None:
+    def on_first(self, method: str, timeout_s: float | None = None, **kwargs: Any) -> Any:
+        return getattr(self, method)(**kwargs)
+
+    def begin_cached_export(self, spec: SendSpec, manifest: CacheManifest) -> None:
         self.begun += 1
         self.sender = WeightSender(spec, iter(manifest.weights()), torch.device("cpu", 0), source=CACHE_OWNER)
 
-    def export_window(self, index: int, timeout_s: float) -> list[dict[str, Any] | None]:
+    def export_window(self, index: int) -> dict[str, Any] | None:
         assert self.sender is not None
-        return [self.sender.export_window(index)]
+        return self.sender.export_window(index)
 
-    def send_window(self, index: int, timeout_s: float) -> None:
+    def send_window(self, index: int) -> None:
         assert self.sender is not None
         self.sender.send_window(index)
 
-    def kept_group(self, timeout_s: float) -> str | None:
+    def kept_group(self) -> str | None:
         return None
 
-    def close(self, *, failed: bool = False) -> None:
+    def close_export(self, failed: bool) -> None:
         assert self.sender is not None
         self.sender.close(failed=failed)
 
@@ -260,16 +260,14 @@ def test_a_cache_disturbs_its_owner_only_for_targets_that_cannot_map_it(
     owner, engines = Owner(), Placed(*numbers)
     owner.cache.build(5)
     options = replace(OPTIONS, transport=transport)
-    report = SyncSession(owner.cache.source(5, owner), engines, version=5, options=options).run()
+    report = SyncSession(owner.cache.source(5), engines, version=5, options=options).run()
     owner.builder.close()
     assert report.transport == used and bool(owner.begun) == owner_pushes
     assert engines.versions == [5] * len(numbers) and engines.hold(weights(5.0))
 
 
 def test_a_cache_whose_owner_has_lent_its_gpu_sends_from_host_memory() -> None:
-    owner = Owner()
-    owner.stages = False
-    source = owner.cache.source(5, owner)
+    source = Owner(stages=False).cache.source(5)
     assert source.devices() == [host_memory_of(NAMES[0])]
     assert plan_routes("auto", source.devices(), [NAMES[2], NAMES[9]]).summary == "host+tcp"
 

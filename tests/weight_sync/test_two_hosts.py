@@ -56,7 +56,7 @@ class Owner:
         metas = [TensorMeta(name, tuple(tensor.shape), "float32") for name, tensor in weights(version).items()]
         return self._builder.build(version, metas, weights(version).items(), served=served)
 
-    def begin(self, spec: SendSpec, manifest: CacheManifest) -> None:
+    def begin_cached_export(self, spec: SendSpec, manifest: CacheManifest) -> None:
         from nemo_rl.weight_sync.cache import CACHE_OWNER
 
         cpu = torch.device("cpu")
@@ -70,7 +70,7 @@ class Owner:
         assert self._sender is not None
         self._sender.send_window(index)
 
-    def close(self, failed: bool) -> None:
+    def close_export(self, failed: bool) -> None:
         if self._sender is not None:
             self._sender.close(failed=failed)
 
@@ -101,38 +101,20 @@ class Rank:
 
 
 class Through:
-    """`CachedSender` over an owner in another process."""
+    """`CacheOwner` in another process."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
 
-    def _ask(self, method: str, *arguments: object) -> Any:
-        return ray.get(getattr(self._owner, method).remote(*arguments), timeout=_TIMEOUT_S)
-
     def devices(self) -> list[str]:
-        return [self._ask("device")]
-
-    def may_stage(self) -> bool:
-        return False
+        return [self.on_first("device")]
 
     def rendezvous(self) -> tuple[str, int]:
-        address, port = self._ask("rendezvous")
+        address, port = self.on_first("rendezvous")
         return address, port
 
-    def kept_group(self, timeout_s: float) -> str | None:
-        return self._ask("kept_group")
-
-    def begin_cached(self, spec: SendSpec, manifest: CacheManifest, timeout_s: float) -> None:
-        self._ask("begin", spec, manifest)
-
-    def export_window(self, index: int, timeout_s: float) -> list[Any]:
-        return [self._ask("export_window", index)]
-
-    def send_window(self, index: int, timeout_s: float) -> None:
-        self._ask("send_window", index)
-
-    def close(self, *, failed: bool = False) -> None:
-        self._ask("close", failed)
+    def on_first(self, method: str, timeout_s: float | None = None, **kwargs: object) -> Any:
+        return ray.get(getattr(self._owner, method).remote(**kwargs), timeout=_TIMEOUT_S)
 
 
 class Ranks:
@@ -173,12 +155,16 @@ def test_ranks_of_both_hosts_get_the_weights_of_a_cache_by_ways_of_their_own(ray
         targets = Ranks(ranks)
         first, *others = targets.devices()
         assert first == ray.get(owner.device.remote(), timeout=_TIMEOUT_S) and first not in others
-        cache = BucketCache(lambda version, served: ray.get(owner.build.remote(version, served), timeout=_TIMEOUT_S))
-        through, groups = Through(owner), []
+        cache = BucketCache(
+            lambda version, served: ray.get(owner.build.remote(version, served), timeout=_TIMEOUT_S),
+            owner=Through(owner),
+            may_stage=False,
+        )
+        groups: list[list[str | None]] = []
         for version in (1, 2):
             cache.build(version)
             options = SyncOptions(bucket_bytes=_BUCKET, verify=True, timeout_s=_TIMEOUT_S)
-            source = cache.source(version, through)
+            source = cache.source(version)
             report = SyncSession(source, targets, version=version, options=options, staged=version == 2).run()
             assert report.transport == "host+tcp" and report.windows >= 1 and report.checksum
             assert ray.get([rank.has.remote(version) for rank in ranks], timeout=_TIMEOUT_S) == [True] * 3
@@ -187,6 +173,6 @@ def test_ranks_of_both_hosts_get_the_weights_of_a_cache_by_ways_of_their_own(ray
         # What maps memory reaches no other host, and says so before anything is sent.
         options = SyncOptions("host", bucket_bytes=_BUCKET, timeout_s=_TIMEOUT_S)
         with pytest.raises(TransportError, match="host reaches only targets on the source's own nodes"):
-            SyncSession(cache.source(2, through), targets, version=2, options=options).run()
+            SyncSession(cache.source(2), targets, version=2, options=options).run()
         for actor in (owner, *ranks):
             ray.kill(actor)

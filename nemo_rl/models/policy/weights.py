@@ -14,7 +14,7 @@ import ray
 from nemo_rl.distributed.virtual_cluster import MEETING_S, RayVirtualCluster
 from nemo_rl.distributed.worker_calls import wait_for_workers
 from nemo_rl.distributed.worker_groups import RayWorkerGroup
-from nemo_rl.weight_sync.cache import BucketCache, CachedSource, CacheManifest
+from nemo_rl.weight_sync.cache import BucketCache, CacheManifest
 from nemo_rl.weight_sync.layout import TensorMeta
 from nemo_rl.weight_sync.sender import SendSpec
 
@@ -126,8 +126,9 @@ class PolicyWeights:
         return wait_for_workers([ref], self.worker_group.identities[:1], what=method, timeout_s=timeout_s)[0]
 
 
-class PolicyWeightCache:
-    """The cache of one policy.
+class PolicyWeightCache(BucketCache):
+    """The cache of one policy. A build packs the policy's current weights, which must be resident; it raises CacheError
+    where two copies do not fit into host memory, and WorkerError where a rank fails.
 
     Args:
         bucket_bytes: `weight_sync.bucket_bytes`.
@@ -145,70 +146,15 @@ class PolicyWeightCache:
         checksums: bool = True,
         may_stage: bool = True,
     ) -> None:
-        self._checksums, self._may_stage = checksums, may_stage
-        self._policy = policy
-        self._bucket_bytes = bucket_bytes
-        self._timeout_s = timeout_s
-        self.cache = BucketCache(self._build, timeout_s=timeout_s)
+        def build(version: int, served: str | None) -> CacheManifest:
+            manifests: list[CacheManifest] = policy.worker_group.run(
+                "build_cpu_bucket_cache",
+                step=version,
+                bucket_bytes=bucket_bytes,
+                served=served,
+                checksums=checksums,
+                timeout_s=timeout_s,
+            )
+            return manifests[0]
 
-    @property
-    def version(self) -> int | None:
-        """The version that the cache serves."""
-        return self.cache.version
-
-    def build(self, version: int) -> CacheManifest:
-        """Packs the policy's current weights as `version`; they must be resident. Raises CacheError: two copies do not
-        fit into host memory, or another build is under way; WorkerError: a rank failed.
-        """
-        return self.cache.build(version)
-
-    def _build(self, version: int, served: str | None) -> CacheManifest:
-        group = self._policy.worker_group
-        manifests = group.run(
-            "build_cpu_bucket_cache",
-            step=version,
-            bucket_bytes=self._bucket_bytes,
-            served=served,
-            checksums=self._checksums,
-            timeout_s=self._timeout_s,
-        )
-        manifest: CacheManifest = manifests[0]
-        return manifest
-
-    def source(self, version: int) -> CachedSource:
-        """A session's source of `version`."""
-        return self.cache.source(version, through=self)
-
-    # -- the owner rank as a sender -----------------------------------------------------------------------------------
-
-    def devices(self) -> list[str]:
-        """Device identity of every rank, the owner first."""
-        return self._policy.devices()
-
-    def may_stage(self) -> bool:
-        """Whether the owner may use memory of its GPU."""
-        return self._may_stage
-
-    def rendezvous(self) -> tuple[str, int]:
-        """Address of the owner and a free port there."""
-        return self._policy.rendezvous()
-
-    def kept_group(self, timeout_s: float) -> str | None:
-        """Id of the group that the owner holds, if it does."""
-        return self._policy.kept_group(timeout_s)
-
-    def begin_cached(self, spec: SendSpec, manifest: CacheManifest, timeout_s: float) -> None:
-        """Opens a session that sends a built version from the owner."""
-        self._policy.on_first("begin_cached_export", timeout_s, spec=spec, manifest=manifest)
-
-    def export_window(self, index: int, timeout_s: float) -> list[dict[str, Published] | None]:
-        """Packs a window on the owner."""
-        return [self._policy.on_first("export_window", timeout_s, index=index)]
-
-    def send_window(self, index: int, timeout_s: float) -> None:
-        """Pushes a window from the owner."""
-        self._policy.send_window(index, timeout_s)
-
-    def close(self, *, failed: bool = False) -> None:
-        """Ends the session on the owner; after a failure no group is kept."""
-        self._policy.on_first("close_export", 60.0, failed=failed)
+        super().__init__(build, timeout_s=timeout_s, owner=policy, may_stage=may_stage)
