@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.experience.hooks import time_sharing_enabled
-from nemo_rl.models.generation.elastic import Resize, with_own_cache
+from nemo_rl.models.generation.elastic import with_own_cache
 from nemo_rl.models.generation.interfaces import ShardStateError
+from nemo_rl.models.generation.vllm.fleet import Moved
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.grpo.run import GRPORun
@@ -64,15 +65,15 @@ class Coordinator:
         """Puts shards to sleep, then wakes others with the cache's version and routes them. Raises ShardStateError: a
         shard did not move; those that did stay moved. For other errors see `ElasticGeneration.resize_infer`.
         """
-        for resize, what in zip(
+        for moved, what in zip(
             self._elastic.resize_infer(dp_ranks_to_remove, dp_ranks_to_add),
             ("do not sleep", "did not wake"),
             strict=True,
         ):
-            _whole(resize, what)
+            _whole(moved, what)
 
 
-def _whole(resize: Resize, what: str) -> list[int]:
-    if resize.failed:
-        raise ShardStateError("; ".join(f"shard {shard}: {what}: {why}" for shard, why in resize.failed.items()))
-    return resize.shards
+def _whole(moved: Moved, what: str) -> list[int]:
+    if moved.failed:
+        raise ShardStateError("; ".join(f"shard {shard}: {what}: {why}" for shard, why in moved.failed.items()))
+    return moved.shards

@@ -10,8 +10,8 @@ import pytest
 from nemo_rl.algorithms.grpo.refitter import Refitter
 from nemo_rl.config import WeightSyncConfig
 from nemo_rl.distributed.worker_calls import WorkerDiedError, WorkerError
-from nemo_rl.models.generation import refit
 from nemo_rl.models.generation.interfaces import GenerationError, ShardStateError
+from nemo_rl.models.generation.vllm import fleet
 from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.utils.record_events import SyncFinished, SyncStarted, VersionPublished
 from nemo_rl.weight_sync.sync_session import SyncReport
@@ -70,9 +70,6 @@ class Both:
     def sleep(self) -> None:
         self.fleet.sleep(self.fleet.healthy(), in_place=True)
 
-    def prepare_for_generation(self, tags: Sequence[str]) -> None:
-        self.fleet.wake(self.fleet.healthy(), tags, in_place=True)
-
     def released_bytes(self) -> int:
         return max(shard.freed for shard in self.fleet.shards.values())
 
@@ -126,7 +123,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
                     both.fleet.workers[shard].version = self.version
                 return SyncReport(self.version, "host", 1 << 20, 1, {"total": 0.1}, [0.2, 0.4])
 
-        monkeypatch.setattr(refit, "SyncSession", Session)
+        monkeypatch.setattr(fleet, "SyncSession", Session)
         if failures:
             both.fleet.enable_rebuilds()
         if slept:

@@ -13,13 +13,12 @@ import time
 
 from nemo_rl.config import WeightSyncConfig
 from nemo_rl.models.generation.interfaces import GenerationError
-from nemo_rl.models.generation.refit import Weights, refit
-from nemo_rl.models.generation.vllm.fleet import ShardState
+from nemo_rl.models.generation.vllm.fleet import ShardState, Weights
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.record import Record
 from nemo_rl.utils.timer import Timer
-from nemo_rl.weight_sync.sync_session import SyncOptions, SyncReport, WeightSource, pause_quantiles
+from nemo_rl.weight_sync.sync_session import SyncOptions, SyncReport, pause_quantiles
 
 logger = logging.getLogger(__name__)
 
@@ -66,28 +65,41 @@ class Refitter:
         Raises WorkerError: a worker of the policy failed, or no shard is left; TransportError: the weights could not be
         sent within the deadline.
         """
-        healthy = self._fleet.healthy()
-        current = bool(healthy) and all(self._fleet.shards[shard].version == version for shard in healthy)
-        if current and not self._asleep():
+        if self._serves(version) and not self._asleep():
             return
         rebuilt = self._take_back()
         offload = self._colocated and (self._must_offload() or (bool(rebuilt) and self._cuda))
         if offload:
             self._policy.offload_before_refit()
-        asleep = self._asleep()
-        if asleep:
-            self._generation.prepare_for_generation(["weights"])
-        if not current or rebuilt:
-            rebuilt += self._sync(version, timer, recompute_kv)
-        if offload:
-            self._policy.offload_after_refit()
-            self._offloaded = True
-        if asleep:
-            self._generation.prepare_for_generation(["kv_cache"])
+        weights = None
+        if not self._serves(version):
+            weights = Weights(lambda: version, lambda _: self._policy, self._options, self._record, recompute_kv, timer)
+        moved = self._fleet.bring(
+            self._fleet.shards,
+            weights,
+            # Engines of their own serve on while the windows arrive; where training shares the device, none serves.
+            serving=not self._colocated,
+            in_place=self._colocated,
+            revive=(lambda: rebuilt.extend(self._rebuild_all())) if self.rebuilds else None,
+            before_cache=self._leave if offload else lambda: None,
+        )
+        if moved.sync is not None:
+            self.last_report = moved.sync
+            self.pauses_s += moved.sync.pauses_s
+        elif weights is not None:
+            raise GenerationError(_NONE_LEFT)
         if rebuilt:
             self._fleet.activate_healthy(rebuilt)
         if not self._colocated:
             self._fleet.rebuild()
+
+    def _serves(self, version: int) -> bool:
+        healthy = self._fleet.healthy()
+        return bool(healthy) and all(self._fleet.shards[shard].version == version for shard in healthy)
+
+    def _leave(self) -> None:
+        self._policy.offload_after_refit()
+        self._offloaded = True
 
     def _asleep(self) -> bool:
         # Engines with slots of their own are put to sleep by others alone, who wake them.
@@ -141,38 +153,6 @@ class Refitter:
         if self._cuda:
             self._policy.prepare_for_lp_inference()
         return back
-
-    def _sync(self, version: int, timer: Timer | None, recompute_kv: bool) -> list[int]:
-        """Syncs all shards. If all have failed, waits until some are rebuilt. Returns the rebuilt shards."""
-        rebuilt: list[int] = []
-
-        def source(version: int) -> WeightSource:
-            return self._policy
-
-        def living() -> list[int]:
-            if self.rebuilds and not self._fleet.healthy():
-                rebuilt.extend(self._rebuild_all())
-            return self._fleet.healthy()
-
-        report = refit(
-            self._fleet,
-            living,
-            Weights(lambda: version, source),
-            self._options,
-            self._record,
-            # Engines of their own serve on while the windows arrive; where training shares the device, none serves.
-            stages=not self._colocated,
-            publishes=True,
-            recompute_kv=recompute_kv,
-            # Engines that the refit itself ends would be built for ever.
-            spares=lambda targets: not (self.rebuilds and targets.died and not rebuilt),
-            timer=timer,
-        )
-        if report is None:
-            raise GenerationError(_NONE_LEFT)
-        self.last_report = report
-        self.pauses_s += report.pauses_s
-        return rebuilt
 
     def release_device(self) -> None:
         """Puts colocated generation to sleep to free its devices for training."""

@@ -11,13 +11,11 @@ import logging
 import threading
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl.distributed.worker_calls import WorkerError
 from nemo_rl.models.generation.interfaces import ShardStateError
-from nemo_rl.models.generation.refit import Weights, refit, sync
-from nemo_rl.models.generation.vllm.fleet import ShardState
+from nemo_rl.models.generation.vllm.fleet import Moved, ShardState, Weights, sync
 from nemo_rl.utils.record import NullRecord, Record
 from nemo_rl.weight_sync.cache import CacheError
 from nemo_rl.weight_sync.sync_session import SyncOptions, SyncReport, pause_quantiles
@@ -30,15 +28,6 @@ logger = logging.getLogger(__name__)
 
 # Every step of a move has a deadline of its own; together they stay below this.
 _TURN_S = 900.0
-
-
-@dataclass
-class Resize:
-    """Result of a resize."""
-
-    shards: list[int]  # those that made the move
-    failed: dict[int, str] = field(default_factory=dict)  # those that did not, and why
-    sync: SyncReport | None = None  # the session that brought weights, if one was needed
 
 
 def with_own_cache(
@@ -67,52 +56,39 @@ class ElasticGeneration:
     ) -> None:
         self.generation, self._fleet = generation, generation.fleet
         self._cache = cache
-        self._options = options
-        self._record: Record = record or NullRecord()
+        self._options, self._record = options, record or NullRecord()
         self._turn = threading.Lock()
         self.recompute_kv = True
         self.pauses_s: list[float] = []
 
-    def shrink(self, dp_ranks: Iterable[int]) -> Resize:
+    def shrink(self, dp_ranks: Iterable[int]) -> Moved:
         """Puts shards to sleep; their requests continue on other shards, or wait. All shards is legal. Raises
         WorkerError: a shard did not sleep or its memory is not free: the device must not be handed over.
         """
         wanted = sorted(set(dp_ranks))
         with self._alone("shrink"):
             self._fleet.sleep(wanted)
-        return Resize(
-            [shard for shard in wanted if self._fleet.state(shard) in (ShardState.ASLEEP, ShardState.UNBUILT)]
-        )
+        return Moved([shard for shard in wanted if self._fleet.state(shard) in (ShardState.ASLEEP, ShardState.UNBUILT)])
 
-    def expand(self, dp_ranks: Iterable[int], *, routes: bool = True) -> Resize:
+    def expand(self, dp_ranks: Iterable[int], *, routes: bool = True) -> Moved:
         """Wakes shards with the cache's weights, all in one session. Returns which came back. A shard that could not
         wake sleeps on; one with wrong weights, or that died, is quarantined. `routes`: whether they take requests at
         once, or are only ready to be routed. Raises CacheError: the cache is empty; TransportError, WorkerError: the
         session failed through no shard's fault; they sleep as before.
         """
         self._version()
-        failed: dict[int, str] = {}
-        report = None
         with self._alone("expand"):
             wanted = [shard for shard in sorted(set(dp_ranks)) if self._fleet.state(shard) is not ShardState.ACTIVE]
-            woken = self._woken(wanted, failed, "weights")
-            try:
-                report = self._refit(woken)
-            except Exception:
-                if left := self._fleet.healthy(woken):
-                    self._fleet.sleep(left)
-                    raise
-            failed |= self._fleet.failures(woken)
-            back = self._woken(self._fleet.healthy(woken), failed, "kv_cache")
-            if back and routes:
-                self._fleet.activate(back)
-            elif back:
-                self._fleet.accept(back)
-        for shard, reason in failed.items():
+            moved = self._fleet.bring(wanted, self._weights())
+            if moved.shards and routes:
+                self._fleet.activate(moved.shards)
+            elif moved.shards:
+                self._fleet.accept(moved.shards)
+        for shard, reason in moved.failed.items():
             logger.error("shard=%d expand=failed reason=%s", shard, reason)
-        return Resize(back, failed, report)
+        return moved
 
-    def resize_infer(self, dp_ranks_to_remove: Iterable[int], dp_ranks_to_add: Iterable[int]) -> tuple[Resize, Resize]:
+    def resize_infer(self, dp_ranks_to_remove: Iterable[int], dp_ranks_to_add: Iterable[int]) -> tuple[Moved, Moved]:
         """`shrink` and then `expand`, for a control plane that moves shards both ways at once. Returns the results of
         both. Raises ValueError: a shard is to be removed and added; nothing has moved. CacheError, TransportError,
         WorkerError: as for `shrink` and `expand`; removed shards sleep.
@@ -121,14 +97,14 @@ class ElasticGeneration:
         if removed & added:
             raise ValueError(f"shards {sorted(removed & added)} are to be removed and added: name each on one side")
         # Before the first version shards can only leave.
-        return self.shrink(removed), self.expand(added) if added else Resize([])
+        return self.shrink(removed), self.expand(added) if added else Moved([])
 
     def wake_weights(self, dp_ranks: Iterable[int]) -> None:
         """Makes room for the weights of shards, before `expand`. Raises WorkerError: a shard could not wake."""
         with self._alone("wake"):
             self._fleet.wake(dp_ranks, ["weights"])
 
-    def refresh(self, dp_ranks: Iterable[int] | None = None) -> Resize:
+    def refresh(self, dp_ranks: Iterable[int] | None = None) -> Moved:
         """Brings shards that serve to the cache's version, all of them by default. Returns which have it; the others
         are quarantined. Without a session where none serves. Raises WorkerError, TransportError: the session failed
         through no shard's fault, or on all of them; targets whose weights may be half new are quarantined, the others
@@ -137,26 +113,25 @@ class ElasticGeneration:
         with self._alone("refresh"):
             wanted = self._fleet.having(ShardState.ACTIVE) if dp_ranks is None else sorted(set(dp_ranks))
             if not wanted:
-                return Resize([])
+                return Moved([])
             try:
-                report = self._refit(wanted, stages=True, publishes=True, recompute_kv=self.recompute_kv)
+                moved = self._fleet.bring(wanted, self._weights(self.recompute_kv), serving=True)
             except Exception:
                 # They stand still until another session brings them whole weights, which may never be asked for.
                 half_new = [shard for shard in self._fleet.healthy(wanted) if self._fleet.shards[shard].half_new]
                 self._fleet.fail(dict.fromkeys(half_new, "its weights may be half new"))
                 raise
-            self.pauses_s += report.pauses_s if report is not None else []
-            return Resize(self._fleet.healthy(wanted), self._fleet.failures(wanted), report)
+            self.pauses_s += moved.sync.pauses_s if moved.sync is not None else []
+            return moved
 
     def sync_selected_workers(self, tgt_dp_ranks: Sequence[int], verify: bool = False) -> SyncReport:
         """Syncs shards that are awake and not routed, and nothing else. Raises WorkerError, TransportError: the session
         failed; no target has the version.
         """
         options = replace(self._options, verify=verify or self._options.verify)
+        weights = replace(self._weights(), options=options)
         with self._alone("sync"):
-            version = self._version()
-            targets = self._fleet.targets(sorted(set(tgt_dp_ranks)))
-            return sync(self._cache.source(version), targets, version, options, self._record)
+            return sync(weights, self._fleet.targets(sorted(set(tgt_dp_ranks))), self._version())
 
     def pause_metrics(self) -> dict[str, float]:
         """p50 and p99 of the seconds for which a serving shard stood still per refresh."""
@@ -177,18 +152,5 @@ class ElasticGeneration:
             raise CacheError("the weight cache is empty; build a version before shards are woken or refreshed")
         return version
 
-    def _refit(self, wanted: Sequence[int], **rules: Any) -> SyncReport | None:
-        weights = Weights(self._version, self._cache.source)
-        return refit(self._fleet, lambda: self._fleet.healthy(wanted), weights, self._options, self._record, **rules)
-
-    def _woken(self, wanted: list[int], failed: dict[int, str], tag: str) -> list[int]:
-        """Wakes one tag on all shards; those that have it, without those that could not."""
-        try:
-            self._fleet.wake(wanted, [tag])
-        except WorkerError as error:
-            lost = [shard for shard in wanted if self._fleet.state(shard) in (ShardState.ASLEEP, ShardState.FAILED)]
-            if not lost:
-                raise
-            failed |= dict.fromkeys(lost, f"{tag} did not wake: {error}")
-            return [shard for shard in wanted if shard not in lost]
-        return wanted
+    def _weights(self, recompute_kv: bool = True) -> Weights:
+        return Weights(self._version, self._cache.source, self._options, self._record, recompute_kv)

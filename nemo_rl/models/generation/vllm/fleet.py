@@ -1,12 +1,12 @@
 """The engines of one generation backend: the one place that knows where each shard is and moves it.
 
 Runs with slots of their own and lent pools move shards by the same calls. Moves are idempotent. A shard leaves in the
-order unroute, end its requests, verify that it is idle, sleep, verify that the memory is free; it returns by wake
-weights, (the caller's sync), wake the KV cache, publish its version, route. A sync session reaches shards as
-`ShardTargets`, which sends its calls to the workers of these shards only and reports which failed. Invariants: no
+order unroute, end its requests, verify that it is idle, sleep, verify that the memory is free. `bring` wakes its
+weights, syncs it and wakes its KV cache; `activate` publishes its version and routes it. A sync session reaches shards
+as `ShardTargets`, which sends its calls to the workers of these shards only and reports which failed. Invariants: no
 engine sleeps with a request; no shard without current weights is routed; a failing shard is quarantined and the others
-are unaffected; one build at a time per shard; an engine that does not start is tried a few times and then given up; one
-that keeps more and more memory while it sleeps is rebuilt.
+are unaffected; every session is recorded with its end; one build at a time per shard; an engine that does not start is
+tried a few times and then given up; one that keeps more and more memory while it sleeps is rebuilt.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,7 +36,18 @@ from nemo_rl.distributed.worker_calls import (
 from nemo_rl.models.generation.interfaces import ShardStateError, WakeError
 from nemo_rl.models.generation.vllm.dispatch import Dispatcher, answer_of
 from nemo_rl.models.generation.vllm.request_state import is_engine_death
-from nemo_rl.utils.record_events import EngineOutgrown, ShardSlept, ShardWoken, VersionPublished
+from nemo_rl.utils.record import Record
+from nemo_rl.utils.record_events import (
+    EngineOutgrown,
+    ShardSlept,
+    ShardWoken,
+    SyncFinished,
+    SyncStarted,
+    VersionPublished,
+)
+from nemo_rl.utils.timer import Timer
+from nemo_rl.weight_sync.cache import CacheError
+from nemo_rl.weight_sync.sync_session import SyncOptions, SyncReport, SyncSession, WeightSource
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -217,6 +229,47 @@ class ShardTargets:
                 shard: f"no answer to {what}" for shard, ref in zip(self.shards, refs, strict=True) if ref not in ended
             }
             raise
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights that shards are brought to, and how they travel."""
+
+    version: Callable[[], int]  # asked before each session: a cache may serve a newer version by then
+    source: Callable[[int], WeightSource]  # the source of that version
+    options: SyncOptions
+    record: Record  # of sessions
+    recompute_kv: bool = True  # whether running requests recompute keys and values
+    timer: Timer | None = None  # takes the time of sessions
+
+
+@dataclass
+class Moved:
+    """Result of a move of shards."""
+
+    shards: list[int]  # those that made the move
+    failed: dict[int, str] = field(default_factory=dict)  # those that did not, and why
+    sync: SyncReport | None = None  # the session that brought weights, if one was needed
+
+
+def sync(weights: Weights, targets: ShardTargets, version: int, *, stages: bool = False) -> SyncReport:
+    """Runs one session and records it. `stages`: whether windows are staged beside the live weights, where both fit.
+    Raises as `SyncSession.run`.
+    """
+    source, options, record = weights.source(version), weights.options, weights.record
+    staged = stages and targets.staging_fits(sum(meta.nbytes for meta in source.tensor_metas()))
+    session = SyncSession(source, targets, version=version, options=options, staged=staged)
+    record.emit(SyncStarted(session.session_id, version, targets.shards, options.transport, weights.recompute_kv))
+    finished = SyncFinished(session.session_id, version, "failed")
+    timer = weights.timer
+    try:
+        with timer.time("prepare_for_generation/transfer_and_update_weights") if timer is not None else nullcontext():
+            report = session.run()
+        checksums = {str(shard): report.checksum for shard in targets.shards} if report.checksum else {}
+        finished = SyncFinished(session.session_id, version, "done", report.nbytes, checksums)
+    finally:
+        record.emit(finished)
+    return report
 
 
 logger = logging.getLogger(__name__)
@@ -558,6 +611,108 @@ class EngineFleet:
             self.shards[shard].state = awake if "kv_cache" in tags else ShardState.WAKING
 
         self._call_each(wanted, "wake_up", woken, only_lost=in_place, tags=list(tags))
+
+    def bring(
+        self,
+        shards: Iterable[int],
+        weights: Weights | None,
+        *,
+        serving: bool = False,
+        in_place: bool = False,
+        revive: Callable[[], object] | None = None,
+        before_cache: Callable[[], object] = lambda: None,
+    ) -> Moved:
+        """Brings shards to the version of `weights`, awake: wakes the weights of those that sleep, syncs all in one
+        session, and wakes their KV caches. Shards that are not routed yet are routed by `activate` afterwards. One that
+        cannot wake sleeps on; the culprits of a failed session are quarantined, and the others are synced again. Shards
+        that slept in place, or that `revive` can rebuild, are not quarantined where all of them fail together, but
+        once where they died and can be rebuilt: engines that a session itself ends would be built for ever.
+
+        Args:
+            weights: None where the shards have theirs.
+            serving: Whether they serve meanwhile: none is woken, and windows are staged where a second copy fits.
+            in_place: Whether they slept in place; see `wake` for its errors.
+            revive: Called where no shard is left, to rebuild some.
+            before_cache: Called when all have their weights, before the KV caches take their memory.
+
+        Returns which shards have the version. Raises what the last session raised: it failed through no shard's fault,
+        and shards that this woke sleep as before unless in place; or no shard is left of those that are routed.
+        """
+        wanted, failed = self._check(shards), dict[int, str]()
+        report = None
+        woken = wanted if serving else self._woken(wanted, "weights", failed, in_place)
+        if weights is not None:
+            try:
+                report = self._synced(woken, weights, serving, in_place, revive)
+            except Exception:
+                left = self.healthy(woken)
+                if left and not serving and not in_place:
+                    self.sleep(left)
+                if left or serving or in_place:
+                    raise
+        failed |= self.failures(woken)
+        have = self.healthy(woken)
+        if have and not serving:
+            before_cache()
+            have = self._woken(have, "kv_cache", failed, in_place)
+        return Moved(have, failed, report)
+
+    def _synced(
+        self,
+        wanted: Sequence[int],
+        weights: Weights,
+        serving: bool,
+        in_place: bool,
+        revive: Callable[[], object] | None,
+    ) -> SyncReport | None:
+        """Syncs shards until a session succeeds, without the culprits of those that failed. None if no shard is
+        left.
+        """
+        failure: Exception | None = None
+        revived = False
+        while True:
+            if revive is not None and not self.healthy(wanted):
+                revive()
+                revived = True
+            shards = self.healthy(wanted)
+            if not shards:
+                break
+            version, targets = weights.version(), self.targets(shards, recompute_kv=weights.recompute_kv)
+            try:
+                report = sync(weights, targets, version, stages=serving)
+            except Exception as error:
+                if isinstance(error, CacheError) and weights.version() != version:
+                    # Nothing was loaded yet.
+                    continue
+                lost = targets.culprits
+                spares = in_place or (revive is not None and (revived or not targets.died))
+                if not lost or (len(lost) == len(shards) and spares):
+                    raise
+                self.fail(lost)
+                failure = error
+                continue
+            if serving or in_place:
+                # They are routed already.
+                weights.record.emit(VersionPublished(version, targets.shards))
+            return report
+        if failure is not None:
+            raise failure
+        return None
+
+    def _woken(self, wanted: list[int], tag: str, failed: dict[int, str], in_place: bool) -> list[int]:
+        """Wakes one tag on those that lack it; all without those that could not."""
+        asleep = [shard for shard in wanted if self.state(shard) in (ShardState.ASLEEP, ShardState.WAKING)]
+        if not asleep:
+            return wanted
+        try:
+            self.wake(asleep, [tag], in_place=in_place)
+        except WorkerError as error:
+            lost = [shard for shard in wanted if self.state(shard) in (ShardState.ASLEEP, ShardState.FAILED)]
+            if in_place or not lost:
+                raise
+            failed |= dict.fromkeys(lost, f"{tag} did not wake: {error}")
+            return [shard for shard in wanted if shard not in lost]
+        return wanted
 
     def activate(self, shards: Iterable[int]) -> int:
         """Shards take requests again; the router's generation number. Raises ShardStateError: a shard is quarantined;
