@@ -537,10 +537,9 @@ def test_a_fine_tuning_run_gives_its_gpus_back_between_steps(
         Clusters(None, None),  # type: ignore[arg-type]
         CUDA,
         runtime,
-        EngineSlot(),
+        EngineSlot(lambda rank, slept: None),
         TurnRules(1.0, wanted=lambda: wanted, slice_s=slice_s, longest_s=longest_s),
         report_memory=lambda *resident: entered.append(resident),
-        on_first_sleep=lambda rank, slept: None,
     )
     with placement.building():
         lent = placement.accelerators(run)

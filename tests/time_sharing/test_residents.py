@@ -16,7 +16,7 @@ from nemo_rl.time_sharing.pipelines.evaluation import EvaluationPipeline
 from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job, read_jobs
 from nemo_rl.time_sharing.pipelines.residents import Part, PoolFull, Residents, SlotMemory
-from nemo_rl.time_sharing.pipelines.vllm_engine import FixedWeights
+from nemo_rl.time_sharing.pipelines.vllm_engine import EngineSlot
 from nemo_rl.time_sharing.pool import PoolActor
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import Limits
@@ -127,7 +127,8 @@ def test_the_engine_of_an_evaluation_is_entered_when_it_first_sleeps(
     pipeline = evaluation(pool, tmp_path, monkeypatch)
     pool._submissions["score"] = life = Submission("score", 0, (), (0, 1), 0.0)
     shards: Any = Shards(others)
-    engine = FixedWeights(shards, pipeline.engine_built)
+    engine = EngineSlot(pipeline.engine_built)
+    engine.put(shards, fixed=True)
     if fits:
         for _ in range(2):
             engine.wake(1)

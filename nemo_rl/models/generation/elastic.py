@@ -61,6 +61,11 @@ class ElasticGeneration:
         self.recompute_kv = True
         self.pauses_s: list[float] = []
 
+    @property
+    def version(self) -> int | None:
+        """The version that the cache serves; None before the first."""
+        return self._cache.version
+
     def shrink(self, dp_ranks: Iterable[int]) -> Moved:
         """Puts shards to sleep; their requests continue on other shards, or wait. All shards is legal. Raises
         WorkerError: a shard did not sleep or its memory is not free: the device must not be handed over.

@@ -37,7 +37,7 @@ class EvaluationPipeline(LentPipeline):
         """See `LentPipeline.live`; the score is the outcome's reason."""
         from nemo_rl.algorithms.evaluation import evaluate
 
-        job, config, engines = self._job, self._job.config, EngineSlot()
+        job, config, engines = self._job, self._job.config, EngineSlot(self.engine_built)
         if not isinstance(config, EvalMasterConfig):
             raise TypeError(f"{job.name}: {type(config).__name__} is no configuration of an evaluation")
         record = self.open_record()
@@ -51,7 +51,6 @@ class EvaluationPipeline(LentPipeline):
             engines,
             TurnRules(self._handles.limits.request_s, config.eval.num_tests_per_prompt),
             report_memory=self.report_memory,
-            on_first_sleep=self.engine_built,
             record=record,
         )
         score = evaluate(config, self._placement)

@@ -320,7 +320,7 @@ class TrainingPipeline(LentPipeline, Generic[Run]):
         from nemo_rl.time_sharing.pipelines.lent import LentPlacement, TurnRules
         from nemo_rl.time_sharing.pipelines.vllm_engine import EngineSlot
 
-        job, limits, engines = self._job, self._handles.limits, EngineSlot()
+        job, limits, engines = self._job, self._handles.limits, EngineSlot(self.engine_built)
         runtime = self.join(engines, self.open_record())
         training = self.cluster(job.train, leads_ranks=False)
         samples, generation = 1, None
@@ -335,7 +335,6 @@ class TrainingPipeline(LentPipeline, Generic[Run]):
             engines,
             TurnRules(limits.request_s, samples, job.measures_batch, self._wanted, job.slice_s, limits.max_hold_s / 2),
             report_memory=self.report_memory,
-            on_first_sleep=self.engine_built,
         )
 
     def _wanted(self) -> bool:

@@ -32,13 +32,7 @@ from nemo_rl.time_sharing.agents.runtime import AgentRuntime
 from nemo_rl.time_sharing.agents.standing_demand import standing_demand
 from nemo_rl.time_sharing.pipelines.pooled_teacher import PooledTeacher
 from nemo_rl.time_sharing.pipelines.residents import SlotMemory
-from nemo_rl.time_sharing.pipelines.vllm_engine import (
-    BuildableEngines,
-    EngineSlot,
-    FirstSlept,
-    FixedWeights,
-    VllmEngine,
-)
+from nemo_rl.time_sharing.pipelines.vllm_engine import EngineSlot
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Priority
 from nemo_rl.utils.record import Record
 from nemo_rl.utils.record_events import EngineOutgrown, RequestFinished, RequestSubmitted
@@ -141,7 +135,6 @@ class LentPlacement:
         rules: How the pipeline takes its turns.
         report_memory: Takes what stays on each training GPU, and what the pipeline needs there when it is awake; raises
             where that does not fit.
-        on_first_sleep: See `build_engine`.
         record: Of requests; by default the run's.
 
     Attributes:
@@ -159,14 +152,12 @@ class LentPlacement:
         rules: TurnRules,
         *,
         report_memory: ReportMemory,
-        on_first_sleep: FirstSlept,
         record: Record | None = None,
     ) -> None:
         self.lends_shards, self.record_prefix = clusters.generation is not None, f"{pipeline}/"
         self._pipeline, self.clusters, self._record = pipeline, clusters, record
         self._runtime, self._engines, self._rules = runtime, engines, rules
-        self._report_memory, self._on_first_sleep = report_memory, on_first_sleep
-        self._accelerator = accelerator
+        self._report_memory, self._accelerator = report_memory, accelerator
         self.grants = Grants(runtime, rules.wait_s)
         self.answered = (0, 0)
 
@@ -191,7 +182,7 @@ class LentPlacement:
 
     def generation_prepared(self, generation: VllmGeneration) -> None:
         """Engines may be built from here on, on idle GPUs, beside the policy."""
-        self._engines.put(BuildableEngines(generation.fleet, self._on_first_sleep))
+        self._engines.put(generation.fleet)
         self._runtime.builds_ahead()
 
     @contextmanager
@@ -209,7 +200,7 @@ class LentPlacement:
 
     def engines_alone(self, generation: VllmGeneration) -> Accelerators:
         """The GPUs of engines whose weights never change."""
-        self._engines.put(FixedWeights(generation.fleet, self._on_first_sleep))
+        self._engines.put(generation.fleet, fixed=True)
         generation.fleet.on_failure(lambda rank, reason: self._runtime.rank_broken_soon(rank))
         return LentEngines(self._runtime, generation, self._rules.samples, self._show)
 
@@ -227,8 +218,7 @@ class LentPlacement:
             leave_and_report_memory(run.policy, self._accelerator, self._report_memory, _NO_ENGINE)
             return LentTraining(self.grants, run, self._accelerator, self._rules)
         cache, elastic = with_own_cache(run.policy, run.generation, run.config.weight_sync)
-        engine = VllmEngine(run.generation.fleet, elastic, lambda: cache.version, self._on_first_sleep)
-        self._engines.put(engine)
+        self._engines.put(run.generation.fleet, elastic)
         run.generation.fleet.on_failure(lambda rank, reason: self._runtime.rank_broken_soon(rank))
         cache.build(run.state.step)
         self._runtime.begin_at(run.state.step)

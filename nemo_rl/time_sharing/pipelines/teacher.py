@@ -21,7 +21,7 @@ from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job
 from nemo_rl.time_sharing.pipelines.lent import RequestsOnly
 from nemo_rl.time_sharing.pipelines.pooled_teacher import Served, TeacherLeft, ask_pool
-from nemo_rl.time_sharing.pipelines.vllm_engine import EngineSlot, FixedWeights
+from nemo_rl.time_sharing.pipelines.vllm_engine import EngineSlot
 
 if TYPE_CHECKING:
     from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
@@ -62,7 +62,7 @@ class TeacherPipeline(LentPipeline):
         from nemo_rl.algorithms.distillation.engine_teacher import scoring_engines, start_scoring_actors
         from nemo_rl.data.tokenizer import get_tokenizer
 
-        job, teacher, engines = self._job, self._teacher, EngineSlot()
+        job, teacher, engines = self._job, self._teacher, EngineSlot(self.engine_built)
         tokenizer = get_tokenizer(teacher.policy.tokenizer, trust_remote_code=teacher.policy.trust_remote_code)
         record = self.open_record()
         runtime = self.join(engines, record)
@@ -72,7 +72,7 @@ class TeacherPipeline(LentPipeline):
         requests = RequestsOnly(record.bind(f"{job.name}/generation"))
         self._generation = generation = scoring_engines(actors, tokenizer, requests)
         try:
-            engines.put(FixedWeights(generation.fleet, self.engine_built))
+            engines.put(generation.fleet, fixed=True)
             generation.fleet.on_failure(lambda rank, reason: runtime.rank_broken_soon(rank))
             self._serving.set()
             self._until_nobody_needs_it(runtime)

@@ -13,12 +13,13 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nemo_rl.distributed.worker_calls import WorkerError
 from nemo_rl.models.generation.elastic import ElasticGeneration
 from nemo_rl.models.generation.interfaces import GenerationError, ShardStateError
 from nemo_rl.models.generation.vllm.fleet import EngineFleet, ShardState
-from nemo_rl.time_sharing.agents.runtime import EngineError, Ranks
+from nemo_rl.time_sharing.agents.runtime import EngineError
 from nemo_rl.time_sharing.pipelines.residents import SlotMemory
 from nemo_rl.weight_sync.cache import CacheError
 from nemo_rl.weight_sync.transports.base import TransportError
@@ -37,169 +38,113 @@ class FirstSleep:
     needs: list[int]  # bytes that it needs besides on each when it is awake
 
 
-FirstSlept = Callable[[int, FirstSleep], None]
-"""Is called with a rank whose engine was built and sleeps."""
+class _Engines(NamedTuple):
+    fleet: EngineFleet
+    elastic: ElasticGeneration | None  # where they get weights of a cache
+    fixed: bool  # whether their weights come from disk, and stay on the host while they sleep
 
 
-def build_engine(fleet: EngineFleet, rank: int, on_first_sleep: FirstSlept, level: int | None = None) -> None:
-    """Builds the rank's engine where none stands, and puts it to sleep: its next wake, which may follow a neighbour's
-    training, is not the first use that it makes of an allocator.
+class EngineSlot:
+    """A pipeline's generation ranks, as `runtime.Ranks`. Commands are refused until `put` has said what can be built;
+    until it has said where weights come from, a wake builds an engine, which sleeps on.
 
     Args:
-        on_first_sleep: Hears what it leaves on its devices while it sleeps.
-
-    Raises WorkerError: it did not start, or did not fall asleep.
-    """
-    began = time.monotonic()
-    if not fleet.build([rank]):
-        return
-    awake: list[int] = fleet.call([rank], "memory_in_use")[0]
-    fleet.sleep([rank], level)
-    used, free = (fleet.call([rank], what)[0] for what in ("memory_in_use", "free_memory"))
-    measured = [SlotMemory(stays, stays + rest) for stays, rest in zip(used, free, strict=True)]
-    needs = [max(0, before - stays) for before, stays in zip(awake, used, strict=True)]
-    on_first_sleep(rank, FirstSleep(time.monotonic() - began, measured, needs))
-
-
-class BuildableEngines:
-    """The shards of one generation backend while there are no weights for them: they can be built and sleep.
-    `on_first_sleep`: see `build_engine`. `level`: at which they sleep; the configured one by default.
+        on_first_sleep: Called with each rank whose engine was built and sleeps.
     """
 
-    def __init__(self, fleet: EngineFleet, on_first_sleep: FirstSlept, level: int | None = None) -> None:
-        self._fleet, self._on_first_sleep, self._level = fleet, on_first_sleep, level
+    def __init__(self, on_first_sleep: Callable[[int, FirstSleep], None]) -> None:
+        self._on_first_sleep = on_first_sleep
+        self._engines: _Engines | None = None
+        self._loads = Together(self._load_all, _GATHER_S)
+
+    def put(self, fleet: EngineFleet, elastic: ElasticGeneration | None = None, *, fixed: bool = False) -> None:
+        """From here on commands reach these engines.
+
+        Args:
+            elastic: Brings them the weights of a cache.
+            fixed: Whether they have loaded their model from disk, and keep it on the host while they sleep.
+        """
+        self._engines = _Engines(fleet, elastic, fixed)
+
+    def _found(self) -> _Engines:
+        if self._engines is None:
+            raise EngineError("the pipeline is still initialising; it has asked for no generation yet")
+        return self._engines
 
     def drain(self, rank: int) -> None:
         """Ends the rank's requests, which go on elsewhere with the tokens they have, and waits until it is idle."""
+        fleet = self._found().fleet
         with engine_errors(f"drain of rank {rank}"):
-            self._fleet.drain([rank])
-        if self._fleet.state(rank) is ShardState.FAILED:
+            fleet.drain([rank])
+        if fleet.state(rank) is ShardState.FAILED:
             raise EngineError(f"rank {rank} did not end its requests")
 
     def sleep(self, rank: int) -> None:
         """Gives the rank's memory back, and verifies it."""
+        fleet, _, fixed = self._found()
         with engine_errors(f"sleep of rank {rank}"):
-            self._fleet.sleep([rank], self._level)
-        if self._fleet.state(rank) not in (ShardState.ASLEEP, ShardState.UNBUILT):
+            fleet.sleep([rank], _KEEP_WEIGHTS if fixed else None)
+        if fleet.state(rank) not in (ShardState.ASLEEP, ShardState.UNBUILT):
             raise EngineError(f"rank {rank} failed while it was put to sleep")
 
     def wake(self, rank: int) -> None:
-        """Builds the rank's engine where none stands; it sleeps on."""
-        with engine_errors(f"build of rank {rank}"):
-            build_engine(self._fleet, rank, self._on_first_sleep, self._level)
-
-    def load(self, rank: int, version: int) -> int:
-        """There is nothing to load yet. Raises EngineError: always."""
-        raise EngineError(f"rank {rank} cannot be loaded: the pipeline is still initialising and has no weights")
-
-    def set_routable(self, rank: int, active: bool) -> None:
-        """Routes the rank or takes it out of routing; returns at once."""
-        self._fleet.set_routable(rank, active)
-
-    def ended(self, rank: int) -> None:
-        """The rank's processes were ended from outside: its requests go on elsewhere, and its next wake builds it."""
-        self._fleet.fail({rank: "its processes were ended by the scheduler"})
-
-
-class VllmEngine(BuildableEngines):
-    """Implements `runtime.Engine` over the shards of one generation backend. `version`: the version that the weight
-    cache serves; None before the first. `on_first_sleep`: see `build_engine`.
-    """
-
-    def __init__(
-        self,
-        fleet: EngineFleet,
-        elastic: ElasticGeneration,
-        version: Callable[[], int | None],
-        on_first_sleep: FirstSlept,
-    ) -> None:
-        super().__init__(fleet, on_first_sleep)
-        self._elastic, self._version = elastic, version
-        self._loads = Together(self._load_all, _GATHER_S)
-
-    def wake(self, rank: int) -> None:
         """Makes room for the rank's weights: wakes its engine, or builds one where none stands."""
-        with engine_errors(f"wake of rank {rank}"):
-            build_engine(self._fleet, rank, self._on_first_sleep)
-            self._elastic.wake_weights([rank])
+        fleet, elastic, fixed = self._found()
+        with engine_errors(f"{'wake' if elastic or fixed else 'build'} of rank {rank}"):
+            self._build(fleet, rank, _KEEP_WEIGHTS if fixed else None)
+            if elastic is not None:
+                elastic.wake_weights([rank])
+            elif fixed:
+                fleet.wake([rank])
+
+    def _build(self, fleet: EngineFleet, rank: int, level: int | None) -> None:
+        """Builds the rank's engine where none stands, and puts it to sleep, so that its first wake under load does not
+        pay for the warm-up of an allocator.
+        """
+        began = time.monotonic()
+        if not fleet.build([rank]):
+            return
+        awake: list[int] = fleet.call([rank], "memory_in_use")[0]
+        fleet.sleep([rank], level)
+        used, free = (fleet.call([rank], what)[0] for what in ("memory_in_use", "free_memory"))
+        measured = [SlotMemory(stays, stays + rest) for stays, rest in zip(used, free, strict=True)]
+        needs = [max(0, before - stays) for before, stays in zip(awake, used, strict=True)]
+        self._on_first_sleep(rank, FirstSleep(time.monotonic() - began, measured, needs))
 
     def load(self, rank: int, version: int) -> int:
         """Brings the cached weights to a rank that woke, or to one that serves; the version they are, `version` or a
-        newer one.
+        newer one. Fixed weights came with the rank. Raises EngineError: there are no weights yet, or it failed.
         """
+        fleet, elastic, fixed = self._found()
+        if fixed:
+            with engine_errors(f"load of rank {rank}"):
+                fleet.accept([rank])
+            return version
+        if elastic is None:
+            raise EngineError(f"rank {rank} cannot be loaded: the pipeline is still initialising and has no weights")
         self._loads.run(rank)
-        served = self._version()
-        return version if served is None else max(version, served)
+        return version if elastic.version is None else max(version, elastic.version)
 
     def _load_all(self, ranks: Sequence[int]) -> dict[int, str]:
-        serving = [rank for rank in ranks if self._fleet.state(rank) is ShardState.ACTIVE]
+        fleet, elastic, _ = self._found()
+        serving = [rank for rank in ranks if fleet.state(rank) is ShardState.ACTIVE]
         woken = [rank for rank in ranks if rank not in serving]
         failed: dict[int, str] = {}
         with engine_errors(f"load of ranks {list(ranks)}"):
-            if serving:
-                failed |= self._elastic.refresh(serving).failed
-            if woken:
-                failed |= self._elastic.expand(woken, routes=False).failed
+            if serving and elastic is not None:
+                failed |= elastic.refresh(serving).failed
+            if woken and elastic is not None:
+                failed |= elastic.expand(woken, routes=False).failed
         return failed
 
-
-class FixedWeights(BuildableEngines):
-    """Implements `runtime.Engine` over shards that loaded their model from disk, and keep it on the host while they
-    sleep. `on_first_sleep`: see `build_engine`.
-    """
-
-    def __init__(self, fleet: EngineFleet, on_first_sleep: FirstSlept) -> None:
-        super().__init__(fleet, on_first_sleep, _KEEP_WEIGHTS)
-
-    def wake(self, rank: int) -> None:
-        """Wakes the rank's engine, or builds one where none stands."""
-        with engine_errors(f"wake of rank {rank}"):
-            build_engine(self._fleet, rank, self._on_first_sleep, _KEEP_WEIGHTS)
-            self._fleet.wake([rank])
-
-    def load(self, rank: int, version: int) -> int:
-        """Its weights came with it."""
-        with engine_errors(f"load of rank {rank}"):
-            self._fleet.accept([rank])
-        return version
-
-
-class EngineSlot:
-    """Stands for the engines of a pipeline until they can be built: the scheduler wakes no rank without demand."""
-
-    def __init__(self) -> None:
-        self._engine: Ranks | None = None
-
-    def put(self, engine: Ranks) -> None:
-        """From here on commands reach these engines."""
-        self._engine = engine
-
-    @property
-    def engine(self) -> Ranks:
-        """The engines. Raises EngineError: they cannot be built yet."""
-        if self._engine is None:
-            raise EngineError("the pipeline is still initialising; it has asked for no generation yet")
-        return self._engine
-
-    def drain(self, rank: int) -> None:
-        self.engine.drain(rank)
-
-    def sleep(self, rank: int) -> None:
-        self.engine.sleep(rank)
-
-    def wake(self, rank: int) -> None:
-        self.engine.wake(rank)
-
-    def load(self, rank: int, version: int) -> int:
-        return self.engine.load(rank, version)
-
     def set_routable(self, rank: int, active: bool) -> None:
-        self.engine.set_routable(rank, active)
+        """Routes the rank or takes it out of routing; returns at once."""
+        self._found().fleet.set_routable(rank, active)
 
     def ended(self, rank: int) -> None:
-        """See `VllmEngine`; nothing to forget where nothing was built."""
-        if self._engine is not None:
-            self._engine.ended(rank)
+        """The rank's processes were ended from outside: its requests go on elsewhere, and its next wake builds it."""
+        if self._engines is not None:
+            self._engines.fleet.fail({rank: "its processes were ended by the scheduler"})
 
 
 class Together:
