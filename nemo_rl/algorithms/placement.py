@@ -46,7 +46,7 @@ from nemo_rl.utils.record import Record
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-    from nemo_rl.algorithms.distillation.engine_teacher import ServedTeacher
+    from nemo_rl.algorithms.distillation.teachers import ServedTeacher
     from nemo_rl.algorithms.training_loop import TrainingRun
     from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 

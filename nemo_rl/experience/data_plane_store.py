@@ -34,7 +34,7 @@ from nemo_rl.models.policy.interfaces import BatchHandle, Scores, StoredColumns
 from nemo_rl.utils.record import MemoryRecord, Record
 
 if TYPE_CHECKING:
-    from nemo_rl.models.generation.vllm.detached import DetachedGenerator
+    from nemo_rl.models.generation.vllm.dispatch import DetachedGenerator
     from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 
 logger = logging.getLogger(__name__)

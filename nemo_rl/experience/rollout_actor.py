@@ -23,7 +23,7 @@ from nemo_rl.utils.record import MemoryRecord, Record
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-    from nemo_rl.models.generation.vllm.detached import DetachedGenerator, ServingShard
+    from nemo_rl.models.generation.vllm.dispatch import DetachedGenerator, ServingShard
     from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 
 

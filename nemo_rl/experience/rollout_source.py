@@ -18,7 +18,7 @@ from nemo_rl.data_plane.field_schema import replayed_fields
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.rollouts import RolloutPlan, RolloutRunner, Trajectory, rollout_metrics
 from nemo_rl.experience.store import RolloutColumns, in_process, rollout_columns, sample_starts
-from nemo_rl.models.generation.recording import (
+from nemo_rl.models.generation.decisions import (
     Recording,
     check_columns,
     columns_of,

@@ -29,8 +29,7 @@ from nemo_rl.data_plane.field_schema import TAG, pad_values
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import expected_of
 from nemo_rl.experience.rollouts import Trajectory
-from nemo_rl.models.generation.decisions import route_dtype
-from nemo_rl.models.generation.recording import RecordedDecisionsError, Recording
+from nemo_rl.models.generation.decisions import RecordedDecisionsError, Recording, route_dtype
 
 if TYPE_CHECKING:
     from nemo_rl.data.interfaces import Message

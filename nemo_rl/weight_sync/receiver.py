@@ -16,10 +16,9 @@ from typing import Any, Protocol
 import torch
 
 from nemo_rl.config.errors import UserError
-from nemo_rl.distributed.devices import device_uuid, synchronize
+from nemo_rl.distributed.devices import device_uuid, host_of, synchronize
 from nemo_rl.weight_sync.layout import BucketLayout, TensorMeta, Window, checksum
-from nemo_rl.weight_sync.routes import place_of
-from nemo_rl.weight_sync.transports.base import Opener, Published, TransportError, TransportName
+from nemo_rl.weight_sync.transports.base import PUSHED, Opener, Published, TransportError, TransportName
 from nemo_rl.weight_sync.transports.cuda_ipc import CudaIpcOpener
 from nemo_rl.weight_sync.transports.host import HostOpener
 from nemo_rl.weight_sync.transports.nccl import GroupMeeting, GroupOpener, KeptGroup
@@ -51,6 +50,15 @@ class LoadTarget(Protocol):
     def abandon_load(self) -> None:
         """Ends a load half-way: the model may hold old and new weights, and takes a whole set of new ones next."""
         ...
+
+
+def place_of(transport: TransportName, device: str) -> str:
+    """Place from which a staged copy can be read, as a key that source and target compute alike: its device, its host,
+    or the members of the group.
+    """
+    if transport in PUSHED:
+        return f"{transport}:group"
+    return f"{transport}:{device if transport == 'cuda_ipc' else host_of(device)}"
 
 
 def make_opener(name: TransportName, device: torch.device) -> Opener:

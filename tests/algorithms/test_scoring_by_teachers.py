@@ -12,8 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from nemo_rl.algorithms.distillation.engine_teacher import EngineTeacher
-from nemo_rl.algorithms.distillation.teachers import Teachers, start_teacher_actors
+from nemo_rl.algorithms.distillation.teachers import EngineTeacher, Teachers, start_teacher_actors
 from nemo_rl.config import DistillationMasterConfig, load_master_config
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.data_plane.field_schema import TOPK_IDS, TOPK_LOGPROBS

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.algorithms.distillation.engine_teacher import EngineTeacher
-from nemo_rl.algorithms.distillation.teachers import LOGPROBS, Seat, Teachers, check_teachers, teacher_of
+from nemo_rl.algorithms.distillation.teachers import LOGPROBS, EngineTeacher, Seat, Teachers, check_teachers, teacher_of
 from nemo_rl.algorithms.placement import OwnPlacement
 from nemo_rl.config import ConfigError, DistillationMasterConfig, MasterConfig, load_master_config
 from nemo_rl.config.teacher_sections import pooled_teacher, teachers_of

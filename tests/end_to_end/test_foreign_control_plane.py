@@ -21,8 +21,8 @@ from nemo_rl.algorithms.placement import Clusters, OwnPlacement
 from nemo_rl.compat.control_plane import Coordinator
 from nemo_rl.config import MasterConfig, load_master_config
 from nemo_rl.distributed.accelerator_slots import Accelerator
+from nemo_rl.models.generation.vllm.extension import bucket_stats
 from nemo_rl.models.generation.vllm.fleet import ShardState
-from nemo_rl.models.generation.vllm.receiver_methods import bucket_stats
 from nemo_rl.time_sharing.pipelines.shared_cluster import SharedCluster, reserve_pool
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.utils.metrics_file import read_metrics

@@ -19,7 +19,7 @@ from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollout_source import LiveRollouts, RecordedRollouts, ReplayedRollouts, Rollout
 from nemo_rl.experience.rollouts import RolloutRunner, number_samples, trajectory_of
 from nemo_rl.experience.store import InProcessStore, rollout_columns, sample_starts
-from nemo_rl.models.generation.decisions import SamplingMasks, TokenRoutes
+from nemo_rl.models.generation.decisions import VALIDATE, RecordedDecisionsError, Recording, SamplingMasks, TokenRoutes
 from nemo_rl.models.generation.endpoint.session import Session, SessionPlan
 from nemo_rl.models.generation.interfaces import (
     GenerationRequest,
@@ -27,7 +27,6 @@ from nemo_rl.models.generation.interfaces import (
     GenerationSamplingParams,
     VersionSpan,
 )
-from nemo_rl.models.generation.recording import VALIDATE, RecordedDecisionsError, Recording
 from tests.experience.plane_in_process import plane_in_process
 from tests.experience.test_rollout_flow import Counts, Generator, Letters, plan, prompts
 

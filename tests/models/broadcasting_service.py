@@ -12,7 +12,7 @@ import ray
 import torch
 
 from nemo_rl.distributed.ports import free_ports
-from nemo_rl.models.generation.vllm.receiver_methods import bucket_stats
+from nemo_rl.models.generation.vllm.extension import bucket_stats
 from nemo_rl.weight_sync.transports.nccl import BroadcastGroup
 
 LIMIT_S = 120.0

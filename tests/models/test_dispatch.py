@@ -24,8 +24,7 @@ from nemo_rl.models.generation.interfaces import (
     ShardStateError,
     VersionSpan,
 )
-from nemo_rl.models.generation.vllm.detached import DetachedGenerator, ServingShard
-from nemo_rl.models.generation.vllm.dispatch import Dispatcher, Router, wait_on_loop
+from nemo_rl.models.generation.vllm.dispatch import DetachedGenerator, Dispatcher, Router, ServingShard, wait_on_loop
 from nemo_rl.models.generation.vllm.fleet import EngineFleet
 from nemo_rl.models.generation.vllm.request_state import OnPreempt, RequestFailure
 from nemo_rl.utils.record import MemoryRecord

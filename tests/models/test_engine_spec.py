@@ -11,8 +11,13 @@ import pytest
 
 from nemo_rl.config import ConfigError, load_master_config
 from nemo_rl.distributed.virtual_cluster import AcceleratorSlot
-from nemo_rl.models.generation.vllm.engine_actors import engine_slots, engine_spec, parameters_of, weight_bytes
-from nemo_rl.models.generation.vllm.engine_nodes import Rendezvous
+from nemo_rl.models.generation.vllm.engine_actors import (
+    Rendezvous,
+    engine_slots,
+    engine_spec,
+    parameters_of,
+    weight_bytes,
+)
 
 CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "grpo_arithmetic_cpu.yaml"
 

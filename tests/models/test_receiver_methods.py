@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.models.generation.vllm.extension import ArrivedAdapters
-from nemo_rl.models.generation.vllm.receiver_methods import ReceiverMethods, bucket_stats
+from nemo_rl.models.generation.vllm.extension import ArrivedAdapters, ReceiverMethods, bucket_stats
 from nemo_rl.weight_sync.layout import TensorMeta, pack_tensor, plan_buckets
 from nemo_rl.weight_sync.receiver import ChecksumMismatchError, SyncProtocolError
 from nemo_rl.weight_sync.transports.host import HostStaging

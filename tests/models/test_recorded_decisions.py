@@ -25,8 +25,8 @@ from nemo_rl.environments.environment_registry import environment_settings
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollout_source import LiveRollouts
 from nemo_rl.experience.rollouts import AgentRollouts, RolloutLimits, RolloutPlan, RolloutRunner, number_samples
+from nemo_rl.models.generation.decisions import VALIDATE, Recording
 from nemo_rl.models.generation.endpoint.server import start_endpoint
-from nemo_rl.models.generation.recording import VALIDATE, Recording
 from nemo_rl.models.generation.vllm import engine_actors
 from nemo_rl.models.generation.vllm.fleet import ShardState
 from tests.conftest import example

@@ -24,9 +24,8 @@ from nemo_rl.weight_sync import sender as sender_module
 from nemo_rl.weight_sync.cache import CACHE_OWNER, BucketCache, CacheBuilder, CacheManifest
 from nemo_rl.weight_sync.layout import TensorMeta, plan_buckets, plan_windows
 from nemo_rl.weight_sync.receiver import ChecksumMismatchError, WeightReceiver
-from nemo_rl.weight_sync.routes import plan_routes
 from nemo_rl.weight_sync.sender import SendSpec, WeightSender, check_room
-from nemo_rl.weight_sync.sync_session import SyncOptions, SyncSession
+from nemo_rl.weight_sync.sync_session import SyncOptions, SyncSession, plan_routes
 from nemo_rl.weight_sync.transports import nccl
 from nemo_rl.weight_sync.transports.base import Opener, Staging, TransportError
 from tests.weight_sync.models import DictModel, Engines, weights

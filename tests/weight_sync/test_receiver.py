@@ -12,8 +12,13 @@ from hypothesis import strategies as st
 from nemo_rl.distributed.devices import device_uuid
 from nemo_rl.weight_sync import receiver as receiving
 from nemo_rl.weight_sync.layout import TensorMeta, checksum, plan_buckets
-from nemo_rl.weight_sync.receiver import ChecksumMismatchError, SyncProtocolError, WeightReceiver, encode_buckets
-from nemo_rl.weight_sync.routes import place_of
+from nemo_rl.weight_sync.receiver import (
+    ChecksumMismatchError,
+    SyncProtocolError,
+    WeightReceiver,
+    encode_buckets,
+    place_of,
+)
 from tests.weight_sync.models import CPU, DictModel
 
 

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl.distributed.devices import host_of, in_host_memory
-from nemo_rl.weight_sync.routes import Route, RoutePlan, place_of, plan_routes
+from nemo_rl.weight_sync.receiver import place_of
+from nemo_rl.weight_sync.sync_session import Route, RoutePlan, plan_routes
 from nemo_rl.weight_sync.transports.base import TransportError
 
 LIVE = ["gpu0@a", "gpu1@a"]

@@ -79,9 +79,9 @@ from nemo_rl.experience.rollouts import AgentRollouts, RolloutGenerator, Rollout
 from nemo_rl.experience.store import InProcessStore
 from nemo_rl.loss import ClippedPGLossFn, DistillationLossFn
 from nemo_rl.loss.interfaces import LossFunction
+from nemo_rl.models.generation.decisions import Recording, recording_of
 from nemo_rl.models.generation.endpoint.server import Endpoint, start_endpoint
 from nemo_rl.models.generation.interfaces import request_timeout_s
-from nemo_rl.models.generation.recording import Recording, recording_of
 from nemo_rl.models.generation.vllm.engine_actors import EngineActors, start_engine_actors
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.models.policy.lm_policy import Policy

@@ -25,8 +25,8 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.prompts import EpochPrompts, group_id
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, number_samples
 from nemo_rl.experience.store import ExperienceStore, sample_of_row, sample_starts
+from nemo_rl.models.generation.decisions import replays
 from nemo_rl.models.generation.interfaces import VALIDATION_STEP_OFFSET, GenerationSamplingParams
-from nemo_rl.models.generation.recording import replays
 from nemo_rl.utils.record import Record
 from nemo_rl.utils.record_events import GroupAdmitted, GroupCommitted, GroupDropped
 from nemo_rl.utils.timer import Timer

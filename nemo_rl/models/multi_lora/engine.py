@@ -21,7 +21,7 @@ import torch
 from typing_extensions import override
 
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, ShardStateError, StaleVersionError
-from nemo_rl.models.generation.vllm.engine_nodes import Rendezvous
+from nemo_rl.models.generation.vllm.engine_actors import Rendezvous
 from nemo_rl.models.generation.vllm.request_state import ResultBuffer
 from nemo_rl.models.generation.vllm.worker import VllmGenerationWorker
 from nemo_rl.models.multi_lora.cpu_kernels import use_grouped_products

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl.algorithms.accelerators import Accelerators, DemandKind, ReportProgress
-from nemo_rl.algorithms.distillation.engine_teacher import ServedTeacher
+from nemo_rl.algorithms.distillation.teachers import ServedTeacher
 from nemo_rl.algorithms.placement import Clusters, RunConfig
 from nemo_rl.algorithms.training_loop import TrainingRun
 from nemo_rl.config import MasterConfig

@@ -91,12 +91,12 @@ class PooledTeacher:
         )
 
     def get_topk_logits(self, batch: BatchedDataDict, k: int) -> BatchedDataDict:
-        """See `engine_teacher.topk_of_prompts`. Errors as of `_scored`."""
+        """See `teachers.topk_of_prompts`. Errors as of `_scored`."""
         found: BatchedDataDict = self._scored(batch, k)
         return found
 
     def get_token_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
-        """See `engine_teacher.logprobs_of_prompts`. Errors as of `_scored`."""
+        """See `teachers.logprobs_of_prompts`. Errors as of `_scored`."""
         found: torch.Tensor = self._scored(batch, 0)["logprobs"]
         return found
 

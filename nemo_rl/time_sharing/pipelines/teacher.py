@@ -59,7 +59,7 @@ class TeacherPipeline(LentPipeline):
         return "scores the samples that it has, and leaves"
 
     def live(self) -> Outcome:
-        from nemo_rl.algorithms.distillation.engine_teacher import scoring_engines, start_scoring_actors
+        from nemo_rl.algorithms.distillation.teachers import scoring_engines, start_scoring_actors
         from nemo_rl.data.tokenizer import get_tokenizer
 
         job, teacher, engines = self._job, self._teacher, EngineSlot(self.engine_built)
@@ -102,10 +102,10 @@ class TeacherPipeline(LentPipeline):
         return Served(policy.model_name, topk, policy.generation.vllm_cfg.max_model_len)
 
     def score(self, batch: BatchedDataDict, k: int) -> BatchedDataDict:
-        """See `engine_teacher.topk_of_prompts`; where k is 0, `logprobs` as `logprobs_of_prompts` gives them. Raises
+        """See `teachers.topk_of_prompts`; where k is 0, `logprobs` as `logprobs_of_prompts` gives them. Raises
         TeacherLeft: it is leaving; GenerationError: no engine scores them.
         """
-        from nemo_rl.algorithms.distillation.engine_teacher import logprobs_of_prompts, topk_of_prompts
+        from nemo_rl.algorithms.distillation.teachers import logprobs_of_prompts, topk_of_prompts
 
         serves = self._serving.wait(_START_S) and not self._draining.is_set()
         demand = self._demand

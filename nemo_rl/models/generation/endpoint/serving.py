@@ -21,9 +21,9 @@ from nemo_rl.data.interfaces import DataError
 from nemo_rl.data.llm_message_utils import render_chat
 from nemo_rl.data.tokenizer import chat_template
 from nemo_rl.data.tool_calls import shows
+from nemo_rl.models.generation.decisions import replays
 from nemo_rl.models.generation.endpoint.router_engine import BadRequest, GenerateOne, RouterEngine
 from nemo_rl.models.generation.endpoint.session import text_of
-from nemo_rl.models.generation.recording import replays
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter

@@ -37,7 +37,7 @@ from unittest.mock import patch
 import psutil
 
 from nemo_rl.distributed.processes import importing
-from nemo_rl.models.generation.recording import Recording
+from nemo_rl.models.generation.decisions import Recording
 from nemo_rl.utils.directory_lock import abandoned
 
 if TYPE_CHECKING:

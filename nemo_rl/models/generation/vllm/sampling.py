@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nemo_rl.models.generation.decisions import TokenRoutes, route_dtype
+from nemo_rl.models.generation.decisions import RecordedDecisionsError, Recording, TokenRoutes, route_dtype
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, LikelyNext
-from nemo_rl.models.generation.recording import RecordedDecisionsError, Recording
 from nemo_rl.models.generation.vllm.recorder import REQUEST, Taken, unpacked
 
 if TYPE_CHECKING:

@@ -33,10 +33,15 @@ from nemo_rl.models.generation.interfaces import (
     OnTokens,
     results_to_batch,
 )
-from nemo_rl.models.generation.vllm.detached import DetachedGenerator, ServingShard
-from nemo_rl.models.generation.vllm.dispatch import LOOP_TIMEOUT_S, Dispatcher, Router, wait_on_loop
-from nemo_rl.models.generation.vllm.engine_actors import EngineActors
-from nemo_rl.models.generation.vllm.engine_nodes import Rendezvous
+from nemo_rl.models.generation.vllm.dispatch import (
+    LOOP_TIMEOUT_S,
+    DetachedGenerator,
+    Dispatcher,
+    Router,
+    ServingShard,
+    wait_on_loop,
+)
+from nemo_rl.models.generation.vllm.engine_actors import EngineActors, Rendezvous
 from nemo_rl.models.generation.vllm.engine_processes import remove_abandoned
 from nemo_rl.models.generation.vllm.engine_stats import EngineSample, generation_metrics
 from nemo_rl.models.generation.vllm.fleet import EngineFleet, ShardTargets

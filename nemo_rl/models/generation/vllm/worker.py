@@ -32,7 +32,7 @@ from nemo_rl.models.generation.interfaces import (
     StaleVersionError,
     WakeError,
 )
-from nemo_rl.models.generation.vllm.engine_nodes import FurtherRanks, Rendezvous
+from nemo_rl.models.generation.vllm.engine_actors import FurtherRanks, Rendezvous
 from nemo_rl.models.generation.vllm.engine_processes import (
     EngineSpec,
     forked_engine,
