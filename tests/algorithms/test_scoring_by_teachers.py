@@ -104,7 +104,7 @@ def test_engines_give_the_log_probability_of_every_token_that_a_policy_gives(
     of_policy.prepare_for_lp_inference()
     want = of_policy.get_logprobs(batch)["logprobs"]
     _model(engine).prepare_for_lp_inference()
-    found = _model(engine).get_token_logprobs(batch)
+    found = _model(engine).score(batch, 0)["logprobs"]
     _model(engine).offload_to_cpu()
     for row, length in enumerate(lengths.tolist()):
         assert torch.allclose(found[row, 1:length], want[row, 1:length], atol=1e-5)

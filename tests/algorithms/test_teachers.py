@@ -62,9 +62,9 @@ def test_engines_of_several_teachers_score_their_own_rows() -> None:
         def offload_to_cpu(self) -> None:
             seen.append((f"{self._name} sleeps", []))
 
-        def get_token_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
+        def score(self, batch: BatchedDataDict, k: int) -> BatchedDataDict:
             seen.append((self._name, batch["input_ids"][:, 0].tolist()))
-            return torch.full(batch["input_ids"].shape, self._logprob)
+            return BatchedDataDict(logprobs=torch.full(batch["input_ids"].shape, self._logprob))
 
     config = _by_task("on_policy_distillation.backend=vllm")
     one, other = teachers_of(config)
@@ -113,9 +113,9 @@ def test_jobs_of_several_teachers_score_side_by_side() -> None:
         def __init__(self, logprob: float) -> None:
             self._logprob = logprob
 
-        def get_token_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
+        def score(self, batch: BatchedDataDict, k: int) -> BatchedDataDict:
             both.wait()
-            return batch["input_ids"] * self._logprob
+            return BatchedDataDict(logprobs=batch["input_ids"] * self._logprob)
 
     served = "on_policy_distillation.job_by_agent_name={a: one, b: one, c: other}"
     config = _by_task("on_policy_distillation.backend=vllm", served)

@@ -74,12 +74,12 @@ def test_students_share_a_teacher_and_wait_for_the_next_one_when_it_is_killed(
     other = PooledTeacher("other", pooled_teacher(config, "teacher"), k, 32, wait_s=300.0)
     ids = torch.randint(0, 256, (5, 32), generator=torch.Generator().manual_seed(1))
     batch = BatchedDataDict(input_ids=ids, input_lengths=torch.tensor([32, 2, 1, 17, 30]))
-    first = other.get_topk_logits(batch, k)
+    first = other.score(batch, k)
     assert first["topk_logits"].shape == (5, 32, k) and (first["topk_logits"][0, :31] < 0).all()
 
     # Of a token that is among the most likely ones, what students of several teachers ask is the same number.
     short = BatchedDataDict(input_ids=ids[:, :31], input_lengths=batch["input_lengths"].clamp(max=31))
-    drawn = other.get_token_logprobs(short)[:, 1:]
+    drawn = other.score(short, 0)["logprobs"][:, 1:]
     listed = (first["topk_indices"][:, :30] == ids[:, 1:31, None]) & (first["topk_logits"][:, :30] < 0)
     listed &= torch.arange(30)[:, None] < (short["input_lengths"] - 1)[:, None, None]
     assert listed.any() and drawn.shape == (5, 30)
@@ -93,7 +93,7 @@ def test_students_share_a_teacher_and_wait_for_the_next_one_when_it_is_killed(
                 if e["namespace"] == agent_namespace("teacher") and e["name"].startswith("agent.")]  # fmt: skip
     kill_actor(agent, agent_namespace("teacher"))
     with ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(other.get_topk_logits, batch, k)
+        waiting = thread.submit(other.score, batch, k)
         until(lambda: standing().outcome is not None, 120, "the teacher's end")
         assert standing().outcome.kind == "died"
         ray.get(pool.submit.remote(jobs[0]), timeout=60)

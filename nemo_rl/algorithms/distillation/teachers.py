@@ -96,12 +96,8 @@ def scoring_engines(
 class ServedTeacher(Protocol):
     """A teacher of another job, which this run asks while it holds no accelerators for training."""
 
-    def get_topk_logits(self, batch: BatchedDataDict, k: int) -> BatchedDataDict:
-        """See `topk_of_prompts`."""
-        ...
-
-    def get_token_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
-        """See `logprobs_of_prompts`."""
+    def score(self, batch: BatchedDataDict, k: int) -> BatchedDataDict:
+        """See `scores_of_prompts`."""
         ...
 
     def kernels(self) -> str:
@@ -148,16 +144,14 @@ class EngineTeacher:
                 if isinstance(error.__cause__, WakeError) or shard in self._fleet.healthy():
                     raise
 
-    def get_topk_logits(self, batch: BatchedDataDict, k: int) -> BatchedDataDict:
-        """See `topk_of_prompts`; lost shards are rebuilt meanwhile."""
-        return topk_of_prompts(self._generation, batch, k, while_waiting=self._rebuild)
-
-    def get_token_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
-        """See `logprobs_of_prompts`; lost shards are rebuilt meanwhile."""
-        return logprobs_of_prompts(self._generation, batch, while_waiting=self._rebuild)
-
-    def _rebuild(self) -> None:
-        self._fleet.rebuild_in_background(self._fleet.activate)
+    def score(self, batch: BatchedDataDict, k: int) -> BatchedDataDict:
+        """See `scores_of_prompts`; lost shards are rebuilt meanwhile."""
+        return scores_of_prompts(
+            self._generation,
+            batch,
+            k,
+            while_waiting=lambda: self._fleet.rebuild_in_background(self._fleet.activate),
+        )
 
     def kernels(self) -> str:
         """What computes it, in words."""
@@ -170,7 +164,7 @@ class EngineTeacher:
         self._generation.shutdown()
 
 
-def topk_of_prompts(
+def scores_of_prompts(
     generation: VllmGeneration,
     batch: BatchedDataDict,
     k: int,
@@ -178,47 +172,36 @@ def topk_of_prompts(
     while_waiting: Callable[[], object],
     finished: Callable[[], object] = lambda: None,
 ) -> BatchedDataDict:
-    """The k most likely tokens after each position, of the model that engines serve.
+    """Scores samples by the model that engines serve, at temperature 1.
 
     Args:
         batch: `input_ids` [B, S] and `input_lengths` [B].
+        k: How many of the most likely tokens to find for each position; 0 for the tokens of the samples themselves.
         while_waiting: Called about twice a second meanwhile.
         finished: Called for every sample that is scored, on a thread that must not wait.
 
-    Returns `topk_indices` and `topk_logits` [B, S, k] as `Policy.get_topk_logits` gives them, at temperature 1; zeros
-    from the last token of a row on, after which no token is trained. Raises GenerationError: no shard is left, or none
-    answered in time.
+    Returns `topk_indices` and `topk_logits` [B, S, k] of the tokens after each position, as `Policy.get_topk_logits`
+    gives them; zeros from the last token of a row on, after which no token is trained. For k = 0 the `logprobs` [B, S]
+    of each token after those before it; zero for the first of a row and in its padding. Engines then need room for one
+    token more than the longest sample has. Raises GenerationError: no shard is left, or none answered in time.
     """
     ids_BS, lengths = batch["input_ids"], batch["input_lengths"].tolist()
-    # The last token is only a target: without it a sample as long as the context leaves room for the token that an
-    # engine has to draw.
-    prompts = {row: ids_BS[row, : length - 1].tolist() for row, length in enumerate(lengths) if length > 1}
+    # The last token is only a target of the most likely ones: without it a sample as long as the context leaves room
+    # for the token that an engine has to draw.
+    prompts = {row: ids_BS[row, : length - (k > 0)].tolist() for row, length in enumerate(lengths) if length > 1}
+    found = _scored(generation, prompts, k, while_waiting, finished)
+    if k == 0:
+        logprobs_BS = torch.zeros(ids_BS.shape)
+        for row, likely in found.items():
+            # What Ray hands over cannot be written to, which torch warns about.
+            logprobs_BS.numpy()[row, 1 : lengths[row]] = likely.given[:-1]
+        return BatchedDataDict(logprobs=logprobs_BS)
     indices_BSk = torch.zeros((*ids_BS.shape, k), dtype=torch.int32)
     logprobs_BSk = torch.zeros((*ids_BS.shape, k), dtype=torch.float32)
-    for row, likely in _scored(generation, prompts, k, while_waiting, finished).items():
-        # What Ray hands over cannot be written to, which torch warns about.
+    for row, likely in found.items():
         indices_BSk.numpy()[row, : len(likely.ids)] = likely.ids
         logprobs_BSk.numpy()[row, : len(likely.ids)] = likely.logprobs
     return BatchedDataDict({"topk_logits": logprobs_BSk, "topk_indices": indices_BSk})
-
-
-def logprobs_of_prompts(
-    generation: VllmGeneration,
-    batch: BatchedDataDict,
-    *,
-    while_waiting: Callable[[], object],
-    finished: Callable[[], object] = lambda: None,
-) -> torch.Tensor:
-    """The log-probability [B, S] of each token after those before it, at temperature 1; zero for the first of a row and
-    in its padding. Arguments and errors as of `topk_of_prompts`, but that engines need room for one token more than the
-    longest sample has.
-    """
-    ids_BS, lengths = batch["input_ids"], batch["input_lengths"].tolist()
-    prompts = {row: ids_BS[row, :length].tolist() for row, length in enumerate(lengths) if length > 1}
-    logprobs_BS = torch.zeros(ids_BS.shape)
-    for row, likely in _scored(generation, prompts, 0, while_waiting, finished).items():
-        logprobs_BS.numpy()[row, 1 : lengths[row]] = likely.given[:-1]
-    return logprobs_BS
 
 
 def _scored(
@@ -226,7 +209,7 @@ def _scored(
     prompts: Mapping[int, list[int]],
     k: int,
     while_waiting: Callable[[], object],
-    finished: Callable[[], object] = lambda: None,
+    finished: Callable[[], object],
 ) -> dict[int, LikelyNext]:
     """The scores of prompts by row."""
     name = uuid.uuid4().hex[:12]
@@ -462,7 +445,7 @@ class Teachers:
     def _score_by_engines(
         self, model: EngineTeacher | ServedTeacher, handle: BatchHandle, store: ExperienceStore
     ) -> BatchHandle:
-        found = model.get_topk_logits(store.read(handle, ("input_ids", "input_lengths")), self._topk)
+        found = model.score(store.read(handle, ("input_ids", "input_lengths")), self._topk)
         # At another temperature the k log-probabilities are those up to a constant, which the loss does not see.
         logprobs_BSk = found["topk_logits"] / (self._temperature or 1.0)
         return store.update(handle, {TOPK_IDS: found["topk_indices"], TOPK_LOGPROBS: logprobs_BSk})
@@ -482,7 +465,7 @@ class Teachers:
             with self._seated(index) as model:
                 if isinstance(model, Policy):
                     raise TypeError(f"{self._seats[index].teacher.name} has no engines")
-                whole_BS[rows] = model.get_token_logprobs(part)
+                whole_BS[rows] = model.score(part, 0)["logprobs"]
 
         rows_of = self._rows_of(tasks)
         # Teachers of this run take turns on its accelerators; other jobs score side by side.

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import ray
-import torch
 
 from nemo_rl.config import ConfigError
 from nemo_rl.config.errors import first_line
@@ -90,19 +89,9 @@ class PooledTeacher:
             self._student,
         )
 
-    def get_topk_logits(self, batch: BatchedDataDict, k: int) -> BatchedDataDict:
-        """See `teachers.topk_of_prompts`. Errors as of `_scored`."""
-        found: BatchedDataDict = self._scored(batch, k)
-        return found
-
-    def get_token_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
-        """See `teachers.logprobs_of_prompts`. Errors as of `_scored`."""
-        found: torch.Tensor = self._scored(batch, 0)["logprobs"]
-        return found
-
-    def _scored(self, batch: BatchedDataDict, k: int) -> BatchedDataDict:
-        """What the job says of a batch; of one that dies meanwhile the next is asked. Raises GenerationError: it could
-        not score them in time; ConfigError: it died, and no other came.
+    def score(self, batch: BatchedDataDict, k: int) -> BatchedDataDict:
+        """See `teachers.scores_of_prompts`; if the job dies meanwhile, the next one is asked. Raises GenerationError:
+        it could not score them in time; ConfigError: it died, and no other came.
         """
         deadline = time.monotonic() + self._wait_s
         while True:

@@ -102,20 +102,16 @@ class TeacherPipeline(LentPipeline):
         return Served(policy.model_name, topk, policy.generation.vllm_cfg.max_model_len)
 
     def score(self, batch: BatchedDataDict, k: int) -> BatchedDataDict:
-        """See `teachers.topk_of_prompts`; where k is 0, `logprobs` as `logprobs_of_prompts` gives them. Raises
-        TeacherLeft: it is leaving; GenerationError: no engine scores them.
+        """See `teachers.scores_of_prompts`. Raises TeacherLeft: it is leaving; GenerationError: no engine scores
+        them.
         """
-        from nemo_rl.algorithms.distillation.teachers import logprobs_of_prompts, topk_of_prompts
+        from nemo_rl.algorithms.distillation.teachers import scores_of_prompts
 
         serves = self._serving.wait(_START_S) and not self._draining.is_set()
         demand = self._demand
         if not serves or self._generation is None or demand is None:
             raise TeacherLeft(f"{self._job.name} takes no samples: it is leaving")
         with demand.batch(batch.size) as finished:
-            watched = {"finished": finished, "while_waiting": demand.report}
-            if k:
-                found = topk_of_prompts(self._generation, batch, k, **watched)
-            else:
-                found = BatchedDataDict(logprobs=logprobs_of_prompts(self._generation, batch, **watched))
+            found = scores_of_prompts(self._generation, batch, k, while_waiting=demand.report, finished=finished)
         self._samples, self._batches = self._samples + batch.size, self._batches + 1
         return found
