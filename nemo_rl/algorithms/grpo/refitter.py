@@ -67,7 +67,7 @@ class Refitter:
         """
         if self._serves(version) and not self._asleep():
             return
-        rebuilt = self._take_back()
+        rebuilt = self._repair()
         offload = self._colocated and (self._must_offload() or (bool(rebuilt) and self._cuda))
         if offload:
             self._policy.offload_before_refit()
@@ -80,7 +80,7 @@ class Refitter:
             # Engines of their own serve on while the windows arrive; where training shares the device, none serves.
             serving=not self._colocated,
             in_place=self._colocated,
-            revive=(lambda: rebuilt.extend(self._rebuild_all())) if self.rebuilds else None,
+            revive=(lambda: rebuilt.extend(self._repair())) if self.rebuilds else None,
             before_cache=self._leave if offload else lambda: None,
         )
         if moved.sync is not None:
@@ -122,26 +122,27 @@ class Refitter:
         if self.rebuilds and not self._fleet.healthy():
             self.bring_to(version)
 
-    def _rebuild_all(self) -> list[int]:
-        """Waits until at least one shard is rebuilt."""
+    def _repair(self) -> list[int]:
+        """Takes rebuilt shards back, awake and without weights.
+
+        Engines with slots of their own are rebuilt in the background, so the run waits only if none is left. Colocated
+        engines need the device, so the run waits for all. Raises GenerationError: none is left and none starts.
+        """
+        if self._colocated:
+            return self._rebuilt_in_turn() if self._fleet.lost() else []
+        back = self._fleet.take_back()
+        if self._fleet.healthy() or not self.rebuilds:
+            return back
         logger.warning("shards=all_lost rebuild=awaited")
         deadline = time.monotonic() + _REBUILD_S
-        while self._fleet.lost() and time.monotonic() < deadline:
+        while not back and self._fleet.lost() and time.monotonic() < deadline:
             self._fleet.rebuild()
-            if back := self._fleet.take_back(_REBUILD_S):
-                return back
-        raise GenerationError(_NONE_LEFT)
+            back = self._fleet.take_back(_REBUILD_S)
+        if not back:
+            raise GenerationError(_NONE_LEFT)
+        return back
 
-    def _take_back(self) -> list[int]:
-        """The rebuilt shards, which take part in this refit.
-
-        Engines with slots of their own are rebuilt in the background. Colocated engines need the device, so the run
-        waits for them.
-        """
-        if not self._colocated:
-            return self._fleet.take_back()
-        if not self._fleet.lost():
-            return []
+    def _rebuilt_in_turn(self) -> list[int]:
         if self._cuda:
             # An engine takes its share of the memory that is free while it starts.
             self._policy.offload_after_refit()
