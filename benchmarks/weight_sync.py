@@ -85,7 +85,7 @@ class CacheOwner:
         from nemo_rl.distributed.devices import device_of_process
         from nemo_rl.weight_sync.cache import CACHE_OWNER
         from nemo_rl.weight_sync.sender import WeightSender
-        from nemo_rl.weight_sync.transports.nccl import KeptGroup
+        from nemo_rl.weight_sync.transports import KeptGroup
 
         self._groups = self._groups or KeptGroup()
         weights, device = iter(manifest.weights()), device_of_process()

@@ -30,8 +30,7 @@ from nemo_rl.weight_sync.layout import (
     unpack,
 )
 from nemo_rl.weight_sync.sender import SendSpec, window_bytes
-from nemo_rl.weight_sync.transports.base import Handle, Published, TransportError, TransportName
-from nemo_rl.weight_sync.transports.host import HostStaging, map_segment
+from nemo_rl.weight_sync.transports import Handle, HostStaging, Published, TransportError, TransportName, map_segment
 
 logger = logging.getLogger(__name__)
 

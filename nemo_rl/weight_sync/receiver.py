@@ -18,10 +18,18 @@ import torch
 from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.devices import device_uuid, host_of, synchronize
 from nemo_rl.weight_sync.layout import BucketLayout, TensorMeta, Window, checksum
-from nemo_rl.weight_sync.transports.base import PUSHED, Opener, Published, TransportError, TransportName
-from nemo_rl.weight_sync.transports.cuda_ipc import CudaIpcOpener
-from nemo_rl.weight_sync.transports.host import HostOpener
-from nemo_rl.weight_sync.transports.nccl import GroupMeeting, GroupOpener, KeptGroup
+from nemo_rl.weight_sync.transports import (
+    PUSHED,
+    CudaIpcOpener,
+    GroupMeeting,
+    GroupOpener,
+    HostOpener,
+    KeptGroup,
+    Opener,
+    Published,
+    TransportError,
+    TransportName,
+)
 
 
 class SyncProtocolError(RuntimeError):

@@ -16,10 +16,18 @@ import torch
 from nemo_rl.distributed.accelerator_slots import CPU
 from nemo_rl.distributed.devices import allowed_memory
 from nemo_rl.weight_sync.layout import BucketLayout, LayoutError, align, checksum, pack_tensor
-from nemo_rl.weight_sync.transports.base import Published, Staging, TransportError, TransportName
-from nemo_rl.weight_sync.transports.cuda_ipc import CudaIpcStaging
-from nemo_rl.weight_sync.transports.host import HostStaging
-from nemo_rl.weight_sync.transports.nccl import BroadcastGroup, GroupMeeting, GroupStaging, KeptGroup
+from nemo_rl.weight_sync.transports import (
+    BroadcastGroup,
+    CudaIpcStaging,
+    GroupMeeting,
+    GroupStaging,
+    HostStaging,
+    KeptGroup,
+    Published,
+    Staging,
+    TransportError,
+    TransportName,
+)
 
 _BESIDE: Mapping[TransportName, TransportName] = {"nccl": "cuda_ipc", "tcp": "host"}
 """The lane whose buffer a pushed one sends from, where a source has both."""

@@ -22,8 +22,15 @@ from nemo_rl.distributed.devices import host_of, in_host_memory
 from nemo_rl.weight_sync.layout import LayoutError, TensorMeta, plan_buckets, plan_windows
 from nemo_rl.weight_sync.receiver import encode_buckets, place_of
 from nemo_rl.weight_sync.sender import SendSpec
-from nemo_rl.weight_sync.transports.base import PUSHED, TransportError, TransportName
-from nemo_rl.weight_sync.transports.nccl import GroupMeeting, is_of, members_digest, new_group_id
+from nemo_rl.weight_sync.transports import (
+    PUSHED,
+    GroupMeeting,
+    TransportError,
+    TransportName,
+    is_of,
+    members_digest,
+    new_group_id,
+)
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

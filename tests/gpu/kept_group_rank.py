@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from nemo_rl.weight_sync.transports.nccl import GroupMeeting, KeptGroup
+from nemo_rl.weight_sync.transports import GroupMeeting, KeptGroup
 
 DEADLINE_S = 15.0
 ALONE_S = 10.0

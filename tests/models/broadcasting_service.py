@@ -13,7 +13,7 @@ import torch
 
 from nemo_rl.distributed.ports import free_ports
 from nemo_rl.models.generation.vllm.extension import bucket_stats
-from nemo_rl.weight_sync.transports.nccl import BroadcastGroup
+from nemo_rl.weight_sync.transports import BroadcastGroup
 
 LIMIT_S = 120.0
 GROUP = "weights of a test"

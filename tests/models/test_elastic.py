@@ -19,7 +19,7 @@ from nemo_rl.utils.record_events import ShardRouted, SyncFinished, VersionPublis
 from nemo_rl.weight_sync.cache import BucketCache, CacheBuilder, CacheError, CacheManifest
 from nemo_rl.weight_sync.layout import TensorMeta
 from nemo_rl.weight_sync.sync_session import SyncOptions
-from nemo_rl.weight_sync.transports.base import TransportError
+from nemo_rl.weight_sync.transports import TransportError
 from tests.models.local_fleet import LocalFleet, LocalWorker
 from tests.weight_sync.models import DictModel, Engines, weights
 

@@ -14,8 +14,8 @@ from nemo_rl.distributed.ports import free_ports
 from nemo_rl.models.generation.interfaces import WakeError
 from nemo_rl.models.generation.vllm.worker import EngineMemory
 from nemo_rl.models.policy.policy_worker import PolicyWorker
-from nemo_rl.weight_sync.transports import nccl
-from nemo_rl.weight_sync.transports.nccl import BroadcastGroup, GroupMeeting, KeptGroup
+from nemo_rl.weight_sync import transports
+from nemo_rl.weight_sync.transports import BroadcastGroup, GroupMeeting, KeptGroup
 
 
 class Gpu:
@@ -68,7 +68,7 @@ def test_an_engine_that_cannot_wake_drops_its_group_before_it_sleeps_again() -> 
 
 @pytest.mark.slow
 def test_a_trainer_that_gives_its_communicators_back_keeps_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "nccl_group", BroadcastGroup)
+    monkeypatch.setattr(transports, "nccl_group", BroadcastGroup)
     cpu = torch.device("cpu")
     worker = PolicyWorker.__new__(PolicyWorker)
     worker.step = SimpleNamespace(is_open=False)  # type: ignore[assignment]

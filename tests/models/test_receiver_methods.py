@@ -13,7 +13,7 @@ import torch
 from nemo_rl.models.generation.vllm.extension import ArrivedAdapters, ReceiverMethods, bucket_stats
 from nemo_rl.weight_sync.layout import TensorMeta, pack_tensor, plan_buckets
 from nemo_rl.weight_sync.receiver import ChecksumMismatchError, SyncProtocolError
-from nemo_rl.weight_sync.transports.host import HostStaging
+from nemo_rl.weight_sync.transports import HostStaging
 from tests.weight_sync.models import DictModel, weights
 
 CPU = torch.device("cpu")

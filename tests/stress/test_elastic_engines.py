@@ -36,7 +36,7 @@ from nemo_rl.utils.record_events import (
 )
 from nemo_rl.weight_sync.cache import CachedSource
 from nemo_rl.weight_sync.sync_session import SyncSession
-from nemo_rl.weight_sync.transports.base import TransportError
+from nemo_rl.weight_sync.transports import TransportError
 from tests.models.broadcasting_service import broadcast_weights
 from tests.models.elastic_engines import CPU, Elastic, elastic_engines
 from tests.models.test_receiver_methods import payloads

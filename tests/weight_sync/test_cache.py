@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from nemo_rl.weight_sync import cache as cache_module
+from nemo_rl.weight_sync import transports
 from nemo_rl.weight_sync.cache import BucketCache, CacheBuilder, CacheError, CacheManifest
 from nemo_rl.weight_sync.layout import LayoutError, TensorMeta
 from nemo_rl.weight_sync.receiver import ChecksumMismatchError, SyncProtocolError, WeightReceiver
 from nemo_rl.weight_sync.sync_session import SyncOptions, SyncSession, pause_quantiles
-from nemo_rl.weight_sync.transports import host
-from nemo_rl.weight_sync.transports.base import TransportError
+from nemo_rl.weight_sync.transports import TransportError
 from tests.weight_sync.models import DictModel, Engines, weights
 
 CPU = torch.device("cpu")
@@ -216,7 +216,7 @@ def test_a_cache_that_cannot_be_allocated_leaves_no_shared_memory(
         if fails_in == "pinning" or len(made) == 2:
             raise TransportError("planted: CUDA refused")
 
-    monkeypatch.setattr(host, "_pin", refuse)
+    monkeypatch.setattr(transports, "_pin", refuse)
     builder = CacheBuilder(1 << 20, torch.device("cpu"))
     with pytest.raises(TransportError, match="planted"):
         builder.build(0, [TensorMeta("w", (8,), "float32")], [("w", torch.ones(8))], served=None)

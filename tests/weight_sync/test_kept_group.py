@@ -18,13 +18,12 @@ import torch
 
 from nemo_rl.distributed.ports import free_ports
 from nemo_rl.weight_sync import receiver as receiver_module
+from nemo_rl.weight_sync import transports
 from nemo_rl.weight_sync.layout import TensorMeta
 from nemo_rl.weight_sync.receiver import WeightReceiver
 from nemo_rl.weight_sync.sender import SendSpec, WeightSender
 from nemo_rl.weight_sync.sync_session import SyncOptions, SyncSession
-from nemo_rl.weight_sync.transports import nccl
-from nemo_rl.weight_sync.transports.base import TransportError
-from nemo_rl.weight_sync.transports.nccl import BroadcastGroup, GroupMeeting, KeptGroup
+from nemo_rl.weight_sync.transports import BroadcastGroup, GroupMeeting, KeptGroup, TransportError
 from tests.weight_sync.models import DictModel, Engines, weights
 
 OPTIONS = SyncOptions("nccl", bucket_bytes=4096, verify=True, timeout_s=120.0)
@@ -49,7 +48,7 @@ def met(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         ranks.append(rank)
         return BroadcastGroup(address, port, rank, world_size, timeout_s, torch.device("cpu"))
 
-    monkeypatch.setattr(nccl, "nccl_group", meet)
+    monkeypatch.setattr(transports, "nccl_group", meet)
     monkeypatch.setattr(receiver_module, "device_uuid", name_of)
     yield ranks
 
@@ -240,7 +239,7 @@ def test_members_that_lost_the_group_between_the_question_and_the_session_end_it
 
 
 def _serve(number: int, pipe: Any) -> None:
-    nccl.nccl_group = lambda address, port, rank, size, timeout_s, device: BroadcastGroup(
+    transports.nccl_group = lambda address, port, rank, size, timeout_s, device: BroadcastGroup(
         address, port, rank, size, timeout_s, torch.device("cpu")
     )
     receiver_module.device_uuid = name_of

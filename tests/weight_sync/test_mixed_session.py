@@ -21,13 +21,13 @@ import torch
 from nemo_rl.distributed.devices import host_memory_of
 from nemo_rl.weight_sync import receiver as receiver_module
 from nemo_rl.weight_sync import sender as sender_module
+from nemo_rl.weight_sync import transports
 from nemo_rl.weight_sync.cache import CACHE_OWNER, BucketCache, CacheBuilder, CacheManifest
 from nemo_rl.weight_sync.layout import TensorMeta, plan_buckets, plan_windows
 from nemo_rl.weight_sync.receiver import ChecksumMismatchError, WeightReceiver
 from nemo_rl.weight_sync.sender import SendSpec, WeightSender, check_room
 from nemo_rl.weight_sync.sync_session import SyncOptions, SyncSession, plan_routes
-from nemo_rl.weight_sync.transports import nccl
-from nemo_rl.weight_sync.transports.base import Opener, Staging, TransportError
+from nemo_rl.weight_sync.transports import Opener, Staging, TransportError
 from tests.weight_sync.models import DictModel, Engines, weights
 
 NAMES = {0: "gpu0@a", 1: "gpu1@a", 2: "gpu2@a", 8: "gpu8@b", 9: "gpu9@b"}
@@ -104,7 +104,7 @@ def wires(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wires]:
         lambda name, device: IpcOpener(shared) if name == "cuda_ipc" else make_opener(name, device),
     )
     monkeypatch.setattr(
-        nccl,
+        transports,
         "nccl_group",
         lambda address, port, rank, world_size, timeout_s, device: Group(shared, rank, world_size),
     )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from nemo_rl.distributed.devices import host_of, in_host_memory
 from nemo_rl.weight_sync.receiver import place_of
 from nemo_rl.weight_sync.sync_session import Route, RoutePlan, plan_routes
-from nemo_rl.weight_sync.transports.base import TransportError
+from nemo_rl.weight_sync.transports import TransportError
 
 LIVE = ["gpu0@a", "gpu1@a"]
 CACHE = ["cpu@a", "gpu0@a"]

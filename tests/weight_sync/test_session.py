@@ -21,8 +21,7 @@ from nemo_rl.weight_sync.layout import LayoutError, TensorMeta
 from nemo_rl.weight_sync.receiver import ChecksumMismatchError, SyncProtocolError, WeightReceiver
 from nemo_rl.weight_sync.sender import SendSpec, WeightSender
 from nemo_rl.weight_sync.sync_session import SyncOptions, SyncSession, SyncTimeoutError, steady_window
-from nemo_rl.weight_sync.transports.base import TransportError
-from nemo_rl.weight_sync.transports.host import HostOpener, HostStaging, remove_stale_segments
+from nemo_rl.weight_sync.transports import HostOpener, HostStaging, TransportError, remove_stale_segments
 from tests.weight_sync.models import DictModel, Engines, weights
 
 CPU = torch.device("cpu")
@@ -261,9 +260,9 @@ def test_a_receiver_refuses_messages_out_of_order() -> None:
 
 @pytest.mark.slow
 def test_segments_of_killed_senders_are_removed_and_those_of_living_ones_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_rl.weight_sync.transports.host._STALE_AFTER_S", 0.0)
+    monkeypatch.setattr("nemo_rl.weight_sync.transports._STALE_AFTER_S", 0.0)
     make = (
-        "import os, torch; from nemo_rl.weight_sync.transports.host import HostStaging; s = "
+        "import os, torch; from nemo_rl.weight_sync.transports import HostStaging; s = "
         "HostStaging(4096, torch.device('cpu')); "
         "print(s.publish(1)['path'], flush=True); os.kill(os.getpid(), 9)"
     )

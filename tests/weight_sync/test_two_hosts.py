@@ -15,7 +15,7 @@ from nemo_rl.weight_sync.layout import TensorMeta
 from nemo_rl.weight_sync.receiver import WeightReceiver
 from nemo_rl.weight_sync.sender import SendSpec, WeightSender
 from nemo_rl.weight_sync.sync_session import SyncOptions, SyncSession
-from nemo_rl.weight_sync.transports.base import TransportError
+from nemo_rl.weight_sync.transports import TransportError
 from tests.two_nodes import on_node, second_node
 from tests.weight_sync.models import DictModel
 
@@ -34,7 +34,7 @@ class Owner:
     """The rank that owns the cache."""
 
     def __init__(self) -> None:
-        from nemo_rl.weight_sync.transports.nccl import KeptGroup
+        from nemo_rl.weight_sync.transports import KeptGroup
 
         self._builder, self._groups = CacheBuilder(_BUCKET, torch.device("cpu")), KeptGroup()
         self._sender: WeightSender | None = None

@@ -53,10 +53,10 @@ from nemo_rl.utils.route_trace import route_trace
 from nemo_rl.weight_sync.cache import CACHE_OWNER, CacheBuilder, CacheManifest
 from nemo_rl.weight_sync.layout import TensorMeta
 from nemo_rl.weight_sync.sender import SendSpec, WeightSender, check_room
-from nemo_rl.weight_sync.transports.nccl import KeptGroup
+from nemo_rl.weight_sync.transports import KeptGroup
 
 if TYPE_CHECKING:
-    from nemo_rl.weight_sync.transports.base import Published
+    from nemo_rl.weight_sync.transports import Published
 
 logger = logging.getLogger(__name__)
 

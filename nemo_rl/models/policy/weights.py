@@ -21,7 +21,7 @@ from nemo_rl.weight_sync.sender import SendSpec
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-    from nemo_rl.weight_sync.transports.base import Published
+    from nemo_rl.weight_sync.transports import Published
 
 
 class PolicyWeights:

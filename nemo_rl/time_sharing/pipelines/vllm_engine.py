@@ -22,7 +22,7 @@ from nemo_rl.models.generation.vllm.fleet import EngineFleet, ShardState
 from nemo_rl.time_sharing.agents.runtime import EngineError
 from nemo_rl.time_sharing.pipelines.residents import SlotMemory
 from nemo_rl.weight_sync.cache import CacheError
-from nemo_rl.weight_sync.transports.base import TransportError
+from nemo_rl.weight_sync.transports import TransportError
 
 _GATHER_S = 0.05
 _KEEP_WEIGHTS = 1

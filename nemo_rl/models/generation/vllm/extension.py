@@ -39,8 +39,7 @@ from nemo_rl.weight_sync.receiver import (
     WeightReceiver,
     make_opener,
 )
-from nemo_rl.weight_sync.transports.base import TransportName
-from nemo_rl.weight_sync.transports.nccl import BroadcastGroup
+from nemo_rl.weight_sync.transports import BroadcastGroup, TransportName
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
