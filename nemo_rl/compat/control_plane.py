@@ -36,18 +36,18 @@ class Coordinator:
 
     def __init__(self, run: GRPORun) -> None:
         # As on a pool: shards wake while another pipeline may have the training GPUs.
-        self._cache, self._elastic = with_own_cache(run.policy, run.generation, run.config.weight_sync)
+        self._elastic = with_own_cache(run.policy, run.generation, run.config.weight_sync)
 
     @property
     def cache_ready_step(self) -> int | None:
         """The version that the cache serves; None before the first build."""
-        return self._cache.version
+        return self._elastic.cache.version
 
     def build_latest(self, step: int) -> None:
         """Packs the policy's weights, which must be on its devices, as a version, and serves it from then on. See
         `PolicyWeightCache.build`.
         """
-        self._cache.build(step)
+        self._elastic.cache.build(step)
 
     def sync_base_weights_to_active(self) -> list[int]:
         """Brings the cache's version to every shard that serves; the shards, none where none serves. Raises

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 from nemo_rl.models.generation.interfaces import ShardStateError
 from nemo_rl.models.generation.vllm.fleet import Moved, ShardState, Weights, sync
 from nemo_rl.utils.record import NullRecord, Record
-from nemo_rl.weight_sync.cache import CacheError
+from nemo_rl.weight_sync.cache import BucketCache, CacheError
 from nemo_rl.weight_sync.sync_session import SyncOptions, SyncReport, pause_quantiles
 
 if TYPE_CHECKING:
     from nemo_rl.config import WeightSyncConfig
-    from nemo_rl.models.policy.weights import PolicyWeightCache, PolicyWeights
+    from nemo_rl.models.policy.weights import PolicyWeights
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +30,8 @@ logger = logging.getLogger(__name__)
 _TURN_S = 900.0
 
 
-def with_own_cache(
-    policy: PolicyWeights, generation: Any, sync: WeightSyncConfig
-) -> tuple[PolicyWeightCache, ElasticGeneration]:
-    """A cache of the policy's weights, and the engines that it resizes, for a run whose GPUs are lent to others."""
+def with_own_cache(policy: PolicyWeights, generation: Any, sync: WeightSyncConfig) -> ElasticGeneration:
+    """Engines that get the policy's weights from a cache of their own, for a run whose GPUs are lent to others."""
     from nemo_rl.models.policy.weights import PolicyWeightCache
 
     cache = PolicyWeightCache(
@@ -45,26 +43,26 @@ def with_own_cache(
         may_stage=sync.transport in ("cuda_ipc", "nccl"),
     )
     options = SyncOptions(sync.transport, sync.bucket_bytes, sync.verify, sync.timeout_s, keep_group=False)
-    return cache, ElasticGeneration(generation, cache, options)
+    return ElasticGeneration(generation, cache, options)
 
 
 class ElasticGeneration:
-    """Resizes `generation`. `recompute_kv`: whether requests that run through a refresh recompute keys and values."""
+    """Resizes `generation`.
+
+    Attributes:
+        cache: Weights of one version, on the host.
+        recompute_kv: Whether requests that run through a refresh recompute keys and values.
+    """
 
     def __init__(
-        self, generation: Any, cache: PolicyWeightCache, options: SyncOptions, *, record: Record | None = None
+        self, generation: Any, cache: BucketCache, options: SyncOptions, *, record: Record | None = None
     ) -> None:
         self.generation, self._fleet = generation, generation.fleet
-        self._cache = cache
+        self.cache = cache
         self._options, self._record = options, record or NullRecord()
         self._turn = threading.Lock()
         self.recompute_kv = True
         self.pauses_s: list[float] = []
-
-    @property
-    def version(self) -> int | None:
-        """The version that the cache serves; None before the first."""
-        return self._cache.version
 
     def shrink(self, dp_ranks: Iterable[int]) -> Moved:
         """Puts shards to sleep; their requests continue on other shards, or wait. All shards is legal. Raises
@@ -152,10 +150,10 @@ class ElasticGeneration:
             self._turn.release()
 
     def _version(self) -> int:
-        version = self._cache.version
+        version = self.cache.version
         if version is None:
             raise CacheError("the weight cache is empty; build a version before shards are woken or refreshed")
         return version
 
     def _weights(self, recompute_kv: bool = True) -> Weights:
-        return Weights(self._version, self._cache.source, self._options, self._record, recompute_kv)
+        return Weights(self._version, self.cache.source, self._options, self._record, recompute_kv)

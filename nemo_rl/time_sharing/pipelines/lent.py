@@ -27,7 +27,6 @@ from nemo_rl.experience.collector import Collector
 from nemo_rl.models.generation.elastic import ElasticGeneration, with_own_cache
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.models.policy.lm_policy import Policy
-from nemo_rl.models.policy.weights import PolicyWeightCache
 from nemo_rl.time_sharing.agents.runtime import AgentRuntime
 from nemo_rl.time_sharing.agents.standing_demand import standing_demand
 from nemo_rl.time_sharing.pipelines.pooled_teacher import PooledTeacher
@@ -217,14 +216,14 @@ class LentPlacement:
                 raise ValueError("a pipeline on a shared pool generates; grpo.rollout_replay leaves nothing to share")
             leave_and_report_memory(run.policy, self._accelerator, self._report_memory, _NO_ENGINE)
             return LentTraining(self.grants, run, self._accelerator, self._rules)
-        cache, elastic = with_own_cache(run.policy, run.generation, run.config.weight_sync)
+        elastic = with_own_cache(run.policy, run.generation, run.config.weight_sync)
         self._engines.put(run.generation.fleet, elastic)
         run.generation.fleet.on_failure(lambda rank, reason: self._runtime.rank_broken_soon(rank))
-        cache.build(run.state.step)
+        elastic.cache.build(run.state.step)
         self._runtime.begin_at(run.state.step)
         share = run.config.policy.generation.vllm_cfg.gpu_memory_utilization
         leave_and_report_memory(run.policy, self._accelerator, self._report_memory, share)
-        return LentAccelerators(self._runtime, self.grants, run, cache, elastic, self._accelerator, self._rules)
+        return LentAccelerators(self._runtime, self.grants, run, elastic, self._accelerator, self._rules)
 
     def leave(self, policy: Policy) -> None:
         """The run is over: training GPUs that it still holds go back, its ranks are put to sleep, and the registration
@@ -272,8 +271,7 @@ class LentAccelerators(Accelerators):
 
     Args:
         run: Built but for its accelerators and its source.
-        cache: Weights of every version, on the host.
-        elastic: Its engines.
+        elastic: Its engines, and the cache of its weights.
     """
 
     saves_before_publish = True
@@ -283,13 +281,12 @@ class LentAccelerators(Accelerators):
         runtime: AgentRuntime,
         grants: Grants,
         run: TrainingRun[Any],
-        cache: PolicyWeightCache,
         elastic: ElasticGeneration,
         accelerator: Accelerator,
         rules: TurnRules,
     ) -> None:
         self._runtime, self._grants, self._rules, self._accelerator = runtime, grants, rules, accelerator
-        self._policy, self._cache, self._elastic = run.policy, cache, elastic
+        self._policy, self._cache, self._elastic = run.policy, elastic.cache, elastic
         self._timer, self._phase = run.timer, run.progress.phase
 
     def start(self, collector: Collector | None, version: int) -> None:

@@ -123,7 +123,7 @@ class EngineSlot:
         if elastic is None:
             raise EngineError(f"rank {rank} cannot be loaded: the pipeline is still initialising and has no weights")
         self._loads.run(rank)
-        return version if elastic.version is None else max(version, elastic.version)
+        return max(version, elastic.cache.version or 0)
 
     def _load_all(self, ranks: Sequence[int]) -> dict[int, str]:
         fleet, elastic, _ = self._found()
