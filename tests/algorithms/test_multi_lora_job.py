@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 import ray
 
-from nemo_rl.algorithms.multi_lora.adapter_run import Shared
-from nemo_rl.algorithms.multi_lora.assembly import shared_parts
+from nemo_rl.algorithms.multi_lora.assembly import Shared, shared_parts
 from nemo_rl.algorithms.multi_lora.http import JobUnreachable, call, serve
 from nemo_rl.algorithms.multi_lora.job import AdapterPhase, MultiLoraJob, SlotsFull, UnknownAdapter
 from nemo_rl.algorithms.multi_lora.passes import AdapterRemoved

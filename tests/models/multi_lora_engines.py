@@ -14,8 +14,7 @@ import numpy as np
 import ray
 import torch
 
-from nemo_rl.algorithms.multi_lora.adapter_run import Shared
-from nemo_rl.algorithms.multi_lora.assembly import shared_parts
+from nemo_rl.algorithms.multi_lora.assembly import Shared, shared_parts
 from nemo_rl.algorithms.multi_lora.engines import AdapterEngines
 from nemo_rl.config import load_master_config
 from nemo_rl.config.master import MultiLoraMasterConfig

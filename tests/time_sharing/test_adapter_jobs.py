@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from nemo_rl.algorithms.multi_lora.adapter_run import AdapterRecords
+from nemo_rl.algorithms.multi_lora.assembly import AdapterRecords
 from nemo_rl.algorithms.multi_lora.job import AdapterPhase, AdapterState
 from nemo_rl.config import ConfigError
 from nemo_rl.config.multi_lora import load_base

@@ -145,8 +145,7 @@ def run(
 
     with _ray_ahead(base.cluster):
         with importing():
-            from nemo_rl.algorithms.multi_lora.adapter_run import AdapterRecords
-            from nemo_rl.algorithms.multi_lora.assembly import DeviceBytes, shared_parts
+            from nemo_rl.algorithms.multi_lora.assembly import AdapterRecords, DeviceBytes, shared_parts
             from nemo_rl.algorithms.multi_lora.http import serve
             from nemo_rl.algorithms.multi_lora.job import MultiLoraJob, write_reports
             from nemo_rl.utils.progress import StartPhases

@@ -21,8 +21,7 @@ from ray.exceptions import RayError
 from nemo_rl.algorithms.grpo.loop import GRPOSteps
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.launch import directories_of_its_own
-from nemo_rl.algorithms.multi_lora.adapter_run import AdapterRecords, Shared, build_run
-from nemo_rl.algorithms.multi_lora.assembly import check_layers
+from nemo_rl.algorithms.multi_lora.assembly import AdapterRecords, Shared, build_run, check_layers
 from nemo_rl.algorithms.multi_lora.passes import AdapterRemoved
 from nemo_rl.algorithms.resume import NothingToDo
 from nemo_rl.algorithms.training_loop import CompletedStep, train_to_end
