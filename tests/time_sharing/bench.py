@@ -95,11 +95,9 @@ class Bench:
         if command.pipeline in self.silent and command.verb is not Verb.REAP:
             return
         outcome = CommandOutcome.FAILED if (command.pipeline, command.verb) in self.failing else CommandOutcome.DONE
+        version = 0 if command.verb is Verb.SERVE else -1
         self.scheduler.answer(
-            Answer(
-                command.command, command.pipeline, command.incarnation, outcome, 0 if command.verb is Verb.SYNC else -1
-            ),
-            self.now,
+            Answer(command.command, command.pipeline, command.incarnation, outcome, version), self.now
         )
 
     def phases(self, name: str) -> dict[int, str]:
@@ -110,4 +108,4 @@ class Bench:
         self.register(name, [0], [0, 1])
         self.status(name, demand=Demand(100, 0, 1, 1), wants=(Want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, 1, 0),))
         self.settle(5.0)
-        return ACTOR_TRAIN in self.state.pipelines[name].held and self.phases(name) == {1: "active"}
+        return ACTOR_TRAIN in self.state.pipelines[name].held and self.phases(name) == {1: "serving"}

@@ -63,12 +63,12 @@ class Fleet:
         self.state.apply(Granted(name, ACTOR_TRAIN, self.epoch, gpus, priority, 0, 0, at + 3600), at)
 
     def wake(
-        self, name: str, *ranks: int, at: float = 0.0, phase: Phase = Phase.ACTIVE, guaranteed: bool = False
+        self, name: str, *ranks: int, at: float = 0.0, phase: Phase = Phase.SERVING, guaranteed: bool = False
     ) -> None:
         for rank in ranks:
             self.epoch += 1
-            self.state.apply(RankMoved(name, rank, Phase.WAKING, self.epoch, guaranteed=guaranteed), at)
-            if phase is not Phase.WAKING:
+            self.state.apply(RankMoved(name, rank, Phase.RISING, self.epoch, guaranteed=guaranteed), at)
+            if phase is not Phase.RISING:
                 self.state.apply(RankMoved(name, rank, phase, self.epoch), at)
 
     def plan(self, now: float = 100.0) -> Plan:

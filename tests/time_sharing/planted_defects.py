@@ -14,10 +14,11 @@ from typing import NamedTuple
 import pytest
 
 from nemo_rl.time_sharing.agents.agent import Agent
+from nemo_rl.time_sharing.agents.agent_ranks import LocalPhase
 from nemo_rl.time_sharing.log.ledger import PipelineState
 from nemo_rl.time_sharing.planning import apportionment, planner, waking
 from nemo_rl.time_sharing.planning.plan_state import PlanState
-from nemo_rl.time_sharing.protocol.types import CommandOutcome, GivenBack, Phase, Priority, Verb
+from nemo_rl.time_sharing.protocol.types import CommandOutcome, GivenBack, Priority, Verb
 from nemo_rl.time_sharing.scheduling.executor import Executor
 from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
 from nemo_rl.utils import record_events as rec
@@ -37,36 +38,37 @@ class Defect(NamedTuple):
 
 
 def agent_says_asleep_before_it_is(patch: pytest.MonkeyPatch) -> None:
-    original = Agent._sleep
+    original = Agent._go_on
 
-    def sleep(self, rank, command) -> None:  # type: ignore[no-untyped-def]
-        self._answer(command, CommandOutcome.DONE)
+    def go_on(self, rank, command) -> None:  # type: ignore[no-untyped-def]
+        if command.verb is Verb.VACATE and rank.phase is LocalPhase.SLEEPING:
+            self._answer(command, CommandOutcome.DONE)
         original(self, rank, command)
 
-    patch.setattr(Agent, "_sleep", sleep)
+    patch.setattr(Agent, "_go_on", go_on)
 
 
 def agent_routes_stale_weights(patch: pytest.MonkeyPatch) -> None:
-    original = Agent._publish_rank
+    original = Agent._go_on
 
-    def publish_rank(self, rank, command) -> None:  # type: ignore[no-untyped-def]
-        if rank.phase is Phase.READY and rank.version < self.cached:
+    def go_on(self, rank, command) -> None:  # type: ignore[no-untyped-def]
+        if rank.phase is LocalPhase.READY and rank.version < self.cached:
             rank.version = self.cached
         original(self, rank, command)
 
-    patch.setattr(Agent, "_publish_rank", publish_rank)
+    patch.setattr(Agent, "_go_on", go_on)
 
 
 def refresh_leaves_out_a_rank(patch: pytest.MonkeyPatch) -> None:
     original = Agent.refresh
 
     def refresh(self: Agent) -> None:
-        hidden = next((rank for rank in self.ranks if rank.phase is Phase.ACTIVE), None)
+        hidden = next((rank for rank in self.ranks if rank.phase is LocalPhase.ROUTED), None)
         if hidden is not None:
-            hidden.phase = Phase.READY
+            hidden.phase = LocalPhase.READY
         original(self)
         if hidden is not None:
-            hidden.phase = Phase.ACTIVE
+            hidden.phase = LocalPhase.ROUTED
 
     patch.setattr(Agent, "refresh", refresh)
 
@@ -97,14 +99,14 @@ def agent_closes_the_door_after_the_drain(patch: pytest.MonkeyPatch) -> None:
 
 
 def agent_sleeps_without_a_drain(patch: pytest.MonkeyPatch) -> None:
-    def drain(self, rank, command) -> None:  # type: ignore[no-untyped-def]
-        if rank.phase is Phase.ACTIVE:
-            self._unroute(rank, command.rank)
-        if rank.phase is not Phase.ASLEEP:
-            rank.phase = Phase.DRAINING
-        self._answer(command, CommandOutcome.DONE)
+    original = Agent._go_on
 
-    patch.setattr(Agent, "_drain", drain)
+    def go_on(self, rank, command) -> None:  # type: ignore[no-untyped-def]
+        if rank.phase is LocalPhase.DRAINING:
+            rank.phase = LocalPhase.SLEEPING
+        original(self, rank, command)
+
+    patch.setattr(Agent, "_go_on", go_on)
 
 
 def executor_forgets_deadlines(patch: pytest.MonkeyPatch) -> None:
@@ -131,7 +133,7 @@ def planner_serves_the_newest_first(patch: pytest.MonkeyPatch) -> None:
 
 def agent_calls_a_failed_sleep_done(patch: pytest.MonkeyPatch) -> None:
     def answer(self, command, outcome, version=-1, detail="") -> None:  # type: ignore[no-untyped-def]
-        lie = outcome is CommandOutcome.FAILED and command.verb.value == "sleep"
+        lie = outcome is CommandOutcome.FAILED and self.ranks[command.rank].phase is LocalPhase.SLEEPING
         original(self, command, CommandOutcome.DONE if lie else outcome, version, detail)
 
     original = Agent._answer
@@ -192,7 +194,11 @@ def agent_publishes_nothing_while_a_rank_falls_asleep(patch: pytest.MonkeyPatch)
     original = Agent._publish_if_refreshed
 
     def publish_if_refreshed(self: Agent) -> None:
-        if self._refresh_begun and not self._refreshing and any(rank.phase is Phase.SLEEPING for rank in self.ranks):
+        if (
+            self._refresh_begun
+            and not self._refreshing
+            and any(rank.phase is LocalPhase.SLEEPING for rank in self.ranks)
+        ):
             self._refresh_begun, self.published = False, self.cached
             self._host.refreshed(self.published)
         else:

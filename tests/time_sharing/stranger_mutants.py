@@ -44,24 +44,17 @@ MUTANTS = (
         "commands of a new scheduler come before those of the last one",
     ),
     Mutant(
-        "ready-is-no-wake-phase",
-        _TYPES,
-        "WAKE_PHASES = frozenset({Phase.WAKING, Phase.SYNCING, Phase.READY})",
-        "WAKE_PHASES = frozenset({Phase.WAKING, Phase.SYNCING})",
-        "a rank that is about to be routed does not count as waking",
-    ),
-    Mutant(
         "failed-is-no-sleep-phase",
         _TYPES,
-        "SLEEP_PHASES = frozenset({Phase.DRAINING, Phase.SLEEPING, Phase.FAILED, Phase.BUILDING})",
-        "SLEEP_PHASES = frozenset({Phase.DRAINING, Phase.SLEEPING, Phase.BUILDING})",
+        "SLEEP_PHASES = frozenset({Phase.FALLING, Phase.FAILED, Phase.BUILDING})",
+        "SLEEP_PHASES = frozenset({Phase.FALLING, Phase.BUILDING})",
         "a failed rank counts as awake",
     ),
     Mutant(
         "building-is-no-sleep-phase",
         _TYPES,
-        "SLEEP_PHASES = frozenset({Phase.DRAINING, Phase.SLEEPING, Phase.FAILED, Phase.BUILDING})",
-        "SLEEP_PHASES = frozenset({Phase.DRAINING, Phase.SLEEPING, Phase.FAILED})",
+        "SLEEP_PHASES = frozenset({Phase.FALLING, Phase.FAILED, Phase.BUILDING})",
+        "SLEEP_PHASES = frozenset({Phase.FALLING, Phase.FAILED})",
         "a rank whose engine is built ahead counts as awake",
     ),
     Mutant(
@@ -289,7 +282,7 @@ MUTANTS = (
     Mutant(
         "guarantee-without-end",
         _PLANNER,
-        "in_slice = awake.phase in WAKE_PHASES or plan_state.now < slice_ends",
+        "in_slice = awake.phase is Phase.RISING or plan_state.now < slice_ends",
         "in_slice = True",
         "a guaranteed rank is never evicted again",
     ),
@@ -713,9 +706,8 @@ MUTANTS = (
     Mutant(
         "published-with-old-weights",
         _RANKS,
-        "        elif rank.version < self.cached:\n"
-        "            self._answer(command, CommandOutcome.STALE, rank.version)\n",
-        "",
+        "phase is not LocalPhase.READY or rank.version < self.cached:",
+        "phase is not LocalPhase.READY:",
         "a rank is published with weights that are being replaced",
     ),
     Mutant(
@@ -728,16 +720,23 @@ MUTANTS = (
     Mutant(
         "failed-steps-are-done",
         _RANKS,
-        "        if not ok:\n            self._answer(command, CommandOutcome.FAILED",
-        "        if not ok and command.verb is Verb.WAKE:\n            self._answer(command, CommandOutcome.FAILED",
+        "        if command is not None and not ok:",
+        "        if command is not None and not ok and command.verb is Verb.SERVE:",
         "a drain, sleep or sync that failed is answered as done",
+    ),
+    Mutant(
+        "rise-goes-on-beside-the-fall",
+        _RANKS,
+        "elif command is not None and following is not None and rank.phase is not LocalPhase.ASLEEP:",
+        "elif command is not None and following is not None and command.verb is Verb.GRANT:",
+        "a rank goes on with a command beside the one that takes over",
     ),
     Mutant(
         "drain-leaves-route",
         _RANKS,
-        "            if rank.phase is Phase.ACTIVE:\n                self._unroute(rank, command.rank)\n"
-        "            rank.phase = Phase.DRAINING",
-        "            rank.phase = Phase.DRAINING",
+        "            if phase is LocalPhase.ROUTED:\n                self._unroute(rank, index)\n"
+        "            rank.phase = LocalPhase.DRAINING",
+        "            rank.phase = LocalPhase.DRAINING",
         "a rank that is drained still gets requests",
     ),
 )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from nemo_rl.time_sharing.agents.agent import Agent
-from nemo_rl.time_sharing.agents.agent_ranks import REFRESH, Operation, ProtocolError
+from nemo_rl.time_sharing.agents.agent_ranks import LocalPhase, Operation, ProtocolError, RankStep
 from nemo_rl.time_sharing.protocol.topology import Pool, register
 from nemo_rl.time_sharing.protocol.types import (
     ACTOR_TRAIN,
@@ -19,7 +19,6 @@ from nemo_rl.time_sharing.protocol.types import (
     Command,
     CommandOutcome,
     EndedRequest,
-    Phase,
     Priority,
     Reply,
     Status,
@@ -98,19 +97,24 @@ class Bench:
             self.finish(ok=ok)
         return self.host.answers[-1] if len(self.host.answers) > before else None
 
-    def finish(self, *, ok: bool = True) -> None:
-        for operation in list(self.host.operations):
-            self.host.operations.remove(operation)
-            self.agent.performed(operation, ok)
+    def finish(self, *, ok: bool = True, until: RankStep | None = None) -> None:
+        """Ends operations, and those that follow them, as far as `until`, which stays open."""
+        while self.host.operations and self.host.operations[0].kind is not until:
+            self.agent.performed(self.host.operations.pop(0), ok)
 
     def route(self, rank: int, epoch: int = 1) -> None:
-        for verb in (Verb.WAKE, Verb.SYNC, Verb.PUBLISH, Verb.ROUTE):
-            answer = self.tell(verb, rank, epoch)
-            assert answer is not None and answer.outcome is CommandOutcome.DONE, (verb, answer)
+        answer = self.tell(Verb.SERVE, rank, epoch)
+        assert answer is not None and answer.outcome is CommandOutcome.DONE, answer
+
+    def rises(self, rank: int, until: RankStep) -> None:
+        """The rank is told to serve, and has come as far as `until`."""
+        self.tell(Verb.SERVE, rank, finish=False)
+        self.finish(until=until)
 
     def grant(self, priority: Priority = Priority.ACTOR_TRAINING, epoch: int = 9) -> Answer | None:
         request = self.agent.wants[ACTOR_TRAIN].request
-        return self.tell(Verb.GRANT, epoch=epoch, cluster=ACTOR_TRAIN, gpus=(0,), priority=priority, request=request)
+        what = {"cluster": ACTOR_TRAIN, "gpus": (0,), "priority": priority, "request": request}
+        return self.tell(Verb.GRANT, epoch=epoch, finish=False, **what)
 
 
 @pytest.fixture
@@ -131,84 +135,126 @@ def test_a_rank_wakes_syncs_publishes_and_is_routed_last(bench: Bench) -> None:
 
 def test_a_rank_drains_before_it_sleeps_and_takes_no_request_from_the_start(bench: Bench) -> None:
     bench.route(1)
-    assert bench.tell(Verb.DRAIN, 1, finish=False) is None
-    assert bench.host.routed == set()
+    assert bench.tell(Verb.VACATE, 1, finish=False) is None
+    assert bench.host.routed == set() and [operation.kind for operation in bench.host.operations] == [RankStep.DRAIN]
+    bench.finish(until=RankStep.SLEEP)
+    assert bench.host.operations and bench.agent.ranks[1].phase is LocalPhase.SLEEPING
     bench.finish()
     assert outcome(bench.host.answers[-1]) is CommandOutcome.DONE
-    assert outcome(bench.tell(Verb.SLEEP, 1)) is CommandOutcome.DONE
-    assert bench.agent.ranks[1].phase is Phase.ASLEEP and bench.agent.ranks[1].version == -1
+    assert bench.agent.ranks[1].phase is LocalPhase.ASLEEP and bench.agent.ranks[1].version == -1
 
 
 def test_a_repeated_command_is_answered_from_memory_and_done_once(bench: Bench) -> None:
-    bench.tell(Verb.WAKE, 1)
+    bench.tell(Verb.SERVE, 1)
     first = bench.host.answers[-1]
-    bench.tell(Verb.WAKE, command=bench.last)
+    bench.tell(Verb.SERVE, command=bench.last)
     assert bench.host.answers[-1] == first and not bench.host.operations
 
 
 def test_a_repeated_command_in_progress_is_not_begun_twice(bench: Bench) -> None:
-    bench.tell(Verb.WAKE, 1, finish=False)
-    bench.tell(Verb.WAKE, command=bench.last, finish=False)
+    bench.tell(Verb.SERVE, 1, finish=False)
+    bench.tell(Verb.SERVE, command=bench.last, finish=False)
     assert len(bench.host.operations) == 1
 
 
 def test_a_command_of_a_past_epoch_term_or_incarnation_is_not_obeyed(bench: Bench) -> None:
     bench.route(1, epoch=5)
-    assert outcome(bench.tell(Verb.DRAIN, 1, epoch=4)) is CommandOutcome.REFUSED
+    assert outcome(bench.tell(Verb.VACATE, 1, epoch=4)) is CommandOutcome.REFUSED
     answers = len(bench.host.answers)
     bench.agent.heard(Reply("p", 0, 3, True))
-    bench.tell(Verb.DRAIN, 1, epoch=5)
-    bench.tell(Verb.DRAIN, command=Command("9.1", 9, "p", 7, Verb.DRAIN, 1, 5))
+    bench.tell(Verb.VACATE, 1, epoch=5)
+    bench.tell(Verb.VACATE, command=Command("9.1", 9, "p", 7, Verb.VACATE, 1, 5))
     assert len(bench.host.answers) == answers and bench.host.routed == {1}
 
 
 def test_a_command_overtaken_on_the_wire_does_not_undo_the_later_one(bench: Bench) -> None:
-    bench.tell(Verb.DRAIN, command=Command("1.2", 1, "p", 0, Verb.DRAIN, 1, 1))
-    assert outcome(bench.tell(Verb.WAKE, command=Command("1.1", 1, "p", 0, Verb.WAKE, 1, 1))) is CommandOutcome.REFUSED
-    assert bench.agent.ranks[1].phase is Phase.ASLEEP
+    bench.tell(Verb.VACATE, command=Command("1.2", 1, "p", 0, Verb.VACATE, 1, 1))
+    overtaken = Command("1.1", 1, "p", 0, Verb.SERVE, 1, 1)
+    assert outcome(bench.tell(Verb.SERVE, command=overtaken)) is CommandOutcome.REFUSED
+    assert bench.agent.ranks[1].phase is LocalPhase.ASLEEP
 
 
-def test_unknown_ranks_and_commands_out_of_order_are_refused_with_a_reason(bench: Bench) -> None:
-    assert bench.tell(Verb.WAKE, 4).detail == "there is no rank 4; ranks are 0..3"  # type: ignore[union-attr]
-    assert outcome(bench.tell(Verb.SYNC, 1)) is CommandOutcome.REFUSED
-    assert outcome(bench.tell(Verb.ROUTE, 1)) is CommandOutcome.REFUSED
+def test_unknown_ranks_and_commands_that_make_no_sense_are_refused_with_a_reason(bench: Bench) -> None:
+    assert bench.tell(Verb.SERVE, 4).detail == "there is no rank 4; ranks are 0..3"  # type: ignore[union-attr]
+    assert bench.tell(Verb.REAP, 1).detail == "reap is not for an agent"  # type: ignore[union-attr]
     bench.route(2)
-    assert "drain it before" in bench.tell(Verb.SLEEP, 2).detail  # type: ignore[union-attr]
+    assert "its engine is built" in bench.tell(Verb.BUILD, 2).detail  # type: ignore[union-attr]
+    bench.tell(Verb.VACATE, 2, ok=False)
+    assert bench.tell(Verb.SERVE, 2).detail == "rank 2 is draining; it has to sleep first"  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("ends", [(Verb.DRAIN, Verb.SLEEP), (Verb.DRAIN,), (Verb.SLEEP,)])
-def test_a_lease_that_ended_before_its_wake_came_is_not_begun_by_a_later_scheduler(
-    bench: Bench, ends: tuple[Verb, ...]
-) -> None:
-    """The wake was lost on its way, and the next scheduler knows of no drain, since its log has lost its end."""
-    for verb in ends:
-        assert outcome(bench.tell(verb, 1, epoch=5)) is CommandOutcome.DONE
-    again = Command("1001.1", 1001, "p", 0, Verb.WAKE, 1, 5)
-    assert outcome(bench.tell(Verb.WAKE, command=again)) is CommandOutcome.REFUSED
-    assert bench.agent.ranks[1].phase is Phase.ASLEEP
-    later = Command("1001.2", 1001, "p", 0, Verb.WAKE, 1, 6)
-    assert outcome(bench.tell(Verb.WAKE, command=later)) is CommandOutcome.DONE
+def test_a_lease_that_ended_before_its_serve_came_is_not_begun_by_a_later_scheduler(bench: Bench) -> None:
+    """The SERVE was lost on its way, and the next scheduler knows of no VACATE, since its log has lost its end."""
+    assert outcome(bench.tell(Verb.VACATE, 1, epoch=5)) is CommandOutcome.DONE
+    again = Command("1001.1", 1001, "p", 0, Verb.SERVE, 1, 5)
+    assert outcome(bench.tell(Verb.SERVE, command=again)) is CommandOutcome.REFUSED
+    built = Command("1001.2", 1001, "p", 0, Verb.BUILD, 1, 5)
+    assert outcome(bench.tell(Verb.BUILD, command=built)) is CommandOutcome.DONE
+    assert bench.agent.ranks[1].phase is LocalPhase.ASLEEP and not bench.record.entries
+    later = Command("1001.3", 1001, "p", 0, Verb.SERVE, 1, 6)
+    assert outcome(bench.tell(Verb.SERVE, command=later)) is CommandOutcome.DONE
 
 
-def test_a_drain_that_meets_a_wake_waits_for_it_and_wins(bench: Bench) -> None:
-    bench.tell(Verb.WAKE, 1, finish=False)
-    assert bench.tell(Verb.DRAIN, 1, finish=False) is None
+@pytest.mark.parametrize("step", [RankStep.WAKE, RankStep.SYNC])
+def test_a_vacate_that_meets_a_step_of_the_rise_waits_for_it_and_wins(bench: Bench, step: RankStep) -> None:
+    bench.rises(1, step)
+    assert bench.tell(Verb.VACATE, 1, finish=False) is None
     bench.finish()
-    assert [answer.outcome for answer in bench.host.answers] == [CommandOutcome.DONE, CommandOutcome.DONE]
-    assert bench.agent.ranks[1].phase is Phase.DRAINING
+    assert [answer.outcome for answer in bench.host.answers] == [CommandOutcome.REFUSED, CommandOutcome.DONE]
+    assert bench.host.answers[0].detail == "command 1.2 takes over" and not bench.host.routed
+    assert bench.agent.ranks[1].phase is LocalPhase.ASLEEP
+
+
+def test_a_serve_of_a_new_scheduler_goes_on_where_the_rank_is(bench: Bench) -> None:
+    bench.rises(1, RankStep.SYNC)
+    bench.tell(Verb.SERVE, command=Command("2.1", 2, "p", 0, Verb.SERVE, 1, 1), finish=False)
+    assert [operation.kind for operation in bench.host.operations] == [RankStep.SYNC]
+    bench.finish()
+    assert bench.host.answers[-1].command == "2.1" and bench.host.routed == {1}
+    assert sum(isinstance(entry.event, rec.ShardWoken) for entry in bench.record.entries) == 1
+
+
+def test_a_vacate_of_a_new_scheduler_goes_on_where_the_rank_is(bench: Bench) -> None:
+    bench.route(1)
+    bench.tell(Verb.VACATE, 1, finish=False)
+    bench.tell(Verb.VACATE, command=Command("2.1", 2, "p", 0, Verb.VACATE, 1, 1), finish=False)
+    kinds = []
+    while bench.host.operations:
+        kinds.append(bench.host.operations[0].kind)
+        bench.agent.performed(bench.host.operations.pop(0), True)
+    assert kinds == [RankStep.DRAIN, RankStep.SLEEP] and bench.host.answers[-1].command == "2.1"
+    assert bench.agent.ranks[1].phase is LocalPhase.ASLEEP
+
+
+def test_a_rank_that_did_not_drain_is_drained_again(bench: Bench) -> None:
+    bench.route(1)
+    assert outcome(bench.tell(Verb.VACATE, 1, ok=False)) is CommandOutcome.FAILED
+    bench.tell(Verb.VACATE, 1, finish=False)
+    assert [operation.kind for operation in bench.host.operations] == [RankStep.DRAIN]
 
 
 def test_a_wake_that_failed_is_tried_again_and_not_taken_for_done(bench: Bench) -> None:
-    assert outcome(bench.tell(Verb.WAKE, 1, ok=False)) is CommandOutcome.FAILED
-    assert outcome(bench.tell(Verb.SYNC, 1)) is CommandOutcome.REFUSED
-    bench.tell(Verb.WAKE, 1, finish=False)
-    assert [operation.kind for operation in bench.host.operations] == ["wake"]
+    assert outcome(bench.tell(Verb.SERVE, 1, ok=False)) is CommandOutcome.FAILED
+    bench.tell(Verb.SERVE, 1, finish=False)
+    assert [operation.kind for operation in bench.host.operations] == [RankStep.WAKE]
 
 
 def test_a_sync_that_failed_can_be_repeated(bench: Bench) -> None:
-    bench.tell(Verb.WAKE, 1)
-    assert outcome(bench.tell(Verb.SYNC, 1, ok=False)) is CommandOutcome.FAILED
-    assert outcome(bench.tell(Verb.SYNC, 1)) is CommandOutcome.DONE
+    bench.rises(1, RankStep.SYNC)
+    bench.finish(ok=False)
+    assert outcome(bench.host.answers[-1]) is CommandOutcome.FAILED
+    bench.tell(Verb.SERVE, 1, finish=False)
+    assert [operation.kind for operation in bench.host.operations] == [RankStep.SYNC]
+    bench.finish()
+    assert outcome(bench.host.answers[-1]) is CommandOutcome.DONE
+
+
+def test_a_rank_that_broke_serves_again_only_after_it_slept(bench: Bench) -> None:
+    bench.route(1)
+    bench.agent.rank_broken(1)
+    assert bench.tell(Verb.SERVE, 1).detail == "rank 1 is broken; it has to sleep first"  # type: ignore[union-attr]
+    bench.tell(Verb.VACATE, 1)
+    bench.route(1, epoch=2)
 
 
 def train(bench: Bench, version: int) -> None:
@@ -217,25 +263,29 @@ def train(bench: Bench, version: int) -> None:
     bench.agent.cache_built(version)
 
 
-def test_a_rank_that_synced_before_new_weights_is_stale_at_publish_and_at_route(bench: Bench) -> None:
-    for verb in (Verb.WAKE, Verb.SYNC):
-        bench.tell(verb, 1)
-    for verb in (Verb.WAKE, Verb.SYNC, Verb.PUBLISH):
-        bench.tell(verb, 2)
+def test_a_rank_that_synced_before_new_weights_takes_them_before_it_is_routed(bench: Bench) -> None:
+    bench.route(3)
+    bench.rises(1, RankStep.SYNC)
     train(bench, 1)
-    assert outcome(bench.tell(Verb.PUBLISH, 1)) is CommandOutcome.STALE
-    assert outcome(bench.tell(Verb.ROUTE, 2)) is CommandOutcome.STALE
+    bench.agent.performed(bench.host.operations.pop(0), True)
+    assert [(operation.kind, operation.version) for operation in bench.host.operations] == [(RankStep.SYNC, 1)]
+    bench.finish()
+    assert bench.host.routed == {3} and bench.agent.ranks[1].version == 1
+    bench.agent.refresh()
+    bench.finish()
+    assert bench.host.routed == {1, 3}
 
 
 def test_a_rank_with_newer_weights_is_published_when_the_refresh_is_done(bench: Bench) -> None:
     bench.route(3)
-    bench.tell(Verb.WAKE, 1)
+    bench.rises(1, RankStep.SYNC)
+    bench.host.operations.clear()
     train(bench, 1)
-    bench.tell(Verb.SYNC, 1)
-    assert bench.tell(Verb.PUBLISH, 1) is None
+    bench.agent.performed(bench.agent.ranks[1].busy, True, 1)
+    assert bench.agent.ranks[1].phase is LocalPhase.READY and bench.host.routed == {3}
     bench.agent.refresh()
     bench.finish()
-    assert bench.host.published == [1]
+    assert bench.host.published == [1] and bench.host.routed == {1, 3}
     assert bench.host.answers[-1].outcome is CommandOutcome.DONE and bench.host.answers[-1].version == 1
 
 
@@ -244,7 +294,10 @@ def test_refresh_reaches_every_serving_rank_before_the_version_is_out(bench: Ben
     bench.route(2)
     train(bench, 1)
     bench.agent.refresh()
-    assert [operation.kind for operation in bench.host.operations] == [REFRESH, REFRESH] and not bench.host.published
+    assert [operation.kind for operation in bench.host.operations] == [
+        RankStep.REFRESH,
+        RankStep.REFRESH,
+    ] and not bench.host.published
     bench.finish()
     assert bench.host.published == [1] and {bench.agent.ranks[r].version for r in (1, 2)} == {1}
 
@@ -274,11 +327,11 @@ def test_a_version_that_comes_while_a_rank_takes_the_one_before_reaches_it_too(b
 
 def test_a_rank_that_drains_while_it_takes_old_weights_holds_up_no_publication(bench: Bench) -> None:
     second = refreshed_while_rank_2_takes_the_version_before(bench)
-    bench.tell(Verb.DRAIN, 2, finish=False)
+    bench.tell(Verb.VACATE, 2, finish=False)
     bench.agent.performed(second, True)
     bench.finish()
     assert bench.host.published == [2] and bench.host.routed == {1}
-    assert (bench.agent.ranks[1].version, bench.agent.ranks[2].phase) == (2, Phase.DRAINING)
+    assert (bench.agent.ranks[1].version, bench.agent.ranks[2].phase) == (2, LocalPhase.ASLEEP)
 
 
 def test_with_no_rank_awake_the_refresh_is_nothing_and_publishes(bench: Bench) -> None:
@@ -410,13 +463,13 @@ def test_each_new_demand_has_a_larger_sequence_number(bench: Bench) -> None:
 def test_an_agent_that_is_no_longer_registered_stops_obeying(bench: Bench) -> None:
     bench.agent.heard(Reply("p", 0, 1, False))
     assert bench.host.left is False
-    assert bench.tell(Verb.WAKE, 1) is None and not bench.host.operations
+    assert bench.tell(Verb.SERVE, 1) is None and not bench.host.operations
 
 
 def test_a_rank_whose_processes_were_ended_is_asleep_and_can_wake_again(bench: Bench) -> None:
     bench.route(1)
     bench.agent.rank_ended(1)
-    assert bench.host.routed == set() and bench.agent.ranks[1].phase is Phase.ASLEEP
+    assert bench.host.routed == set() and bench.agent.ranks[1].phase is LocalPhase.ASLEEP
     bench.route(1, epoch=2)
 
 
@@ -506,16 +559,54 @@ def test_an_engine_that_is_built_ahead_wakes_and_falls_without_weights_and_may_d
     bench = Bench()
     bench.agent.builds_ahead()
     assert bench.host.statuses[-1].builds
-    bench.tell(Verb.WAKE, 1, 1, finish=False)
-    # Training is initialised meanwhile, and the command to fall finds the engine standing.
+    bench.tell(Verb.BUILD, 1, 1, finish=False)
+    # Training is initialised meanwhile.
     bench.agent.begin_at(7)
     bench.finish()
-    assert [bench.tell(verb, 1, 1).outcome for verb in (Verb.DRAIN, Verb.SLEEP)] == [CommandOutcome.DONE] * 2  # type: ignore[union-attr]
-    assert bench.agent.ranks[1].phase is Phase.ASLEEP and bench.host.routed == set()
+    assert outcome(bench.host.answers[-1]) is CommandOutcome.DONE
+    assert bench.agent.ranks[1].phase is LocalPhase.ASLEEP and bench.host.routed == set()
     assert not [e for e in bench.record.entries if isinstance(e.event, (rec.SyncStarted, rec.ShardRouted))]
-    # Its first wake brings the weights that there are by then.
-    for verb in (Verb.WAKE, Verb.SYNC, Verb.PUBLISH, Verb.ROUTE):
-        bench.tell(verb, 1, 2)
+    # Its first rise brings the weights that there are by then.
+    bench.route(1, epoch=2)
     assert bench.agent.ranks[1].version == 7 and bench.host.routed == {1}
     with pytest.raises(ProtocolError, match="ranks have weights"):
         bench.agent.begin_at(8)
+
+
+@pytest.mark.parametrize("step", [RankStep.WAKE, RankStep.SYNC])
+def test_a_step_that_does_not_end_fails_its_command_and_those_that_follow_until_the_processes_are_ended(
+    bench: Bench, step: RankStep
+) -> None:
+    bench.rises(1, step)
+    bench.agent.step_overdue(bench.host.operations[0])
+    assert outcome(bench.host.answers[-1]) is CommandOutcome.FAILED
+    assert bench.host.answers[-1].detail == f"{step.value} of rank 1 does not end"
+    # It cannot fall either, so that its processes are ended at once and not after another deadline.
+    assert outcome(bench.tell(Verb.VACATE, 1, finish=False)) is CommandOutcome.FAILED
+    late = bench.host.operations.pop()
+    bench.agent.rank_ended(1)
+    bench.agent.performed(late, True)
+    bench.route(1, epoch=2)
+
+
+def test_a_step_that_ends_after_all_leaves_the_rank_to_the_next_command(bench: Bench) -> None:
+    bench.rises(1, RankStep.SYNC)
+    bench.tell(Verb.VACATE, 1, finish=False)
+    bench.agent.step_overdue(bench.host.operations[0])
+    assert [answer.outcome for answer in bench.host.answers] == [CommandOutcome.FAILED, CommandOutcome.FAILED]
+    bench.finish()
+    assert bench.agent.ranks[1].phase is LocalPhase.READY and not bench.host.routed
+    assert outcome(bench.tell(Verb.VACATE, 1)) is CommandOutcome.DONE
+
+
+def test_a_refresh_that_does_not_end_takes_the_rank_out_of_service(bench: Bench) -> None:
+    bench.route(1)
+    bench.route(2)
+    train(bench, 1)
+    bench.agent.refresh()
+    hangs, ends = bench.host.operations
+    bench.host.operations.clear()
+    bench.agent.performed(ends, True)
+    bench.agent.step_overdue(hangs)
+    assert bench.host.routed == {2} and bench.host.statuses[-1].broken == (1,)
+    assert bench.host.published == [1]

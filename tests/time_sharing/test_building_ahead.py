@@ -66,8 +66,8 @@ def test_how_long_builds_and_batches_take_is_learned_from_the_log() -> None:
     fleet = neighbours(generation_s=70.0, build_s=None)
     known = fleet.state.pipelines
     assert known["b"].generation_s == 70.0
-    fleet.wake("a", 1, at=110.0, phase=Phase.WAKING)
-    fleet.state.apply(RankMoved("a", 1, Phase.SYNCING, fleet.epoch), 150.0)
+    fleet.wake("a", 1, at=110.0, phase=Phase.RISING)
+    fleet.state.apply(RankMoved("a", 1, Phase.SERVING, fleet.epoch), 150.0)
     assert known["a"].build_s == 40.0
     # A batch goes on while it is reported: it was begun at 100 s.
     fleet.demand("b", 40, 30, at=160.0)
@@ -98,7 +98,7 @@ class Pool(Bench):
         self.register("b", [2], [2, 3])
         self.status("b", demand=Demand(1, 0, 1, 1))
         self.settle(2.0)
-        self.hears_of_it = [Verb.WAKE, Verb.DRAIN, Verb.SLEEP]
+        self.hears_of_it = [Verb.BUILD]
 
     def told(self, name: str, rank: int) -> list[Verb]:
         return [command.verb for command in self.sent if (command.pipeline, command.rank) == (name, rank)]
@@ -106,7 +106,7 @@ class Pool(Bench):
 
 def test_a_build_wakes_and_falls_and_gives_the_gpu_back() -> None:
     pool = Pool()
-    assert pool.phases("b") == {1: "active"}
+    assert pool.phases("b") == {1: "serving"}
     pool.status("a", builds=True)
     pool.settle(1.0)
     assert pool.told("a", 1) == pool.hears_of_it and pool.phases("a") == {}
@@ -116,7 +116,7 @@ def test_a_build_wakes_and_falls_and_gives_the_gpu_back() -> None:
     # Nothing of it is a rank that serves: demand wakes it as any other.
     pool.status("a", demand=Demand(4, 0, 1, 1))
     pool.settle(1.0)
-    assert pool.phases("a")[1] == "active"
+    assert pool.phases("a")[1] == "serving"
 
 
 def test_a_request_that_comes_in_the_middle_is_granted_when_the_engine_stands_and_nothing_is_built_twice() -> None:
@@ -125,13 +125,13 @@ def test_a_request_that_comes_in_the_middle_is_granted_when_the_engine_stands_an
     pool.status("a", builds=True)
     pool.settle(1.0)
     assert pool.phases("a") == {1: "building"}
-    [wake] = [command for command in pool.sent if command.pipeline == "a" and command.verb is Verb.WAKE][-1:]
+    [build] = [command for command in pool.sent if command.pipeline == "a" and command.verb is Verb.BUILD][-1:]
     pool.register("c", [1, 3], [0, 1, 3])
     pool.status("c", wants=(Want(ACTOR_TRAIN, Priority.INITIALIZATION, 1, -1),))
     pool.settle(3.0)
-    assert not pool.state.pipelines["c"].held and pool.phases("b") == {1: "active"}, "nobody is evicted meanwhile"
+    assert not pool.state.pipelines["c"].held and pool.phases("b") == {1: "serving"}, "nobody is evicted meanwhile"
     pool.silent.clear()
-    pool.inbox.append(wake)
+    pool.inbox.append(build)
     pool.settle(2.0)
     assert ACTOR_TRAIN in pool.state.pipelines["c"].held and pool.phases("a") == {}
     assert pool.state.pipelines["a"].warm == {1}
@@ -148,27 +148,29 @@ def test_demand_in_the_middle_waits_for_the_engine_and_begins_no_other() -> None
     # Where more ranks are of use, the others are woken meanwhile.
     pool.status("a", demand=Demand(2, 0, 1, 2))
     pool.settle(3.0)
-    assert pool.phases("a") == {0: "waking", 1: "building"}
+    assert pool.phases("a") == {0: "rising", 1: "building"}
 
 
 def test_an_engine_that_cannot_be_built_is_left_alone_for_a_while() -> None:
     pool = Pool()
-    pool.failing.add(("a", Verb.WAKE))
+    pool.failing.add(("a", Verb.BUILD))
     pool.status("a", builds=True)
     pool.settle(40.0)
-    assert pool.told("a", 1) == pool.hears_of_it and pool.state.pipelines["a"].warm == set()
+    assert pool.told("a", 1) == [Verb.BUILD, Verb.VACATE] and pool.state.pipelines["a"].warm == set()
     pool.failing.clear()
     pool.settle(30.0)
     assert pool.state.pipelines["a"].warm == {1}
 
 
-@pytest.mark.parametrize("cut", ["waking", "after"])
+@pytest.mark.parametrize("cut", ["building", "after"])
 def test_a_restarted_scheduler_finishes_a_build(cut: str) -> None:
     pool = Pool()
     pool.silent.add("a")
     pool.status("a", builds=True)
     pool.settle(1.0)
-    entries = [entry for entry in pool.record.entries if cut == "waking" or not isinstance(entry.event, ev.CommandSent)]
+    entries = [
+        entry for entry in pool.record.entries if cut == "building" or not isinstance(entry.event, ev.CommandSent)
+    ]
     again = Pool()
     again.scheduler.recover(entries, again.now)
     again.status("a", builds=True, awake=((1, pool.state.pipelines["a"].awake[1].epoch),))

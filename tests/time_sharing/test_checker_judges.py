@@ -79,7 +79,7 @@ def releases(name: str, at: float, epoch: int, cluster: str = ACTOR_TRAIN) -> tu
 
 OPEN = {
     "wait": ([(1.0, rec.WaitBegun("w", "something", 10.0), "a/driver")], 8),
-    "command": ([(1.0, ev.CommandSent("1.1", "a", "wake", 0, "", 1, 10.0))], 8),
+    "command": ([(1.0, ev.CommandSent("1.1", "a", "serve", 0, "", 1, 10.0))], 8),
     "hold": ([wants("a", 1, 1.0), *gets("a", 1, 1.0, (0, 1), 1)], 8),
     "request": ([wants("a", 1, 1.0)], 9),
     "unscheduled": ([(1.0, ev.DemandReported("a", 8, 0, 1, 1))], 9),
@@ -116,7 +116,7 @@ NONSENSE = {
     "demand of nobody": ev.DemandReported("x", 1, 0, 1, 1),
     "claim for nobody": ev.Claimed(1, "x", ACTOR_TRAIN, -1, 1, (0,)),
     "unknown cluster": ev.Requested("a", "critic", Priority.CRITIC_TRAINING, 1, 1),
-    "unknown rank": ev.RankMoved("a", 17, Phase.WAKING, 1),
+    "unknown rank": ev.RankMoved("a", 17, Phase.RISING, 1),
     "claim outside the pool": ev.Claimed(1, "a", ACTOR_TRAIN, -1, 1, (99,)),
     "claim of more than the mapping": ev.Claimed(1, "a", ACTOR_INFER, 0, -1, (0, 1)),
     "quarantine outside the pool": ev.GpusQuarantined((99,), "a", 0, 0, 9.0, "x"),
@@ -134,7 +134,7 @@ def test_an_entry_that_means_nothing_is_a_violation_with_its_line(what: str) -> 
 
 def test_a_rank_that_wakes_after_its_pipeline_is_gone_is_a_violation() -> None:
     found = check(
-        record((1.0, A), (2.0, ev.Unregistered("a", 0, "left")), (3.0, ev.RankMoved("a", 0, Phase.WAKING, 1)))
+        record((1.0, A), (2.0, ev.Unregistered("a", 0, "left")), (3.0, ev.RankMoved("a", 0, Phase.RISING, 1)))
     )
     assert (found[0].invariant, found[0].seq) == (10, 4)
 

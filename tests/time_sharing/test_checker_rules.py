@@ -58,7 +58,7 @@ def moved(at: float, name: str, rank: int, *phases: Phase, epoch: int = 1) -> li
 
 
 def serves(at: float, name: str, rank: int, epoch: int) -> list[Line]:
-    rising = (Phase.WAKING, Phase.SYNCING, Phase.READY, Phase.ACTIVE)
+    rising = (Phase.RISING, Phase.SERVING)
     return [claimed(at, name, rank, epoch), *moved(at, name, rank, *rising, epoch=epoch)]
 
 
@@ -67,7 +67,7 @@ def reap(at: float, rank: int, *outcome: str, key: str = "1.1", incarnation: int
     return [(at, sent), *((at, ev.CommandEnded(key, how)) for how in outcome)]
 
 
-FAILS = [*serves(1.0, "a", 0, 1), *moved(2.0, "a", 0, Phase.DRAINING, Phase.FAILED)]
+FAILS = [*serves(1.0, "a", 0, 1), *moved(2.0, "a", 0, Phase.FALLING, Phase.FAILED)]
 REAPED = ev.Unregistered("a", 0, "reaped")
 FENCED = (3.0, ev.Fenced("a", 0, "it was unregistered"))
 WITHHELD = (3.0, ev.GpusQuarantined((3,), "a", 0, 3, 23.0, "their processes could not be ended"))
@@ -99,7 +99,7 @@ BROKEN: dict[str, list[Line]] = {
     "goes to b after 1.00 s": [
         *SHARED,
         *serves(2.0, "a", 0, 1),
-        *moved(3.0, "a", 0, Phase.DRAINING),
+        *moved(3.0, "a", 0, Phase.FALLING),
         claimed(3.0, "b", 0, 2),
         (4.0, ev.Leaving("a")),
     ],
@@ -109,9 +109,9 @@ BROKEN: dict[str, list[Line]] = {
         demand("a"),
         demand("b"),
         *(line for rank in range(4) for line in serves(2.0, "a", rank, rank + 1)),
-        *moved(20.0, "a", 0, Phase.DRAINING),
+        *moved(20.0, "a", 0, Phase.FALLING),
         *serves(20.0, "b", 0, 9),
-        *(line for rank in (1, 2, 3) for line in moved(40.0, "a", rank, Phase.DRAINING, epoch=rank + 1)),
+        *(line for rank in (1, 2, 3) for line in moved(40.0, "a", rank, Phase.FALLING, epoch=rank + 1)),
         *(claimed(40.0, "b", rank, 10) for rank in (1, 2, 3)),
         demand("b", 41.0),
     ],
@@ -246,11 +246,11 @@ def test_an_agent_that_breaks_its_contract_is_seen() -> None:
     process = next(job.process for job in world.jobs.values() if job.process is not None)
     watch, name = process.watch, process.agent.topology.pipeline
     watch.heard(Reply(name, 0, 9, True))
-    late = Command("1.900", 1, name, 0, Verb.DRAIN, 0)
+    late = Command("1.900", 1, name, 0, Verb.VACATE, 0)
     with pytest.raises(Misbehaviour, match="is none for this incarnation now"):
         watch.obeys(late, lambda command: process.agent._answer(command, CommandOutcome.DONE))
-    new = Command("9.1", 9, name, 0, Verb.DRAIN, 0, epoch=1 << 60)
-    with pytest.raises(Misbehaviour, match="may always be drained, and is refused"):
+    new = Command("9.1", 9, name, 0, Verb.VACATE, 0, epoch=1 << 60)
+    with pytest.raises(Misbehaviour, match="may always be vacated, and is refused"):
         watch.obeys(new, lambda command: process.agent._answer(command, CommandOutcome.REFUSED))
     foreign = Command("9.2", 9, name, 0, Verb.GRANT, -1, 1, ACTOR_TRAIN, (0,), request=999)
     process.agent.holds.clear()

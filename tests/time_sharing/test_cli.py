@@ -111,7 +111,7 @@ def test_the_trace_has_a_track_for_each_gpu_and_slices_with_their_labels(log: Pa
     assert {"GPU 0 (node 0, local 0)", "GPU 1 (node 0, local 1)", "enqueue", "execution", "release"} <= names
     slices = [event for event in events if event["ph"] == "X"]
     assert any(event["name"].startswith("TRN math actor_train") for event in slices) and any(
-        event["name"] == "active" for event in slices
+        event["name"] == "serving" for event in slices
     )
     assert all(event["dur"] > 0 for event in slices)
     assert any(event["ph"] == "C" and event["name"] == "active GPUs" for event in events)

@@ -92,7 +92,7 @@ def test_a_rank_that_was_not_asked_for_cannot_be_yielded(bench: Bench, rank: Any
     with pytest.raises(ProtocolError, match=r"was not asked for; asked for: \[\], held: \[0, 1\]"):
         bench.job.yielded(rank)
     assert bench.job.held() == [(0,), (1,)]
-    bench.scheduler.wait_until(lambda: set(bench.phases().values()) == {Phase.ACTIVE})
+    bench.scheduler.wait_until(lambda: set(bench.phases().values()) == {Phase.SERVING})
 
 
 def test_a_rank_may_be_yielded_after_the_call_that_asked_for_it_and_more_than_once(bench: Bench) -> None:

@@ -215,7 +215,7 @@ def _wake_of(bench: Bench) -> Command:
     bench.register("a", [0], [0, 1])
     bench.silent.add("a")
     bench.status("a", demand=Demand(1, 0, 1, 1))
-    return next(command for command in bench.sent if command.verb is Verb.WAKE)
+    return next(command for command in bench.sent if command.verb is Verb.SERVE)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_an_answer_of_the_wrong_shape_is_not_taken(changed: dict[str, Any]) -> N
     wake = _wake_of(bench)
     before = len(bench.record.entries)
     bench.scheduler.answer(replace(Answer(wake.command, "a", 0, CommandOutcome.DONE), **changed), bench.now)
-    assert len(bench.record.entries) == before and bench.phases("a") == {wake.rank: "waking"}
+    assert len(bench.record.entries) == before and bench.phases("a") == {wake.rank: "rising"}
 
 
 @pytest.mark.parametrize(("pipeline", "incarnation"), [("a", 1), ("b", 0)])
@@ -244,9 +244,9 @@ def test_an_answer_of_another_pipeline_or_incarnation_is_not_taken_for_the_one_t
     bench = Bench(2)
     wake = _wake_of(bench)
     bench.scheduler.answer(Answer(wake.command, pipeline, incarnation, CommandOutcome.DONE), bench.now)
-    assert bench.phases("a") == {wake.rank: "waking"}
+    assert bench.phases("a") == {wake.rank: "rising"}
     bench.scheduler.answer(Answer(wake.command, "a", 0, CommandOutcome.DONE), bench.now)
-    assert bench.phases("a") == {wake.rank: "syncing"}
+    assert bench.phases("a") == {wake.rank: "serving"}
 
 
 # Bounded holds and waits.

@@ -563,7 +563,7 @@ def test_gpus_are_wanted_by_who_waits_to_train_on_them_or_has_nothing_to_generat
     # It generates on the other GPU and has enough.
     bench.status("other", demand=Demand(4, 0, 1, 1))
     bench.settle(20.0)
-    assert bench.phases("other") == {1: "active"} and not bench.scheduler.wanted("holds")
+    assert bench.phases("other") == {1: "serving"} and not bench.scheduler.wanted("holds")
     bench.register("late", [0], [0, 1])
     bench.status("late", wants=(Want(ACTOR_TRAIN, Priority.INITIALIZATION, 1, -1),))
     bench.settle(2.0)
@@ -578,8 +578,8 @@ def test_the_pool_waits_for_as_long_as_a_command_may_take_to_stop(tmp_path: Path
     longest = file(tmp_path, "longest", external={"command": ["true"], "stop_s": LONGEST_STOP_S})
     (registered,) = read_jobs([str(longest)], POOL)
     drain_s = registered.topology(POOL).spec.drain_s
-    assert LIVE_LIMITS.deadline_of(Verb.DRAIN, drain_s) == LONGEST_STOP_S + KILLED_S
-    assert LIVE_LIMITS.deadline_of(Verb.DRAIN) == LIVE_LIMITS.drain_s
+    assert LIVE_LIMITS.deadline_of(Verb.VACATE, drain_s) == LONGEST_STOP_S + KILLED_S + LIVE_LIMITS.sleep_s
+    assert LIVE_LIMITS.deadline_of(Verb.VACATE) == LIVE_LIMITS.drain_s + LIVE_LIMITS.sleep_s
 
 
 def test_the_table_says_what_an_evaluation_found_and_why_others_ended() -> None:

@@ -34,9 +34,9 @@ def test_a_planned_release_during_a_hand_over_is_acknowledged_only_when_every_ra
     bench.register("a", [0], [0, 1, 2])
     bench.silent.add("a")
     bench.status("a", demand=Demand(100, 0, 1, 1))
-    assert set(bench.phases("a").values()) == {"waking"}
+    assert set(bench.phases("a").values()) == {"rising"}
     bench.status("a", demand=Demand(0, 0, 1, 2), leaving=True)
-    assert "a" in bench.state.pipelines and set(bench.phases("a").values()) == {"draining"}
+    assert "a" in bench.state.pipelines and set(bench.phases("a").values()) == {"falling"}
     bench.silent.clear()
     bench.settle(5.0)
     assert "a" not in bench.state.pipelines and bench.state.owner == [None] * 4
@@ -65,14 +65,14 @@ def test_a_failed_expand_leaves_the_books_true_and_the_donor_can_come_back() -> 
     bench.register("donor", [0], [0, 1])
     bench.register("taker", [1], [0, 1])
     bench.status("donor", demand=Demand(100, 0, 1, 1))
-    assert bench.phases("donor") == {0: "active", 1: "active"}
-    bench.failing.add(("taker", Verb.WAKE))
+    assert bench.phases("donor") == {0: "serving", 1: "serving"}
+    bench.failing.add(("taker", Verb.SERVE))
     bench.settle(20.0)
     bench.status("taker", demand=Demand(100, 0, 1, 1))
     bench.settle(5.0)
     assert bench.phases("taker") == {} and bench.state.pipelines["taker"].cooling
     bench.settle(30.0)
-    assert bench.phases("donor") == {0: "active", 1: "active"}
+    assert bench.phases("donor") == {0: "serving", 1: "serving"}
     bench.failing.clear()
     bench.settle(100.0)
     assert bench.phases("taker")
@@ -105,7 +105,7 @@ def test_one_slow_drain_does_not_hold_up_unrelated_pipelines() -> None:
     bench.status("slow", demand=Demand(100, 0, 1, 1))
     bench.silent.add("slow")
     bench.status("taker", wants=(Want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, 1, 0),))
-    assert bench.phases("slow")[0] == "draining"
+    assert bench.phases("slow")[0] == "falling"
     bench.status("other", demand=Demand(100, 0, 1, 1), wants=(Want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, 1, 0),))
     assert bench.state.pipelines["other"].held
     bench.settle(200.0)
@@ -144,10 +144,10 @@ def test_standing_demand_brings_the_ranks_back_after_a_preemption_without_a_watc
     bench.register("b", [0], [0, 1])
     bench.status("a", demand=Demand(100, 0, 1, 1))
     bench.status("b", wants=(Want(ACTOR_TRAIN, Priority.INITIALIZATION, 1, -1),))
-    assert bench.phases("a") == {1: "active"}
+    assert bench.phases("a") == {1: "serving"}
     epoch = bench.state.pipelines["b"].held[ACTOR_TRAIN].epoch
     bench.status("b", given_back=(GivenBack(ACTOR_TRAIN, epoch, 0),))
-    assert bench.phases("a") == {0: "active", 1: "active"}
+    assert bench.phases("a") == {0: "serving", 1: "serving"}
 
 
 def test_a_late_demand_does_not_raise_a_ghost() -> None:
@@ -193,7 +193,7 @@ def test_a_first_demand_whose_message_is_lost_is_heard_with_the_next_heartbeat()
     bench.settle(5.0)
     assert not bench.phases("a")
     bench.status("a", demand=Demand(100, 0, 1, 3))
-    assert bench.phases("a") == {0: "active", 1: "active"}
+    assert bench.phases("a") == {0: "serving", 1: "serving"}
 
 
 def test_engines_are_built_inside_a_grant_only() -> None:
@@ -224,12 +224,12 @@ def test_no_rank_awake_is_a_legal_state() -> None:
         full_overlap=True,
     )
     bench.status("a", demand=Demand(100, 0, 1, 1))
-    assert bench.phases("a") == {0: "active"}
+    assert bench.phases("a") == {0: "serving"}
     bench.status("a", demand=Demand(100, 9, 1, 2), wants=(Want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, 1, 0),))
     assert not bench.phases("a") and bench.state.pipelines["a"].held
     epoch = bench.state.pipelines["a"].held[ACTOR_TRAIN].epoch
     bench.status("a", demand=Demand(100, 9, 1, 2), given_back=(GivenBack(ACTOR_TRAIN, epoch, 1),))
-    assert bench.phases("a") == {0: "active"}
+    assert bench.phases("a") == {0: "serving"}
 
 
 def test_a_pipeline_that_dies_while_it_leaves_is_taken_down_once() -> None:
@@ -258,7 +258,7 @@ def test_an_answer_that_comes_after_its_pipeline_was_unregistered_changes_nothin
     bench.register("other", [1], [0, 1])
     bench.silent.add("gone")
     bench.status("gone", demand=Demand(100, 0, 1, 1))
-    late = [command for command in bench.sent if command.verb is Verb.WAKE]
+    late = [command for command in bench.sent if command.verb is Verb.SERVE]
     bench.scheduler.unregister("gone", bench.now)
     bench.settle()
     assert "gone" not in bench.state.pipelines
@@ -267,7 +267,7 @@ def test_an_answer_that_comes_after_its_pipeline_was_unregistered_changes_nothin
     for command in late:
         bench.scheduler.answer(Answer(command.command, "gone", 0, CommandOutcome.DONE), bench.now)
     bench.settle(5.0)
-    assert bench.state.owner == owners and bench.phases("other") == {0: "active", 1: "active"}
+    assert bench.state.owner == owners and bench.phases("other") == {0: "serving", 1: "serving"}
 
 
 def test_a_pipeline_that_leaves_gets_nothing_more_whatever_it_still_says() -> None:
@@ -331,11 +331,11 @@ def test_two_books_of_what_is_awake_are_squared_after_a_restart() -> None:
     # Rank 0 is as the ledger says, rank 1 sleeps, rank 2 was told to drain in a part of the log that is lost.
     again.status("a", demand=Demand(100, 0, 1, 1), awake=((0, epochs[0]), (2, epochs[2])), serving=(0,))
     assert again.state.pipelines["a"].awake[0].epoch == epochs[0]
-    assert {(c.verb, c.rank) for c in again.sent} >= {(Verb.DRAIN, 2), (Verb.WAKE, 1)} and (Verb.DRAIN, 0) not in {
+    assert {(c.verb, c.rank) for c in again.sent} >= {(Verb.VACATE, 2), (Verb.SERVE, 1)} and (Verb.VACATE, 0) not in {
         (c.verb, c.rank) for c in again.sent
     }
     again.settle(20.0)
-    assert set(again.phases("a").values()) == {Phase.ACTIVE.value}
+    assert set(again.phases("a").values()) == {Phase.SERVING.value}
 
 
 def test_a_request_that_expires_costs_its_pipeline_no_more_than_asking_again() -> None:

@@ -79,9 +79,7 @@ def _run(scenario: Any, name: str) -> Run:
     world.run()
     entries = records[0].entries
     ended = {name: job.finished_at or float("inf") for name, job in world.jobs.items()}
-    preemptions = sum(
-        isinstance(entry.event, ev.RankMoved) and entry.event.phase is Phase.DRAINING for entry in entries
-    )
+    preemptions = sum(isinstance(entry.event, ev.RankMoved) and entry.event.phase is Phase.FALLING for entry in entries)
     return Run(ended, preemptions, {violation.invariant for violation in check(entries)}, entries)
 
 

@@ -125,7 +125,7 @@ def test_old_requests_of_low_priority_come_before_young_ones_of_high_priority() 
 def test_training_waits_for_an_expand_of_its_own_pipeline_and_no_new_one_begins() -> None:
     fleet = Fleet(4)
     fleet.add("a", [0], [0, 1, 2, 3], demand=100)
-    fleet.wake("a", 2, phase=Phase.SYNCING)
+    fleet.wake("a", 2, phase=Phase.RISING)
     fleet.want("a")
     result = fleet.plan()
     assert not result.grants and not result.expands
@@ -135,7 +135,7 @@ def test_training_waits_for_an_expand_of_its_own_pipeline_and_no_new_one_begins(
 def test_a_rank_that_is_waking_on_the_training_gpu_is_turned_round() -> None:
     fleet = Fleet(2)
     fleet.add("a", [0], [0, 1], demand=100)
-    fleet.wake("a", 0, phase=Phase.WAKING)
+    fleet.wake("a", 0, phase=Phase.RISING)
     fleet.want("a")
     assert shrunk(fleet.plan()) == {("a", 0)}
 
@@ -146,15 +146,15 @@ def test_nobody_else_stops_for_a_request_while_an_engine_is_being_built_on_its_g
     fleet.add("a", [0, 1, 2], [0, 1, 2, 3])
     fleet.add("b", [3], [0, 1, 2, 3], demand=100)
     fleet.wake("b", 0, 1)
-    fleet.wake("b", 2, phase=Phase.WAKING)
+    fleet.wake("b", 2, phase=Phase.RISING)
     fleet.want("a")
     result = fleet.plan()
     assert not result.grants and shrunk(result) == {("b", 2)}
     assert result.waits[0].because == ("building", 2, "b") and not validate(Snapshot.of(fleet.state), result)
-    fleet.state.apply(RankMoved("b", 2, Phase.DRAINING, 3), 100.0)
+    fleet.state.apply(RankMoved("b", 2, Phase.FALLING, 3), 100.0)
     result = fleet.plan(110.0)
     assert not result.grants and not result.shrinks
-    fleet.state.apply(RankMoved("b", 2, Phase.SLEEPING, 3), 120.0)
+    fleet.state.apply(RankMoved("b", 2, Phase.ASLEEP, 3), 120.0)
     result = fleet.plan(120.0)
     assert [g.pipeline for g in result.grants] == ["a"] and shrunk(result) == {("b", 0), ("b", 1)}
 
@@ -165,7 +165,7 @@ def test_an_engine_that_was_built_before_is_turned_round_together_with_the_other
     fleet.add("b", [3], [0, 1, 2, 3], demand=100)
     fleet.wake("b", 0, 1)
     fleet.state.apply(RankMoved("b", 1, Phase.ASLEEP, 2), 50.0)
-    fleet.wake("b", 1, phase=Phase.WAKING, at=60.0)
+    fleet.wake("b", 1, phase=Phase.RISING, at=60.0)
     fleet.want("a")
     result = fleet.plan()
     assert result.grants and shrunk(result) == {("b", 0), ("b", 1)}
@@ -177,8 +177,8 @@ def test_a_turn_is_worth_its_hand_over_and_begins_when_the_rank_serves() -> None
     fleet.add("a", [], [0], demand=100)
     fleet.add("b", [], [0])
     fleet.state.pipelines["a"].handover_s = 7.0
-    fleet.wake("a", 0, at=0.0, phase=Phase.WAKING)
-    fleet.state.apply(RankMoved("a", 0, Phase.ACTIVE, 1), 40.0)
+    fleet.wake("a", 0, at=0.0, phase=Phase.RISING)
+    fleet.state.apply(RankMoved("a", 0, Phase.SERVING, 1), 40.0)
     fleet.demand("b", 100, at=41.0)
     fleet.state.pipelines["a"].handover_s = 7.0
     assert fleet.plan(67.0).empty and fleet.plan(67.0).wake_at == pytest.approx(68.0)
@@ -487,7 +487,7 @@ def random_fleet(seed: int) -> Fleet:
         for rank in range(len(infer) // tp):
             bundle = set(infer[rank * tp : (rank + 1) * tp])
             if bundle <= free and rng.random() < 0.4:
-                phase = rng.choice((Phase.WAKING, Phase.ACTIVE, Phase.ACTIVE, Phase.DRAINING))
+                phase = rng.choice((Phase.RISING, Phase.SERVING, Phase.SERVING, Phase.FALLING))
                 fleet.wake(name, rank, at=rng.uniform(50, 99), phase=phase, guaranteed=rng.random() < 0.1)
                 free -= bundle
         if set(train) <= free and rng.random() < 0.3:
@@ -523,7 +523,7 @@ def test_plans_settle_once_everybody_has_had_a_rank(seed: int) -> None:
     for name, pipeline in fleet.state.pipelines.items():
         pipeline.wants.clear()
         for rank in [
-            rank for rank, awake in pipeline.awake.items() if awake.phase is not Phase.ACTIVE or pipeline.leaving
+            rank for rank, awake in pipeline.awake.items() if awake.phase is not Phase.SERVING or pipeline.leaving
         ]:
             fleet.state.apply(RankMoved(name, rank, Phase.ASLEEP, pipeline.awake[rank].epoch), 100.0)
     plans = []

@@ -60,11 +60,11 @@ def stuck_rank() -> Bench:
     bench.register("a", [0], [0, 1])
     bench.status("a", demand=Demand(100, 0, 1, 1))
     bench.settle(5.0)
-    assert bench.phases("a") == {0: "active", 1: "active"}
-    bench.failing |= {("a", Verb.DRAIN), ("a", Verb.REAP)}
+    assert bench.phases("a") == {0: "serving", 1: "serving"}
+    bench.failing |= {("a", Verb.VACATE), ("a", Verb.REAP)}
     bench.status("a", demand=Demand(100, 0, 1, 1), awake=awake(bench), serving=(0, 1), broken=(1,))
     bench.settle(2.0)
-    assert bench.state.quarantined == {1} and bench.phases("a") == {0: "active"}
+    assert bench.state.quarantined == {1} and bench.phases("a") == {0: "serving"}
     return bench
 
 
@@ -88,10 +88,10 @@ def test_a_rank_that_cannot_be_ended_costs_its_pipeline_nothing_more_when_the_sc
     again.status("a", demand=Demand(100, 0, 1, 1), awake=(*awake(again), (1, epoch)), serving=(0,))
     again.settle(2.0)
     assert not again.state.recovering and not again.state.pipelines["a"].fenced
-    assert again.state.quarantined == {1} and again.phases("a") == {0: "active"}
+    assert again.state.quarantined == {1} and again.phases("a") == {0: "serving"}
     again.failing.clear()
     again.settle(120.0)
-    assert not again.state.quarantined and again.phases("a") == {0: "active", 1: "active"}
+    assert not again.state.quarantined and again.phases("a") == {0: "serving", 1: "serving"}
 
 
 def test_a_rank_whose_quarantine_is_the_last_line_of_the_log_gives_its_gpu_back_when_it_is_ended() -> None:
@@ -104,7 +104,7 @@ def test_a_rank_whose_quarantine_is_the_last_line_of_the_log_gives_its_gpu_back_
     again.settle()
     again.status("a", demand=Demand(100, 0, 1, 1), awake=awake(again), serving=(0,))
     again.settle(120.0)
-    assert not again.state.quarantined and again.phases("a") == {0: "active", 1: "active"}
+    assert not again.state.quarantined and again.phases("a") == {0: "serving", 1: "serving"}
 
 
 def test_what_a_later_life_occupies_is_kept_while_an_earlier_one_is_being_ended() -> None:
@@ -130,7 +130,7 @@ def test_what_others_had_before_the_log_lost_its_end_is_kept_with_a_pipeline_tha
     bench.register("b", [0], [0, 1])
     bench.status("b", demand=Demand(100, 0, 1, 1))
     bench.settle(5.0)
-    assert bench.phases("b") == {0: "active", 1: "active"}
+    assert bench.phases("b") == {0: "serving", 1: "serving"}
     again = Bench(2)
     again.failing.add(("a", Verb.REAP))
     again.scheduler.recover(bench.record.entries, bench.now, complete=False)
@@ -139,7 +139,7 @@ def test_what_others_had_before_the_log_lost_its_end_is_kept_with_a_pipeline_tha
     again.scheduler.unregister("a", again.now)
     again.settle(5.0)
     assert "a" not in again.state.pipelines and again.state.quarantined == {0, 1}
-    assert again.phases("b") == {0: "active", 1: "active"}
+    assert again.phases("b") == {0: "serving", 1: "serving"}
 
 
 def test_the_end_of_a_pipeline_is_the_end_of_its_stuck_ranks() -> None:
@@ -163,7 +163,7 @@ def ended_before(event: object) -> list[object]:
 
 
 def judged(*events: object) -> set[int]:
-    wakes = [ev.RankMoved("a", 0, phase, 1) for phase in (Phase.WAKING, Phase.DRAINING, Phase.FAILED)]
+    wakes = [ev.RankMoved("a", 0, phase, 1) for phase in (Phase.RISING, Phase.FALLING, Phase.FAILED)]
     taken = [(1.0, ev.MemoryTaken("rank 0", (0,)), "a/driver")]
     behind_reaps = [event for given in events for event in (*ended_before(given), given)]
     lines = [(2.0, event, "a/reaper" if isinstance(event, ev.MemoryFreed) else "scheduler") for event in behind_reaps]
@@ -178,7 +178,7 @@ def test_the_checker_knows_each_quarantine_of_a_gpu() -> None:
     freed, asleep = ev.MemoryFreed(ev.EVERYTHING, (0,)), ev.RankMoved("a", 0, Phase.ASLEEP, 1)
     first, second = ev.GpusCleared((0, 1), "a", 0, -1), ev.GpusCleared((0,), "a", 0, 0)
     wants = ev.DemandReported("b", 1, 0, 1, 1)
-    given_on = [wants, ev.Claimed(1, "b", ACTOR_INFER, 0, -1, (0,)), ev.RankMoved("b", 0, Phase.WAKING, 2)]
+    given_on = [wants, ev.Claimed(1, "b", ACTOR_INFER, 0, -1, (0,)), ev.RankMoved("b", 0, Phase.RISING, 2)]
     kept = (STUCK_RANK, asleep, CONTESTED)
     assert judged(*kept, freed, first, second, *given_on) == set()
     assert judged(*kept, freed, first, *given_on) == {1}, "the second quarantine is not over"

@@ -14,7 +14,7 @@ from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.utils.record import Entry, MemoryRecord
 
 # Together these reach all of `EXPECTED`: the cheapest of the first that do, and some more. `make soak` draws many more.
-SCENARIOS = (0, 3, 6, 7, 8, 11, 37, 40, 73)
+SCENARIOS = (3, 8, 27, 57, 65, 73, 93, 99)
 
 
 @pytest.mark.slow

@@ -84,4 +84,4 @@ def test_an_engine_that_raises_whatever_has_failed_and_holds_nothing(scheduler: 
     agent.release(ACTOR_TRAIN, target=8)
     awake = scheduler.core.state.pipelines["a"].awake
     scheduler.wait_until(lambda: engine.wakes == 2)
-    scheduler.wait_until(lambda: [rank.phase for rank in awake.values()] == [Phase.ACTIVE])
+    scheduler.wait_until(lambda: [rank.phase for rank in awake.values()] == [Phase.SERVING])

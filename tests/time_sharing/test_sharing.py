@@ -67,7 +67,7 @@ def test_a_job_that_measures_its_batch_wakes_the_ranks_that_it_needs_from_the_se
         trained = False
         for entry in world.entries:
             match entry.event:
-                case RankMoved(phase=Phase.ACTIVE):
+                case RankMoved(phase=Phase.SERVING):
                     ranks[trained].add(entry.event.rank)
                 case Released(version=1):
                     trained = True

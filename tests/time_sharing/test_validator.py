@@ -116,7 +116,7 @@ def test_rules_about_the_state_of_a_pipeline() -> None:
         made.state.pipelines["a"].fenced = True
 
     def rises(made: Fleet) -> None:
-        made.wake("a", 3, phase=Phase.SYNCING)
+        made.wake("a", 3, phase=Phase.RISING)
 
     def claimed(made: Fleet) -> None:
         made.state.claimed[1] = Claim(1, "w", ACTOR_INFER, 0, 0, (1,))

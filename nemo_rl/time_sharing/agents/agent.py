@@ -13,7 +13,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from operator import index
 
-from nemo_rl.time_sharing.agents.agent_ranks import Host, LocalHold, ProtocolError, RankKeeper
+from nemo_rl.time_sharing.agents.agent_ranks import Host, LocalHold, LocalPhase, ProtocolError, RankKeeper
 from nemo_rl.time_sharing.log.events import MemoryFreed, MemoryTaken
 from nemo_rl.time_sharing.protocol.topology import Topology
 from nemo_rl.time_sharing.protocol.types import (
@@ -23,7 +23,6 @@ from nemo_rl.time_sharing.protocol.types import (
     EndedRequest,
     GivenBack,
     Held,
-    Phase,
     Priority,
     Reply,
     Status,
@@ -211,8 +210,8 @@ class Agent(RankKeeper):
             return
         self._seq += 1
         holds = tuple(Held(cluster, held.epoch, held.priority) for cluster, held in self.holds.items())
-        awake = tuple((i, r.epoch) for i, r in enumerate(self.ranks) if r.phase is not Phase.ASLEEP)
-        serving = tuple(i for i, r in enumerate(self.ranks) if r.phase is Phase.ACTIVE)
+        awake = tuple((i, r.epoch) for i, r in enumerate(self.ranks) if r.phase is not LocalPhase.ASLEEP)
+        serving = tuple(i for i, r in enumerate(self.ranks) if r.phase is LocalPhase.ROUTED)
         broken = tuple(i for i, r in enumerate(self.ranks) if r.broken)
         self._host.status(
             Status(

@@ -1,7 +1,9 @@
 """The generation ranks of one pipeline as they really are: the commands each obeys or refuses, and the weights in them.
 
-One state machine per rank; a rank that is busy does one thing at a time and remembers the next. Invariants: a rank is
-routed only with the published weights, and a version is published only when every serving rank has it.
+One state machine per rank. SERVE is wake -> sync (again, if the weights change meanwhile) -> wait until that version is
+published -> route; VACATE is unroute -> drain -> sleep; BUILD is wake -> sleep. A rank that is busy does one step at a
+time and remembers the newest command, which takes over when the step ends. Invariants: a rank is routed only with the
+published weights, and a version is published only when every serving rank has it.
 """
 
 from __future__ import annotations
@@ -9,28 +11,58 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple, Protocol
 
 from nemo_rl.time_sharing.log.events import MemoryFreed, MemoryTaken
 from nemo_rl.time_sharing.protocol.topology import Topology
-from nemo_rl.time_sharing.protocol.types import Answer, Command, CommandOutcome, Phase, Priority, Status, Verb, Want
+from nemo_rl.time_sharing.protocol.types import Answer, Command, CommandOutcome, Limits, Priority, Status, Verb, Want
 from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import Record
 
-REFRESH = "refresh"
+
+class LocalPhase(str, Enum):
+    """Where a rank is on its way; it takes requests in ROUTED only."""
+
+    ASLEEP = "asleep"
+    WAKING = "waking"
+    SYNCING = "syncing"
+    READY = "ready"
+    ROUTED = "routed"
+    DRAINING = "draining"
+    SLEEPING = "sleeping"
+
+
+class RankStep(str, Enum):
+    """What a host does to one engine. REFRESH: new weights into a rank that serves."""
+
+    WAKE = "wake"
+    SYNC = "sync"
+    REFRESH = "refresh"
+    DRAIN = "drain"
+    SLEEP = "sleep"
 
 
 class ProtocolError(RuntimeError):
     """The pipeline's call is not allowed at this point; the message names the call that must come first."""
 
 
+def longest_s(step: RankStep, limits: Limits, drain_s: float) -> float:
+    """Seconds that a step may take. `drain_s`: of the pipeline's registration."""
+    return {
+        RankStep.WAKE: limits.wake_s,
+        RankStep.SYNC: limits.sync_s,
+        RankStep.REFRESH: limits.sync_s,
+        RankStep.DRAIN: max(limits.drain_s, drain_s),
+        RankStep.SLEEP: limits.sleep_s,
+    }[step]
+
+
 class Operation(NamedTuple):
-    """Something that takes time: a rank command's `kind` (drain, sleep, wake, sync) or `refresh`; `version` is what
-    sync and refresh load.
-    """
+    """Something that takes time; `version` is what SYNC and REFRESH load."""
 
     number: int
-    kind: str
+    kind: RankStep
     rank: int
     version: int
 
@@ -59,11 +91,11 @@ class Host(Protocol):
 @dataclass(slots=True)
 class LocalRank:
     """State of one rank: phase, epoch of its last command, version of the loaded weights (-1 none), the running
-    operation and the next command. `resident`: a wake has succeeded. `broken`: it cannot serve. `over`: the newest
-    epoch whose lease has ended.
+    operation, the command that it obeys and the one that takes over. `resident`: a wake has succeeded. `broken`: it
+    cannot serve. `hung`: its operation takes longer than it may. `over`: the newest epoch whose lease has ended.
     """
 
-    phase: Phase = Phase.ASLEEP
+    phase: LocalPhase = LocalPhase.ASLEEP
     epoch: int = 0
     version: int = -1
     busy: Operation | None = None
@@ -71,6 +103,7 @@ class LocalRank:
     waiting: Command | None = None
     newest: tuple[int, int] = (0, 0)
     broken: bool = False
+    hung: bool = False
     resident: bool = False
     over: int = 0
 
@@ -110,7 +143,7 @@ class RankKeeper:
 
     def begin_at(self, version: int) -> None:
         """The run begins with the weights of `version`; only before any rank has weights."""
-        if any(rank.phase in (Phase.SYNCING, Phase.READY, Phase.ACTIVE) for rank in self.ranks):
+        if any(rank.phase in (LocalPhase.SYNCING, LocalPhase.READY, LocalPhase.ROUTED) for rank in self.ranks):
             raise ProtocolError(f"{self.topology.pipeline}: ranks have weights; the first version comes before them")
         self.cached = self.published = version
 
@@ -120,7 +153,7 @@ class RankKeeper:
         """
         self._recompute_kv = recompute_kv
         self._refresh_begun = self.published != self.cached
-        self._refreshing = {index for index, rank in enumerate(self.ranks) if rank.phase is Phase.ACTIVE}
+        self._refreshing = {index for index, rank in enumerate(self.ranks) if rank.phase is LocalPhase.ROUTED}
         for index in sorted(self._refreshing):
             # One that still takes an earlier version takes this one after it.
             if self.ranks[index].busy is None:
@@ -128,8 +161,9 @@ class RankKeeper:
         self._publish_if_refreshed()
 
     def _begin_refresh(self, index: int) -> None:
-        operation = self._perform(index, REFRESH, self.cached)
-        self._record.emit(rec.SyncStarted(self._sync_id(operation), self.cached, (index,), REFRESH, self._recompute_kv))
+        operation = self._perform(index, RankStep.REFRESH, self.cached)
+        started = (self._sync_id(operation), self.cached, (index,), operation.kind.value, self._recompute_kv)
+        self._record.emit(rec.SyncStarted(*started))
 
     def performed(self, operation: Operation, ok: bool, loaded: int | None = None) -> None:
         """The host has finished an operation; one that was given up meanwhile is ignored.
@@ -141,32 +175,56 @@ class RankKeeper:
             return
         if loaded is not None and loaded > operation.version >= 0:
             operation = operation._replace(version=loaded)
-        rank.busy = None
+        rank.busy, rank.hung = None, False
+        self._note(rank, operation, ok)
         command, rank.doing = rank.doing, None
-        if operation.kind == REFRESH:
-            self._after_refresh(rank, operation, ok)
-        elif command is not None:
-            self._after_command(rank, command, operation, ok)
         following, rank.waiting = rank.waiting, None
-        if following is not None and rank.busy is None:
+        if command is not None and not ok:
+            detail = f"{operation.kind.value} of rank {operation.rank} failed"
+            self._answer(command, CommandOutcome.FAILED, detail=detail)
+        elif command is not None and following is not None and rank.phase is not LocalPhase.ASLEEP:
+            self._answer(command, CommandOutcome.REFUSED, detail=f"command {following.command} takes over")
+        elif command is not None:
+            self._go_on(rank, command)
+        if following is not None:
             self._begin(rank, following)
-        if operation.kind == REFRESH:
+        if operation.kind is RankStep.REFRESH:
             self._go_on_refreshing(operation.rank)
+
+    def step_overdue(self, operation: Operation) -> None:
+        """An operation takes longer than `longest_s`: its command has failed, and so has every other for its rank until
+        it ends or the scheduler has the rank's processes ended.
+        """
+        rank = self.ranks[operation.rank]
+        if rank.busy != operation or rank.hung:
+            return
+        rank.hung = True
+        commands, rank.doing, rank.waiting = (rank.doing, rank.waiting), None, None
+        for command in commands:
+            if command is not None:
+                self._fail_hung(command, operation)
+        if operation.kind is RankStep.REFRESH:
+            self.rank_broken(operation.rank)
+            self._go_on_refreshing(operation.rank)
+
+    def _fail_hung(self, command: Command, operation: Operation) -> None:
+        detail = f"{operation.kind.value} of rank {operation.rank} does not end"
+        self._answer(command, CommandOutcome.FAILED, detail=detail)
 
     def rank_broken(self, index: int) -> None:
         """A serving rank makes no progress or answers no more: it takes no further request, and its
         failure is reported to the scheduler.
         """
         rank = self.ranks[index]
-        if rank.phase is Phase.ACTIVE and not rank.broken:
+        if rank.phase is LocalPhase.ROUTED and not rank.broken:
             self._unroute(rank, index)
-            rank.phase, rank.broken = Phase.READY, True
+            rank.phase, rank.broken = LocalPhase.READY, True
             self.send_status()
 
     def rank_ended(self, index: int) -> None:
         """The processes of a rank were ended from outside; it is asleep with nothing loaded."""
         rank = self.ranks[index]
-        if rank.phase is Phase.ACTIVE:
+        if rank.phase is LocalPhase.ROUTED:
             self._unroute(rank, index)
         self._refreshing.discard(index)
         self.ranks[index] = LocalRank(epoch=rank.epoch, newest=rank.newest, over=rank.epoch)
@@ -185,6 +243,9 @@ class RankKeeper:
             self._answer(command, CommandOutcome.REFUSED, detail=f"a later command for rank {command.rank} came first")
         elif rank.doing is not None and rank.doing.command == command.command:
             return
+        elif rank.busy is not None and rank.hung:
+            rank.newest = command.order
+            self._fail_hung(command, rank.busy)
         elif rank.busy is not None:
             rank.newest, rank.waiting = command.order, command
         else:
@@ -193,157 +254,100 @@ class RankKeeper:
     def _begin(self, rank: LocalRank, command: Command) -> None:
         rank.epoch, rank.newest = max(rank.epoch, command.epoch), max(rank.newest, command.order)
         rank.doing = None
-        begin = {
-            Verb.DRAIN: self._drain,
-            Verb.SLEEP: self._sleep,
-            Verb.WAKE: self._wake,
-            Verb.SYNC: self._sync,
-            Verb.PUBLISH: self._publish_rank,
-            Verb.ROUTE: self._route,
-        }.get(command.verb)
-        if begin is None:
-            self._answer(command, CommandOutcome.REFUSED, detail=f"{command.verb.value} is not for an agent")
-        else:
-            begin(rank, command)
-
-    def _drain(self, rank: LocalRank, command: Command) -> None:
-        if rank.phase is Phase.ACTIVE or rank.broken:
-            if rank.phase is Phase.ACTIVE:
-                self._unroute(rank, command.rank)
-            rank.phase = Phase.DRAINING
-            self._perform(command.rank, Verb.DRAIN.value, -1, command)
-            return
-        if rank.phase is Phase.ASLEEP:
-            # Its wake was lost or comes later; the lease is over all the same.
-            rank.over = command.epoch
-        else:
-            rank.phase = Phase.DRAINING
-        self._answer(command, CommandOutcome.DONE)
-
-    def _sleep(self, rank: LocalRank, command: Command) -> None:
-        if rank.phase is Phase.ASLEEP:
-            rank.over = command.epoch
-            self._answer(command, CommandOutcome.DONE)
-        elif rank.phase in (Phase.DRAINING, Phase.SLEEPING):
-            rank.phase = Phase.SLEEPING
-            self._perform(command.rank, Verb.SLEEP.value, -1, command)
-        else:
-            refusal = f"rank {command.rank} is {rank.phase.value}; drain it before it sleeps"
+        index, phase = command.rank, rank.phase
+        refusal = ""
+        if command.verb not in (Verb.SERVE, Verb.VACATE, Verb.BUILD):
+            refusal = f"{command.verb.value} is not for an agent"
+        elif command.verb is not Verb.VACATE:
+            if command.verb is Verb.SERVE and phase is LocalPhase.ASLEEP and command.epoch <= rank.over:
+                # A scheduler that lost the end of its log may ask for a lease that has ended; its GPUs may be somebody
+                # else's by now.
+                refusal = f"the lease of epoch {command.epoch} is over; rank {index} slept since"
+            elif rank.broken or phase in (LocalPhase.DRAINING, LocalPhase.SLEEPING):
+                refusal = f"rank {index} {'is broken' if rank.broken else f'is {phase.value}'}; it has to sleep first"
+        if refusal:
             self._answer(command, CommandOutcome.REFUSED, detail=refusal)
-
-    def _wake(self, rank: LocalRank, command: Command) -> None:
-        if rank.phase is Phase.ASLEEP and command.epoch <= rank.over:
-            # A scheduler that lost the end of its log may ask for a lease that has ended; its GPUs may be somebody
-            # else's by now.
-            self._answer(
-                command,
-                CommandOutcome.REFUSED,
-                detail=f"the lease of epoch {command.epoch} is over; rank {command.rank} slept since",
-            )
-        elif rank.phase is Phase.ASLEEP or (rank.phase is Phase.WAKING and not rank.resident):
-            if rank.phase is Phase.ASLEEP:
-                self._record.emit(MemoryTaken(f"rank {command.rank}", self.topology.ranks[command.rank]))
-            rank.phase, rank.broken = Phase.WAKING, False
-            self._perform(command.rank, Verb.WAKE.value, -1, command)
-        elif rank.phase in (Phase.DRAINING, Phase.SLEEPING):
-            self._answer(
-                command,
-                CommandOutcome.REFUSED,
-                detail=f"rank {command.rank} is {rank.phase.value}; it has to be asleep before it wakes",
-            )
-        else:
-            self._answer(command, CommandOutcome.DONE)
-
-    def _sync(self, rank: LocalRank, command: Command) -> None:
-        if rank.phase not in (Phase.WAKING, Phase.SYNCING, Phase.READY) or not rank.resident:
-            self._answer(
-                command,
-                CommandOutcome.REFUSED,
-                detail=f"rank {command.rank} is {rank.phase.value}; only a rank that woke is synced",
-            )
             return
-        rank.phase = Phase.SYNCING
-        operation = self._perform(command.rank, Verb.SYNC.value, self.cached, command)
-        self._record.emit(rec.SyncStarted(self._sync_id(operation), self.cached, (command.rank,), "wake"))
+        if command.verb is not Verb.VACATE and phase is LocalPhase.ASLEEP and command.epoch > rank.over:
+            self._record.emit(MemoryTaken(f"rank {index}", self.topology.ranks[index]))
+            rank.phase = LocalPhase.WAKING
+        elif command.verb is Verb.VACATE and phase is LocalPhase.ASLEEP:
+            # Its SERVE was lost or comes later; the lease is over all the same.
+            rank.over = command.epoch
+        elif command.verb is Verb.VACATE and (phase is LocalPhase.ROUTED or rank.broken):
+            if phase is LocalPhase.ROUTED:
+                self._unroute(rank, index)
+            rank.phase = LocalPhase.DRAINING
+        self._go_on(rank, command)
 
-    def _publish_rank(self, rank: LocalRank, command: Command) -> None:
-        if rank.phase is not Phase.READY:
-            self._answer(
-                command,
-                CommandOutcome.REFUSED,
-                detail=f"rank {command.rank} is {rank.phase.value}; sync it before it is published",
-            )
-        elif rank.version < self.cached:
-            self._answer(command, CommandOutcome.STALE, rank.version)
-        elif rank.version > self.published:
-            # Its weights are newer than what is out: the answer waits for the publication that the refresh in progress
-            # ends with.
-            rank.doing = command
+    def _go_on(self, rank: LocalRank, command: Command) -> None:
+        """Takes the next step of a command, or answers it when it is done."""
+        index, phase = command.rank, rank.phase
+        if phase is LocalPhase.ASLEEP:
+            self._answer(command, CommandOutcome.DONE)
+        elif command.verb is Verb.SERVE:
+            if not rank.resident:
+                self._perform(index, RankStep.WAKE, -1, command)
+            elif phase is LocalPhase.ROUTED:
+                self._answer(command, CommandOutcome.DONE, rank.version)
+            elif phase is not LocalPhase.READY or rank.version < self.cached:
+                rank.phase = LocalPhase.SYNCING
+                operation = self._perform(index, RankStep.SYNC, self.cached, command)
+                self._record.emit(rec.SyncStarted(self._sync_id(operation), self.cached, (index,), "wake"))
+            else:
+                self._route(rank, command)
+        elif command.verb is Verb.BUILD and not rank.resident:
+            self._perform(index, RankStep.WAKE, -1, command)
+        elif phase is LocalPhase.DRAINING:
+            self._perform(index, RankStep.DRAIN, -1, command)
+        elif command.verb is Verb.BUILD and phase is LocalPhase.ROUTED:
+            self._answer(command, CommandOutcome.REFUSED, detail=f"rank {index} serves; its engine is built")
         else:
-            self._record.emit(rec.VersionPublished(rank.version, (command.rank,)))
-            self._answer(command, CommandOutcome.DONE, rank.version)
+            rank.phase = LocalPhase.SLEEPING
+            self._perform(index, RankStep.SLEEP, -1, command)
 
     def _route(self, rank: LocalRank, command: Command) -> None:
-        if rank.phase is Phase.ACTIVE:
-            self._answer(command, CommandOutcome.DONE, rank.version)
-        elif rank.phase is not Phase.READY:
-            self._answer(
-                command,
-                CommandOutcome.REFUSED,
-                detail=f"rank {command.rank} is {rank.phase.value}; sync and publish before it is routed",
-            )
-        elif rank.version != self.published or rank.version != self.cached:
-            # Routed now, it would miss the refresh that is under way and serve the old weights after it.
-            self._answer(command, CommandOutcome.STALE, rank.version)
-        else:
-            rank.phase = Phase.ACTIVE
-            self.generation += 1
-            self._record.emit(rec.ShardRouted(command.rank, self.generation, rank.version))
-            self._answer(command, CommandOutcome.DONE, rank.version)
-            self._host.routing_changed(command.rank, True)
-
-    def _after_command(self, rank: LocalRank, command: Command, operation: Operation, ok: bool) -> None:
-        index = command.rank
-        if command.verb is Verb.SYNC:
-            outcome = "done" if ok else "failed"
-            self._record.emit(
-                rec.SyncFinished(
-                    self._sync_id(operation),
-                    operation.version,
-                    outcome,
-                    checksums={str(index): f"v{operation.version}"},
-                )
-            )
-        if not ok:
-            self._answer(command, CommandOutcome.FAILED, detail=f"{operation.kind} of rank {index} failed")
+        if rank.version > self.published:
+            # Its weights are newer than what is out: it waits for the publication that the refresh in progress ends
+            # with.
+            rank.doing = command
             return
-        if command.verb is Verb.SLEEP:
-            rank.phase, rank.version, rank.broken, rank.resident, rank.over = Phase.ASLEEP, -1, False, False, rank.epoch
-            self._record.emit(rec.ShardSlept(index))
-            self._record.emit(MemoryFreed(f"rank {index}", self.topology.ranks[index]))
-        elif command.verb is Verb.WAKE:
+        self._record.emit(rec.VersionPublished(rank.version, (command.rank,)))
+        rank.phase = LocalPhase.ROUTED
+        self.generation += 1
+        self._record.emit(rec.ShardRouted(command.rank, self.generation, rank.version))
+        self._answer(command, CommandOutcome.DONE, rank.version)
+        self._host.routing_changed(command.rank, True)
+
+    def _note(self, rank: LocalRank, operation: Operation, ok: bool) -> None:
+        """Records the end of a step, and moves the rank where it is done."""
+        index, kind, version = operation.rank, operation.kind, operation.version
+        if kind in (RankStep.SYNC, RankStep.REFRESH):
+            finished = (self._sync_id(operation), version, "done" if ok else "failed")
+            self._record.emit(rec.SyncFinished(*finished, checksums={str(index): f"v{version}"}))
+        if not ok:
+            if kind is RankStep.REFRESH:
+                self.rank_broken(index)
+        elif kind is RankStep.WAKE:
             rank.resident = True
             self._record.emit(rec.ShardWoken(index))
-        elif command.verb is Verb.SYNC:
-            rank.phase, rank.version = Phase.READY, operation.version
-        self._answer(command, CommandOutcome.DONE, rank.version)
-
-    def _after_refresh(self, rank: LocalRank, operation: Operation, ok: bool) -> None:
-        outcome = "done" if ok else "failed"
-        version = operation.version
-        self._record.emit(
-            rec.SyncFinished(self._sync_id(operation), version, outcome, checksums={str(operation.rank): f"v{version}"})
-        )
-        if ok:
+        elif kind is RankStep.SYNC:
+            rank.phase, rank.version = LocalPhase.READY, version
+        elif kind is RankStep.REFRESH:
             rank.version = version
+        elif kind is RankStep.DRAIN:
+            rank.phase = LocalPhase.SLEEPING
         else:
-            self.rank_broken(operation.rank)
+            rank.phase, rank.version, rank.over = LocalPhase.ASLEEP, -1, rank.epoch
+            rank.broken = rank.resident = False
+            self._record.emit(rec.ShardSlept(index))
+            self._record.emit(MemoryFreed(f"rank {index}", self.topology.ranks[index]))
 
     def _go_on_refreshing(self, index: int) -> None:
         rank = self.ranks[index]
         if (
             index in self._refreshing
-            and rank.phase is Phase.ACTIVE
+            and rank.phase is LocalPhase.ROUTED
             and rank.busy is None
             and rank.version != self.cached
         ):
@@ -358,12 +362,13 @@ class RankKeeper:
             return
         self._refresh_begun = False
         self.published = self.cached
-        active = tuple(i for i, r in enumerate(self.ranks) if r.phase is Phase.ACTIVE and r.version == self.published)
-        self._record.emit(rec.VersionPublished(self.published, active))
+        serving = (index for index, rank in enumerate(self.ranks) if rank.phase is LocalPhase.ROUTED)
+        updated = tuple(index for index in serving if self.ranks[index].version == self.published)
+        self._record.emit(rec.VersionPublished(self.published, updated))
         for rank in self.ranks:
-            if rank.busy is None and rank.doing is not None and rank.doing.verb is Verb.PUBLISH:
+            if rank.busy is None and rank.doing is not None:
                 command, rank.doing = rank.doing, None
-                self._publish_rank(rank, command)
+                self._go_on(rank, command)
         self._host.refreshed(self.published)
 
     def _unroute(self, rank: LocalRank, index: int) -> None:
@@ -372,7 +377,7 @@ class RankKeeper:
         self.generation += 1
         self._record.emit(rec.ShardUnrouted(index, self.generation))
 
-    def _perform(self, index: int, kind: str, version: int, command: Command | None = None) -> Operation:
+    def _perform(self, index: int, kind: RankStep, version: int, command: Command | None = None) -> Operation:
         self._operations += 1
         operation = Operation(self._operations, kind, index, version)
         self.ranks[index].busy, self.ranks[index].doing = operation, command

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from nemo_rl.time_sharing.agents.agent_ranks import ProtocolError
 from nemo_rl.time_sharing.agents.runtime import AgentRuntime, Dismissed, EngineError, SchedulerLink
 from nemo_rl.time_sharing.protocol.topology import Topology
-from nemo_rl.time_sharing.protocol.types import Command, Limits, Reply, Verb
+from nemo_rl.time_sharing.protocol.types import Command, Limits, Reply
 from nemo_rl.time_sharing.protocol.wellformed import is_whole, shown
 from nemo_rl.utils.record import Record
 
@@ -45,7 +45,7 @@ class ExternalJob:
         self._yielded: set[int] = set()
         self._released = False
         self._ranks_asked = self._open_samples = 0
-        self._yield_deadline_s = limits.deadline_of(Verb.DRAIN, topology.spec.drain_s)
+        self._yield_deadline_s = max(limits.drain_s, topology.spec.drain_s)
         self._runtime = AgentRuntime(topology, incarnation, self, link, record, limits, on_closed=self._closed)
         self._runtime.start()
 

@@ -16,9 +16,9 @@ from typing import Protocol
 
 from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing.agents.agent import Agent
-from nemo_rl.time_sharing.agents.agent_ranks import REFRESH, Operation
+from nemo_rl.time_sharing.agents.agent_ranks import Operation, RankStep, longest_s
 from nemo_rl.time_sharing.protocol.topology import Topology
-from nemo_rl.time_sharing.protocol.types import Answer, Command, Limits, Priority, Reply, Status, Verb, Want
+from nemo_rl.time_sharing.protocol.types import Answer, Command, Limits, Priority, Reply, Status, Want
 from nemo_rl.utils.record import Record
 
 logger = logging.getLogger(__name__)
@@ -96,6 +96,7 @@ class AgentRuntime:
         self.fenced = False
         self._engine, self._link, self._limits, self._on_closed = engine, link, limits, on_closed
         self._lock = threading.RLock()
+        self._deadlines: dict[Operation, float] = {}
         self._changed = threading.Condition(self._lock)
         self._granted: dict[str, Priority] = {}
         self._ended: dict[str, str] = {}
@@ -221,6 +222,8 @@ class AgentRuntime:
     # For the agent.
 
     def perform(self, operation: Operation) -> None:
+        longest = longest_s(operation.kind, self._limits, self._agent.topology.spec.drain_s)
+        self._deadlines[operation] = time.monotonic() + longest
         self._work.submit(self._perform, operation).add_done_callback(_log_error)
 
     def answer(self, answer: Answer) -> None:
@@ -251,21 +254,22 @@ class AgentRuntime:
         self._on_closed()
 
     def _perform(self, operation: Operation) -> None:
-        work: dict[str, Callable[[], int | None]] = {
-            Verb.DRAIN.value: lambda: self._engine.drain(operation.rank),
-            Verb.SLEEP.value: lambda: self._engine.sleep(operation.rank),
-            Verb.WAKE.value: lambda: self._engine.wake(operation.rank),
-            Verb.SYNC.value: lambda: self._engine.load(operation.rank, operation.version),
-            REFRESH: lambda: self._engine.load(operation.rank, operation.version),
+        work: dict[RankStep, Callable[[], int | None]] = {
+            RankStep.DRAIN: lambda: self._engine.drain(operation.rank),
+            RankStep.SLEEP: lambda: self._engine.sleep(operation.rank),
+            RankStep.WAKE: lambda: self._engine.wake(operation.rank),
+            RankStep.SYNC: lambda: self._engine.load(operation.rank, operation.version),
+            RankStep.REFRESH: lambda: self._engine.load(operation.rank, operation.version),
         }
         done, loaded = True, None
         try:
             loaded = work[operation.kind]()
         except Exception:
             # An answer that never comes would hold the GPUs of a rank that does nothing until its deadline.
-            logger.exception("event=operation_failed kind=%s rank=%d", operation.kind, operation.rank)
+            logger.exception("event=operation_failed kind=%s rank=%d", operation.kind.value, operation.rank)
             done = False
         with self._lock:
+            self._deadlines.pop(operation, None)
             self._agent.performed(operation, done, loaded)
 
     def _wait(self, condition: Callable[[], bool], timeout_s: float) -> bool:
@@ -279,6 +283,11 @@ class AgentRuntime:
     def _beat(self) -> None:
         while not self.closed.wait(self._limits.heartbeat_s):
             with self._lock:
+                for operation, deadline in list(self._deadlines.items()):
+                    if time.monotonic() > deadline:
+                        logger.error("event=operation_overdue kind=%s rank=%d", operation.kind.value, operation.rank)
+                        del self._deadlines[operation]
+                        self._agent.step_overdue(operation)
                 self._agent.send_status()
 
 

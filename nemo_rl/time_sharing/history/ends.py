@@ -164,7 +164,7 @@ class EndChecks:
 
     def _rank(self, entry: Entry, event: ev.RankMoved) -> None:
         key = (event.pipeline, event.rank)
-        if event.phase in (Phase.WAKING, Phase.BUILDING):
+        if event.phase in (Phase.RISING, Phase.BUILDING):
             self._claims.discard((event.pipeline, "actor_infer", event.rank))
             if event.epoch <= self._over.get(key, -1):
                 self._bad(

@@ -361,19 +361,19 @@ class FairnessChecks:
 
     def _rank(self, entry: Entry, event: ev.RankMoved, pipeline: _Pipeline) -> None:
         rank, time = event.rank, entry.time
-        if event.phase in (Phase.WAKING, Phase.BUILDING):
+        if event.phase in (Phase.RISING, Phase.BUILDING):
             pipeline.claims.discard(rank)
-        if event.phase is Phase.DRAINING and rank in pipeline.active:
+        if event.phase is Phase.FALLING and rank in pipeline.active:
             own = pipeline.withdraws or pipeline.cools_until > time or self._recovering
             served, before = time - pipeline.active[rank], pipeline.ranks_up
             self._evictions.append(_Eviction(event.pipeline, pipeline.rank_gpus(rank), served, before, own))
-        self._turns |= event.phase is Phase.DRAINING and rank not in pipeline.active
+        self._turns |= event.phase is Phase.FALLING and rank not in pipeline.active
         if event.phase is Phase.ASLEEP or event.phase in SLEEP_PHASES:
             pipeline.up.pop(rank, None)
             pipeline.active.pop(rank, None)
         else:
             woken = pipeline.up.setdefault(rank, time)
-            if event.phase is Phase.ACTIVE:
+            if event.phase is Phase.SERVING:
                 pipeline.active[rank] = time
                 pipeline.fastest = min(pipeline.fastest, time - woken) if time > woken else pipeline.fastest
         if event.phase is Phase.FAILED:

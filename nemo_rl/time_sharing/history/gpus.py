@@ -150,7 +150,7 @@ class GpuChecks:
 
     def _rank(self, entry: Entry, event: ev.RankMoved) -> None:
         holder = f"{event.pipeline}/rank {event.rank}"
-        if event.phase in (Phase.WAKING, Phase.BUILDING):
+        if event.phase in (Phase.RISING, Phase.BUILDING):
             self._lease(self._rank_gpus(event.pipeline, event.rank), holder, event.epoch)
         elif event.phase is Phase.ASLEEP:
             self._unlease(self._rank_gpus(event.pipeline, event.rank), holder)

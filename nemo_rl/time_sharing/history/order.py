@@ -16,8 +16,6 @@ from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import Entry, Handler
 from nemo_rl.utils.record_events import job_of_adapter
 
-_RISING = (Phase.WAKING, Phase.SYNCING, Phase.READY)
-
 
 @dataclass(slots=True)
 class _Pipeline:
@@ -142,7 +140,7 @@ class OrderChecks:
     def _rank(self, entry: Entry, event: ev.RankMoved) -> None:
         pipeline = self._named(event.pipeline)
         pipeline.claimed.discard(event.rank)
-        if event.phase in _RISING:
+        if event.phase is Phase.RISING:
             pipeline.waking.add(event.rank)
         else:
             pipeline.waking.discard(event.rank)

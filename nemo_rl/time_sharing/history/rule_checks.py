@@ -17,26 +17,20 @@ from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, Phase, Priority
 from nemo_rl.utils.record import Entry, Handler
 
 _FOLLOWING = {
-    Phase.ASLEEP: {Phase.WAKING, Phase.BUILDING},
-    Phase.WAKING: {Phase.SYNCING, Phase.DRAINING},
-    Phase.SYNCING: {Phase.SYNCING, Phase.READY, Phase.DRAINING},
-    Phase.READY: {Phase.SYNCING, Phase.READY, Phase.ACTIVE, Phase.DRAINING},
-    Phase.ACTIVE: {Phase.DRAINING},
-    Phase.DRAINING: {Phase.SLEEPING, Phase.FAILED},
-    Phase.SLEEPING: {Phase.ASLEEP, Phase.FAILED},
+    Phase.ASLEEP: {Phase.RISING, Phase.BUILDING},
+    Phase.BUILDING: {Phase.ASLEEP, Phase.FALLING},
+    Phase.RISING: {Phase.SERVING, Phase.FALLING},
+    Phase.SERVING: {Phase.FALLING},
+    Phase.FALLING: {Phase.ASLEEP, Phase.FAILED},
     Phase.FAILED: {Phase.ASLEEP},
-    Phase.BUILDING: {Phase.SLEEPING, Phase.FAILED},
 }
 _MEANT_FOR = {
-    "wake": {Phase.WAKING, Phase.BUILDING},
-    "sync": {Phase.SYNCING},
-    "publish": {Phase.READY},
-    "route": {Phase.READY},
-    "drain": {Phase.DRAINING, Phase.BUILDING},
-    "sleep": {Phase.SLEEPING},
+    "build": {Phase.BUILDING},
+    "serve": {Phase.RISING},
+    "vacate": {Phase.FALLING},
     "reap": {Phase.FAILED, Phase.ASLEEP},
 }
-_UP = (Phase.WAKING, Phase.SYNCING, Phase.READY, Phase.ACTIVE)
+_UP = (Phase.RISING, Phase.SERVING)
 
 
 @dataclass(slots=True)
@@ -341,7 +335,7 @@ class RuleChecks:
     def _rank_moved(self, entry: Entry, event: ev.RankMoved) -> None:
         self._check_left_claim(entry)
         pipeline, who = self._known(event.pipeline), f"rank {event.rank} of {event.pipeline}"
-        begins = event.phase in (Phase.WAKING, Phase.BUILDING)
+        begins = event.phase in (Phase.RISING, Phase.BUILDING)
         if begins:
             self._lease_begins(entry, pipeline, (ACTOR_INFER, event.rank), event.epoch)
         if pipeline is None:
@@ -353,14 +347,14 @@ class RuleChecks:
             self._bad(f"{who} is {event.phase.value} under epoch {event.epoch}, its lease has {rank.epoch}")
         # One that broke, whose pipeline leaves or has no use for it, goes to sleep for its own sake.
         own = rank.cools_until > entry.time or pipeline.withdraws or not self._judges or pipeline.up > pipeline.useful
-        if event.phase is Phase.DRAINING and rank.guaranteed and not own and self._in_slice(entry, rank, pipeline):
+        if event.phase is Phase.FALLING and rank.guaranteed and not own and self._in_slice(entry, rank, pipeline):
             if self._evicted[0] != entry.time:
                 self._evicted = (entry.time, {})
             gpus = tuple(pipeline.gpus_of(event.rank))
             self._evicted[1].update(dict.fromkeys(gpus, (event.pipeline, gpus)))
         if begins:
             rank.guaranteed, rank.served_since = event.guaranteed, None
-        elif event.phase is Phase.ACTIVE:
+        elif event.phase is Phase.SERVING:
             rank.served_since = entry.time
         elif event.phase is Phase.ASLEEP and rank.phase is Phase.FAILED:
             rank.cools_until = max(rank.cools_until, entry.time + self._limits.get("quarantine_s", 0.0))

@@ -134,9 +134,7 @@ class PipelineState:
 
     def waking(self) -> bool:
         """Whether an expand is planned or under way."""
-        return bool(self.claimed_ranks) or any(
-            rank.phase in (Phase.WAKING, Phase.SYNCING, Phase.READY) for rank in self.awake.values()
-        )
+        return bool(self.claimed_ranks) or any(rank.phase is Phase.RISING for rank in self.awake.values())
 
 
 @dataclass(slots=True)

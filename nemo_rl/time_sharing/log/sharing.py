@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from nemo_rl.time_sharing.log import events as ev
-from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, WAKE_PHASES, ClusterSpec, Phase
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ClusterSpec, Phase
 
 
 class Gain(NamedTuple):
@@ -163,11 +163,11 @@ class SharingWatch:
 
     def _kept_from(self, name: str, gpus: tuple[int, ...], phase: Phase) -> bool:
         """Whether a rank does not serve because of others."""
-        if phase is Phase.ACTIVE:
+        if phase is Phase.SERVING:
             return False
         if self._others_use(name, gpus):
             return True
-        return phase in WAKE_PHASES and any(self._last_user.get(gpu, name) != name for gpu in gpus)
+        return phase is Phase.RISING and any(self._last_user.get(gpu, name) != name for gpu in gpus)
 
     def _others_use(self, name: str, gpus: tuple[int, ...]) -> bool:
         return any(user != name for gpu in gpus for user in self._users.get(gpu, ()))

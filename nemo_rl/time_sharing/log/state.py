@@ -365,7 +365,7 @@ def _smoothed(known: float | None, seconds: float) -> float:
 def _rank_moved(state: SchedulerState, event: ev.RankMoved, at: float) -> None:
     pipeline = state.pipeline(event.pipeline)
     gpus = pipeline.topology.ranks[event.rank]
-    if event.phase in (Phase.WAKING, Phase.BUILDING):
+    if event.phase in (Phase.RISING, Phase.BUILDING):
         state.drop_claim((event.pipeline, ACTOR_INFER, event.rank))
         state.take(gpus, Lease(event.pipeline, ACTOR_INFER, event.rank, event.epoch))
         state.epoch = max(state.epoch, event.epoch)
@@ -377,15 +377,13 @@ def _rank_moved(state: SchedulerState, event: ev.RankMoved, at: float) -> None:
         if rank.phase is Phase.FAILED:
             pipeline.cooling[event.rank] = at + state.limits.quarantine_s
             pipeline.warm.discard(event.rank)
-    else:
-        rank = pipeline.awake[event.rank]
-        if rank.phase is Phase.BUILDING and pipeline.cooling.get(event.rank, 0.0) <= at:
+        elif rank.phase is Phase.BUILDING:
             pipeline.warm.add(event.rank)
             pipeline.build_s = _smoothed(pipeline.build_s, at - rank.since)
-        elif event.phase is Phase.SYNCING and event.rank not in pipeline.warm and rank.phase is Phase.WAKING:
-            pipeline.build_s = _smoothed(pipeline.build_s, at - rank.since)
+    else:
+        rank = pipeline.awake[event.rank]
         rank.phase, rank.version = event.phase, max(rank.version, event.version)
-        if event.phase is Phase.ACTIVE:
+        if event.phase is Phase.SERVING:
             rank.serves_since = at
             _note_handover(pipeline, event.rank, at - rank.since)
     state.update_unscheduled_since(pipeline, at)
@@ -396,6 +394,7 @@ def _note_handover(pipeline: PipelineState, rank: int, seconds: float) -> None:
         pipeline.handover_s = _smoothed(pipeline.handover_s, seconds)
     elif seconds > 0:
         pipeline.start_s = _smoothed(pipeline.start_s, seconds)
+        pipeline.build_s = _smoothed(pipeline.build_s, seconds)
     pipeline.warm.add(rank)
 
 

@@ -98,7 +98,7 @@ class PlanState:
         """Kind of each GPU by its holder; also counts the ranks that are up."""
         # Nearly all ranks that hold GPUs serve. The leases name them; only the others are read one by one.
         kind = bytearray([FREE if lease is None else RANK if lease.rank >= 0 else BLOCKED for lease in self.owner])
-        active = Phase.ACTIVE
+        active = Phase.SERVING
         for name, pipeline in self.pipelines.items():
             fenced, up = pipeline.fenced, len(pipeline.awake)
             for rank, awake in pipeline.awake.items():

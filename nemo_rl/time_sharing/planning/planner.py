@@ -19,9 +19,9 @@ from nemo_rl.time_sharing.planning import apportionment
 from nemo_rl.time_sharing.planning.plan import Expand, Grant, Plan, PriorityChange, Reason, Snapshot, Wait
 from nemo_rl.time_sharing.planning.plan_state import BLOCKED, FREE, FREEING, PlanState, Reservation
 from nemo_rl.time_sharing.planning.waking import candidates, guaranteed_seconds, trained_on_within
-from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, WAKE_PHASES, Phase, Priority
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, Phase, Priority
 
-_BUILDING = (Phase.WAKING, Phase.DRAINING)
+_BUILDING = (Phase.RISING, Phase.FALLING)
 """Phases in which a rank that never served may be building its engine, which cannot be cut short."""
 
 
@@ -146,7 +146,7 @@ def _serve(plan_state: PlanState, result: Plan, item: QueueItem, pipeline: Pipel
         plan_state.no_expand.add(item.name)
         # Ranks of its own that are waking on the training GPUs are victims like any other, and turn round as soon as
         # they can.
-        turning = [v for v in found.victims if v[0] == item.name and pipeline.awake[v[1]].phase in WAKE_PHASES]
+        turning = [v for v in found.victims if v[0] == item.name and pipeline.awake[v[1]].phase is Phase.RISING]
         found.block(("expanding",), plan_state.now)
     elif found.because is None and found.building:
         # Engines that are being built turn round when they stand; until then the other victims have no reason to stop.
@@ -195,7 +195,7 @@ def _obstacles(plan_state: PlanState, name: str, pipeline: PipelineState, gpus: 
         if kind == FREEING:
             continue
         slice_ends = awake.slice_began() + guaranteed_seconds(holder, plan_state.limits)
-        in_slice = awake.phase in WAKE_PHASES or plan_state.now < slice_ends
+        in_slice = awake.phase is Phase.RISING or plan_state.now < slice_ends
         if awake.guaranteed and lease.pipeline != name and in_slice:
             found.block(("guaranteed", gpu, lease.pipeline), slice_ends)
         else:

@@ -143,7 +143,7 @@ def _shrinks(snapshot: Snapshot, plan: Plan) -> tuple[set[int], list[str]]:
     freed.update(gpu for gpu, owner in enumerate(snapshot.owner) if owner is None)
     for pipeline in snapshot.pipelines.values():
         for rank, awake in pipeline.awake.items():
-            if awake.phase in (Phase.DRAINING, Phase.SLEEPING):
+            if awake.phase is Phase.FALLING:
                 freed.update(pipeline.topology.ranks[rank])
     return freed - snapshot.quarantined - snapshot.claimed.keys(), problems
 
@@ -216,7 +216,7 @@ def _pointless(snapshot: Snapshot, plan: Plan, unused: set[int], taken: set[int]
         if pipeline.withdraws or taken & set(_bundle(snapshot, shrink.pipeline, shrink.rank)):
             continue
         awake = pipeline.awake.get(shrink.rank)
-        if awake is None or (awake.phase is not Phase.ACTIVE and (pipeline.wants or _wanted(snapshot, shrink))):
+        if awake is None or (awake.phase is not Phase.SERVING and (pipeline.wants or _wanted(snapshot, shrink))):
             continue
         idle = sorted(unused & set(_bundle(snapshot, shrink.pipeline, shrink.rank)))
         yield f"rule 13: rank {shrink.rank} of {shrink.pipeline} is evicted without a taker (GPUs {idle})"

@@ -49,8 +49,9 @@ UNMEASURED_RANK_BATCH = 64
 
 
 class Phase(str, Enum):
-    """State of one generation rank. A rank holds its GPUs in every phase but ASLEEP; it takes requests in ACTIVE only.
-    BUILDING: its engine is built ahead of its first wake, and it goes to sleep by itself when it is ready.
+    """State of one generation rank as the scheduler sees it. A rank holds its GPUs in every phase but ASLEEP; it takes
+    requests in SERVING only. BUILDING: its engine is built ahead of its first wake and goes to sleep when it is ready.
+    The steps of a rise or a fall are the job's own (`agents.agent_ranks.LocalPhase`).
     """
 
     # Equal to its text, so hashed like it; the hash of Enum is a Python call, and every plan looks up the phases of all
@@ -58,39 +59,36 @@ class Phase(str, Enum):
     __hash__ = str.__hash__
 
     ASLEEP = "asleep"
-    WAKING = "waking"
-    SYNCING = "syncing"
-    READY = "ready"
-    ACTIVE = "active"
-    DRAINING = "draining"
-    SLEEPING = "sleeping"
-    FAILED = "failed"
     BUILDING = "building"
+    RISING = "rising"
+    SERVING = "serving"
+    FALLING = "falling"
+    FAILED = "failed"
 
 
-WAKE_PHASES = frozenset({Phase.WAKING, Phase.SYNCING, Phase.READY})
-SLEEP_PHASES = frozenset({Phase.DRAINING, Phase.SLEEPING, Phase.FAILED, Phase.BUILDING})
+SLEEP_PHASES = frozenset({Phase.FALLING, Phase.FAILED, Phase.BUILDING})
 
 
 class Verb(str, Enum):
-    """Commands of the scheduler to an agent (REAP: to the daemon that ends processes)."""
+    """Commands of the scheduler to an agent (REAP: to the daemon that ends processes), each answered once.
+
+    GRANT: a fixed cluster is the pipeline's. SERVE: the rank wakes, loads the newest weights and takes requests once
+    they are published. VACATE: the rank's requests go elsewhere, it sleeps, and its memory is free. BUILD: the rank's
+    engine is built, and sleeps.
+    """
 
     GRANT = "grant"
-    DRAIN = "drain"
-    SLEEP = "sleep"
-    WAKE = "wake"
-    SYNC = "sync"
-    PUBLISH = "publish"
-    ROUTE = "route"
+    BUILD = "build"
+    SERVE = "serve"
+    VACATE = "vacate"
     REAP = "reap"
 
 
 class CommandOutcome(str, Enum):
-    """How a command ended. STALE: the weights changed meanwhile; sync again. REFUSED: makes no sense to the agent."""
+    """How a command ended. REFUSED: makes no sense to the agent."""
 
     DONE = "done"
     FAILED = "failed"
-    STALE = "stale"
     REFUSED = "refused"
 
 
@@ -314,15 +312,14 @@ class Limits:
     turn_s: float = 300.0
 
     def deadline_of(self, verb: Verb, drain_s: float = 0.0) -> float:
-        """How long one command may take, retries included. `drain_s`: of the pipeline's registration."""
+        """How long one command may take, retries included: the sum of its steps, whose own limits its agent keeps.
+        `drain_s`: of the pipeline's registration.
+        """
         return {
             Verb.GRANT: self.grant_s,
-            Verb.DRAIN: max(self.drain_s, drain_s),
-            Verb.SLEEP: self.sleep_s,
-            Verb.WAKE: self.wake_s,
-            Verb.SYNC: self.sync_s,
-            Verb.PUBLISH: self.route_s,
-            Verb.ROUTE: self.route_s,
+            Verb.BUILD: self.wake_s + self.sleep_s,
+            Verb.SERVE: self.wake_s + self.sync_s + self.route_s,
+            Verb.VACATE: max(self.drain_s, drain_s) + self.sleep_s,
             Verb.REAP: self.reap_s,
         }[verb]
 

@@ -1,9 +1,9 @@
 """Carries plans out: one state machine per generation rank and per claim, each step a command with a deadline.
 
-A rank falls by drain -> sleep -> (memory free), and rises by wake -> sync -> publish -> route; one whose engine is
-built ahead wakes and falls at once. A claim becomes a lease at the moment when the last of its GPUs is free. Steps of
-different pipelines wait for each other only through a GPU they hand over. Commands are repeated until answered, which
-is safe because they are idempotent; one that fails or expires costs a rank or its pipeline, never more.
+A rank rises by SERVE and falls by VACATE, each answered once; what its engine does in between is the job's own. BUILD
+has an engine built ahead of its first rise. A claim becomes a lease at the moment when the last of its GPUs is free.
+Steps of different pipelines wait for each other only through a GPU they hand over. Commands are repeated until
+answered, which is safe because they are idempotent; one that fails or expires costs a rank or its pipeline, never more.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, SLEEP_PHASES, Answe
 logger = logging.getLogger(__name__)
 
 _EPOCHS_PER_TERM = 1 << 32
-_RISE = {
-    Verb.WAKE: (Phase.SYNCING, Verb.SYNC),
-    Verb.SYNC: (Phase.READY, Verb.PUBLISH),
-    Verb.PUBLISH: (Phase.READY, Verb.ROUTE),
+_MEANS = {
+    Phase.BUILDING: Verb.BUILD,
+    Phase.RISING: Verb.SERVE,
+    Phase.FALLING: Verb.VACATE,
+    Phase.FAILED: Verb.REAP,
 }
+"""The command by which a rank leaves a phase."""
 
 
 @dataclass(slots=True)
@@ -69,7 +71,7 @@ class Executor:
             self._lease_if_free(self._state.claims[expand.pipeline, ACTOR_INFER, expand.rank])
 
     def begin_shrink(self, name: str, rank: int) -> None:
-        """Sends a rank to sleep from whatever it is doing. A waking rank is turned round: the agent finishes its step
+        """Sends a rank to sleep from whatever it is doing. A rising rank is turned round: the agent finishes its step
         in hand first.
         """
         pipeline = self._state.pipelines[name]
@@ -77,12 +79,11 @@ class Executor:
         if awake.phase in SLEEP_PHASES:
             return
         limits = self._state.limits
-        deadline_s = limits.deadline_of(Verb.DRAIN, pipeline.spec.drain_s)
-        if awake.phase is not Phase.ACTIVE:
+        deadline_s = limits.deadline_of(Verb.VACATE, pipeline.spec.drain_s)
+        if awake.phase is not Phase.SERVING:
             deadline_s += limits.sync_s
         self._end_command_of(name, rank, "superseded")
-        self._emit(ev.RankMoved(name, rank, Phase.DRAINING, awake.epoch))
-        self._command(pipeline, Verb.DRAIN, rank=rank, epoch=awake.epoch, deadline_s=deadline_s)
+        self._fall(pipeline, rank, deadline_s)
 
     def begin_cooling(self, name: str, rank: int) -> None:
         """Sends a rank that cannot serve to sleep and leaves it alone for a while."""
@@ -192,8 +193,8 @@ class Executor:
                     self._command(pipeline, Verb.REAP, deadline_s=self._state.limits.reap_s)
                 continue
             for rank, awake in list(pipeline.awake.items()):
-                if (name, rank) not in self._of_rank and awake.phase is not Phase.ACTIVE:
-                    self._resume_rank(pipeline, rank)
+                if (name, rank) not in self._of_rank and awake.phase is not Phase.SERVING:
+                    self._command(pipeline, _MEANS[awake.phase], rank=rank, epoch=awake.epoch)
 
     def lease_claims(self) -> None:
         """Turns every claim whose GPUs are all free into a lease."""
@@ -214,7 +215,7 @@ class Executor:
         elif verb is Verb.GRANT:
             self._after_grant(pending, outcome)
         elif pending.rank in pipeline.awake:
-            self._after_rank_step(pipeline, pending, verb, outcome, version)
+            self._after_rank_command(pipeline, pending, verb, outcome, version)
 
     def _granted(self, pending: PendingCommand) -> HeldCluster | None:
         """The hold that a GRANT is about; None where it is over, given back before the answer to the GRANT came."""
@@ -235,46 +236,29 @@ class Executor:
                 f"it did not take its grant of {pending.cluster} within {self._state.limits.grant_s:g} s",
             )
 
-    def _after_rank_step(
+    def _after_rank_command(
         self, pipeline: PipelineState, pending: PendingCommand, verb: Verb, outcome: CommandOutcome, version: int
     ) -> None:
-        name, rank, epoch = pending.pipeline, pending.rank, pending.epoch
-        if outcome is CommandOutcome.STALE:
-            self._emit(ev.RankMoved(name, rank, Phase.SYNCING, epoch))
-            self._command(pipeline, Verb.SYNC, rank=rank, epoch=epoch)
-        elif verb is Verb.WAKE and pipeline.awake[rank].phase is Phase.BUILDING:
-            self._after_build(pipeline, rank, built=outcome is CommandOutcome.DONE)
-        elif outcome is not CommandOutcome.DONE:
-            self._rank_failed(pipeline, rank, verb)
-        elif verb is Verb.DRAIN:
-            self._emit(ev.RankMoved(name, rank, Phase.SLEEPING, epoch))
-            self._command(pipeline, Verb.SLEEP, rank=rank, epoch=epoch)
-        elif verb is Verb.SLEEP:
-            self._asleep(pipeline, rank, epoch)
-        elif verb is Verb.ROUTE:
-            self._emit(ev.RankMoved(name, rank, Phase.ACTIVE, epoch, version))
-        else:
-            phase, following = _RISE[verb]
-            if pipeline.awake[rank].phase is not phase or version >= 0:
-                self._emit(ev.RankMoved(name, rank, phase, epoch, version))
-            self._command(pipeline, following, rank=rank, epoch=epoch)
-
-    def _after_build(self, pipeline: PipelineState, rank: int, *, built: bool) -> None:
-        name, epoch = pipeline.topology.pipeline, pipeline.awake[rank].epoch
-        if not built:
-            logger.warning("event=rank_failed pipeline=%s rank=%d step=build epoch=%d", name, rank, epoch)
-            self._emit(ev.RankCooling(name, rank, self._now() + self._state.limits.quarantine_s))
-        self._command(pipeline, Verb.DRAIN, rank=rank, epoch=epoch)
-
-    def _rank_failed(self, pipeline: PipelineState, rank: int, verb: Verb) -> None:
         """A rank that cannot rise goes back to sleep and cools off; one that cannot fall has its processes ended."""
-        name, awake = pipeline.topology.pipeline, pipeline.awake[rank]
-        logger.warning("event=rank_failed pipeline=%s rank=%d step=%s epoch=%d", name, rank, verb.value, awake.epoch)
-        if verb in (Verb.WAKE, Verb.SYNC, Verb.PUBLISH, Verb.ROUTE):
-            self.begin_cooling(name, rank)
-            return
-        self._emit(ev.RankMoved(name, rank, Phase.FAILED, awake.epoch))
-        self._command(pipeline, Verb.REAP, rank=rank, epoch=awake.epoch, deadline_s=self._state.limits.reap_s)
+        name, rank, awake = pending.pipeline, pending.rank, pipeline.awake[pending.rank]
+        if outcome is not CommandOutcome.DONE:
+            what = (name, rank, verb.value, awake.epoch)
+            logger.warning("event=rank_failed pipeline=%s rank=%d step=%s epoch=%d", *what)
+        if outcome is CommandOutcome.DONE and verb is Verb.SERVE:
+            self._emit(ev.RankMoved(name, rank, Phase.SERVING, awake.epoch, version))
+        elif outcome is CommandOutcome.DONE:
+            self._asleep(pipeline, rank, awake.epoch)
+        elif verb is Verb.VACATE:
+            self._emit(ev.RankMoved(name, rank, Phase.FAILED, awake.epoch))
+            self._command(pipeline, Verb.REAP, rank=rank, epoch=awake.epoch)
+        else:
+            self._emit(ev.RankCooling(name, rank, self._now() + self._state.limits.quarantine_s))
+            self._fall(pipeline, rank)
+
+    def _fall(self, pipeline: PipelineState, rank: int, deadline_s: float | None = None) -> None:
+        epoch = pipeline.awake[rank].epoch
+        self._emit(ev.RankMoved(pipeline.topology.pipeline, rank, Phase.FALLING, epoch))
+        self._command(pipeline, Verb.VACATE, rank=rank, epoch=epoch, deadline_s=deadline_s)
 
     def _after_reap(self, pipeline: PipelineState | None, pending: PendingCommand, outcome: CommandOutcome) -> None:
         done = outcome is CommandOutcome.DONE
@@ -338,9 +322,9 @@ class Executor:
             return
         pipeline, epoch = self._state.pipelines[claim.pipeline], self.new_epoch()
         if claim.rank >= 0:
-            phase = Phase.BUILDING if claim.ahead else Phase.WAKING
+            phase = Phase.BUILDING if claim.ahead else Phase.RISING
             self._emit(ev.RankMoved(claim.pipeline, claim.rank, phase, epoch, guaranteed=claim.guaranteed))
-            self._command(pipeline, Verb.WAKE, rank=claim.rank, epoch=epoch)
+            self._command(pipeline, _MEANS[phase], rank=claim.rank, epoch=epoch)
             return
         queued = pipeline.wants.get(claim.cluster)
         if queued is None or queued.want.request != claim.request:
@@ -420,19 +404,6 @@ class Executor:
             held.step,
             held.request,
         )
-
-    def _resume_rank(self, pipeline: PipelineState, rank: int) -> None:
-        awake = pipeline.awake[rank]
-        verb = {
-            Phase.WAKING: Verb.WAKE,
-            Phase.BUILDING: Verb.WAKE,
-            Phase.SYNCING: Verb.SYNC,
-            Phase.READY: Verb.PUBLISH,
-            Phase.DRAINING: Verb.DRAIN,
-            Phase.SLEEPING: Verb.SLEEP,
-            Phase.FAILED: Verb.REAP,
-        }[awake.phase]
-        self._command(pipeline, verb, rank=rank, epoch=awake.epoch)
 
     def _end_command_of(self, name: str, rank: int, outcome: str) -> None:
         pending = self._state.commands.get(self._of_rank.get((name, rank), ""))

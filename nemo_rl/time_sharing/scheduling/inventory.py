@@ -103,10 +103,10 @@ def _ranks(
             reason = f"its rank {rank} (epoch {epoch}) is awake on GPUs which the log has given to others"
             executor.fence(name, reason, contested=_unbooked(state, status))
             return
-        emit(ev.RankMoved(name, rank, Phase.WAKING, epoch))
+        emit(ev.RankMoved(name, rank, Phase.RISING, epoch))
         executor.begin_shrink(name, rank)
     for rank, known in list(pipeline.awake.items()):
-        if known.phase is not Phase.ACTIVE:
+        if known.phase is not Phase.SERVING:
             continue
         if rank not in awake:
             emit(ev.RankMoved(name, rank, Phase.ASLEEP, known.epoch))

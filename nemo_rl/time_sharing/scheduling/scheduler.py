@@ -314,7 +314,7 @@ class Scheduler:
                 for notes in (self._seqs, self._answered):
                     notes.pop(event.pipeline, None)
                 self._inventoried.discard(event.pipeline)
-        elif isinstance(event, ev.RankMoved) and event.phase in (Phase.ASLEEP, Phase.ACTIVE):
+        elif isinstance(event, ev.RankMoved) and event.phase in (Phase.ASLEEP, Phase.SERVING):
             self._dirty = True
             self._urgent = self._urgent or self._requests.concern(event)
 

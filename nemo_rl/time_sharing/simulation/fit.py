@@ -17,7 +17,7 @@ import numpy as np
 
 from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing.log import events as ev
-from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Priority, Verb
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Priority
 from nemo_rl.time_sharing.simulation.scenario import Scenario
 from nemo_rl.time_sharing.simulation.scenario_reading import parse_scenario
 from nemo_rl.utils import record_events as rec
@@ -28,7 +28,7 @@ class FitError(UserError, ValueError):
     """The records say too little to make a scenario of them."""
 
 
-_COST_OF = {Verb.DRAIN: "drain_s", Verb.SLEEP: "sleep_s", Verb.WAKE: "wake_s", Verb.SYNC: "sync_s"}
+_NOTHING = ("drain_s", "sleep_s", "wake_s", "sync_s", "start_s", "refresh_s", "load_s", "cache_s", "offload_s")
 _UNLIMITED_BATCH = 1e6
 
 
@@ -86,10 +86,14 @@ class _Job:
 
 @dataclass(slots=True)
 class _Costs:
-    sent: dict[str, tuple[float, ev.CommandSent]] = field(default_factory=dict)
+    """`left`: when the last request of an unrouted rank ended, or it was unrouted."""
+
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     started: set[tuple[str, int]] = field(default_factory=set)
-    syncs: dict[str, float] = field(default_factory=dict)
+    syncs: dict[str, tuple[str, float]] = field(default_factory=dict)
+    waking: dict[tuple[str, int], float] = field(default_factory=dict)
+    unrouted: dict[tuple[str, int], float] = field(default_factory=dict)
+    left: dict[tuple[str, int], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +116,11 @@ def fit(entries: Iterable[Entry]) -> Fitted:
         elif isinstance(entry.event, ev.Registered):
             jobs[entry.event.pipeline] = _Job(entry.event, entry.time)
         else:
-            _take_scheduler(jobs, costs, entry)
+            _take_scheduler(jobs, entry)
             job = jobs.get(entry.source.partition("/")[0])
             if job is not None:
-                _take_pipeline(job, costs, entry)
+                _take_pipeline(job, entry)
+                _take_costs(costs, job.registered.pipeline, entry)
     fitted = {name: job for name, job in jobs.items() if job.steps and job.holds and job.lengths and job.requests}
     if not fitted:
         raise FitError("no pipeline of these records trained a step; give scheduler.jsonl and the records beside it")
@@ -130,15 +135,9 @@ def fit(entries: Iterable[Entry]) -> Fitted:
     return Fitted(parse_scenario(given, where="the run"), {name: job.ended - job.at for name, job in fitted.items()})
 
 
-def _take_scheduler(jobs: dict[str, _Job], costs: _Costs, entry: Entry) -> None:
+def _take_scheduler(jobs: dict[str, _Job], entry: Entry) -> None:
     event, now = entry.event, entry.time
     match event:
-        case ev.CommandSent():
-            costs.sent[event.command] = (now, event)
-        case ev.CommandEnded():
-            sent = costs.sent.pop(event.command, None)
-            if sent is not None and event.outcome == "done":
-                _take_cost(costs, sent[1], now - sent[0])
         case ev.Requested(priority=Priority.INITIALIZATION) if event.pipeline in jobs:
             jobs[event.pipeline].begin_s = now - jobs[event.pipeline].at
         case ev.BuildsAhead() if event.pipeline in jobs:
@@ -167,16 +166,35 @@ def _take_scheduler(jobs: dict[str, _Job], costs: _Costs, entry: Entry) -> None:
             pass
 
 
-def _take_cost(costs: _Costs, sent: ev.CommandSent, seconds: float) -> None:
-    cost = _COST_OF.get(Verb(sent.verb))
-    if cost == "wake_s" and (sent.pipeline, sent.rank) not in costs.started:
-        costs.started.add((sent.pipeline, sent.rank))
-        cost = "start_s"
-    if cost is not None:
-        costs.seconds[cost].append(seconds)
+def _take_costs(costs: _Costs, name: str, entry: Entry) -> None:
+    """The steps of hand-overs, which the ranks themselves record."""
+    event, now = entry.event, entry.time
+    match event:
+        case ev.MemoryTaken() if event.what.startswith("rank "):
+            costs.waking[name, int(event.what.removeprefix("rank "))] = now
+        case rec.ShardWoken():
+            rank = (name, event.shard)
+            cost = "wake_s" if rank in costs.started else "start_s"
+            costs.started.add(rank)
+            costs.seconds[cost].append(now - costs.waking.pop(rank, now))
+        case rec.SyncStarted():
+            costs.syncs[event.sync_id] = ("sync_s" if event.transport == "wake" else "refresh_s", now)
+        case rec.SyncFinished() if event.sync_id in costs.syncs:
+            cost, began = costs.syncs.pop(event.sync_id)
+            costs.seconds[cost].append(now - began)
+        case rec.ShardUnrouted():
+            costs.unrouted[name, event.shard] = costs.left[name, event.shard] = now
+        case rec.RequestFinished() if (name, event.shard) in costs.unrouted:
+            costs.left[name, event.shard] = now
+        case rec.ShardSlept() if (name, event.shard) in costs.unrouted:
+            left = costs.left.pop((name, event.shard))
+            costs.seconds["drain_s"].append(left - costs.unrouted.pop((name, event.shard)))
+            costs.seconds["sleep_s"].append(now - left)
+        case _:
+            pass
 
 
-def _take_pipeline(job: _Job, costs: _Costs, entry: Entry) -> None:
+def _take_pipeline(job: _Job, entry: Entry) -> None:
     event, now = entry.event, entry.time
     match event:
         case rec.GroupAdmitted():
@@ -203,10 +221,6 @@ def _take_pipeline(job: _Job, costs: _Costs, entry: Entry) -> None:
             request.ended, request.tokens = now, event.tokens
             if event.tokens:
                 job.requests.append(request)
-        case rec.SyncStarted() if event.transport != "wake":
-            costs.syncs[event.sync_id] = now
-        case rec.SyncFinished() if event.sync_id in costs.syncs:
-            costs.seconds["refresh_s"].append(now - costs.syncs.pop(event.sync_id))
         case _:
             pass
 
@@ -287,5 +301,4 @@ def _engine(requests: Sequence[_Request]) -> tuple[float, float]:
 def _costs_section(costs: _Costs) -> dict[str, float]:
     found = {name: statistics.median(seconds) for name, seconds in costs.seconds.items()}
     # The trainer's work around a step is part of its hold.
-    nothing = (*_COST_OF.values(), "start_s", "refresh_s", "load_s", "cache_s", "offload_s")
-    return dict.fromkeys(nothing, 0.0) | found
+    return dict.fromkeys(_NOTHING, 0.0) | found

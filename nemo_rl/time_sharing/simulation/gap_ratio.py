@@ -67,7 +67,7 @@ def _cycle_runs(snapshot: Snapshot) -> bool:
     if snapshot.claimed:
         return True
     return any(
-        rank.phase is not Phase.ACTIVE and rank.phase is not Phase.FAILED
+        rank.phase is not Phase.SERVING and rank.phase is not Phase.FAILED
         for p in snapshot.pipelines.values()
         for rank in p.awake.values()
     )
@@ -206,7 +206,7 @@ class _Cycle:
             if donor is None or donor is row or self._gap(donor) >= 0 or _spare(donor) - spent.get(donor.name, 0) <= 0:
                 return None
             if (
-                plan_state.pipelines[lease.pipeline].awake[lease.rank].phase is not Phase.ACTIVE
+                plan_state.pipelines[lease.pipeline].awake[lease.rank].phase is not Phase.SERVING
                 or (lease.pipeline, lease.rank) in self._touched
             ):
                 return None

@@ -11,9 +11,9 @@ import random
 from collections.abc import Sequence
 
 from nemo_rl.time_sharing.agents.agent import Agent
-from nemo_rl.time_sharing.agents.agent_ranks import REFRESH, Operation
+from nemo_rl.time_sharing.agents.agent_ranks import Operation, RankStep, longest_s
 from nemo_rl.time_sharing.protocol.topology import Topology
-from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Answer, Command, Priority, Reply, Status, Verb, Want
+from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Answer, Command, Priority, Reply, Status, Want
 from nemo_rl.time_sharing.simulation.job_process import Group, JobProcess, Surroundings
 from nemo_rl.time_sharing.simulation.scenario import Costs, ScenarioJob
 from nemo_rl.time_sharing.simulation.simulated_generation import Generation, Sample
@@ -342,30 +342,38 @@ class SimulatedJob:
             return
         costs, faults, now = self.costs, self.world.scenario.faults, self.world.loop.now
         seconds = {
-            Verb.DRAIN.value: costs.drain_s,
-            Verb.SLEEP.value: costs.sleep_s,
-            Verb.WAKE.value: costs.wake_s,
-            Verb.SYNC.value: costs.sync_s,
-            REFRESH: costs.refresh_s,
+            RankStep.DRAIN: costs.drain_s,
+            RankStep.SLEEP: costs.sleep_s,
+            RankStep.WAKE: costs.wake_s,
+            RankStep.SYNC: costs.sync_s,
+            RankStep.REFRESH: costs.refresh_s,
         }[operation.kind]
-        if operation.kind == Verb.WAKE.value and operation.rank not in process.started_ranks:
+        if operation.kind is RankStep.WAKE and operation.rank not in process.started_ranks:
             seconds = costs.start_s
+        longest = longest_s(operation.kind, self.world.limits, process.agent.topology.spec.drain_s)
+        if seconds > longest:
+            self._later(process, longest, "_overdue", operation)
         ok = True
         if now < faults.until_s:
-            if faults.operation_hangs and self._rng.random() < faults.operation_hangs and operation.kind != REFRESH:
+            hangs = faults.operation_hangs and self._rng.random() < faults.operation_hangs
+            if hangs and operation.kind is not RankStep.REFRESH:
+                self._later(process, longest, "_overdue", operation)
                 return
             ok = not (faults.operation_fails and self._rng.random() < faults.operation_fails)
         self._later(process, seconds, "_performed", operation, ok)
 
+    def _overdue(self, process: JobProcess, operation: Operation) -> None:
+        process.agent.step_overdue(operation)
+
     def _performed(self, process: JobProcess, operation: Operation, ok: bool) -> None:
         if process.agent.ranks[operation.rank].busy != operation:
             return
-        if operation.kind == Verb.DRAIN.value:
+        if operation.kind is RankStep.DRAIN:
             process.generation.preempt(operation.rank)
-        if ok and operation.kind == Verb.WAKE.value:
+        if ok and operation.kind is RankStep.WAKE:
             process.started_ranks.add(operation.rank)
             process.generation.set_speed(operation.rank, 1.0)
-        if ok and operation.kind in (Verb.SYNC.value, REFRESH):
+        if ok and operation.kind in (RankStep.SYNC, RankStep.REFRESH):
             process.generation.load(operation.rank, operation.version)
         process.agent.performed(operation, ok)
 

@@ -292,5 +292,5 @@ def _handovers(entries: Sequence[Entry]) -> tuple[list[float], int]:
     preemptions = 0
     for entry in entries:
         watch.take(entry.time, entry.event)
-        preemptions += isinstance(entry.event, ev.RankMoved) and entry.event.phase is Phase.DRAINING
+        preemptions += isinstance(entry.event, ev.RankMoved) and entry.event.phase is Phase.FALLING
     return [handover.seconds for handover in watch.found], preemptions

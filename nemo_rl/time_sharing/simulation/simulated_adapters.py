@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 
 from typing_extensions import override
 
-from nemo_rl.time_sharing.agents.agent_ranks import Operation
-from nemo_rl.time_sharing.protocol.types import Verb
+from nemo_rl.time_sharing.agents.agent_ranks import Operation, RankStep
 from nemo_rl.time_sharing.simulation.job_process import Group, JobProcess, Surroundings
 from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
 from nemo_rl.time_sharing.simulation.scenario import AdapterJob, Costs, ScenarioAdapter
@@ -210,7 +209,7 @@ class SimulatedAdapters(SimulatedJob):
     @override
     def perform(self, operation: Operation) -> None:
         process = self.process
-        if operation.kind != Verb.DRAIN.value or process is None or operation.rank != self._rank:
+        if operation.kind is not RankStep.DRAIN or process is None or operation.rank != self._rank:
             super().perform(operation)
             return
         self._yields = process, operation
@@ -239,7 +238,7 @@ class SimulatedAdapters(SimulatedJob):
             self._yielded()
 
     def _performed(self, process: JobProcess, operation: Operation, ok: bool) -> None:
-        if operation.kind == Verb.DRAIN.value:
+        if operation.kind is RankStep.DRAIN:
             if process.agent.ranks[operation.rank].busy == operation:
                 process.agent.performed(operation, ok)
         else:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from nemo_rl.time_sharing.agents.agent import Agent
-from nemo_rl.time_sharing.agents.agent_ranks import REFRESH
+from nemo_rl.time_sharing.agents.agent_ranks import LocalPhase, RankStep
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.ledger import Lease, PipelineState
 from nemo_rl.time_sharing.log.state import SchedulerState
@@ -31,7 +31,7 @@ from nemo_rl.time_sharing.protocol.types import (
 )
 from nemo_rl.utils.record import Entry
 
-_UP = frozenset({Phase.WAKING, Phase.SYNCING, Phase.READY, Phase.ACTIVE})
+_UP = frozenset({Phase.RISING, Phase.SERVING})
 
 
 def problems(state: SchedulerState) -> Iterator[str]:
@@ -193,7 +193,7 @@ class SchedulerWatch:
 class _Seen(NamedTuple):
     """Externally visible state of an agent."""
 
-    ranks: tuple[tuple[Phase, int | None], ...]
+    ranks: tuple[tuple[LocalPhase, int | None], ...]
     holds: tuple[tuple[str, int], ...]
     answers: int
 
@@ -248,8 +248,10 @@ class AgentWatch:
             if not refused:
                 self._bad(command, must_refuse)
             self._nothing_but(1, before, after, command, must_refuse)
-        elif command.verb is Verb.DRAIN and current and refused:
-            self._bad(command, "is the newest of this rank, which may always be drained, and is refused")
+        elif command.verb is Verb.BUILD and self._is_over(command):
+            self._nothing_but(1, before, after, command, "builds the rank's engine under an epoch that is over")
+        elif command.verb is Verb.VACATE and current and refused:
+            self._bad(command, "is the newest of this rank, which may always be vacated, and is refused")
         elif command.verb is Verb.GRANT and wanted and refused:
             self._bad(command, "is what the pipeline waits for, and is refused")
         if known is None and not refused and command.rank >= 0:
@@ -260,14 +262,14 @@ class AgentWatch:
         """Checks the agent's present state."""
         agent = self._agent
         for index, rank in enumerate(agent.ranks):
-            if rank.phase is not Phase.ASLEEP:
+            if rank.phase is not LocalPhase.ASLEEP:
                 self._up[index] = rank.epoch
             elif index in self._up:
                 self._over[index] = max(self._up.pop(index), self._over.get(index, 0))
         if self._refreshes and agent.published == agent.cached:
             self._refreshes = False
-        busy = any(rank.busy is not None and rank.phase is Phase.ACTIVE for rank in agent.ranks)
-        refreshing = any(rank.busy is not None and rank.busy.kind == REFRESH for rank in agent.ranks)
+        busy = any(rank.busy is not None and rank.phase is LocalPhase.ROUTED for rank in agent.ranks)
+        refreshing = any(rank.busy is not None and rank.busy.kind is RankStep.REFRESH for rank in agent.ranks)
         if self._refreshes and not busy and not refreshing:
             raise Misbehaviour(f"{self._who} has version {agent.cached} everywhere and does not publish it")
 
@@ -300,10 +302,12 @@ class AgentWatch:
             return f"is of epoch {command.epoch}, the rank is at {self._epoch_of(command.rank)}"
         if _order(command) < self._newest.get(command.rank, (0, 0)):
             return f"was made before {self._newest[command.rank]}, which the rank has obeyed"
-        asleep = command.rank not in self._up
-        if command.verb is Verb.WAKE and asleep and command.epoch <= self._over.get(command.rank, -1):
+        if command.verb is Verb.SERVE and self._is_over(command):
             return f"wakes the rank under epoch {command.epoch}, which is over"
         return ""
+
+    def _is_over(self, command: Command) -> bool:
+        return command.rank not in self._up and command.epoch <= self._over.get(command.rank, -1)
 
     def _nothing_but(self, answers: int, before: _Seen, after: _Seen, command: Command, why: str) -> None:
         if after != before._replace(answers=before.answers + answers):

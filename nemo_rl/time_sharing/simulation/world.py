@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
+from nemo_rl.time_sharing.agents.agent_ranks import LocalPhase
 from nemo_rl.time_sharing.log.events import MemoryFreed, PlanRejected
 from nemo_rl.time_sharing.log.segments import MUST_LAST
 from nemo_rl.time_sharing.log.state import replay
@@ -26,7 +27,6 @@ from nemo_rl.time_sharing.protocol.types import (
     Answer,
     Command,
     CommandOutcome,
-    Phase,
     Reply,
     Status,
     Verb,
@@ -244,7 +244,7 @@ class World(Surroundings):
 
     def _end_rank(self, job: SimulatedJob, rank: int) -> None:
         process = job.process
-        if process is not None and process.agent.ranks[rank].phase is not Phase.ASLEEP:
+        if process is not None and process.agent.ranks[rank].phase is not LocalPhase.ASLEEP:
             # Dead before its requests go elsewhere, or some would be sent to it again.
             process.generation.set_active(rank, False)
             process.generation.preempt(rank)
@@ -258,7 +258,7 @@ class World(Surroundings):
         orphans += [
             _Memory(f"{name}/driver", f"rank {i}", process.agent.topology.ranks[i])
             for i, rank in enumerate(process.agent.ranks)
-            if rank.phase is not Phase.ASLEEP
+            if rank.phase is not LocalPhase.ASLEEP
         ]
         self._orphans.setdefault((name, process.incarnation), []).extend(orphans)
 

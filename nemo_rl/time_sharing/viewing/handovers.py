@@ -40,7 +40,7 @@ class HandoverWatch:
             self._claimed[event.pipeline, event.cluster, event.rank] = time
         elif isinstance(event, ev.Granted):
             self._end((event.pipeline, event.cluster, -1), time)
-        elif isinstance(event, ev.RankMoved) and event.phase is Phase.ACTIVE:
+        elif isinstance(event, ev.RankMoved) and event.phase is Phase.SERVING:
             self._end((event.pipeline, ACTOR_INFER, event.rank), time)
 
     def _end(self, key: tuple[str, str, int], time: float) -> None:

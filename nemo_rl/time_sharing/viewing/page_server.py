@@ -310,7 +310,7 @@ def _in_use(timeline: Timeline) -> dict[tuple[str, str], float]:
     found: defaultdict[tuple[str, str], float] = defaultdict(float)
     for o in timeline.occupations:
         if o.end >= timeline.end:
-            generating = "generating" if o.phase == "active" else "handover"
+            generating = "generating" if o.phase == "serving" else "handover"
             use = "ended" if o.phase == "fenced" else generating if o.tag == "GEN" else uses.get(o.tag, "log_probs")
             found[o.pipeline, use] += timeline.pool.gpus_in(o.gpus)
     return found

@@ -106,7 +106,7 @@ def _kind(tag: str, phase: str) -> str:
         return phase
     if tag != "GEN":
         return "init" if tag == "INIT" else "train"
-    return "generate" if phase == "active" else "handover"
+    return "generate" if phase == "serving" else "handover"
 
 
 def _runs(gpus: tuple[int, ...]) -> list[tuple[int, int]]:

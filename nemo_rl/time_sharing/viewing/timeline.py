@@ -115,7 +115,7 @@ class Timeline:
     def busy(self) -> float:
         """Part of the GPUs' time in which a pipeline trains or generates on them, 0 to 1."""
         held = (
-            self.pool.gpus_in(o.gpus) * (o.end - o.start) for o in self.occupations if o.phase in ("held", "active")
+            self.pool.gpus_in(o.gpus) * (o.end - o.start) for o in self.occupations if o.phase in ("held", "serving")
         )
         return sum(held) / max(self.end * self.pool.gpus, 1e-9)
 
@@ -323,6 +323,9 @@ def _take(builder: TimelineBuilder, source: str, event: object, time: float) -> 
             timeline.measured = said if isinstance(event, ev.SharingMeasured) else timeline.measured
         case Simulated():
             timeline.simulated = event
+        case rec.ShardWoken():
+            # The steps of a rise are in the record of its pipeline.
+            _step_of_rise(builder, source.partition("/")[0], event.shard, time)
         case rec.StepFinished():
             name = source.partition("/")[0]
             timeline.steps[name] = timeline.steps.get(name, 0) + 1
@@ -389,13 +392,21 @@ def _take_fault(builder: TimelineBuilder, event: object, time: float) -> None:
             pass
 
 
+def _step_of_rise(builder: TimelineBuilder, pipeline: str, rank: int, time: float) -> None:
+    key = (pipeline, ACTOR_INFER, rank)
+    rising = builder.open.get(key)
+    if rising is not None and rising.phase == Phase.RISING.value:
+        label = f"GEN {pipeline} rank {rank} syncing"
+        builder.begin(key, time, "syncing", Priority.GENERATION.tag, label, kind=rising.kind)
+
+
 def _take_rank(builder: TimelineBuilder, event: ev.RankMoved, time: float) -> None:
     key = (event.pipeline, ACTOR_INFER, event.rank)
     if event.phase is Phase.ASLEEP:
         builder.close(key, time)
         return
     rank = (event.pipeline, event.rank)
-    if event.phase in (Phase.WAKING, Phase.BUILDING):
+    if event.phase in (Phase.RISING, Phase.BUILDING):
         kind = "guaranteed" if event.guaranteed else "proactive" if rank in builder.started else "initial"
         builder.started.add(rank)
     else:
