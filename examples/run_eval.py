@@ -7,17 +7,10 @@ latest checkpoint is evaluated. Without --config the defaults of configs/evals/e
 that needs none is configs/eval_arithmetic_cpu.yaml.
 """
 
-from __future__ import annotations
-
-import os
 import sys
 from pathlib import Path
 
-# Under the gate the run is submitted to the pool that is open, whose scheduler lends it GPUs.
-if os.environ.get("RLIX_CONTROL_PLANE") == "rlix":
-    from nemo_rl.time_sharing.pool_commands import run_under_control_plane as main
-else:
-    from nemo_rl.algorithms.launch import evaluate as main
+from nemo_rl.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], default_config=Path(__file__).parent / "configs" / "evals" / "eval.yaml"))
+    sys.exit(run("eval", sys.argv[1:], config=Path(__file__).parent / "configs" / "evals" / "eval.yaml"))

@@ -7,18 +7,12 @@ configs/grpo_math_1B_single_controller.yaml are used, which need two GPUs; a run
 warm-started model (`make demo`), is configs/grpo_arithmetic_streaming_cpu.yaml.
 """
 
-from __future__ import annotations
-
-import os
 import sys
 from pathlib import Path
 
-# Under the gate the run is submitted to the pool that is open, whose scheduler lends it GPUs.
-if os.environ.get("RLIX_CONTROL_PLANE") == "rlix":
-    from nemo_rl.time_sharing.pool_commands import run_under_control_plane as main
-else:
-    from nemo_rl.algorithms.launch import grpo as main
+from nemo_rl.cli import run
 
 if __name__ == "__main__":
-    config = Path(__file__).parent / "configs" / "grpo_math_1B_single_controller.yaml"
-    sys.exit(main(sys.argv[1:], default_config=config))
+    sys.exit(
+        run("grpo", sys.argv[1:], config=Path(__file__).parent / "configs" / "grpo_math_1B_single_controller.yaml")
+    )

@@ -9,11 +9,9 @@ The base's file is a GRPO configuration with a section `multi_lora`; each adapte
 environment, loss, grpo.*, optimizer, rank, checkpoints. Overrides change the base. See docs/multi_lora.md.
 """
 
-from __future__ import annotations
-
 import sys
 
-from nemo_rl.algorithms.multi_lora.commands import main
+from nemo_rl.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run("multi-lora", sys.argv[1:]))

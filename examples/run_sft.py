@@ -7,17 +7,10 @@ removes one. Without --config the defaults of configs/sft.yaml are used, which n
 configs/sft_arithmetic_cpu.yaml, which warm-starts the small model of make_tiny_model.py.
 """
 
-from __future__ import annotations
-
-import os
 import sys
 from pathlib import Path
 
-# Under the gate the run is submitted to the pool that is open, whose scheduler lends it GPUs.
-if os.environ.get("RLIX_CONTROL_PLANE") == "rlix":
-    from nemo_rl.time_sharing.pool_commands import run_under_control_plane as main
-else:
-    from nemo_rl.algorithms.launch import sft as main
+from nemo_rl.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], default_config=Path(__file__).parent / "configs" / "sft.yaml"))
+    sys.exit(run("sft", sys.argv[1:], config=Path(__file__).parent / "configs" / "sft.yaml"))

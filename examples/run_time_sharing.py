@@ -6,11 +6,9 @@ Each file is an ordinary GRPO configuration, or names one and its device mapping
 GPUs of the pool; they train on different ones as far as there are enough. Overrides are for all of them.
 """
 
-from __future__ import annotations
-
 import sys
 
-from nemo_rl.time_sharing.launcher import run_together
+from nemo_rl.cli import run
 
 if __name__ == "__main__":
-    sys.exit(run_together(sys.argv[1:]))
+    sys.exit(run("together", sys.argv[1:]))

@@ -11,9 +11,9 @@ from nemo_rl.utils.checkpoint import saved_steps
 from nemo_rl.utils.checkpoint_manifest import MANIFEST, damage
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> int:
     """Prints a line per checkpoint; 0 if all are intact, 1 if some are not or cannot be verified, 2 without any."""
-    parser = argparse.ArgumentParser(prog="python -m nemo_rl.checkpoint", description="Look after checkpoints.")
+    parser = argparse.ArgumentParser(prog=prog or "python -m nemo_rl.checkpoint", description="Look after checkpoints.")
     commands = parser.add_subparsers(required=True, dest="command")
     verify = commands.add_parser("verify", help="compare the files of checkpoints with their manifests")
     verify.add_argument("directory", type=Path, help="step_N, or a checkpoint directory, all of whose steps are meant")

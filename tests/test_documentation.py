@@ -88,7 +88,7 @@ PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").gl
 # these functions, which run what has been read and checked, do nothing.
 RUNS = {
     "nemo_rl.algorithms.launch": ("grpo.run", "distillation.run", "sft.run", "evaluate.run"),
-    "nemo_rl.algorithms.multi_lora.commands": ("run",),
+    "nemo_rl.algorithms.multi_lora.__main__": ("run",),
 }
 
 
@@ -213,7 +213,7 @@ def attempt(line: str, workplace: Path) -> str:
 def shared(words: list[str]) -> str:
     """Whether a command on a pool is one, and its files, where they are here, can be submitted."""
     from nemo_rl.config.overrides import parse_override
-    from nemo_rl.time_sharing.cli import parser
+    from nemo_rl.time_sharing.__main__ import parser
     from nemo_rl.time_sharing.launcher import launcher_parser
     from nemo_rl.time_sharing.pipelines.job import read_jobs
     from nemo_rl.time_sharing.protocol.topology import Pool

@@ -12,9 +12,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from nemo_rl.utils.convert import ConversionError, to_hugging_face
+from nemo_rl.cli import EXIT_OK, one_message
+from nemo_rl.utils.convert import to_hugging_face
 
 
+@one_message
 def main() -> int:
     """Converts and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -22,12 +24,8 @@ def main() -> int:
     parser.add_argument("--dcp-ckpt-path", type=Path, required=True)
     parser.add_argument("--hf-ckpt-path", type=Path, required=True)
     chosen = parser.parse_args()
-    try:
-        print(to_hugging_face(chosen.dcp_ckpt_path, chosen.hf_ckpt_path))
-    except ConversionError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    print(to_hugging_face(chosen.dcp_ckpt_path, chosen.hf_ckpt_path))
+    return EXIT_OK
 
 
 if __name__ == "__main__":

@@ -14,12 +14,14 @@ import shutil
 import sys
 from pathlib import Path
 
+from nemo_rl.cli import EXIT_OK, one_message
 from nemo_rl.config.errors import UserError
 from nemo_rl.utils.adapter_files import base_directory, read_adapter
 from nemo_rl.utils.checkpoint import model_directory
 from nemo_rl.utils.convert import merge_adapter
 
 
+@one_message
 def main() -> int:
     """Converts and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -29,23 +31,19 @@ def main() -> int:
     parser.add_argument("--hf-ckpt-path", type=Path, required=True)
     parser.add_argument("--adapter-only", action="store_true", help="copy the adapter without its base")
     chosen = parser.parse_args()
-    try:
-        if chosen.hf_ckpt_path.exists():
-            raise UserError(f"{chosen.hf_ckpt_path}: exists already; choose another directory or remove it")
-        adapter = Path(model_directory(str(chosen.adapter_ckpt)))
-        read_adapter(adapter)
-        if chosen.adapter_only:
-            shutil.copytree(adapter, chosen.hf_ckpt_path)
-        else:
-            base = Path(model_directory(str(chosen.base_ckpt))) if chosen.base_ckpt else None
-            named = base_directory(chosen.hf_model_name) if base is None and chosen.hf_model_name else base
-            chosen.hf_ckpt_path.mkdir(parents=True)
-            merge_adapter(adapter, chosen.hf_ckpt_path, base=named)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+    if chosen.hf_ckpt_path.exists():
+        raise UserError(f"{chosen.hf_ckpt_path}: exists already; choose another directory or remove it")
+    adapter = Path(model_directory(str(chosen.adapter_ckpt)))
+    read_adapter(adapter)
+    if chosen.adapter_only:
+        shutil.copytree(adapter, chosen.hf_ckpt_path)
+    else:
+        base = Path(model_directory(str(chosen.base_ckpt))) if chosen.base_ckpt else None
+        named = base_directory(chosen.hf_model_name) if base is None and chosen.hf_model_name else base
+        chosen.hf_ckpt_path.mkdir(parents=True)
+        merge_adapter(adapter, chosen.hf_ckpt_path, base=named)
     print(chosen.hf_ckpt_path)
-    return 0
+    return EXIT_OK
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import logging
-import os
 import signal
 import sys
 import threading
@@ -25,6 +24,15 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
+from nemo_rl.cli import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_USAGE,
+    add_config,
+    log_to_stderr,
+    usage_error,
+)
 from nemo_rl.config import (
     ClusterConfig,
     ConfigError,
@@ -49,7 +57,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nemo_rl")
 
-EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 Config = TypeVar("Config", bound=CompleteConfig)
 TrainingConfig = TypeVar("TrainingConfig", bound=RootConfig)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -83,28 +90,23 @@ class CommandLine(Generic[Config]):
     run: Callable[..., int]
     has_page: bool = True
 
-    def __call__(self, arguments: Sequence[str], *, default_config: Path) -> int:
+    def __call__(self, arguments: Sequence[str], *, default_config: Path, prog: str | None = None) -> int:
         """Parses the command line, loads the configuration, and runs.
 
         Args:
             arguments: Command-line arguments without the program's name.
             default_config: Used when `--config` is not given.
+            prog: The program's name, for `--help`.
 
         Returns the process's exit code: 0 done, 1 the run failed, 2 the configuration is wrong, 130 interrupted.
         """
-        with Interrupts() as interrupts, ending_with_ray(lambda: _INTERRUPTED_WHILE_STARTING):
-            try:
-                return self._main(arguments, default_config)
-            except KeyboardInterrupt:
-                interrupts.ending()
-                sys.stderr.write(f"{_INTERRUPTED_WHILE_STARTING}\n")
-                return EXIT_INTERRUPTED
+        return interruptible(lambda: self._main(arguments, default_config, prog))
 
-    def _main(self, arguments: Sequence[str], default_config: Path) -> int:
+    def _main(self, arguments: Sequence[str], default_config: Path, prog: str | None) -> int:
         collect_rarely()
         told = f"{self.what}; further arguments are overrides such as {self.example}."
-        parser = argparse.ArgumentParser(description=told)
-        parser.add_argument("--config", type=Path, help=f"YAML file; default {default_config.name}")
+        parser = argparse.ArgumentParser(prog=prog, description=told)
+        add_config(parser, default_config)
         if self.has_page:
             parser.add_argument("--page", action="store_true", help="serve a live page of the run on this machine")
             parser.add_argument("--page-port", type=int, metavar="PORT", help="of the page; a free one by default")
@@ -113,14 +115,12 @@ class CommandLine(Generic[Config]):
             options.config = default_config
             if own_values := _OWN_VALUES.get(default_config.name):
                 sys.stderr.write(f"{default_config.name}: {own_values}; NeMo-RL's own file runs with --config\n")
-        level = os.environ.get("NRL_LOG_LEVEL", "WARNING").upper()
         hub.calm()
-        logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+        log_to_stderr()
         try:
             config = load_master_config(str(options.config), overrides, self.kind)
         except (UserError, OSError) as error:
-            sys.stderr.write(f"{error if isinstance(error, UserError) else in_one_line(error) or error}\n")
-            return EXIT_USAGE
+            return usage_error(error)
         # Read when the hub's libraries are imported, which is from here on.
         named = config.policy.model_name if isinstance(config, RootConfig) else None
         if named is not None and (line := hub.use_cache_if_unreachable(named)) is not None:
@@ -128,6 +128,17 @@ class CommandLine(Generic[Config]):
         if self.has_page and (options.page or options.page_port is not None):
             return self.run(config, options.page_port or 0)
         return self.run(config)
+
+
+def interruptible(work: Callable[[], int]) -> int:
+    """Starts and runs something; its exit code, or 130 if a signal interrupts the start."""
+    with Interrupts() as interrupts, ending_with_ray(lambda: _INTERRUPTED_WHILE_STARTING):
+        try:
+            return work()
+        except KeyboardInterrupt:
+            interrupts.ending()
+            sys.stderr.write(f"{_INTERRUPTED_WHILE_STARTING}\n")
+            return EXIT_INTERRUPTED
 
 
 def run_to_end(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import yaml
 
+from nemo_rl.cli import EXIT_OK, one_message
 from nemo_rl.config.check import RecipeVerdict, check_file, lines_about, recipe_files, summary
 from nemo_rl.config.dotted import ABSENT, at
 from nemo_rl.config.errors import ConfigError, did_you_mean
@@ -23,20 +24,15 @@ from nemo_rl.config.overrides import keys_named
 from nemo_rl.config.schema import KeyInfo, find_key, free_mapping, keys_of, names_in, shown
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@one_message
+def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> int:
     """Runs one command and returns its exit code."""
-    chosen = _parser().parse_args(arguments)
-    try:
-        return chosen.run(chosen) or 0
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except BrokenPipeError:
-        return 0
+    chosen = _parser(prog).parse_args(arguments)
+    return chosen.run(chosen) or EXIT_OK
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m nemo_rl.config", description="Look at configurations.")
+def _parser(prog: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=prog or "python -m nemo_rl.config", description="Look at configurations.")
     commands = parser.add_subparsers(required=True, metavar="check|show|diff|explain")
     check = commands.add_parser(
         "check",

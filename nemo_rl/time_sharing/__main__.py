@@ -1,8 +1,300 @@
-"""Entry point of `python -m nemo_rl.time_sharing`; see `cli`."""
+"""`python -m nemo_rl.time_sharing`: simulate a scenario, check a log, turn a log into a trace or a report, soak.
 
+Exit status 0 when all is well, 1 when the checker found a violation or jobs did not finish, 2 when the input cannot be
+used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
 import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 
-from nemo_rl.time_sharing.cli import main
+from nemo_rl.cli import EXIT_USAGE, usage_error
+from nemo_rl.config.errors import UserError
+from nemo_rl.time_sharing.arguments import add_page_arguments, add_pool_arguments, seconds
+from nemo_rl.time_sharing.history.checker import INVARIANTS, check, refuse_nothing
+from nemo_rl.time_sharing.log import events as _events  # registers the scheduler's event kinds
+from nemo_rl.time_sharing.log.pool_state import PoolState
+from nemo_rl.time_sharing.log.reading import read_logs
+from nemo_rl.time_sharing.log.segments import segments_of
+from nemo_rl.time_sharing.simulation.simulation_commands import (
+    UsageError,
+    add_simulate_arguments,
+    count,
+    events_count,
+    fit,
+    simulate,
+    soak,
+)
+from nemo_rl.time_sharing.viewing.pool_report import write_report
+from nemo_rl.time_sharing.viewing.timeline import build_timeline
+from nemo_rl.time_sharing.viewing.trace import write_trace
+from nemo_rl.utils.record import RecordDamaged
+
+_KINDS = _events.__name__
+_EPOCH_S = 1e9
+_DRAIN_S = 900.0
+_EXAMPLES = """examples:
+  python -m nemo_rl.time_sharing simulate examples/time_sharing/two_jobs.yaml --report two.html
+  python -m nemo_rl.time_sharing simulate examples/time_sharing/with_faults.yaml --runs 5
+  python -m nemo_rl.time_sharing check two.jsonl
+  python -m nemo_rl.time_sharing trace two.jsonl
+  python -m nemo_rl.time_sharing fit logs/time_sharing/latest/*.jsonl -o mine.yaml
+  python -m nemo_rl.time_sharing soak --runs 200
+  python -m nemo_rl.time_sharing serve --gpus 8
+  python -m nemo_rl.time_sharing page logs/time_sharing/latest
+
+The keys of a scenario: docs/time_sharing_scenarios.md
+The rules and the columns of the table: docs/time_sharing_scheduler.md."""
+
+
+def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> int:
+    """Runs one command; returns the exit status."""
+    chosen = parser(prog).parse_args(arguments)
+    logging.basicConfig(format="%(levelname)s %(name)s %(message)s")
+    package = logging.getLogger("nemo_rl")
+    before = package.level
+    # What a scenario breaks on purpose is counted in the table; each event of it would be listed without its way and
+    # seed.
+    quiet = logging.CRITICAL if chosen.run in (simulate, soak) else logging.ERROR
+    package.setLevel(logging.INFO if chosen.verbose else quiet)
+    try:
+        return int(chosen.run(chosen))
+    except RecordDamaged as error:
+        print(_of_damage(error), file=sys.stderr)
+    except UserError as error:
+        return usage_error(error)
+    except BrokenPipeError:
+        return 0  # the reader of the output closed the pipe
+    except OSError as error:
+        print(f"{error.filename or 'output'}: {error.strerror}", file=sys.stderr)
+    finally:
+        package.setLevel(before)
+    return EXIT_USAGE
+
+
+def parser(prog: str | None = None) -> argparse.ArgumentParser:
+    """All commands with their arguments."""
+    about = "Many RL pipelines on one pool of GPUs: share, simulate, check, look."
+    whole = argparse.ArgumentParser(
+        prog=prog or "python -m nemo_rl.time_sharing",
+        description=about,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    whole.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="log what the scheduler does, and every fault (also after the command)",
+    )
+    commands = whole.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        added.add_argument(
+            "-v",
+            "--verbose",
+            action="store_true",
+            default=argparse.SUPPRESS,
+            help="log what the scheduler does, and every fault",
+        )
+        added.set_defaults(run=run)
+        return added
+
+    add_simulate_arguments(
+        command(
+            "simulate",
+            simulate,
+            "run a scenario on a virtual clock and compare it with other ways of running the same jobs",
+        )
+    )
+    checker = command(
+        "check", _check, "prove that a record kept every invariant, or show the first place where it did not"
+    )
+    _log_arguments(checker)
+    checker.add_argument(
+        "--running", action="store_true", help="the run is not over, or was cut off: what is open is not missing"
+    )
+    trace = command("trace", _trace, "write a trace for https://ui.perfetto.dev")
+    _log_arguments(trace)
+    trace.add_argument("-o", "--output", type=Path, help="the trace (default: beside the first record, .trace.json)")
+    report = command(
+        "report",
+        _report,
+        "write a self-contained HTML page: who was on which GPU when, demand, hand-overs, and the checker's word",
+    )
+    _log_arguments(report)
+    report.add_argument("-o", "--output", type=Path, help="the page (default: beside the first record, .html)")
+    page = command("page", _page, "serve the page of a pool's log, finished or still growing, until interrupted")
+    page.add_argument("log_dir", type=Path, help="where the scheduler wrote, such as logs/time_sharing/latest")
+    add_page_arguments(page)
+    soaking = command("soak", soak, "run random scenarios with faults and check each of them")
+    soaking.add_argument(
+        "--events",
+        type=events_count,
+        default=5e7,
+        help="stop after that many simulated events (default: 5e7, about ten minutes on two cores)",
+    )
+    soaking.add_argument("--runs", type=count, help="stop after that many scenarios instead, at least 1")
+    soaking.add_argument(
+        "--first",
+        type=int,
+        default=1_000_000,
+        help="the first seed; each scenario is drawn from its seed (default: %(default)s)",
+    )
+    soaking.add_argument(
+        "--processes", type=count, default=2, help="processes that simulate at a time (default: %(default)s)"
+    )
+    _live_commands(command)
+    fitting = command("fit", fit, "make a scenario of a run's own times, and say how well it predicts the run")
+    _log_arguments(fitting)
+    fitting.add_argument("-o", "--output", type=Path, required=True, help="the scenario file to write")
+    return whole
+
+
+def _live_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Commands on live pools; the code behind a command is imported when it is used."""
+
+    def live(name: str) -> Callable[[argparse.Namespace], int]:
+        def run(chosen: argparse.Namespace) -> int:
+            from nemo_rl.time_sharing import launcher, pool_commands
+
+            return pool_commands.guarded(lambda: getattr(launcher if name == "serve" else pool_commands, name)(chosen))
+
+        return run
+
+    def of_open_pool(name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
+        added = command(name, run, summary)
+        added.add_argument(
+            "--pool", metavar="NAME", help="which of your open pools, by its name or process (default: the only one)"
+        )
+        return added
+
+    serving = command("serve", live("serve"), "open a pool on this machine's GPUs and keep it until interrupted")
+    add_pool_arguments(serving)
+    add_page_arguments(serving)
+    submitting = of_open_pool("submit", live("submit"), "submit pipelines to the open pool")
+    submitting.add_argument("files", nargs="+", metavar="FILE", help="configurations, and key=value for all of them")
+    submitting.add_argument("--wait", action="store_true", help="until they have ended; an interrupt cancels them")
+    submitting.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="a variable that the pipelines get, as it is here or with this value; PYTHONPATH and the working "
+        "directory are always taken along",
+    )
+    for name in ("status", "list"):
+        showing = of_open_pool(name, live("status"), "show the pipelines of the open pool")
+        showing.add_argument("--json", action="store_true", help="for programs")
+    draining = of_open_pool("drain", live("drain"), "let pipelines finish their step, save and leave")
+    draining.add_argument("names", nargs="+", metavar="NAME")
+    draining.add_argument(
+        "--deadline",
+        type=seconds,
+        default=_DRAIN_S,
+        metavar="SECONDS",
+        help="how long to wait for that before this command says what has not ended (default: %(default)g)",
+    )
+    cancelling = of_open_pool("cancel", live("cancel"), "end pipelines at once; their last finished checkpoints stay")
+    cancelling.add_argument("names", nargs="+", metavar="NAME")
+    adapting = of_open_pool("adapters", live("adapters"), "add, remove or list adapters of a job of many adapters")
+    adapting.add_argument("what", choices=("add", "remove", "list"))
+    adapting.add_argument("name", metavar="NAME", help="the job")
+    adapting.add_argument("values", nargs="*", metavar="FILE|ADAPTER", help="files to add, or adapters to remove")
+    explaining = of_open_pool("explain", live("explain"), "say who has each GPU and why")
+    explaining.add_argument("names", nargs="*", metavar="NAME", help="only what concerns these pipelines")
+    explaining.add_argument("--log-dir", type=Path, help="of a pool that is closed, such as logs/time_sharing/latest")
+
+
+def _page(chosen: argparse.Namespace) -> int:
+    from nemo_rl.time_sharing.viewing.page_server import PageServer, PoolView
+
+    log_dir = chosen.log_dir if chosen.log_dir.is_dir() else chosen.log_dir.parent
+    if not segments_of(log_dir / "scheduler.jsonl"):
+        raise UsageError(f"{log_dir}: there is no scheduler.jsonl; give the folder that a pool wrote its log to")
+    server = PageServer(PoolView(log_dir), host=chosen.host, port=chosen.port, token=os.environ.get("NRL_POOL_TOKEN"))
+    print(server.url, flush=True)
+    try:
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.close()
+    return 0
+
+
+def _log_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("log", type=Path, nargs="+", help="the record of a run; several are merged by time")
+    parser.add_argument(
+        "--recover", action="store_true", help="read a damaged record up to the damage, as a run that did not end"
+    )
+
+
+def _of_damage(damage: RecordDamaged) -> str:
+    if not damage.intact:
+        return f"{damage.path}: is not a record of nemo_rl: line 1 {damage.reason}"
+    place = f"{damage.path}: line {damage.line} (byte {damage.offset}) {damage.reason}"
+    return (
+        f"{place}; the {damage.intact} lines before it are intact: with --recover, check, trace and "
+        "report read up to there"
+    )
+
+
+def _check(chosen: argparse.Namespace) -> int:
+    began = time.perf_counter()
+    entries, whole = read_logs(chosen.log, recover=chosen.recover)
+    violations = check(entries, first_only=True, ended=whole and not chosen.running)
+    if violations:
+        print(violations[0])
+        return 1
+    read = f"{len(entries)} events" if whole else f"the {len(entries)} events before the damage, and no others,"
+    print(
+        f"{', '.join(map(str, chosen.log))}: {read} keep all {len(INVARIANTS)} invariants "
+        f"({time.perf_counter() - began:.1f} s)"
+    )
+    if chosen.running or not whole:
+        last = entries[-1]
+        # A log has the machine's clock, a simulation its own from 0.
+        when = (
+            datetime.fromtimestamp(last.time, UTC).isoformat(" ", "seconds") if last.time > 1e9 else f"{last.time:g} s"
+        )
+        print(
+            f"judged up to entry {last.seq} of {last.source}, {when}; lines that are missing behind it cannot be seen"
+        )
+    return 0
+
+
+def _trace(chosen: argparse.Namespace) -> int:
+    output = chosen.output or chosen.log[0].with_suffix(".trace.json")
+    entries = read_logs(chosen.log, recover=chosen.recover)[0]
+    refuse_nothing(entries)
+    kept = PoolState.read(chosen.log[0].parent / "pool.json")
+    count = write_trace(entries, output, pool=kept.name, unit=kept.unit)
+    print(f"{output}: {count} trace events; open it at https://ui.perfetto.dev")
+    return 0
+
+
+def _report(chosen: argparse.Namespace) -> int:
+    output = chosen.output or chosen.log[0].with_suffix(".html")
+    entries, whole = read_logs(chosen.log, recover=chosen.recover)
+    # First, as it refuses what no picture can be made of.
+    violations = check(entries, ended=whole)
+    timeline = build_timeline(entries)
+    pool = PoolState.read(chosen.log[0].parent / "pool.json")
+    title = timeline.simulated.scenario if timeline.simulated is not None else pool.name or chosen.log[0].stem
+    write_report(timeline, violations, output, title=title, unit=pool.unit)
+    print(f"{output}: {len(entries)} events")
+    return 0
+
 
 if __name__ == "__main__":
     sys.exit(main())

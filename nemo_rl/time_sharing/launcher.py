@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nemo_rl.cli import EXIT_FAILED, EXIT_OK
 from nemo_rl.config.errors import UserError, did_you_mean
 from nemo_rl.config.master import RootConfig
 from nemo_rl.time_sharing.arguments import (
@@ -37,8 +38,6 @@ from nemo_rl.time_sharing.pipelines.job import Job, in_folders, read_jobs
 from nemo_rl.time_sharing.pipelines.slot_choice import choose_slots
 from nemo_rl.time_sharing.pool import PoolError, log_trouble
 from nemo_rl.time_sharing.pool_commands import (
-    EXIT_FAILED,
-    EXIT_OK,
     ask,
     check_code,
     files_and_overrides,
@@ -65,19 +64,19 @@ _OWN = ("jobs", "checkpoints")
 """Folders below a scenario's log directory for logs and checkpoints of its jobs."""
 
 
-def run_together(arguments: Sequence[str]) -> int:
+def run_together(arguments: Sequence[str], *, prog: str | None = None) -> int:
     """`examples/run_time_sharing.py`: some pipelines on a pool made for them; the exit code. Returns 0 when every
     pipeline is done and the record keeps every invariant, 1 otherwise, 2 for a wrong command line or configuration, 130
     when interrupted.
     """
-    chosen, overrides = launcher_parser().parse_known_args(list(arguments))
+    chosen, overrides = launcher_parser(prog).parse_known_args(list(arguments))
     return guarded(lambda: _run_together(chosen, overrides))
 
 
-def launcher_parser() -> argparse.ArgumentParser:
+def launcher_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """The arguments of `examples/run_time_sharing.py`."""
     parser = argparse.ArgumentParser(
-        prog="run_time_sharing.py",
+        prog=prog or "run_time_sharing.py",
         description="Runs GRPO, SFT, evaluations and commands side by side on one pool of GPUs; further arguments are "
         "overrides for all that have the key.",
     )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import re
 import signal
@@ -20,6 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_rl.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, add_config, log_to_stderr
 from nemo_rl.config.dotted import import_dotted
 from nemo_rl.config.errors import ConfigError, UserError
 from nemo_rl.time_sharing.agents.actors import CONTROL_NAMESPACE, POOL_NAME
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
 
-EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 _ANSWER_S = 60.0
 _POLL_S, _TROUBLE_S = 1.0, 15.0
 _CANCEL_S = 60.0
@@ -49,8 +48,7 @@ _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
 
 def guarded(work: Callable[[], int]) -> int:
     """Runs a command; a UserError becomes one line and exit code 2, an interrupt exit code 130."""
-    level = os.environ.get("NRL_LOG_LEVEL", "WARNING").upper()
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    log_to_stderr()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -180,18 +178,18 @@ def explained(timeline: Timeline, names: Sequence[str], unit: str) -> Iterator[s
         yield f"    {when:.1f} s{by}: {in_unit(text, unit)}"
 
 
-def run_under_control_plane(arguments: Sequence[str], *, default_config: Path) -> int:
+def run_under_control_plane(arguments: Sequence[str], *, default_config: Path, prog: str | None = None) -> int:
     """Entry of the scripts under `examples` with `RLIX_CONTROL_PLANE=rlix`: submits the run to the open pool and
     follows it to its end.
     """
-    parser = argparse.ArgumentParser(description="Runs on a shared pool.")
-    parser.add_argument("--config", type=Path, default=default_config, help="YAML file")
+    parser = argparse.ArgumentParser(prog=prog, description="Runs on a shared pool.")
+    add_config(parser, default_config)
     chosen, overrides = parser.parse_known_args(list(arguments))
 
     def work() -> int:
         env = submitters_env()
         actor, pool = _join(None)
-        return follow(actor, submit_all(actor, read_jobs([chosen.config], pool, overrides), env))
+        return follow(actor, submit_all(actor, read_jobs([chosen.config or default_config], pool, overrides), env))
 
     return guarded(work)
 

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from nemo_rl.cli import EXIT_OK, one_message
 from nemo_rl.config.errors import UserError
 from nemo_rl.utils.adapter_files import base_directory, is_adapter, merged, read_adapter
 from nemo_rl.utils.checkpoint import INFO_FILE, model_directory
@@ -151,11 +152,11 @@ def _made_whole(out_dir: Path) -> Generator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@one_message
+def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> int:
     """Runs one conversion and returns its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m nemo_rl.utils.convert", description="Convert checkpoints to and from Hugging Face directories."
-    )
+    about = "Convert checkpoints to and from Hugging Face directories."
+    parser = argparse.ArgumentParser(prog=prog or "python -m nemo_rl.utils.convert", description=about)
     commands = parser.add_subparsers(required=True, dest="command")
     out = commands.add_parser("to-hf", help="write a checkpoint's model as a Hugging Face directory")
     out.add_argument(
@@ -172,17 +173,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     back.add_argument("checkpoint_dir", type=Path)
     chosen = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
-        path = (
-            to_hugging_face(chosen.checkpoint, chosen.out_dir, chosen.dtype)
-            if chosen.command == "to-hf"
-            else from_hugging_face(chosen.model, chosen.checkpoint_dir)
-        )
-    except UserError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
+    if chosen.command == "to-hf":
+        path = to_hugging_face(chosen.checkpoint, chosen.out_dir, chosen.dtype)
+    else:
+        path = from_hugging_face(chosen.model, chosen.checkpoint_dir)
     sys.stdout.write(f"{path}\n")
-    return 0
+    return EXIT_OK
 
 
 if __name__ == "__main__":

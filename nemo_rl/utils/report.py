@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from nemo_rl.cli import EXIT_FAILED, EXIT_OK, one_message
 from nemo_rl.utils import plots
 from nemo_rl.utils.files import load_yaml, replace_file
 from nemo_rl.utils.logger import Logger, best_to_worst
@@ -370,10 +371,11 @@ class LiveReport:
         return (said.splitlines() or [f"exit code {self._writer.returncode}"])[-1] if failed else ""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@one_message
+def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m nemo_rl.utils.report", description="Write report.html and report.png of a run."
+        prog=prog or "python -m nemo_rl.utils.report", description="Write report.html and report.png of a run."
     )
     parser.add_argument("run_dir", help="a run's log directory, or a logger.log_dir, whose newest run is meant")
     parser.add_argument("--out", help="directory to write into (default: run_dir)")
@@ -384,16 +386,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.nice(_LOWEST_PRIORITY)
         write_page(parsed.run_dir)
         return 0
-    try:
-        paths = write_report(parsed.run_dir, parsed.out, parsed.title)
-    except (NoMetrics, plots.NothingToShow) as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
+    paths = write_report(parsed.run_dir, parsed.out, parsed.title)
     sys.stdout.write(f"{paths.html}\n{paths.png}\n")
     found = damages(parsed.run_dir)
     for damage in found:
         sys.stderr.write(f"{damage.path}: line {damage.line} {damage.reason}; the steps behind it are not shown\n")
-    return 1 if found else 0
+    return EXIT_FAILED if found else EXIT_OK
 
 
 if __name__ == "__main__":

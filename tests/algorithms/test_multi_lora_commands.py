@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms.multi_lora import commands, http
+from nemo_rl.algorithms.multi_lora import __main__ as commands
+from nemo_rl.algorithms.multi_lora import http
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.multi_lora import AdapterConfig
 from nemo_rl.utils.directory_lock import locked

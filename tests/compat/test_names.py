@@ -223,7 +223,7 @@ def test_scripts_start_the_documented_configuration(script: str, config: str, mo
 
     taken: list[Path] = []
     for name in ("grpo", "sft", "evaluate"):
-        monkeypatch.setattr(launch, name, lambda arguments, default_config: taken.append(default_config) or 0)
+        monkeypatch.setattr(launch, name, lambda arguments, default_config, prog: taken.append(default_config) or 0)
     with pytest.raises(SystemExit):
         runpy.run_path(str(ROOT / "examples" / script), run_name="__main__")
     assert taken == [ROOT / "examples/configs" / config]

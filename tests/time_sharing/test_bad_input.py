@@ -16,7 +16,7 @@ import pytest
 from bench import Bench
 from pydantic import BaseModel
 
-from nemo_rl.time_sharing.cli import main
+from nemo_rl.time_sharing.__main__ import main
 from nemo_rl.time_sharing.protocol.topology import Pool, RegistrationError, register
 from nemo_rl.time_sharing.protocol.types import (
     ACTOR_TRAIN,

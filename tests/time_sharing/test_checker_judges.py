@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.time_sharing.cli import main
+from nemo_rl.time_sharing.__main__ import main
 from nemo_rl.time_sharing.history.checker import NothingToCheck, Violation, check
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, ClusterSpec, Phase, Priority

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.time_sharing.cli import main
+from nemo_rl.time_sharing.__main__ import main
 from nemo_rl.time_sharing.log.comparison import LEGEND
 from nemo_rl.time_sharing.simulation.scenario_reading import ScenarioError, load_scenario, parse_scenario
 from nemo_rl.utils.record import Entry, encode_entry, read_record

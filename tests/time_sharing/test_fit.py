@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.time_sharing.cli import main
+from nemo_rl.time_sharing.__main__ import main
 from nemo_rl.time_sharing.simulation.fit import FitError, fit
 from nemo_rl.time_sharing.simulation.scenario import Scenario, Validation
 from nemo_rl.time_sharing.simulation.scenario_reading import load_scenario

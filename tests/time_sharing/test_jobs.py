@@ -18,9 +18,9 @@ from nemo_rl.config.teacher_sections import pooled_teacher
 from nemo_rl.distributed.accelerator_slots import CUDA
 from nemo_rl.distributed.processes import WORKING_DIRECTORY
 from nemo_rl.time_sharing import pool_commands
+from nemo_rl.time_sharing.__main__ import main as command_line
 from nemo_rl.time_sharing.agents.ray_reaper import agent_namespace
 from nemo_rl.time_sharing.arguments import ForeignVariable, check_variables, refused_variables
-from nemo_rl.time_sharing.cli import main as command_line
 from nemo_rl.time_sharing.launcher import launcher_parser, limits_of, run_together
 from nemo_rl.time_sharing.log.pool_state import Outcome, Progress, Standing
 from nemo_rl.time_sharing.opening import LIVE_LIMITS

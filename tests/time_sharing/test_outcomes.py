@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.time_sharing.cli import main
+from nemo_rl.time_sharing.__main__ import main
 from nemo_rl.time_sharing.simulation import simulation_commands
 from nemo_rl.time_sharing.simulation.baselines import OURS, SERIAL
 from nemo_rl.time_sharing.simulation.results import AloneTimes, SimulatedOutcome, run_way

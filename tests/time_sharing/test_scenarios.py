@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.time_sharing.cli import main
+from nemo_rl.time_sharing.__main__ import main
 from nemo_rl.time_sharing.protocol.types import Limits
 from nemo_rl.time_sharing.simulation.scenario_reading import ScenarioError, load_scenario, parse_scenario
 from tools.pages import scenarios_page

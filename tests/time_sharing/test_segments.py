@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from nemo_rl.time_sharing.__main__ import main
 from nemo_rl.time_sharing.agents import scheduler_actor
 from nemo_rl.time_sharing.agents.scheduler_actor import SchedulerActor
-from nemo_rl.time_sharing.cli import main
 from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log import log_end

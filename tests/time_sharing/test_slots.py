@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.config import MasterConfig
+from nemo_rl.time_sharing.__main__ import main
 from nemo_rl.time_sharing.arguments import slots
-from nemo_rl.time_sharing.cli import main
 from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.launcher import serve
 from nemo_rl.time_sharing.log import events as ev

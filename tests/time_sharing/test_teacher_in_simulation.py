@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from nemo_rl.time_sharing.cli import main
+from nemo_rl.time_sharing.__main__ import main
 from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log.events import MemoryFreed, MemoryTaken
 from nemo_rl.time_sharing.simulation.baselines import OURS, QUEUE, SERIAL, STATIC, worth_comparing
