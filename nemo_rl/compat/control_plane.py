@@ -62,15 +62,18 @@ class Coordinator:
         self._elastic.sync_selected_workers(tgt_dp_ranks, verify)
 
     def resize_infer(self, dp_ranks_to_remove: Iterable[int], dp_ranks_to_add: Iterable[int]) -> None:
-        """Puts shards to sleep, then wakes others with the cache's version and routes them. Raises ShardStateError: a
-        shard did not move; those that did stay moved. For other errors see `ElasticGeneration.resize_infer`.
+        """Puts shards to sleep, then wakes others with the cache's version and routes them. Raises ValueError: a shard
+        is to be removed and added; nothing has moved. ShardStateError: a shard did not move; those that did stay moved.
+        For other errors see `ElasticGeneration.shrink` and `expand`; removed shards sleep.
         """
-        for moved, what in zip(
-            self._elastic.resize_infer(dp_ranks_to_remove, dp_ranks_to_add),
-            ("do not sleep", "did not wake"),
-            strict=True,
-        ):
-            _whole(moved, what)
+        removed, added = set(dp_ranks_to_remove), set(dp_ranks_to_add)
+        if removed & added:
+            raise ValueError(f"shards {sorted(removed & added)} are to be removed and added: name each on one side")
+        asleep = self._elastic.shrink(removed)
+        # Before the first version shards can only leave.
+        awake = self._elastic.expand(added) if added else Moved([])
+        _whole(asleep, "do not sleep")
+        _whole(awake, "did not wake")
 
 
 def _whole(moved: Moved, what: str) -> list[int]:

@@ -12,25 +12,16 @@ import ray
 from nemo_rl.distributed import worker_calls
 from nemo_rl.distributed.worker_calls import WorkerError, WorkerIdentity
 from nemo_rl.models.generation.vllm import fleet as module
-from nemo_rl.models.generation.vllm.fleet import Shard, ShardState, ShardTargets, Target
+from nemo_rl.models.generation.vllm.fleet import Shard, ShardState, ShardTargets
 
 pytestmark = pytest.mark.ray
 
 
 def targets_of(workers: list[Any], devices: list[list[str]]) -> ShardTargets:
     """Shards that serve, as targets."""
-    return ShardTargets(
-        [
-            Target(
-                shard,
-                worker,
-                WorkerIdentity("vllm", shard, ""),
-                Shard(ShardState.ACTIVE, ranks=[{"device": device} for device in ranks]),
-            )
-            for shard, (worker, ranks) in enumerate(zip(workers, devices, strict=True))
-        ],
-        lambda shard: ShardState.ACTIVE,
-    )
+    known = [Shard(ShardState.ACTIVE, ranks=[{"device": device} for device in ranks]) for ranks in devices]
+    who = [WorkerIdentity("vllm", shard, "") for shard in range(len(known))]
+    return ShardTargets(dict(enumerate(known)), workers, who, lambda shard: ShardState.ACTIVE)
 
 
 @pytest.mark.parametrize(

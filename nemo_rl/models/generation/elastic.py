@@ -91,17 +91,6 @@ class ElasticGeneration:
             logger.error("shard=%d expand=failed reason=%s", shard, reason)
         return moved
 
-    def resize_infer(self, dp_ranks_to_remove: Iterable[int], dp_ranks_to_add: Iterable[int]) -> tuple[Moved, Moved]:
-        """`shrink` and then `expand`, for a control plane that moves shards both ways at once. Returns the results of
-        both. Raises ValueError: a shard is to be removed and added; nothing has moved. CacheError, TransportError,
-        WorkerError: as for `shrink` and `expand`; removed shards sleep.
-        """
-        removed, added = set(dp_ranks_to_remove), set(dp_ranks_to_add)
-        if removed & added:
-            raise ValueError(f"shards {sorted(removed & added)} are to be removed and added: name each on one side")
-        # Before the first version shards can only leave.
-        return self.shrink(removed), self.expand(added) if added else Moved([])
-
     def wake_weights(self, dp_ranks: Iterable[int]) -> None:
         """Makes room for the weights of shards, before `expand`. Raises WorkerError: a shard could not wake."""
         with self._alone("wake"):

@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -96,19 +96,11 @@ _CULPRITS_S = 5.0
 _STAGING_MARGIN = 1.2
 
 
-class Target(NamedTuple):
-    """A shard that is to take weights."""
-
-    shard: int
-    worker: ActorHandle[object]
-    identity: WorkerIdentity
-    known: Shard  # its fleet's state of it
-
-
 class ShardTargets:
     """Targets of one session.
 
     Args:
+        known: Its fleet's state of each shard that is to take weights, by number.
         state: Where a shard is now.
         recompute_kv: Whether running requests recompute keys and values under the new weights.
 
@@ -118,12 +110,16 @@ class ShardTargets:
     """
 
     def __init__(
-        self, targets: Sequence[Target], state: Callable[[int], ShardState], *, recompute_kv: bool = True
+        self,
+        known: Mapping[int, Shard],
+        workers: Sequence[ActorHandle[object]],
+        identities: Sequence[WorkerIdentity],
+        state: Callable[[int], ShardState],
+        *,
+        recompute_kv: bool = True,
     ) -> None:
-        self.shards = tuple(target.shard for target in targets)
-        self._state, self._known = state, [target.known for target in targets]
-        self._workers = [target.worker for target in targets]
-        self._identities = [target.identity for target in targets]
+        self.shards, self._known, self._state = tuple(known), [*known.values()], state
+        self._workers, self._identities = workers, identities
         self._devices = [[rank["device"] for rank in known.ranks] for known in self._known]
         self._recompute_kv, self._staged = recompute_kv, False
         self.culprits: dict[int, str] = {}
@@ -417,8 +413,9 @@ class EngineFleet:
         """Shards as the targets of a sync session. `recompute_kv`: whether running requests recompute keys and
         values.
         """
-        chosen = [Target(shard, self.workers[shard], self.identities[shard], self.shards[shard]) for shard in shards]
-        return ShardTargets(chosen, self.state, recompute_kv=recompute_kv)
+        known = {shard: self.shards[shard] for shard in shards}
+        workers, who = [self.workers[shard] for shard in shards], [self.identities[shard] for shard in shards]
+        return ShardTargets(known, workers, who, self.state, recompute_kv=recompute_kv)
 
     # -- failed and rebuilt -------------------------------------------------------------------------------------------
 
