@@ -13,7 +13,7 @@ ran: `_ASIDE`. Files of which only classes and constants are read do not count, 
 | step | the refit of a step has ended | the step is finished |
 | step-on-the-data-plane | the same, with `data_plane.enabled` | |
 | refit | the sync of a step begins | the step's first request is sent |
-| hand-over | the scheduler's command for a rank to drain | a rank of another job serves |
+| hand-over | the scheduler's command to vacate a rank | a rank of another job serves |
 | start | the command begins | the first step begins |
 | request | an agent's first request of a step | the step's first group is committed |
 
@@ -249,12 +249,12 @@ def _hand_over(run: Run) -> tuple[float, float]:
     entries = run.entries("pool", "ts_command", "ts_rank")
     commands = [(time, entry) for time, entry in entries if entry["kind"] == "ts_command"]
     for (begin, left), _ in itertools.pairwise(reversed(commands)):
-        if left.get("verb") != "drain":
+        if left.get("verb") != "vacate":
             continue
         rose = [
             time
             for time, entry in entries
-            if time > begin and entry.get("phase") == "active" and entry.get("pipeline") != left.get("pipeline")
+            if time > begin and entry.get("phase") == "serving" and entry.get("pipeline") != left.get("pipeline")
         ]
         if rose:
             return begin, rose[0]
