@@ -340,6 +340,7 @@ class SimulatedJob:
         process = self.process
         if process is None:
             return
+        process.watch.begins(operation)
         costs, faults, now = self.costs, self.world.scenario.faults, self.world.loop.now
         seconds = {
             RankStep.DRAIN: costs.drain_s,
@@ -355,8 +356,7 @@ class SimulatedJob:
             self._later(process, longest, "_overdue", operation)
         ok = True
         if now < faults.until_s:
-            hangs = faults.operation_hangs and self._rng.random() < faults.operation_hangs
-            if hangs and operation.kind is not RankStep.REFRESH:
+            if faults.operation_hangs and self._rng.random() < faults.operation_hangs:
                 self._later(process, longest, "_overdue", operation)
                 return
             ok = not (faults.operation_fails and self._rng.random() < faults.operation_fails)
@@ -366,6 +366,7 @@ class SimulatedJob:
         process.agent.step_overdue(operation)
 
     def _performed(self, process: JobProcess, operation: Operation, ok: bool) -> None:
+        process.watch.ends(operation)
         if process.agent.ranks[operation.rank].busy != operation:
             return
         if operation.kind is RankStep.DRAIN:

@@ -163,7 +163,7 @@ class Faults(_Section):
     slow_shards: Rate = _key(0.0, "A generation rank falls to 5 % of its speed, per hour.")
     clock_jumps: Rate = _key(0.0, "The scheduler's machine sets its clock (by -1 h, -1 s, 20 s or a day), per hour.")
     operation_fails: Probability = _key(0.0, "Chance that a drain, sleep, wake, sync or refresh fails.")
-    operation_hangs: Probability = _key(0.0, "Chance that a drain, sleep, wake or sync never ends.")
+    operation_hangs: Probability = _key(0.0, "Chance that a drain, sleep, wake, sync or refresh never ends.")
     reap_fails: Probability = _key(
         0.0, "Chance that processes cannot be ended; their GPUs are quarantined and it is tried again."
     )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from nemo_rl.time_sharing.agents.agent import Agent
-from nemo_rl.time_sharing.agents.agent_ranks import LocalPhase, RankStep
+from nemo_rl.time_sharing.agents.agent_ranks import LocalPhase, Operation, RankStep
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.ledger import Lease, PipelineState
 from nemo_rl.time_sharing.log.state import SchedulerState
@@ -208,6 +208,7 @@ class AgentWatch:
         self._term = 0
         self._dismissed = False
         self._newest: dict[int, tuple[int, int]] = {}
+        self._steps: dict[int, Operation] = {}
         self._over: dict[int, int] = {}
         self._up: dict[int, int] = {}
         self._refreshes = False
@@ -272,6 +273,21 @@ class AgentWatch:
         refreshing = any(rank.busy is not None and rank.busy.kind is RankStep.REFRESH for rank in agent.ranks)
         if self._refreshes and not busy and not refreshing:
             raise Misbehaviour(f"{self._who} has version {agent.cached} everywhere and does not publish it")
+
+    def begins(self, operation: Operation) -> None:
+        """The agent has a step performed; no other of that rank may be under way."""
+        if (other := self._steps.get(operation.rank)) is not None:
+            raise Misbehaviour(f"{self._who}: {operation} begins while {other} is under way")
+        self._steps[operation.rank] = operation
+
+    def ends(self, operation: Operation) -> None:
+        """A step is over."""
+        if self._steps.get(operation.rank) == operation:
+            del self._steps[operation.rank]
+
+    def rank_ended(self, rank: int) -> None:
+        """The processes of a rank are ended, and with them what they did."""
+        self._steps.pop(rank, None)
 
     def refreshes(self) -> None:
         """The agent must bring its new weights to every rank and then publish them."""

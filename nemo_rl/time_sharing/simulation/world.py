@@ -250,6 +250,7 @@ class World(Surroundings):
             process.generation.preempt(rank)
             process.started_ranks.discard(rank)
             process.record.emit(MemoryFreed(f"rank {rank}", process.agent.topology.ranks[rank]))
+            process.watch.rank_ended(rank)
             process.agent.rank_ended(rank)
 
     @override
