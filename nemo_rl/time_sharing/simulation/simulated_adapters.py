@@ -212,6 +212,7 @@ class SimulatedAdapters(SimulatedJob):
         if operation.kind is not RankStep.DRAIN or process is None or operation.rank != self._rank:
             super().perform(operation)
             return
+        process.watch.begins(operation)
         self._yields = process, operation
         self.world.loop.after(self.plan.stop_s, self._if_alive, process, "_kill_command", (operation,))
         for member in self.members.values():
@@ -239,6 +240,7 @@ class SimulatedAdapters(SimulatedJob):
 
     def _performed(self, process: JobProcess, operation: Operation, ok: bool) -> None:
         if operation.kind is RankStep.DRAIN:
+            process.watch.ends(operation)
             if process.agent.ranks[operation.rank].busy == operation:
                 process.agent.performed(operation, ok)
         else:
