@@ -36,7 +36,7 @@ from nemo_rl.config.errors import UserError
 from nemo_rl.utils.files import ADDRESS_FILES
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 PROMETHEUS_TEXT = "text/plain; version=0.0.4"
 _REQUEST_S = 10.0
@@ -227,20 +227,30 @@ def bearer(request: Request) -> str:
     return token.strip() if kind.lower() == "bearer" else ""
 
 
-def metrics_handler(text: Callable[[], str], token: str | None = None) -> Starlette:
+def bearer_only(app: ASGIApp, token: str | None, refusal: Response) -> ASGIApp:
+    """The app behind a token that `Authorization: Bearer` must bring; None: open. `refusal` answers the others."""
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        allowed = token is None or shows_token(token, [bearer(Request(scope))])
+        await (app if allowed else refusal)(scope, receive, send)
+
+    return guarded
+
+
+def metrics_handler(text: Callable[[], str], token: str | None = None) -> ASGIApp:
     """Answers `/metrics`. `text`: gives the current metrics in Prometheus's text format. `token`: what `Authorization:
     Bearer` must bring; None: nothing.
     """
 
     def metrics(request: Request) -> Response:
-        if token is not None and not shows_token(token, [bearer(request)]):
-            return PlainTextResponse("this needs the header Authorization: Bearer and the token\n", 401)
         return PlainTextResponse(text(), media_type=PROMETHEUS_TEXT)
 
     def elsewhere(request: Request) -> Response:
         return PlainTextResponse("see /metrics\n", 404)
 
-    return Starlette(routes=[Route("/metrics", metrics), Route("/{path:path}", elsewhere)])
+    app = Starlette(routes=[Route("/metrics", metrics), Route("/{path:path}", elsewhere)])
+    refusal = PlainTextResponse("this needs the header Authorization: Bearer and the token\n", 401)
+    return bearer_only(app, token, refusal)
 
 
 def guarded_app(routes: Sequence[Route], token: str, *, token_to_read: bool, cookie: str) -> Starlette:

@@ -21,8 +21,8 @@ from nemo_rl.utils.files import ADAPTERS_ADDRESS, private_file
 
 if TYPE_CHECKING:
     from starlette import requests
-    from starlette.applications import Starlette
     from starlette.responses import Response
+    from starlette.types import ASGIApp
 
     from nemo_rl.algorithms.multi_lora.job import MultiLoraJob
 
@@ -52,13 +52,13 @@ def serve(job: MultiLoraJob, base: Mapping[str, object], log_dir: Path, port: in
         server.close()
 
 
-def _app(job: MultiLoraJob, base: Mapping[str, object], token: str) -> Starlette:
+def _app(job: MultiLoraJob, base: Mapping[str, object], token: str) -> ASGIApp:
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
     from starlette.responses import JSONResponse
     from starlette.routing import Route
 
-    from nemo_rl.utils.http_server import bearer, shows_token
+    from nemo_rl.utils.http_server import bearer_only
 
     def listed(request: requests.Request, body: bytes) -> object:
         return [state.plain() for state in job.states()]
@@ -77,9 +77,6 @@ def _app(job: MultiLoraJob, base: Mapping[str, object], token: str) -> Starlette
 
     def answered(work: Callable[[requests.Request, bytes], object]) -> Callable[..., Awaitable[Response]]:
         async def answer(request: requests.Request) -> Response:
-            if not shows_token(token, [bearer(request)]):
-                said = f"the token in {ADAPTERS_ADDRESS} of the job's log directory is missing"
-                return JSONResponse({"error": said}, 401)
             body = bytearray()
             async for part in request.stream():
                 body += part
@@ -92,7 +89,7 @@ def _app(job: MultiLoraJob, base: Mapping[str, object], token: str) -> Starlette
 
         return answer
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/adapters", answered(listed), methods=["GET"]),
             Route("/adapters", answered(add), methods=["POST"]),
@@ -100,6 +97,8 @@ def _app(job: MultiLoraJob, base: Mapping[str, object], token: str) -> Starlette
             Route("/{path:path}", answered(elsewhere), methods=["GET", "POST", "DELETE"]),
         ]
     )
+    said = f"the token in {ADAPTERS_ADDRESS} of the job's log directory is missing"
+    return bearer_only(app, token, JSONResponse({"error": said}, 401))
 
 
 def call(log_dir: Path, method: str, path: str, content: object = None) -> object:

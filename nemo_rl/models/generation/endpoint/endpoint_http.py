@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import hmac
 import io
 import resource
 import socket
@@ -20,6 +19,7 @@ import orjson
 
 from nemo_rl.config.errors import UserError
 from nemo_rl.models.generation.decisions import Array, SamplingMasks, TokenRoutes
+from nemo_rl.utils.http_server import bearer_only
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -127,17 +127,6 @@ def guarded(app: ASGIApp, token: str | None, max_body_bytes: int) -> ASGIApp:
     """The app behind the checks of token and body size."""
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
-        headers = {name.lower(): value for name, value in scope["headers"]}
-        given = headers.get(b"authorization", b"")
-        if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
-            # Connections without the token are closed.
-            await error_response(
-                401,
-                "wrong or missing token; send Authorization: Bearer TOKEN",
-                "AuthenticationError",
-                {"Connection": "close"},
-            )(scope, receive, send)
-            return
         received = 0
 
         async def counted() -> Message:
@@ -150,7 +139,9 @@ def guarded(app: ASGIApp, token: str | None, max_body_bytes: int) -> ASGIApp:
 
         await app(scope, counted, send)
 
-    return checked
+    said = "wrong or missing token; send Authorization: Bearer TOKEN"
+    # Connections without the token are closed.
+    return bearer_only(checked, token, error_response(401, said, "AuthenticationError", {"Connection": "close"}))
 
 
 async def unless_gone(work: Coroutine[object, object, Response], request: Request) -> Response:
