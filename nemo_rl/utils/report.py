@@ -28,6 +28,7 @@ from nemo_rl.utils.metrics_file import NoMetrics, RunMetrics, metrics_paths, rea
 from nemo_rl.utils.progress import format_duration
 from nemo_rl.utils.record import RecordDamaged, RecordError, read_record
 from nemo_rl.utils.step_timeline import figure, most_telling, read_timeline
+from nemo_rl.utils.text import filled_page
 
 logger = logging.getLogger(__name__)
 
@@ -106,10 +107,7 @@ def _write_page(
         "last": [[name, _plain(value)] for name in sorted(run.series) if (value := run.last(name)) is not None],
         "config": config,
     }
-    template = (Path(__file__).parent / "report.html").read_text(encoding="utf-8")
-    # "</script>" in a sample would end the data block early.
-    data = json.dumps(page, allow_nan=False).replace("<", "\\u003c")
-    replace_file(path, template.replace("__DATA__", data))
+    replace_file(path, filled_page(Path(__file__).with_name("report.html"), "", page))
 
 
 def log_report(logger: Logger) -> None:

@@ -6,7 +6,6 @@ removed at the end of the run.
 
 from __future__ import annotations
 
-import html
 import json
 import os
 import secrets
@@ -24,8 +23,9 @@ from nemo_rl.utils.files import PAGE_ADDRESS, private_file
 from nemo_rl.utils.http_server import file_of, guarded_app, serve_page
 from nemo_rl.utils.progress import RunProgress, format_duration
 from nemo_rl.utils.report import sample_lines, write_page
-from nemo_rl.utils.text import printable
+from nemo_rl.utils.text import filled_page, printable
 
+_TEMPLATE = Path(__file__).with_name("run_page.html")
 _COOKIE = "nrl_run_token"
 _TAIL_BYTES, _TAIL_LINES, _SAMPLES = 16 << 10, 40, 4
 
@@ -114,8 +114,7 @@ def run_page(log_dir: Path, port: int) -> Generator[tuple[RunPage, str]]:
 def _app(page: RunPage, token: str) -> Starlette:
     def root(request: Request) -> Response:
         # The script sets a model's output as text, never as markup.
-        markup = Path(__file__).with_name("run_page.html").read_text(encoding="utf-8")
-        return HTMLResponse(markup.replace("__TITLE__", html.escape(str(page.data()["title"]))))
+        return HTMLResponse(filled_page(_TEMPLATE, str(page.data()["title"])))
 
     def data(request: Request) -> Response:
         return JSONResponse(page.data())

@@ -1,12 +1,23 @@
-"""Text of others on a terminal, which must not steer it, and tables in Markdown."""
+"""Text of others on a terminal, which must not steer it, and in pages, where it must not run; tables in Markdown."""
 
 from __future__ import annotations
 
+import html
+import json
 import unicodedata
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 _KEPT = "\n\t"
 _TURNS_DIRECTION = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+def filled_page(template: Path, title: str, data: object = None) -> str:
+    """An HTML template with `__TITLE__`, plain text, and `__DATA__`, plain values that become JSON in a script."""
+    # "</script>" in a text would end the script early.
+    filling = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    page = template.read_text(encoding="utf-8").replace("__TITLE__", html.escape(title))
+    return page.replace("__DATA__", filling)
 
 
 def printable(text: str) -> str:

@@ -135,7 +135,7 @@ def test_the_report_is_one_file_that_loads_nothing(log: Path, tmp_path: Path) ->
     output = tmp_path / "r.html"
     assert main(["report", str(log), "-o", str(output)]) == 0
     page = output.read_text()
-    assert "src=" not in page and 'href="http' not in page and "/*DATA*/" not in page
+    assert "src=" not in page and 'href="http' not in page and "__DATA__" not in page
     data = json.loads(page.split("let D=", 1)[1].split(";\n", 1)[0])
     assert (
         data["pipelines"] == ["math", "games"]

@@ -7,7 +7,6 @@ after `close`.
 
 from __future__ import annotations
 
-import json
 import secrets
 import threading
 import time
@@ -26,7 +25,7 @@ from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log.events import LogClosed
 from nemo_rl.time_sharing.log.pool_state import PoolState, Standing
 from nemo_rl.time_sharing.log.reading import LogTail, merge_by_machine_time
-from nemo_rl.time_sharing.viewing.pool_report import filled_page, report_data
+from nemo_rl.time_sharing.viewing.pool_report import TEMPLATE, report_data
 from nemo_rl.time_sharing.viewing.standings_table import adapter_cells, cells, steps_of
 from nemo_rl.time_sharing.viewing.timeline import Timeline, TimelineBuilder
 from nemo_rl.utils.http_server import (
@@ -41,6 +40,7 @@ from nemo_rl.utils.http_server import (
 )
 from nemo_rl.utils.record import RecordError
 from nemo_rl.utils.record_events import StepFinished
+from nemo_rl.utils.text import filled_page
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -175,8 +175,7 @@ def page_app(view: PoolView, token: str, *, token_to_read: bool, act: Act | None
     """
 
     def page(request: Request) -> Response:
-        data = json.dumps(view.data() | {"acts": act is not None}, separators=(",", ":")).replace("</", "<\\/")
-        return HTMLResponse(filled_page(f"{view.name}: pool", data))
+        return HTMLResponse(filled_page(TEMPLATE, f"{view.name}: pool", view.data() | {"acts": act is not None}))
 
     def data(request: Request) -> Response:
         return JSONResponse(view.data() | {"acts": act is not None})

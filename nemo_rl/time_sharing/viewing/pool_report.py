@@ -6,8 +6,6 @@ The page, `pool_report.html`, holds its data as JSON and draws it on canvases; i
 
 from __future__ import annotations
 
-import html
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +14,9 @@ from nemo_rl.time_sharing.log.comparison import LEGEND
 from nemo_rl.time_sharing.viewing.handovers import percentile
 from nemo_rl.time_sharing.viewing.standings_table import columns
 from nemo_rl.time_sharing.viewing.timeline import Level, Timeline, in_unit
+from nemo_rl.utils.text import filled_page
 
+TEMPLATE = Path(__file__).with_name("pool_report.html")
 _MOST_POINTS = 3000
 _MOST_DECISIONS = 2000
 # A real run's clock counts from 1970, a simulation's from its start.
@@ -27,14 +27,8 @@ def write_report(
     timeline: Timeline, violations: Sequence[Violation], path: str | Path, *, title: str, unit: str = "GPU"
 ) -> None:
     """Writes the page. `violations` is what `history.checker.check` found in the same record."""
-    data = json.dumps(report_data(timeline, violations, title, unit), separators=(",", ":")).replace("</", "<\\/")
-    Path(path).write_text(filled_page(f"{title}: time-sharing report", data), encoding="utf-8")
-
-
-def filled_page(title: str, data: str) -> str:
-    """The page with a title, plain text, and its data as JSON."""
-    page = Path(__file__).with_name("pool_report.html").read_text(encoding="utf-8")
-    return page.replace("/*TITLE*/", html.escape(title)).replace("/*DATA*/null", data)
+    data = report_data(timeline, violations, title, unit)
+    Path(path).write_text(filled_page(TEMPLATE, f"{title}: time-sharing report", data), encoding="utf-8")
 
 
 def report_data(
