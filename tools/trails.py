@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import itertools
 import json
 import os
 import subprocess
@@ -246,19 +245,23 @@ def window(trail: str, run: Run) -> tuple[float, float]:
 
 
 def _hand_over(run: Run) -> tuple[float, float]:
-    entries = run.entries("pool", "ts_command", "ts_rank")
-    commands = [(time, entry) for time, entry in entries if entry["kind"] == "ts_command"]
-    for (begin, left), _ in itertools.pairwise(reversed(commands)):
+    """The shortest of the run's hand-overs, before the first job leaves: others meet what else a pool does."""
+    entries = run.entries("pool", "ts_command", "ts_rank", "ts_leaving")
+    leaves = min((time for time, entry in entries if entry["kind"] == "ts_leaving"), default=float("inf"))
+    found: list[tuple[float, float]] = []
+    for begin, left in entries:
         if left.get("verb") != "vacate":
             continue
-        rose = [
+        rose = (
             time
             for time, entry in entries
             if time > begin and entry.get("phase") == "serving" and entry.get("pipeline") != left.get("pipeline")
-        ]
-        if rose:
-            return begin, rose[0]
-    sys.exit("no GPU went from one job to the other in this run")
+        )
+        if (end := next(rose, leaves)) < leaves:
+            found.append((begin, end))
+    if not found:
+        sys.exit("no GPU went from one job to the other in this run")
+    return min(found, key=lambda window: window[1] - window[0])
 
 
 def files_of(trail: str, run: Run) -> dict[str, list[str]]:
