@@ -13,7 +13,7 @@ ran: `_ASIDE`. Files of which only classes and constants are read do not count, 
 | step | the refit of a step has ended | the step is finished |
 | step-on-the-data-plane | the same, with `data_plane.enabled` | |
 | refit | the sync of a step begins | the step's first request is sent |
-| hand-over | the scheduler's command to vacate a rank | a rank of another job serves |
+| hand-over | the scheduler's command to vacate a rank | a rank of another job serves; files of every one |
 | start | the command begins | the first step begins |
 | request | an agent's first request of a step | the step's first group is committed |
 
@@ -220,10 +220,12 @@ def _hits(folder: Path) -> Iterator[Hit]:
             yield Hit(float(time), file, function)
 
 
-def window(trail: str, run: Run) -> tuple[float, float]:
-    """Begin and end of a trail in a run, in seconds of the clock."""
-    if trail == "hand-over":
-        return _hand_over(run)
+def windows(trail: str, run: Run) -> list[tuple[float, float]]:
+    """Begin and end of each passage of a trail in a run, in seconds of the clock."""
+    return _hand_overs(run) if trail == "hand-over" else [_window(trail, run)]
+
+
+def _window(trail: str, run: Run) -> tuple[float, float]:
     steps = run.entries("logs", "step_begun", "step_finished", "sync_started", "sync_finished", "request_submitted")
     begun = [time for time, entry in steps if entry["kind"] == "step_begun"]
     ended = [time for time, entry in steps if entry["kind"] == "step_finished"]
@@ -244,8 +246,8 @@ def window(trail: str, run: Run) -> tuple[float, float]:
     return (synced[-1] + _BUCKET_S if synced else begin), end
 
 
-def _hand_over(run: Run) -> tuple[float, float]:
-    """The shortest of the run's hand-overs, before the first job leaves: others meet what else a pool does."""
+def _hand_overs(run: Run) -> list[tuple[float, float]]:
+    """All hand-overs before the first job leaves."""
     entries = run.entries("pool", "ts_command", "ts_rank", "ts_leaving")
     leaves = min((time for time, entry in entries if entry["kind"] == "ts_leaving"), default=float("inf"))
     found: list[tuple[float, float]] = []
@@ -261,17 +263,22 @@ def _hand_over(run: Run) -> tuple[float, float]:
             found.append((begin, end))
     if not found:
         sys.exit("no GPU went from one job to the other in this run")
-    return min(found, key=lambda window: window[1] - window[0])
+    return found
 
 
 def files_of(trail: str, run: Run) -> dict[str, list[str]]:
-    """Files of nemo_rl that ran in a trail's window, in order of first entry, each with its functions."""
-    begin, end = window(trail, run)
-    found: dict[str, dict[str, None]] = {}
-    for hit in run.hits:
-        if begin - _BUCKET_S < hit.time <= end and not hit.file.startswith(_ASIDE[trail]):
-            found.setdefault(hit.file, {})[hit.function] = None
-    return {file: list(functions) for file, functions in found.items()}
+    """Files of nemo_rl that ran in every passage of a trail, in order of first entry, each with its functions: what a
+    pool does besides is in some hand-overs only.
+    """
+    passages: list[dict[str, dict[str, None]]] = []
+    for begin, end in windows(trail, run):
+        found: dict[str, dict[str, None]] = {}
+        for hit in run.hits:
+            if begin - _BUCKET_S < hit.time <= end and not hit.file.startswith(_ASIDE[trail]):
+                found.setdefault(hit.file, {})[hit.function] = None
+        passages.append(found)
+    always = set.intersection(*(set(found) for found in passages))
+    return {file: list(functions) for file, functions in passages[0].items() if file in always}
 
 
 def show(trail: str, files: dict[str, list[str]], *, functions: bool) -> None:
