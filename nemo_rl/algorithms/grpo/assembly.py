@@ -176,7 +176,8 @@ def setup(config: MasterConfig, start: StartPhases | None = None, placement: Pla
                 store = make_store(config, tokenizer, policy, stack)
                 policy.wait_until_started()
             warming = None
-            if begun.accelerator.is_cuda and not placement.lends_shards and type(loss_fn) is ClippedPGLossFn:
+            compiles = begun.accelerator.is_cuda or config.policy.dtensor_cfg.torch_compile
+            if compiles and not placement.lends_shards and type(loss_fn) is ClippedPGLossFn:
                 warming = policy.submit_warm_up(loss_fn)
             teachers = teaching.start_teachers(
                 begun.teachers, config, policy, tokenizer, start, stack, lends=placement.lends_shards

@@ -27,7 +27,13 @@ from nemo_rl.models.dtensor.dtensor_lora import AdaptedLinear, base_model
 from nemo_rl.models.dtensor.export import adapter_metas, full_weights, sent_adapters, tensor_metas
 from nemo_rl.models.dtensor.mesh import ParallelMesh
 from nemo_rl.models.dtensor.model_loading import load_scorer
-from nemo_rl.models.dtensor.parallelize import HEADWISE_NORMS, is_tensor_parallel, local_tensor
+from nemo_rl.models.dtensor.parallelize import (
+    HEADWISE_NORMS,
+    is_compiled,
+    is_tensor_parallel,
+    local_tensor,
+    one_layer_of_each_kind,
+)
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 from nemo_rl.models.policy.attention import ATTENTION_NAME, kernel_in_use
 from nemo_rl.models.policy.backend import Backend, BackendOptions
@@ -332,18 +338,31 @@ class DTensorBackend(Backend):
             self.scorer(self._packed(idle_microbatch()), LogitTransform())
         self.scorer.drop_gathered()
 
-    def warm_up(self, rows: Mapping[str, torch.Tensor], loss_fn: LossFunction) -> bool:
-        """On GPUs. Draws of dropout do not count."""
-        if self.device.type != "cuda" or self.scorer.replay is not None:
+    def warm_up(
+        self, rows: Mapping[str, torch.Tensor], long_rows: Mapping[str, torch.Tensor] | None, loss_fn: LossFunction
+    ) -> bool:
+        """On GPUs, and where layers are compiled. Draws of dropout do not count."""
+        cuda = self.device.type == "cuda"
+        if self.scorer.replay is not None or not (cuda or is_compiled(self.scorer.lm)):
             return False
-        with torch.random.fork_rng(devices=[self.device]):
-            self.logprobs([rows], filtered=True, idle=0)
-            self.start_step()
-            self.forward_backward([rows], loss_fn, idle=0)
+        with torch.random.fork_rng(devices=[self.device] if cuda else []):
+            self._passes(rows, loss_fn)
+            if long_rows is not None:
+                with one_layer_of_each_kind(self.scorer.lm):
+                    self._passes(long_rows, loss_fn)
         self.discard_gradients()
         self._microbatches = 0
         release_cached_memory(self.device)
         return True
+
+    def _passes(self, rows: Mapping[str, torch.Tensor], loss_fn: LossFunction) -> None:
+        self.logprobs([rows], filtered=True, idle=0)
+        if self._adapter is not None and self._reference is not None:
+            # The model without its adapters is other code; with other weights it is the same.
+            with self.reference_weights():
+                self.logprobs([rows], filtered=True, idle=0)
+        self.start_step()
+        self.forward_backward([rows], loss_fn, idle=0)
 
     def reference_weights(self) -> AbstractContextManager[None]:
         if self._reference is None:

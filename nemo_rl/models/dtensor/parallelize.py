@@ -6,7 +6,8 @@ the step divides once by the global count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -158,6 +159,26 @@ def apply_compile(model: Any) -> None:
     """Compiles each decoder layer for rows of any length."""
     for layer in decoder_of(model).layers:
         layer.compile(dynamic=True)
+
+
+def is_compiled(model: Any) -> bool:
+    """Whether decoder layers are compiled."""
+    return any(layer._compiled_call_impl is not None for layer in decoder_of(model).layers)
+
+
+@contextmanager
+def one_layer_of_each_kind(model: Any) -> Generator[None]:
+    """The model has only the first layer of each kind inside the block, so that a long row takes little memory."""
+    decoder = decoder_of(model)
+    layers = decoder.layers
+    kinds: dict[object, nn.Module] = {}
+    for layer in layers:
+        kinds.setdefault((type(getattr(layer, "mlp", None)), getattr(layer, "attention_type", None)), layer)
+    decoder.layers = nn.ModuleList(kinds.values())
+    try:
+        yield
+    finally:
+        decoder.layers = layers
 
 
 def apply_fsdp(scorer: nn.Module, model: Any, mesh: ParallelMesh, cfg: DTensorConfig, *, dtype: torch.dtype) -> None:

@@ -115,9 +115,15 @@ class Backend(StepBackend, Protocol):
         """
         ...
 
-    def warm_up(self, rows: Mapping[str, torch.Tensor], loss_fn: LossFunction) -> bool:
+    def warm_up(
+        self, rows: Mapping[str, torch.Tensor], long_rows: Mapping[str, torch.Tensor] | None, loss_fn: LossFunction
+    ) -> bool:
         """Scores and trains on rows to trigger compilation, and drops the result. Returns whether there was something
         to compile. Collective.
+
+        Args:
+            long_rows: As many tokens as a row of the run has, for some layers alone: compilers choose other kernels for
+                long rows. None where `rows` are as long.
         """
         return False
 

@@ -39,7 +39,7 @@ from nemo_rl.distributed.processes import keep_living
 from nemo_rl.loss.interfaces import LossFunction, count_valid, normalize_metrics
 from nemo_rl.models.policy.backend import BackendOptions, backend_spec
 from nemo_rl.models.policy.batches import RECORDED, microbatches, without_routes
-from nemo_rl.models.policy.memory_estimate import explained
+from nemo_rl.models.policy.memory_estimate import explained, row_tokens
 from nemo_rl.models.policy.model_config import compute_dtype
 from nemo_rl.models.policy.train_step import (
     StepResult,
@@ -141,8 +141,11 @@ class PolicyWorker(TQWorkerMixin):
         `loss_fn`: the clipped policy-gradient loss.
         """
         began = time.monotonic()
-        rows = warm_up_rows(self.cfg, self.backend.model_config.get_text_config().vocab_size)
-        return time.monotonic() - began if self.backend.warm_up(rows, loss_fn) else 0.0
+        model = self.backend.model_config.get_text_config()
+        longest = min(row_tokens(self.cfg), max(LONG_ROW_TOKENS, 3 * model.hidden_size))
+        long_rows = warm_up_rows(self.cfg, model.vocab_size, longest) if longest > WARM_UP_TOKENS else None
+        rows = warm_up_rows(self.cfg, model.vocab_size, WARM_UP_TOKENS)
+        return time.monotonic() - began if self.backend.warm_up(rows, long_rows, loss_fn) else 0.0
 
     def profile(self, on: bool) -> None:
         """Begins or ends what Nsight Systems records of this rank."""
@@ -475,18 +478,21 @@ def _width(data: BatchedDataDict) -> int:
 
 
 WARM_UP_TOKENS = 2048
-"""Most tokens of the row. Layers are compiled for rows of any length; a longer one takes memory that engines have."""
+"""Most tokens of the row that passes through all layers. A longer one takes memory that engines have."""
+LONG_ROW_TOKENS = 8192
+"""Most tokens of the row that passes through some layers, of a model whose width is at most a third of it. Inductor
+makes other kernels for rows of more than 4,096 tokens, or than twice the model's width."""
 
 
-def warm_up_rows(config: PolicyConfig, vocabulary: int) -> BatchedDataDict[Any]:
+def warm_up_rows(config: PolicyConfig, vocabulary: int, most: int) -> BatchedDataDict[Any]:
     """At least two sequences of random tokens, with the columns that the clipped policy-gradient loss reads.
-    `vocabulary`: number of token ids of the model.
+    `vocabulary`: number of token ids of the model; `most`: tokens of all sequences.
 
     The total number of tokens is prime: compiled code would otherwise specialise on a row length that equals some
     dimension of the model.
     """
-    width = min(config.max_total_sequence_length, WARM_UP_TOKENS // 2)
-    rows = max(2, WARM_UP_TOKENS // width)
+    width = min(config.max_total_sequence_length, most // 2)
+    rows = max(2, most // width)
     tokens = next(count for count in range(rows * width, 0, -1) if _is_prime(count))
     fewer, some = divmod(rows * width - tokens, rows)
     lengths = torch.tensor([width - fewer - (row < some) for row in range(rows)])
