@@ -354,6 +354,13 @@ def _compare(results: Sequence[dict[str, Any]]) -> None:
         print(f"\nseconds a step, TRL / ours: {medians['trl'] / medians['ours']:.2f}")
 
 
+def _changed(settings: Sequence[str]) -> str:
+    """What a contender sets besides, short enough for a legend."""
+    named = {"policy.megatron_cfg.enabled=true": "Megatron-Core", "policy.dtensor_cfg.lora_cfg.enabled=true": "LoRA"}
+    known = [name for key, name in named.items() if key in settings]
+    return f", {', '.join(known) or ' '.join(settings)[:40]}" if settings else ""
+
+
 def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
     """Accuracy over steps and over seconds, and memory over steps."""
     import matplotlib
@@ -365,7 +372,7 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
     colours = itertools.cycle(["#0f766e", "#4f46e5", "#b45309", "#be123c", "#475569"])
     for result, colour in zip(results, colours, strict=False):
         name = "nemo_rl" if result["way"] == "ours" else "TRL 1.16"
-        label = f"{name}, seed {result['seed']}" + (f" ({' '.join(result['set'])})" if result.get("set") else "")
+        label = f"{name}, seed {result['seed']}" + _changed(result.get("set") or [])
         steps = [int(step) for step in result["accuracy"]]
         values = list(result["accuracy"].values())
         over_steps.plot(steps, values, "o-", color=colour, label=label, markersize=3)
