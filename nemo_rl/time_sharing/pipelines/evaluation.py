@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nemo_rl.algorithms.placement import Clusters
 from nemo_rl.config import EvalMasterConfig
 from nemo_rl.time_sharing.log.pool_state import Outcome, Progress
 from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job
-from nemo_rl.time_sharing.pipelines.lent import LentPlacement, TurnRules
-from nemo_rl.time_sharing.pipelines.vllm_engine import EngineSlot
+from nemo_rl.time_sharing.pipelines.lent import LentPlacement
 
 
 class EvaluationPipeline(LentPipeline):
@@ -37,22 +35,10 @@ class EvaluationPipeline(LentPipeline):
         """See `LentPipeline.live`; the score is the outcome's reason."""
         from nemo_rl.algorithms.evaluation import evaluate
 
-        job, config, engines = self._job, self._job.config, EngineSlot(self.engine_built)
+        job, config = self._job, self._job.config
         if not isinstance(config, EvalMasterConfig):
             raise TypeError(f"{job.name}: {type(config).__name__} is no configuration of an evaluation")
-        record = self.open_record()
-        runtime = self.join(engines, record)
-        cluster = self.cluster(job.infer, leads_ranks=True)
-        self._placement = LentPlacement(
-            job.name,
-            Clusters(cluster, cluster),
-            cluster.accelerator,
-            runtime,
-            engines,
-            TurnRules(self._handles.limits.request_s, config.eval.num_tests_per_prompt),
-            report_memory=self.report_memory,
-            record=record,
-        )
+        self._placement = self.placed(config.eval.num_tests_per_prompt)
         score = evaluate(config, self._placement)
         said = f"{score.metric} {score.value:.4f} on {score.problems} problems"
         return Outcome("done", said, steps=score.problems)

@@ -130,7 +130,9 @@ class LentPipeline:
         return Outcome("drained", f"after step {step} of {of}, {how}", step, waited_s)
 
     def live(self) -> Outcome:
-        """Registers, runs to the end and leaves. Raises UserError, Dismissed, NothingToDo: it ended before."""
+        """Registers, runs to the end and leaves. Raises UserError, Dismissed, NothingToDo: it ended before; other
+        errors are defects, and shown with their tracebacks.
+        """
         raise NotImplementedError
 
     def start(self) -> None:
@@ -194,6 +196,41 @@ class LentPipeline:
         self._runtime.start()
         self._ready.set()
         return self._runtime
+
+    def placed(self, samples: int = 1) -> LentPlacement:
+        """Registers, starts the agent, and gives the run its slots: those of the job's training, of its engines, or of
+        both. `samples`: of a prompt.
+        """
+        from nemo_rl.algorithms.placement import Clusters
+        from nemo_rl.time_sharing.pipelines.lent import LentPlacement, TurnRules
+        from nemo_rl.time_sharing.pipelines.vllm_engine import EngineSlot
+
+        job, limits, record = self._job, self._handles.limits, self.open_record()
+        engines = EngineSlot(self.engine_built)
+        runtime = self.join(engines, record)
+        training = self.cluster(job.train, leads_ranks=False) if job.train else None
+        # The ranks of a run that generates nothing are never woken.
+        generation = self.cluster(job.infer, leads_ranks=True) if job.engines is not None else None
+        slots = training or generation
+        if slots is None:
+            raise TypeError(f"{job.name}: {type(job.config).__name__} has no training and, by `engines_of`, no engines")
+        return LentPlacement(
+            job.name,
+            Clusters(slots, generation),
+            slots.accelerator,
+            runtime,
+            engines,
+            TurnRules(limits.request_s, samples, job.measures_batch, self._wanted, job.slice_s, limits.max_hold_s / 2),
+            report_memory=self.report_memory,
+            # A run that trains has a record of its own.
+            record=None if training else record,
+        )
+
+    def _wanted(self) -> bool:
+        import ray
+
+        wanted: bool = ray.get(self._handles.scheduler.wanted.remote(self._job.name), timeout=_ANSWER_S)
+        return wanted
 
     def report_memory(self, measured: Sequence[SlotMemory], needs: Sequence[int]) -> None:
         """Enters what stays on the training GPUs into the pool's ledger. Raises PoolFull: it does not fit."""
@@ -300,7 +337,8 @@ class TrainingPipeline(LentPipeline, Generic[Run]):
         if not isinstance(config, RootConfig):
             raise TypeError(f"{self._job.name}: {type(config).__name__} is no configuration of a run that trains")
         with directories_of_its_own(config):
-            self._placement = placement = self._placed(config)
+            samples = config.grpo.num_generations_per_prompt if isinstance(config, MasterConfig) else 1
+            self._placement = placement = self.placed(samples)
             self._run = run = self.setup(placement)
             if isinstance(run.record, RecordWriter):
                 self._show_record(run)
@@ -314,34 +352,6 @@ class TrainingPipeline(LentPipeline, Generic[Run]):
                 run.close()
         of, saves = run.progress.total_steps, config.checkpointing.enabled
         return self._left_early(run.state.step, of, saves=saves, waited_s=self._waited_s())
-
-    def _placed(self, config: RootConfig) -> LentPlacement:
-        from nemo_rl.algorithms.placement import Clusters
-        from nemo_rl.time_sharing.pipelines.lent import LentPlacement, TurnRules
-        from nemo_rl.time_sharing.pipelines.vllm_engine import EngineSlot
-
-        job, limits, engines = self._job, self._handles.limits, EngineSlot(self.engine_built)
-        runtime = self.join(engines, self.open_record())
-        training = self.cluster(job.train, leads_ranks=False)
-        samples, generation = 1, None
-        # The ranks of a run that generates nothing are never woken.
-        if isinstance(config, MasterConfig):
-            samples, generation = config.grpo.num_generations_per_prompt, self.cluster(job.infer, leads_ranks=True)
-        return LentPlacement(
-            job.name,
-            Clusters(training, generation),
-            training.accelerator,
-            runtime,
-            engines,
-            TurnRules(limits.request_s, samples, job.measures_batch, self._wanted, job.slice_s, limits.max_hold_s / 2),
-            report_memory=self.report_memory,
-        )
-
-    def _wanted(self) -> bool:
-        import ray
-
-        wanted: bool = ray.get(self._handles.scheduler.wanted.remote(self._job.name), timeout=_ANSWER_S)
-        return wanted
 
     def _show_record(self, run: Run) -> None:
         """The run's record is found beside the scheduler's log, so that all of them are checked together."""

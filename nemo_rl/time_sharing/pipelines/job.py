@@ -182,7 +182,7 @@ class Job:
             pool: Where it is to run.
             others: The mappings of the pool's jobs that have not ended.
         """
-        trains_only, others = isinstance(self.config, SFTMasterConfig), list(others)
+        trains_only, others = _trains_only(self.config), list(others)
         within = range(pool.gpus) if trains_only else self.infer
         moved = self
         if self.anywhere and len(self.train) <= len(within):
@@ -297,7 +297,7 @@ def _read_job(source: _Source, pool: Pool, overrides: Sequence[str], *, taken: S
     elif isinstance(config, RootConfig):
         train = _train_mapping(wrapper.get("train_device_mapping"), config, pool, name)
     given = wrapper.get("infer_device_mapping")
-    infer = train if isinstance(config, SFTMasterConfig) else tuple(given or _all_of(pool, config))
+    infer = train if _trains_only(config) else tuple(given or _all_of(pool, config))
     anywhere = bool(train) and wrapper.get("train_device_mapping") is None
     if anywhere and given:
         train = infer[: len(train)]
@@ -321,6 +321,10 @@ def _config(source: _Source, overrides: Sequence[str]) -> Config:
     if overrides:
         raise ConfigError([f"{overrides[0]}: {source.inner} names a command, which takes no overrides"])
     return read_command(found, source.inner)
+
+
+def _trains_only(config: Config) -> bool:
+    return isinstance(config, RootConfig) and engines_of(config, None) is None
 
 
 def _all_of(pool: Pool, config: Config) -> range:
