@@ -295,7 +295,7 @@ def test_the_containers_recipe_names_what_is_there() -> None:
 
 @pytest.mark.slow
 def test_the_site_builds_and_its_links_lead_somewhere(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path / "site")]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(
         command,
         cwd=ROOT,
