@@ -15,7 +15,7 @@ import torch
 from nemo_rl.algorithms.accelerators import check_control_plane
 from nemo_rl.algorithms.grpo import loop, validation
 from nemo_rl.algorithms.grpo.loop import PromptsUsedUp, async_grpo_train, drive
-from nemo_rl.algorithms.grpo.run import GRPOState, ValidationParts
+from nemo_rl.algorithms.grpo.run import ValidationParts
 from nemo_rl.algorithms.grpo.stages import Experience, apply_staleness_policy
 from nemo_rl.config import ConfigError, load_master_config
 from nemo_rl.data_plane.client import StoredClient
@@ -25,9 +25,9 @@ from nemo_rl.experience.hooks import HooksError
 from nemo_rl.experience.rollouts import merged_rollout_metrics
 from nemo_rl.experience.store import InProcessStore
 from nemo_rl.utils.checkpoint_retention import UnknownMetric
-from nemo_rl.utils.record_events import GroupAdmitted, GroupDropped, GroupTrained, StepFinished
-from tests.algorithms.driver_world import CONFIG, PROMPTS, SAMPLES, Hooks, Loader, World, save_in_memory
+from nemo_rl.utils.record_events import GroupDropped, GroupTrained, StepFinished
 from tests.experience.plane_in_process import plane_in_process
+from tests.virtual_world import CONFIG, PROMPTS, SAMPLES, Hooks, Loader, World, save_in_memory
 
 IN_TURNS = "grpo.async_grpo.enabled=false"
 
@@ -35,10 +35,6 @@ IN_TURNS = "grpo.async_grpo.enabled=false"
 @pytest.fixture(autouse=True)
 def _saving(monkeypatch: pytest.MonkeyPatch) -> None:
     save_in_memory(monkeypatch)
-
-
-def events(world: World, kind: type) -> list[Any]:
-    return [entry.event for entry in world.run.record.entries if isinstance(entry.event, kind)]
 
 
 def test_hooks_are_called_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,25 +151,19 @@ def test_without_hooks_every_prompt_is_trained_once_in_order_and_within_the_boun
     async_grpo_train(world.run)
     assert world.trained == list(range(5 * PROMPTS))
     assert all(metrics["lag/max"] <= 1 for metrics in world.logged)
-    trained = [event.group_id for event in events(world, GroupTrained)]
-    dropped = [event.group_id for event in events(world, GroupDropped)]
-    admitted = [event.group_id for event in events(world, GroupAdmitted)]
-    assert sorted(trained + dropped) == sorted(admitted) and len(set(admitted)) == len(admitted)
-    assert [event.version for event in events(world, StepFinished)] == [1, 2, 3, 4, 5]
+    world.every_prompt_is_accounted_for()
+    assert [event.version for event in world.events(StepFinished)] == [1, 2, 3, 4, 5]
 
 
-def test_the_synchronous_driver_trains_the_same_prompts_on_the_same_stages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_in_memory(monkeypatch)
+def test_the_synchronous_driver_trains_the_same_prompts_on_the_same_stages(tmp_path: Path) -> None:
     world, other = World(tmp_path, IN_TURNS), World(tmp_path)
     drive(world.run)
     async_grpo_train(other.run)
     assert world.trained == other.trained == list(range(5 * PROMPTS))
     assert [metrics["reward"] for metrics in world.logged] == [metrics["reward"] for metrics in other.logged]
     assert world.run.state == other.run.state
-    assert [event.group_id for event in events(world, GroupTrained)] == [
-        event.group_id for event in events(other, GroupTrained)
+    assert [event.group_id for event in world.events(GroupTrained)] == [
+        event.group_id for event in other.events(GroupTrained)
     ]
 
 
@@ -232,7 +222,7 @@ def test_dynamic_sampling_refills_a_step_from_later_prompts(tmp_path: Path) -> N
     async_grpo_train(world.run)
     assert len(world.trained) == 9 and len(set(world.trained)) == 9
     assert all(prompt % 3 for prompt in world.trained)
-    assert {event.reason for event in events(world, GroupDropped)} == {"zero_variance"}
+    assert {event.reason for event in world.events(GroupDropped)} == {"zero_variance"}
     assert any(metrics["dynamic_sampling_num_gen_batches"] > 1 for metrics in world.logged)
 
 
@@ -266,11 +256,8 @@ def test_when_prompts_end_below_dynamic_sampling_the_newest_step_is_validated_an
     steps = world.run.state.step
     assert steps > 1 and len(world.trained) == steps * PROMPTS
     assert validated == [steps] and saved[-1] == (steps, 0.5)
-    trained, dropped, admitted = (
-        sorted(event.group_id for event in events(world, kind)) for kind in (GroupTrained, GroupDropped, GroupAdmitted)
-    )
-    assert sorted(trained + dropped) == admitted
-    assert "prompts_exhausted" in {event.reason for event in events(world, GroupDropped)}
+    world.every_prompt_is_accounted_for()
+    assert "prompts_exhausted" in {event.reason for event in world.events(GroupDropped)}
 
 
 @pytest.mark.parametrize("wanted", [True, False])
@@ -312,19 +299,7 @@ def test_a_restart_from_any_checkpoint_trains_every_prompt_exactly_once(
     whole.rewards = rewards
     async_grpo_train(whole.run)
     for step in (1, 2, 3):
-        loader_state, files = whole.saved[step]
-        folder = tmp_path / f"step_{step}"
-        folder.mkdir()
-        for name, content in files.items():
-            torch.save(content, folder / name)
-        again = World(
-            tmp_path,
-            *period,
-            loader=Loader(at=loader_state["at"]),
-            state=GRPOState(step=step),
-            resumed_from=folder,
-            plane=where,
-        )
+        again = whole.resumed(step, *period)
         again.rewards = rewards
         async_grpo_train(again.run)
         both = whole.trained[: step * PROMPTS] + again.trained
@@ -334,17 +309,6 @@ def test_a_restart_from_any_checkpoint_trains_every_prompt_exactly_once(
             assert both == whole.trained
 
 
-def resumed(tmp_path: Path, saved: tuple[dict[str, Any], dict[str, Any]], step: int, *overrides: str) -> World:
-    loader_state, files = saved
-    folder = tmp_path / f"saved_{step}_{len(list(tmp_path.iterdir()))}"
-    folder.mkdir()
-    for name, content in files.items():
-        torch.save(content, folder / name)
-    return World(
-        tmp_path, *overrides, loader=Loader(at=loader_state["at"]), state=GRPOState(step=step), resumed_from=folder
-    )
-
-
 def test_a_run_resumes_under_a_smaller_age_without_the_groups_that_are_too_old_for_it(tmp_path: Path) -> None:
     whole = World(tmp_path, "checkpointing.save_period=1", "grpo.async_grpo.max_trajectory_age_steps=3")
     async_grpo_train(whole.run)
@@ -352,7 +316,7 @@ def test_a_run_resumes_under_a_smaller_age_without_the_groups_that_are_too_old_f
     assert any(int(group["rows"]["weight_version"].min()) < group["key"][0] - 1 for group in groups), (
         "the checkpoint holds no group that is too old"
     )
-    again = resumed(tmp_path, whole.saved[1], 1, "grpo.async_grpo.max_trajectory_age_steps=1")
+    again = whole.resumed(1, "grpo.async_grpo.max_trajectory_age_steps=1")
     async_grpo_train(again.run)
     assert whole.trained[:PROMPTS] + again.trained == whole.trained
     assert all(metrics["lag/max"] <= 1 for metrics in again.logged)
@@ -362,7 +326,7 @@ def test_groups_of_other_datasets_are_not_trained_on(tmp_path: Path, caplog: pyt
     caplog.set_level("WARNING")
     whole = World(tmp_path, "checkpointing.save_period=1")
     async_grpo_train(whole.run)
-    again = resumed(tmp_path, whole.saved[2], 2, "data.train={dataset_name: gsm8k}")
+    again = whole.resumed(2, "data.train={dataset_name: gsm8k}")
     async_grpo_train(again.run)
     assert "resume=buffer_ignored reason=batch_shape_or_datasets_changed" in caplog.text
     assert again.trained[0] == PROMPTS * whole.saved[2][0]["at"]

@@ -18,9 +18,9 @@ from nemo_rl.config import GRPOConfig
 from nemo_rl.experience.prompts import EpochPrompts
 from nemo_rl.utils.metrics_file import MetricsLost
 from nemo_rl.utils.record import RecordUnwritable
-from tests.algorithms.driver_world import Loader, World, save_in_memory
 from tests.algorithms.test_run_checkpoint import Sections
 from tests.experience.plane_in_process import plane_in_process
+from tests.virtual_world import Loader, World, save_in_memory
 
 TURNS = ("grpo.async_grpo.enabled=false", "grpo.max_num_steps=3")
 

@@ -10,10 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from nemo_rl.algorithms.grpo.loop import drive
-from nemo_rl.algorithms.grpo.run import GRPOState
 from nemo_rl.algorithms.grpo.step_trainer import joined_metrics
 from nemo_rl.algorithms.grpo.streaming import check_streaming
 from nemo_rl.config import ConfigError, load_master_config
@@ -21,9 +19,9 @@ from nemo_rl.environments.interfaces import EnvironmentFailure
 from nemo_rl.experience.collector import Collector
 from nemo_rl.experience.rollout_tasks import CollectorError
 from nemo_rl.models.generation.interfaces import GenerationError
-from nemo_rl.utils.record_events import GroupAdmitted, GroupCommitted, GroupDropped, GroupTrained, StepFinished
-from tests.algorithms.driver_world import PROMPTS, SAMPLES, Loader, World, save_in_memory
+from nemo_rl.utils.record_events import GroupCommitted, GroupDropped, GroupTrained, StepFinished
 from tests.experience.plane_in_process import plane_in_process
+from tests.virtual_world import PROMPTS, SAMPLES, Loader, World, save_in_memory
 
 STREAMING = Path(__file__).parents[2] / "examples" / "configs" / "grpo_arithmetic_streaming_cpu.yaml"
 PARTS = (
@@ -33,7 +31,6 @@ PARTS = (
 )
 WINDOW = "async_rl.sampler.max_lookahead_versions"
 STALENESS = "async_rl.sampler.max_staleness_versions"
-RECORD_OF_PROMPTS = (GroupAdmitted, GroupDropped, GroupTrained)
 
 
 @pytest.fixture(autouse=True)
@@ -68,14 +65,6 @@ class Streamed(World):
         drive(self.run)
         return self
 
-    def record(self, kind: type) -> list[Any]:
-        return [entry.event for entry in self.run.record.entries if isinstance(entry.event, kind)]
-
-    def every_prompt_is_accounted_for(self) -> None:
-        admitted = [event.group_id for event in self.record(GroupAdmitted)]
-        ended = [event.group_id for kind in (GroupTrained, GroupDropped) for event in self.record(kind)]
-        assert len(admitted) == len(set(admitted)) and sorted(admitted) == sorted(ended)
-
 
 def test_groups_are_trained_as_they_finish_and_the_version_ticks_once_a_step(tmp_path: Path) -> None:
     world = Streamed(tmp_path, f"{WINDOW}=0", "grpo.max_num_steps=3")
@@ -87,7 +76,7 @@ def test_groups_are_trained_as_they_finish_and_the_version_ticks_once_a_step(tmp
     steps = [what for what in world.happened if what.split()[0] in ("begin", "train", "finish", "refit")]
     assert steps[:7] == ["refit 0", "begin", "train 1", "train 2", "train 3", "finish", "refit 1"]
     assert steps.count("begin") == steps.count("finish") == 3
-    assert [event.version for event in world.record(StepFinished)] == [1, 2, 3]
+    assert [event.version for event in world.events(StepFinished)] == [1, 2, 3]
     assert all(logged["streaming/parts"] == 3 for logged in world.logged)
     world.every_prompt_is_accounted_for()
 
@@ -95,7 +84,6 @@ def test_groups_are_trained_as_they_finish_and_the_version_ticks_once_a_step(tmp
 def test_early_groups_are_trained_while_a_slow_one_generates(tmp_path: Path) -> None:
     world = Streamed(tmp_path, f"{WINDOW}=0", "grpo.max_num_steps=1")
     trained_two = threading.Event()
-    slow = world.takes = lambda prompt: 0.0
 
     async def roll_out_group(batch: Any, plan: Any) -> Any:
         if int(batch["idx"][0]) == 1:
@@ -111,7 +99,6 @@ def test_early_groups_are_trained_while_a_slow_one_generates(tmp_path: Path) -> 
             trained_two.set()
 
     world._train_on = training  # type: ignore[method-assign]
-    assert slow(0) == 0.0
     world.drive()
     assert world.trained[-1] == 1 and sorted(world.trained) == [0, 1, 2]
 
@@ -150,17 +137,9 @@ def test_a_restart_from_any_checkpoint_trains_every_prompt_once(tmp_path: Path, 
     whole = Streamed(tmp_path / "whole", *sampler, loader=Loader(6))
     whole.takes = lambda prompt: 0.02 * (prompt * 7 % 5)
     whole.drive()
-    for step, (loader, also) in whole.saved.items():
-        if step == 6:
-            continue
-        folder = tmp_path / f"step_{step}"
-        folder.mkdir()
-        for file, content in also.items():
-            torch.save(content, folder / file)
-        state = GRPOState(step=step, step_in_epoch=step)
-        again = Streamed(folder, *sampler, loader=Loader(6, at=loader["at"]), state=state, resumed_from=folder)
+    for step in [step for step in whole.saved if step < 6]:
+        again: Any = whole.resumed(step, *sampler)
         again.takes = whole.takes
-        again.run.total_steps = 6
         again.drive()
         before = whole.trained[: step * PROMPTS]
         assert sorted(before + again.trained) == list(range(6 * PROMPTS)), step
@@ -172,27 +151,20 @@ def test_asynchronous_and_streaming_runs_go_on_from_each_others_checkpoints(tmp_
     drive(whole.run)
     in_order = ("async_rl.sampler.name=in_order", "checkpointing.save_period=1", "grpo.max_num_steps=5")
 
-    def go_on(world: type[World], saved: tuple[dict[str, Any], dict[str, Any]], step: int, *overrides: str) -> World:
-        loader, files = saved
-        folder = tmp_path / f"{world.__name__}_{step}_{len(list(tmp_path.iterdir()))}"
-        folder.mkdir()
-        for file, content in files.items():
-            torch.save(content, folder / file)
-        state = GRPOState(step=step, step_in_epoch=step)
-        again = world(folder, *overrides, loader=Loader(6, at=loader["at"]), state=state, resumed_from=folder)
-        again.run.total_steps = 5
+    def go_on(before: World, step: int, kind: type[World], *overrides: str) -> World:
+        again = before.resumed(step, *overrides, kind=kind)
         drive(again.run)
-        committed = [one.event for one in again.run.record.entries if isinstance(one.event, GroupCommitted)]
-        assert sum(event.restored for event in committed) == len(files["replay_buffer.pt"]["groups"]) > 0
+        restored = sum(event.restored for event in again.events(GroupCommitted))
+        assert restored == len(before.saved[step][1]["replay_buffer.pt"]["groups"]) > 0
         return again
 
-    streamed = go_on(Streamed, whole.saved[2], 2, *in_order)
-    back = go_on(World, streamed.saved[3], 3)
+    streamed = go_on(whole, 2, Streamed, *in_order)
+    back = go_on(streamed, 3, World)
     # As asynchronous runs wrote them once: which batches were drawn, and whether they are trained.
     loader, files = whole.saved[2]
     draws = [[batch, 0, not left] for batch, _, left in files["rollouts.pt"]["batches"]]
-    old = files | {"rollouts.pt": {"draws": draws, "shape": files["rollouts.pt"]["shape"]}}
-    older = go_on(World, (loader, old), 2)
+    whole.saved[2] = loader, files | {"rollouts.pt": {"draws": draws, "shape": files["rollouts.pt"]["shape"]}}
+    older = go_on(whole, 2, World)
     first = whole.trained[: 2 * PROMPTS]
     assert first + older.trained == whole.trained
     for trained in (streamed.trained, streamed.trained[:PROMPTS] + back.trained):
@@ -282,8 +254,8 @@ def test_a_prompt_that_fails_is_dropped_and_its_step_is_smaller_or_the_next_one_
     world.fails = {4: list(BAD_PROMPT)}
     world.drive()
     assert sorted(world.trained) == [prompt for prompt in range(3 * PROMPTS) if prompt != 4]
-    assert [event.groups for event in world.record(StepFinished)] == [3, 2, 3]
-    assert [(event.group_id, event.reason) for event in world.record(GroupDropped)] == [("1-1", "failed")]
+    assert [event.groups for event in world.events(StepFinished)] == [3, 2, 3]
+    assert [(event.group_id, event.reason) for event in world.events(GroupDropped)] == [("1-1", "failed")]
     world.every_prompt_is_accounted_for()
 
     for window in (0, 1):
@@ -291,7 +263,7 @@ def test_a_prompt_that_fails_is_dropped_and_its_step_is_smaller_or_the_next_one_
         world = Streamed(tmp_path / f"replace_{window}", *replace, loader=Loader(3))
         world.fails = {4: list(BAD_PROMPT)}
         world.drive()
-        assert [event.groups for event in world.record(StepFinished)] == [3, 3, 2]
+        assert [event.groups for event in world.events(StepFinished)] == [3, 3, 2]
         if window == 0:
             assert all(logged["lag/max"] == 0 for logged in world.logged)
         world.every_prompt_is_accounted_for()
@@ -348,7 +320,7 @@ def test_a_step_that_fails_is_aborted_and_nothing_is_counted_as_trained(tmp_path
     with pytest.raises(RuntimeError, match="out of memory"):
         world.drive()
     assert not world.step_open and world.happened[-1] == "abort"
-    assert [event.step for event in world.record(GroupTrained)] == [0] * PROMPTS and world.run.state.step == 1
+    assert [event.step for event in world.events(GroupTrained)] == [0] * PROMPTS and world.run.state.step == 1
     world.every_prompt_is_accounted_for()
 
 
@@ -382,7 +354,7 @@ def test_nothing_of_the_driver_blocks_the_loop_where_requests_are_dispatched(tmp
         train_on(data)
 
     world._train_on = training  # type: ignore[method-assign]
-    future = asyncio.run_coroutine_threadsafe(watch(), world.loop)
+    future = world.loop.start(watch())
     world.drive()
     future.cancel()
     # Every training pass takes 0.3 s; a loop that waited for one would show it.

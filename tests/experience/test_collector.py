@@ -1,13 +1,10 @@
-"""Rollouts run ahead within their bound, every drawn group arrives once, failures are tried again or end the run, and a
-restart repeats nothing.
-"""
+"""Rollouts run ahead within their bound, drawn groups arrive once, and failures are tried again or end the run."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -16,65 +13,27 @@ import torch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentFailure
 from nemo_rl.experience import environment_batcher
-from nemo_rl.experience.collector import Collector, CollectorParts
+from nemo_rl.experience.collector import Collector
 from nemo_rl.experience.environment_batcher import EnvironmentBatcher, EnvironmentHandle
 from nemo_rl.experience.prompt_queue import PromptQueue, QueueLimits
 from nemo_rl.experience.prompts import BufferedGroup, EpochPrompts, GroupKey, Position, StaleGroupError
 from nemo_rl.experience.rollout_source import Rollout
 from nemo_rl.experience.rollout_tasks import CollectorError, FailurePolicy, RefitPolicy, StallPolicy
-from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan
+from nemo_rl.experience.rollouts import RolloutPlan
 from nemo_rl.experience.samplers import InOrder
-from nemo_rl.experience.store import InProcessStore, RolloutColumns
-from nemo_rl.models.generation.interfaces import GenerationError, GenerationSamplingParams
+from nemo_rl.models.generation.interfaces import GenerationError
 from nemo_rl.utils.record import MemoryRecord
-from nemo_rl.utils.record_events import GroupAdmitted, GroupCommitted, GroupDropped, WaitBegun, WaitEnded
+from nemo_rl.utils.record_events import GroupAdmitted, GroupDropped, WaitEnded
+from tests.virtual_world import PROMPTS, DispatchLoop, Loader, parts_of, rollout_of
 
-BATCH = 3
-
-
-class Loop:
-    """An event loop on a thread of its own."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self.thread.start()
-
-    def start(self, work: Any) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
-
-    def close(self) -> None:
-        # What was cancelled ends first.
-        self.start(asyncio.sleep(0.01)).result(timeout=60.0)
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(timeout=60.0)
+BATCH = PROMPTS
 
 
 @pytest.fixture
-def loop() -> Iterator[Loop]:
-    one = Loop()
+def loop() -> Iterator[DispatchLoop]:
+    one = DispatchLoop()
     yield one
     one.close()
-
-
-class Loader:
-    """Batches of prompts 0, 1, 2, ... with a position."""
-
-    def __init__(self, batches: int = 100) -> None:
-        self.batches = batches
-        self.at = 0
-
-    def __iter__(self) -> Any:
-        while self.at < self.batches:
-            self.at += 1
-            first = BATCH * (self.at - 1)
-            yield BatchedDataDict(
-                idx=[first + row for row in range(BATCH)], loss_multiplier=torch.ones(BATCH), length=torch.ones(BATCH)
-            )
-        self.at = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
 
 
 class Rollouts:
@@ -94,43 +53,21 @@ class Rollouts:
         if self.fail:
             raise self.fail.pop()
         self.done.append((plan.step, int(batch["idx"][0])))
-        rows = batch.size
-        columns = BatchedDataDict(prompt=torch.tensor(batch["idx"]))
-        return Rollout(
-            RolloutColumns(
-                columns,
-                BatchedDataDict(
-                    prompt_number=batch["prompt_number"],
-                    weight_version=torch.full((rows,), version),
-                    newest_version=torch.full((rows,), version),
-                    generated_lengths=torch.ones(rows),
-                ),
-            ),
-            {},
-        )
+        return rollout_of(batch, version)
 
 
 def collector_of(
-    loop: Loop,
+    loop: DispatchLoop,
     rollouts: Rollouts,
     loader: Loader | None = None,
     *,
-    epoch: int = 0,
     step: int = 0,
     max_age: int = 1,
     max_failures: int = 0,
     stall_s: float = 20.0,
 ) -> tuple[Collector, MemoryRecord]:
     record = MemoryRecord()
-    parts = CollectorParts(
-        prompts=EpochPrompts(loader or Loader(), batch_size=BATCH, epoch=epoch, max_epochs=1),
-        rollouts=rollouts,
-        store=InProcessStore(0),
-        plan=lambda step: RolloutPlan(1, step, GenerationSamplingParams(), RolloutLimits(8, 4, 1)),
-        start=loop.start,
-        generations=2,
-        record=record,
-    )
+    parts = parts_of(loader or Loader(), rollouts, loop.start, record, samples=2)
     queue = PromptQueue(InOrder(max_age), QueueLimits(wanted=BATCH, last_step=50), step)
     failures = FailurePolicy(in_a_row=max_failures, backoff_s=(0.1, 5.0))
     return Collector(parts, queue, failures, StallPolicy(stall_s), RefitPolicy()), record
@@ -148,14 +85,14 @@ def take_more(collector: Collector) -> list[BufferedGroup]:
 
 
 def prompts_of(groups: list[BufferedGroup]) -> list[int]:
-    return [int(group.tokens["prompt"][0]) for group in groups]
+    return [int(group.tokens["input_ids"][0, 0]) for group in groups]
 
 
 def admitted_steps(record: MemoryRecord) -> set[int]:
     return {entry.event.target_step for entry in record.entries if isinstance(entry.event, GroupAdmitted)}
 
 
-def test_rollouts_begin_as_far_ahead_as_the_bound_allows_and_no_further(loop: Loop) -> None:
+def test_rollouts_begin_as_far_ahead_as_the_bound_allows_and_no_further(loop: DispatchLoop) -> None:
     rollouts = Rollouts()
     collector, record = collector_of(loop, rollouts, max_age=2)
     collector.set_weight_version(0)
@@ -169,29 +106,7 @@ def test_rollouts_begin_as_far_ahead_as_the_bound_allows_and_no_further(loop: Lo
     collector.stop()
 
 
-def test_every_group_is_admitted_committed_and_taken_once(loop: Loop) -> None:
-    rollouts = Rollouts()
-    collector, record = collector_of(loop, rollouts)
-    taken = []
-    for step in range(5):
-        rollouts.version = step
-        collector.set_weight_version(step)
-        taken += prompts_of(take(collector))
-        collector.finish_step()
-    collector.stop()
-    collector.stop()
-    assert taken == list(range(15))
-    events = [entry.event for entry in record.entries]
-    committed = [event.group_id for event in events if isinstance(event, GroupCommitted)]
-    admitted = [event.group_id for event in events if isinstance(event, GroupAdmitted)]
-    assert len(set(admitted)) == len(admitted) and set(committed) <= set(admitted)
-    dropped = {event.group_id for event in events if isinstance(event, GroupDropped)}
-    assert dropped == set(admitted) - {f"{step}-{row}" for step in range(5) for row in range(BATCH)}
-    waits = [event.wait_id for event in events if isinstance(event, WaitBegun)]
-    assert waits == [event.wait_id for event in events if isinstance(event, WaitEnded)]
-
-
-def test_more_generation_batches_of_one_step_have_numbers_of_their_own(loop: Loop) -> None:
+def test_more_generation_batches_of_one_step_have_numbers_of_their_own(loop: DispatchLoop) -> None:
     collector, _ = collector_of(loop, Rollouts())
     collector.set_weight_version(0)
     first, second = take(collector), take_more(collector)
@@ -203,7 +118,7 @@ def test_more_generation_batches_of_one_step_have_numbers_of_their_own(loop: Loo
     collector.stop()
 
 
-def test_a_failed_rollout_is_tried_again_and_too_many_in_a_row_end_the_run(loop: Loop) -> None:
+def test_a_failed_rollout_is_tried_again_and_too_many_in_a_row_end_the_run(loop: DispatchLoop) -> None:
     rollouts = Rollouts()
     rollouts.fail = [GenerationError("planted")] * 2
     collector, _ = collector_of(loop, rollouts, max_failures=2)
@@ -222,7 +137,7 @@ def test_a_failed_rollout_is_tried_again_and_too_many_in_a_row_end_the_run(loop:
     collector.stop()
 
 
-def test_a_killed_rollout_and_a_stopped_collector_are_errors_of_whoever_waits(loop: Loop) -> None:
+def test_a_killed_rollout_and_a_stopped_collector_are_errors_of_whoever_waits(loop: DispatchLoop) -> None:
     rollouts = Rollouts()
     rollouts.hold = asyncio.Event()
     collector, _ = collector_of(loop, rollouts)
@@ -240,7 +155,7 @@ def test_a_killed_rollout_and_a_stopped_collector_are_errors_of_whoever_waits(lo
         take(collector)
 
 
-def test_an_error_that_nobody_expects_ends_the_run_with_it(loop: Loop) -> None:
+def test_an_error_that_nobody_expects_ends_the_run_with_it(loop: DispatchLoop) -> None:
     rollouts = Rollouts()
     rollouts.fail = [KeyError("task 'riddle' has no environment")]
     collector, _ = collector_of(loop, rollouts, max_failures=5)
@@ -250,7 +165,7 @@ def test_an_error_that_nobody_expects_ends_the_run_with_it(loop: Loop) -> None:
     collector.stop()
 
 
-def test_waiting_for_groups_that_never_come_ends_at_the_deadline(loop: Loop) -> None:
+def test_waiting_for_groups_that_never_come_ends_at_the_deadline(loop: DispatchLoop) -> None:
     rollouts = Rollouts()
     rollouts.hold = asyncio.Event()
     collector, record = collector_of(loop, rollouts, stall_s=0.2)
@@ -265,7 +180,7 @@ def test_waiting_for_groups_that_never_come_ends_at_the_deadline(loop: Loop) -> 
 
 
 @pytest.mark.slow
-def test_a_refit_waits_for_running_rollouts_and_holds_new_ones_back(loop: Loop) -> None:
+def test_a_refit_waits_for_running_rollouts_and_holds_new_ones_back(loop: DispatchLoop) -> None:
     rollouts = Rollouts()
     rollouts.hold = asyncio.Event()
     collector, _ = collector_of(loop, rollouts)
@@ -288,7 +203,7 @@ def test_a_refit_waits_for_running_rollouts_and_holds_new_ones_back(loop: Loop) 
     collector.stop()
 
 
-def test_exhausted_prompts_end_with_what_was_drawn(loop: Loop) -> None:
+def test_exhausted_prompts_end_with_what_was_drawn(loop: DispatchLoop) -> None:
     collector, _ = collector_of(loop, Rollouts(), Loader(batches=2))
     collector.set_weight_version(0)
     for step in range(2):
@@ -300,7 +215,7 @@ def test_exhausted_prompts_end_with_what_was_drawn(loop: Loop) -> None:
     collector.stop()
 
 
-def test_exhausted_prompts_end_a_step_that_needs_another_generation_batch(loop: Loop) -> None:
+def test_exhausted_prompts_end_a_step_that_needs_another_generation_batch(loop: DispatchLoop) -> None:
     collector, record = collector_of(loop, Rollouts(), Loader(batches=2))
     collector.set_weight_version(0)
     groups = take(collector)
@@ -310,35 +225,6 @@ def test_exhausted_prompts_end_a_step_that_needs_another_generation_batch(loop: 
     collector.stop()
     dropped = {entry.event.group_id for entry in record.entries if isinstance(entry.event, GroupDropped)}
     assert dropped == {"1-0", "1-1", "1-2"}, "the step says what becomes of its own"
-
-
-def test_a_restart_trains_every_prompt_exactly_once_and_generates_no_finished_group_again(loop: Loop) -> None:
-    rollouts = Rollouts()
-    before, _ = collector_of(loop, rollouts, max_age=2)
-    before.set_weight_version(0)
-    trained = prompts_of(take(before)) + prompts_of(take_more(before))
-    position = before.finish_step()
-    before.set_weight_version(1)
-    while before.count_intended_for_step(1) < BATCH or before.count_intended_for_step(2) < BATCH:
-        threading.Event().wait(0.01)
-    # As a checkpoint after step 0 sees it: step 1 has finished groups, step 2 one of them.
-    finished = [group for group in before.finished() if group.key.target == 1 or group.key[::2] == (2, 1)]
-    draws = before.draws()
-    before.stop()
-
-    rollouts.done.clear()
-    loader = Loader()
-    loader.at = position.loader_state["at"]
-    resumed, _ = collector_of(loop, rollouts, loader, epoch=position.epoch, step=1, max_age=2)
-    resumed.restore(draws, finished)
-    for step in (1, 2, 3, 4):
-        rollouts.version = step
-        resumed.set_weight_version(step)
-        trained += prompts_of(take(resumed))
-        resumed.finish_step()
-    resumed.stop()
-    assert sorted(trained) == list(range(len(trained)))
-    assert not {(group.key.target, int(group.tokens["prompt"][0])) for group in finished} & set(rollouts.done)
 
 
 def test_a_position_is_where_the_next_batch_begins() -> None:
@@ -354,7 +240,7 @@ def test_a_position_is_where_the_next_batch_begins() -> None:
             prompts.next()
 
 
-def test_a_group_older_than_the_bound_is_never_trained(loop: Loop) -> None:
+def test_a_group_older_than_the_bound_is_never_trained(loop: DispatchLoop) -> None:
     rollouts = Rollouts()
     rollouts.version = 2
     collector, _ = collector_of(loop, rollouts, step=4)

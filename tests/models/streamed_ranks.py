@@ -12,9 +12,9 @@ from nemo_rl.experience.rollout_source import Rollout
 from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.models.policy.lm_policy import Policy, _rank_grid
 from nemo_rl.models.policy.policy_worker import PolicyWorker
-from tests.algorithms.driver_world import CONFIG, SMALL, World
 from tests.algorithms.test_streaming import Streamed
 from tests.models.policy_ranks import WIDTH, full_gradients, make_worker, run_config
+from tests.virtual_world import CONFIG, SMALL, World
 
 SAME = (
     "grpo.max_num_steps=2",
