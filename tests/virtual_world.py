@@ -556,7 +556,6 @@ class Schedule:
                 self.lags += [step - group.generated_at for group in groups]
                 # Rollouts go on while the part trains.
                 self._loop.pass_time(self._train_s * len(groups))
-                assert not queue.to_launch(self._published), "a rollout waits for the driver"
             if not (taken := queue.step.taken):
                 return True
             if self._draws_ahead:
