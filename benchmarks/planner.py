@@ -13,8 +13,7 @@ import random
 import time
 
 from nemo_rl.time_sharing.log.events import Registered
-from nemo_rl.time_sharing.log.ledger import AwakeRank, HeldCluster, Lease, QueuedWant
-from nemo_rl.time_sharing.log.state import SchedulerState
+from nemo_rl.time_sharing.log.state import AwakeRank, HeldCluster, Lease, QueuedWant, SchedulerState
 from nemo_rl.time_sharing.planning import planner
 from nemo_rl.time_sharing.planning.plan import Plan, Snapshot
 from nemo_rl.time_sharing.planning.validator import validate

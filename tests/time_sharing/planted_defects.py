@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 import pytest
 
-from nemo_rl.time_sharing.agents.agent import Agent
-from nemo_rl.time_sharing.agents.agent_ranks import LocalPhase
-from nemo_rl.time_sharing.log.ledger import PipelineState
-from nemo_rl.time_sharing.planning import apportionment, planner, waking
-from nemo_rl.time_sharing.planning.plan_state import PlanState
+from nemo_rl.time_sharing.agents.agent import Agent, LocalPhase
+from nemo_rl.time_sharing.log.state import PipelineState
+from nemo_rl.time_sharing.planning import apportionment, plan, planner
+from nemo_rl.time_sharing.planning.plan import PlanState
 from nemo_rl.time_sharing.protocol.types import CommandOutcome, GivenBack, Priority, Verb
 from nemo_rl.time_sharing.scheduling.executor import Executor
 from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
@@ -252,8 +251,8 @@ def planner_wakes_ranks_that_cool_off(patch: pytest.MonkeyPatch) -> None:
         pipeline.cooling = cooling
         return found
 
-    original = waking._asleep
-    patch.setattr(waking, "_asleep", asleep)
+    original = plan._asleep
+    patch.setattr(plan, "_asleep", asleep)
 
 
 def executor_leaves_superseded_commands_open(patch: pytest.MonkeyPatch) -> None:

@@ -18,14 +18,11 @@ class Mutant(NamedTuple):
     what: str
 
 
-_TYPES, _TOPOLOGY, _WELLFORMED = "protocol/types.py", "protocol/topology.py", "protocol/wellformed.py"
-_STATE, _LEDGER, _SAVED = "log/state.py", "log/ledger.py", "log/segments.py"
-_PLANNER, _PLAN_STATE, _SHARING = "planning/planner.py", "planning/plan_state.py", "planning/apportionment.py"
-_WAKING, _MOVES = "planning/waking.py", "planning/busy_ranks.py"
-_SHARES = "planning/entitlement.py"
-_EXECUTOR, _SCHEDULER, _INVENTORY = "scheduling/executor.py", "scheduling/scheduler.py", "scheduling/inventory.py"
-_LIVENESS, _REQUESTS = "scheduling/liveness.py", "scheduling/requests.py"
-_AGENT, _RANKS = "agents/agent.py", "agents/agent_ranks.py"
+_TYPES, _TOPOLOGY = "protocol/types.py", "protocol/topology.py"
+_STATE, _SAVED = "log/state.py", "log/segments.py"
+_PLANNER, _PLAN, _SHARING = "planning/planner.py", "planning/plan.py", "planning/apportionment.py"
+_EXECUTOR, _SCHEDULER, _LIVENESS = "scheduling/executor.py", "scheduling/scheduler.py", "scheduling/liveness.py"
+_AGENT = "agents/agent.py"
 
 MUTANTS = (
     # What is said.
@@ -309,42 +306,42 @@ MUTANTS = (
     ),
     Mutant(
         "useful-ranks-rounded-down",
-        _PLAN_STATE,
+        _PLAN,
         "return min(math.ceil(remaining / pipeline.rank_batch), most, ranks)",
         "return min(remaining // pipeline.rank_batch, most, ranks)",
         "the last samples of a batch get no rank",
     ),
     Mutant(
         "max-share-ignored",
-        _PLAN_STATE,
+        _PLAN,
         "return min(math.ceil(remaining / pipeline.rank_batch), most, ranks)",
         "return min(math.ceil(remaining / pipeline.rank_batch), ranks)",
         "the maximum share bounds nothing",
     ),
     Mutant(
         "plans-with-quarantined-gpus",
-        _PLAN_STATE,
+        _PLAN,
         "        for gpu in self.quarantined:\n            kind[gpu] = BLOCKED\n",
         "",
         "a plan takes GPUs in quarantine",
     ),
     Mutant(
         "fenced-ranks-are-donors",
-        _PLAN_STATE,
+        _PLAN,
         "kind[gpu] = BLOCKED if fenced else what",
         "kind[gpu] = what",
         "a plan takes GPUs from ranks of a fenced pipeline",
     ),
     Mutant(
         "one-passing-too-many",
-        _PLAN_STATE,
+        _PLAN,
         "queued.passed + self.passings[reservation.label] < self.limits.max_backfills",
         "queued.passed + self.passings[reservation.label] <= self.limits.max_backfills",
         "a request is passed once more than allowed",
     ),
     Mutant(
         "held-gpus-free-at-once",
-        _PLAN_STATE,
+        _PLAN,
         "max(held.since + self._usual(lease.pipeline, held.priority), self.now)",
         "self.now",
         "held GPUs are expected back at once, so that nothing is ever let past",
@@ -358,28 +355,28 @@ MUTANTS = (
     ),
     Mutant(
         "cooling-ignored",
-        _WAKING,
+        _PLAN,
         "asleep = [rank for rank in asleep if pipeline.cooling.get(rank, 0.0) <= plan_state.now]",
         "asleep = list(asleep)",
         "a rank that failed is woken again at once",
     ),
     Mutant(
         "slices-ignored",
-        _MOVES,
+        _SHARING,
         "awake[rank].slice_began() + slice_seconds(plan_state, name)",
         "awake[rank].slice_began()",
         "a rank is moved before its time slice is over",
     ),
     Mutant(
         "worse-served-give",
-        _MOVES,
+        _SHARING,
         "                giver.now < bar\n                or giver.less_one < after\n",
         "                giver.now < -1\n",
         "a rank moves from one that is served worse",
     ),
     Mutant(
         "own-training-forgotten-by-builds",
-        _WAKING,
+        _PLAN,
         "        if pipeline.fenced or name == but or pipeline.topology.training_gpus.isdisjoint(gpus):",
         "        if pipeline.fenced or not pipeline.wants or pipeline.topology.training_gpus.isdisjoint(gpus):",
         "engines are built ahead where somebody will train soon",
@@ -393,7 +390,7 @@ MUTANTS = (
     ),
     Mutant(
         "remainder-given-twice",
-        _SHARES,
+        _SHARING,
         "            ranks[c.name] += 1\n            left -= c.rank_gpus",
         "            ranks[c.name] += 1",
         "more whole ranks are given than there are GPUs",
@@ -414,7 +411,7 @@ MUTANTS = (
     ),
     Mutant(
         "granted-gpus-stay-free",
-        _PLAN_STATE,
+        _PLAN,
         "        self.claim(gpus)\n        self.fixed_gpus[name]",
         "        self.fixed_gpus[name]",
         "what a request is granted is handed out again by the same plan",
@@ -506,7 +503,7 @@ MUTANTS = (
     ),
     Mutant(
         "withdrawn-claim-kept",
-        _REQUESTS,
+        _SCHEDULER,
         "                if (name, cluster, -1) in self._state.claims:\n"
         '                    self._emit(ev.ClaimDropped(name, cluster, -1, "withdrawn"))\n',
         "",
@@ -514,21 +511,21 @@ MUTANTS = (
     ),
     Mutant(
         "holds-not-adopted",
-        _INVENTORY,
+        _SCHEDULER,
         "            or (known is not None and known.epoch >= held.epoch)",
         "            or known is None\n            or known.epoch >= held.epoch",
         "what an agent holds and the ledger does not know is left out",
     ),
     Mutant(
         "old-leases-adopted",
-        _INVENTORY,
+        _SCHEDULER,
         "            or epoch <= executor.slept.get((name, status.incarnation, rank), -1)\n",
         "",
         "a rank is adopted by an inventory from before it slept",
     ),
     Mutant(
         "drained-ranks-stay",
-        _INVENTORY,
+        _SCHEDULER,
         "            executor.begin_shrink(name, rank)\n\n\ndef _clear",
         "            continue\n\n\ndef _clear",
         "a rank that was drained in the lost part of the log stays as it is for ever",
@@ -612,7 +609,7 @@ MUTANTS = (
     ),
     Mutant(
         "requests-taken-again",
-        _REQUESTS,
+        _SCHEDULER,
         "if want.request <= pipeline.last_request or",
         "if want.request < pipeline.last_request or",
         "a request that was granted is taken again from a status that crosses the grant",
@@ -677,63 +674,63 @@ MUTANTS = (
     ),
     Mutant(
         "sleeping-rank-keeps-its-lease",
-        _RANKS,
+        _AGENT,
         "self.ranks[index] = LocalRank(epoch=rank.epoch, newest=rank.newest, over=rank.epoch)",
         "self.ranks[index] = LocalRank(epoch=rank.epoch, newest=rank.newest)",
         "a rank whose processes were ended wakes under its old lease",
     ),
     Mutant(
         "ended-rank-is-refreshed",
-        _RANKS,
+        _AGENT,
         "        self._refreshing.discard(index)\n        self.ranks[index] = LocalRank(",
         "        self.ranks[index] = LocalRank(",
         "a refresh waits for a rank whose processes were ended",
     ),
     Mutant(
         "past-epochs-obeyed",
-        _RANKS,
+        _AGENT,
         "        if command.epoch < rank.epoch:",
         "        if command.epoch < 0:",
         "a rank obeys commands of a lease that is over",
     ),
     Mutant(
         "overtaken-commands-obeyed",
-        _RANKS,
+        _AGENT,
         "        elif command.order < rank.newest:",
         "        elif command.order < (0, 0):",
         "a rank obeys a command that a later one has overtaken",
     ),
     Mutant(
         "published-with-old-weights",
-        _RANKS,
+        _AGENT,
         "phase is not LocalPhase.READY or rank.version < self.cached:",
         "phase is not LocalPhase.READY:",
         "a rank is published with weights that are being replaced",
     ),
     Mutant(
         "published-before-refreshed",
-        _RANKS,
+        _AGENT,
         "if not self._refresh_begun or self._refreshing or self.published == self.cached:",
         "if not self._refresh_begun or self.published == self.cached:",
         "a version is published before every serving rank has it",
     ),
     Mutant(
         "failed-steps-are-done",
-        _RANKS,
+        _AGENT,
         "        self._note(rank, operation, ok)\n",
         "        ok = True\n        self._note(rank, operation, ok)\n",
         "a drain, sleep or sync that failed is answered as done",
     ),
     Mutant(
         "rise-goes-on-beside-the-fall",
-        _RANKS,
+        _AGENT,
         "elif command is not None and following is not None and rank.phase is not LocalPhase.ASLEEP:",
         "elif command is not None and following is not None and command.verb is Verb.GRANT:",
         "a rank goes on with a command beside the one that takes over",
     ),
     Mutant(
         "drain-leaves-route",
-        _RANKS,
+        _AGENT,
         "            if phase is LocalPhase.ROUTED:\n                self._unroute(rank, index)\n"
         "            rank.phase = LocalPhase.DRAINING",
         "            rank.phase = LocalPhase.DRAINING",

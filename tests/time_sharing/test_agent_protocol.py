@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_rl.time_sharing.agents.agent import Agent
-from nemo_rl.time_sharing.agents.agent_ranks import LocalPhase, Operation, ProtocolError, RankStep
+from nemo_rl.time_sharing.agents.agent import Agent, LocalPhase, Operation, ProtocolError, RankStep
 from nemo_rl.time_sharing.protocol.topology import Pool, register
 from nemo_rl.time_sharing.protocol.types import (
     ACTOR_TRAIN,

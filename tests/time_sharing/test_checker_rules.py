@@ -11,8 +11,7 @@ from fleet import Fleet
 
 from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log import events as ev
-from nemo_rl.time_sharing.log.ledger import Claim, Quarantine, QueuedWant
-from nemo_rl.time_sharing.log.state import SchedulerState
+from nemo_rl.time_sharing.log.state import Claim, Quarantine, QueuedWant, SchedulerState
 from nemo_rl.time_sharing.planning.plan import Snapshot
 from nemo_rl.time_sharing.planning.validator import validate
 from nemo_rl.time_sharing.protocol.types import (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from local_scheduler import LocalScheduler
 
-from nemo_rl.time_sharing.agents.agent_ranks import ProtocolError
+from nemo_rl.time_sharing.agents.agent import ProtocolError
 from nemo_rl.time_sharing.agents.external import ExternalJob
 from nemo_rl.time_sharing.agents.runtime import Dismissed
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Limits, Phase, Priority

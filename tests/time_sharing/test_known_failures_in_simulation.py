@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from nemo_rl.time_sharing.agents.agent import Agent
-from nemo_rl.time_sharing.agents.agent_ranks import Host, ProtocolError
+from nemo_rl.time_sharing.agents.agent import Agent, Host, ProtocolError
 from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.planning.validator import validate

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from local_scheduler import LocalScheduler, NoEngine
 
-from nemo_rl.time_sharing.agents.agent_ranks import ProtocolError
+from nemo_rl.time_sharing.agents.agent import ProtocolError
 from nemo_rl.time_sharing.agents.runtime import Dismissed, RequestEnded
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Limits, Phase, Priority
 

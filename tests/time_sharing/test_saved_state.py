@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.time_sharing.log.ledger import PipelineState
 from nemo_rl.time_sharing.log.segments import saved
-from nemo_rl.time_sharing.log.state import SavedPipeline, SchedulerState, StateSaved, replay
+from nemo_rl.time_sharing.log.state import PipelineState, SavedPipeline, SchedulerState, StateSaved, replay
 from nemo_rl.time_sharing.simulation.random_scenarios import random_scenario
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.utils.record import Entry, MemoryRecord, decode_line, encode_entry

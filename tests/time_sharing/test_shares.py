@@ -9,7 +9,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl.time_sharing.planning.entitlement import Claimant, fill, whole_ranks
+from nemo_rl.time_sharing.planning.apportionment import Claimant, fill, whole_ranks
 
 
 @st.composite

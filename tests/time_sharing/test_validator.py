@@ -9,7 +9,7 @@ import pytest
 from fleet import Fleet
 
 from nemo_rl.time_sharing.history.checker import check
-from nemo_rl.time_sharing.log.ledger import Claim, Lease
+from nemo_rl.time_sharing.log.state import Claim, Lease
 from nemo_rl.time_sharing.planning.plan import Expand, Grant, Plan, PriorityChange, Shrink, Snapshot
 from nemo_rl.time_sharing.planning.validator import validate
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Phase, Priority

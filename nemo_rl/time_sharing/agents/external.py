@@ -11,11 +11,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from nemo_rl.time_sharing.agents.agent_ranks import ProtocolError
+from nemo_rl.time_sharing.agents.agent import ProtocolError
 from nemo_rl.time_sharing.agents.runtime import AgentRuntime, Dismissed, EngineError, SchedulerLink
 from nemo_rl.time_sharing.protocol.topology import Topology
-from nemo_rl.time_sharing.protocol.types import Command, Limits, Reply
-from nemo_rl.time_sharing.protocol.wellformed import is_whole, shown
+from nemo_rl.time_sharing.protocol.types import Command, Limits, Reply, is_whole, shown
 from nemo_rl.utils.record import Record
 
 

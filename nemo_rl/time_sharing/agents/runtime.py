@@ -15,8 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 from nemo_rl.config.errors import UserError
-from nemo_rl.time_sharing.agents.agent import Agent
-from nemo_rl.time_sharing.agents.agent_ranks import Operation, RankStep, longest_s
+from nemo_rl.time_sharing.agents.agent import Agent, Operation, RankStep, longest_s
 from nemo_rl.time_sharing.protocol.topology import Topology
 from nemo_rl.time_sharing.protocol.types import Answer, Command, Limits, Priority, Reply, Status, Want
 from nemo_rl.utils.record import Record

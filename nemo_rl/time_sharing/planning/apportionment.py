@@ -1,26 +1,35 @@
 """Shares the remaining GPUs among generation: a first rank for each pipeline without one, then ranks in proportion to
 remaining work times weight.
 
-Free GPUs are handed out rank by rank, each time to the pipeline with the lowest service: first up to its entitlement,
-then to any pipeline that can use more. Then busy ranks move from pipelines with higher service to those with lower
-(`busy_ranks`).
+*Entitlements* grow with weight times remaining work, never fall below a minimum nor rise above a cap, and add up to the
+budget where the caps allow it (water-filling); rounding gives every pipeline its whole ranks first and the rest by
+largest remainder (Hamilton). *Free GPUs* are handed out rank by rank, each time to the pipeline with the lowest
+service: first up to its entitlement, then to any pipeline that can use more. *Busy ranks* then move from pipelines with
+higher service to those with lower: only while the giver stays better served than the taker becomes, so that no move
+can be undone by the next plan, and only after a minimum hold. Nothing shrinks without somebody to take the GPUs.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 
-from nemo_rl.time_sharing.log.ledger import PipelineState
-from nemo_rl.time_sharing.planning.busy_ranks import given_by, move_busy, ranks_to_evict
-from nemo_rl.time_sharing.planning.entitlement import PipelineShare, divide
-from nemo_rl.time_sharing.planning.plan import Expand, Plan
-from nemo_rl.time_sharing.planning.plan_state import BLOCKED, FREEING, RANK, PlanState, Reservation
-from nemo_rl.time_sharing.planning.waking import (
+from nemo_rl.time_sharing.log.state import PipelineState
+from nemo_rl.time_sharing.planning.plan import (
+    BLOCKED,
+    FREEING,
+    RANK,
+    Expand,
+    Plan,
+    PlanState,
+    Reason,
+    Reservation,
     candidates,
     expand,
     guaranteed_from,
@@ -29,6 +38,365 @@ from nemo_rl.time_sharing.planning.waking import (
     slice_seconds,
 )
 from nemo_rl.time_sharing.protocol.types import Priority
+
+
+class Claimant(NamedTuple):
+    """One pipeline in the division: `claim` > 0 relative, `minimum` and `maximum` in GPUs, `rank_gpus` the size of one
+    rank.
+    """
+
+    name: str
+    claim: float
+    minimum: float
+    maximum: float
+    rank_gpus: int
+
+
+def fill(budget: float, claimants: Sequence[Claimant]) -> dict[str, float]:
+    """Shares in GPUs, proportional to claims within [minimum, maximum], adding up to min(budget, all caps).
+
+    Floors that exceed the budget together are scaled down alike, so that none of them is served first.
+    """
+    minima = sum([c.minimum for c in claimants])
+    if minima >= budget > 0:
+        return {c.name: c.minimum * budget / minima for c in claimants}
+    shares: dict[str, float] = {}
+    open_claims = list(claimants)
+    left = float(budget)
+    while open_claims and left > 0:
+        level = left / sum([c.claim for c in open_claims])
+        over = sum([more for c in open_claims if (more := c.claim * level - c.maximum) > 0])
+        under = sum([less for c in open_claims if (less := c.minimum - c.claim * level) > 0])
+        # Only the side that binds harder is final in this round; clamping both at once could break the sum.
+        capped = over >= under
+        fixed = [c for c in open_claims if (c.claim * level >= c.maximum if capped else c.claim * level <= c.minimum)]
+        if not fixed or over == under == 0.0:
+            shares.update({c.name: c.claim * level for c in open_claims})
+            return shares
+        for c in fixed:
+            shares[c.name] = c.maximum if capped else c.minimum
+            left -= shares[c.name]
+        open_claims = [c for c in open_claims if c.name not in shares]
+    for c in open_claims:
+        shares[c.name] = 0.0
+    return shares
+
+
+def whole_ranks(budget: int, claimants: Sequence[Claimant], shares: dict[str, float]) -> dict[str, int]:
+    """Shares rounded to whole ranks within the budget and the caps; ties go to the earlier claimant."""
+    ranks = {c.name: int(shares[c.name] / c.rank_gpus + 1e-9) for c in claimants}
+    left = budget - sum([ranks[c.name] * c.rank_gpus for c in claimants])
+    by_remainder = sorted(claimants, key=lambda c: ranks[c.name] - shares[c.name] / c.rank_gpus)
+    for c in by_remainder:
+        more = (ranks[c.name] + 1) * c.rank_gpus
+        wants_more = shares[c.name] / c.rank_gpus - ranks[c.name] > 1e-9 and more <= c.maximum
+        if wants_more and c.rank_gpus <= left:
+            ranks[c.name] += 1
+            left -= c.rank_gpus
+    return ranks
+
+
+class PipelineShare:
+    """A pipeline with demand, and its service while ranks are given and moved: GPUs / pull; below 0 as long as it lacks
+    guaranteed GPUs.
+
+    entitled: GPUs of the whole pool, within bounds. target: entitlement in whole ranks. pull: GPUs in proportion to
+    work and weight alone; pipelines that want the same GPUs are compared by these, since the bounds of a share
+    elsewhere in the pool do not concern these GPUs. minimum: guaranteed GPUs. `ranks_up` and `gpus`: its present ranks
+    and GPUs; `now`: its present service, `less_one` that with one rank less; `surplus`: it has more ranks than it can
+    use. `free_ranks`: ranks on GPUs that are still free when the scan comes to them.
+    """
+
+    __slots__ = (
+        "entitled",
+        "fixed",
+        "free_ranks",
+        "gpus",
+        "less_one",
+        "minimum",
+        "name",
+        "now",
+        "pull",
+        "ranks",
+        "ranks_up",
+        "surplus",
+        "target",
+        "tp",
+        "useful",
+    )
+
+    def __init__(
+        self, plan_state: PlanState, name: str, entitled: float, target: int, pull: float, minimum: float
+    ) -> None:
+        self.name, self.entitled, self.target = name, entitled, target
+        self.pull, self.minimum = max(pull, 1e-9), minimum or -math.inf
+        self.ranks, self.tp = plan_state.ranks_of(name), plan_state.tp[name]
+        self.useful, self.fixed = plan_state.useful[name], plan_state.fixed_gpus[name]
+        self.free_ranks: Iterator[int] = iter(())
+        self.update(plan_state.counts[name])
+
+    def served(self, gpus: int) -> float:
+        """How well it would be served with so many GPUs."""
+        return gpus / self.minimum - 1.0 if gpus < self.minimum else gpus / self.pull
+
+    @property
+    def turns(self) -> int:
+        """Number of ranks to add until its entitlement is met or it can use no more."""
+        return min(self.useful - self.ranks_up, (self.target - self.gpus) // self.tp)
+
+    def update(self, ranks: int) -> None:
+        """Takes in how many ranks it has, or will have."""
+        tp, minimum = self.tp, self.minimum
+        self.ranks_up = ranks
+        self.gpus = gpus = self.fixed + ranks * tp
+        less = gpus - tp
+        self.surplus = ranks > self.useful
+        self.now = gpus / minimum - 1.0 if gpus < minimum else gpus / self.pull
+        self.less_one = less / minimum - 1.0 if less < minimum else less / self.pull
+
+
+class WithoutDemand(PipelineShare):
+    """A pipeline with ranks and no demand: the first to give."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        self.now = self.less_one = math.inf
+        self.surplus = True
+
+
+def divide(plan_state: PlanState, result: Plan) -> dict[str, PipelineShare]:
+    """Shares of all pipelines with demand, by name; writes their entitlements into the plan."""
+    claimants = [
+        _claimant(plan_state, name, pipeline)
+        for name, pipeline in plan_state.pipelines.items()
+        if plan_state.useful[name] > 0
+    ]
+    if not claimants:
+        return {}
+    budget = plan_state.slots - sum(gpu < plan_state.slots for gpu in plan_state.quarantined)
+    result.entitled = entitled = fill(budget, claimants)
+    ranks = whole_ranks(budget, claimants, entitled)
+    level = budget / sum([c.claim for c in claimants])
+    result.in_ranks = in_ranks = {c.name: ranks[c.name] * c.rank_gpus for c in claimants}
+    return {
+        c.name: PipelineShare(plan_state, c.name, entitled[c.name], in_ranks[c.name], c.claim * level, c.minimum)
+        for c in claimants
+    }
+
+
+def _claimant(plan_state: PlanState, name: str, pipeline: PipelineState) -> Claimant:
+    spec, tp, ranks = pipeline.spec, pipeline.topology.tp, len(pipeline.topology.ranks)
+    useful = plan_state.useful[name]
+    guaranteed = min(math.ceil(spec.min_share * ranks - 1e-9), useful)
+    # A sample costs a rank of tp GPUs the time that it costs a rank of one.
+    work = pipeline.demand.remaining * tp
+    return Claimant(name, spec.weight * work, guaranteed * tp, useful * tp + plan_state.fixed_gpus[name], tp)
+
+
+_Bar = tuple[float, float]
+"""How well a giver must be served at least: now, and after it has given."""
+_Option = tuple[float, int, list[tuple[str, int]]]
+"""Minus how well the worst served of those who would give is served; the taker's rank; the ranks on its GPUs."""
+
+
+def move_busy(
+    plan_state: PlanState, result: Plan, takers: list[PipelineShare], shares: dict[str, PipelineShare]
+) -> None:
+    """Moves ranks from pipelines that are served better to pipelines that are served worse, where the mapping
+    allows.
+    """
+    if RANK in plan_state.kind:
+        moves = _Moves(plan_state, result, shares)
+        for taker in sorted([p for p in takers if p.ranks_up < p.useful], key=lambda p: (p.now, p.name)):
+            moves.serve(taker)
+
+
+class _Moves:
+    """Busy ranks that change hands in one plan."""
+
+    def __init__(self, plan_state: PlanState, result: Plan, shares: dict[str, PipelineShare]) -> None:
+        self._plan_state, self._result, self._shares = plan_state, result, shares
+        self._lead = 1 + plan_state.limits.hysteresis
+        # Whose rank, which could be put to sleep, is on each GPU.
+        self._givers: list[PipelineShare | None] = _givers(plan_state, shares)
+
+    def serve(self, taker: PipelineShare) -> None:
+        """Moves ranks to this pipeline until it can use no more or no holder gives one up."""
+        holders = self._plan_state.pipelines[taker.name].topology.at_first_gpus(self._givers)
+        willing = _willing(holders, self._bar(taker))
+        if taker.tp > 1:
+            self._take_wide(taker, _wide_options(self._plan_state, taker, holders, willing, self._shares))
+        elif willing:
+            self._take_narrow(taker, _options(self._plan_state, taker, holders, willing))
+
+    def _bar(self, taker: PipelineShare) -> _Bar:
+        """Service that a donor must have, now and with a rank less, to give this taker a rank."""
+        return self._lead * taker.now, taker.served(taker.gpus + taker.tp)
+
+    def _take_narrow(self, taker: PipelineShare, ranks: list[int]) -> None:
+        """Takes ranks of one GPU each, in this order, from holders that may give them."""
+        plan_state, givers, owner = self._plan_state, self._givers, self._plan_state.owner
+        bar, after = self._bar(taker)
+        for rank in ranks:
+            if taker.ranks_up >= taker.useful:
+                return
+            gpus = taker.ranks[rank]
+            giver, lease = givers[gpus[0]], owner[gpus[0]]
+            if giver is None or lease is None:
+                continue
+            if not giver.surplus and (
+                giver.now < bar
+                or giver.less_one < after
+                or plan_state.now < _slice_end(plan_state, lease.pipeline, lease.rank)
+            ):
+                continue
+            if not reserved_against(plan_state, gpus, taker.name, rank):
+                self._take_over(taker, rank, [(lease.pipeline, lease.rank)])
+                bar, after = self._bar(taker)
+
+    def _take_wide(self, taker: PipelineShare, options: list[_Option]) -> None:
+        """Takes ranks of several GPUs each, in this order, from holders that all may give them."""
+        for _, rank, donors in options:
+            if taker.ranks_up >= taker.useful:
+                return
+            if _may_give(self._plan_state, self._shares, donors, self._bar(taker)):
+                self._take_over(taker, rank, donors)
+
+    def _take_over(self, taker: PipelineShare, rank: int, donors: list[tuple[str, int]]) -> None:
+        """Puts these ranks to sleep for one of the taker."""
+        plan_state, result, name = self._plan_state, self._result, taker.name
+        for donor, given in donors:
+            giver = self._shares.get(donor)
+            why: Reason = ("surplus", donor, name) if giver is None else ("gives", donor, giver.now, name, taker.now)
+            plan_state.shrink(result, donor, given, why)
+            if giver is not None:
+                giver.update(giver.ranks_up - 1)
+            for gpu in plan_state.pipelines[donor].topology.ranks[given]:
+                self._givers[gpu] = None
+        expand(plan_state, result, name, rank, ("share", taker.gpus, taker.entitled))
+        taker.update(taker.ranks_up + 1)
+
+
+def _givers(plan_state: PlanState, shares: dict[str, PipelineShare]) -> list[PipelineShare | None]:
+    without_demand = WithoutDemand()
+    givers: list[PipelineShare | None] = [
+        shares.get(lease.pipeline, without_demand) if kind == RANK and lease is not None else None
+        for kind, lease in zip(plan_state.kind, plan_state.owner, strict=True)
+    ]
+    for gpu in plan_state.waking_gpus:
+        givers[gpu] = None
+    return givers
+
+
+def _willing(holders: Iterable[PipelineShare | None], bar: _Bar) -> set[PipelineShare]:
+    """The holders that may give a rank away under the shares."""
+    now, after = bar
+    return {
+        giver
+        for giver in set(holders)
+        if giver is not None and (giver.surplus or (giver.now >= now and giver.less_one >= after))
+    }
+
+
+def _options(
+    plan_state: PlanState, taker: PipelineShare, holders: Sequence[PipelineShare | None], willing: set[PipelineShare]
+) -> list[int]:
+    """Ranks of one GPU each whose holder might give way, those of the best served first; `holders` by rank."""
+    name, pipeline = taker.name, plan_state.pipelines[taker.name]
+    found = list(compress(range(len(holders)), map(willing.__contains__, holders)))
+    # A rank on whose GPU another is up is neither up nor claimed itself, so all of them could wake but for these.
+    if pipeline.cooling or plan_state.building.get(name) or pipeline.spec.slice_s:
+        could_wake = set(candidates(plan_state, pipeline))
+        found = [rank for rank in found if rank in could_wake]
+    if len(willing) > 1:
+        served: dict[PipelineShare | None, float] = {giver: -giver.now for giver in willing}
+        found.sort(key=lambda rank: served[holders[rank]])
+    return found
+
+
+def _wide_options(
+    plan_state: PlanState,
+    taker: PipelineShare,
+    holders: Sequence[PipelineShare | None],
+    willing: set[PipelineShare],
+    shares: dict[str, PipelineShare],
+) -> list[_Option]:
+    """Ranks of several GPUs each whose holders might give way, those of the best served first; `holders` by rank, of
+    its first GPU.
+    """
+    found = []
+    for rank in candidates(plan_state, plan_state.pipelines[taker.name]):
+        giver, gpus = holders[rank], taker.ranks[rank]
+        if (giver is None or giver in willing) and rank_state(plan_state, gpus, taker.name, rank) == RANK:
+            donors = _holders(plan_state, gpus)
+            if donors is not None:
+                worst = min([shares[donor].now if donor in shares else math.inf for donor, _ in donors])
+                found.append((-worst, rank, donors))
+    found.sort()
+    return found
+
+
+def ranks_to_evict(plan_state: PlanState, gpus: tuple[int, ...]) -> list[tuple[str, int]] | None:
+    """The awake ranks on these GPUs, or None when one of them must not be disturbed now."""
+    donors = _holders(plan_state, gpus)
+    return None if donors is None or in_slice(plan_state, donors) else donors
+
+
+def _holders(plan_state: PlanState, gpus: tuple[int, ...]) -> list[tuple[str, int]] | None:
+    """The awake ranks on these GPUs, or None when one of them is on its way up or down."""
+    donors: list[tuple[str, int]] = []
+    for gpu in gpus:
+        if plan_state.kind[gpu] != RANK:
+            continue
+        lease = plan_state.owner[gpu]
+        if lease is None:
+            continue
+        pair = (lease.pipeline, lease.rank)
+        if gpu in plan_state.waking_gpus:
+            return None
+        if pair not in donors:
+            donors.append(pair)
+    return donors
+
+
+def in_slice(plan_state: PlanState, donors: list[tuple[str, int]]) -> bool:
+    """Whether one of these ranks is in its time slice and of use to its pipeline, had that given all of them."""
+    for name, rank in donors:
+        needed = plan_state.counts[name] - given_by(name, donors) < plan_state.useful[name]
+        if needed and plan_state.now < _slice_end(plan_state, name, rank):
+            return True
+    return False
+
+
+def _slice_end(plan_state: PlanState, name: str, rank: int) -> float:
+    return plan_state.pipelines[name].awake[rank].slice_began() + slice_seconds(plan_state, name)
+
+
+def given_by(name: str, donors: list[tuple[str, int]]) -> int:
+    """How many of these ranks are of one pipeline: a wide rank may lie on several."""
+    return 1 if len(donors) == 1 else sum(giver == name for giver, _ in donors)
+
+
+def _may_give(
+    plan_state: PlanState, shares: dict[str, PipelineShare], donors: list[tuple[str, int]], bar: _Bar
+) -> bool:
+    """Whether each donor stays at least as well served as the taker becomes, by a margin; ranks that a donor cannot use
+    are given without this condition.
+
+    Time slices are checked last, after earlier moves of the same plan: these may have taken the donor's surplus.
+    """
+    for pair in donors:
+        if pair in plan_state.shrunk:
+            return False
+        donor = pair[0]
+        ranks = plan_state.counts[donor] - given_by(donor, donors)
+        if ranks >= plan_state.useful[donor]:
+            continue
+        giver = shares[donor]
+        if giver.now < bar[0] or giver.served(giver.fixed + ranks * giver.tp) < bar[1]:
+            return False
+    return not in_slice(plan_state, donors)
 
 
 def share(plan_state: PlanState, result: Plan) -> None:

@@ -14,11 +14,25 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import NamedTuple
 
-from nemo_rl.time_sharing.log.ledger import PipelineState, QueuedWant
+from nemo_rl.time_sharing.log.state import PipelineState, QueuedWant
 from nemo_rl.time_sharing.planning import apportionment
-from nemo_rl.time_sharing.planning.plan import Expand, Grant, Plan, PriorityChange, Reason, Snapshot, Wait
-from nemo_rl.time_sharing.planning.plan_state import BLOCKED, FREE, FREEING, PlanState, Reservation
-from nemo_rl.time_sharing.planning.waking import candidates, guaranteed_seconds, trained_on_within
+from nemo_rl.time_sharing.planning.plan import (
+    BLOCKED,
+    FREE,
+    FREEING,
+    Expand,
+    Grant,
+    Plan,
+    PlanState,
+    PriorityChange,
+    Reason,
+    Reservation,
+    Snapshot,
+    Wait,
+    candidates,
+    guaranteed_seconds,
+    trained_on_within,
+)
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, Phase, Priority
 
 _BUILDING = (Phase.RISING, Phase.FALLING)

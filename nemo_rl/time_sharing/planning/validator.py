@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from nemo_rl.time_sharing.log.ledger import Lease
+from nemo_rl.time_sharing.log.state import Lease
 from nemo_rl.time_sharing.planning.plan import Expand, Grant, Plan, Shrink, Snapshot
 from nemo_rl.time_sharing.protocol.types import (
     ACTOR_INFER,

@@ -24,11 +24,13 @@ from nemo_rl.time_sharing.protocol.types import (
     ACTOR_INFER,
     ACTOR_TRAIN,
     CLUSTER_NAMES,
+    MAX_COUNT,
     ClusterSpec,
     PipelineOptions,
     PipelineSpec,
+    is_whole,
+    shown,
 )
-from nemo_rl.time_sharing.protocol.wellformed import MAX_COUNT, is_whole, shown
 
 MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1000.0
 """A pipeline that counts more than a thousand others is alone on the pool for all practical purposes; within these,

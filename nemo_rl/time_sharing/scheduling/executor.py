@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from nemo_rl.time_sharing.log import events as ev
-from nemo_rl.time_sharing.log.ledger import Claim, HeldCluster, PendingCommand, PipelineState
-from nemo_rl.time_sharing.log.state import SchedulerState
+from nemo_rl.time_sharing.log.state import Claim, HeldCluster, PendingCommand, PipelineState, SchedulerState
 from nemo_rl.time_sharing.planning.plan import Plan
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, SLEEP_PHASES, Answer, Command, CommandOutcome, Phase, Verb
 

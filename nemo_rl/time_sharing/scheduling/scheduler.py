@@ -14,8 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from nemo_rl.time_sharing.log import events as ev
-from nemo_rl.time_sharing.log.ledger import PipelineState
-from nemo_rl.time_sharing.log.state import SchedulerState, replay
+from nemo_rl.time_sharing.log.state import EXPIRED, PipelineState, SchedulerState, replay
 from nemo_rl.time_sharing.planning import planner
 from nemo_rl.time_sharing.planning.plan import Plan, Snapshot, explain
 from nemo_rl.time_sharing.protocol.topology import (
@@ -26,14 +25,201 @@ from nemo_rl.time_sharing.protocol.topology import (
     Topology,
     register,
 )
-from nemo_rl.time_sharing.protocol.types import Answer, Command, Limits, Phase, Reply, Status
-from nemo_rl.time_sharing.protocol.wellformed import admissible, answer_problem, is_whole, shown, status_problem
+from nemo_rl.time_sharing.protocol.types import (
+    ACTOR_TRAIN,
+    Answer,
+    Command,
+    EndedRequest,
+    Limits,
+    Phase,
+    Reply,
+    Status,
+    Verb,
+    admissible,
+    answer_problem,
+    is_whole,
+    shown,
+    status_problem,
+)
 from nemo_rl.time_sharing.scheduling.executor import Executor
-from nemo_rl.time_sharing.scheduling.inventory import reconcile
 from nemo_rl.time_sharing.scheduling.liveness import Liveness, SteadyClock
-from nemo_rl.time_sharing.scheduling.requests import Requests
 from nemo_rl.time_sharing.scheduling.trials import Trials
 from nemo_rl.utils.record import Entry, Record
+
+
+class Requests:
+    """The requests of all pipelines. `emit`: writes an event and applies it."""
+
+    def __init__(self, state: SchedulerState, emit: Callable[[object], None]) -> None:
+        self._state, self._emit = state, emit
+
+    def take(self, pipeline: PipelineState, status: Status) -> None:
+        """Queues a status's new requests and drops the withdrawn ones."""
+        name = status.pipeline
+        wanted = {want.cluster: want for want in status.wants}
+        for cluster, queued in list(pipeline.wants.items()):
+            if wanted.get(cluster) is None or wanted[cluster].request > queued.want.request:
+                self._emit(ev.RequestDropped(name, cluster, queued.want.request, "withdrawn"))
+                if (name, cluster, -1) in self._state.claims:
+                    self._emit(ev.ClaimDropped(name, cluster, -1, "withdrawn"))
+        for want in status.wants:
+            if want.request <= pipeline.last_request or want.cluster not in pipeline.topology.clusters:
+                continue
+            # One that is drained may still finish the step for which it holds GPUs.
+            if pipeline.leaving and not pipeline.held:
+                continue
+            self._emit(ev.Requested(name, want.cluster, want.priority, want.request, want.step))
+
+    def expire(self, name: str, pipeline: PipelineState, now: float) -> None:
+        """Drops the requests of a pipeline that have waited for `request_s`; not while it is paused."""
+        if pipeline.paused:
+            return
+        for cluster, queued in list(pipeline.wants.items()):
+            if now > queued.since + self._state.limits.request_s and (name, cluster, -1) not in self._state.claims:
+                self._emit(ev.RequestDropped(name, cluster, queued.want.request, EXPIRED))
+
+    def expired(self, pipeline: PipelineState, status: Status) -> tuple[EndedRequest, ...]:
+        """Requests of a status that were dropped because they waited too long."""
+        reason = f"it waited longer than request_s={self._state.limits.request_s:g}; ask again under a new number"
+        return tuple(
+            EndedRequest(want.request, reason)
+            for want in status.wants
+            if pipeline.expired.get(want.cluster) == want.request
+        )
+
+    def wait_for(self, name: str) -> bool:
+        """Whether another pipeline waits for GPUs that this one holds: to train on them, or to generate at all."""
+        held = {gpu for cluster in self._state.pipelines[name].held.values() for gpu in cluster.gpus}
+        for other, pipeline in self._state.pipelines.items():
+            if other == name or pipeline.fenced or pipeline.paused:
+                continue
+            asked = {gpu for cluster in pipeline.wants for gpu in pipeline.topology.clusters[cluster].gpus}
+            unscheduled = pipeline.unscheduled_since is not None and not pipeline.held
+            if held & (asked | (pipeline.topology.mapped_gpus if unscheduled else set())):
+                return True
+        return False
+
+    def concern(self, event: ev.RankMoved) -> bool:
+        """Whether the end of a hand-over calls for a plan at once: GPUs are free and unclaimed, or a pipeline waited
+        for this rank to be up: the training of its own pipeline, or a pipeline without any rank that may get this one.
+        """
+        pipeline = self._state.pipelines[event.pipeline]
+        gpus = pipeline.topology.ranks[event.rank]
+        if event.phase is Phase.ASLEEP:
+            return not all(gpu in self._state.claimed for gpu in gpus)
+        unscheduled = (p for p in self._state.pipelines.values() if p.unscheduled_since is not None and not p.held)
+        return bool(pipeline.wants) or any(not p.topology.mapped_gpus.isdisjoint(gpus) for p in unscheduled)
+
+
+def reconcile(state: SchedulerState, executor: Executor, emit: Callable[[object], None], status: Status) -> None:
+    """Adopts holds of `status` that the ledger lacks, frees holds of the ledger that `status` lacks; fences the
+    pipeline if neither is possible.
+    """
+    name, pipeline = status.pipeline, state.pipelines[status.pipeline]
+    granting = {c.cluster for c in state.commands.values() if c.pipeline == name and c.verb == Verb.GRANT}
+    for held in status.holds:
+        known = pipeline.held.get(held.cluster)
+        if (
+            held.cluster not in pipeline.topology.clusters
+            or held.cluster != ACTOR_TRAIN
+            or (known is not None and known.epoch >= held.epoch)
+        ):
+            continue
+        if known is not None:
+            emit(ev.Released(name, held.cluster, known.epoch, -1))
+        gpus = pipeline.topology.clusters[held.cluster].gpus
+        if not _clear(state, emit, gpus):
+            executor.fence(
+                name,
+                f"it holds {held.cluster} (epoch {held.epoch}), which the log has given to others",
+                contested=_unbooked(state, status),
+            )
+            return
+        emit(
+            ev.Granted(
+                name,
+                held.cluster,
+                held.epoch,
+                gpus,
+                held.priority,
+                -1,
+                pipeline.last_request,
+                state.time + state.limits.max_hold_s,
+            )
+        )
+    holds = {held.cluster for held in status.holds}
+    for cluster, known in list(pipeline.held.items()):
+        if cluster not in holds and cluster not in granting:
+            emit(ev.Released(name, cluster, known.epoch, -1))
+    _ranks(state, executor, emit, status, pipeline)
+
+
+def _unbooked(state: SchedulerState, status: Status) -> tuple[int, ...]:
+    """GPUs that a pipeline says it occupies and that are not its own by the ledger."""
+    topology = state.pipelines[status.pipeline].topology
+    said = {
+        gpu
+        for held in status.holds
+        if held.cluster in topology.clusters
+        for gpu in topology.clusters[held.cluster].gpus
+    }
+    said |= {gpu for rank, _ in status.awake if 0 <= rank < len(topology.ranks) for gpu in topology.ranks[rank]}
+    booked = {gpu for gpu in said if (lease := state.owner[gpu]) is not None and lease.pipeline == status.pipeline}
+    return tuple(sorted(said - booked))
+
+
+def _being_ended(state: SchedulerState, status: Status, rank: int) -> bool:
+    """Whether the ledger knows that the rank's processes are still there: they could not be ended so far, and it is
+    tried again.
+    """
+    return any(q.whose == (status.pipeline, status.incarnation, rank) for q in state.quarantines)
+
+
+def _ranks(
+    state: SchedulerState, executor: Executor, emit: Callable[[object], None], status: Status, pipeline: PipelineState
+) -> None:
+    name = status.pipeline
+    awake = dict(status.awake)
+    for rank, epoch in awake.items():
+        known = pipeline.awake.get(rank)
+        if (
+            not 0 <= rank < len(pipeline.topology.ranks)
+            or (known is not None and known.epoch >= epoch)
+            or _being_ended(state, status, rank)
+            # Said before this scheduler saw the rank's end.
+            or epoch <= executor.slept.get((name, status.incarnation, rank), -1)
+        ):
+            continue
+        if known is not None:
+            # The ledger knows an earlier lease of this rank: that has ended, and a later one begun, in the lost part of
+            # the log.
+            emit(ev.RankMoved(name, rank, Phase.ASLEEP, known.epoch))
+        if not _clear(state, emit, pipeline.topology.ranks[rank]):
+            reason = f"its rank {rank} (epoch {epoch}) is awake on GPUs which the log has given to others"
+            executor.fence(name, reason, contested=_unbooked(state, status))
+            return
+        emit(ev.RankMoved(name, rank, Phase.RISING, epoch))
+        executor.begin_shrink(name, rank)
+    for rank, known in list(pipeline.awake.items()):
+        if known.phase is not Phase.SERVING:
+            continue
+        if rank not in awake:
+            emit(ev.RankMoved(name, rank, Phase.ASLEEP, known.epoch))
+        elif rank not in status.serving:
+            # Its drain command is in the lost part of the log, so no later command would resume it.
+            executor.begin_shrink(name, rank)
+
+
+def _clear(state: SchedulerState, emit: Callable[[object], None], gpus: tuple[int, ...]) -> bool:
+    """Whether the GPUs are free; claims of others on them are dropped, since they were not yet leases."""
+    if not all(state.free(gpu) for gpu in gpus):
+        return False
+    for gpu in gpus:
+        claim = state.claimed.get(gpu)
+        if claim is not None:
+            emit(ev.ClaimDropped(claim.pipeline, claim.cluster, claim.rank, "already taken"))
+    return True
+
 
 logger = logging.getLogger(__name__)
 

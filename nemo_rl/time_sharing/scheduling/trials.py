@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from nemo_rl.time_sharing.log import events as ev
-from nemo_rl.time_sharing.log.ledger import PipelineState
-from nemo_rl.time_sharing.log.state import SchedulerState
+from nemo_rl.time_sharing.log.state import PipelineState, SchedulerState
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN
 
 _LEFT_OUT = 2

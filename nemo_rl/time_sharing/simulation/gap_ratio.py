@@ -10,9 +10,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from nemo_rl.time_sharing.log.ledger import PipelineState
-from nemo_rl.time_sharing.planning.plan import Expand, Grant, Plan, PriorityChange, Snapshot
-from nemo_rl.time_sharing.planning.plan_state import BLOCKED, FREEING, RANK, PlanState
+from nemo_rl.time_sharing.log.state import PipelineState
+from nemo_rl.time_sharing.planning.plan import (
+    BLOCKED,
+    FREEING,
+    RANK,
+    Expand,
+    Grant,
+    Plan,
+    PlanState,
+    PriorityChange,
+    Snapshot,
+)
 from nemo_rl.time_sharing.protocol.types import Phase, Priority
 
 _ACTIVATIONS = 1000

@@ -10,8 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from nemo_rl.time_sharing.agents.agent import Agent
-from nemo_rl.time_sharing.agents.agent_ranks import Operation, RankStep, longest_s
+from nemo_rl.time_sharing.agents.agent import Agent, Operation, RankStep, longest_s
 from nemo_rl.time_sharing.protocol.topology import Topology
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Answer, Command, Priority, Reply, Status, Want
 from nemo_rl.time_sharing.simulation.job_process import Group, JobProcess, Surroundings

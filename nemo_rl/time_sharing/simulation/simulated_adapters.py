@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from typing_extensions import override
 
-from nemo_rl.time_sharing.agents.agent_ranks import Operation, RankStep
+from nemo_rl.time_sharing.agents.agent import Operation, RankStep
 from nemo_rl.time_sharing.simulation.job_process import Group, JobProcess, Surroundings
 from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
 from nemo_rl.time_sharing.simulation.scenario import AdapterJob, Costs, ScenarioAdapter

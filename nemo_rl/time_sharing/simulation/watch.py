@@ -12,11 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from nemo_rl.time_sharing.agents.agent import Agent
-from nemo_rl.time_sharing.agents.agent_ranks import LocalPhase, Operation, RankStep
+from nemo_rl.time_sharing.agents.agent import Agent, LocalPhase, Operation, RankStep
 from nemo_rl.time_sharing.log import events as ev
-from nemo_rl.time_sharing.log.ledger import Lease, PipelineState
-from nemo_rl.time_sharing.log.state import SchedulerState
+from nemo_rl.time_sharing.log.state import Lease, PipelineState, SchedulerState
 from nemo_rl.time_sharing.protocol.types import (
     ACTOR_INFER,
     ACTOR_TRAIN,

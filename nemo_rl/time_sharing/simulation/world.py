@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from nemo_rl.time_sharing.agents.agent_ranks import LocalPhase
+from nemo_rl.time_sharing.agents.agent import LocalPhase
 from nemo_rl.time_sharing.log.events import MemoryFreed, PlanRejected
 from nemo_rl.time_sharing.log.segments import MUST_LAST
 from nemo_rl.time_sharing.log.state import replay
