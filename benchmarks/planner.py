@@ -49,7 +49,7 @@ def fill(state: SchedulerState, plan: Plan, rng: random.Random) -> None:
     for expand in plan.expands:
         epoch += 1
         state.take(expand.gpus, Lease(expand.pipeline, ACTOR_INFER, expand.rank, epoch))
-        state.pipelines[expand.pipeline].awake[expand.rank] = AwakeRank(Phase.ACTIVE, epoch, 0.0)
+        state.pipelines[expand.pipeline].awake[expand.rank] = AwakeRank(Phase.SERVING, epoch, 0.0)
     for grant in plan.grants:
         epoch += 1
         pipeline = state.pipelines[grant.pipeline]

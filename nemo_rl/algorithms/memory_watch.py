@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError
 
-from nemo_rl.distributed.memory_use import MemoryUse, own_host_bytes, process_memory, tidy, tidy_process_memory
+from nemo_rl.distributed.devices import MemoryUse, own_host_bytes, process_memory, tidy, tidy_process_memory
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

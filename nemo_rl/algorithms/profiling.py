@@ -14,7 +14,7 @@ from typing import Any
 from nemo_rl.config.nsight_variables import ENGINES, POLICY_WORKERS, STEPS, Profile, asked_profile
 from nemo_rl.distributed.accelerator_slots import Accelerator
 from nemo_rl.distributed.nsight import check_profiler
-from nemo_rl.distributed.worker_calls import WorkerError
+from nemo_rl.distributed.worker_groups import WorkerError
 
 logger = logging.getLogger(__name__)
 

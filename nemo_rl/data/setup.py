@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import ConcatDataset
 
 from nemo_rl.config import DataConfig, DatasetConfig
+from nemo_rl.data.conversations import CALLS, renders_otherwise, shows
 from nemo_rl.data.datasets.raw import HandedOn, RawDataset
 from nemo_rl.data.datasets.registry import load_response_dataset
 from nemo_rl.data.interfaces import DataError, LLMMessageLogType, TaskDataProcessFnCallable, TaskDataSpec
 from nemo_rl.data.llm_message_utils import get_formatted_message_log, render_chat
 from nemo_rl.data.processors import AllTaskProcessedDataset
-from nemo_rl.data.tool_calls import CALLS, renders_otherwise, shows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

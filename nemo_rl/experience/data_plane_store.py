@@ -20,7 +20,7 @@ from nemo_rl.data_plane.field_schema import pad_values
 from nemo_rl.data_plane.interfaces import DataPlaneClient, DataPlaneError
 from nemo_rl.data_plane.meta import KVBatchMeta
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.worker_calls import call, start_actor, stop_actor
+from nemo_rl.distributed.worker_groups import call, start_actor, stop_actor
 from nemo_rl.experience.rollout_actor import (
     ActorSources,
     Purpose,

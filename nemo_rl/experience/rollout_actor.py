@@ -14,7 +14,7 @@ from nemo_rl.data_plane.column_io import kv_first_write
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.meta import KVBatchMeta
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.worker_calls import call
+from nemo_rl.distributed.worker_groups import call
 from nemo_rl.experience.rollout_source import Rollout, RolloutSource
 from nemo_rl.experience.rollouts import RolloutPlan
 from nemo_rl.experience.store import RolloutColumns, in_process, mint_ids

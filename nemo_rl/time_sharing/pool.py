@@ -20,7 +20,7 @@ from nemo_rl.config.dotted import import_dotted
 from nemo_rl.config.errors import UserError, why_not_written
 from nemo_rl.distributed.private_variables import without_private
 from nemo_rl.distributed.processes import WORKING_DIRECTORY
-from nemo_rl.distributed.worker_calls import how_it_ended
+from nemo_rl.distributed.worker_groups import how_it_ended
 from nemo_rl.time_sharing.agents.actors import (
     Orchestrator,
 )

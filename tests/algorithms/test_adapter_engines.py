@@ -18,7 +18,7 @@ from nemo_rl.algorithms.multi_lora import engines as module
 from nemo_rl.algorithms.multi_lora.assembly import shared_parts
 from nemo_rl.algorithms.multi_lora.engines import AdapterEngines
 from nemo_rl.config.multi_lora import load_adapter, load_base
-from nemo_rl.distributed.worker_calls import WorkerDiedError, WorkerError
+from nemo_rl.distributed.worker_groups import WorkerDiedError, WorkerError
 from nemo_rl.models.policy.model_config import UnsupportedModelError
 from nemo_rl.utils.adapter_files import AdapterInfo
 from nemo_rl.utils.progress import StartPhases

@@ -20,7 +20,7 @@ from nemo_rl.algorithms.grpo.stages import Experience, apply_staleness_policy
 from nemo_rl.config import ConfigError, load_master_config
 from nemo_rl.data_plane.client import StoredClient
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.worker_calls import WorkerDiedError
+from nemo_rl.distributed.worker_groups import WorkerDiedError
 from nemo_rl.experience.hooks import HooksError
 from nemo_rl.experience.rollouts import merged_rollout_metrics
 from nemo_rl.experience.store import InProcessStore

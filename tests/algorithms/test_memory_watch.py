@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl.algorithms.memory_watch import GrowthWatch, MemoryWatch, figures_of
-from nemo_rl.distributed.memory_use import MemoryUse
+from nemo_rl.distributed.devices import MemoryUse
 from nemo_rl.utils.logger import Logger
 
 GIB = 1 << 30
@@ -78,7 +78,7 @@ def test_figures_are_of_the_fullest_gpu_and_of_all_hosts() -> None:
 
 
 _KEPT = """
-from nemo_rl.distributed.memory_use import host_bytes, process_memory
+from nemo_rl.distributed.devices import host_bytes, process_memory
 before = host_bytes()
 kept = bytearray(64 << 20)
 print(host_bytes() - before, process_memory().host)
@@ -98,7 +98,7 @@ def printed(program: str) -> list[int]:
 
 _CYCLES = """
 import gc
-from nemo_rl.distributed.memory_use import process_memory, tidy_process_memory
+from nemo_rl.distributed.devices import process_memory, tidy_process_memory
 before = tidy_process_memory().host
 gc.disable()
 for _ in range(300_000):

@@ -9,7 +9,7 @@ import pytest
 
 from nemo_rl.algorithms.grpo.refitter import Refitter
 from nemo_rl.config import WeightSyncConfig
-from nemo_rl.distributed.worker_calls import WorkerDiedError, WorkerError
+from nemo_rl.distributed.worker_groups import WorkerDiedError, WorkerError
 from nemo_rl.models.generation.interfaces import GenerationError, ShardStateError
 from nemo_rl.models.generation.vllm import fleet
 from nemo_rl.utils.record import MemoryRecord

@@ -18,7 +18,7 @@ from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.data_plane.field_schema import TOPK_IDS, TOPK_LOGPROBS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.distributed.worker_calls import WorkerDiedError
+from nemo_rl.distributed.worker_groups import WorkerDiedError
 from nemo_rl.experience.store import InProcessStore
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.timer import Timer

@@ -16,7 +16,7 @@ from nemo_rl.algorithms.grpo.assembly import setup
 from nemo_rl.algorithms.grpo.loop import drive
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.config import load_master_config
-from nemo_rl.distributed.worker_calls import WorkerError
+from nemo_rl.distributed.worker_groups import WorkerError
 from nemo_rl.utils.metrics_file import read_metrics
 from tests.data_plane.conftest import SMALL_MOONCAKE, require_mooncake
 from tests.models.policy_ranks import MEGATRON, RaisingLoss

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl.distributed.bin_packing import BinPackingError, FirstFitShufflePacker, PackingAlgorithm, get_packer
+from nemo_rl.distributed.batch_sharding import BinPackingError, FirstFitShufflePacker, PackingAlgorithm, get_packer
 
 ALGORITHMS = list(PackingAlgorithm)
 CAPACITY = 60

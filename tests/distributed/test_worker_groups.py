@@ -16,8 +16,15 @@ from ray._private import worker
 from nemo_rl.distributed import idle_agent
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, ResourceInsufficientError, this_run
-from nemo_rl.distributed.worker_calls import WorkerDiedError, WorkerError, WorkerTimeoutError
-from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, resolve_fqn, slot_share
+from nemo_rl.distributed.worker_groups import (
+    RayWorkerBuilder,
+    RayWorkerGroup,
+    WorkerDiedError,
+    WorkerError,
+    WorkerTimeoutError,
+    resolve_fqn,
+    slot_share,
+)
 from tests.models.engines import wait_until_gone
 
 pytestmark = pytest.mark.ray

@@ -18,7 +18,7 @@ from nemo_rl.data_plane.adapters import mooncake
 from nemo_rl.data_plane.interfaces import MooncakeUnavailableError
 from nemo_rl.distributed import ray_runtime
 from nemo_rl.distributed.ray_runtime import RayStartError
-from nemo_rl.distributed.worker_calls import WorkerError
+from nemo_rl.distributed.worker_groups import WorkerError
 from nemo_rl.environments.interfaces import EnvironmentFailure
 from nemo_rl.experience.environment_batcher import EnvironmentBatcher, EnvironmentHandle
 from nemo_rl.utils.checkpoint import CheckpointError

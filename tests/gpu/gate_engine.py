@@ -13,7 +13,7 @@ from pathlib import Path
 
 import ray
 
-from nemo_rl.distributed.memory_use import process_memory
+from nemo_rl.distributed.devices import process_memory
 from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
 from nemo_rl.models.generation.elastic import ElasticGeneration
 from nemo_rl.models.policy.weights import PolicyWeightCache

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from nemo_rl.distributed.worker_calls import WorkerError, WorkerIdentity
+from nemo_rl.distributed.worker_groups import WorkerError, WorkerIdentity
 from nemo_rl.models.generation.interfaces import WakeError
 from nemo_rl.models.generation.vllm.dispatch import Dispatcher, Router
 from nemo_rl.models.generation.vllm.fleet import EngineFleet

@@ -13,7 +13,7 @@ import pytest
 from nemo_rl.config import load_master_config
 from nemo_rl.models.generation.decisions import RecordedDecisionsError, Recording
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, GenerationSamplingParams
-from nemo_rl.models.generation.vllm.sampling import DecisionReader, engine_arguments
+from nemo_rl.models.generation.vllm.request_state import DecisionReader, engine_arguments
 from nemo_rl.models.policy.model_config import UnsupportedModelError, check_replay, model_config
 
 # Decoder layers 0 and 2 of three have experts.

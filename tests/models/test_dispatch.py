@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.exceptions import RayActorError
 
-from nemo_rl.distributed.worker_calls import WorkerIdentity
+from nemo_rl.distributed.worker_groups import WorkerIdentity
 from nemo_rl.models.generation.interfaces import (
     GenerationError,
     GenerationRequest,

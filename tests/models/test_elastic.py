@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nemo_rl.compat.control_plane import Coordinator
-from nemo_rl.distributed.worker_calls import WorkerError
+from nemo_rl.distributed.worker_groups import WorkerError
 from nemo_rl.models.generation.elastic import ElasticGeneration
 from nemo_rl.models.generation.vllm.fleet import ShardState
 from nemo_rl.utils.record import MemoryRecord

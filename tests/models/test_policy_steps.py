@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.distributed.worker_calls import WorkerError
+from nemo_rl.distributed.worker_groups import WorkerError
 from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.models.policy.lm_policy import Policy
 from tests.models.policy_ranks import MEGATRON, ROWS, RaisingLoss, run_config, training_batch

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, LikelyNext
-from nemo_rl.models.generation.vllm.sampling import keeping_arrays, sampling_params, scored
+from nemo_rl.models.generation.vllm.request_state import keeping_arrays, sampling_params, scored
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from nemo_rl.data_plane.field_schema import PROMPT, PROMPT_TOKENS, TAG
 from nemo_rl.distributed import batch_sharding
-from nemo_rl.distributed.batch_sharding import SharedPrefixes, plan_packed
+from nemo_rl.distributed.batch_sharding import BinPackingError, PackingAlgorithm, SharedPrefixes, plan_packed
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.bin_packing import BinPackingError, PackingAlgorithm
 from nemo_rl.models.policy.attention import Kernel, Segments, packed_attention
 from nemo_rl.models.policy.batches import shard_batch
 from nemo_rl.models.policy.packed import SharedRun, pack, shared_runs

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import ray
 
-from nemo_rl.distributed import worker_calls
-from nemo_rl.distributed.worker_calls import WorkerError, WorkerIdentity
+from nemo_rl.distributed import worker_groups
+from nemo_rl.distributed.worker_groups import WorkerError, WorkerIdentity
 from nemo_rl.models.generation.vllm import fleet as module
 from nemo_rl.models.generation.vllm.fleet import Shard, ShardState, ShardTargets
 
@@ -81,7 +81,7 @@ def test_a_shard_that_hangs_counts_as_dead_unless_another_one_raised(
     died: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker_calls, "_ROOT_CAUSE_WAIT_S", 0.2)
+    monkeypatch.setattr(worker_groups, "_ROOT_CAUSE_WAIT_S", 0.2)
     monkeypatch.setattr(module, "_ANSWER_S", 0.2)
     monkeypatch.setattr(module, "_CULPRITS_S", 0.2)
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import ray
 
-from nemo_rl.distributed.worker_calls import WorkerError
+from nemo_rl.distributed.worker_groups import WorkerError
 from nemo_rl.models.generation.interfaces import GenerationError, ShardStateError
 from nemo_rl.models.generation.vllm import engine_actors
 from nemo_rl.models.generation.vllm.fleet import ShardState

@@ -26,8 +26,7 @@ from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.data_plane.field_schema import TOPK_IDS, TOPK_LOGPROBS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.distributed.worker_calls import WorkerError
-from nemo_rl.distributed.worker_groups import RayWorkerGroup
+from nemo_rl.distributed.worker_groups import RayWorkerGroup, WorkerError
 from nemo_rl.models.generation.interfaces import (
     GenerationRequest,
     GenerationResult,

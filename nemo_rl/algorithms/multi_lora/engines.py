@@ -22,7 +22,7 @@ import ray
 from nemo_rl.algorithms.accelerators import Accelerators, DemandKind, ReportProgress
 from nemo_rl.algorithms.multi_lora.passes import AdapterPolicy
 from nemo_rl.config.errors import first_line
-from nemo_rl.distributed.worker_calls import WorkerError
+from nemo_rl.distributed.worker_groups import WorkerError
 from nemo_rl.models.generation.interfaces import GenerationError, GenerationRequest, GenerationResult
 from nemo_rl.models.generation.vllm.fleet import is_lost
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration

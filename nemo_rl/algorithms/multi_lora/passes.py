@@ -17,7 +17,7 @@ import torch
 from nemo_rl.config.errors import UserError
 from nemo_rl.config.master import MultiLoraConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.worker_calls import WorkerTimeoutError
+from nemo_rl.distributed.worker_groups import WorkerTimeoutError
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.multi_lora.messages import SLOT, StepRefused
 from nemo_rl.models.multi_lora.multi_lora_policy import MultiLoraPolicy

@@ -25,10 +25,10 @@ from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.dtensor.dtensor_checkpoint import DTensorCheckpointWriter, load_optimizer
 from nemo_rl.models.dtensor.dtensor_lora import AdaptedLinear, base_model
 from nemo_rl.models.dtensor.export import adapter_metas, full_weights, sent_adapters, tensor_metas
-from nemo_rl.models.dtensor.mesh import ParallelMesh
 from nemo_rl.models.dtensor.model_loading import load_scorer
 from nemo_rl.models.dtensor.parallelize import (
     HEADWISE_NORMS,
+    ParallelMesh,
     is_compiled,
     is_tensor_parallel,
     local_tensor,

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from nemo_rl.models.dtensor.export import adapter_factors, full_weights, hf_name
-from nemo_rl.models.dtensor.mesh import ParallelMesh
+from nemo_rl.models.dtensor.parallelize import ParallelMesh
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 from nemo_rl.models.policy.checkpoint_files import (
     BackgroundWriter,

@@ -20,8 +20,8 @@ from nemo_rl.models.dtensor.dtensor_checks import LIGER, check_attention, check_
 from nemo_rl.models.dtensor.dtensor_lora import KEY, apply_adapters, first_factors
 from nemo_rl.models.dtensor.experts import apply_expert_parallel
 from nemo_rl.models.dtensor.export import PREFIX, remember_disk_names
-from nemo_rl.models.dtensor.mesh import ParallelMesh
 from nemo_rl.models.dtensor.parallelize import (
+    ParallelMesh,
     apply_activation_checkpointing,
     apply_compile,
     apply_fsdp,

@@ -18,8 +18,7 @@ from typing_extensions import override
 
 from nemo_rl.models.dtensor.dtensor_checks import carries_state, check_one_sequence
 from nemo_rl.models.dtensor.dtensor_lora import AdaptedLinear
-from nemo_rl.models.dtensor.mesh import ParallelMesh
-from nemo_rl.models.dtensor.parallelize import local_tensor
+from nemo_rl.models.dtensor.parallelize import ParallelMesh, local_tensor
 from nemo_rl.models.policy.packed import PackedBatch, Projection, RowOutput, RowSlice, score_row
 from nemo_rl.models.policy.router_replay import RouterPass, RouterReplay
 from nemo_rl.models.policy.scoring import LogitTransform

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from nemo_rl.config.world_sizes import ParallelSizes, ParallelSizesError
 from nemo_rl.distributed.accelerator_slots import Accelerator
 from nemo_rl.models.megatron import cpu
-from nemo_rl.models.policy.rank_groups import COLLECTIVE_TIMEOUT_S, RankGroups
+from nemo_rl.models.policy.backend import COLLECTIVE_TIMEOUT_S, RankGroups
 
 
 class MegatronGroups(RankGroups):

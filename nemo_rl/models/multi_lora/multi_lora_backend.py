@@ -27,8 +27,8 @@ from nemo_rl.models.dtensor.dtensor_backend import DTensorBackend
 from nemo_rl.models.dtensor.dtensor_checkpoint import SCHEDULE_FILE, DTensorCheckpointWriter
 from nemo_rl.models.dtensor.dtensor_lora import KEY, chosen_layers
 from nemo_rl.models.dtensor.export import hf_name
-from nemo_rl.models.dtensor.mesh import ParallelMesh
 from nemo_rl.models.dtensor.model_loading import load_scorer
+from nemo_rl.models.dtensor.parallelize import ParallelMesh
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 from nemo_rl.models.multi_lora.messages import SLOT
 from nemo_rl.models.multi_lora.slots import AdapterSlots, Span, spans_of

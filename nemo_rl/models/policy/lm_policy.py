@@ -20,8 +20,14 @@ from nemo_rl.config.world_sizes import parallel_sizes, training_backend
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.distributed.worker_calls import WorkerTimeoutError, wait_for_workers
-from nemo_rl.distributed.worker_groups import MultiWorkerFuture, PendingCall, RayWorkerBuilder, RayWorkerGroup
+from nemo_rl.distributed.worker_groups import (
+    MultiWorkerFuture,
+    PendingCall,
+    RayWorkerBuilder,
+    RayWorkerGroup,
+    WorkerTimeoutError,
+    wait_for_workers,
+)
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.policy.batches import InProcessRows, Rows, shares_prompts
 from nemo_rl.models.policy.interfaces import BatchHandle, PolicyInterface, Scores, TrainResult

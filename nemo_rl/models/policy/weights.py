@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from nemo_rl.distributed.virtual_cluster import MEETING_S, RayVirtualCluster
-from nemo_rl.distributed.worker_calls import wait_for_workers
-from nemo_rl.distributed.worker_groups import RayWorkerGroup
+from nemo_rl.distributed.worker_groups import RayWorkerGroup, wait_for_workers
 from nemo_rl.weight_sync.cache import BucketCache, CacheManifest
 from nemo_rl.weight_sync.layout import TensorMeta
 from nemo_rl.weight_sync.sender import SendSpec

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nemo_rl.distributed.worker_calls import WorkerError
+from nemo_rl.distributed.worker_groups import WorkerError
 from nemo_rl.models.generation.elastic import ElasticGeneration
 from nemo_rl.models.generation.interfaces import GenerationError, ShardStateError
 from nemo_rl.models.generation.vllm.fleet import EngineFleet, ShardState

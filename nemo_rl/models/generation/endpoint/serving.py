@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config import ConfigError, PolicyConfig
 from nemo_rl.config.errors import did_you_mean
+from nemo_rl.data.conversations import shows
 from nemo_rl.data.interfaces import DataError
 from nemo_rl.data.llm_message_utils import render_chat
 from nemo_rl.data.tokenizer import chat_template
-from nemo_rl.data.tool_calls import shows
 from nemo_rl.models.generation.decisions import replays
 from nemo_rl.models.generation.endpoint.router_engine import BadRequest, GenerateOne, RouterEngine
 from nemo_rl.models.generation.endpoint.session import text_of

@@ -49,7 +49,7 @@ from nemo_rl.models.generation.vllm.engine_processes import (
     set_environment,
     temporary_files_in,
 )
-from nemo_rl.models.generation.vllm.sampling import engine_arguments
+from nemo_rl.models.generation.vllm.request_state import engine_arguments
 
 if TYPE_CHECKING:
     from ray import ObjectRef

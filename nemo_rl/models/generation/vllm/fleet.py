@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from nemo_rl.config.errors import first_line
-from nemo_rl.distributed.worker_calls import (
+from nemo_rl.distributed.worker_groups import (
     WorkerDiedError,
     WorkerError,
     WorkerIdentity,

@@ -22,8 +22,7 @@ from ray.exceptions import RayError
 from nemo_rl.config.errors import first_line
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import ResourceInsufficientError
-from nemo_rl.distributed.worker_calls import WorkerError
-from nemo_rl.distributed.worker_groups import MultiWorkerFuture
+from nemo_rl.distributed.worker_groups import MultiWorkerFuture, WorkerError
 from nemo_rl.models.generation.interfaces import (
     GenerationError,
     GenerationInterface,

@@ -21,7 +21,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nemo_rl.distributed.memory_use import MemoryUse, host_bytes
+from nemo_rl.distributed.devices import MemoryUse, host_bytes
 from nemo_rl.models.generation.interfaces import (
     GenerationError,
     GenerationRequest,
@@ -44,14 +44,17 @@ from nemo_rl.models.generation.vllm.engine_processes import (
 )
 from nemo_rl.models.generation.vllm.engine_stats import EngineSample, EngineStats
 from nemo_rl.models.generation.vllm.request_state import (
+    DecisionReader,
     FinalTokens,
     RequestFailure,
     ResultBuffer,
     VersionTracker,
     failure_of,
+    keeping_arrays,
     result_of,
+    sampling_params,
+    scored,
 )
-from nemo_rl.models.generation.vllm.sampling import DecisionReader, keeping_arrays, sampling_params, scored
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
