@@ -614,8 +614,10 @@ class Schedule:
         limits, queue = self.limits, self._collector.queue
         assert queue.live() <= limits.capacity
         assert limits.max_inflight is None or len(self._running) <= queue.rolling() <= limits.max_inflight
-        places = [slot.place for slot in queue.slots()]
-        assert len(places) == len(set(places)), "two groups in one place"
+        slots = queue.slots()
+        assert len(slots) == len({slot.place for slot in slots}), "two groups in one place"
+        begun = {group.key: group.generated_at for group in self._collector.finished()}
+        assert begun == {slot.key: slot.started for slot in slots if slot.ready}
 
     def _progress(self) -> Progress:
         events = [entry.event for entry in self._record.entries]

@@ -5,6 +5,7 @@ end; the next prompts are fetched while a step trains.
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,6 +72,8 @@ def test_a_step_that_is_saved_is_reported_before_the_next_one_begins(
     world = World(tmp_path, *TURNS, "checkpointing.save_period=1")
     seen: list[int] = []
     begin = world.roll_out
+    # A report takes longer than the next step needs to begin.
+    world.run.logger.log_metrics = lambda *logged, **named: (time.sleep(0.02), world.log_metrics(*logged, **named))
 
     def roll_out(batch: Any, plan: Any, attempt: int) -> Any:
         seen.append(len(world.logged))
