@@ -556,6 +556,8 @@ class Schedule:
                 self.lags += [step - group.generated_at for group in groups]
                 # Rollouts go on while the part trains.
                 self._loop.pass_time(self._train_s * len(groups))
+                waits = queue.to_launch(self._published)
+                assert not waits or collector.tasks.stopped, f"{waits} may begin and do not"
             if not (taken := queue.step.taken):
                 return True
             if self._draws_ahead:

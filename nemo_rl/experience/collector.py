@@ -311,16 +311,22 @@ class Collector:
                         # Progress is reported up to the last group.
                         continue
                     keys = self.queue.select(lambda keys: enough([self._buffer[key] for key in keys]))
-                    if keys is not None:
-                        self._check_size(keys)
-                        groups = [self._buffer.pop(key) for key in keys]
-                        self._check_age(groups)
-                        return groups
-                    if waits:
+                    taken = self._take(keys) if keys is not None else None
+                    if taken is None and waits:
                         self._wait_for_change()
+                if taken is not None:
+                    # There is room in the buffer again.
+                    self._launch()
+                    return taken
                 if not waits:
                     before_wait()
                     waits = True
+
+    def _take(self, keys: Sequence[GroupKey]) -> list[BufferedGroup]:
+        self._check_size(keys)
+        groups = [self._buffer.pop(key) for key in keys]
+        self._check_age(groups)
+        return groups
 
     def _check_size(self, taken: Sequence[GroupKey]) -> None:
         step = self.queue.step
