@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.state import InconsistentLog, replay
-from nemo_rl.time_sharing.protocol.types import Priority
+from nemo_rl.time_sharing.protocol.types import Phase, Priority, Verb
 from nemo_rl.time_sharing.scheduling.liveness import SteadyClock
 from nemo_rl.time_sharing.simulation.random_scenarios import random_scenario
 from nemo_rl.time_sharing.simulation.scenario import Scenario
@@ -191,3 +191,20 @@ def test_the_clock_goes_forward_and_never_jumps(readings: tuple[float, ...], ste
     jumps = [clock.advance(reading) for reading in readings]
     assert clock.now == steady
     assert any(jumps) == (steady != readings[-1] - readings[0])
+
+
+def test_a_log_that_names_the_steps_of_a_hand_over_is_read(tmp_path: Path) -> None:
+    """As logs did before the scheduler sent one command for each rise and fall."""
+    writer = RecordWriter(tmp_path / "scheduler.jsonl", source="scheduler", clock=lambda: 1.0, flush_interval_s=0.0)
+    writer.emit(ev.RankMoved("a", 0, Phase.RISING, 1))
+    writer.emit(ev.RankMoved("a", 0, Phase.SERVING, 1))
+    writer.emit(ev.RankMoved("a", 0, Phase.FALLING, 1))
+    writer.close()
+    text = (tmp_path / "scheduler.jsonl").read_text()
+    for now, before in (("rising", "waking"), ("serving", "active"), ("falling", "sleeping")):
+        assert now in text
+        text = text.replace(now, before)
+    (tmp_path / "old.jsonl").write_text(text)
+    moves = [entry.event for entry in read_record(tmp_path / "old.jsonl")]
+    assert [move.phase for move in moves] == [Phase.RISING, Phase.SERVING, Phase.FALLING]
+    assert (Verb("route"), Verb("drain")) == (Verb.SERVE, Verb.VACATE)

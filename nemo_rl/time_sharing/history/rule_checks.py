@@ -375,7 +375,7 @@ class RuleChecks:
         if pipeline is not None and event.rank >= 0:
             phase = pipeline.rank(event.rank).phase
             mine = event.incarnation == self._incarnations.get(event.pipeline)
-            if self._judges and mine and phase not in _MEANT_FOR[event.verb]:
+            if self._judges and mine and phase not in _MEANT_FOR.get(event.verb, ()):
                 self._bad(f"{what} is sent while it is {phase.value}")
             if self._judges and key in self._commands.values():
                 self._bad(f"{what} is sent while another command of the rank is open")

@@ -65,6 +65,13 @@ class Phase(str, Enum):
     FALLING = "falling"
     FAILED = "failed"
 
+    @classmethod
+    def _missing_(cls, value: object) -> Phase | None:
+        # Logs that were written when the scheduler commanded each step of a rise and a fall.
+        earlier = {"active": cls.SERVING, "draining": cls.FALLING, "sleeping": cls.FALLING}
+        rising = dict.fromkeys(("waking", "syncing", "ready"), cls.RISING)
+        return (earlier | rising).get(value) if isinstance(value, str) else None
+
 
 SLEEP_PHASES = frozenset({Phase.FALLING, Phase.FAILED, Phase.BUILDING})
 
@@ -82,6 +89,12 @@ class Verb(str, Enum):
     SERVE = "serve"
     VACATE = "vacate"
     REAP = "reap"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Verb | None:
+        rise = dict.fromkeys(("wake", "sync", "publish", "route"), cls.SERVE)
+        fall = dict.fromkeys(("drain", "sleep"), cls.VACATE)
+        return (rise | fall).get(value) if isinstance(value, str) else None
 
 
 class CommandOutcome(str, Enum):
