@@ -43,6 +43,11 @@ from nemo_rl.time_sharing.protocol.types import (
 from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import Record
 
+logger = logging.getLogger(__name__)
+
+_MEMORY = 4096
+_PROGRESS_STEPS = 50
+
 
 class LocalPhase(str, Enum):
     """Where a rank is on its way; it takes requests in ROUTED only."""
@@ -139,11 +144,6 @@ class LocalHold:
     gpus: tuple[int, ...]
     priority: Priority
     step: int
-
-
-logger = logging.getLogger(__name__)
-
-_MEMORY = 4096
 
 
 class RankKeeper:
@@ -425,11 +425,6 @@ class RankKeeper:
 
     def _sync_id(self, operation: Operation) -> str:
         return f"{self.topology.pipeline}.{self.incarnation}.{operation.number}"
-
-
-logger = logging.getLogger(__name__)
-
-_PROGRESS_STEPS = 50
 
 
 class Agent(RankKeeper):
