@@ -146,23 +146,44 @@ class LocalHold:
     step: int
 
 
-class RankKeeper:
-    """All ranks of a pipeline. `version` is the weight version that it starts with."""
+class Agent:
+    """The agent's state machine: ranks and their weights, clusters held and requested, and statuses.
 
-    def __init__(self, topology: Topology, incarnation: int, host: Host, record: Record, version: int) -> None:
+    `version` is the weight version that the pipeline starts with (0, or that of its checkpoint).
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        incarnation: int,
+        host: Host,
+        record: Record,
+        *,
+        version: int = 0,
+        request_s: float = 86400.0,
+    ) -> None:
         self.topology, self.incarnation = topology, incarnation
+        self._host, self._record = host, record
         self.ranks = [LocalRank() for _ in topology.ranks]
         self.cached = self.published = version
         self.generation = 0
-        self._host, self._record = host, record
         self._answers: OrderedDict[str, Answer] = OrderedDict()
         self._refreshing: set[int] = set()
         self._refresh_begun = self._recompute_kv = False
         self._seq = self._operations = 0
+        self.holds: dict[str, LocalHold] = {}
+        self.wants: dict[str, Want] = {}
+        self.demand = Demand()
+        self.leaving = self.builds = False
+        self._request_s = request_s
+        self._given_back: dict[str, GivenBack] = {}
+        self._term = self._requests = 0
+        self._bucket = -1
+        self._rank_batch = 0
+        self._dismissed = self._held_back = self._unsaid = False
+        self._last_refused: tuple[str, ...] = ()
 
-    def send_status(self) -> None:
-        """Sends the whole status; also the heartbeat."""
-        raise NotImplementedError
+    # Ranks and weights.
 
     def begin_at(self, version: int) -> None:
         """The run begins with the weights of `version`; only before any rank has weights."""
@@ -286,6 +307,8 @@ class RankKeeper:
                 # A scheduler that lost the end of its log may ask for a lease that has ended; its GPUs may be somebody
                 # else's by now.
                 refusal = f"the lease of epoch {command.epoch} is over; rank {index} slept since"
+            elif command.verb is Verb.BUILD and phase is LocalPhase.ROUTED:
+                refusal = f"rank {index} serves; its engine is built"
             elif rank.broken or phase in (LocalPhase.DRAINING, LocalPhase.SLEEPING):
                 refusal = f"rank {index} {'is broken' if rank.broken else f'is {phase.value}'}; it has to sleep first"
         if refusal:
@@ -323,8 +346,6 @@ class RankKeeper:
             self._perform(index, RankStep.WAKE, -1, command)
         elif phase is LocalPhase.DRAINING:
             self._perform(index, RankStep.DRAIN, -1, command)
-        elif command.verb is Verb.BUILD and phase is LocalPhase.ROUTED:
-            self._answer(command, CommandOutcome.REFUSED, detail=f"rank {index} serves; its engine is built")
         else:
             rank.phase = LocalPhase.SLEEPING
             self._perform(index, RankStep.SLEEP, -1, command)
@@ -425,36 +446,6 @@ class RankKeeper:
 
     def _sync_id(self, operation: Operation) -> str:
         return f"{self.topology.pipeline}.{self.incarnation}.{operation.number}"
-
-
-class Agent(RankKeeper):
-    """The agent's state machine: ranks and weights (`RankKeeper`), clusters held and requested, and statuses.
-
-    `version` is the weight version that the pipeline starts with (0, or that of its checkpoint).
-    """
-
-    def __init__(
-        self,
-        topology: Topology,
-        incarnation: int,
-        host: Host,
-        record: Record,
-        *,
-        version: int = 0,
-        request_s: float = 86400.0,
-    ) -> None:
-        super().__init__(topology, incarnation, host, record, version)
-        self.holds: dict[str, LocalHold] = {}
-        self.wants: dict[str, Want] = {}
-        self.demand = Demand()
-        self.leaving = self.builds = False
-        self._request_s = request_s
-        self._given_back: dict[str, GivenBack] = {}
-        self._term = self._requests = 0
-        self._bucket = -1
-        self._rank_batch = 0
-        self._dismissed = self._held_back = self._unsaid = False
-        self._last_refused: tuple[str, ...] = ()
 
     # Calls of the pipeline.
 
