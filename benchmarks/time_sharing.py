@@ -399,7 +399,7 @@ def hand_overs(log_dir: Path) -> str:
     from nemo_rl.time_sharing.log import events as ev
     from nemo_rl.time_sharing.log.reading import merge_by_machine_time
     from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN
-    from nemo_rl.time_sharing.viewing.handovers import HandoverWatch, percentile
+    from nemo_rl.time_sharing.viewing.timeline import HandoverWatch, percentile
 
     watch = HandoverWatch()
     asked: dict[str, float] = {}
@@ -413,7 +413,7 @@ def hand_overs(log_dir: Path) -> str:
                 waits.append(entry.time - asked.pop(grant.pipeline))
             case _:
                 pass
-    used = [found.seconds for found in watch.found]
+    used = watch.found
     return (
         f"training, request to grant: {len(waits)}, p50 {percentile(waits, 50):.2f} s, p99 {percentile(waits, 99):.2f} "
         f"s; decision to use: {len(used)}, p50 {percentile(used, 50):.2f} s, p99 {percentile(used, 99):.2f} s"

@@ -157,7 +157,7 @@ def explained(timeline: Timeline, names: Sequence[str], unit: str) -> Iterator[s
     """Holders of the GPUs at the end of a timeline and the newest decisions about them, of these pipelines or all."""
     for slot in range(timeline.pool.slots):
         gpu = timeline.pool.name_of(slot)
-        now = [o for o in timeline.occupations if slot in o.gpus and o.end >= timeline.end]
+        now = [o for o in timeline.of("gpus") if slot in o.gpus and o.end >= timeline.end]
         now = [o for o in now if not names or o.pipeline in names]
         if not now:
             if not names:

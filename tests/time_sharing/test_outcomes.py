@@ -15,7 +15,7 @@ from nemo_rl.time_sharing.simulation.baselines import OURS, SERIAL
 from nemo_rl.time_sharing.simulation.results import AloneTimes, SimulatedOutcome, run_way
 from nemo_rl.time_sharing.simulation.scenario_reading import load_scenario, parse_scenario
 from nemo_rl.time_sharing.simulation.tables import way_table
-from nemo_rl.time_sharing.viewing.handovers import percentile
+from nemo_rl.time_sharing.viewing.timeline import percentile
 from nemo_rl.utils.record import read_record
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "time_sharing"

@@ -33,7 +33,7 @@ from nemo_rl.time_sharing.simulation.baselines import (
 )
 from nemo_rl.time_sharing.simulation.scenario import Scenario, ScenarioJob
 from nemo_rl.time_sharing.simulation.world import World
-from nemo_rl.time_sharing.viewing.handovers import HandoverWatch, percentile
+from nemo_rl.time_sharing.viewing.timeline import HandoverWatch, percentile
 from nemo_rl.utils.record import Entry, NullRecord
 
 
@@ -293,4 +293,4 @@ def _handovers(entries: Sequence[Entry]) -> tuple[list[float], int]:
     for entry in entries:
         watch.take(entry.time, entry.event)
         preemptions += isinstance(entry.event, ev.RankMoved) and entry.event.phase is Phase.FALLING
-    return [handover.seconds for handover in watch.found], preemptions
+    return watch.found, preemptions

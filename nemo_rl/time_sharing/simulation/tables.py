@@ -15,7 +15,7 @@ from nemo_rl.time_sharing.log.comparison import Simulated
 from nemo_rl.time_sharing.simulation.baselines import OURS, PLACED, SERIAL
 from nemo_rl.time_sharing.simulation.results import SimulatedOutcome
 from nemo_rl.time_sharing.simulation.scenario import Scenario
-from nemo_rl.time_sharing.viewing.handovers import percentile
+from nemo_rl.time_sharing.viewing.timeline import percentile
 
 Rows = Sequence[tuple[str, Sequence[SimulatedOutcome]]]
 _MOST_JOBS, _MOST_FATES = 20, 5

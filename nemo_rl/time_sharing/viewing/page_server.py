@@ -26,7 +26,7 @@ from nemo_rl.time_sharing.log.events import LogClosed
 from nemo_rl.time_sharing.log.pool_state import PoolState, Standing
 from nemo_rl.time_sharing.log.reading import LogTail, merge_by_machine_time
 from nemo_rl.time_sharing.viewing.pool_report import TEMPLATE, report_data
-from nemo_rl.time_sharing.viewing.standings_table import adapter_cells, cells, steps_of
+from nemo_rl.time_sharing.viewing.standings_table import adapter_cells, cells, steps_of, waited_s
 from nemo_rl.time_sharing.viewing.timeline import Timeline, TimelineBuilder
 from nemo_rl.utils.http_server import (
     NEEDS_TOKEN,
@@ -237,19 +237,28 @@ def prometheus_text(timeline: Timeline, standings: Sequence[Standing]) -> bytes:
 def _metrics(timeline: Timeline, standings: Sequence[Standing]) -> Iterator[Metric]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-    yield GaugeMetricFamily("nrl_pool_gpus", "GPUs of the pool.", timeline.pool.gpus)
-    gpus = GaugeMetricFamily("nrl_pool_gpus_in_use", "GPUs by pipeline and use.", labels=("pipeline", "use"))
-    for (pipeline, use), count in sorted(_in_use(timeline).items()):
-        gpus.add_metric((pipeline, use), count)
-    yield gpus
-    closed = [o for o in timeline.outages if o.kind == "quarantined" and o.end >= timeline.end]
+    def family(
+        kind: type[CounterMetricFamily | GaugeMetricFamily],
+        name: str,
+        about: str,
+        values: Iterable[tuple[tuple[str, ...], float]],
+        labels: Sequence[str] = ("pipeline",),
+    ) -> Metric:
+        made = kind(f"nrl_pool_{name}", about, labels=labels)
+        for of, value in values:
+            made.add_metric(of, value)
+        return made
+
+    gauge, counter = GaugeMetricFamily, CounterMetricFamily
+    yield gauge("nrl_pool_gpus", "GPUs of the pool.", timeline.pool.gpus)
+    in_use = sorted(_in_use(timeline).items())
+    yield family(gauge, "gpus_in_use", "GPUs by pipeline and use.", in_use, ("pipeline", "use"))
+    closed = [o for o in timeline.of("out") if o.phase == "quarantined" and o.end >= timeline.end]
     out = sum(timeline.pool.gpus_in(outage.gpus) for outage in closed)
-    yield GaugeMetricFamily("nrl_pool_gpus_quarantined", "GPUs out of use.", out)
-    demand = GaugeMetricFamily("nrl_pool_demand_samples", "Samples still to be generated.", labels=("pipeline",))
-    for pipeline, samples in {level.pipeline: level.value for level in timeline.demand}.items():
-        demand.add_metric((pipeline,), samples)
-    yield demand
-    spans = [handover.seconds for handover in timeline.handovers]
+    yield gauge("nrl_pool_gpus_quarantined", "GPUs out of use.", out)
+    demand = {(level.pipeline,): level.value for level in timeline.demand}
+    yield family(gauge, "demand_samples", "Samples still to be generated.", demand.items())
+    spans = timeline.handovers
     buckets = [(str(edge), float(sum(span <= edge for span in spans))) for edge in _BUCKETS_S]
     yield HistogramMetricFamily(
         "nrl_pool_handover_seconds",
@@ -257,57 +266,36 @@ def _metrics(timeline: Timeline, standings: Sequence[Standing]) -> Iterator[Metr
         buckets=[*buckets, ("+Inf", float(len(spans)))],
         sum_value=sum(spans),
     )
-    yield CounterMetricFamily(
-        "nrl_pool_faults", "Pipelines cut off, quarantines, ranks taken out.", len(timeline.faults)
-    )
-    steps = CounterMetricFamily("nrl_pool_steps", "Completed steps.", labels=("pipeline",))
-    waited = CounterMetricFamily("nrl_pool_waited_seconds", "Waits for training GPUs.", labels=("pipeline",))
-    share = GaugeMetricFamily("nrl_pool_share", "Part of the pool's GPU time held so far.", labels=("pipeline",))
-    slowdown = GaugeMetricFamily(
-        "nrl_pool_slowdown", "Time passed over time not lost to other pipelines, estimated.", labels=("pipeline",)
-    )
-    gain = GaugeMetricFamily(
-        "nrl_pool_sharing_gain",
-        "How many times the work of one after the other those do that share this one's GPUs, measured.",
-        labels=("pipeline",),
-    )
-    for standing in standings:
-        if standing.sharing is not None and standing.sharing.gain is not None:
-            gain.add_metric((standing.name,), standing.sharing.gain.of_all)
-        if standing.sharing is not None:
-            share.add_metric((standing.name,), standing.sharing.share)
-            slowdown.add_metric((standing.name,), standing.sharing.slowdown)
-        progress, outcome = standing.progress, standing.outcome
-        seconds = outcome.waited_s if outcome is not None else progress.waited_s if progress is not None else 0.0
-        steps.add_metric((standing.name,), steps_of(standing))
-        waited.add_metric((standing.name,), seconds)
-    yield from (steps, waited, share, slowdown, gain)
-    yield from _adapter_metrics(standings)
+    yield counter("nrl_pool_faults", "Pipelines cut off, quarantines, ranks taken out.", len(timeline.faults))
 
+    steps = [((s.name,), steps_of(s)) for s in standings]
+    yield family(counter, "steps", "Completed steps.", steps)
+    waited = [((s.name,), waited_s(s)) for s in standings]
+    yield family(counter, "waited_seconds", "Waits for training GPUs.", waited)
+    sharing = [((s.name,), s.sharing) for s in standings if s.sharing is not None]
+    share = [(of, found.share) for of, found in sharing]
+    yield family(gauge, "share", "Part of the pool's GPU time held so far.", share)
+    slowdown = [(of, found.slowdown) for of, found in sharing]
+    yield family(gauge, "slowdown", "Time passed over time not lost to other pipelines, estimated.", slowdown)
+    gain = [(of, found.gain.of_all) for of, found in sharing if found.gain is not None]
+    about = "How many times the work of one after the other those do that share this one's GPUs, measured."
+    yield family(gauge, "sharing_gain", about, gain)
 
-def _adapter_metrics(standings: Sequence[Standing]) -> Iterator[Metric]:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
+    adapters = [((s.name, a.name), a, s) for s in standings if s.progress is not None for a in s.progress.adapters]
     labels = ("pipeline", "adapter")
-    steps = CounterMetricFamily("nrl_pool_adapter_steps", "Completed steps of an adapter.", labels=labels)
-    waits = GaugeMetricFamily("nrl_pool_adapter_open_samples", "Samples that an adapter waits for.", labels=labels)
-    waited = CounterMetricFamily(
-        "nrl_pool_adapter_waited_seconds", "Waits of an adapter for training passes.", labels=labels
-    )
-    for standing in standings:
-        for adapter in standing.progress.adapters if standing.progress is not None else ():
-            of = (standing.name, adapter.name)
-            steps.add_metric(of, adapter.step)
-            waits.add_metric(of, 0 if standing.outcome is not None else adapter.open_samples)
-            waited.add_metric(of, adapter.waited_s)
-    yield from (steps, waits, waited)
+    trained = [(of, adapter.step) for of, adapter, _ in adapters]
+    yield family(counter, "adapter_steps", "Completed steps of an adapter.", trained, labels)
+    open_samples = [(of, 0 if job.outcome is not None else adapter.open_samples) for of, adapter, job in adapters]
+    yield family(gauge, "adapter_open_samples", "Samples that an adapter waits for.", open_samples, labels)
+    waits = [(of, adapter.waited_s) for of, adapter, _ in adapters]
+    yield family(counter, "adapter_waited_seconds", "Waits of an adapter for training passes.", waits, labels)
 
 
 def _in_use(timeline: Timeline) -> dict[tuple[str, str], float]:
     """GPUs by pipeline and use, of occupations that are open at the end."""
     uses = {"TRN": "training", "INIT": "initialising"}
     found: defaultdict[tuple[str, str], float] = defaultdict(float)
-    for o in timeline.occupations:
+    for o in timeline.of("gpus"):
         if o.end >= timeline.end:
             generating = "generating" if o.phase == "serving" else "handover"
             use = "ended" if o.phase == "fenced" else generating if o.tag == "GEN" else uses.get(o.tag, "log_probs")

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from nemo_rl.time_sharing.history.checker import INVARIANTS, Violation
 from nemo_rl.time_sharing.log.comparison import LEGEND
-from nemo_rl.time_sharing.viewing.handovers import percentile
 from nemo_rl.time_sharing.viewing.standings_table import columns
-from nemo_rl.time_sharing.viewing.timeline import Level, Timeline, in_unit
+from nemo_rl.time_sharing.viewing.timeline import Interval, Level, Timeline, in_unit, percentile
 from nemo_rl.utils.text import filled_page
 
 TEMPLATE = Path(__file__).with_name("pool_report.html")
@@ -39,21 +38,16 @@ def report_data(
     index = {name: number for number, name in enumerate(pipelines)}
     gpu_seconds = [0.0] * len(pipelines)
     pool = timeline.pool
-    bars: list[list[float | int | str]] = []
-    # First, so that the holder of a GPU that is closed to one pipeline only is drawn over it.
-    for out in timeline.outages:
-        bars += [
-            [first, last, round(out.start, 3), round(out.end, 3), index.get(out.pipeline, 0), out.kind, out.label]
-            for first, last in _runs(out.gpus)
-        ]
-    for o in timeline.occupations:
+    held = timeline.of("gpus")
+    for o in held:
         gpu_seconds[index[o.pipeline]] += pool.gpus_in(o.gpus) * (o.end - o.start)
-        runs = _runs(o.gpus)
-        bars += [
-            [first, last, round(o.start, 3), round(o.end, 3), index[o.pipeline], _kind(o.tag, o.phase), o.label]
-            for first, last in runs
-        ]
-    spans = sorted(handover.seconds for handover in timeline.handovers)
+    bars = [
+        [first, last, round(o.start, 3), round(o.end, 3), index.get(o.pipeline, 0), _kind(o), o.label]
+        # First those out of use, so that the holder of a GPU that is closed to one pipeline only is drawn over it.
+        for o in (*timeline.of("out"), *held)
+        for first, last in _runs(o.gpus)
+    ]
+    spans = sorted(timeline.handovers)
     said = timeline.simulated
     return {
         "title": title,
@@ -95,12 +89,12 @@ def report_data(
     }
 
 
-def _kind(tag: str, phase: str) -> str:
-    if phase == "fenced":
-        return phase
-    if tag != "GEN":
-        return "init" if tag == "INIT" else "train"
-    return "generate" if phase == "serving" else "handover"
+def _kind(bar: Interval) -> str:
+    if bar.lane == "out" or bar.phase == "fenced":
+        return bar.phase
+    if bar.tag != "GEN":
+        return "init" if bar.tag == "INIT" else "train"
+    return "generate" if bar.phase == "serving" else "handover"
 
 
 def _runs(gpus: tuple[int, ...]) -> list[tuple[int, int]]:

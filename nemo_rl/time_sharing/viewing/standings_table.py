@@ -128,6 +128,12 @@ def steps_of(standing: Standing) -> int:
     return standing.progress.step if standing.progress is not None else 0
 
 
+def waited_s(standing: Standing) -> float:
+    """Seconds for which it has waited for training GPUs, as far as it has said."""
+    said = standing.outcome or standing.progress
+    return said.waited_s if said is not None else 0.0
+
+
 def _gained(gain: Gain) -> str:
     how = f"a step {gain.alone_s:.1f} s alone, {gain.together_s:.1f} s shared"
     return f"{gain.of_all:.2f}x{'' if gain.keeps else ', so in turn'} ({how})"
@@ -137,7 +143,6 @@ def cells(standing: Standing) -> list[str]:
     """One pipeline as text, column by column."""
     progress, outcome, sharing = standing.progress, standing.outcome, standing.sharing
     of = f"/{progress.of}" if progress is not None and progress.of else ""
-    waited = outcome.waited_s if outcome is not None else progress.waited_s if progress is not None else 0.0
     figures = dict(progress.figures) if progress is not None else {}
     reward = figures.pop("reward", None)
     gain = sharing.gain if sharing is not None else None
@@ -151,7 +156,7 @@ def cells(standing: Standing) -> list[str]:
         "" if reward is None else f"{reward:.3f}",
         " ".join(f"{name} {value:.3f}" for name, value in figures.items()),
         "" if left_s is None else format_duration(left_s),
-        f"{waited:.1f} s",
+        f"{waited_s(standing):.1f} s",
         f"{sharing.share:.0%}" if sharing is not None else "",
         f"{sharing.slowdown:.2f}" if sharing is not None else "",
         "" if gain is None else _gained(gain),

@@ -8,62 +8,44 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.comparison import Simulated
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ClusterSpec, Phase, Priority
-from nemo_rl.time_sharing.viewing.handovers import Handover, HandoverWatch
 from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import Entry
 
+Lane = Literal["gpus", "queue", "out"]
 
-class Occupation(NamedTuple):
-    """One stretch on some GPUs, seconds: `tag` as in `Priority.tag`, `phase` of a rank, `held` or `fenced`; `number`
-    counts the hold it is part of.
 
-    `rank` and `step` are -1 where there is none, `plan` is the number of the plan that gave the GPUs. `kind`: `request`
-    for a fixed cluster; for a rank `initial` (its first wake), `proactive` (a later one) or `guaranteed` (a guaranteed
-    slice).
+class Interval(NamedTuple):
+    """A stretch of a pipeline's time, in seconds. Lane `gpus`: it holds GPUs. `queue`: a request of it waits, until its
+    grant or end. `out`: GPUs are out of use (phase `quarantined`), or its rank is kept from them (`cooling`).
+
+    On GPUs, `phase` is that of a rank, `held` or `fenced`, and `number` counts the hold that the stretch is part of.
+    `tag` is as in `Priority.tag`, `plan` is the number of the plan that gave the GPUs; `rank`, `step` and `plan` are -1
+    where there is none. `kind`: `request` for a fixed cluster; for a rank `initial` (its first wake), `proactive` (a
+    later one) or `guaranteed` (a guaranteed slice).
     """
 
-    gpus: tuple[int, ...]
+    lane: Lane
     start: float
     end: float
     pipeline: str
-    tag: str
-    phase: str
-    label: str
-    number: int
+    gpus: tuple[int, ...] = ()
+    phase: str = ""
+    label: str = ""
+    tag: str = ""
     cluster: str = ACTOR_INFER
     rank: int = -1
     step: int = -1
-    plan: int = -1
     kind: str = "request"
-
-
-class Outage(NamedTuple):
-    """GPUs that are out of use (`quarantined`), or that one pipeline's rank is kept from (`cooling`), seconds."""
-
-    gpus: tuple[int, ...]
-    start: float
-    end: float
-    pipeline: str
-    kind: str
-    label: str
-
-
-class Waited(NamedTuple):
-    """One request in the queue, from its arrival to its grant or end."""
-
-    pipeline: str
-    cluster: str
-    tag: str
-    start: float
-    end: float
+    number: int = -1
+    plan: int = -1
 
 
 class Level(NamedTuple):
@@ -85,7 +67,8 @@ def in_unit(text: str, unit: str) -> str:
 
 @dataclass(slots=True)
 class Timeline:
-    """Data of pictures, in seconds since the record's first entry, which was at `origin` on its clock. `marks`: (time,
+    """Data of pictures, in seconds since the record's first entry, which was at `origin` on its clock. `intervals` are
+    in the order in which they ended; `handovers`: how long each took, as `HandoverWatch` finds them; `marks`: (time,
     request, decision or release in words); `faults`: (time, fault in words); `decisions`: (time, plan, reason in a
     sentence); `measured`: latest measured gain of running together; `entitled`: GPUs that each pipeline with demand was
     entitled to by the last plan that says so.
@@ -96,15 +79,13 @@ class Timeline:
     pool: Pool = field(default_factory=lambda: Pool(1, 1))
     origin: float = 0.0
     end: float = 0.0
-    occupations: list[Occupation] = field(default_factory=list)
-    waits: list[Waited] = field(default_factory=list)
-    handovers: list[Handover] = field(default_factory=list)
+    intervals: list[Interval] = field(default_factory=list)
+    handovers: list[float] = field(default_factory=list)
     demand: list[Level] = field(default_factory=list)
     gpus: list[Level] = field(default_factory=list)
     active_gpus: list[tuple[float, float]] = field(default_factory=list)
     marks: list[tuple[float, str]] = field(default_factory=list)
     faults: list[tuple[float, str]] = field(default_factory=list)
-    outages: list[Outage] = field(default_factory=list)
     decisions: list[tuple[float, int, str]] = field(default_factory=list)
     entitled: dict[str, float] = field(default_factory=dict)
     pipelines: list[str] = field(default_factory=list)
@@ -112,31 +93,61 @@ class Timeline:
     measured: str = ""
     simulated: Simulated | None = None
 
+    def of(self, lane: Lane) -> list[Interval]:
+        """The intervals of a lane."""
+        return [interval for interval in self.intervals if interval.lane == lane]
+
     def busy(self) -> float:
         """Part of the GPUs' time in which a pipeline trains or generates on them, 0 to 1."""
         held = (
-            self.pool.gpus_in(o.gpus) * (o.end - o.start) for o in self.occupations if o.phase in ("held", "serving")
+            self.pool.gpus_in(o.gpus) * (o.end - o.start) for o in self.of("gpus") if o.phase in ("held", "serving")
         )
         return sum(held) / max(self.end * self.pool.gpus, 1e-9)
 
 
+class HandoverWatch:
+    """How long GPUs are on their way: from a claim on them to their use, the cluster granted or the rank routed.
+
+    A claim that is dropped or fenced counts for nothing; a repeated one counts from its last decision. `take` gets the
+    scheduler's events in order; `found` are the seconds of the hand-overs that ended.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+        self._claimed: dict[tuple[str, str, int], float] = {}
+
+    def take(self, time: float, event: object) -> None:
+        match event:
+            case ev.Claimed():
+                self._claimed[event.pipeline, event.cluster, event.rank] = time
+                return
+            case ev.Granted():
+                key = (event.pipeline, event.cluster, -1)
+            case ev.RankMoved(phase=Phase.SERVING):
+                key = (event.pipeline, ACTOR_INFER, event.rank)
+            case _:
+                return
+        began = self._claimed.pop(key, None)
+        if began is not None:
+            self.found.append(time - began)
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The value below which `percent` of the values lie, interpolated; 0 for none."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
 _NO_PLAN = -1
 """The plan of a decision that no plan made."""
-
-
-@dataclass(slots=True)
-class _Open:
-    start: float
-    phase: str
-    number: int
-    label: str
-    tag: str
-    step: int
-    kind: str
-
-
-_OutageKey = tuple[tuple[int, ...], str, int, int] | tuple[str, int]
-"""A quarantine (GPUs, pipeline, incarnation, rank), or a rank that cools off (pipeline, rank)."""
+_NEVER = float("inf")
+_Key = tuple[object, ...]
+"""Of an open interval: its lane, then the cluster or rank, the waiting cluster, or the outage."""
 
 
 class TimelineBuilder:
@@ -145,14 +156,12 @@ class TimelineBuilder:
     def __init__(self) -> None:
         self.timeline = Timeline()
         self.clusters: dict[str, dict[str, ClusterSpec]] = {}
-        self.open: dict[tuple[str, str, int], _Open] = {}
-        self.queue: dict[tuple[str, str], tuple[float, Priority]] = {}
+        self.open: dict[_Key, Interval] = {}
         self.watch = HandoverWatch()
         self.counts: dict[str, float] = {}
         self.holds = 0
         self.plans: dict[tuple[str, str, int], int] = {}
         self.started: set[tuple[str, int]] = set()
-        self.out: dict[_OutageKey, Outage] = {}
         self._empty = True
 
     def take(self, entry: Entry) -> None:
@@ -170,34 +179,27 @@ class TimelineBuilder:
         and stay open here.
         """
         seen = copy.copy(self)
-        seen.open, seen.queue, seen.out, seen.counts = map(dict, (self.open, self.queue, self.out, self.counts))
+        seen.open, seen.counts = dict(self.open), dict(self.counts)
         t = self.timeline
         seen.timeline = shown = replace(
             t,
             end=max(t.end, end or 0.0),
-            occupations=list(t.occupations),
-            waits=list(t.waits),
+            intervals=list(t.intervals),
             gpus=list(t.gpus),
             active_gpus=list(t.active_gpus),
-            outages=list(t.outages),
             handovers=list(self.watch.found),
         )
-        for key in list(seen.open):
+        for key in self.open:
             seen.close(key, shown.end)
-        for pipeline, cluster in list(seen.queue):
-            seen.end_wait(pipeline, cluster, shown.end)
-        for outage in list(seen.out):
-            seen.end_outage(outage, shown.end)
         return shown
 
-    def gpus_of(self, key: tuple[str, str, int]) -> tuple[int, ...]:
-        pipeline, cluster, rank = key
+    def gpus_of(self, pipeline: str, cluster: str, rank: int) -> tuple[int, ...]:
         spec = self.clusters[pipeline][cluster]
         return spec.gpus if rank < 0 else spec.gpus[rank * spec.tp_size : (rank + 1) * spec.tp_size]
 
-    def begin(
+    def hold(
         self,
-        key: tuple[str, str, int],
+        whose: tuple[str, str, int],
         time: float,
         phase: str,
         tag: str,
@@ -206,58 +208,41 @@ class TimelineBuilder:
         step: int = -1,
         kind: str = "request",
     ) -> None:
+        """A cluster or rank holds its GPUs in this phase from now on."""
+        key, gpus = ("gpus", *whose), self.gpus_of(*whose)
         before = self.open.get(key)
-        number = before.number if before is not None else self.holds
         if before is None:
-            self.holds += 1
-            self.count(key, time, self.timeline.pool.gpus_in(self.gpus_of(key)))
+            number, self.holds = self.holds, self.holds + 1
+            self.count(whose[0], time, self.timeline.pool.gpus_in(gpus))
         else:
+            number = before.number
             self.close(key, time, last=False)
-        self.open[key] = _Open(time, phase, number, label, tag, step, kind)
+        pipeline, cluster, rank = whose
+        self.open[key] = Interval(
+            "gpus", time, _NEVER, pipeline, gpus, phase, label, tag, cluster, rank, step, kind, number
+        )
 
-    def close(self, key: tuple[str, str, int], time: float, *, last: bool = True) -> None:
-        held = self.open.pop(key, None)
-        if held is None:
+    def close(self, key: _Key, time: float, *, last: bool = True) -> None:
+        """Ends an open interval, if there is one. `last`: the GPUs are free, not in another phase of their hold."""
+        begun = self.open.pop(key, None)
+        if begun is None:
             return
-        if time > held.start:
-            plan = self.plans.get(key, -1)
-            stretch = Occupation(
-                self.gpus_of(key),
-                held.start,
-                time,
-                key[0],
-                held.tag,
-                held.phase,
-                held.label,
-                held.number,
-                key[1],
-                key[2],
-                held.step,
-                plan,
-                held.kind,
-            )
-            self.timeline.occupations.append(stretch)
-        if last:
-            self.count(key, time, -self.timeline.pool.gpus_in(self.gpus_of(key)))
+        own = (begun.pipeline, begun.cluster, begun.rank)
+        ended = begun._replace(end=min(time, begun.end), plan=self.plans.get(own, -1))
+        # A request that is granted at once was in the queue nevertheless.
+        if ended.end > ended.start or ended.lane == "queue":
+            self.timeline.intervals.append(ended)
+        if last and ended.lane == "gpus":
+            self.count(ended.pipeline, time, -self.timeline.pool.gpus_in(ended.gpus))
 
-    def begin_outage(self, key: _OutageKey, outage: Outage) -> None:
-        self.end_outage(key, outage.start)
-        self.out[key] = outage
+    def begin_outage(self, key: _Key, outage: Interval) -> None:
+        self.close(key, outage.start)
+        self.open[key] = outage
 
-    def end_outage(self, key: _OutageKey, time: float) -> None:
-        outage = self.out.pop(key, None)
-        if outage is not None and min(time, outage.end) > outage.start:
-            self.timeline.outages.append(outage._replace(end=min(time, outage.end)))
-
-    def count(self, key: tuple[str, str, int], time: float, change: float) -> None:
-        self.counts[key[0]] = round(self.counts.get(key[0], 0.0) + change, 6)
-        self.timeline.gpus.append(Level(key[0], time, self.counts[key[0]]))
+    def count(self, pipeline: str, time: float, change: float) -> None:
+        self.counts[pipeline] = round(self.counts.get(pipeline, 0.0) + change, 6)
+        self.timeline.gpus.append(Level(pipeline, time, self.counts[pipeline]))
         self.timeline.active_gpus.append((time, sum(self.counts.values())))
-
-    def end_wait(self, pipeline: str, cluster: str, time: float) -> None:
-        waiting = self.queue.pop((pipeline, cluster), None)
-        if waiting is not None:
-            self.timeline.waits.append(Waited(pipeline, cluster, waiting[1].tag, waiting[0], time))
 
 
 def build_timeline(entries: Iterable[Entry]) -> Timeline:
@@ -278,10 +263,11 @@ def _take(builder: TimelineBuilder, source: str, event: object, time: float) -> 
             if event.pipeline not in timeline.pipelines:
                 timeline.pipelines.append(event.pipeline)
         case ev.Requested():
-            builder.queue[event.pipeline, event.cluster] = (time, event.priority)
+            waiting = Interval("queue", time, _NEVER, event.pipeline, tag=event.priority.tag, cluster=event.cluster)
+            builder.open["queue", event.pipeline, event.cluster] = waiting
             timeline.marks.append((time, f"enqueue {event.priority.tag} {event.pipeline}/{event.cluster}"))
         case ev.RequestDropped():
-            builder.end_wait(event.pipeline, event.cluster, time)
+            builder.close(("queue", event.pipeline, event.cluster), time)
         case ev.Claimed():
             builder.plans[event.pipeline, event.cluster, event.rank] = event.plan
             who, count = event.cluster if event.rank < 0 else f"rank {event.rank}", timeline.pool.gpus_in(event.gpus)
@@ -289,26 +275,19 @@ def _take(builder: TimelineBuilder, source: str, event: object, time: float) -> 
                 (time, f"plan {event.plan}: {event.pipeline}/{who} gets {count:g} {'GPU' if count == 1 else 'GPUs'}")
             )
         case ev.Granted() | ev.PriorityChanged():
-            builder.end_wait(event.pipeline, event.cluster, time)
-            key = (event.pipeline, event.cluster, -1)
-            builder.begin(
-                key,
-                time,
-                "held",
-                event.priority.tag,
-                f"{event.priority.tag} {event.pipeline} {event.cluster} step {event.step}",
-                step=event.step,
-            )
+            builder.close(("queue", event.pipeline, event.cluster), time)
+            tag = event.priority.tag
+            label = f"{tag} {event.pipeline} {event.cluster} step {event.step}"
+            builder.hold((event.pipeline, event.cluster, -1), time, "held", tag, label, step=event.step)
         case ev.Released():
-            builder.close((event.pipeline, event.cluster, -1), time)
+            builder.close(("gpus", event.pipeline, event.cluster, -1), time)
             timeline.marks.append((time, f"release {event.pipeline}/{event.cluster}"))
         case ev.RankMoved():
             _take_rank(builder, event, time)
         case ev.Unregistered():
-            for key in [key for key in builder.open if key[0] == event.pipeline]:
-                builder.close(key, time)
-            for rank in [key for key in builder.out if key[0] == event.pipeline]:
-                builder.end_outage(rank, time)
+            for key, own in list(builder.open.items()):
+                if own.pipeline == event.pipeline and (own.lane == "gpus" or own.phase == "cooling"):
+                    builder.close(key, time)
             builder.started = {(name, rank) for name, rank in builder.started if name != event.pipeline}
             timeline.demand.append(Level(event.pipeline, time, 0))
         case ev.DemandReported():
@@ -348,36 +327,26 @@ def _take_fault(builder: TimelineBuilder, event: object, time: float) -> None:
     match event:
         case ev.Fenced():
             timeline.faults.append((time, f"{event.pipeline} is cut off: {event.reason}"))
-            for key in [key for key in builder.open if key[0] == event.pipeline]:
-                held = builder.open[key]
-                builder.begin(
-                    key,
-                    time,
-                    "fenced",
-                    held.tag,
-                    f"{event.pipeline}: being ended ({event.reason})",
-                    step=held.step,
-                    kind=held.kind,
-                )
+            label = f"{event.pipeline}: being ended ({event.reason})"
+            for own in [own for own in builder.open.values() if own.pipeline == event.pipeline and own.lane == "gpus"]:
+                whose = (own.pipeline, own.cluster, own.rank)
+                builder.hold(whose, time, "fenced", own.tag, label, step=own.step, kind=own.kind)
         case ev.SchedulerStarted() if event.term > 1:
             timeline.faults.append((time, f"the scheduler restarts (term {event.term})"))
         case ev.GpusQuarantined():
             label = f"quarantined: {event.reason} ({event.pipeline})"
             timeline.faults.append((time, f"GPUs {', '.join(map(timeline.pool.name_of, event.gpus))} {label}"))
-            whose = (event.pipeline, event.incarnation, event.rank)
-            builder.begin_outage(
-                (event.gpus, *whose), Outage(event.gpus, time, float("inf"), event.pipeline, "quarantined", label)
-            )
+            key = ("out", event.pipeline, event.rank, event.incarnation, event.gpus)
+            outage = Interval("out", time, _NEVER, event.pipeline, event.gpus, "quarantined", label)
+            builder.begin_outage(key, outage)
         case ev.GpusCleared():
-            builder.end_outage((event.gpus, event.pipeline, event.incarnation, event.rank), time)
+            builder.close(("out", event.pipeline, event.rank, event.incarnation, event.gpus), time)
         case ev.RankCooling():
             label = f"{event.pipeline} rank {event.rank} cools off, others may have its GPUs"
             timeline.faults.append((time, f"{event.pipeline} rank {event.rank} is taken out of service"))
-            gpus = builder.gpus_of((event.pipeline, ACTOR_INFER, event.rank))
-            builder.begin_outage(
-                (event.pipeline, event.rank),
-                Outage(gpus, time, event.until - timeline.origin, event.pipeline, "cooling", label),
-            )
+            gpus, until = builder.gpus_of(event.pipeline, ACTOR_INFER, event.rank), event.until - timeline.origin
+            outage = Interval("out", time, until, event.pipeline, gpus, "cooling", label)
+            builder.begin_outage(("out", event.pipeline, event.rank), outage)
         case ev.PlanRejected():
             timeline.faults.append((time, f"a plan was refused: {'; '.join(event.problems)}"))
         case ev.Isolated():
@@ -393,30 +362,24 @@ def _take_fault(builder: TimelineBuilder, event: object, time: float) -> None:
 
 
 def _step_of_rise(builder: TimelineBuilder, pipeline: str, rank: int, time: float) -> None:
-    key = (pipeline, ACTOR_INFER, rank)
-    rising = builder.open.get(key)
+    rising = builder.open.get(("gpus", pipeline, ACTOR_INFER, rank))
     if rising is not None and rising.phase == Phase.RISING.value:
         label = f"GEN {pipeline} rank {rank} syncing"
-        builder.begin(key, time, "syncing", Priority.GENERATION.tag, label, kind=rising.kind)
+        builder.hold((pipeline, ACTOR_INFER, rank), time, "syncing", rising.tag, label, kind=rising.kind)
 
 
 def _take_rank(builder: TimelineBuilder, event: ev.RankMoved, time: float) -> None:
-    key = (event.pipeline, ACTOR_INFER, event.rank)
+    whose = (event.pipeline, ACTOR_INFER, event.rank)
     if event.phase is Phase.ASLEEP:
-        builder.close(key, time)
+        builder.close(("gpus", *whose), time)
         return
     rank = (event.pipeline, event.rank)
     if event.phase in (Phase.RISING, Phase.BUILDING):
         kind = "guaranteed" if event.guaranteed else "proactive" if rank in builder.started else "initial"
         builder.started.add(rank)
     else:
-        kind = builder.open[key].kind if key in builder.open else "proactive"
+        before = builder.open.get(("gpus", *whose))
+        kind = "proactive" if before is None else before.kind
     version = f" v{event.version}" if event.version >= 0 else ""
-    builder.begin(
-        key,
-        time,
-        event.phase.value,
-        Priority.GENERATION.tag,
-        f"GEN {event.pipeline} rank {event.rank} {event.phase.value}{version}",
-        kind=kind,
-    )
+    label = f"GEN {event.pipeline} rank {event.rank} {event.phase.value}{version}"
+    builder.hold(whose, time, event.phase.value, Priority.GENERATION.tag, label, kind=kind)

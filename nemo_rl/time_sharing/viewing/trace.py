@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from nemo_rl.time_sharing.protocol.types import Priority
-from nemo_rl.time_sharing.viewing.timeline import Occupation, Timeline, build_timeline, in_unit
+from nemo_rl.time_sharing.viewing.timeline import Interval, Timeline, build_timeline, in_unit
 from nemo_rl.utils.record import Entry
 
 _SCHEDULER, _GPUS, _QUEUE = 1, 2, 3
@@ -30,18 +30,10 @@ def trace_events(timeline: Timeline, pool: str = "", unit: str = "GPU") -> Itera
     yield from _names(timeline, f"{pool}: " if pool else "", unit)
     for time, active in timeline.active_gpus:
         yield {"ph": "C", "pid": _SCHEDULER, "name": f"active {unit}s", "ts": _us(time), "args": {f"{unit}s": active}}
-    for time, text in timeline.marks:
-        kind = text.split(" ", 1)[0]
-        yield {
-            "ph": "i",
-            "s": "t",
-            "pid": _SCHEDULER,
-            "tid": {"enqueue": 1, "plan": 2, "release": 3}[kind],
-            "name": in_unit(text, unit),
-            "ts": _us(time),
-        }
-    for time, text in timeline.faults:
-        yield {"ph": "i", "s": "t", "pid": _SCHEDULER, "tid": 4, "name": in_unit(text, unit), "ts": _us(time)}
+    tracks = {"enqueue": 1, "plan": 2, "release": 3}
+    marks = [(time, tracks[text.split(" ", 1)[0]], text) for time, text in timeline.marks]
+    for time, track, text in [*marks, *((time, 4, text) for time, text in timeline.faults)]:
+        yield {"ph": "i", "s": "t", "pid": _SCHEDULER, "tid": track, "name": in_unit(text, unit), "ts": _us(time)}
     yield from _gpu_slices(timeline)
     yield from _queue_slices(timeline)
 
@@ -73,65 +65,48 @@ def _names(timeline: Timeline, of: str, unit: str) -> Iterator[dict[str, object]
 
 
 def _gpu_slices(timeline: Timeline) -> Iterator[dict[str, object]]:
-    holds: dict[int, list[Occupation]] = {}
-    for occupation in timeline.occupations:
-        holds.setdefault(occupation.number, []).append(occupation)
+    holds: dict[int, list[Interval]] = {}
+    for part in timeline.of("gpus"):
+        holds.setdefault(part.number, []).append(part)
     for parts in holds.values():
         first, last = parts[0], parts[-1]
         whole = f"{first.tag} {first.label.split(' ', 1)[1].rsplit(' ' + first.phase, 1)[0]}"
         for gpu in first.gpus:
-            yield _slice(gpu, whole, first.start, last.end, first)
+            yield _slice(_GPUS, gpu + 1, whole, first._replace(end=last.end))
             if len(parts) > 1 or first.phase != "held":
                 for part in parts:
-                    yield _slice(gpu, part.phase if part.phase != "held" else part.label, part.start, part.end, part)
+                    yield _slice(_GPUS, gpu + 1, part.phase if part.phase != "held" else part.label, part)
 
 
-def _slice(gpu: int, name: str, start: float, end: float, part: Occupation) -> dict[str, object]:
-    return {
-        "ph": "X",
-        "pid": _GPUS,
-        "tid": gpu + 1,
-        "name": name,
-        "cat": part.tag,
-        "ts": _us(start),
-        "dur": max(_us(end) - _us(start), 1),
-        "args": {**_about(part), "hold": part.number, "label": part.label},
-    }
-
-
-def _about(part: Occupation) -> dict[str, object]:
-    """Arguments of a slice; numbers that do not apply are left out."""
-    numbers = {
-        name: value for name, value in (("rank", part.rank), ("step", part.step), ("plan", part.plan)) if value >= 0
-    }
-    return {"pipeline": part.pipeline, "cluster": part.cluster, "kind": part.kind, **numbers}
+def _slice(pid: int, tid: int, name: str, part: Interval) -> dict[str, object]:
+    """Arguments that do not apply are left out."""
+    start, end = _us(part.start), _us(part.end)
+    kind: dict[str, object] = {}
+    about: dict[str, object] = {"pipeline": part.pipeline, "cluster": part.cluster}
+    if part.lane == "gpus":
+        kind = {"cat": part.tag}
+        numbers = {"rank": part.rank, "step": part.step, "plan": part.plan}
+        about |= {"kind": part.kind, **{what: value for what, value in numbers.items() if value >= 0}}
+        about |= {"hold": part.number, "label": part.label}
+    times = {"ts": start, "dur": max(end - start, 1)}
+    return {"ph": "X", "pid": pid, "tid": tid, "name": name, **kind, **times, "args": about}
 
 
 def _queue_slices(timeline: Timeline) -> Iterator[dict[str, object]]:
     tags = [priority.tag for priority in Priority]
     rows: dict[tuple[str, str, str], int] = {}
-    for wait in sorted(timeline.waits, key=lambda w: (tags.index(w.tag), w.pipeline, w.cluster)):
+    waits = timeline.of("queue")
+    for wait in sorted(waits, key=lambda w: (tags.index(w.tag), w.pipeline, w.cluster)):
         key = (wait.tag, wait.pipeline, wait.cluster)
         if key not in rows:
             rows[key] = 1000 * (tags.index(wait.tag) + 1) + len(rows)
             yield from _track(_QUEUE, rows[key], f"{wait.tag} {wait.pipeline}/{wait.cluster}")
-        yield {
-            "ph": "X",
-            "pid": _QUEUE,
-            "tid": rows[key],
-            "name": f"{wait.tag} waits",
-            "ts": _us(wait.start),
-            "dur": max(_us(wait.end) - _us(wait.start), 1),
-            "args": {"pipeline": wait.pipeline, "cluster": wait.cluster},
-        }
+        yield _slice(_QUEUE, rows[key], f"{wait.tag} waits", wait)
     for tag in tags:
         # At one moment those who come count before those who go: a request that is served at once was in the queue, and
         # no pipeline leaves before it comes.
-        changes = sorted(
-            [(w.start, -1) for w in timeline.waits if w.tag == tag]
-            + [(w.end, 1) for w in timeline.waits if w.tag == tag]
-        )
+        own = [wait for wait in waits if wait.tag == tag]
         depth = 0
-        for time, gone in changes:
+        for time, gone in sorted([*((wait.start, -1) for wait in own), *((wait.end, 1) for wait in own)]):
             depth -= gone
             yield {"ph": "C", "pid": _QUEUE, "name": f"{tag} depth", "ts": _us(time), "args": {"waiting": depth}}
