@@ -19,13 +19,12 @@ from nemo_rl.experience.hooks import (
     RLixHooksProtocol,
     time_sharing_enabled,
 )
+from nemo_rl.utils.progress import fiftieth
 from nemo_rl.utils.timer import Timer
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.grpo.refitter import Refitter
     from nemo_rl.experience.collector import Collector
-
-_FIFTIETHS = 50
 
 ReportProgress = Callable[[int, int], None]
 """Takes the prompt groups that are there and those that are waited for."""
@@ -178,7 +177,7 @@ class OwnAccelerators(Accelerators):
         def report(ready: int, of: int) -> None:
             nonlocal reported
             self._revive(step)
-            share = _FIFTIETHS * ready // max(1, of)
+            share = fiftieth(ready, of)
             if share != reported:
                 self._hooks.report_progress(of, ready, reported < 0)
                 reported = share

@@ -30,6 +30,11 @@ _QUIET_S = 10.0
 _BARS = "▁▂▃▄▅▆▇█"
 
 
+def fiftieth(done: int, of: int) -> int:
+    """The last fiftieth of `of` that `done` has reached; a control plane hears of progress when that changes."""
+    return 50 * done // max(1, of)
+
+
 class StartPhases:
     """The phases of a start, one at a time.
 

@@ -103,7 +103,7 @@ def test_every_home_of_a_control_planes_name_exists() -> None:
                 "nemo_rl.models.generation.elastic:ElasticGeneration.refresh",
                 "nemo_rl.models.policy.weights:PolicyWeightCache.version",
                 "nemo_rl.models.generation.vllm.fleet:EngineFleet.call",
-                "nemo_rl.time_sharing.agents.agent:Agent.end_progress",
+                "nemo_rl.time_sharing.agents.agent:Agent.set_demand",
                 "nemo_rl.time_sharing.pipelines.job:Job.widths",
                 "nemo_rl.time_sharing.pipelines.job:Job.mappings",
                 "nemo_rl.time_sharing.pipelines.job:read_jobs",

@@ -190,15 +190,15 @@ class ManyProcesses(LentPipeline):
 
     def _generate(self, runtime: AgentRuntime) -> None:
         made, deadline = 0, time.monotonic() + WAIT_S
-        runtime.begin_progress(SAMPLES)
+        runtime.set_demand(SAMPLES)
         while made < SAMPLES:
             if time.monotonic() > deadline or runtime.closed.is_set():
                 raise TrainerDied(f"{self._job.name}: no active rank, or dismissed")
             threading.Event().wait(0.01)
             if self._mine.active:
                 made += 1
-                runtime.report_progress(made)
-        runtime.end_progress()
+                runtime.set_demand(SAMPLES, made)
+        runtime.set_demand(0)
 
 
 class PoolOfMany(PoolActor):

@@ -216,8 +216,8 @@ class PipelineActor(_Process):
             time.sleep(0.005)
             if self._engine.active:
                 made += 1
-                runtime.report_progress(made)
-        runtime.end_progress()
+                runtime.set_demand(SAMPLES, made)
+        runtime.set_demand(0)
 
 
 def _open_groups(records: list[Path]) -> list[str]:

@@ -436,23 +436,26 @@ def test_what_cannot_be_asked_for_is_refused_at_once(bench: Bench) -> None:
         bench.agent.want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, 0, 0.0)
 
 
-def test_progress_is_sent_every_two_percent_and_cannot_go_back(bench: Bench) -> None:
-    bench.agent.begin_progress(200)
+def test_progress_is_sent_every_two_percent_and_any_other_demand_at_once(bench: Bench) -> None:
+    bench.agent.set_demand(200)
     sent = len(bench.host.statuses)
     for done in range(201):
-        bench.agent.report_progress(done)
-    assert len(bench.host.statuses) - sent == 50
-    with pytest.raises(ProtocolError, match="from 200 back to 3"):
-        bench.agent.report_progress(3)
+        bench.agent.set_demand(200, done)
+    assert len(bench.host.statuses) - sent == 51, "the first of them is no progress"
+    for demand in ((200, 199), (201, 199), (201, 199, 2), (201, 199, 2), (0, 0), (0, 0)):
+        sent = len(bench.host.statuses)
+        bench.agent.set_demand(*demand)
+        assert len(bench.host.statuses) == sent + 1 and bench.host.statuses[-1].demand[:2] == demand[:2]
     with pytest.raises(ProtocolError, match="target=-1 must be a whole number from 0"):
-        bench.agent.begin_progress(-1)
+        bench.agent.set_demand(-1)
 
 
 def test_each_new_demand_has_a_larger_sequence_number(bench: Bench) -> None:
     for call in (
-        lambda: bench.agent.begin_progress(10),
-        lambda: bench.agent.report_progress(5),
-        bench.agent.end_progress,
+        lambda: bench.agent.set_demand(10),
+        lambda: bench.agent.set_demand(10, 5),
+        lambda: bench.agent.set_demand(0),
+        bench.agent.leave,
     ):
         before = bench.agent.demand.seq
         call()
@@ -499,7 +502,7 @@ def test_generation_is_no_request_and_a_request_names_a_fixed_purpose(
         match=r"cannot be requested: requests are for one of the registered fixed clusters \['actor_train'\]",
     ) as caught:
         bench.agent.want(cluster, priority, 0, 0.0)
-    assert ("report demand (begin_progress) instead" in str(caught.value)) == (
+    assert ("report demand (set_demand) instead" in str(caught.value)) == (
         cluster == "actor_infer" or priority is Priority.GENERATION
     )
     assert not bench.agent.wants and len(bench.host.statuses) == said
@@ -507,13 +510,12 @@ def test_generation_is_no_request_and_a_request_names_a_fixed_purpose(
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1.5, "5", None, -1, 10**400])
 def test_progress_that_is_no_count_is_refused(bench: Bench, value: Any) -> None:
-    bench.agent.begin_progress(100)
+    bench.agent.set_demand(100)
     demand, said = bench.agent.demand, len(bench.host.statuses)
     for report in (
-        lambda: bench.agent.begin_progress(value),
-        lambda: bench.agent.begin_progress(10, value),
-        lambda: bench.agent.begin_progress(10, 0, value),
-        lambda: bench.agent.report_progress(value),
+        lambda: bench.agent.set_demand(value),
+        lambda: bench.agent.set_demand(10, value),
+        lambda: bench.agent.set_demand(10, 0, value),
         lambda: bench.agent.batch_measured(value),
     ):
         with pytest.raises(ProtocolError, match="must be a whole number"):
@@ -522,19 +524,19 @@ def test_progress_that_is_no_count_is_refused(bench: Bench, value: Any) -> None:
 
 
 def test_a_measured_batch_is_said_with_every_demand_from_the_next_one_on(bench: Bench) -> None:
-    bench.agent.begin_progress(100)
+    bench.agent.set_demand(100)
     bench.agent.batch_measured(16)
     assert bench.agent.demand.rank_batch == 0
-    bench.agent.report_progress(50)
-    bench.agent.end_progress()
-    bench.agent.begin_progress(100)
+    bench.agent.set_demand(100, 50)
+    bench.agent.set_demand(0)
+    bench.agent.set_demand(100)
     assert [status.demand.rank_batch for status in bench.host.statuses[-3:]] == [16, 16, 16]
     with pytest.raises(ProtocolError, match="rank_batch=0 must be a whole number from 1"):
         bench.agent.batch_measured(0)
 
 
 def test_counts_of_an_array_are_counts(bench: Bench) -> None:
-    bench.agent.begin_progress(np.int64(10), np.int32(2))
+    bench.agent.set_demand(np.int64(10), np.int32(2))
     assert bench.agent.demand[:3] == (10, 2, 1) and type(bench.agent.demand.target) is int
 
 

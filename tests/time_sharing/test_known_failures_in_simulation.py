@@ -236,5 +236,5 @@ def test_demand_that_is_told_only_after_the_wait_has_begun_is_never_told(monkeyp
     """
     job = {"name": "a", "train": [0], "infer": [0, 1], "steps": 2, **JOB}
     assert runs(2, [job])[0].ended["a"] < 200.0
-    monkeypatch.setattr(Agent, "begin_progress", lambda agent, target, done=0, unit=1: None)
+    monkeypatch.setattr(Agent, "set_demand", lambda agent, target, done=0, unit=1: None)
     assert runs(2, [job])[0].ended["a"] == float("inf")

@@ -50,7 +50,7 @@ def test_a_driver_whose_request_expires_is_told_so_and_gets_its_gpus_when_it_ask
 
 def test_generation_is_not_acquired_but_reported(scheduler: LocalScheduler) -> None:
     agent = scheduler.start("a")
-    with pytest.raises(ProtocolError, match=r"report demand \(begin_progress\) instead"):
+    with pytest.raises(ProtocolError, match=r"report demand \(set_demand\) instead"):
         agent.acquire(ACTOR_INFER, Priority.INITIALIZATION, -1, 60.0)
     agent.acquire(ACTOR_TRAIN, Priority.INITIALIZATION, -1, 60.0)
 

@@ -21,24 +21,10 @@ class Heard:
     def __init__(self) -> None:
         self.remaining: list[int] = []
         self.changed = threading.Condition()
-        self._target = self._done = 0
 
-    def begin_progress(self, target: int, done: int = 0, unit: int = 1) -> None:
-        self._target, self._done = target * unit, done * unit
-        self._say()
-
-    def report_progress(self, done: int) -> None:
-        assert done >= self._done
-        self._done = done
-        self._say()
-
-    def end_progress(self) -> None:
-        self._target = self._done = 0
-        self._say()
-
-    def _say(self) -> None:
+    def set_demand(self, target: int, done: int) -> None:
         with self.changed:
-            self.remaining.append(self._target - self._done)
+            self.remaining.append(target - done)
             self.changed.notify_all()
 
     def until(self, remaining: int) -> None:
@@ -61,7 +47,7 @@ def test_the_recent_peak_is_the_largest_count_of_the_window(steps: list[tuple[in
 
 def test_demand_is_what_is_open_until_requests_begin_and_what_runs_from_then_on() -> None:
     heard = Heard()
-    demand = StandingDemand(heard, falls_after_s=2.0)
+    demand = StandingDemand(heard.set_demand, falls_after_s=2.0)
     demand.open_groups(0, 4, 8, now=0.0)
     demand.under_way(0, now=0.1)
     demand.under_way(32, now=0.2)
@@ -74,14 +60,13 @@ def test_demand_is_what_is_open_until_requests_begin_and_what_runs_from_then_on(
     demand.under_way(0, now=10.1)
     demand.under_way(1, now=10.2)
     demand.open_groups(4, 4, 8, now=11.0)
-    demand.end()
-    assert heard.remaining == [32, 24, 3, 0, 1, 0, 0]
+    assert heard.remaining == [32, 24, 3, 0, 1, 0]
 
 
 def test_a_count_above_what_is_open_asks_for_no_more() -> None:
     """Requests of later steps run beside those that are waited for."""
     heard = Heard()
-    demand = StandingDemand(heard)
+    demand = StandingDemand(heard.set_demand)
     demand.open_groups(3, 4, 2, now=0.0)
     demand.under_way(50, now=0.1)
     assert heard.remaining == [2]
@@ -89,7 +74,7 @@ def test_a_count_above_what_is_open_asks_for_no_more() -> None:
 
 def test_requests_are_counted_on_a_thread_while_the_wait_lasts() -> None:
     heard, running = Heard(), 16
-    with standing_demand(heard, lambda: running, 8) as report:
+    with standing_demand(heard.set_demand, lambda: running, 8) as report:
         report(0, 2)
         heard.until(16)
         running = 2
@@ -102,7 +87,7 @@ def test_requests_are_counted_on_a_thread_while_the_wait_lasts() -> None:
 
 def test_batches_of_several_students_count_what_is_not_scored() -> None:
     heard = Heard()
-    demand = OpenSamples(heard)
+    demand = OpenSamples(heard.set_demand)
     assert not demand
     with demand.batch(8) as first:
         with demand.batch(4) as second:
@@ -119,7 +104,7 @@ def test_batches_of_several_students_count_what_is_not_scored() -> None:
 def test_a_batch_that_failed_leaves_no_demand_and_hides_none() -> None:
     """A teacher whose engines all failed, and that is asked again."""
     heard = Heard()
-    demand = OpenSamples(heard)
+    demand = OpenSamples(heard.set_demand)
     for _ in range(2):
         with pytest.raises(ValueError, match="no engine"), demand.batch(8):
             raise ValueError("no engine")

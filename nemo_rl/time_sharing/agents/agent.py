@@ -41,12 +41,12 @@ from nemo_rl.time_sharing.protocol.types import (
     shown,
 )
 from nemo_rl.utils import record_events as rec
+from nemo_rl.utils.progress import fiftieth
 from nemo_rl.utils.record import Record
 
 logger = logging.getLogger(__name__)
 
 _MEMORY = 4096
-_PROGRESS_STEPS = 50
 
 
 class LocalPhase(str, Enum):
@@ -178,7 +178,6 @@ class Agent:
         self._request_s = request_s
         self._given_back: dict[str, GivenBack] = {}
         self._term = self._requests = 0
-        self._bucket = -1
         self._rank_batch = 0
         self._dismissed = self._held_back = self._unsaid = False
         self._last_refused: tuple[str, ...] = ()
@@ -452,7 +451,7 @@ class Agent:
     def want(self, cluster: str, priority: Priority, step: int, now: float) -> int:
         """Asks for all GPUs of a fixed cluster, or for another priority of one that is held. Returns the request's
         number. Raises ProtocolError for what cannot be asked for: generation is no request but demand
-        (`begin_progress`).
+        (`set_demand`).
         """
         problem = cannot_be_requested(cluster, priority, self.topology.clusters)
         if not problem and not is_whole(step, -1):
@@ -515,39 +514,17 @@ class Agent:
             raise ProtocolError(f"{self.topology.pipeline}: cache version {version} does not follow {self.cached}")
         self.cached = version
 
-    def begin_progress(self, target: int, done: int = 0, unit: int = 1) -> None:
-        """Opens a batch of `target` units of `unit` samples, `done` of them buffered already. Raises ProtocolError for
-        a malformed count.
+    def set_demand(self, target: int, done: int = 0, unit: int = 1) -> None:
+        """Sets what generation is waited for: `target` units of `unit` samples, `done` of which are there; a target of
+        0 ends the demand. Sent at once, but progress of one batch only with every fiftieth of it. Raises ProtocolError
+        for a malformed count.
         """
-        target, done, unit = (
-            self._count("target", target),
-            self._count("done", done),
-            self._count("unit", unit, least=1),
-        )
-        self._set_demand(target, done, unit)
-        self._bucket = self._progress_bucket()
-        self.send_status()
-
-    def report_progress(self, done: int) -> None:
-        """`done` units of the batch are there. Sent only when another 2 % are done."""
-        done = self._count("done", done)
-        if done < self.demand.done:
-            raise ProtocolError(
-                f"{self.topology.pipeline}: progress went from {self.demand.done} back to {done}; begin a "
-                "new batch instead"
-            )
-        self._set_demand(self.demand.target, done, self.demand.unit)
-        if self._progress_bucket() != self._bucket:
-            self._bucket = self._progress_bucket()
-            self.send_status()
-
-    def end_progress(self) -> None:
-        """Ends the demand for generation."""
-        self._set_demand(0, 0, 1)
-        self.send_status()
-
-    def _set_demand(self, target: int, done: int, unit: int) -> None:
+        target, done = self._count("target", target), self._count("done", done)
+        unit, before = self._count("unit", unit, least=1), self.demand
         self.demand = Demand(target, min(done, target), unit, self.demand.seq + 1, self._rank_batch)
+        grows = (target, unit) == (before.target, before.unit) and done > before.done
+        if not grows or fiftieth(self.demand.done, target) != fiftieth(before.done, target):
+            self.send_status()
 
     def batch_measured(self, rank_batch: int) -> None:
         """Number of samples that one engine runs at once at good speed; sent with the next demand. Raises ProtocolError
@@ -565,7 +542,7 @@ class Agent:
     def leave(self) -> None:
         """The pipeline is done: its ranks will be put to sleep, then it is dismissed."""
         self.leaving = True
-        self._set_demand(0, 0, 1)
+        self.demand = Demand(seq=self.demand.seq + 1, rank_batch=self._rank_batch)
         for cluster in list(self.wants):
             self.withdraw(cluster)
         self.send_status()
@@ -705,9 +682,6 @@ class Agent:
         self._answer(command, CommandOutcome.DONE)
         self.send_status()
         self._host.granted(command.cluster, command.priority, command.step)
-
-    def _progress_bucket(self) -> int:
-        return _PROGRESS_STEPS if self.demand.target == 0 else _PROGRESS_STEPS * self.demand.done // self.demand.target
 
     def _wait_id(self, request: int) -> str:
         return f"{self.topology.pipeline}.{self.incarnation}.{request}"

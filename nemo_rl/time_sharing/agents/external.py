@@ -94,7 +94,7 @@ class ExternalJob:
                 self._ask()
 
     def _ask(self) -> None:
-        self._runtime.begin_progress(max(self._ranks_asked * self._topology.spec.rank_batch, self._open_samples))
+        self._runtime.set_demand(max(self._ranks_asked * self._topology.spec.rank_batch, self._open_samples))
 
     def held(self) -> list[tuple[int, ...]]:
         """The GPUs of each rank that may be used now; none after the release, or when the job was fenced."""
@@ -122,7 +122,7 @@ class ExternalJob:
         """
         self._ranks_asked = 0
         if not self._over:
-            self._runtime.end_progress()
+            self._runtime.set_demand(0)
 
     def release(self, timeout_s: float) -> None:
         """Gives everything back, which must be free by now, and ends the registration. Raises TimeoutError; there is

@@ -156,28 +156,17 @@ class AgentRuntime:
                     f"awake within {timeout_s:g} s"
                 )
 
-    def release(self, cluster: str, *, target: int = 0, done: int = 0, unit: int = 1) -> None:
-        """Gives a cluster back and, in the same breath, says what generation is waited for next."""
+    def release(self, cluster: str, *, target: int | None = 0, done: int = 0, unit: int = 1) -> None:
+        """Gives a cluster back and sets the demand in the same status; a target of None leaves it as it is."""
         with self._lock, self._agent.one_status():
             self._agent.release(cluster)
-            self._agent.begin_progress(target, done, unit)
+            if target is not None:
+                self._agent.set_demand(target, done, unit)
 
-    def release_for_now(self, cluster: str) -> None:
-        """Gives a cluster back in the middle of a step; the demand for generation stays as it is."""
+    def set_demand(self, target: int, done: int = 0, unit: int = 1) -> None:
+        """See `Agent.set_demand`."""
         with self._lock:
-            self._agent.release(cluster)
-
-    def begin_progress(self, target: int, done: int = 0, unit: int = 1) -> None:
-        with self._lock:
-            self._agent.begin_progress(target, done, unit)
-
-    def report_progress(self, done: int) -> None:
-        with self._lock:
-            self._agent.report_progress(done)
-
-    def end_progress(self) -> None:
-        with self._lock:
-            self._agent.end_progress()
+            self._agent.set_demand(target, done, unit)
 
     def batch_measured(self, rank_batch: int) -> None:
         """How many samples one engine runs at once at good speed; said with the next demand."""

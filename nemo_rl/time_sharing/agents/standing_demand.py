@@ -13,20 +13,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Protocol
 
 FALLS_AFTER_S = 2.0
 _POLL_S = 0.25
 
 
-class ProgressReporter(Protocol):
-    """Reports the progress of a batch to the scheduler."""
-
-    def begin_progress(self, target: int, done: int = 0, unit: int = 1) -> None: ...
-
-    def report_progress(self, done: int) -> None: ...
-
-    def end_progress(self) -> None: ...
+SetDemand = Callable[[int, int], None]
+"""Takes the samples that are waited for, and how many of them are there or need no engine (`Agent.set_demand`)."""
 
 
 class RecentPeak:
@@ -34,40 +27,32 @@ class RecentPeak:
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
-        # Falling counts, each with when the next one replaced it: None for the present one.
-        self._counts: deque[tuple[int, float | None]] = deque()
+        # Falling counts, each with when it replaced a larger one.
+        self._counts: deque[tuple[int, float]] = deque()
 
     def add(self, count: int, now: float) -> None:
         """`count` holds from now on."""
-        if self._counts:
-            last, _ = self._counts.pop()
-            if last > count:
-                self._counts.append((last, now))
+        since = now
         while self._counts and self._counts[-1][0] <= count:
-            self._counts.pop()
-        self._counts.append((count, None))
+            _, since = self._counts.pop()
+        self._counts.append((count, since))
 
     def at(self, now: float) -> int:
         """The peak; 0 before the first count."""
-        while len(self._counts) > 1:
-            _, until = self._counts[0]
-            if until is None or until > now - self._window_s:
-                break
+        while len(self._counts) > 1 and self._counts[1][1] <= now - self._window_s:
             self._counts.popleft()
         return self._counts[0][0] if self._counts else 0
 
 
 class StandingDemand:
-    """The demand of one wait, or of several one after the other. Any thread may call; times are of one clock that never
-    falls.
+    """The demand of a wait. Any thread may call; times are of one clock that never falls.
 
     Args:
-        progress: Hears of the demand, in samples.
         falls_after_s: How long fewer requests were under way before the demand falls.
     """
 
-    def __init__(self, progress: ProgressReporter, *, falls_after_s: float = FALLS_AFTER_S) -> None:
-        self._progress = progress
+    def __init__(self, set_demand: SetDemand, *, falls_after_s: float = FALLS_AFTER_S) -> None:
+        self._set_demand = set_demand
         self._peak = RecentPeak(falls_after_s)
         self._lock = threading.Lock()
         self._total = self._open = 0
@@ -90,20 +75,12 @@ class StandingDemand:
                 self._peak.add(requests, now)
                 self._send(now)
 
-    def end(self) -> None:
-        """Ends the demand until groups are open again."""
-        with self._lock:
-            self._sent = None
-            self._progress.end_progress()
-
     def _send(self, now: float) -> None:
         needed = min(self._open, self._peak.at(now)) if self._begun else self._open
-        sent, (total, done) = self._sent, (self._total, self._total - needed)
-        self._sent = (total, done)
-        if sent is None or sent[0] != total or sent[1] > done:
-            self._progress.begin_progress(total, done)
-        elif sent[1] != done:
-            self._progress.report_progress(done)
+        demand = (self._total, self._total - needed)
+        if demand != self._sent:
+            self._sent = demand
+            self._set_demand(*demand)
 
 
 class OpenSamples:
@@ -111,8 +88,8 @@ class OpenSamples:
     while a batch is open.
     """
 
-    def __init__(self, progress: ProgressReporter) -> None:
-        self._demand = StandingDemand(progress)
+    def __init__(self, set_demand: SetDemand) -> None:
+        self._demand = StandingDemand(set_demand)
         self._lock = threading.Lock()
         self._total = 0
         # Each a list of one number, so that what counts down needs no lock.
@@ -134,37 +111,31 @@ class OpenSamples:
         with self._lock:
             self._total += samples
             self._unfinished.append(mine)
-            self._send()
+        self.report()
         try:
             yield finished
         finally:
             with self._lock:
                 self._unfinished = [other for other in self._unfinished if other is not mine]
-                if self._unfinished:
-                    self._send()
-                else:
+                if not self._unfinished:
                     self._total = 0
-                    self._demand.end()
+            self.report()
 
     def report(self) -> None:
         """Sends the number of open samples."""
         with self._lock:
-            if self._unfinished:
-                self._send()
-
-    def _send(self) -> None:
-        open_now = sum(left for (left,) in self._unfinished)
-        self._demand.open_groups(self._total - open_now, self._total, 1, time.monotonic())
+            open_now = sum(left for (left,) in self._unfinished)
+            self._demand.open_groups(self._total - open_now, self._total, 1, time.monotonic())
 
 
 @contextmanager
 def standing_demand(
-    progress: ProgressReporter, requests_under_way: Callable[[], int], samples: int
+    set_demand: SetDemand, requests_under_way: Callable[[], int], samples: int
 ) -> Generator[Callable[[int, int], None]]:
     """The demand of a wait, until it ends; yields what takes how many groups of `samples` samples each are ready, and
     of how many. `requests_under_way` is asked on a thread of its own.
     """
-    demand, over = StandingDemand(progress), threading.Event()
+    demand, over = StandingDemand(set_demand), threading.Event()
 
     def poll() -> None:
         while not over.wait(_POLL_S):
@@ -177,4 +148,4 @@ def standing_demand(
     finally:
         over.set()
         polling.join()
-        demand.end()
+        set_demand(0, 0)

@@ -113,14 +113,9 @@ class Grants:
         """For how long they have been held."""
         return time.monotonic() - self._since
 
-    def release(self, *, target: int = 0, done: int = 0, unit: int = 1) -> None:
-        """Gives them back, and says in the same breath what generation is waited for next."""
+    def release(self, *, target: int | None = 0, done: int = 0, unit: int = 1) -> None:
+        """Gives them back and sets the demand for generation; see `AgentRuntime.release`."""
         self._runtime.release(ACTOR_TRAIN, target=target, done=done, unit=unit)
-        self.held = None
-
-    def release_for_now(self) -> None:
-        """Gives them back in the middle of a step; the demand for generation stays as it is."""
-        self._runtime.release_for_now(ACTOR_TRAIN)
         self.held = None
 
 
@@ -310,7 +305,7 @@ class LentAccelerators(Accelerators):
             self._runtime.batch_measured(batch)
         # Validation answers a prompt once.
         with standing_demand(
-            self._runtime,
+            self._runtime.set_demand,
             lambda: self._elastic.generation.requests_under_way,
             self._rules.samples if kind == "training" else 1,
         ) as report:
@@ -335,7 +330,7 @@ class LentAccelerators(Accelerators):
         if self._grants.held is not None:
             self._phase("waiting for rollouts")
             self._policy.offload_to_cpu()
-            self._grants.release_for_now()
+            self._grants.release(target=None)
 
     def lend_saving(self, step: int) -> None:
         """GPUs that were given back are asked for once more, and the run's end gives them back; see `lend_training`."""
@@ -362,7 +357,7 @@ class LentAccelerators(Accelerators):
     def stop(self) -> None:
         """No demand is left."""
         if not self._runtime.closed.is_set():
-            self._runtime.end_progress()
+            self._runtime.set_demand(0)
 
     def metrics(self) -> Mapping[str, float]:
         """Pauses of ranks that were refreshed while they served."""
@@ -409,7 +404,9 @@ class LentEngines(Accelerators):
     @contextmanager
     def demand(self, step: int, groups: int, ready: int, kind: DemandKind = "training") -> Generator[ReportProgress]:
         """The demand stands while problems are open; afterwards the ranks go to sleep and the registration ends."""
-        with standing_demand(self._runtime, lambda: self._generation.requests_under_way, self._answers) as report:
+        with standing_demand(
+            self._runtime.set_demand, lambda: self._generation.requests_under_way, self._answers
+        ) as report:
 
             def tell(done: int, of: int) -> None:
                 self._show(done, of)

@@ -66,7 +66,7 @@ class TeacherPipeline(LentPipeline):
         tokenizer = get_tokenizer(teacher.policy.tokenizer, trust_remote_code=teacher.policy.trust_remote_code)
         record = self.open_record()
         runtime = self.join(engines, record)
-        self._demand = OpenSamples(runtime)
+        self._demand = OpenSamples(runtime.set_demand)
         cluster = self.cluster(job.infer, leads_ranks=True)
         actors = start_scoring_actors(cluster, teacher, self._config.cluster, shares=False, lent=True)
         requests = RequestsOnly(record.bind(f"{job.name}/generation"))

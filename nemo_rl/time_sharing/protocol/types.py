@@ -386,9 +386,7 @@ def cannot_be_requested(cluster: str, priority: object, clusters: Iterable[str])
         f"clusters {fixed} at INITIALIZATION to VALUE_COMPUTE"
     )
     generates = cluster == ACTOR_INFER or priority is Priority.GENERATION
-    return what + (
-        "; GPUs for generation come rank by rank: report demand (begin_progress) instead" if generates else ""
-    )
+    return what + ("; GPUs for generation come rank by rank: report demand (set_demand) instead" if generates else "")
 
 
 def status_problem(status: Status) -> str:

@@ -105,11 +105,11 @@ class JobProcess:
     dead: bool = False
 
     def __post_init__(self) -> None:
-        self.demand = StandingDemand(self.agent)
+        self.demand = StandingDemand(self.agent.set_demand)
 
     def wait_for(self, missing: int, total: int) -> None:
         """Waits for other samples from here on: `missing` of `total` are not there yet."""
-        self.demand = StandingDemand(self.agent)
+        self.demand = StandingDemand(self.agent.set_demand)
         self.open_samples(missing, total)
 
     def open_samples(self, missing: int, total: int) -> None:

@@ -81,7 +81,7 @@ class SimulatedTeacher(SimulatedJob):
             process.open_samples(len(self._open), self._total)
         else:
             self._total = 0
-            process.demand.end()
+            process.agent.set_demand(0)
         if not self._left[batch]:
             del self._left[batch]
             self.batches += 1
