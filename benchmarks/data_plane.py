@@ -208,7 +208,7 @@ class MadeUpRollouts:
             total_reward=torch.zeros(rows),
             total_lengths=columns["input_lengths"],
         )
-        return Rollout(RolloutColumns(BatchedDataDict({name: columns[name] for name in ROLLOUT}), small), {})
+        return Rollout(RolloutColumns(BatchedDataDict({name: columns[name] for name in ROLLOUT}), small))
 
 
 def weigh(columns: BatchedDataDict[Any]) -> StageOutput:

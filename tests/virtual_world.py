@@ -39,7 +39,7 @@ from nemo_rl.experience.prompt_queue import PromptQueue, QueueLimits, SavedBatch
 from nemo_rl.experience.prompts import BufferedGroup, EpochPrompts, Position, group_id, group_name
 from nemo_rl.experience.rollout_source import Rollout
 from nemo_rl.experience.rollout_tasks import CollectorError, FailurePolicy, RefitPolicy, StallPolicy, Start
-from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan
+from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, SampleOutcome
 from nemo_rl.experience.samplers import InOrder, ReadyFirst, Sampler, WeightFifo, Windowed
 from nemo_rl.experience.store import InProcessStore, RolloutColumns
 from nemo_rl.models.generation.interfaces import GenerationSamplingParams
@@ -131,7 +131,11 @@ def rollout_of(
         newest_version=versions,
         mixed_kv=torch.zeros(rows, dtype=torch.bool),
     )
-    return Rollout(RolloutColumns(tokens, columns), {"total_turns": float(rows)})
+    outcomes = [
+        SampleOutcome(1, [3], 0, 4, score, {}, False, ended=True, out_of_turns=False, unverified=False, branches=None)
+        for score in columns["total_reward"].tolist()
+    ]
+    return Rollout(RolloutColumns(tokens, columns), outcomes)
 
 
 def parts_of(

@@ -157,7 +157,8 @@ def measured(
     with placement.engines_alone(generation).demand(0, problems.count, 0, "validation") as report:
         trajectories = _answer(config, runner, generation, problems, report)
     seconds = time.monotonic() - began
-    metrics = rollout_metrics([one for answers in trajectories for one in answers], config.data.max_rollout_turns)
+    most = config.data.max_rollout_turns
+    metrics = rollout_metrics([one.outcome(most) for answers in trajectories for one in answers])
     for line in RolloutWatch().observe(
         "evaluation",
         metrics,

@@ -159,7 +159,7 @@ def run_multi_turn_rollout(
     done["truncated"] = torch.tensor([trajectory.truncated for trajectory in trajectories])
     for name in sorted({name for trajectory in trajectories for name in trajectory.components}):
         done[name] = torch.tensor([trajectory.components.get(name, 0.0) for trajectory in trajectories])
-    return done, rollout_metrics(trajectories, limits.max_turns)
+    return done, rollout_metrics([trajectory.outcome(limits.max_turns) for trajectory in trajectories])
 
 
 # Every engine streams, so that both of NeMo-RL's functions are one.

@@ -262,7 +262,7 @@ class Collector:
             return wanted
 
     def _commit(self, key: GroupKey, handle: BatchHandle, rollout: Rollout, version: int) -> None:
-        group = BufferedGroup(key, handle, rollout.columns.rows, dict(rollout.metrics), version)
+        group = BufferedGroup(key, handle, rollout.columns.rows, rollout.samples, dict(rollout.metrics), version)
         with self._changed:
             self._committing.discard(key)
             self.tasks.forget([key])

@@ -16,6 +16,7 @@ from nemo_rl.utils.record_events import GroupCommitted
 
 if TYPE_CHECKING:
     from nemo_rl.data.loader import Loader
+    from nemo_rl.experience.rollouts import SampleOutcome
     from nemo_rl.models.policy.interfaces import BatchHandle
 
 
@@ -120,6 +121,7 @@ class BufferedGroup:
     key: GroupKey  # its place in the run
     tokens: BatchHandle  # handle of its token columns, pending in the store
     rows: BatchedDataDict  # its small columns [G]
+    samples: list[SampleOutcome] = field(default_factory=list)
     metrics: dict[str, Any] = field(default_factory=dict)
     generated_at: int = 0  # version that was published when its generation began
 

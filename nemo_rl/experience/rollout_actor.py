@@ -67,7 +67,7 @@ class RolloutActor:
         events = tuple(self._events.entries)
         self._events.entries.clear()
         lost = self._generation.lost() if self._generation is not None else {}
-        return Rollout(RolloutColumns(meta, rollout.columns.rows), rollout.metrics, events, lost)
+        return Rollout(RolloutColumns(meta, rollout.columns.rows), rollout.samples, rollout.metrics, events, lost)
 
     def close(self) -> None:
         """Lets go of the data plane."""

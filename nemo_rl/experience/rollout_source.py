@@ -16,7 +16,7 @@ import torch
 from nemo_rl.config.errors import UserError
 from nemo_rl.data_plane.field_schema import replayed_fields
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.rollouts import RolloutPlan, RolloutRunner, Trajectory, rollout_metrics
+from nemo_rl.experience.rollouts import RolloutPlan, RolloutRunner, SampleOutcome, Trajectory
 from nemo_rl.experience.store import RolloutColumns, in_process, rollout_columns, sample_starts
 from nemo_rl.models.generation.decisions import (
     Recording,
@@ -38,12 +38,13 @@ class RecordingError(UserError, FileNotFoundError):
 
 @dataclass(frozen=True)
 class Rollout:
-    """Columns of a generation batch and its rollout metrics; where it was made in another process, also entries for the
-    run record, and the shards that were found dead there.
+    """Columns of a generation batch and its samples' outcomes; where it was made in another process, also entries for
+    the run record, and the shards that were found dead there.
     """
 
     columns: RolloutColumns
-    metrics: Metrics
+    samples: list[SampleOutcome] = field(default_factory=list)
+    metrics: Metrics = field(default_factory=dict)  # of the batch as a whole, besides those of its samples
     events: tuple[Entry, ...] = ()
     lost_shards: Mapping[int, str] = field(default_factory=dict)
 
@@ -110,16 +111,16 @@ class LiveRollouts:
             branches=self._branches,
             recording=self._recording,
         )
-        metrics = rollout_metrics(trajectories, plan.limits.max_turns)
+        metrics: Metrics = {}
         if self._recording is not None:
             tokens = in_process(columns.tokens)
             if not self._checked or validates_every_batch():
                 check_columns(tokens, self._recording, f"rollouts of step {plan.step + 1}")
                 self._checked = True
-            metrics |= decision_metrics(tokens)
+            metrics = decision_metrics(tokens)
             if (trace := route_trace()) is not None:
                 trace.produced(plan.step, tokens)
-        return Rollout(columns, metrics)
+        return Rollout(columns, [one.outcome(plan.limits.max_turns) for one in trajectories], metrics)
 
 
 class RecordedRollouts:
@@ -136,6 +137,7 @@ class RecordedRollouts:
         plain = {
             "tokens": in_process(columns.tokens).get_dict(),
             "rows": columns.rows.get_dict(),
+            "samples": [list(sample) for sample in rollout.samples],
             "metrics": rollout.metrics,
         }
         path = _file(self._directory, plan.step, attempt)
@@ -166,6 +168,8 @@ class ReplayedRollouts:
         if not path.exists():
             raise RecordingError(f"{path} does not exist: the recording ends before step {plan.step + 1}")
         plain = torch.load(path, weights_only=True)
+        if "samples" not in plain:
+            raise RecordingError(f"{path} is of an earlier version, which kept no samples' outcomes; record it again")
         tokens: BatchedDataDict = BatchedDataDict(plain["tokens"])
         columns = RolloutColumns(tokens, BatchedDataDict({"task_name": list(batch["task_name"]), **plain["rows"]}))
         if (samples := int(sample_starts(columns.rows).sum())) != batch.size:
@@ -179,7 +183,7 @@ class ReplayedRollouts:
                 del tokens[name]
         if self._recording is not None:
             check_columns(tokens, self._recording, f"grpo.rollout_replay: {path}")
-        return Rollout(columns, plain["metrics"])
+        return Rollout(columns, [SampleOutcome(*sample) for sample in plain["samples"]], plain["metrics"])
 
 
 def _file(directory: Path, step: int, attempt: int) -> Path:

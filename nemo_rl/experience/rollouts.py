@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mappi
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -108,6 +108,40 @@ class Trajectory:
             spans += moved_spans(branch.spans, start)
             start += sum(branch.generated)
         return spans
+
+    def outcome(self, max_turns: int) -> SampleOutcome:
+        """What metrics read of the sample. `max_turns`: rounds of generation and environment, at most."""
+        # NeMo-RL's natural end is any but that by the number of turns.
+        ended, turns = self.terminated or self.out_of_room, sum(branch.turns for branch in self.branches)
+        return SampleOutcome(
+            turns=turns,
+            generated=[tokens for branch in self.branches for tokens in branch.generated],
+            observed=sum(branch.observed for branch in self.branches),
+            tokens=sum(len(message["token_ids"]) for branch in self.branches for message in branch.message_log),
+            reward=self.reward,
+            components=dict(self.components),
+            truncated=self.truncated,
+            ended=ended,
+            out_of_turns=not (self.truncated or ended) and self.turns >= max_turns,
+            unverified=isinstance(self.metadata, Mapping) and bool(self.metadata.get(GIVEN_UP)),
+            branches=len(self.branches) if self.by_agent else None,
+        )
+
+
+class SampleOutcome(NamedTuple):
+    """What metrics read of a finished sample, counted over all its branches."""
+
+    turns: int
+    generated: list[int]  # tokens of each response
+    observed: int  # tokens that came from the environment
+    tokens: int  # of all messages
+    reward: float
+    components: dict[str, float]  # `reward/<name>` of its environment
+    truncated: bool
+    ended: bool  # by its environment, or because no token fits any more
+    out_of_turns: bool  # it had as many turns as it may and had not ended
+    unverified: bool
+    branches: int | None  # of an agent's session; None for others
 
 
 def moved_spans(spans: Sequence[VersionSpan], by: int) -> Sequence[VersionSpan]:
@@ -459,40 +493,35 @@ def number_samples(batch: BatchedDataDict, generations: int, first_prompt: int =
     return repeated
 
 
-def rollout_metrics(trajectories: Sequence[Trajectory], max_turns: int) -> dict[str, object]:
-    """Turns, terminations, token counts and rewards; `histogram/*` are lists with one entry per sample. `trajectories`:
-    finished samples, at least one.
+def rollout_metrics(samples: Sequence[SampleOutcome]) -> dict[str, object]:
+    """Turns, terminations, token counts and rewards of finished samples; `histogram/*` are lists with one entry per
+    sample. Empty for none.
     """
+    if not samples:
+        return {}
 
-    def summed(count: Callable[[Trajectory], int]) -> np.ndarray:
-        """A count of every sample over its branches."""
-        return np.array([sum(map(count, t.branches)) for t in trajectories], dtype=np.float64)
+    def column(value: Callable[[SampleOutcome], float]) -> np.ndarray:
+        return np.array([value(sample) for sample in samples], dtype=np.float64)
 
-    turns = summed(lambda t: t.turns)
-    generated = summed(lambda t: sum(t.generated))
-    lengths = [tokens for t in trajectories for branch in t.branches for tokens in branch.generated]
-    per_turn = np.array(lengths or [0], dtype=np.float64)
-    observed = summed(lambda t: t.observed)
-    total = summed(lambda t: sum(len(m["token_ids"]) for m in t.message_log))
-    rewards = np.array([t.reward for t in trajectories], dtype=np.float64)
-    # NeMo-RL's natural end is any but that by the number of turns.
-    ended = np.array([t.terminated or t.out_of_room for t in trajectories])
-    stopped_by_limit = np.array([not t.truncated and t.turns >= max_turns for t in trajectories]) & ~ended
-    branches = [len(t.branches) for t in trajectories if t.by_agent]
+    turns, observed = column(lambda s: s.turns), column(lambda s: s.observed)
+    generated, rewards = column(lambda s: sum(s.generated)), column(lambda s: s.reward)
+    inputs = column(lambda s: s.tokens) - generated - observed
+    per_turn = np.array([tokens for s in samples for tokens in s.generated] or [0], dtype=np.float64)
+    branches = [s.branches for s in samples if s.branches is not None]
     of_agents = {"agent_branches_per_sample": float(np.mean(branches))} if branches else {}
-    parts = sorted({name for t in trajectories for name in t.components})
+    parts = sorted({name for s in samples for name in s.components})
     return {
         **of_agents,
-        **{name: float(np.mean([t.components.get(name, 0.0) for t in trajectories])) for name in parts},
+        **{name: float(np.mean([s.components.get(name, 0.0) for s in samples])) for name in parts},
         "total_turns": float(turns.sum()),
         "avg_turns_per_sample": float(turns.mean()),
         "max_turns_per_sample": float(turns.max()),
         "turns_per_sample/p95": float(np.percentile(turns, 95)),
         "turns_per_sample/p99": float(np.percentile(turns, 99)),
-        "natural_termination_rate": float(ended.mean()),
-        "truncation_rate": float(np.mean([t.truncated for t in trajectories])),
-        "max_turns_reached_rate": float(stopped_by_limit.mean()),
-        "unverified_rate": float(np.mean([_given_up(t.metadata) for t in trajectories])),
+        "natural_termination_rate": float(column(lambda s: s.ended).mean()),
+        "truncation_rate": float(column(lambda s: s.truncated).mean()),
+        "max_turns_reached_rate": float(column(lambda s: s.out_of_turns).mean()),
+        "unverified_rate": float(column(lambda s: s.unverified).mean()),
         "mean_total_tokens_per_sample": float((generated + observed).mean()),
         "mean_gen_tokens_per_sample": float(generated.mean()),
         "mean_env_tokens_per_sample": float(observed.mean()),
@@ -504,34 +533,9 @@ def rollout_metrics(trajectories: Sequence[Trajectory], max_turns: int) -> dict[
         "max_total_reward": float(rewards.max()),
         "min_total_reward": float(rewards.min()),
         "histogram/gen_tokens_length": generated.tolist(),
-        "histogram/input_tokens_length": (total - generated - observed).tolist(),
-        "histogram/total_tokens_length": total.tolist(),
+        "histogram/input_tokens_length": inputs.tolist(),
+        "histogram/total_tokens_length": (inputs + generated + observed).tolist(),
     }
-
-
-def _given_up(metadata: object) -> bool:
-    return isinstance(metadata, Mapping) and bool(metadata.get(GIVEN_UP))
-
-
-def merged_rollout_metrics(parts: Sequence[dict[str, Any]]) -> dict[str, object]:
-    """Metrics of several equally large groups as those of one batch: totals are summed, extremes stay extremes,
-    histograms are joined, the rest is averaged. `parts`: `rollout_metrics` of each group.
-    """
-    merged: dict[str, object] = {}
-    # Groups have metrics of their own environments; a part of a reward that is not given is 0.
-    for name in dict.fromkeys(name for part in parts for name in part):
-        values = [part.get(name, 0.0) for part in parts if name in part or name.startswith("reward/")]
-        if name.startswith("histogram/"):
-            merged[name] = [value for part in values for value in part]
-        elif name.startswith("total_"):
-            merged[name] = float(sum(values))
-        elif name.startswith("max_") and not name.endswith(("/mean", "/p95", "_rate")):
-            merged[name] = max(values)
-        elif name.startswith("min_"):
-            merged[name] = min(values)
-        else:
-            merged[name] = float(np.mean(values))
-    return merged
 
 
 class RolloutWatch:

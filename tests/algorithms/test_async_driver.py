@@ -22,7 +22,6 @@ from nemo_rl.data_plane.client import StoredClient
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.worker_groups import WorkerDiedError
 from nemo_rl.experience.hooks import HooksError
-from nemo_rl.experience.rollouts import merged_rollout_metrics
 from nemo_rl.experience.store import InProcessStore
 from nemo_rl.utils.checkpoint_retention import UnknownMetric
 from nemo_rl.utils.record_events import GroupDropped, GroupTrained, StepFinished
@@ -359,7 +358,7 @@ def mixed() -> Iterator[tuple[Experience, InProcessStore]]:
         sample_mask=torch.ones(2),
         generated_lengths=torch.tensor([4, 3]),
     )
-    yield Experience(handle, rows, {}), store
+    yield Experience(handle, rows), store
 
 
 def test_mixed_samples_are_corrected_masked_or_dropped_as_configured() -> None:
@@ -375,34 +374,6 @@ def test_mixed_samples_are_corrected_masked_or_dropped_as_configured() -> None:
             assert experience.metrics["dropped_share"] == pytest.approx(dropped)
             assert (experience.metrics["lag/max"], experience.metrics["lag/mean"]) == (2.0, 1.5)
             assert (experience.metrics["mixed_share"], experience.metrics["mixed_kv_share"]) == (0.5, 0.5)
-
-
-def test_rollout_metrics_of_groups_are_joined_as_one_batch() -> None:
-    parts = [
-        {
-            "total_turns": 2.0,
-            "avg_turns_per_sample": 1.0,
-            "max_total_reward": 1.0,
-            "min_total_reward": 0.0,
-            "histogram/a": [1, 2],
-        },
-        {
-            "total_turns": 4.0,
-            "avg_turns_per_sample": 2.0,
-            "max_total_reward": 3.0,
-            "min_total_reward": -1.0,
-            "histogram/a": [3],
-            "reward/only_here": 0.5,
-        },
-    ]
-    assert merged_rollout_metrics(parts) == {
-        "total_turns": 6.0,
-        "avg_turns_per_sample": 1.5,
-        "max_total_reward": 3.0,
-        "min_total_reward": -1.0,
-        "histogram/a": [1, 2, 3],
-        "reward/only_here": 0.25,
-    }
 
 
 def test_a_metric_that_no_validation_gives_ends_the_run_after_a_checkpoint(

@@ -1,14 +1,17 @@
 """Step metrics: joining microbatches, batch statistics, throughput, validation; seeds and the public path."""
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nemo_rl.algorithms import utils
-from nemo_rl.algorithms.grpo.stages import Experience, mask_and_weigh
+from nemo_rl.algorithms.grpo.stages import Experience, joined_experience, mask_and_weigh
 from nemo_rl.algorithms.grpo.step_reports import (
     accuracy_by_task,
     aggregate_microbatch_metrics,
@@ -20,7 +23,7 @@ from nemo_rl.algorithms.grpo.step_reports import (
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import GIVEN_UP
-from nemo_rl.experience.rollouts import RolloutWatch, Trajectory, merged_rollout_metrics, rollout_metrics
+from nemo_rl.experience.rollouts import RolloutWatch, SampleOutcome, Trajectory, rollout_metrics
 from nemo_rl.experience.store import InProcessStore
 
 
@@ -182,7 +185,7 @@ def test_metrics_of_several_optimizer_steps_are_means_of_sums_and_extremes_of_ex
     )
     measured = {"kl": [1.0, 3.0], "ratio_max": [1.0, 3.0], "ratio_min": [1.0, 3.0], "lr": [0.1, 0.3]}
     result: Any = {"loss": torch.tensor([1.0, 2.0]), "grad_norm": 0.5, "all_mb_metrics": measured}
-    found = step_metrics(GRPOConfig(), 1, Experience(BatchedDataDict(), rows, {"kept": 1.0}), result)
+    found = step_metrics(GRPOConfig(), 1, Experience(BatchedDataDict(), rows, metrics={"kept": 1.0}), result)
     assert {name: found[name] for name in ("kl", "ratio_max", "ratio_min", "lr", "loss", "kept")} == {
         "kl": 2.0,
         "ratio_max": 3.0,
@@ -215,16 +218,44 @@ def test_samples_of_a_later_part_go_on_counting_where_the_earlier_ended() -> Non
     assert store.read(part.handle, ["advantages"])["advantages"][:, 1].tolist() == [1.0, -1.0]
 
 
+_OUTCOMES = st.builds(
+    SampleOutcome,
+    turns=st.integers(1, 9),
+    generated=st.lists(st.integers(1, 99), min_size=1, max_size=4),
+    observed=st.integers(0, 20),
+    tokens=st.integers(500, 900),
+    reward=st.sampled_from([0.0, 0.5, 1.0]),
+    components=st.dictionaries(st.sampled_from(["reward/a", "reward/b"]), st.sampled_from([0.0, 1.0])),
+    truncated=st.booleans(),
+    ended=st.booleans(),
+    out_of_turns=st.booleans(),
+    unverified=st.booleans(),
+    branches=st.none() | st.integers(1, 3),
+)
+
+
+@given(st.lists(_OUTCOMES, min_size=1, max_size=12), st.sets(st.integers(1, 11)))
+def test_samples_of_a_step_are_counted_alike_whole_and_in_parts(samples: list[SampleOutcome], cuts: set[int]) -> None:
+    store, rows = InProcessStore(0), BatchedDataDict(number=torch.arange(len(samples)))
+    ends = sorted({0, len(samples), *(cut for cut in cuts if cut < len(samples))})
+    parts = [Experience(store.write(rows.slice(a, b)), rows.slice(a, b), samples[a:b]) for a, b in pairwise(ends)]
+    joined = joined_experience(parts, store)
+    assert rollout_metrics(joined.samples) == rollout_metrics(samples)
+    metrics: dict[str, Any] = rollout_metrics(samples)
+    assert metrics["turns_per_sample/p95"] == np.percentile([sample.turns for sample in samples], 95)
+    # A part of a reward that an environment does not give counts as 0 there.
+    for name in {name for sample in samples for name in sample.components}:
+        assert metrics[name] == np.mean([sample.components.get(name, 0.0) for sample in samples])
+
+
 def test_answers_that_no_verifier_judged_in_time_are_counted_and_said_once() -> None:
     judged = [
         Trajectory([], metadata={"ground_truth": "4", GIVEN_UP: True}),
         Trajectory([], metadata={}),
         Trajectory([]),
     ]
-    metrics = rollout_metrics(judged, 1)
+    metrics = rollout_metrics([trajectory.outcome(1) for trajectory in judged])
     assert metrics["unverified_rate"] == pytest.approx(1 / 3)
-    merged = merged_rollout_metrics([metrics, {**metrics, "unverified_rate": 0.0}])
-    assert merged["unverified_rate"] == pytest.approx(1 / 6)
     watch = RolloutWatch()
     (line,) = watch.observe("step 4", metrics, max_new_tokens=64, max_turns=9)
     assert (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +12,6 @@ from nemo_rl.algorithms.grpo.advantages import row_advantages
 from nemo_rl.algorithms.grpo.stages import score_rewards
 from nemo_rl.config import AdvEstimatorConfig, GRPOConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.rollouts import merged_rollout_metrics
 
 GROUP = 4
 VALUES = st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0]), min_size=2 * GROUP, max_size=2 * GROUP)
@@ -78,14 +76,3 @@ def test_weights_of_components_go_by_their_names_in_whatever_order_they_stand(
     in_order = advantages([weights["a"], weights["b"]])
     torch.testing.assert_close(advantages({name: weights[name] for name in order}), in_order)
     torch.testing.assert_close(advantages({f"reward/{name}": weights[name] for name in order}), in_order)
-
-
-@pytest.mark.parametrize("order", [0, 1])
-def test_a_part_of_a_reward_that_a_group_does_not_have_counts_as_zero_there(order: int) -> None:
-    parts: list[dict[str, Any]] = [
-        {"reward/style": 0.8, "mean_total_reward": 1.0, "of_one": 4.0},
-        {"mean_total_reward": 0.5},
-    ]
-    merged = merged_rollout_metrics(parts[::-1] if order else parts)
-    assert merged["reward/style"] == pytest.approx(0.4) and merged["mean_total_reward"] == pytest.approx(0.75)
-    assert merged["of_one"] == 4.0

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.algorithms.grpo.loop import drive
-from nemo_rl.algorithms.grpo.step_trainer import joined_metrics
+from nemo_rl.algorithms.grpo.stages import joined_metrics
 from nemo_rl.algorithms.grpo.streaming import check_streaming
 from nemo_rl.config import ConfigError, load_master_config
 from nemo_rl.environments.interfaces import EnvironmentFailure
@@ -404,11 +404,11 @@ def test_metrics_of_parts_are_joined_by_their_kind() -> None:
     def part(size: int, **metrics: object) -> Any:
         return SimpleNamespace(rows=SimpleNamespace(size=size), metrics=metrics)
 
-    rates = {"natural_termination_rate": 1.0, "max_turns_reached_rate": 0.0, "max_gen_tokens_per_turn/mean": 4.0}
+    rates = {"max_seq_error_rate": 1.0, "advantages/max/mean": 4.0}
     joined = joined_metrics([part(1, **rates), part(1, **dict.fromkeys(rates, 0.0))])
     assert joined == {name: value / 2 for name, value in rates.items()}
-    one = {"num_masked": 1.0, "advantages/sum": 2.0, "advantages/max": 5.0, "min_seq": 0.5, "lag/mean": 1.0, "h": [1]}
-    two = {"num_masked": 2.0, "advantages/sum": 3.0, "advantages/max": 4.0, "min_seq": 0.1, "lag/mean": 4.0, "h": [2]}
+    one = {"num_masked": 1.0, "advantages/sum": 2.0, "advantages/max": 5.0, "min_seq": 0.5, "lag/mean": 1.0}
+    two = {"num_masked": 2.0, "advantages/sum": 3.0, "advantages/max": 4.0, "min_seq": 0.1, "lag/mean": 4.0}
     joined = joined_metrics([part(1, **one), part(3, **two, late=7.0)])
     assert joined == {
         "num_masked": 3.0,
@@ -416,6 +416,5 @@ def test_metrics_of_parts_are_joined_by_their_kind() -> None:
         "advantages/max": 5.0,
         "min_seq": 0.1,
         "lag/mean": 3.25,
-        "h": [1, 2],
         "late": 7.0,
     }

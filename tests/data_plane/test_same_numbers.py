@@ -17,6 +17,7 @@ from nemo_rl.algorithms.grpo.loop import drive
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.config import load_master_config
 from nemo_rl.distributed.worker_groups import WorkerError
+from nemo_rl.experience.rollouts import SampleOutcome
 from nemo_rl.utils.metrics_file import read_metrics
 from tests.data_plane.conftest import SMALL_MOONCAKE, require_mooncake
 from tests.models.policy_ranks import MEGATRON, RaisingLoss
@@ -172,7 +173,11 @@ def _batch(draw: torch.Generator) -> dict[str, Any]:
         # Neither teacher's samples divide over two ranks.
         "task_name": ["even" if row < 5 else "odd" for row in range(rows)],
     }
-    return {"tokens": tokens, "rows": columns, "metrics": {"mean_total_reward": float(rewards.mean())}}
+    samples = [
+        list(SampleOutcome(1, [length - 3], 0, length, reward, {}, False, True, False, False, None))
+        for length, reward in zip(lengths.tolist(), rewards.tolist(), strict=True)
+    ]
+    return {"tokens": tokens, "rows": columns, "samples": samples, "metrics": {}}
 
 
 @pytest.fixture

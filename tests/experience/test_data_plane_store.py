@@ -230,7 +230,7 @@ def test_what_passes_the_driver_does_not_grow_with_sequence_length(client: Store
             content=["word " * 200 * factor] * 64,
         )
         source: Any = type(
-            "Source", (), {"roll_out": lambda self, *_, t=tokens, n=lengths: Rollout(RolloutColumns(t, _rows(n)), {})}
+            "Source", (), {"roll_out": lambda self, *_, t=tokens, n=lengths: Rollout(RolloutColumns(t, _rows(n)))}
         )()
         events = MemoryRecord()
         events.emit(StepBegun(1))

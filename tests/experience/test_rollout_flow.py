@@ -213,7 +213,7 @@ def test_an_episode_ends_by_its_environment_by_room_or_by_its_turns() -> None:
     ended = Trajectory(log(9), terminated=True, turns=1, generated=[3], observed=1)
     cut = Trajectory(log(9), truncated=True, out_of_room=True, turns=1, generated=[4], observed=2)
     stopped = Trajectory(log(9), turns=2, generated=[1, 1], observed=4)
-    metrics = rollout_metrics([ended, cut, stopped], 2)
+    metrics = rollout_metrics([episode.outcome(2) for episode in (ended, cut, stopped)])
     assert metrics["natural_termination_rate"] == pytest.approx(2 / 3)
     assert metrics["truncation_rate"] == metrics["max_turns_reached_rate"] == pytest.approx(1 / 3)
     # What came behind the prompt: responses and what the environment said.

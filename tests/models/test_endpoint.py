@@ -929,7 +929,7 @@ def test_the_episodes_of_an_agent_become_rows_with_what_was_sampled(served: tupl
     for row in (0, 2):
         ids = tokens["input_ids"][row][: int(tokens["input_lengths"][row])].tolist()
         assert ids[: len(longest.prompt_ids)] == longest.prompt_ids
-    metrics = rollout_metrics(trajectories, 1)
+    metrics = rollout_metrics([trajectory.outcome(1) for trajectory in trajectories])
     assert (metrics["agent_branches_per_sample"], metrics["mean_gen_tokens_per_sample"]) == (2.0, 3.0 * len(sampled))
     assert (metrics["reward/right"], metrics["reward/named"]) == (0.25, 1.0)
     assert rows["weight_version"].tolist() == [3] * 4 and rows["total_reward"].tolist() == [1.25] * 4
@@ -945,7 +945,7 @@ def test_an_agent_that_ran_out_of_room_is_a_truncated_sample(served: tuple[Endpo
     columns = rollout_columns(batch, trajectories, pad_token_id=0)
     assert columns.rows["truncated"].tolist() == [True, True] and columns.rows["total_reward"].tolist() == [0.0, 0.0]
     assert columns.tokens["input_lengths"].tolist() == [4, 4] and not columns.tokens["token_mask"].any()
-    assert rollout_metrics(trajectories, 1)["truncation_rate"] == 1.0
+    assert rollout_metrics([trajectory.outcome(1) for trajectory in trajectories])["truncation_rate"] == 1.0
 
 
 class Overflows:

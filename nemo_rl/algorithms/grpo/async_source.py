@@ -18,7 +18,7 @@ import torch
 from nemo_rl.algorithms.accelerators import ReportProgress
 from nemo_rl.algorithms.grpo.collect import Gathering, WholeSteps, prompts_of, prompts_per_batch, training_plan
 from nemo_rl.algorithms.grpo.run import GRPORun
-from nemo_rl.algorithms.grpo.stages import Experience, apply_staleness_policy
+from nemo_rl.algorithms.grpo.stages import Experience, apply_staleness_policy, joined_experience
 from nemo_rl.algorithms.resume import dataset_names
 from nemo_rl.config import MasterConfig
 from nemo_rl.data.loader import HasState
@@ -28,9 +28,9 @@ from nemo_rl.experience.collector import Collector, CollectorParts
 from nemo_rl.experience.prompt_queue import PromptQueue, QueueLimits, SavedBatch
 from nemo_rl.experience.prompts import BufferedGroup, GroupKey
 from nemo_rl.experience.rollout_tasks import FailurePolicy, RefitPolicy, StallPolicy
-from nemo_rl.experience.rollouts import merged_rollout_metrics
+from nemo_rl.experience.rollouts import SampleOutcome
 from nemo_rl.experience.samplers import InOrder
-from nemo_rl.experience.store import ExperienceStore, RolloutColumns, joined_rows
+from nemo_rl.experience.store import ExperienceStore, RolloutColumns
 from nemo_rl.models.generation.interfaces import request_timeout_s
 
 logger = logging.getLogger(__name__)
@@ -194,9 +194,8 @@ def collector_parts(run: GRPORun) -> CollectorParts:
 
 def joined_groups(store: ExperienceStore, groups: Sequence[BufferedGroup]) -> Experience:
     """Finished groups as one experience."""
-    rows = joined_rows([group.rows for group in groups])
-    handle = store.concat([store.write(group.tokens) for group in groups])
-    return Experience(handle, rows, merged_rollout_metrics([group.metrics for group in groups]))
+    parts = [Experience(store.write(group.tokens), group.rows, group.samples, group.metrics) for group in groups]
+    return joined_experience(parts, store)
 
 
 def _plain_groups(store: ExperienceStore, groups: Sequence[BufferedGroup]) -> list[dict[str, Any]]:
@@ -206,6 +205,7 @@ def _plain_groups(store: ExperienceStore, groups: Sequence[BufferedGroup]) -> li
             "key": list(group.key),
             "tokens": store.read(group.tokens, store.columns(group.tokens)).get_dict(),
             "rows": group.rows.get_dict(),
+            "samples": [list(sample) for sample in group.samples],
             "metrics": group.metrics,
             "generated_at": group.generated_at,
         }
@@ -249,11 +249,17 @@ def _saved_batches(saved: Mapping[str, Any]) -> list[SavedBatch]:
 def _saved_groups(
     store: ExperienceStore, checkpoint: Path, wanted: Callable[[BufferedGroup], bool]
 ) -> list[BufferedGroup]:
-    """Loads the wanted groups of a checkpoint into the store."""
+    """Loads the wanted groups of a checkpoint into the store. Those of a version that kept no samples are left out, and
+    generated again.
+    """
     groups: list[BufferedGroup] = []
     for plain in torch.load(checkpoint / BUFFER_FILE, weights_only=True)["groups"]:
+        if "samples" not in plain:
+            continue
         tokens, rows = BatchedDataDict(plain["tokens"]), BatchedDataDict(plain["rows"])
-        group = BufferedGroup(GroupKey(*plain["key"]), tokens, rows, plain["metrics"], plain["generated_at"])
+        samples = [SampleOutcome(*sample) for sample in plain["samples"]]
+        key = GroupKey(*plain["key"])
+        group = BufferedGroup(key, tokens, rows, samples, plain["metrics"], plain["generated_at"])
         if wanted(group):
             group.tokens = store.write_pending(RolloutColumns(tokens, rows))
             groups.append(group)

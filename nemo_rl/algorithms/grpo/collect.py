@@ -202,7 +202,9 @@ class Gathering:
                 selections.append(selection)
                 kept.append(self._keep(step, experience, selection))
             if selection.complete:
-                joined = joined_experience(kept, self.store, lambda parts: dict(parts[-1].metrics))
+                joined = joined_experience(kept, self.store)
+                # Rollouts are described by the last generation batch.
+                joined.samples, joined.metrics = experience.samples, dict(experience.metrics)
                 joined.metrics |= sampling_metrics(selections, torch.cat(generated_rewards), valid_rewards(joined.rows))
                 joined.metrics |= filter_rows(joined.rows, cfg)
                 return joined
@@ -226,7 +228,6 @@ class Gathering:
         part = Experience(
             self.store.select(experience.handle, selection.keep),
             experience.rows.select_indices(selection.keep),
-            experience.metrics,
         )
         self.store.clear(self.store.select(experience.handle, selection.drop))
         return part
@@ -300,7 +301,8 @@ class SynchronousSource(WholeSteps):
         with run.timer.time("generation"):
             rollout = run.rollouts.roll_out(batch, training_plan(run.config, step), attempt)
         self._record_committed(rollout.columns.rows)
-        return Experience(run.store.write(rollout.columns.tokens), rollout.columns.rows, dict(rollout.metrics))
+        handle = run.store.write(rollout.columns.tokens)
+        return Experience(handle, rollout.columns.rows, rollout.samples, dict(rollout.metrics))
 
     def _next_prompts(self) -> tuple[BatchedDataDict, int]:
         """The next prompts, and the epoch that they are of."""

@@ -10,6 +10,7 @@ Shapes: B samples, S tokens of a padded row.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +30,7 @@ from nemo_rl.algorithms.grpo.advantages import (
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig, RouterReplayConfig
 from nemo_rl.data_plane.field_schema import TOPK_IDS, TOPK_LOGPROBS, columns_of_others, replayed_fields
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.rollouts import SampleOutcome
 from nemo_rl.experience.store import ExperienceStore, StageOutput, TokenStage, joined_rows, sample_of_row, sample_starts
 from nemo_rl.loss.clipped_pg import KLType, calculate_kl, positive_nll_scale
 from nemo_rl.loss.interfaces import masked_mean
@@ -145,21 +147,46 @@ class Experience:
 
     handle: BatchHandle  # its token columns in the store
     rows: BatchedDataDict  # its small columns [B] in the driver
-    metrics: Metrics = field(default_factory=dict)
+    samples: list[SampleOutcome] = field(default_factory=list)
+    metrics: Metrics = field(default_factory=dict)  # besides those of its samples
     group_names: Mapping[int, str] = field(default_factory=dict)
 
 
-def joined_experience(
-    parts: Sequence[Experience],
-    store: ExperienceStore,
-    join_metrics: Callable[[Sequence[Experience]], Metrics],
-) -> Experience:
+def joined_experience(parts: Sequence[Experience], store: ExperienceStore) -> Experience:
     """Joins batches into one, in order. A single one is returned as it is."""
     if len(parts) == 1:
         return parts[0]
     names = {number: name for part in parts for number, name in part.group_names.items()}
-    rows = joined_rows([part.rows for part in parts])
-    return Experience(store.concat([part.handle for part in parts]), rows, join_metrics(parts), names)
+    return Experience(
+        store.concat([part.handle for part in parts]),
+        joined_rows([part.rows for part in parts]),
+        [sample for part in parts for sample in part.samples],
+        joined_metrics(parts),
+        names,
+    )
+
+
+def joined_metrics(parts: Sequence[Experience]) -> dict[str, object]:
+    """Joins metrics of parts by their names: extremes of extremes, sums of counts, averages by rows of the rest."""
+    joined: dict[str, object] = {}
+    for name in dict.fromkeys(name for part in parts for name in part.metrics):
+        found = [(part.metrics[name], part.rows.size) for part in parts if name in part.metrics]
+        values = [value for value, _ in found]
+        if (extremum := _extremum(name)) is not None:
+            joined[name] = extremum(values)
+        elif name.startswith("num_") or name.endswith("/sum"):
+            joined[name] = sum(values)
+        else:
+            joined[name] = sum(value * size for value, size in found) / sum(size for _, size in found)
+    return joined
+
+
+def _extremum(name: str) -> Callable[[Sequence[float]], float] | None:
+    """How metrics join that are an extremum, such as `advantages/max`; a mean of maxima or a rate is none."""
+    if name.endswith(("_rate", "/mean", "/p95", "/p99")):
+        return None
+    words = re.split("[/_]", name)
+    return max if "max" in words else min if "min" in words else None
 
 
 def run_stage(experience: Experience, store: ExperienceStore, stage: TokenStage) -> dict[str, torch.Tensor]:

@@ -21,6 +21,7 @@ from nemo_rl.algorithms.grpo.advantages import RewardWatch
 from nemo_rl.algorithms.grpo.stages import Experience, needs_previous_logprobs, valid_rewards
 from nemo_rl.config import GRPOConfig, MasterConfig
 from nemo_rl.experience.environment_batcher import environment_metrics_of_step
+from nemo_rl.experience.rollouts import rollout_metrics
 from nemo_rl.experience.sample_log import SampleFiles, sample_log_stage
 from nemo_rl.experience.store import ExperienceStore, TokenStage, sample_starts
 from nemo_rl.loss.interfaces import is_extremum
@@ -348,7 +349,7 @@ def accuracy_by_task(rewards_B: torch.Tensor, tasks: Sequence[str]) -> dict[str,
 def step_metrics(cfg: GRPOConfig, step: int, experience: Experience, result: TrainResult) -> Metrics:
     """The `train/` metrics of step `step` (from 1)."""
     rows = experience.rows
-    metrics: Metrics = dict(experience.metrics)
+    metrics: Metrics = rollout_metrics(experience.samples) | experience.metrics
     baseline_B = rows["baseline"][rows["valid"]] if bool(rows["valid"].any()) else rows["baseline"]
     in_batch = batch_metrics(valid_rewards(rows), baseline_B, rows["prompt_lengths"], rows["total_lengths"])
     if cfg.use_dynamic_sampling:

@@ -6,7 +6,6 @@ keeps the weights of the step before and leaves no step open.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -147,7 +146,7 @@ class StepTrainer:
                 earlier, pending = self._submit(self._parts[0])
             meanwhile()
             result = merged_results([*earlier, pending.result()])
-        return Trained(joined_experience(self._parts, run.store, joined_metrics), result)
+        return Trained(joined_experience(self._parts, run.store), result)
 
     def _submit(self, part: Experience) -> tuple[list[TrainResult], PendingCall[TrainResult]]:
         """Trains a whole step; the results of its optimizer steps but the last, and that one as it runs.
@@ -189,28 +188,3 @@ def merged_results(results: Sequence[TrainResult]) -> TrainResult:
         if "total_flops" in merged:
             merged["total_flops"] = sum(result.get("total_flops", 0.0) for result in results)
     return merged
-
-
-def joined_metrics(parts: Sequence[Experience]) -> dict[str, object]:
-    """Joins metrics of parts: concatenates lists, takes extremes of extremes and sums of counts, averages by rows."""
-    joined: dict[str, object] = {}
-    for name in dict.fromkeys(name for part in parts for name in part.metrics):
-        found = [(part.metrics[name], part.rows.size) for part in parts if name in part.metrics]
-        values = [value for value, _ in found]
-        if isinstance(values[0], list):
-            joined[name] = [one for value in values for one in value]
-        elif (extremum := _extremum(name)) is not None:
-            joined[name] = extremum(values)
-        elif name.startswith(("num_", "total_")) or name.endswith("/sum"):
-            joined[name] = sum(values)
-        else:
-            joined[name] = sum(value * size for value, size in found) / sum(size for _, size in found)
-    return joined
-
-
-def _extremum(name: str) -> Callable[[Sequence[float]], float] | None:
-    """How metrics join that are an extremum, such as `advantages/max`; a mean of maxima or a rate is none."""
-    if name.endswith(("_rate", "/mean", "/p95", "/p99")):
-        return None
-    words = re.split("[/_]", name)
-    return max if "max" in words else min if "min" in words else None

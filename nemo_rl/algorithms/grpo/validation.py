@@ -24,7 +24,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.call import environment_metrics
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollout_source import RolloutSource
-from nemo_rl.experience.rollouts import number_samples
+from nemo_rl.experience.rollouts import SampleOutcome, number_samples, rollout_metrics
 from nemo_rl.experience.sample_log import sample_log_stage
 from nemo_rl.experience.store import joined_rows
 from nemo_rl.utils.logger import Logger, best_to_worst, print_message_log_samples
@@ -49,15 +49,15 @@ _TABLE_ROWS = 16
 
 @dataclass(frozen=True)
 class _Validated:
-    """All samples of a validation: `messages` and `expected` of those that are shown, and how all of them ended."""
+    """All samples of a validation, and `messages` and `expected` of those that are shown."""
 
     rewards: torch.Tensor
     lengths: torch.Tensor
     truncated: torch.Tensor
     components: dict[str, torch.Tensor]
     tasks: list[str]
-    samples: list[dict[str, Any]]
-    ends: dict[str, float]
+    shown: list[dict[str, Any]]
+    samples: list[SampleOutcome]
 
 
 def validate(run: GRPORun, step: int) -> dict[str, float]:
@@ -99,12 +99,12 @@ def validate(run: GRPORun, step: int) -> dict[str, float]:
     run.progress.validated(metrics["accuracy"], name="reward" if graded else "accuracy", step=step)
     for line in parts.watch.observe(
         f"validation at step {step}",
-        done.ends,
+        rollout_metrics(done.samples),
         max_new_tokens=run.config.policy.generation.max_new_tokens,
         max_turns=cfg.max_rollout_turns,
     ):
         run.progress.say(line)
-    if done.samples:
+    if done.shown:
         _show(run.logger, run.progress.console, done, step, run.config.logger.num_val_samples_to_print)
     run.state.val_metrics = metrics
     return metrics
@@ -112,8 +112,8 @@ def validate(run: GRPORun, step: int) -> dict[str, float]:
 
 def _show(logger: Logger, console: Console, done: _Validated, step: int, shown: int) -> None:
     """Shows `shown` samples, right and wrong ones, with turns and expected answers, in trackers and on the terminal."""
-    rewards = done.rewards.tolist()[: len(done.samples)]
-    logs, expected = ([sample[name] for sample in done.samples] for name in ("messages", "expected"))
+    rewards = done.rewards.tolist()[: len(done.shown)]
+    logs, expected = ([sample[name] for sample in done.shown] for name in ("messages", "expected"))
     rows = best_to_worst(rewards, _TABLE_ROWS)
     table = {
         "sample": ["\n".join(f"{turn['role']}: {turn['content']}" for turn in logs[row]) for row in rows],
@@ -151,27 +151,23 @@ def _roll_out_all(run: GRPORun, source: RolloutSource, batches: Sequence[Batched
     cfg = run.config.grpo
     rows: list[BatchedDataDict] = []
     tasks: list[str] = []
-    samples: list[dict[str, object]] = []
-    ends: dict[str, float] = {}
-    total = 0
+    shown: list[dict[str, object]] = []
+    samples: list[SampleOutcome] = []
     for index, prompts in enumerate(batches):
         batch = number_samples(prompts, cfg.val_num_generations_per_prompt)
         rollout = source.roll_out(batch, validation_plan(run.config, index), 0)
         columns = rollout.columns
         rows.append(columns.rows)
-        total += batch.size
-        for name in ("truncation_rate", "max_turns_reached_rate", "unverified_rate"):
-            ends[name] = ends.get(name, 0.0) + float(rollout.metrics.get(name, 0.0)) * batch.size
+        samples += rollout.samples
         tasks += batch["task_name"]
         handle = run.store.update(run.store.write(columns.tokens), {"rewards": columns.rows["total_reward"]})
-        if run.config.logger.num_val_samples_to_print or (run.logger.backends and not samples):
-            samples += [json.loads(text) for text in run.store.read(handle, ["conversation"])["conversation"]]
+        if run.config.logger.num_val_samples_to_print or (run.logger.backends and not shown):
+            shown += [json.loads(text) for text in run.store.read(handle, ["conversation"])["conversation"]]
         path = run.logger.samples_dir / f"val_data_step{step}.jsonl"
         written = {"content": "content", "rewards": "rewards", "conversation": "conversation"}
         stage = sample_log_stage(path, written, append=index > 0)
         run.reports.put_samples(handle, stage)
     joined = joined_rows(rows)
-    ends = {name: value / total for name, value in ends.items()}
     components = {name: joined[name] for name in joined if name.startswith("reward/")}
     lengths, truncated = joined["generated_lengths"], joined["truncated"]
-    return _Validated(joined["total_reward"], lengths, truncated, components, tasks, samples, ends)
+    return _Validated(joined["total_reward"], lengths, truncated, components, tasks, shown, samples)
