@@ -69,41 +69,27 @@ def main_panels(run: RunMetrics, *, graded: bool = False) -> list[Panel]:
     """
     pick = _picker(run)
     judged = "reward" if graded else "accuracy"
+    rewards = pick(("train/reward", INDIGO), ("train/filtered_reward", SKY, "trained on"))
+    validation = pick(("validation/accuracy", GREEN, judged), ("validation/pass_k", TEAL, "pass@k"))
+    held_out = "mean over held-out problems" if graded else "held-out problems"
+    lengths = pick(
+        ("train/mean_gen_tokens_per_sample", TEAL, "response"),
+        ("train/mean_prompt_length", SLATE, "prompt"),
+        ("validation/avg_length", GREEN, "validation response"),
+    )
+    # Without a penalty the divergence is not measured, and logged as 0.
+    divergence = _not_zero(pick(("train/kl_penalty", VIOLET)))
+    agreement = pick(("train/token_mult_prob_error", ROSE))
     candidates = [
-        Panel(
-            "Reward",
-            "mean of a step's samples",
-            pick(("train/reward", "reward", INDIGO), ("train/filtered_reward", "trained on", SKY)),
-            smooth=True,
-        ),
-        Panel(
-            f"Validation {judged}",
-            "mean over held-out problems" if graded else "held-out problems",
-            pick(("validation/accuracy", judged, GREEN), ("validation/pass_k", "pass@k", TEAL)),
-            unit="" if graded else "%",
-        ),
-        Panel("Validation loss", "per token, held-out", pick(("validation/val_loss", "val_loss", GREEN)), smooth=True),
-        Panel(
-            "Tokens per sample",
-            "mean lengths",
-            pick(
-                ("train/mean_gen_tokens_per_sample", "response", TEAL),
-                ("train/mean_prompt_length", "prompt", SLATE),
-                ("validation/avg_length", "validation response", GREEN),
-            ),
-            smooth=True,
-        ),
-        # Without a penalty the divergence is not measured, and logged as 0.
-        Panel(
-            "KL divergence",
-            "from the reference policy",
-            _not_zero(pick(("train/kl_penalty", "kl_penalty", VIOLET))),
-            smooth=True,
-        ),
+        Panel("Reward", "mean of a step's samples", rewards, smooth=True),
+        Panel(f"Validation {judged}", held_out, validation, unit="" if graded else "%"),
+        Panel("Validation loss", "per token, held-out", pick(("validation/val_loss", GREEN)), smooth=True),
+        Panel("Tokens per sample", "mean lengths", lengths, smooth=True),
+        Panel("KL divergence", "from the reference policy", divergence, smooth=True),
         Panel(
             "Generation and training agree",
             "mean of exp|log-prob gap|; 1 is perfect",
-            pick(("train/token_mult_prob_error", "token_mult_prob_error", ROSE)),
+            agreement,
             smooth=True,
             min_span=0.002,
         ),
@@ -115,68 +101,39 @@ def main_panels(run: RunMetrics, *, graded: bool = False) -> list[Panel]:
 def more_panels(run: RunMetrics) -> list[Panel]:
     """Further panels of the page: the optimizer, the distribution of the policy, and speed."""
     pick = _picker(run)
+    mismatch = pick(("train/gen_kl_error", AMBER))
+    ratios = pick(
+        ("train/probs_ratio_max", ROSE, "max"),
+        ("train/probs_ratio", INDIGO, "mean"),
+        ("train/probs_ratio_min", SKY, "min"),
+    )
+    outcomes = pick(
+        ("train/baseline_reward/pct_0", ROSE, "none right"),
+        ("train/baseline_reward/pct_mixed", AMBER, "mixed"),
+        ("train/baseline_reward/pct_1", GREEN, "all right"),
+    )
+    unverified = _not_zero(pick(("train/unverified_rate", ROSE)))
+    generated = [
+        *pick(("performance/generation_tokens_per_sec", TEAL, "generation")),
+        *_responses_over_the_step(run),
+    ]
+    trained = pick(
+        ("performance/policy_training_tokens_per_sec", AMBER, "training"),
+        ("performance/tokens_per_sec", INDIGO, "whole step"),
+    )
+    while_training = "prompts and responses, while training, and over the whole step"
     candidates = [
-        Panel("Loss", "policy gradient and penalties", pick(("train/loss", "loss", INDIGO)), smooth=True),
-        Panel("Gradient norm", "before clipping", pick(("train/grad_norm", "grad_norm", ROSE)), smooth=True),
-        Panel(
-            "Mismatch of the engines",
-            "KL from generation to training",
-            pick(("train/gen_kl_error", "gen_kl_error", AMBER)),
-            smooth=True,
-            min_span=0.001,
-        ),
-        Panel(
-            "Entropy",
-            "approximate, of sampled tokens",
-            pick(("train/approx_entropy", "approx_entropy", TEAL)),
-            smooth=True,
-        ),
-        Panel(
-            "Probability ratio",
-            "current over previous policy",
-            pick(
-                ("train/probs_ratio_max", "max", ROSE),
-                ("train/probs_ratio", "mean", INDIGO),
-                ("train/probs_ratio_min", "min", SKY),
-            ),
-        ),
-        Panel(
-            "Group outcomes",
-            "fraction of samples by their group's baseline",
-            pick(
-                ("train/baseline_reward/pct_0", "none right", ROSE),
-                ("train/baseline_reward/pct_mixed", "mixed", AMBER),
-                ("train/baseline_reward/pct_1", "all right", GREEN),
-            ),
-            kind="stack",
-            unit="%",
-        ),
-        Panel(
-            "Truncated samples",
-            "cut off at the length limit",
-            pick(("train/truncation_rate", "truncation_rate", AMBER)),
-            unit="%",
-        ),
-        Panel(
-            "Unverified samples",
-            "given up by their verifier; they earn 0",
-            _not_zero(pick(("train/unverified_rate", "unverified_rate", ROSE))),
-            unit="%",
-        ),
-        Panel(
-            "Response tokens per second",
-            "while generating, and over the whole step",
-            [*pick(("performance/generation_tokens_per_sec", "generation", TEAL)), *_responses_over_the_step(run)],
-        ),
-        Panel(
-            "Trained tokens per second",
-            "prompts and responses, while training, and over the whole step",
-            pick(
-                ("performance/policy_training_tokens_per_sec", "training", AMBER),
-                ("performance/tokens_per_sec", "whole step", INDIGO),
-            ),
-        ),
-        Panel("Learning rate", "of the step", pick(("train/lr", "lr", SLATE))),
+        Panel("Loss", "policy gradient and penalties", pick(("train/loss", INDIGO)), smooth=True),
+        Panel("Gradient norm", "before clipping", pick(("train/grad_norm", ROSE)), smooth=True),
+        Panel("Mismatch of the engines", "KL from generation to training", mismatch, smooth=True, min_span=0.001),
+        Panel("Entropy", "approximate, of sampled tokens", pick(("train/approx_entropy", TEAL)), smooth=True),
+        Panel("Probability ratio", "current over previous policy", ratios),
+        Panel("Group outcomes", "fraction of samples by their group's baseline", outcomes, kind="stack", unit="%"),
+        Panel("Truncated samples", "cut off at the length limit", pick(("train/truncation_rate", AMBER)), unit="%"),
+        Panel("Unverified samples", "given up by their verifier; they earn 0", unverified, unit="%"),
+        Panel("Response tokens per second", "while generating, and over the whole step", generated),
+        Panel("Trained tokens per second", while_training, trained),
+        Panel("Learning rate", "of the step", pick(("train/lr", SLATE))),
     ]
     return [panel for panel in candidates if panel.series]
 
@@ -276,15 +233,16 @@ def figure(run: RunMetrics, title: str, subtitle: str = "", *, graded: bool = Fa
 
 
 def _picker(run: RunMetrics) -> Callable[..., list[Series]]:
-    def pick(*wanted: tuple[str, str, str]) -> list[Series]:
-        found = [Series(label, color, *run.scalars(name)) for name, label, color in wanted]
-        with_data = [series for series in found if any(map(math.isfinite, series.values))]
-        # Without dynamic sampling both rewards are the same curve.
-        return [
-            series
-            for n, series in enumerate(with_data)
-            if not any(series.values == earlier.values for earlier in with_data[:n])
-        ]
+    """Makes the curves of metrics, each a name, a color and a label, by default the last part of the name."""
+
+    def pick(*wanted: tuple[str, ...]) -> list[Series]:
+        with_data: list[Series] = []
+        for name, color, *label in wanted:
+            series = Series(label[0] if label else name.rpartition("/")[2], color, *run.scalars(name))
+            # Without dynamic sampling both rewards are the same curve.
+            if any(map(math.isfinite, series.values)) and not any(series.values == one.values for one in with_data):
+                with_data.append(series)
+        return with_data
 
     return pick
 

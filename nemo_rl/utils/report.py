@@ -4,6 +4,8 @@ Reads `metrics.jsonl`, `config.yaml` and `samples/val_data_stepN.jsonl`. The pag
 output is escaped and cannot run as script; updating a page beside a run takes a small share of the time.
 """
 
+from __future__ import annotations
+
 import argparse
 import base64
 import io
@@ -16,9 +18,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from nemo_rl.cli import EXIT_FAILED, EXIT_OK, one_message
 from nemo_rl.utils import plots
@@ -29,6 +32,9 @@ from nemo_rl.utils.progress import format_duration
 from nemo_rl.utils.record import RecordDamaged, RecordError, read_record
 from nemo_rl.utils.step_timeline import figure, most_telling, read_timeline
 from nemo_rl.utils.text import filled_page
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +55,39 @@ class ReportPaths(NamedTuple):
     png: Path
 
 
+class _Shown:
+    """What a page and a picture show of a run. Raises NoMetrics: the directory holds no metrics."""
+
+    def __init__(self, run_dir: Path | str, title: str | None = None) -> None:
+        self.run = read_metrics(run_dir)
+        self.part = metrics_paths(run_dir)[-1].parent
+        self.graded = _is_graded(self.part)
+        config = self.part / "config.yaml"
+        self.config = load_yaml(config.read_text(encoding="utf-8")) if config.is_file() else None
+        self.title = title or _title(self.part)
+        self.subtitle = _subtitle(self.run, self.config, self.graded)
+
+    def picture(self) -> Figure:
+        """Raises NothingToShow: none of the metrics that it shows were logged."""
+        return plots.figure(self.run, self.title, self.subtitle, graded=self.graded)
+
+    def write_page(self, path: Path, *, live: bool) -> None:
+        last = ((name, self.run.last(name)) for name in sorted(self.run.series))
+        page: dict[str, object] = {
+            "title": self.title,
+            "subtitle": self.subtitle,
+            "live": live,
+            "tiles": _tiles(self.run, self.graded),
+            "panels": [_panel(panel) for panel in plots.main_panels(self.run, graded=self.graded)],
+            "more": [_panel(panel) for panel in plots.more_panels(self.run)],
+            "timeline": _timeline(self.part),
+            "samples": _samples(self.part),
+            "last": [[name, _plain(value)] for name, value in last if value is not None],
+            "config": self.config,
+        }
+        replace_file(path, filled_page(Path(__file__).with_name("report.html"), "", page))
+
+
 def write_report(run_dir: Path | str, out_dir: Path | str | None = None, title: str | None = None) -> ReportPaths:
     """Write `report.html` and `report.png`.
 
@@ -59,55 +98,26 @@ def write_report(run_dir: Path | str, out_dir: Path | str | None = None, title: 
 
     Raises NoMetrics: the directory holds no metrics; NothingToShow: none of the metrics a report shows were logged.
     """
-    run = read_metrics(run_dir)
-    paths = _paths(run_dir, out_dir)
-    newest = metrics_paths(run_dir)[-1].parent
-    graded = _is_graded(newest)
-    config = _read_config(newest / "config.yaml")
-    plots.figure(run, title or _title(newest), _subtitle(run, config, graded), graded=graded).savefig(
-        paths.png, pil_kwargs=_QUICK_PNG
-    )
-    _write_page(run, newest, config, paths.html, title, live=False)
+    shown = _Shown(run_dir, title)
+    out = Path(out_dir) if out_dir is not None else Path(run_dir)
+    out.mkdir(parents=True, exist_ok=True)
+    paths = ReportPaths(out / "report.html", out / "report.png")
+    shown.picture().savefig(paths.png, pil_kwargs=_QUICK_PNG)
+    shown.write_page(paths.html, live=False)
     return paths
 
 
 def write_page(run_dir: Path | str) -> Path | None:
     """Write `report.html` alone, for a run in progress; it reloads itself. None while there is nothing to show."""
     try:
-        run = read_metrics(run_dir)
+        shown = _Shown(run_dir)
     except NoMetrics:
         return None
-    if not plots.main_panels(run):
+    if not plots.main_panels(shown.run):
         return None
-    path = _paths(run_dir, None).html
-    newest = metrics_paths(run_dir)[-1].parent
-    _write_page(run, newest, _read_config(newest / "config.yaml"), path, None, live=True)
+    path = Path(run_dir) / "report.html"
+    shown.write_page(path, live=True)
     return path
-
-
-def _paths(run_dir: Path | str, out_dir: Path | str | None) -> ReportPaths:
-    out = Path(out_dir) if out_dir is not None else Path(run_dir)
-    out.mkdir(parents=True, exist_ok=True)
-    return ReportPaths(out / "report.html", out / "report.png")
-
-
-def _write_page(
-    run: RunMetrics, newest: Path, config: dict[str, object] | None, path: Path, title: str | None, *, live: bool
-) -> None:
-    graded = _is_graded(newest)
-    page: dict[str, object] = {
-        "title": title or _title(newest),
-        "subtitle": _subtitle(run, config, graded),
-        "live": live,
-        "tiles": _tiles(run, graded),
-        "panels": [_panel(panel) for panel in plots.main_panels(run, graded=graded)],
-        "more": [_panel(panel) for panel in plots.more_panels(run)],
-        "timeline": _timeline(newest),
-        "samples": _samples(newest),
-        "last": [[name, _plain(value)] for name in sorted(run.series) if (value := run.last(name)) is not None],
-        "config": config,
-    }
-    replace_file(path, filled_page(Path(__file__).with_name("report.html"), "", page))
 
 
 def log_report(logger: Logger) -> None:
@@ -115,12 +125,11 @@ def log_report(logger: Logger) -> None:
     if not logger.backends:
         return
     try:
-        run, graded = read_metrics(logger.log_dir), _is_graded(logger.log_dir)
-        subtitle = _subtitle(run, _read_config(logger.log_dir / "config.yaml"), graded)
-        picture = plots.figure(run, _title(logger.log_dir), subtitle, graded=graded)
+        shown = _Shown(logger.log_dir)
+        picture = shown.picture()
     except (NoMetrics, plots.NothingToShow):
         return
-    logger.log_plot(picture, _last_step(run), "report")
+    logger.log_plot(picture, _last_step(shown.run), "report")
 
 
 def damages(run_dir: Path | str) -> list[RecordDamaged]:
@@ -152,10 +161,6 @@ def _timeline(part: Path) -> str | None:
     return "data:image/png;base64," + base64.b64encode(picture.getvalue()).decode()
 
 
-def _read_config(path: Path) -> dict[str, object] | None:
-    return load_yaml(path.read_text(encoding="utf-8")) if path.is_file() else None
-
-
 def _title(part: Path) -> str:
     """A run is called as its directory is: `grpo_arithmetic_cpu, exp_003`."""
     real = part.resolve()
@@ -181,10 +186,13 @@ def _is_graded(part: Path) -> bool:
     return any(row.get("rewards") not in (0, 1, None) for row in sample_lines(files[-1][1]))
 
 
+def _finite(run: RunMetrics, name: str) -> list[float]:
+    return [value for value in run.scalars(name)[1] if math.isfinite(value)]
+
+
 def run_seconds(run: RunMetrics) -> float:
     """Time spent in steps; between the first and last line where steps were not timed."""
-    timed = [value for value in run.scalars("timing/train/total_step_time")[1] if math.isfinite(value)]
-    if timed:
+    if timed := _finite(run, "timing/train/total_step_time"):
         return sum(timed)
     moments = [moment for points in run.times.values() for moment in points.values()]
     return max(moments) - min(moments) if moments else 0.0
@@ -194,63 +202,36 @@ def _last_step(run: RunMetrics) -> int:
     return max((step for name, points in run.series.items() if name.startswith("train/") for step in points), default=0)
 
 
-def _first_and_last(run: RunMetrics, name: str) -> tuple[float, float] | None:
-    values = [value for value in run.scalars(name)[1] if math.isfinite(value)]
-    return (values[0], values[-1]) if values else None
-
-
 def _subtitle(run: RunMetrics, config: dict[str, object] | None, graded: bool) -> str:
     parts = [f"{_last_step(run)} steps in {format_duration(run_seconds(run))}"]
-    if (accuracy := _first_and_last(run, "validation/accuracy")) is not None:
-        form = ".3g" if graded else ".1%"
-        named = "reward" if graded else "accuracy"
-        parts.append(f"validation {named} {accuracy[0]:{form}} → {accuracy[1]:{form}}")
-    if (reward := _first_and_last(run, "train/reward")) is not None:
-        parts.append(f"reward {reward[0]:.3g} → {reward[1]:.3g}")
+    if accuracy := _finite(run, "validation/accuracy"):
+        form, named = (".3g", "reward") if graded else (".1%", "accuracy")
+        parts.append(f"validation {named} {accuracy[0]:{form}} → {accuracy[-1]:{form}}")
+    if reward := _finite(run, "train/reward"):
+        parts.append(f"reward {reward[0]:.3g} → {reward[-1]:.3g}")
     if (what := _what(config)) is not None:
         parts.insert(0, what)
     return "  ·  ".join(parts)
 
 
 def _tiles(run: RunMetrics, graded: bool) -> list[list[str]]:
-    tiles = [[str(_last_step(run)), "steps"], [format_duration(run_seconds(run)), "in steps"]]
-
-    def best(name: str, label: str, form: str) -> None:
-        values = [value for value in run.scalars(name)[1] if math.isfinite(value)]
-        if values:
-            tiles.append([format(max(values), form), label])
-
-    def mean(name: str, label: str, form: str) -> None:
-        values = [value for value in run.scalars(name)[1] if math.isfinite(value)]
-        if values:
-            tiles.append([format(sum(values) / len(values), form), label])
-
-    if graded:
-        best("validation/accuracy", "best validation reward", ".3f")
-    else:
-        best("validation/accuracy", "best validation accuracy", ".1%")
-    best("train/reward", "best reward", ".3f")
-    mean("timing/train/total_step_time", "seconds per step", ".1f")
-    mean("performance/samples_per_sec", "samples per second", ",.1f")
-    mean("performance/tokens_per_sec", "tokens per second", ",.0f")
-    best("train/token_mult_prob_error", "worst engine mismatch", ".4f")
-    return tiles
+    judged, judged_form = ("best validation reward", ".3f") if graded else ("best validation accuracy", ".1%")
+    figures: tuple[tuple[str, Callable[[list[float]], float], str, str], ...] = (
+        ("validation/accuracy", max, judged, judged_form),
+        ("train/reward", max, "best reward", ".3f"),
+        ("timing/train/total_step_time", fmean, "seconds per step", ".1f"),
+        ("performance/samples_per_sec", fmean, "samples per second", ",.1f"),
+        ("performance/tokens_per_sec", fmean, "tokens per second", ",.0f"),
+        ("train/token_mult_prob_error", max, "worst engine mismatch", ".4f"),
+    )
+    known = ((_finite(run, name), reduce, label, form) for name, reduce, label, form in figures)
+    tiles = [[format(reduce(values), form), label] for values, reduce, label, form in known if values]
+    return [[str(_last_step(run)), "steps"], [format_duration(run_seconds(run)), "in steps"], *tiles]
 
 
 def _panel(panel: plots.Panel) -> dict[str, object]:
-    series = [
-        {"label": one.label, "color": one.color, "steps": one.steps, "values": [_plain(value) for value in one.values]}
-        for one in panel.series
-    ]
-    return {
-        "title": panel.title,
-        "note": panel.note,
-        "kind": panel.kind,
-        "unit": panel.unit,
-        "smooth": panel.smooth,
-        "min_span": panel.min_span,
-        "series": series,
-    }
+    series = [{**vars(one), "values": [_plain(value) for value in one.values]} for one in panel.series]
+    return {**vars(panel), "series": series}
 
 
 def _plain(value: float) -> float | None:
