@@ -114,14 +114,14 @@ class OwnAccelerators(Accelerators):
     def __init__(self, refitter: Refitter | None, timer: Timer, phase: Callable[[str], None]) -> None:
         self._refitter, self._timer, self._phase = refitter, timer, phase
         self._hooks: RLixHooksProtocol = NoOpRLixHooks()
-        self._hooked = self._hooks_refit = self._holds = False
+        self._hooks_refit = self._holds = False
         self._collector: Collector | None = None
 
     def call_hooks(self, hooks: RLixHooksProtocol, *, they_refit: bool) -> None:
         """Calls a foreign control plane at the points that `RLixHooksProtocol` names. `they_refit`: whether it owns the
         accelerators, so that the run neither refits generation nor puts it to sleep.
         """
-        self._hooks, self._hooked, self._hooks_refit = hooks, True, they_refit
+        self._hooks, self._hooks_refit = hooks, they_refit
 
     @property
     def saves_before_publish(self) -> bool:
@@ -137,8 +137,7 @@ class OwnAccelerators(Accelerators):
         """Passes the collector to the hooks, and sends the first weights if generation runs ahead. From here on it
         waits for failed shards to be rebuilt.
         """
-        if self._hooked:
-            self._hooks.on_trajectory_collector_created(collector)
+        self._hooks.on_trajectory_collector_created(collector)
         self._collector = collector
         self._refit(version)
         self._await_rebuild(collector is not None)
@@ -160,23 +159,13 @@ class OwnAccelerators(Accelerators):
                 yield lambda ready, of: None
             finally:
                 self._await_rebuild(self._collector is not None)
-        elif self._hooked:
-            with self._progress(step, groups, ready) as report:
-                yield report
-        else:
-            yield lambda ready, of: self._revive(step)
-
-    def _revive(self, step: int) -> None:
-        if self._own is not None and self._collector is not None:
-            self._own.revive(step)
-
-    @contextmanager
-    def _progress(self, step: int, groups: int, ready: int) -> Generator[ReportProgress]:
+            return
         reported = -1
 
         def report(ready: int, of: int) -> None:
             nonlocal reported
-            self._revive(step)
+            if self._own is not None and self._collector is not None:
+                self._own.revive(step)
             share = fiftieth(ready, of)
             if share != reported:
                 self._hooks.report_progress(of, ready, reported < 0)

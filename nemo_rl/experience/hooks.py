@@ -26,73 +26,48 @@ def time_sharing_enabled() -> bool:
 
 
 class RLixHooksProtocol(Protocol):
-    """Hooks of a control plane in the step loop."""
+    """Hooks of a control plane in the step loop; by default each does nothing."""
 
     def on_trajectory_collector_created(self, collector: object) -> None:
         """The collector exists and waits for its first version; generation may be asked for from here on.
 
         Under a control plane generation serves the run's version when this returns.
         """
-        ...
+        return
 
     def begin_progress_batch(self, step: int, target: int, completed: int) -> None:
         """The driver begins to wait for step `step`: `completed` of `target` prompt groups are there already."""
-        ...
+        return
 
     def report_progress(self, step_target_trajectories: int, completed: int, new_batch: bool) -> None:
         """More of the groups that the driver waits for are there; called when another fiftieth of them is."""
-        ...
+        return
 
     def end_progress_batch(self) -> None:
         """The wait is over, however it ended."""
-        ...
+        return
 
     def clear_progress(self) -> None:
         """The run waits for nothing any more."""
-        ...
+        return
 
     def before_training(self, step: int) -> None:
         """Returns once the training accelerators may be used for step `step`; or, where validation has just ended the
         run, for its last checkpoint.
         """
-        ...
+        return
 
     def before_weight_sync(self, step: int) -> None:
         """Step `step` is trained and its weights are resident: the moment to pack them."""
-        ...
+        return
 
     def after_training(self, step: int) -> int | None:
         """Brings generation to the weights of step `step` and gives the training accelerators back. Returns the version
         that generation serves now, which is `step + 1`; None leaves the refit to the driver, and is an error under a
         control plane.
         """
-        ...
-
-
-class NoOpRLixHooks:
-    """No control plane."""
-
-    def on_trajectory_collector_created(self, collector: object) -> None:
-        """Does nothing."""
-
-    def begin_progress_batch(self, step: int, target: int, completed: int) -> None:
-        """Does nothing."""
-
-    def report_progress(self, step_target_trajectories: int, completed: int, new_batch: bool) -> None:
-        """Does nothing."""
-
-    def end_progress_batch(self) -> None:
-        """Does nothing."""
-
-    def clear_progress(self) -> None:
-        """Does nothing."""
-
-    def before_training(self, step: int) -> None:
-        """Does nothing."""
-
-    def before_weight_sync(self, step: int) -> None:
-        """Does nothing."""
-
-    def after_training(self, step: int) -> int | None:
-        """Leaves the refit to the driver."""
         return None
+
+
+class NoOpRLixHooks(RLixHooksProtocol):
+    """No control plane: does nothing, and leaves refits to the driver."""
