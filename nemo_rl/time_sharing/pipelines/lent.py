@@ -33,7 +33,7 @@ from nemo_rl.time_sharing.pipelines.pooled_teacher import PooledTeacher
 from nemo_rl.time_sharing.pipelines.residents import SlotMemory
 from nemo_rl.time_sharing.pipelines.vllm_engine import EngineSlot
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Priority
-from nemo_rl.utils.record import Record
+from nemo_rl.utils.record import NullRecord, Record
 from nemo_rl.utils.record_events import EngineOutgrown, RequestFinished, RequestSubmitted
 
 _NO_ENGINE = 0.0
@@ -63,7 +63,7 @@ class TurnRules:
     longest_s: float = math.inf
 
 
-class RequestsOnly:
+class RequestsOnly(NullRecord):
     """A record of requests, and of engines that keep too much; the agent records what else happens to shards."""
 
     def __init__(self, record: Record) -> None:
@@ -73,14 +73,6 @@ class RequestsOnly:
         """Passes these on."""
         if isinstance(event, RequestSubmitted | RequestFinished | EngineOutgrown):
             self._record.emit(event)
-
-    def bind(self, source: str, *, clock: Callable[[], float] | None = None) -> Record:
-        """The same under another source name."""
-        return RequestsOnly(self._record.bind(source, clock=clock))
-
-    def flush(self) -> None:
-        """Flushes what is behind it."""
-        self._record.flush()
 
 
 class Grants:
