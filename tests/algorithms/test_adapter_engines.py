@@ -75,7 +75,8 @@ def test_a_version_that_meets_no_engine_is_sent_when_one_is_rebuilt(built: tuple
     record = MemoryRecord()
     engines.bring_to("one", 0, _INFO, 0, record)
     shards.fails, shards.alive = WorkerDiedError("gone"), []
-    assert engines.bring_to("one", 0, _INFO, 1, record) and engines.version("one") == 1
+    engines.bring_to("one", 0, _INFO, 1, record)
+    assert engines.version("one") == 1
     shards.fails, shards.alive = None, [1]
     engines.restore([1])
     assert shards.holds == {0: {"one": 0}, 1: {"one": 1}}

@@ -74,7 +74,7 @@ class EnginesAndPolicy:
 
     def bring(self, name: str, version: int) -> None:
         """Sends an adapter to the engines."""
-        assert self.engines.bring_to(name, self.slots[name], self.infos[name], version, NullRecord())
+        self.engines.bring_to(name, self.slots[name], self.infos[name], version, NullRecord())
 
     def requests(self, names: Sequence[str], each: int = 3) -> list[GenerationRequest]:
         """Seeded requests of each adapter, the same prompts for all."""

@@ -82,12 +82,10 @@ class AdapterEngines:
         held = self._held.get(name)
         return 0 if held is None else held.nbytes
 
-    def bring_to(self, name: str, slot: int, info: AdapterInfo, version: int, record: Record) -> bool:
-        """Sends an adapter unless the engines have that version. Returns whether it was sent. Engines that are lost
-        meanwhile get it when they are rebuilt. Raises WorkerError: an engine refused it.
+    def bring_to(self, name: str, slot: int, info: AdapterInfo, version: int, record: Record) -> None:
+        """Sends a version of an adapter. Engines that are lost meanwhile get it when they are rebuilt. Raises
+        WorkerError: an engine refused it.
         """
-        if self.version(name) == version:
-            return False
         factors = self._policy.slot_factors(slot)
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in factors.values())
         with self._lock:
@@ -101,7 +99,6 @@ class AdapterEngines:
                 raise
             # Requests wait for a rebuilt shard, and fail by themselves where there will be none.
             logger.warning("adapter=%s version=%d engines=lost reason=%s", name, version, first_line(error))
-        return True
 
     def _load(self, shards: Sequence[int], name: str) -> None:
         held = self._held[name]
