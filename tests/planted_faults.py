@@ -108,7 +108,7 @@ MUTANTS = [
     ("slow-call-runs-on", "environments/call.py", "        ray.cancel(reference, force=False)\n", "", "a call past its deadline keeps the environment busy", ENVIRONMENT),
     ("components-of-last-turn", "experience/rollouts.py", "trajectory.components[name] = trajectory.components.get(name, 0.0) + value", "trajectory.components[name] = value", "only the last turn's parts of a reward count", ENVIRONMENT),
     ("reward-of-first-component", "experience/environment_batcher.py", "reward = sum(components.values()) if components", "reward = next(iter(components.values())) if components", "one part of a reward is all of it", ENVIRONMENT),
-    ("absent-component-left-out", "experience/rollouts.py", 'if name in part or name.startswith("reward/")]', "if name in part]", "the mean of a part is over fewer groups", (*ENVIRONMENT, *METRICS)),
+    ("absent-component-left-out", "experience/rollouts.py", "[s.components.get(name, 0.0) for s in samples]", "[s.components[name] for s in samples if name in s.components]", "the mean of a part is over fewer samples", (*ENVIRONMENT, *METRICS)),
     # scores
     ("last-score-on-padding", "models/policy/packed.py", "return logprobs_BS.masked_fill(padding_BS, 0.0)", "return logprobs_BS", "padding gets a log-probability", SCORES),
     ("trained-position-shifted", "models/policy/packed.py", "before_BS[:, :-1] = trained_BS[:, 1:]", "before_BS[:, 1:] = trained_BS[:, :-1]", "scores of other positions are trained", SCORES),
