@@ -8,7 +8,7 @@ weight is `W + scale * B @ A` (https://arxiv.org/abs/2106.09685), added in float
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
+FACTORS = ("lora_A", "lora_B")
 _PREFIX = "base_model.model."
 
 
@@ -35,6 +36,11 @@ class AdapterInfo:
     lora_alpha: float
     target_modules: list[str]  # last names of the adapted modules
     use_rslora: bool = False  # whether the scale is alpha / sqrt(r), of https://arxiv.org/abs/2312.03732
+
+    @classmethod
+    def of(cls, model: str, rank: int, alpha: float, layers: Iterable[str]) -> AdapterInfo:
+        """Of an adapter of these layers."""
+        return cls(model, rank, alpha, sorted({layer.rpartition(".")[2] for layer in layers}))
 
     @property
     def scale(self) -> float:
@@ -94,7 +100,7 @@ def read_adapter(directory: str | Path) -> tuple[AdapterInfo, dict[str, torch.Te
     tensors = {}
     for name, tensor in load_file(path / TENSORS_FILE).items():
         short = name.removeprefix(_PREFIX).removesuffix(".weight")
-        if not short.endswith((".lora_A", ".lora_B")):
+        if short.rpartition(".")[2] not in FACTORS:
             raise AdapterError(f"{path / TENSORS_FILE}: {name} is no factor of a low-rank adapter")
         tensors[short] = tensor
     return info, tensors
@@ -112,13 +118,16 @@ def _check_plain(written: Mapping[str, object], path: Path) -> None:
         )
 
 
+def with_product(weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scale: float) -> torch.Tensor:
+    """A weight with the scaled product of two factors added, in float32."""
+    return weight.float() + scale * (up.float() @ down.float())
+
+
 def merged(name: str, weight: torch.Tensor, adapters: Mapping[str, torch.Tensor], scale: float) -> torch.Tensor:
     """A weight of the base model with its adapter added; as it is where it has none."""
     module = name.removesuffix(".weight")
-    down, up = adapters.get(f"{module}.lora_A"), adapters.get(f"{module}.lora_B")
-    if down is None or up is None:
-        return weight
-    return (weight.float() + scale * (up.float() @ down.float())).to(weight.dtype)
+    down, up = (adapters.get(f"{module}.{factor}") for factor in FACTORS)
+    return weight if down is None or up is None else with_product(weight, down, up, scale).to(weight.dtype)
 
 
 def base_directory(name_or_path: str) -> Path:

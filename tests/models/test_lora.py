@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from nemo_rl.config import LoraConfig
-from nemo_rl.models.dtensor.dtensor_lora import AdaptedLinear, apply_adapters, base_model, chosen_layers, first_factors
+from nemo_rl.models.dtensor.dtensor_lora import AdaptedLinear, apply_adapters, chosen_layers
 from nemo_rl.models.generation.vllm.extension import AdapterMismatchError, ArrivedAdapters
+from nemo_rl.models.policy.lora import base_model, drawn_factors
 from nemo_rl.models.policy.model_config import UnsupportedModelError
 from tests.conftest import example
 from tests.models.engines import colocated
@@ -182,15 +183,14 @@ def test_a_layer_adds_the_scaled_product_and_drops_only_in_training(position: An
     model = Small()
     cfg = LoraConfig(dim=2, alpha=6, dropout=0.5, dropout_position=position)
     before = model.attn["q_proj"](torch.ones(1, 6))
-    apply_adapters(model, cfg)
-    model.load_state_dict(first_factors(model, cfg), strict=False)
+    model.load_state_dict(drawn_factors(apply_adapters(model, cfg), cfg.dim, cfg.lora_A_init), strict=False)
     layer: Any = model.attn["q_proj"]
     assert isinstance(layer, AdaptedLinear) and torch.equal(layer(torch.ones(1, 6)), before)
     nn.init.normal_(layer.lora_B)
     change = 3.0 * (layer.lora_B @ layer.lora_A).sum(1)
     torch.testing.assert_close(layer.eval()(torch.ones(1, 6)), before + change)
     assert not torch.allclose(layer.train()(torch.ones(1, 6)), before + change)
-    with base_model(model):
+    with base_model([model]):
         assert torch.equal(layer(torch.ones(1, 6)), before)
     assert [name for name, p in model.named_parameters() if p.requires_grad] == [
         f"attn.{name}.lora_{factor}" for name in ("q_proj", "out_proj") for factor in "AB"

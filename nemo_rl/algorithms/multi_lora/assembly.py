@@ -339,8 +339,8 @@ def build_run(
         taken = shared.policy.fill_slot(slot, config.policy, *_saved_factors(checkpointer, data.resume))
         start.say(f"slot {slot}: {taken / (1 << 20):.1f} MiB on each training rank, with its optimizer")
         lora = config.policy.dtensor_cfg.lora_cfg
-        layers = sorted({n.rpartition(".")[0].rpartition(".")[2] for n in shared.policy.slot_factors(slot)})
-        info = AdapterInfo(config.policy.model_name, lora.dim, lora.alpha, layers)
+        layers = (name.rpartition(".")[0] for name in shared.policy.slot_factors(slot))
+        info = AdapterInfo.of(config.policy.model_name, lora.dim, lora.alpha, layers)
         policy = AdapterPolicy(shared.passes, shared.policy, config.policy, name, slot, removed, data.tokenizer)
         generation = AdapterGeneration(shared.engines, name, removed, policy, record)
         store = InProcessStore(data.tokenizer.pad_token_id, config.policy.make_sequence_length_divisible_by)

@@ -23,8 +23,8 @@ from nemo_rl.distributed.accelerator_slots import CPU, CUDA
 from nemo_rl.distributed.devices import release_cached_memory
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.dtensor.dtensor_checkpoint import DTensorCheckpointWriter, load_optimizer
-from nemo_rl.models.dtensor.dtensor_lora import AdaptedLinear, base_model
-from nemo_rl.models.dtensor.export import adapter_metas, full_weights, sent_adapters, tensor_metas
+from nemo_rl.models.dtensor.dtensor_lora import AdaptedLinear
+from nemo_rl.models.dtensor.export import adapter_factors, adapter_metas, full_weights, tensor_metas
 from nemo_rl.models.dtensor.model_loading import load_scorer
 from nemo_rl.models.dtensor.parallelize import (
     HEADWISE_NORMS,
@@ -38,6 +38,8 @@ from nemo_rl.models.dtensor.scorer import CausalLMScorer
 from nemo_rl.models.policy.attention import ATTENTION_NAME, kernel_in_use
 from nemo_rl.models.policy.backend import Backend, BackendOptions
 from nemo_rl.models.policy.batches import shares_prompts
+from nemo_rl.models.policy.checkpoint_files import write_adapter_directory, write_model_directory
+from nemo_rl.models.policy.lora import base_model, sent_factors
 from nemo_rl.models.policy.model_config import compute_dtype
 from nemo_rl.models.policy.optimizer import advance_scheduler, build_optimizer, build_scheduler
 from nemo_rl.models.policy.packed import (
@@ -86,8 +88,9 @@ def build_backend(cfg: PolicyConfig, sizes: ParallelSizes, options: BackendOptio
     if initial is not None:
         reference = partial(_swapped_in, initial, scorer)
     else:
-        reference = partial(base_model, scorer) if keeps else None
+        reference = partial(base_model, [scorer]) if keeps else None
     generation = cfg.generation
+    adapted = [name for name, part in scorer.named_modules() if isinstance(part, AdaptedLinear)]
     return DTensorBackend(
         scorer,
         mesh,
@@ -100,7 +103,7 @@ def build_backend(cfg: PolicyConfig, sizes: ParallelSizes, options: BackendOptio
         stays_on_host=parallel.cpu_offload,
         defer_gradient_sync=parallel.defer_fsdp_grad_sync,
         clear_cache_every=parallel.clear_cache_every_n_steps,
-        adapter=_adapter_info(cfg, scorer) if lora.enabled else None,
+        adapter=AdapterInfo.of(cfg.model_name, lora.dim, lora.alpha, adapted) if lora.enabled else None,
         sends_adapters=lora.enabled and lora.sync == "adapter",
         share_prompts=shares_prompts(cfg, cuda=mesh.device.type == "cuda"),
         row_multiple=math.lcm(scorer.row_multiple(), row_round(cfg.sequence_packing, mesh.device)),
@@ -109,12 +112,6 @@ def build_backend(cfg: PolicyConfig, sizes: ParallelSizes, options: BackendOptio
 
 def _swapped_in(reference: ReferenceWeights, scorer: CausalLMScorer) -> AbstractContextManager[None]:
     return reference.swapped_in(shards(scorer))
-
-
-def _adapter_info(cfg: PolicyConfig, scorer: CausalLMScorer) -> AdapterInfo:
-    lora = cfg.dtensor_cfg.lora_cfg
-    adapted = {name.rpartition(".")[2] for name, part in scorer.named_modules() if isinstance(part, AdaptedLinear)}
-    return AdapterInfo(cfg.model_name, lora.dim, lora.alpha, sorted(adapted))
 
 
 class DTensorBackend(Backend):
@@ -375,8 +372,8 @@ class DTensorBackend(Backend):
         return adapter_metas(self.scorer) if self._sends_adapters else tensor_metas(self.scorer, dtype)
 
     def export(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._sends_adapters:
-            return sent_adapters(self.scorer, self.device)
+        if self._adapter is not None and self._sends_adapters:
+            return sent_factors(adapter_factors(self.scorer, self.device), self._adapter.scale)
         return full_weights(self.scorer, dtype, self.device)
 
     def full_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -419,14 +416,17 @@ class DTensorBackend(Backend):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def save(self, weights_path: str, optimizer_path: str | None, save_format: str) -> None:
+        lm, writer = self.scorer.lm, self.writer
         # The caller that asks for a new snapshot has waited for the previous one.
-        self.writer.drop()
+        writer.drop()
         if self._adapter is not None:
-            self.writer.save_adapter(self.scorer, weights_path, self._adapter)
+            factors = adapter_factors(self.scorer, self.device)
+            writer.submit_whole(factors, write_adapter_directory, lm.config, weights_path, self._adapter)
         else:
-            self.writer.save_weights(self.scorer, weights_path, dtype_in_config=self._dtype, save_format=save_format)
+            weights = self.full_weights(None)
+            writer.submit_whole(weights, write_model_directory, lm, weights_path, self._dtype, save_format)
         if optimizer_path is not None and self.optimizer is not None:
-            self.writer.save_optimizer(self.scorer, self.optimizer, self.scheduler, optimizer_path)
+            writer.save_optimizer(self.scorer, self.optimizer, self.scheduler, optimizer_path)
 
 
 def model_tensors(scorer: CausalLMScorer) -> Iterator[torch.Tensor]:

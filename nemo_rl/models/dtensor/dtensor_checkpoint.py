@@ -20,19 +20,12 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from nemo_rl.models.dtensor.export import adapter_factors, full_weights, hf_name
+from nemo_rl.models.dtensor.export import hf_name
 from nemo_rl.models.dtensor.parallelize import ParallelMesh
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
-from nemo_rl.models.policy.checkpoint_files import (
-    BackgroundWriter,
-    host_copy,
-    snapshot,
-    write_adapter_directory,
-    write_model_directory,
-)
+from nemo_rl.models.policy.checkpoint_files import BackgroundWriter, host_copy
 from nemo_rl.models.policy.model_config import CheckpointMismatchError
 from nemo_rl.models.policy.optimizer import advance_scheduler
-from nemo_rl.utils.adapter_files import AdapterInfo
 
 SCHEDULE_FILE = "schedule.json"
 _PLAIN_CLASSES = {
@@ -52,27 +45,13 @@ _PLAIN_CLASSES = {
 
 
 class DTensorCheckpointWriter(BackgroundWriter):
-    """Writes checkpoints of one rank in the background."""
+    """Writes checkpoints of one rank in the background: whole weights, and its part of the optimizer's state."""
 
     def __init__(self, mesh: ParallelMesh) -> None:
-        super().__init__()
+        super().__init__(whole=mesh.rank == 0)
         self._mesh = mesh
         # Background collectives must not interleave with those of training.
         self._group: Any = dist.new_group(backend="gloo")
-
-    def save_weights(
-        self, scorer: CausalLMScorer, path: str, *, dtype_in_config: torch.dtype, save_format: str
-    ) -> None:
-        """Snapshots the full weights on rank 0 and writes a Hugging Face directory."""
-        state = snapshot(full_weights(scorer, None, self._mesh.device), keep=self._mesh.rank == 0)
-        if self._mesh.rank == 0:
-            self.submit(write_model_directory, scorer.lm, state, path, dtype_in_config, save_format)
-
-    def save_adapter(self, scorer: CausalLMScorer, path: str, info: AdapterInfo) -> None:
-        """Snapshots the adapters on rank 0 and writes them in PEFT's format, with the model's configuration."""
-        state = snapshot(adapter_factors(scorer, self._mesh.device), keep=self._mesh.rank == 0)
-        if self._mesh.rank == 0:
-            self.submit(write_adapter_directory, scorer.lm.config, path, info, state)
 
     def save_optimizer(
         self, scorer: CausalLMScorer, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None, path: str

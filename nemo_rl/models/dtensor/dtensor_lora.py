@@ -7,7 +7,7 @@ vocabulary's output projection is never adapted.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from nemo_rl.config import LoraConfig
-from nemo_rl.models.policy.lora import choose_layers, drawn_factors, without_adapters
+from nemo_rl.models.policy.lora import choose_layers
 from nemo_rl.models.policy.model_config import UnsupportedModelError
+from nemo_rl.utils.adapter_files import with_product
 
 KEY = "policy.dtensor_cfg.lora_cfg"
 
@@ -43,54 +44,41 @@ class AdaptedLinear(nn.Linear):
         return base + F.dropout(change, self.dropout, self.training and not self.drops_input)
 
 
-def apply_adapters(model: nn.Module, cfg: LoraConfig) -> list[str]:
-    """Freezes the model and gives the chosen layers adapters, in place; returns their names. Raises
-    UnsupportedModelError: no layer is chosen, or a pattern chooses none.
+def apply_adapters(model: nn.Module, cfg: LoraConfig) -> dict[str, tuple[int, int]]:
+    """Freezes the model and gives the chosen layers adapters, in place; returns their numbers of inputs and outputs by
+    name. Raises UnsupportedModelError: no layer is chosen, or a pattern chooses none.
     """
     names = chosen_layers(model, cfg)
     model.requires_grad_(False)
-    for name in names:
-        _adapt(model.get_submodule(name), cfg)
-    return names
+    return {name: _adapt(model.get_submodule(name), cfg) for name in names}
 
 
 def chosen_layers(model: nn.Module, cfg: LoraConfig) -> list[str]:
-    """Names of the linear layers that get an adapter: all, or those that match `target_modules` (a whole name, its last
-    part, or a pattern with `*`), without those that match `exclude_modules`; with exclusions alone, all but these.
-    """
+    """Names of a model's linear layers that get an adapter."""
     head = getattr(model, "lm_head", None)
     linear = [name for name, part in model.named_modules() if type(part) is nn.Linear and part is not head]
+    return chosen_of(linear, cfg, type(model).__name__)
+
+
+def chosen_of(linear: Sequence[str], cfg: LoraConfig, model: str) -> list[str]:
+    """Those of the linear layers that get an adapter: all, or those that match `target_modules` (a whole name, its last
+    part, or a pattern with `*`), without those that match `exclude_modules`; with exclusions alone, all but these.
+    `model`: its name in errors.
+    """
     every = cfg.match_all_linear or (bool(cfg.exclude_modules) and not cfg.target_modules)
-    kept = choose_layers(
-        linear, cfg.target_modules, cfg.exclude_modules, every=every, key=KEY, model=type(model).__name__
-    )
+    kept = choose_layers(linear, cfg.target_modules, cfg.exclude_modules, every=every, key=KEY, model=model)
     if not kept:
         raise UnsupportedModelError(f"{KEY} chooses no layer; set match_all_linear: true, or name target_modules")
     return kept
 
 
-def first_factors(model: nn.Module, cfg: LoraConfig) -> dict[str, torch.Tensor]:
-    """Factors at the start, by their names in the model: `lora_A` drawn by its name, `lora_B` 0."""
-    sizes = {
-        name: (module.in_features, module.out_features)
-        for name, module in model.named_modules()
-        if isinstance(module, AdaptedLinear)
-    }
-    return drawn_factors(sizes, cfg.dim, cfg.lora_A_init)
-
-
 def merged_weight(weight: torch.Tensor, module: AdaptedLinear, device: torch.device) -> torch.Tensor:
     """The full weight of a layer with its adapter added, in float32. Collective where the layer is sharded."""
     whole, down, up = (_full(tensor.detach(), device) for tensor in (weight, module.lora_A, module.lora_B))
-    return whole.float() + module.scale * (up.float() @ down.float())
+    return with_product(whole, down, up, module.scale)
 
 
-def base_model(model: nn.Module) -> AbstractContextManager[None]:
-    """The model computes without its adapters inside the block."""
-    return without_adapters(module for module in model.modules() if isinstance(module, AdaptedLinear))
-
-
-def _adapt(layer: Any, cfg: LoraConfig) -> None:
+def _adapt(layer: Any, cfg: LoraConfig) -> tuple[int, int]:
     kind = {"device": layer.weight.device, "dtype": layer.weight.dtype}
     layer.__class__ = AdaptedLinear
     layer.lora_A = nn.Parameter(torch.empty(cfg.dim, layer.in_features, **kind))
@@ -98,6 +86,7 @@ def _adapt(layer: Any, cfg: LoraConfig) -> None:
     layer.scale = cfg.alpha / cfg.dim
     layer.dropout, layer.drops_input = cfg.dropout, cfg.dropout_position == "pre"
     layer.adapted = True
+    return layer.in_features, layer.out_features
 
 
 def _full(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from nemo_rl.models.dtensor.dtensor_lora import AdaptedLinear, merged_weight
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
-from nemo_rl.models.policy.lora import is_factor
+from nemo_rl.models.policy.lora import is_factor, sent_metas
 from nemo_rl.weight_sync.layout import TensorMeta, dtype_name
 
 if TYPE_CHECKING:
@@ -74,23 +74,8 @@ def adapter_factors(scorer: CausalLMScorer, device: torch.device) -> Iterator[tu
 
 
 def adapter_metas(scorer: CausalLMScorer) -> list[TensorMeta]:
-    """Names, shapes and dtypes of `sent_adapters`."""
-    return [
-        TensorMeta(hf_name(name), tuple(parameter.shape), dtype_name(torch.float32))
-        for name, parameter in scorer.named_parameters()
-        if is_factor(name)
-    ]
-
-
-def sent_adapters(scorer: CausalLMScorer, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """The factors as engines take them: in float32, the scale of the product in the second. Collective."""
-    scales = {
-        hf_name(f"{name}.lora_B"): module.scale
-        for name, module in scorer.named_modules()
-        if isinstance(module, AdaptedLinear)
-    }
-    for name, tensor in adapter_factors(scorer, device):
-        yield name, tensor.float() * scales.get(name, 1.0)
+    """Names, shapes and dtypes of the factors as they are sent."""
+    return sent_metas((hf_name(name), held.shape) for name, held in scorer.named_parameters() if is_factor(name))
 
 
 def full_weights(

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.world_sizes import compiles_layers
 from nemo_rl.models.dtensor.dtensor_checks import LIGER, check_attention, check_device
-from nemo_rl.models.dtensor.dtensor_lora import KEY, apply_adapters, first_factors
+from nemo_rl.models.dtensor.dtensor_lora import KEY, apply_adapters
 from nemo_rl.models.dtensor.experts import apply_expert_parallel
 from nemo_rl.models.dtensor.export import PREFIX, remember_disk_names
 from nemo_rl.models.dtensor.parallelize import (
@@ -30,7 +30,7 @@ from nemo_rl.models.dtensor.parallelize import (
 from nemo_rl.models.dtensor.replayed_routers import attach_router_replay
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 from nemo_rl.models.policy import attention
-from nemo_rl.models.policy.lora import FACTORS, read_factors
+from nemo_rl.models.policy.lora import start_factors
 from nemo_rl.models.policy.model_config import (
     CheckpointMismatchError,
     ModelNotFoundError,
@@ -81,10 +81,12 @@ def load_scorer(cfg: PolicyConfig, mesh: ParallelMesh, *, weights_path: str | No
         apply_liger(model, keep_experts=mesh.ep_mesh is not None)
     remember_disk_names(model)
     if lora.enabled:
-        layers = apply_adapters(model, lora)
-        saved = _saved_factors(cfg, layers, weights_path) if weights_path is not None else None
-        if mesh.rank == 0:
-            state |= first_factors(model, lora) if saved is None else saved
+        sizes = apply_adapters(model, lora)
+        info = AdapterInfo.of(cfg.model_name, lora.dim, lora.alpha, sizes)
+        # A checkpoint that does not fit is refused on every rank.
+        if weights_path is not None or mesh.rank == 0:
+            factors = start_factors(weights_path, info, sizes, lora.lora_A_init, KEY)
+            state |= factors if mesh.rank == 0 else {}
     apply_tensor_parallel(model, mesh, cfg.dtensor_cfg)
     if mesh.ep_mesh is not None:
         apply_expert_parallel(model, mesh.ep_mesh)
@@ -101,12 +103,6 @@ def load_scorer(cfg: PolicyConfig, mesh: ParallelMesh, *, weights_path: str | No
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     set_model_state_dict(scorer, {PREFIX + name: tensor for name, tensor in state.items()}, options=options)
     return scorer
-
-
-def _saved_factors(cfg: PolicyConfig, layers: list[str], path: str) -> dict[str, torch.Tensor]:
-    lora = cfg.dtensor_cfg.lora_cfg
-    info = AdapterInfo(cfg.model_name, lora.dim, lora.alpha, sorted({layer.rpartition(".")[2] for layer in layers}))
-    return read_factors(path, info, [f"{layer}.{factor}" for layer in layers for factor in FACTORS], KEY)
 
 
 def _read_weights(source: str, config: PretrainedConfig, trust_remote_code: bool) -> dict[str, torch.Tensor]:

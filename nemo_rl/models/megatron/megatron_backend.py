@@ -8,10 +8,12 @@ schedule are left empty. Invariant: gradients are reduced over ranks exactly onc
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,17 +27,23 @@ from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.megatron import cpu
 from nemo_rl.models.megatron.bridge import BridgedWeights
 from nemo_rl.models.megatron.groups import MegatronGroups
-from nemo_rl.models.megatron.megatron_checkpoint import MegatronCheckpointWriter, OptimizerState, load_optimizer
-from nemo_rl.models.megatron.megatron_lora import KEY, AdaptedWeights, base_model
+from nemo_rl.models.megatron.megatron_checkpoint import OptimizerState, load_optimizer, save_optimizer
+from nemo_rl.models.megatron.megatron_lora import KEY, AdaptedWeights
 from nemo_rl.models.megatron.megatron_optimizer import build_optimizer, build_schedule, inner_optimizers, with_gradients
 from nemo_rl.models.megatron.model import BuiltModel, build_model, is_frozen_router
 from nemo_rl.models.megatron.pipeline_passes import Ending, Pipeline
-from nemo_rl.models.megatron.prediction import PredictingWeights
+from nemo_rl.models.megatron.prediction import FOLDER, PredictingWeights
 from nemo_rl.models.megatron.routers import Routers
 from nemo_rl.models.megatron.sharded_weights import ModelWeights, ShardedWeights
 from nemo_rl.models.policy.attention import kernel_in_use
 from nemo_rl.models.policy.backend import Backend, BackendOptions
-from nemo_rl.models.policy.lora import is_factor
+from nemo_rl.models.policy.checkpoint_files import (
+    BackgroundWriter,
+    write_adapter_directory,
+    write_model_directory,
+    write_tensors,
+)
+from nemo_rl.models.policy.lora import base_model, is_factor
 from nemo_rl.models.policy.model_config import (
     CheckpointMismatchError,
     compute_dtype,
@@ -159,7 +167,8 @@ class MegatronBackend(Backend):
             else:
                 self.schedule.step(increment=options.steps_done)
         self._reference = reference
-        self.snapshots = self.writer = MegatronCheckpointWriter(groups, hf, generation_config(cfg, hf))
+        self.snapshots = self.writer = BackgroundWriter(whole=self.rank == 0)
+        self._described = SimpleNamespace(config=hf, generation_config=generation_config(cfg, hf))
         tensors = [*(p.data for chunk in model.chunks for p in chunk.parameters())]
         tensors += [buffer for chunk in model.chunks for buffer in chunk.buffers()]
         self._model_memory = MovableStorages.on_gpu(tensors)
@@ -358,16 +367,20 @@ class MegatronBackend(Backend):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def save(self, weights_path: str, optimizer_path: str | None, save_format: str) -> None:
+        writer = self.writer
         # The caller that asks for a new snapshot has waited for the previous one.
-        self.writer.drop()
+        writer.drop()
         if self._adapters is not None:
-            self.writer.save_adapter(self._adapters, weights_path)
+            factors, info = self._adapters.factors(self.device), self._adapters.info
+            writer.submit_whole(factors, write_adapter_directory, self._hf, weights_path, info)
         else:
-            self.writer.save_weights(self.weights, weights_path, dtype=self._dtype, save_format=save_format)
+            whole = self.full_weights(None)
+            writer.submit_whole(whole, write_model_directory, self._described, weights_path, self._dtype, save_format)
         if isinstance(self.weights, PredictingWeights):
-            self.writer.save_predicting(self.weights, weights_path)
+            # The layers of multi-token prediction stand beside the model.
+            writer.submit_whole(self.weights.predicting(self.device), write_tensors, os.path.join(weights_path, FOLDER))
         if optimizer_path is not None and self.optimizer is not None:
-            self.writer.save_optimizer(self._state(), self.schedule, self._trained, optimizer_path)
+            save_optimizer(writer, self._state(), self.schedule, self._trained, optimizer_path, self.rank)
 
     def _state(self) -> OptimizerState:
         return OptimizerState(self.optimizer, self.weights, self.device)

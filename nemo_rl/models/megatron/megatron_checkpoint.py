@@ -11,31 +11,20 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from nemo_rl.models.megatron.groups import MegatronGroups
-from nemo_rl.models.megatron.megatron_lora import AdaptedWeights
 from nemo_rl.models.megatron.megatron_optimizer import inner_optimizers
-from nemo_rl.models.megatron.prediction import FOLDER, PredictingWeights
 from nemo_rl.models.megatron.sharded_weights import ModelWeights
-from nemo_rl.models.policy.checkpoint_files import (
-    BackgroundWriter,
-    snapshot,
-    write_adapter_directory,
-    write_model_directory,
-    write_tensors,
-)
+from nemo_rl.models.policy.checkpoint_files import BackgroundWriter
 from nemo_rl.models.policy.model_config import CheckpointMismatchError
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-    from transformers import GenerationConfig, PretrainedConfig
 
 SCHEDULE_FILE = "schedule.json"
 _MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
@@ -182,42 +171,20 @@ class StateFiles:
         return self._files[self._file[key]].get_tensor(key)
 
 
-class MegatronCheckpointWriter(BackgroundWriter):
-    """Writes checkpoints of one rank. `generation`: the Hugging Face generation settings that go along."""
-
-    def __init__(self, groups: MegatronGroups, model: PretrainedConfig, generation: GenerationConfig) -> None:
-        super().__init__()
-        self._groups = groups
-        self._model = SimpleNamespace(config=model, generation_config=generation)
-
-    def save_weights(self, weights: ModelWeights, path: str, *, dtype: torch.dtype, save_format: str) -> None:
-        """Snapshots the full weights on rank 0 and writes a Hugging Face directory."""
-        state = snapshot(weights.full(None, self._groups.device), keep=self._groups.rank == 0)
-        if self._groups.rank == 0:
-            self.submit(write_model_directory, self._model, state, path, dtype, save_format)
-
-    def save_predicting(self, weights: PredictingWeights, path: str) -> None:
-        """Snapshots the layers of multi-token prediction on rank 0 and writes them beside the model."""
-        state = snapshot(weights.predicting(self._groups.device), keep=self._groups.rank == 0)
-        if self._groups.rank == 0:
-            self.submit(write_tensors, state, os.path.join(path, FOLDER))
-
-    def save_adapter(self, weights: AdaptedWeights, path: str) -> None:
-        """Snapshots the adapters on rank 0 and writes them in PEFT's format, with the model's configuration."""
-        factors = snapshot(weights.factors(self._groups.device), keep=self._groups.rank == 0)
-        if self._groups.rank == 0:
-            self.submit(write_adapter_directory, self._model.config, path, weights.info, factors)
-
-    def save_optimizer(
-        self, state: OptimizerState, schedule: OptimizerParamScheduler, trained: dict[str, bool], path: str
-    ) -> None:
-        """Snapshots this rank's share of the state and writes it."""
-        own: dict[str, torch.Tensor] = {}
-        for number, (key, tensor) in enumerate(state.gathered(trained)):
-            if state.keeps(number, key):
-                own[key] = tensor.to("cpu", copy=True).contiguous()
-        saved = {"step": state.step, "schedule": schedule.state_dict()}
-        self.submit(_write_state, own, saved, path, self._groups.rank)
+def save_optimizer(
+    writer: BackgroundWriter,
+    state: OptimizerState,
+    schedule: OptimizerParamScheduler,
+    trained: dict[str, bool],
+    path: str,
+    rank: int,
+) -> None:
+    """Snapshots this rank's share of the state and writes it in the background."""
+    own: dict[str, torch.Tensor] = {}
+    for number, (key, tensor) in enumerate(state.gathered(trained)):
+        if state.keeps(number, key):
+            own[key] = tensor.to("cpu", copy=True).contiguous()
+    writer.submit(_write_state, own, {"step": state.step, "schedule": schedule.state_dict()}, path, rank)
 
 
 def _write_state(state: dict[str, torch.Tensor], saved: dict[str, object], path: str, rank: int) -> None:

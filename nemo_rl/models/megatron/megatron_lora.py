@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,10 +23,10 @@ from nemo_rl.config.megatron import MegatronPeftConfig
 from nemo_rl.models.megatron.families import Naming, Sizes, Weight, weights_of
 from nemo_rl.models.megatron.groups import MegatronGroups
 from nemo_rl.models.megatron.sharded_weights import ShardedWeights, whole_name
-from nemo_rl.models.policy.lora import FACTORS, choose_layers, drawn_factors, read_factors, without_adapters
+from nemo_rl.models.policy.lora import choose_layers, drawn_factors, read_factors, sent_factors, sent_metas
 from nemo_rl.models.policy.model_config import CheckpointMismatchError, UnsupportedModelError
-from nemo_rl.utils.adapter_files import AdapterInfo
-from nemo_rl.weight_sync.layout import TensorMeta, dtype_name
+from nemo_rl.utils.adapter_files import FACTORS, AdapterInfo, with_product
+from nemo_rl.weight_sync.layout import TensorMeta
 
 KEY = "policy.megatron_cfg.peft"
 _LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -151,11 +150,6 @@ def attach_adapters(chunks: Iterable[nn.Module], cfg: PolicyConfig, sizes: Sizes
             part.register_forward_hook(_add_adapter)
 
 
-def base_model(chunks: Iterable[nn.Module]) -> AbstractContextManager[None]:
-    """The model computes without its adapters inside the block."""
-    return without_adapters(part for chunk in chunks for part in chunk.modules() if isinstance(part, LowRankAdapter))
-
-
 def factors_of(weight: Weight, rank: int) -> tuple[Weight, Weight]:
     """The factors of a layer, by its weight."""
     layer = weight.name.removesuffix(".weight")
@@ -190,8 +184,8 @@ class AdaptedWeights(ShardedWeights):
         adapted = [weight for weight in weights_of(sizes, naming) if _is_linear(weight) and _layer_of(weight) in chosen]
         self._pairs = {weight.name: factors_of(weight, peft.dim) for weight in adapted}
         self._factors = [factor for pair in self._pairs.values() for factor in pair]
-        modules = {name.rpartition(".")[0].rpartition(".")[2] for factor in self._factors for name, _ in factor.parts}
-        self.info = AdapterInfo(cfg.model_name, peft.dim, peft.alpha, sorted(modules))
+        modules = (name.rpartition(".")[0] for factor in self._factors for name, _ in factor.parts)
+        self.info = AdapterInfo.of(cfg.model_name, peft.dim, peft.alpha, modules)
         self._init = peft.lora_A_init_method
         super().__init__(chunks, sizes, naming, groups, self._factors)
 
@@ -223,23 +217,17 @@ class AdaptedWeights(ShardedWeights):
         if own is None or weight.name not in self._pairs:
             return own
         # A rank's parts of the factors give its part of the product.
-        down, up = (self.own()[factor.name].detach().to(device).float() for factor in self._pairs[weight.name])
-        scaled = self.info.scale * (up @ down)
-        return (own.detach().to(device).float() + scaled).to(own.dtype)
+        down, up = (self.own()[factor.name].detach().to(device) for factor in self._pairs[weight.name])
+        return with_product(own.detach().to(device), down, up, self.info.scale).to(own.dtype)
 
     def factors(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """The whole factors under their names in Hugging Face's model. Collective over the replica."""
         return self.gathered(self._factors, None, device)
 
     def sent_metas(self) -> list[TensorMeta]:
-        """Names, shapes and dtypes of `sent_factors`."""
-        return [
-            TensorMeta(name, shape, dtype_name(torch.float32))
-            for factor in self._factors
-            for name, shape in factor.parts
-        ]
+        """Names, shapes and dtypes of the factors as they are sent."""
+        return sent_metas(part for factor in self._factors for part in factor.parts)
 
     def sent_factors(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-        """The factors as engines take them: in float32, the scale of the product in the second. Collective."""
-        for name, tensor in self.factors(device):
-            yield name, tensor.float() * (self.info.scale if name.endswith(FACTORS[1]) else 1.0)
+        """The factors as engines take them. Collective."""
+        return sent_factors(self.factors(device), self.info.scale)

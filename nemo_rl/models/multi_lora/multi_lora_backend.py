@@ -25,7 +25,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.dtensor.dtensor_backend import DTensorBackend
 from nemo_rl.models.dtensor.dtensor_checkpoint import SCHEDULE_FILE, DTensorCheckpointWriter
-from nemo_rl.models.dtensor.dtensor_lora import KEY, chosen_layers
+from nemo_rl.models.dtensor.dtensor_lora import KEY, chosen_layers, chosen_of
 from nemo_rl.models.dtensor.export import hf_name
 from nemo_rl.models.dtensor.model_loading import load_scorer
 from nemo_rl.models.dtensor.parallelize import ParallelMesh
@@ -34,7 +34,7 @@ from nemo_rl.models.multi_lora.messages import SLOT
 from nemo_rl.models.multi_lora.slots import AdapterSlots, Span, spans_of
 from nemo_rl.models.policy.batches import shares_prompts
 from nemo_rl.models.policy.checkpoint_files import BackgroundWriter, host_copy, write_adapter_directory
-from nemo_rl.models.policy.lora import drawn_factors, read_factors
+from nemo_rl.models.policy.lora import start_factors
 from nemo_rl.models.policy.model_config import CheckpointMismatchError, compute_dtype
 from nemo_rl.models.policy.optimizer import advance_scheduler, build_optimizer, build_scheduler
 from nemo_rl.models.policy.packed import PackedBatch, idle_microbatch, logprob_rows, microbatch_loss, pack, row_round
@@ -188,13 +188,10 @@ class MultiLoraBackend(DTensorBackend):
         if slot in self.adapters:
             raise RuntimeError(f"slot {slot} holds an adapter; clear it first")
         lora = cfg.dtensor_cfg.lora_cfg
-        wanted = set(chosen_layers(self._plain_model(), lora))
-        sizes = {name: size for name, size in self.slots.sizes().items() if name in wanted}
-        info = AdapterInfo(cfg.model_name, lora.dim, lora.alpha, sorted({name.rpartition(".")[2] for name in sizes}))
-        factors = drawn_factors(sizes, lora.dim, lora.lora_A_init)
-        if weights_path is not None:
-            factors = read_factors(weights_path, info, factors, KEY)
-        self.slots.fill(slot, factors, info.scale)
+        sizes = self.slots.sizes()
+        sizes = {name: sizes[name] for name in chosen_of(list(sizes), lora, "the base")}
+        info = AdapterInfo.of(cfg.model_name, lora.dim, lora.alpha, sizes)
+        self.slots.fill(slot, start_factors(weights_path, info, sizes, lora.lora_A_init, KEY), info.scale)
         parameters = self.slots.parameters(slot)
         if cfg.optimizer is None:
             raise RuntimeError("an adapter without policy.optimizer cannot train")
@@ -219,19 +216,6 @@ class MultiLoraBackend(DTensorBackend):
         self.adapters[slot] = adapter
         # Factors, their gradients and two moments.
         return 4 * sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-
-    def _plain_model(self) -> torch.nn.Module:
-        """The model's linear layers as they were, for patterns that name them."""
-        model = torch.nn.Module()
-        for name, (inputs, outputs) in self.slots.sizes().items():
-            part = model
-            *path, last = name.split(".")
-            for step in path:
-                if not hasattr(part, step):
-                    part.add_module(step, torch.nn.Module())
-                part = getattr(part, step)
-            part.add_module(last, torch.nn.Linear(inputs, outputs, bias=False, device="meta"))
-        return model
 
     def clear(self, slot: int) -> None:
         """Empties a slot; nothing to do when it is empty."""
@@ -340,7 +324,7 @@ class MultiLoraBackend(DTensorBackend):
         if self.rank != 0:
             return
         adapter.writer.submit(
-            write_adapter_directory, self.model_config, weights_path, adapter.info, self.factors(slot)
+            write_adapter_directory, self.factors(slot), self.model_config, weights_path, adapter.info
         )
         if optimizer_path is not None:
             state = {

@@ -21,15 +21,29 @@ if TYPE_CHECKING:
 
 
 class BackgroundWriter:
-    """Writes files one after the other in a thread."""
+    """Writes files one after the other in a thread. `whole`: whether this rank writes the tensors that all can have."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, whole: bool = True) -> None:
+        self._whole = whole
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: list[Future[object]] = []
 
     def submit(self, write: Callable[..., object], *args: object) -> None:
         """Queues a write."""
         self._pending.append(self._pool.submit(write, *args))
+
+    def submit_whole(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], write: Callable[..., object], *args: object
+    ) -> None:
+        """Copies whole tensors to the host and queues a write of the copies, its first argument. Ranks that do not
+        write them take every tensor too: to gather one may be collective.
+        """
+        copies: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors:
+            if self._whole:
+                copies[name] = tensor.to("cpu", copy=True).contiguous()
+        if self._whole:
+            self.submit(write, copies, *args)
 
     def poll(self) -> bool:
         """Whether everything is on disk. Raises OSError: the disk is full or the directory cannot be written."""
@@ -63,23 +77,14 @@ def host_copy(tree: object) -> object:
     return tree.to("cpu", copy=True) if isinstance(tree, torch.Tensor) else tree
 
 
-def snapshot(tensors: Iterable[tuple[str, torch.Tensor]], *, keep: bool) -> dict[str, torch.Tensor]:
-    """Copies on the host. Without `keep` there are none, but every tensor is taken: to gather one may be collective."""
-    copies: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors:
-        if keep:
-            copies[name] = tensor.to("cpu", copy=True).contiguous()
-    return copies
-
-
 def write_model_directory(
-    model: PreTrainedModel, state: dict[str, torch.Tensor], path: str, dtype: torch.dtype, save_format: str
+    state: dict[str, torch.Tensor], model: PreTrainedModel, path: str, dtype: torch.dtype, save_format: str
 ) -> None:
     """Writes a directory that transformers loads.
 
     Args:
-        model: Has `config`, and `generation_config` or None.
         state: Full weights on the host under their Hugging Face names.
+        model: Has `config`, and `generation_config` or None.
         dtype: The precision in which the model is used.
         save_format: `safetensors` or `torch_save`.
     """
@@ -111,7 +116,7 @@ def write_tensors(state: dict[str, torch.Tensor], path: str) -> None:
 
 
 def write_adapter_directory(
-    config: PretrainedConfig, path: str, info: AdapterInfo, factors: Mapping[str, torch.Tensor]
+    factors: Mapping[str, torch.Tensor], config: PretrainedConfig, path: str, info: AdapterInfo
 ) -> None:
     """Writes an adapter in PEFT's format, with the configuration of the model that it adapts. `factors`: see
     `write_adapter`.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -18,9 +18,8 @@ import torch
 from torch import nn
 
 from nemo_rl.models.policy.model_config import CheckpointMismatchError, UnsupportedModelError
-from nemo_rl.utils.adapter_files import AdapterError, AdapterInfo, read_adapter
-
-FACTORS = ("lora_A", "lora_B")
+from nemo_rl.utils.adapter_files import FACTORS, AdapterError, AdapterInfo, read_adapter
+from nemo_rl.weight_sync.layout import TensorMeta, dtype_name
 
 
 def is_factor(name: str) -> bool:
@@ -29,11 +28,11 @@ def is_factor(name: str) -> bool:
 
 
 @contextmanager
-def without_adapters(adapted: Iterable[Any]) -> Generator[None]:
-    """The model computes without its adapters inside the block. `adapted`: the modules that add them, each with a
-    switch of that name.
+def base_model(parts: Iterable[nn.Module]) -> Generator[None]:
+    """The model of these parts computes without its adapters inside the block: modules that add one have a switch
+    `adapted`.
     """
-    modules = list(adapted)
+    modules: list[Any] = [module for part in parts for module in part.modules() if hasattr(module, "adapted")]
     try:
         for module in modules:
             module.adapted = False
@@ -88,6 +87,28 @@ def drawn_factors(sizes: Mapping[str, tuple[int, int]], rank: int, init: str) ->
         state[f"{name}.lora_A"] = drawn
         state[f"{name}.lora_B"] = torch.zeros(outputs, rank)
     return state
+
+
+def start_factors(
+    path: str | None, wanted: AdapterInfo, sizes: Mapping[str, tuple[int, int]], init: str, key: str
+) -> dict[str, torch.Tensor]:
+    """Factors of a checkpoint or, without a path, those at the start. For arguments and errors see `read_factors` and
+    `drawn_factors`.
+    """
+    if path is None:
+        return drawn_factors(sizes, wanted.r, init)
+    return read_factors(path, wanted, [f"{layer}.{factor}" for layer in sizes for factor in FACTORS], key)
+
+
+def sent_metas(shapes: Iterable[tuple[str, Sequence[int]]]) -> list[TensorMeta]:
+    """Names, shapes and dtypes of `sent_factors`."""
+    return [TensorMeta(name, tuple(shape), dtype_name(torch.float32)) for name, shape in shapes]
+
+
+def sent_factors(factors: Iterable[tuple[str, torch.Tensor]], scale: float) -> Iterator[tuple[str, torch.Tensor]]:
+    """The factors as engines take them: in float32, the scale of the product in the second."""
+    for name, tensor in factors:
+        yield name, tensor.float() * (scale if name.endswith(FACTORS[1]) else 1.0)
 
 
 def read_factors(path: str, wanted: AdapterInfo, names: Collection[str], key: str) -> dict[str, torch.Tensor]:

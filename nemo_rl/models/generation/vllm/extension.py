@@ -30,6 +30,7 @@ from nemo_rl.distributed.devices import (
 from nemo_rl.distributed.nsight import capture
 from nemo_rl.models.generation.vllm.engine_processes import end_without_last_collection, follow_owner
 from nemo_rl.models.generation.vllm.recorder import StepRecorder, Taken
+from nemo_rl.utils.adapter_files import FACTORS
 from nemo_rl.weight_sync.copy_plan import CopyPlans
 from nemo_rl.weight_sync.layout import BucketLayout, TensorMeta, Window, dtype_of, unpack
 from nemo_rl.weight_sync.receiver import (
@@ -205,9 +206,6 @@ def _transport(name: str) -> TransportName:
     if name == "cuda_ipc" or name == "host":
         return name
     raise ValueError(f"model_update_transport={name!r}: choose cpu_serialize, cuda_ipc or host")
-
-
-FACTORS = ("lora_A", "lora_B")
 
 
 class AdapterMismatchError(UserError, RuntimeError):
