@@ -155,10 +155,10 @@ def explain(chosen: argparse.Namespace) -> int:
 
 def explained(timeline: Timeline, names: Sequence[str], unit: str) -> Iterator[str]:
     """Holders of the GPUs at the end of a timeline and the newest decisions about them, of these pipelines or all."""
+    held = [o for o in timeline.of("gpus") if o.end >= timeline.end and (not names or o.pipeline in names)]
     for slot in range(timeline.pool.slots):
         gpu = timeline.pool.name_of(slot)
-        now = [o for o in timeline.of("gpus") if slot in o.gpus and o.end >= timeline.end]
-        now = [o for o in now if not names or o.pipeline in names]
+        now = [o for o in held if slot in o.gpus]
         if not now:
             if not names:
                 yield f"{unit} {gpu}: free"
