@@ -55,10 +55,8 @@ class SlotStepBackend:
         self, mesh: ParallelMesh, parameters: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer
     ) -> None:
         self._mesh, self._parameters, self._optimizer = mesh, list(parameters), optimizer
-
-    @property
-    def device(self) -> torch.device:
-        return self._mesh.device
+        self.device, self.sum_over_data = mesh.device, mesh.sum_over_data
+        self.max_over_data, self.gather_over_data = mesh.max_over_data, mesh.gather_over_data
 
     def start_step(self) -> None:
         self.discard_gradients()
@@ -67,15 +65,6 @@ class SlotStepBackend:
         self, microbatches: Sequence[Mapping[str, torch.Tensor]], loss_fn: LossFunction, *, idle: int
     ) -> list[MicrobatchResult]:
         raise RuntimeError("slots are computed together: MultiLoraBackend.forward_backward_slots")
-
-    def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
-        return self._mesh.sum_over_data(values)
-
-    def max_over_data(self, value: int) -> int:
-        return self._mesh.max_over_data(value)
-
-    def gather_over_data(self, numbers: list[int]) -> list[int]:
-        return self._mesh.gather_over_data(numbers)
 
     def gradient_norm(self) -> torch.Tensor:
         """Sums this adapter's gradients over ranks, in place; their global L2 norm."""
