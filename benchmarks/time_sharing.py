@@ -381,7 +381,7 @@ def table(args: argparse.Namespace, results: dict[str, Result]) -> dict[str, flo
         if result.spans and all(len(span.finished) > _WARM_STEPS for span in result.spans.values())
     }
     serial = min((seconds for way, seconds in rounds.items() if way.startswith("serial")), default=None)
-    print(f"\n{args.jobs} jobs on {args.gpus} GPUs, {args.shape}: one step of every job")
+    print(f"\n{args.jobs} jobs on {args.gpus} GPUs, {args.pretrained or args.shape}: one step of every job")
     print(f"{'way':10s} {'seconds':>8s} {'of serial':>9s} {'slowdowns':>16s} {'GPU busy':>8s}")
     for way, seconds in rounds.items():
         result = results[way]
