@@ -6,7 +6,7 @@ Generation is the time in which any request runs, whatever its step; other spans
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, NamedTuple
@@ -78,7 +78,7 @@ class RunTimeline:
 
 def read_timeline(entries: Iterable[Entry]) -> RunTimeline:
     """The timeline of one run's record."""
-    submitted: dict[str, tuple[float, str]] = {}
+    submitted: dict[str, float] = {}
     running: list[Span] = []
     begun_of_sample: dict[str, float] = {}
     samples_of: dict[str, list[str]] = {}
@@ -90,10 +90,10 @@ def read_timeline(entries: Iterable[Entry]) -> RunTimeline:
     for entry in entries:
         event, now = entry.event, entry.time
         if isinstance(event, RequestSubmitted):
-            submitted[event.request_id] = (now, event.sample_id)
+            submitted[event.request_id] = now
             begun_of_sample.setdefault(event.sample_id, now)
         elif isinstance(event, RequestFinished) and event.request_id in submitted:
-            running.append(Span(submitted.pop(event.request_id)[0], now))
+            running.append(Span(submitted.pop(event.request_id), now))
         elif isinstance(event, TokensGenerated):
             samples_of.setdefault(event.group_id, []).append(event.sample_id)
         elif isinstance(event, GroupCommitted):
@@ -172,9 +172,5 @@ def _within(timeline: RunTimeline, step: StepTimeline, window: Span) -> list[Spa
 
 def most_telling(timeline: RunTimeline) -> StepTimeline | None:
     """The step to show: the newest with groups and at least one part; None where no step has both."""
-    known = [step for step in timeline.steps if step.groups and _has_parts(step.parts)]
+    known = [step for step in timeline.steps if step.groups and {LOGPROBS, TRAINING} & step.parts.keys()]
     return known[-1] if known else None
-
-
-def _has_parts(parts: Mapping[str, Sequence[Span]]) -> bool:
-    return any(parts.get(what) for what in (LOGPROBS, TRAINING))
