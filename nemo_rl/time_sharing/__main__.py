@@ -7,8 +7,10 @@ used.
 from __future__ import annotations
 
 import argparse
+import csv
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -21,6 +23,7 @@ from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing.arguments import add_page_arguments, add_pool_arguments, seconds
 from nemo_rl.time_sharing.history.checker import INVARIANTS, check, refuse_nothing
 from nemo_rl.time_sharing.log import events as _events  # registers the scheduler's event kinds
+from nemo_rl.time_sharing.log.accounts import accounts_of, statement
 from nemo_rl.time_sharing.log.pool_state import PoolState
 from nemo_rl.time_sharing.log.reading import read_logs
 from nemo_rl.time_sharing.log.segments import segments_of
@@ -46,6 +49,7 @@ _EXAMPLES = """examples:
   python -m nemo_rl.time_sharing simulate examples/time_sharing/with_faults.yaml --runs 5
   python -m nemo_rl.time_sharing check two.jsonl
   python -m nemo_rl.time_sharing trace two.jsonl
+  python -m nemo_rl.time_sharing account logs/time_sharing/latest/*.jsonl --by job
   python -m nemo_rl.time_sharing fit logs/time_sharing/latest/*.jsonl -o mine.yaml
   python -m nemo_rl.time_sharing soak --runs 200
   python -m nemo_rl.time_sharing serve --gpus 8
@@ -133,6 +137,14 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
     )
     _log_arguments(report)
     report.add_argument("-o", "--output", type=Path, help="the page (default: beside the first record, .html)")
+    account = command(
+        "account",
+        _account,
+        "say who had the GPUs for what, in GPU-seconds, and what came of it; sums are the pool's time",
+    )
+    _log_arguments(account)
+    account.add_argument("--by", choices=("job", "day", "use"), default="job", help="a row for each (default: job)")
+    account.add_argument("--csv", action="store_true", help="for programs")
     page = command("page", _page, "serve the page of a pool's log, finished or still growing, until interrupted")
     page.add_argument("log_dir", type=Path, help="where the scheduler wrote, such as logs/time_sharing/latest")
     add_page_arguments(page)
@@ -280,6 +292,19 @@ def _trace(chosen: argparse.Namespace) -> int:
     kept = PoolState.read(chosen.log[0].parent / "pool.json")
     count = write_trace(entries, output, pool=kept.name, unit=kept.unit)
     print(f"{output}: {count} trace events; open it at https://ui.perfetto.dev")
+    return 0
+
+
+def _account(chosen: argparse.Namespace) -> int:
+    rows = statement(accounts_of(read_logs(chosen.log, recover=chosen.recover)[0]), chosen.by)
+    if chosen.csv:
+        csv.writer(sys.stdout, lineterminator="\n").writerows(rows)
+        return 0
+    seconds = re.compile(r"\d+\.\d+")
+    shown = [[f"{float(cell):,.0f}" if seconds.fullmatch(cell) else cell for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    for first, *others in shown:
+        print("  ".join([first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(others, widths[1:], strict=True))]))
     return 0
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
+from nemo_rl.time_sharing.history.account_checks import AccountChecks
 from nemo_rl.time_sharing.history.clocks import Clocks
 from nemo_rl.time_sharing.history.ends import EndChecks
 from nemo_rl.time_sharing.history.fairness import FairnessChecks
@@ -90,6 +91,7 @@ def check(entries: Iterable[Entry], *, first_only: bool = False, ended: bool = T
     references, clocks = References(), Clocks()
     groups: list[Checks] = [
         GpuChecks(),
+        AccountChecks(),
         PromptChecks(),
         OrderChecks(),
         WaitChecks(),

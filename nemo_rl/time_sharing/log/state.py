@@ -638,3 +638,5 @@ _FOLDS: dict[type, Callable[..., None]] = {
     ev.GpusCleared: _cleared,
     ev.Reconnected: _reconnected,
 }
+ACCOUNTED = frozenset(_FOLDS)
+"""The events that the state is a fold of."""

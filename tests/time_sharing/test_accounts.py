@@ -1,0 +1,158 @@
+"""Accounts of a pool: who had which GPUs for what, to the second, and what came of it."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.time_sharing.__main__ import main
+from nemo_rl.time_sharing.history.checker import check
+from nemo_rl.time_sharing.log import events as ev
+from nemo_rl.time_sharing.log.accounts import POOL, Accounts, Use, accounts_of
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, ClusterSpec, Phase, Priority
+from nemo_rl.utils import record_events as rec
+from nemo_rl.utils.record import Entry, encode_entry, read_record
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "time_sharing"
+MIDNIGHT = 86400.0 * 20_000
+
+
+def rank(number: int, phase: Phase, epoch: int = 1) -> ev.RankMoved:
+    return ev.RankMoved("a", number, phase, epoch)
+
+
+def demand(target: int, done: int) -> ev.DemandReported:
+    return ev.DemandReported("a", target, done, 1, target + done)
+
+
+def a_life(begin: float, slots_per_gpu: int = 1) -> Iterator[tuple[float, str, object]]:
+    """One job on two GPUs: it starts for 10 s, generates for 20, idles for 5, trains for 30 and dies."""
+    clusters = (ClusterSpec(ACTOR_TRAIN, 1, (0,)), ClusterSpec(ACTOR_INFER, 1, (0, 1)))
+    yield begin, "scheduler", ev.PoolOpened(1, 2, {}, slots_per_gpu)
+    yield begin, "scheduler", ev.SchedulerStarted(1)
+    yield begin, "scheduler", ev.Registered(pipeline="a", incarnation=1, namespace="n", clusters=clusters)
+    yield begin, "scheduler", ev.Claimed(1, "a", ACTOR_TRAIN, -1, 1, (0,))
+    yield begin + 2, "scheduler", ev.Granted("a", ACTOR_TRAIN, 1, (0,), Priority.INITIALIZATION, -1, 1, begin + 99)
+    yield begin + 10, "scheduler", ev.Released("a", ACTOR_TRAIN, 1, 0)
+    yield begin + 10, "scheduler", demand(8, 0)
+    yield begin + 10, "scheduler", ev.Claimed(2, "a", ACTOR_INFER, 1, -1, (1,))
+    yield begin + 11, "scheduler", rank(1, Phase.RISING, 2)
+    yield begin + 16, "scheduler", rank(1, Phase.SERVING, 2)
+    yield begin + 20, "a/run", rec.GroupAdmitted("0-0", "p", 4, 0)
+    yield (
+        begin + 30,
+        "a/run",
+        rec.TokensGenerated("0-0-0", "0-0", (rec.RecordedSpan(0, 0, 7), rec.RecordedSpan(1, 7, 9))),
+    )
+    yield begin + 36, "scheduler", demand(8, 8)
+    yield begin + 41, "scheduler", ev.Claimed(3, "a", ACTOR_TRAIN, -1, 2, (0,))
+    yield begin + 41, "scheduler", ev.Granted("a", ACTOR_TRAIN, 3, (0,), Priority.ACTOR_TRAINING, 0, 2, begin + 999)
+    yield begin + 60, "a/run", rec.GroupTrained("0-0", 0)
+    yield begin + 60, "a/run", rec.StepFinished(0, 1)
+    yield begin + 71, "scheduler", ev.Fenced("a", 1, "gone")
+    yield begin + 75, "scheduler", ev.Unregistered("a", 1, "reaped")
+    yield begin + 75, "scheduler", ev.GpusQuarantined((1,), "a", 1, -1, begin + 200, "busy")
+    yield begin + 80, "scheduler", ev.GpusCleared((1,), "a", 1, -1)
+    yield begin + 100, "scheduler", ev.LogClosed()
+
+
+def entries_of(told: Iterable[tuple[float, str, object]]) -> list[Entry]:
+    return [Entry(number, time, source, event) for number, (time, source, event) in enumerate(told)]
+
+
+@pytest.mark.parametrize("slots_per_gpu", [1, 2])
+def test_every_second_of_a_gpu_is_on_one_account(slots_per_gpu: int) -> None:
+    accounts = accounts_of(entries_of(a_life(MIDNIGHT + 100, slots_per_gpu)))
+    (day,) = {key.day for key in accounts.by_key}
+    (own,) = (account for key, account in accounts.by_key.items() if key.job == "a")
+    wanted = {
+        Use.STARTED: 8 + 5,
+        Use.GENERATED: 20,
+        # It goes on serving with nothing to do while the job trains, and until the job is cut off.
+        Use.HELD_IDLE: 35,
+        Use.TRAINED: 30,
+        Use.HANDED_OVER: 2 + 1,
+        Use.LOST: 2 * 4 + 5,
+        Use.FREE: 0,
+    }
+    assert own.seconds == pytest.approx({use: seconds / slots_per_gpu for use, seconds in wanted.items()})
+    assert (own.steps, own.samples, own.tokens) == (1, 4, 9)
+    assert day == "2024-10-04"
+    free = sum(account.seconds[Use.FREE] for account in accounts.by_key.values())
+    assert accounts.pool_s == pytest.approx(2 * 100) and free == pytest.approx(200 - own.total_s)
+
+
+def test_a_day_ends_at_midnight() -> None:
+    accounts = accounts_of(entries_of(a_life(MIDNIGHT - 50)))
+    days = sorted({key.day for key in accounts.by_key})
+    assert days == ["2024-10-03", "2024-10-04"]
+    by_day = [sum(account.total_s for key, account in accounts.by_key.items() if key.day == day) for day in days]
+    assert by_day == pytest.approx([100, 100])
+    trained = [account.seconds[Use.TRAINED] for key, account in sorted(accounts.by_key.items()) if key.job == "a"]
+    assert trained == pytest.approx([9, 21])
+
+
+@pytest.fixture(scope="module")
+def faulty_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("accounts") / "faults.jsonl"
+    scenario = str(EXAMPLES / "with_faults.yaml")
+    assert main(["simulate", scenario, "--log", str(path), "--only-ours"]) == 0
+    return path
+
+
+@pytest.mark.parametrize("by", ["job", "day", "use"])
+def test_sums_of_a_run_with_faults_are_the_pools_time(
+    faulty_log: Path, by: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["account", str(faulty_log), "--by", by, "--csv"]) == 0
+    names, *rows, sums = csv.reader(io.StringIO(capsys.readouterr().out))
+    column = names.index("GPU-seconds" if by == "use" else "all")
+    pool_s = accounts_of(list(read_record(faulty_log))).pool_s
+    assert sum(float(row[column]) for row in rows) == pytest.approx(pool_s, abs=1.0)
+    assert float(sums[column]) == pytest.approx(pool_s, abs=1.0)
+    assert main(["account", str(faulty_log), "--by", by]) == 0
+    table = capsys.readouterr().out
+    assert f"{float(sums[column]):,.0f}" in table and "lost to faults" in table
+
+
+def test_check_finds_time_that_is_on_no_account_or_on_the_wrong_one(
+    faulty_log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = list(read_record(faulty_log))
+    assert check(entries) == []
+    settle, use_of = Accounts._settle, Accounts._use_of
+
+    def forgets(self: Accounts, slot: int, until: float) -> None:
+        if self._uses[slot][1] is Use.HANDED_OVER:
+            self._since[slot] = until
+        settle(self, slot, until)
+
+    def takes_claims_for_free(self: Accounts, slot: int) -> tuple[str, Use]:
+        job, use = use_of(self, slot)
+        return (POOL, Use.FREE) if use is Use.HANDED_OVER else (job, use)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Accounts, "_settle", forgets)
+        assert "the accounts add up to" in str(check(entries)[0])
+    monkeypatch.setattr(Accounts, "_use_of", takes_claims_for_free)
+    assert "GPU-seconds free" in str(check(entries)[0])
+
+
+def test_a_log_that_contradicts_itself_has_no_accounts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = [item for item in a_life(0.0) if not isinstance(item[2], ev.Registered)]
+    path = tmp_path / "scheduler.jsonl"
+
+    def write(source: str) -> None:
+        entries = entries_of(item for item in told if item[1] == source)
+        path.write_bytes(b"".join(map(encode_entry, entries)))
+
+    write("scheduler")
+    assert main(["account", str(path)]) == 2
+    assert "(Granted) at 2.000 s contradicts those before it" in capsys.readouterr().err
+    write("a/run")
+    assert main(["account", str(path)]) == 2
+    assert "give scheduler.jsonl of the pool's folder" in capsys.readouterr().err
