@@ -79,13 +79,21 @@ def open_pool(
         stop_scheduler(scheduler)
         raise
     try:
-        memory = _slot_bytes(pool) if accelerator.is_cuda else None
+        memory = _memory(pool) if accelerator.is_cuda else None
     except BaseException:
         _remove_reservation()
         stop_scheduler(scheduler)
         raise
     handles = PoolHandles(
-        scheduler, pool, accelerator.kind, tuple(groups), limits, str(log_dir), memory, name or log_dir.name
+        scheduler,
+        pool,
+        accelerator.kind,
+        tuple(groups),
+        limits,
+        str(log_dir),
+        memory if pool.slots_per_gpu > 1 else None,
+        name or log_dir.name,
+        memory,
     )
     actor: Any = (
         ray.remote(pool_class)
@@ -128,11 +136,14 @@ def _check_alone() -> None:
         )
 
 
-def _slot_bytes(pool: Pool) -> SlotBytes | None:
-    """Device memory of each slot, the same on every node; None where a slot is a whole GPU."""
-    from nemo_rl.distributed.accelerator_slots import least_device_bytes
+def _memory(pool: Pool) -> SlotBytes | None:
+    """Device memory of each slot, the same on every node; None where no GPU is here to be asked."""
+    from nemo_rl.distributed.accelerator_slots import least_device_bytes, resolve_accelerator
 
-    return slot_bytes(least_device_bytes(), pool.slots_per_gpu) if pool.slots_per_gpu > 1 else None
+    if pool.slots_per_gpu > 1:
+        return slot_bytes(least_device_bytes(), pool.slots_per_gpu)
+    whole = least_device_bytes() if resolve_accelerator("auto").is_cuda else None
+    return None if whole is None else SlotBytes(whole, whole)
 
 
 def close_pool(actor: Any) -> None:

@@ -30,7 +30,7 @@ from nemo_rl.time_sharing.log.reading import LogTail
 from nemo_rl.time_sharing.log.sharing import Sharing, SharingWatch
 from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles
 from nemo_rl.time_sharing.pipelines.job import PIPELINES, Job, Kind
-from nemo_rl.time_sharing.pipelines.residents import Part, PoolFull, Residents, SlotMemory
+from nemo_rl.time_sharing.pipelines.residents import Part, PoolFull, Residents, SlotBytes, SlotMemory
 from nemo_rl.time_sharing.planning.job_placement import Mapped
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.utils.files import why_unwritable
@@ -61,6 +61,17 @@ class About:
     unit: str  # name of a slot
     log_dir: str
     trouble: str = ""  # obstacle to the scheduler's decisions, with the remedy
+    memory: SlotBytes | None = None  # of a slot; None on CPU slots
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """When a pipeline can begin: in how many seconds (0: at once; infinity: nobody knows), and why not at once."""
+
+    train: tuple[int, ...]
+    infer: tuple[int, ...]
+    seconds: float
+    why: str
 
 
 def log_trouble(log_dir: Path) -> str:
@@ -150,7 +161,7 @@ class PoolActor(Orchestrator):
     def about(self) -> About:
         """The pool in general."""
         log_dir = self._handles.log_dir
-        return About(self._handles.name, self._handles.unit, log_dir, log_trouble(Path(log_dir)))
+        return About(self._handles.name, self._handles.unit, log_dir, log_trouble(Path(log_dir)), self._handles.memory)
 
     def handles(self) -> PoolHandles:
         """Actors and settings of the pool that a pipeline needs."""
@@ -198,6 +209,17 @@ class PoolActor(Orchestrator):
                 raise
         self._begin_watch(submission)
         return job.name
+
+    def expected_start(self, name: str) -> Expectation:
+        """Where a pipeline that was just submitted trains, or works at all, and when it can begin there."""
+        import ray
+
+        submission = self._known(name)
+        pool = self._handles.pool
+        slots = pool.slots_on(submission.train or submission.infer[:1], submission.column)
+        ask = self._handles.scheduler.expected_start.remote(name, tuple(slots))
+        seconds, why = ray.get(ask, timeout=_ANSWER_S)
+        return Expectation(submission.train, submission.infer, seconds, why)
 
     def create_pipeline_actor(self, job: Job, incarnation: int) -> object:
         """Starts a job's process under the name and in the namespace by which its GPUs can be taken back; its handle.

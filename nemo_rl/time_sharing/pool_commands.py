@@ -27,8 +27,9 @@ from nemo_rl.time_sharing.arguments import check_variables
 from nemo_rl.time_sharing.log.pool_state import PoolState, Standing
 from nemo_rl.time_sharing.log.reading import LogTail
 from nemo_rl.time_sharing.open_pools import OpenPool, the_open_pool
+from nemo_rl.time_sharing.pipelines.admission import estimated_needs, what_it_takes
 from nemo_rl.time_sharing.pipelines.job import Job, read_jobs
-from nemo_rl.time_sharing.pool import About, PoolError
+from nemo_rl.time_sharing.pool import About, Expectation, PoolError
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.viewing.standings_table import StandingsTable
 from nemo_rl.time_sharing.viewing.timeline import Timeline, TimelineBuilder, in_unit
@@ -66,9 +67,23 @@ def submit(chosen: argparse.Namespace) -> int:
     env = submitters_env(chosen.env)
     actor, pool = _join(chosen.pool)
     files, overrides = files_and_overrides(chosen.files)
-    names = submit_all(actor, read_jobs(files, pool, overrides), env)
+    names = _admitted(actor, read_jobs(files, pool, overrides), env)
     sys.stdout.write("".join(f"{name}\n" for name in names))
     return follow(actor, names) if chosen.wait else EXIT_OK
+
+
+def _admitted(actor: ActorHandle[object], jobs: Sequence[Job], env: Mapping[str, str]) -> list[str]:
+    """Submits jobs to a pool that others use, and says of each what it takes and when it can begin; their names."""
+    about = _about(actor)
+    needs = {job.name: estimated_needs(job, about.memory) for job in jobs}
+    names = submit_all(actor, jobs, env)
+    for name in names:
+        found: Expectation = ask(actor.expected_start.remote(name))
+        said = what_it_takes(
+            found.train, found.infer, needs[name], found.seconds, in_unit(found.why, about.unit), about.unit
+        )
+        sys.stderr.write(f"{name}: {said}\n")
+    return names
 
 
 def status(chosen: argparse.Namespace) -> int:
@@ -189,7 +204,7 @@ def run_under_control_plane(arguments: Sequence[str], *, default_config: Path, p
     def work() -> int:
         env = submitters_env()
         actor, pool = _join(None)
-        return follow(actor, submit_all(actor, read_jobs([chosen.config or default_config], pool, overrides), env))
+        return follow(actor, _admitted(actor, read_jobs([chosen.config or default_config], pool, overrides), env))
 
     return guarded(work)
 

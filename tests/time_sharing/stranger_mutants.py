@@ -342,7 +342,7 @@ MUTANTS = (
     Mutant(
         "held-gpus-free-at-once",
         _PLAN,
-        "max(held.since + self._usual(lease.pipeline, held.priority), self.now)",
+        "max(held.since + self.usual(lease.pipeline, held.priority), self.now)",
         "self.now",
         "held GPUs are expected back at once, so that nothing is ever let past",
     ),

@@ -145,6 +145,11 @@ class SchedulerActor:
         with self._serving() as core:
             return pipeline in core.state.pipelines and core.wanted(pipeline)
 
+    def expected_start(self, name: str, gpus: tuple[int, ...]) -> tuple[float, str]:
+        """See `Scheduler.expected_start`."""
+        with self._serving() as core:
+            return core.expected_start(name, gpus, time.time())
+
     def describe(self) -> dict[str, Any]:
         """The scheduler's state for display: term, and pipelines with their ranks, holds and waits."""
         with self._serving() as core:

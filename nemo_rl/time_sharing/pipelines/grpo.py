@@ -47,7 +47,7 @@ _REGISTER_S = _ANSWER_S = 60.0
 @dataclass(frozen=True)
 class PoolHandles:
     """What a pipeline needs of its pool. `slot_bytes`: device memory of one slot; None where a slot is a whole
-    accelerator, or on CPU slots.
+    accelerator, or on CPU slots. `memory`: the same, and that of the smallest GPU where a slot is a whole one.
     """
 
     scheduler: Any
@@ -58,6 +58,7 @@ class PoolHandles:
     log_dir: str  # where the scheduler's log is, and the agents' records
     slot_bytes: SlotBytes | None = None
     name: str = ""  # of the pool, for people
+    memory: SlotBytes | None = None
 
     @property
     def unit(self) -> str:

@@ -349,23 +349,23 @@ class PlanState:
             queued = self.pipelines[claim.pipeline].wants.get(claim.cluster)
             if claim.rank >= 0:
                 return self.now
-            return math.inf if queued is None else self.now + self._usual(claim.pipeline, queued.want.priority)
+            return math.inf if queued is None else self.now + self.usual(claim.pipeline, queued.want.priority)
         if lease is None:
             return math.inf
         if lease.rank >= 0:
-            return self._built_at(lease)
+            return self.built_at(lease.pipeline, lease.rank)
         held = self.pipelines[lease.pipeline].held.get(lease.cluster)
-        return math.inf if held is None else max(held.since + self._usual(lease.pipeline, held.priority), self.now)
+        return math.inf if held is None else max(held.since + self.usual(lease.pipeline, held.priority), self.now)
 
-    def _built_at(self, lease: Lease) -> float:
+    def built_at(self, name: str, rank: int) -> float:
         """Time at which an engine that is built ahead is expected to be ready; infinity for a rank that failed."""
-        holder = self.pipelines[lease.pipeline]
-        awake = holder.awake.get(lease.rank)
+        holder = self.pipelines[name]
+        awake = holder.awake.get(rank)
         if awake is None or awake.phase is not Phase.BUILDING:
             return math.inf
         return max(awake.since + (holder.build_s or 0.0), self.now)
 
-    def _usual(self, name: str, priority: Priority) -> float:
+    def usual(self, name: str, priority: Priority) -> float:
         """How long a hold lasts, by those of the pipeline, else by those of all; infinity before there was any."""
         seconds = self.estimate(self.pipelines[name], priority)
         if seconds is not None:

@@ -8,6 +8,7 @@ behind it. Then the rest is shared among generation (`apportionment`). Nothing h
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -94,7 +95,49 @@ def _no_garbage_collection() -> Generator[None]:
             gc.enable()
 
 
+class Expected(NamedTuple):
+    """When a job that were registered now could begin: in so many seconds (infinity: nobody knows), and the reason why
+    not at once.
+    """
+
+    seconds: float
+    because: Reason | None
+
+
+def expected_start(snapshot: Snapshot, now: float, name: str, gpus: tuple[int, ...]) -> Expected:
+    """When all of these GPUs could be granted to job `name` for its start, by how long holds have lasted so far.
+
+    Starts come before everything that was asked for in the last minutes (`aging_s`), so only what is held, claimed or
+    was asked for earlier stands before it.
+    """
+    with _no_garbage_collection():
+        plan_state, _ = _after_the_queue(
+            snapshot, now, ahead_of=now + snapshot.limits.aging_s * Priority.INITIALIZATION
+        )
+        found = _obstacles(plan_state, name, gpus)
+        ahead = {
+            r.label: plan_state.usual(r.name, r.queued.want.priority)
+            for gpu in gpus
+            for r in plan_state.reserved.get(gpu, ())
+            if r.name != name and r.queued is not None
+        }
+        if found.because is None and found.building:
+            (holder, rank), gpu = min(found.building.items())
+            found.block(("building", gpu, holder), plan_state.built_at(holder, rank))
+    if found.because is None:
+        return Expected(0.0, None)
+    return Expected(max(found.free_at - now, 0.0) + sum(ahead.values()), found.because)
+
+
 def _plan(snapshot: Snapshot, now: float) -> Plan:
+    plan_state, result = _after_the_queue(snapshot, now)
+    apportionment.share(plan_state, result)
+    _build_ahead(plan_state, result)
+    return result
+
+
+def _after_the_queue(snapshot: Snapshot, now: float, ahead_of: float = math.inf) -> tuple[PlanState, Plan]:
+    """The plan as far as the requests in the queue, or those before this place in it, are served or wait."""
     plan_state = PlanState(snapshot, now)
     if snapshot.limits.max_initialising:
         plan_state.initialising = {
@@ -106,6 +149,8 @@ def _plan(snapshot: Snapshot, now: float) -> Plan:
             for rank in pipeline.awake:
                 plan_state.shrink(result, name, rank, ("leaving",) if pipeline.leaving else ("paused",))
     for item in queue(snapshot):
+        if item.key > ahead_of:
+            break
         pipeline = snapshot.pipelines[item.name]
         if item.queued is None:
             apportionment.serve_unscheduled(plan_state, result, item.name, pipeline)
@@ -113,9 +158,7 @@ def _plan(snapshot: Snapshot, now: float) -> Plan:
             _change_priority(result, item, pipeline, item.queued)
         else:
             _serve(plan_state, result, item, pipeline, item.queued)
-    apportionment.share(plan_state, result)
-    _build_ahead(plan_state, result)
-    return result
+    return plan_state, result
 
 
 def queue(snapshot: Snapshot) -> list[QueueItem]:
@@ -150,7 +193,7 @@ def _change_priority(result: Plan, item: QueueItem, pipeline: PipelineState, que
 def _serve(plan_state: PlanState, result: Plan, item: QueueItem, pipeline: PipelineState, queued: QueuedWant) -> None:
     """Grants a fixed request with its whole donor set, or reserves its GPUs without evicting."""
     want, gpus = queued.want, pipeline.topology.clusters[item.cluster].gpus
-    found = _obstacles(plan_state, item.name, pipeline, gpus)
+    found = _obstacles(plan_state, item.name, gpus)
     if want.priority is Priority.INITIALIZATION and plan_state.limits.max_initialising:
         _check_places(plan_state, item.name, pipeline, found)
     if found.because is None and found.passed:
@@ -183,7 +226,7 @@ def _serve(plan_state: PlanState, result: Plan, item: QueueItem, pipeline: Pipel
     result.grants.append(Grant(item.name, item.cluster, want.request, want.priority, gpus, tuple(found.passed), why))
 
 
-def _obstacles(plan_state: PlanState, name: str, pipeline: PipelineState, gpus: tuple[int, ...]) -> _Obstacles:
+def _obstacles(plan_state: PlanState, name: str, gpus: tuple[int, ...]) -> _Obstacles:
     found = _Obstacles(free_at=plan_state.now)
     for gpu in gpus:
         kind = plan_state.kind[gpu]

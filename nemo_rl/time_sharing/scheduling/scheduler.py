@@ -16,7 +16,7 @@ from typing import Any
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.state import EXPIRED, PipelineState, SchedulerState, replay
 from nemo_rl.time_sharing.planning import planner
-from nemo_rl.time_sharing.planning.plan import Plan, Snapshot, explain
+from nemo_rl.time_sharing.planning.plan import Plan, Snapshot, explain, reason_text
 from nemo_rl.time_sharing.protocol.topology import (
     IncarnationUsed,
     Pool,
@@ -445,6 +445,14 @@ class Scheduler:
             self._unregister_if_left(answer.pipeline)
             self._plan_if_due()
         self._flush()
+
+    def expected_start(self, name: str, gpus: tuple[int, ...], reading: float) -> tuple[float, str]:
+        """In how many seconds these GPUs could be granted to a new pipeline (0: at once; infinity: nobody knows), and
+        why not now, in words.
+        """
+        self._advance(reading)
+        seconds, because = planner.expected_start(Snapshot.of(self.state), self.clock.now, name, gpus)
+        return seconds, "" if because is None else reason_text(because, self.clock.now, self.state.pool.name_of)
 
     def wanted(self, name: str) -> bool:
         """Whether somebody else waits for GPUs that this pipeline holds: to train on them, or to generate at all."""

@@ -1,0 +1,113 @@
+"""What a submission says: what a job takes, when it can begin and why not now, and what can never fit."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.time_sharing.log import events as ev
+from nemo_rl.time_sharing.log.state import SchedulerState
+from nemo_rl.time_sharing.pipelines import admission
+from nemo_rl.time_sharing.pipelines.admission import NeverFits, estimated_needs, what_it_takes
+from nemo_rl.time_sharing.pipelines.job import read_jobs
+from nemo_rl.time_sharing.pipelines.residents import SlotBytes
+from nemo_rl.time_sharing.pipelines.slot_choice import Needs
+from nemo_rl.time_sharing.planning.plan import Snapshot, reason_text
+from nemo_rl.time_sharing.planning.planner import expected_start
+from nemo_rl.time_sharing.protocol.topology import Pool
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, ClusterSpec, Phase, Priority
+
+GIB = 1 << 30
+CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
+
+
+class Told(SchedulerState):
+    """A pool of two GPUs with the jobs `a` and `b`, which both train on GPU 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.apply(ev.PoolOpened(1, 2, {}), 0.0)
+        clusters = (ClusterSpec(ACTOR_TRAIN, 1, (0,)), ClusterSpec(ACTOR_INFER, 1, (0, 1)))
+        for name in ("a", "b"):
+            self.apply(ev.Registered(pipeline=name, incarnation=1, namespace=name, clusters=clusters), 0.0)
+
+    def hold(self, name: str, begin: float, priority: Priority = Priority.ACTOR_TRAINING) -> None:
+        epoch = self.epoch + 1
+        self.apply(ev.Granted(name, ACTOR_TRAIN, epoch, (0,), priority, 0, epoch, begin + 1000), begin)
+
+    def held(self, name: str, begin: float, end: float) -> None:
+        self.hold(name, begin)
+        self.apply(ev.Released(name, ACTOR_TRAIN, self.epoch, 1), end)
+
+    def wants(self, name: str, since: float) -> None:
+        self.apply(ev.Requested(name, ACTOR_TRAIN, Priority.ACTOR_TRAINING, self.epoch + 1, 1), since)
+
+    def asked(self, now: float, gpus: tuple[int, ...] = (0,)) -> tuple[float, str]:
+        seconds, because = expected_start(Snapshot.of(self), now, "new", gpus)
+        return seconds, "" if because is None else reason_text(because, now)
+
+
+def test_a_job_begins_at_once_where_gpus_are_free_or_engines_make_way() -> None:
+    told = Told()
+    assert told.asked(1.0) == (0.0, "")
+    told.apply(ev.DemandReported("a", 8, 0, 1, 1), 1.0)
+    told.apply(ev.RankMoved("a", 0, Phase.RISING, 1), 1.0)
+    told.apply(ev.RankMoved("a", 0, Phase.SERVING, 1), 2.0)
+    assert told.asked(30.0) == (0.0, "")
+
+
+def test_a_job_waits_for_a_hold_as_long_as_holds_last() -> None:
+    told = Told()
+    told.held("a", 10.0, 30.0)
+    told.hold("a", 40.0)
+    assert told.asked(45.0) == (15.0, "GPU 0 is held by actor_train of a until it releases")
+    # It lasts longer than it used to, so it may end at any moment.
+    assert told.asked(70.0)[0] == 0.0 and "is held by" in told.asked(70.0)[1]
+    assert told.asked(45.0, (1,)) == (0.0, "")
+
+
+def test_a_job_is_behind_what_was_asked_for_long_before() -> None:
+    told = Told()
+    told.held("b", 0.0, 20.0)
+    told.held("a", 20.0, 30.0)
+    told.hold("a", 100.0)
+    told.wants("b", 101.0)
+    # A start comes before what was asked for a moment ago, and behind what was asked for long before.
+    assert told.asked(104.0) == (6.0, "GPU 0 is held by actor_train of a until it releases")
+    long_after = 101.0 + 2 * told.limits.aging_s
+    assert told.asked(long_after) == (20.0, "GPU 0 is held by actor_train of a until it releases")
+
+
+def test_nobody_knows_how_long_a_first_hold_lasts() -> None:
+    told = Told()
+    told.hold("a", 1.0, Priority.INITIALIZATION)
+    seconds, why = told.asked(2.0)
+    assert math.isinf(seconds) and why == "GPU 0 is held by actor_train of a until it releases"
+    said = what_it_takes((0,), (0, 1), None, seconds, why, "GPU")
+    assert said.endswith("; cannot begin yet, and nobody knows when: " + why)
+
+
+def test_a_sentence_names_gpus_and_memory() -> None:
+    needs = Needs("x", 12 * GIB, 45 * GIB)
+    assert what_it_takes((0, 1), (0, 1, 2, 3), needs, 90.0, "GPU 0 is held by a", "GPU") == (
+        "trains on GPUs 0, 1 (at least 45.0 GiB of each), generates on GPUs 0 to 3 (at least 12.0 GiB of each); can "
+        "begin in about 1m 30s: GPU 0 is held by a"
+    )
+    assert what_it_takes((), (1,), None, 0.0, "", "CPU slot") == "runs on CPU slot 1; can begin at once"
+
+
+def test_what_can_never_fit_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    (job,) = read_jobs([CONFIGS / "grpo_arithmetic_cpu.yaml"], Pool(1, 2))
+    monkeypatch.setattr(admission, "needs_of", lambda job: Needs(job.name, 4 * GIB, 90 * GIB))
+    assert estimated_needs(job, None) is None
+    assert estimated_needs(job, SlotBytes(40 * GIB, 90 * GIB)) == Needs(job.name, 4 * GIB, 90 * GIB)
+    with pytest.raises(NeverFits, match=r"the trainer of \S+ needs about 90.0 GiB and would have 80.0 GiB of a slot"):
+        estimated_needs(job, SlotBytes(40 * GIB, 80 * GIB))
+
+    def not_here(job: object) -> Needs:
+        raise OSError("no such model")
+
+    monkeypatch.setattr(admission, "needs_of", not_here)
+    assert estimated_needs(job, SlotBytes(GIB, GIB)) is None
