@@ -66,7 +66,7 @@ class About:
 
 @dataclass(frozen=True)
 class Expectation:
-    """When a pipeline can begin: in how many seconds (0: at once; infinity: nobody knows), and why not at once."""
+    """When a pipeline can begin: in how many seconds (0: at once; infinity: unknown), and why not at once."""
 
     train: tuple[int, ...]
     infer: tuple[int, ...]
@@ -185,7 +185,14 @@ class PoolActor(Orchestrator):
             # Larger than any before, also those of an earlier pool over the same log.
             incarnation = max(int(time.time()), known.incarnation + 1 if known else 0)
             submission = Submission(
-                job.name, incarnation, job.train, job.infer, time.time(), column=job.column, teachers=job.teachers
+                job.name,
+                incarnation,
+                job.train,
+                job.infer,
+                time.time(),
+                column=job.column,
+                teachers=job.teachers,
+                wishes=job.wishes,
             )
             self._submissions[job.name] = submission
             try:
@@ -315,6 +322,7 @@ class PoolActor(Orchestrator):
                 sharing.get(name),
                 submission.asked,
                 submission.log_dir,
+                submission.wishes,
             )
             for name, submission in submissions.items()
         ]

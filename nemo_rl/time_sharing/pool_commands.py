@@ -153,8 +153,11 @@ def adapters(chosen: argparse.Namespace) -> int:
 def explain(chosen: argparse.Namespace) -> int:
     """Prints for every GPU its holder and the reason, in the words of the plans."""
     log_dir: Path | None = chosen.log_dir
+    wishes: list[str] = []
     if log_dir is None:
         actor, _ = _join(chosen.pool)
+        for standing in _standings(actor, chosen.names or None):
+            wishes += [f"{standing.name}: {wish} {said}" for wish, said in standing.kept(time.time()).items()]
         about = _about(actor)
         log_dir = Path(about.log_dir)
     builder = TimelineBuilder()
@@ -165,6 +168,7 @@ def explain(chosen: argparse.Namespace) -> int:
         raise PoolError(f"{log_dir}: there is no scheduler.jsonl with a plan in it; give the folder of a pool's log")
     for line in explained(timeline, chosen.names, PoolState.read(log_dir / "pool.json").unit):
         sys.stdout.write(f"{line}\n")
+    sys.stdout.write("".join(f"{line}\n" for line in wishes))
     return EXIT_OK
 
 
@@ -333,11 +337,12 @@ def _about(actor: ActorHandle[object]) -> About:
     return about
 
 
-def _standings(actor: ActorHandle[object], names: Sequence[str]) -> list[Standing]:
+def _standings(actor: ActorHandle[object], names: Sequence[str] | None) -> list[Standing]:
+    """Those of these pipelines, or of all."""
     import ray
 
     everybody: list[Standing] = ray.get(actor.standings.remote(), timeout=_ANSWER_S)
-    return [standing for standing in everybody if standing.name in names]
+    return [standing for standing in everybody if names is None or standing.name in names]
 
 
 def ask(answer: ObjectRef[object]) -> Any:

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import math
+import re
+import time
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from nemo_rl.config import ConfigError
 from nemo_rl.time_sharing.log import events as ev
+from nemo_rl.time_sharing.log.pool_state import Outcome, Progress, Standing, Wishes
+from nemo_rl.time_sharing.log.sharing import Sharing
 from nemo_rl.time_sharing.log.state import SchedulerState
 from nemo_rl.time_sharing.pipelines import admission
 from nemo_rl.time_sharing.pipelines.admission import NeverFits, estimated_needs, what_it_takes
-from nemo_rl.time_sharing.pipelines.job import read_jobs
+from nemo_rl.time_sharing.pipelines.job import Job, read_jobs
 from nemo_rl.time_sharing.pipelines.residents import SlotBytes
 from nemo_rl.time_sharing.pipelines.slot_choice import Needs
 from nemo_rl.time_sharing.planning.plan import Snapshot, reason_text
 from nemo_rl.time_sharing.planning.planner import expected_start
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, ClusterSpec, Phase, Priority
+from nemo_rl.time_sharing.viewing.standings_table import cells
 
 GIB = 1 << 30
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
@@ -80,13 +88,13 @@ def test_a_job_is_behind_what_was_asked_for_long_before() -> None:
     assert told.asked(long_after) == (20.0, "GPU 0 is held by actor_train of a until it releases")
 
 
-def test_nobody_knows_how_long_a_first_hold_lasts() -> None:
+def test_how_long_a_first_hold_lasts_is_unknown() -> None:
     told = Told()
     told.hold("a", 1.0, Priority.INITIALIZATION)
     seconds, why = told.asked(2.0)
     assert math.isinf(seconds) and why == "GPU 0 is held by actor_train of a until it releases"
     said = what_it_takes((0,), (0, 1), None, seconds, why, "GPU")
-    assert said.endswith("; cannot begin yet, and nobody knows when: " + why)
+    assert said.endswith("; cannot begin yet, for an unknown time: " + why)
 
 
 def test_a_sentence_names_gpus_and_memory() -> None:
@@ -111,3 +119,68 @@ def test_what_can_never_fit_is_refused_with_what_to_do(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(admission, "needs_of", not_here)
     assert estimated_needs(job, SlotBytes(GIB, GIB)) is None
+
+
+def standing(
+    wishes: Wishes, *, left_s: float | None = None, ended_at: float | None = None, slowdown: float = 1.0, kind: str = ""
+) -> Standing:
+    return Standing(
+        "a",
+        (0,),
+        (0,),
+        0.0,
+        ended_at=ended_at,
+        progress=None if left_s is None else Progress("training", 1, 9, "", left_s=left_s),
+        outcome=Outcome(kind) if kind else None,
+        sharing=Sharing(0.5, slowdown, 3.0),
+        wishes=wishes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("wishes", "stands", "said"),
+    [
+        (Wishes(), {}, {}),
+        (Wishes(1.5), {"slowdown": 1.5}, {"max_slowdown": "at most 1.5: kept"}),
+        (Wishes(1.5), {"slowdown": 1.75}, {"max_slowdown": "at most 1.5: missed by 0.25"}),
+        (Wishes(None, 200.0), {}, {"finish_by": "unknown yet"}),
+        (Wishes(None, 90.0), {}, {"finish_by": "missed by 10 s so far"}),
+        (Wishes(None, 200.0), {"left_s": 40.0}, {"finish_by": "kept: will end 60 s before"}),
+        (Wishes(None, 200.0), {"left_s": 140.0}, {"finish_by": "missed: will end 40 s after"}),
+        (Wishes(None, 200.0), {"ended_at": 90.0, "kind": "done"}, {"finish_by": "kept: ended 110 s before"}),
+        (Wishes(None, 80.0), {"ended_at": 90.0, "kind": "done"}, {"finish_by": "missed: ended 10 s after"}),
+        (Wishes(None, 200.0), {"ended_at": 90.0, "kind": "failed"}, {"finish_by": "missed: failed"}),
+    ],
+)
+def test_wishes_are_kept_or_missed_by_so_much(
+    wishes: Wishes, stands: dict[str, Any], said: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 100.0)
+    found = standing(wishes, **stands)
+    assert found.kept(100.0) == said
+    row = " ".join(cells(found))
+    assert all(text in row for text in said.values())
+
+
+def test_wishes_are_read_from_a_wrapper_and_refused_with_their_key(tmp_path: Path) -> None:
+    def job_of(wishes: str) -> Job:
+        wrapper = tmp_path / "wrapper.yaml"
+        wrapper.write_text(f"nemo_config_path: {CONFIGS / 'grpo_arithmetic_cpu.yaml'}\n{wishes}\n")
+        return read_jobs([wrapper], Pool(1, 2))[0]
+
+    assert job_of("").wishes == Wishes()
+    by = datetime(2931, 5, 17, 18, 0).astimezone().timestamp()
+    assert job_of("max_slowdown: 2\nfinish_by: 2931-05-17 18:00:00").wishes == Wishes(2.0, by)
+    assert job_of("finish_by: 2931-05-17T18:00").wishes == Wishes(None, by)
+    zoned = job_of('finish_by: "2931-05-17 18:00+00:00"').wishes.finish_by
+    assert zoned == datetime(2931, 5, 17, 18, 0, tzinfo=UTC).timestamp()
+    for wrong, message in {
+        "max_slowdown: 0.5": "max_slowdown: 0.5; expected a number from 1",
+        "max_slowdown: true": "max_slowdown: True; expected a number from 1",
+        "max_slowdown: .nan": "max_slowdown: nan; expected a number from 1",
+        "finish_by: 2001-05-17 18:00": "finish_by: 2001-05-17 18:00 has passed",
+        "finish_by: tomorrow": "finish_by: 'tomorrow'; expected a day and a time",
+        "finish_by: 18": "finish_by: 18; expected a day and a time",
+    }.items():
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            job_of(wrong)

@@ -40,7 +40,7 @@ class AccountChecks:
         return dict.fromkeys(ACCOUNTED, self._take)
 
     def tail_lost(self, entry: Entry) -> None:
-        # What was lost is on nobody's account.
+        # What was lost is on no account.
         self._accounts = None
 
     def finish(self, clocks: Clocks, ended: bool) -> None:

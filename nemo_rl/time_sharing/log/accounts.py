@@ -21,7 +21,7 @@ from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import Entry
 
 DAY_S = 86400.0
-POOL = "(nobody)"
+POOL = "(no job)"
 """Name of the account of GPUs that no job has."""
 
 
@@ -34,7 +34,7 @@ class Use(str, Enum):
     HELD_IDLE = "held idle"  # an engine serves, and its job has nothing to generate
     HANDED_OVER = "handed over"  # promised to a job, waking, or falling asleep
     LOST = "lost to faults"  # of a job that is cut off or an engine that failed, or in quarantine for it
-    FREE = "free"  # nobody has it
+    FREE = "free"  # no job has it
 
 
 class AccountKey(NamedTuple):
@@ -70,7 +70,7 @@ class Account:
 
 
 class UnaccountableLog(UserError, ValueError):
-    """The log contradicts itself, so that nobody can say who had what."""
+    """The log contradicts itself, so that it does not say who had what."""
 
 
 class Accounts:

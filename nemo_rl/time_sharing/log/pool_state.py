@@ -73,6 +73,13 @@ class Resident(NamedTuple):
     needs: int
 
 
+class Wishes(NamedTuple):
+    """What a user wishes of a job; the scheduler does not know of it."""
+
+    max_slowdown: float | None = None  # how many times as long as alone it may take
+    finish_by: float | None = None  # seconds since the epoch
+
+
 @dataclass
 class Submission:
     """One pipeline of the pool, as it was last submitted."""
@@ -89,6 +96,7 @@ class Submission:
     log_dir: str = ""  # where its own logs are, once it has said
     column: int | None = 0  # which slot of each GPU it is on; None for all of them
     teachers: tuple[str, ...] = ()  # the jobs that score its samples, or its own name where it is one that scores
+    wishes: Wishes = Wishes()
 
 
 @dataclass(frozen=True)
@@ -105,6 +113,31 @@ class Standing:
     sharing: Sharing | None = None  # its gain and loss by sharing; None before its registration
     asked: str = ""  # `drain` or `cancel`, where a user has asked for its end
     log_dir: str = ""  # where its own logs are; empty before it has said
+    wishes: Wishes = Wishes()
+
+    def kept(self, now: float) -> dict[str, str]:
+        """Whether its user's wishes are kept, and by how much they are missed, in words by the wish; `now`: seconds
+        since the epoch.
+        """
+        said: dict[str, str] = {}
+        most, by = self.wishes
+        if most is not None:
+            slowdown = self.sharing.slowdown if self.sharing is not None else 1.0
+            over = slowdown - most
+            said["max_slowdown"] = f"at most {most:g}: " + (f"missed by {over:.2f}" if over > 0 else "kept")
+        if by is not None:
+            left_s = self.progress.left_s if self.progress is not None else None
+            end = self.ended_at or (None if left_s is None else now + left_s)
+            verb = "ended" if self.ended_at else "will end"
+            if self.outcome is not None and self.outcome.kind != "done":
+                said["finish_by"] = f"missed: {self.outcome.kind}"
+            elif end is None:
+                said["finish_by"] = "unknown yet" if now <= by else f"missed by {now - by:.0f} s so far"
+            elif end <= by:
+                said["finish_by"] = f"kept: {verb} {by - end:.0f} s before"
+            else:
+                said["finish_by"] = f"missed: {verb} {end - by:.0f} s after"
+        return said
 
     @property
     def state(self) -> str:

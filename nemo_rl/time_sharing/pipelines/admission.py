@@ -59,7 +59,7 @@ def what_it_takes(
     if not seconds:
         begins = "can begin at once"
     elif math.isinf(seconds):
-        begins = f"cannot begin yet, and nobody knows when: {why}"
+        begins = f"cannot begin yet, for an unknown time: {why}"
     else:
         begins = f"can begin in about {format_duration(seconds)}: {why}"
     return f"{', '.join(parts)}; {begins}"

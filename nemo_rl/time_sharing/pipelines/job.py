@@ -32,6 +32,7 @@ from nemo_rl.config.overrides import parse_override
 from nemo_rl.config.schema import is_known
 from nemo_rl.config.teacher_sections import teachers_of
 from nemo_rl.config.world_sizes import training_world_size
+from nemo_rl.time_sharing.log.pool_state import Wishes
 from nemo_rl.time_sharing.pipelines.adapters import ADAPTERS, AdaptersConfig, adapters_command
 from nemo_rl.time_sharing.pipelines.command_config import EXTERNAL, CommandConfig, read_command
 from nemo_rl.time_sharing.pipelines.fits import as_teacher, divides, engines_are_too_wide, engines_of, teachers_fit
@@ -42,6 +43,7 @@ from nemo_rl.time_sharing.pipelines.wrapper import (
     check_strategy,
     overrides_of,
     read_wrapper,
+    wishes_of,
 )
 from nemo_rl.time_sharing.planning import job_placement
 from nemo_rl.time_sharing.protocol.topology import GpuOutsidePool, Pool, Topology, register
@@ -147,6 +149,7 @@ class Job:
     column: int | None = 0
     teaches: bool = False
     measures_batch: bool = False  # whether its `rank_batch` is what its engines turn out to do
+    wishes: Wishes = Wishes()
 
     @property
     def kind(self) -> Kind:
@@ -309,7 +312,8 @@ def _read_job(source: _Source, pool: Pool, overrides: Sequence[str], *, taken: S
     if problem := engines_are_too_wide(name, job.engines, pool.gpus_per_node):
         raise ConfigError([problem])
     options, measures = _options(wrapper, job), wrapper.get("rank_batch") is None
-    return replace(job, options=options, slice_s=options.get("slice_s", job.slice_s), measures_batch=measures)
+    slice_s = options.get("slice_s", job.slice_s)
+    return replace(job, options=options, slice_s=slice_s, measures_batch=measures, wishes=wishes_of(wrapper))
 
 
 def _config(source: _Source, overrides: Sequence[str]) -> Config:

@@ -6,7 +6,10 @@ honoured or refused by its dotted name, at any depth.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import yaml
 
 from nemo_rl.config import ConfigError, RootConfig
 from nemo_rl.config.errors import did_you_mean
+from nemo_rl.time_sharing.log.pool_state import Wishes
 from nemo_rl.time_sharing.pipelines.adapters import ADAPTERS, STOP_S
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN
 
@@ -50,6 +54,8 @@ _KEYS: Keys = {
     "rank_batch": None,
     "slice_s": None,
     "whole_gpus": None,
+    "max_slowdown": None,
+    "finish_by": None,
     ADAPTERS: None,
     STOP_S: None,
 }
@@ -74,6 +80,27 @@ def read_wrapper(file: Path) -> Wrapper:
     for key, section in MAPPINGS.items():
         content[key] = content.get(key) or (content.get(section) or {}).get("device_mapping")
     return content
+
+
+def wishes_of(wrapper: Wrapper) -> Wishes:
+    """What its user wishes of the job. Raises ConfigError: it is no number from 1, or no time."""
+    slowdown, by = wrapper.get("max_slowdown"), wrapper.get("finish_by")
+    problems = []
+    if slowdown is not None and not (type(slowdown) in (int, float) and 1 <= slowdown < float("inf")):
+        problems.append(f"max_slowdown: {slowdown!r}; expected a number from 1, so many times as long as alone")
+    if isinstance(by, str):
+        with suppress(ValueError):
+            by = datetime.fromisoformat(by)
+    if isinstance(by, datetime):
+        # A time without a zone is that of the machine where the job is submitted.
+        by = by.astimezone().timestamp()
+        if by <= time.time():
+            problems.append(f"finish_by: {wrapper['finish_by']} has passed; give a time that is to come")
+    elif by is not None:
+        problems.append(f"finish_by: {by!r}; expected a day and a time, such as 2031-05-17 18:00")
+    if problems:
+        raise ConfigError(problems)
+    return Wishes(None if slowdown is None else float(slowdown), by)
 
 
 def _unknown(content: Mapping[str, Any], known: Keys, at: str = "") -> Iterator[str]:

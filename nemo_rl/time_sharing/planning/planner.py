@@ -96,7 +96,7 @@ def _no_garbage_collection() -> Generator[None]:
 
 
 class Expected(NamedTuple):
-    """When a job that were registered now could begin: in so many seconds (infinity: nobody knows), and the reason why
+    """When a job that were registered now could begin: in so many seconds (infinity: unknown), and the reason why
     not at once.
     """
 

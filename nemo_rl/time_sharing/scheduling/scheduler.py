@@ -447,7 +447,7 @@ class Scheduler:
         self._flush()
 
     def expected_start(self, name: str, gpus: tuple[int, ...], reading: float) -> tuple[float, str]:
-        """In how many seconds these GPUs could be granted to a new pipeline (0: at once; infinity: nobody knows), and
+        """In how many seconds these GPUs could be granted to a new pipeline (0: at once; infinity: unknown), and
         why not now, in words.
         """
         self._advance(reading)

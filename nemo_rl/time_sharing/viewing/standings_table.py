@@ -147,6 +147,9 @@ def cells(standing: Standing) -> list[str]:
     reward = figures.pop("reward", None)
     gain = sharing.gain if sharing is not None else None
     left_s = progress.left_s if progress is not None and outcome is None else None
+    kept = standing.kept(time.time())
+    left = "" if left_s is None else format_duration(left_s)
+    slowdown = f"{sharing.slowdown:.2f}" if sharing is not None else ""
     return [
         standing.name,
         ",".join(map(str, standing.train)),
@@ -155,13 +158,17 @@ def cells(standing: Standing) -> list[str]:
         "paused" if sharing is not None and sharing.paused and outcome is None else standing.state,
         "" if reward is None else f"{reward:.3f}",
         " ".join(f"{name} {value:.3f}" for name, value in figures.items()),
-        "" if left_s is None else format_duration(left_s),
+        _with_wish(left, kept.get("finish_by")),
         f"{waited_s(standing):.1f} s",
         f"{sharing.share:.0%}" if sharing is not None else "",
-        f"{sharing.slowdown:.2f}" if sharing is not None else "",
+        _with_wish(slowdown, kept.get("max_slowdown")),
         "" if gain is None else _gained(gain),
         f"{(standing.ended_at or time.time()) - standing.submitted_at:.0f}",
     ]
+
+
+def _with_wish(figure: str, kept: str | None) -> str:
+    return figure if kept is None else f"{figure} ({kept})".lstrip()
 
 
 def adapter_cells(standing: Standing) -> list[list[str]]:
