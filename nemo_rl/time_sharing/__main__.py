@@ -10,7 +10,6 @@ import argparse
 import csv
 import logging
 import os
-import re
 import sys
 import threading
 import time
@@ -23,7 +22,7 @@ from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing.arguments import add_page_arguments, add_pool_arguments, seconds
 from nemo_rl.time_sharing.history.checker import INVARIANTS, check, refuse_nothing
 from nemo_rl.time_sharing.log import events as _events  # registers the scheduler's event kinds
-from nemo_rl.time_sharing.log.accounts import accounts_of, statement
+from nemo_rl.time_sharing.log.accounts import accounts_if_any, accounts_of, in_whole_seconds, statement
 from nemo_rl.time_sharing.log.pool_state import PoolState
 from nemo_rl.time_sharing.log.reading import read_logs
 from nemo_rl.time_sharing.log.segments import segments_of
@@ -300,8 +299,7 @@ def _account(chosen: argparse.Namespace) -> int:
     if chosen.csv:
         csv.writer(sys.stdout, lineterminator="\n").writerows(rows)
         return 0
-    seconds = re.compile(r"\d+\.\d+")
-    shown = [[f"{float(cell):,.0f}" if seconds.fullmatch(cell) else cell for cell in row] for row in rows]
+    shown = in_whole_seconds(rows)
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     for first, *others in shown:
         print("  ".join([first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(others, widths[1:], strict=True))]))
@@ -316,7 +314,7 @@ def _report(chosen: argparse.Namespace) -> int:
     timeline = build_timeline(entries)
     pool = PoolState.read(chosen.log[0].parent / "pool.json")
     title = timeline.simulated.scenario if timeline.simulated is not None else pool.name or chosen.log[0].stem
-    write_report(timeline, violations, output, title=title, unit=pool.unit)
+    write_report(timeline, accounts_if_any(entries), violations, output, title=title, unit=pool.unit)
     print(f"{output}: {len(entries)} events")
     return 0
 

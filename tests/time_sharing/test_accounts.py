@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.accounts import POOL, Accounts, Use, accounts_of
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, ClusterSpec, Phase, Priority
+from nemo_rl.time_sharing.viewing.page_server import PoolView
 from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import Entry, encode_entry, read_record
 
@@ -117,6 +120,22 @@ def test_sums_of_a_run_with_faults_are_the_pools_time(
     assert main(["account", str(faulty_log), "--by", by]) == 0
     table = capsys.readouterr().out
     assert f"{float(sums[column]):,.0f}" in table and "lost to faults" in table
+
+
+def test_the_page_shows_the_accounts_of_a_pool(faulty_log: Path, tmp_path: Path) -> None:
+    (tmp_path / "scheduler.jsonl").write_bytes(
+        b"".join(
+            encode_entry(replace(entry, seq=number))
+            for number, entry in enumerate(e for e in read_record(faulty_log) if e.source == "scheduler")
+        )
+    )
+    shown: Any = PoolView(tmp_path).data()["accounts"]
+    by_job, by_day = shown
+    accounts = accounts_of(list(read_record(faulty_log)))
+    assert by_job[0] == ["job", *by_day[0][1:]] and by_day[-1][1:] == by_job[-1][1:]
+    whole = by_job[0].index("all")
+    assert by_job[-1][whole] == f"{accounts.pool_s:,.0f}"
+    assert {row[0] for row in by_job[1:-1]} == {key.job for key in accounts.by_key}
 
 
 def test_check_finds_time_that_is_on_no_account_or_on_the_wrong_one(

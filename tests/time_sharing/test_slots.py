@@ -268,7 +268,7 @@ def test_figures_are_of_gpus_where_these_have_slots() -> None:
     records: list[MemoryRecord] = []
     World(scenario, 0, lambda clock: records.append(MemoryRecord(clock=clock)) or records[0]).run()
     timeline = build_timeline(records[0].entries)
-    page = report_data(timeline, (), "two jobs on slots")
+    page = report_data(timeline, None, (), "two jobs on slots")
     assert page["gpus"] == 2
     assert page["rows"] == ["0.0", "0.1", "1.0", "1.1", "0's training turn", "1's training turn"]
     held, seconds = page["held"], page["gpuSeconds"]

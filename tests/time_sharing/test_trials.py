@@ -138,7 +138,10 @@ def test_people_see_what_was_measured() -> None:
     row = dict(zip(columns("GPU"), cells(Standing("job0", (0,), (0,), 0.0, sharing=shared["job0"])), strict=True))
     assert row["doing"] == "paused" and row["gain"].startswith(f"{said.gain:.2f}x, so in turn (a step ")
     timeline = build_timeline(record.entries)
-    assert "they run in turn" in timeline.measured and timeline.measured == report_data(timeline, (), "x")["measured"]
+    assert (
+        "they run in turn" in timeline.measured
+        and timeline.measured == report_data(timeline, None, (), "x")["measured"]
+    )
     assert "job0 pauses: job1 is measured alone." in [text for _, _, text in timeline.decisions]
 
 

@@ -6,6 +6,7 @@ given. Invariant: at every moment each slot is on one account for one use, so th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -21,6 +22,7 @@ from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import Entry
 
 DAY_S = 86400.0
+_SECONDS = re.compile(r"\d+\.\d+")
 POOL = "(no job)"
 """Name of the account of GPUs that no job has."""
 
@@ -227,6 +229,14 @@ def accounts_of(entries: Sequence[Entry]) -> Accounts:
     return accounts.until(last)
 
 
+def accounts_if_any(entries: Sequence[Entry]) -> Accounts | None:
+    """As `accounts_of`; None where the records have no accounts."""
+    try:
+        return accounts_of(entries)
+    except UnaccountableLog:
+        return None
+
+
 def statement(accounts: Accounts, by: str) -> list[list[str]]:
     """Rows of a table, the first with the names of its columns, the last with the sums. `by`: `job`, `day` or `use`."""
     if by == "use":
@@ -238,6 +248,15 @@ def statement(accounts: Accounts, by: str) -> list[list[str]]:
     names = [by, *(use.value for use in Use), "all", "steps", "samples", "tokens"]
     everything = _sums(accounts, lambda key: "all")
     return [names, *([name, *_row(account)] for name, account in (*sorted(rows.items()), *everything.items()))]
+
+
+def in_whole_seconds(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Rows of a statement as people read them.
+
+    >>> in_whole_seconds([["a", "1234.500", "7", "12.3%"]])
+    [['a', '1,234', '7', '12.3%']]
+    """
+    return [[f"{float(cell):,.0f}" if _SECONDS.fullmatch(cell) else cell for cell in row] for row in rows]
 
 
 def _sums(accounts: Accounts, name: Callable[[AccountKey], str]) -> dict[str, Account]:

@@ -18,6 +18,7 @@ import yaml
 
 from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing.history.checker import check
+from nemo_rl.time_sharing.log.accounts import accounts_if_any
 from nemo_rl.time_sharing.log.comparison import LEGEND, Simulated
 from nemo_rl.time_sharing.log.reading import read_logs
 from nemo_rl.time_sharing.planning.validator import validate
@@ -231,7 +232,7 @@ def _judge(log: Path, report: Path | None, title: str) -> int:
         + (f"{len(violations)} violations, first: {violations[0]}" if violations else "every invariant holds")
     )
     if report is not None:
-        write_report(build_timeline(entries), violations, report, title=title)
+        write_report(build_timeline(entries), accounts_if_any(entries), violations, report, title=title)
         print(f"report: {report}")
     return len(violations)
 

@@ -22,6 +22,7 @@ from starlette.routing import Route
 
 from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing.history.checker import check
+from nemo_rl.time_sharing.log.accounts import Accounts, UnaccountableLog
 from nemo_rl.time_sharing.log.events import LogClosed
 from nemo_rl.time_sharing.log.pool_state import PoolState, Standing
 from nemo_rl.time_sharing.log.reading import LogTail, merge_by_machine_time
@@ -38,7 +39,7 @@ from nemo_rl.utils.http_server import (
     serve_page,
     shows_token,
 )
-from nemo_rl.utils.record import RecordError
+from nemo_rl.utils.record import Entry, RecordError
 from nemo_rl.utils.record_events import StepFinished
 from nemo_rl.utils.text import filled_page
 
@@ -63,6 +64,7 @@ class PoolView:
         self.name, self._unit = kept.name or log_dir.resolve().name, kept.unit
         self._ended = {job.name: job.log_dir for job in kept.submissions}
         self._tail, self._builder = LogTail(log_dir / "scheduler.jsonl"), TimelineBuilder()
+        self._accounts: Accounts | None = Accounts()
         self._lock = threading.Lock()
         self._asked = float("-inf")
         self._known: Sequence[Standing] = ()
@@ -74,6 +76,7 @@ class PoolView:
         if time.monotonic() - self._asked > _FRESH_S:
             for entry in self._tail.new():
                 self._builder.take(entry)
+                self._account(entry)
                 self._closed = isinstance(entry.event, LogClosed)
             if self._standings is not None:
                 self._known = self._standings()
@@ -82,6 +85,13 @@ class PoolView:
         live = self._standings is not None and not self._closed
         return self._builder.so_far(time.time() - origin if live and origin else None)
 
+    def _account(self, entry: Entry) -> None:
+        if self._accounts is not None:
+            try:
+                self._accounts.take(entry)
+            except UnaccountableLog:
+                self._accounts = None
+
     def data(self) -> dict[str, object]:
         """Data of the page."""
         with self._lock:
@@ -89,7 +99,9 @@ class PoolView:
             if self._closed and self._violations is None:
                 self._violations = self._judged()
             timeline.steps = self._steps | {standing.name: steps_of(standing) for standing in self._known}
-            data = report_data(timeline, self._violations or [], self.name, self._unit)
+            if self._accounts is not None:
+                self._accounts.until(timeline.origin + timeline.end)
+            data = report_data(timeline, self._accounts, self._violations or [], self.name, self._unit)
             bars: Any = data["bars"]
             said = "" if self._tail.damage is None else f"the log cannot be read any further: {self._tail.damage}"
             return data | {

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_rl.time_sharing.history.checker import INVARIANTS, Violation
+from nemo_rl.time_sharing.log.accounts import Accounts, in_whole_seconds, statement
 from nemo_rl.time_sharing.log.comparison import LEGEND
 from nemo_rl.time_sharing.viewing.standings_table import columns
 from nemo_rl.time_sharing.viewing.timeline import Interval, Level, Timeline, in_unit, percentile
@@ -23,15 +24,27 @@ _A_CLOCK = 1e8
 
 
 def write_report(
-    timeline: Timeline, violations: Sequence[Violation], path: str | Path, *, title: str, unit: str = "GPU"
+    timeline: Timeline,
+    accounts: Accounts | None,
+    violations: Sequence[Violation],
+    path: str | Path,
+    *,
+    title: str,
+    unit: str = "GPU",
 ) -> None:
-    """Writes the page. `violations` is what `history.checker.check` found in the same record."""
-    data = report_data(timeline, violations, title, unit)
+    """Writes the page. `accounts`: None where the record has none; `violations`: of the same record, as
+    `history.checker.check` found them.
+    """
+    data = report_data(timeline, accounts, violations, title, unit)
     Path(path).write_text(filled_page(TEMPLATE, f"{title}: time-sharing report", data), encoding="utf-8")
 
 
 def report_data(
-    timeline: Timeline, violations: Sequence[Violation], title: str, unit: str = "GPU"
+    timeline: Timeline,
+    accounts: Accounts | None,
+    violations: Sequence[Violation],
+    title: str,
+    unit: str = "GPU",
 ) -> dict[str, object]:
     """Data of the page as plain values. Times in seconds, GPUs by number, pipelines by their index in `pipelines`."""
     pipelines = timeline.pipelines
@@ -70,6 +83,7 @@ def report_data(
         "jobTable": [] if said is None else said.jobs,
         "wayTable": [] if said is None else said.ways,
         "notes": [] if said is None else said.notes,
+        "accounts": [] if accounts is None else [in_whole_seconds(statement(accounts, by)) for by in ("job", "day")],
         "legend": LEGEND,
         "invariants": INVARIANTS,
         "violations": [str(v) for v in violations[:20]],
