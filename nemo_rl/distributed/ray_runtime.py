@@ -150,20 +150,33 @@ def init_ray(
         configure_logging=False,
         runtime_env=runtime_env,
         object_store_memory=int(os.environ.get("NRL_OBJECT_STORE_BYTES", "0")) or None,
-        _temp_dir=log_dir or _session_directory(),
+        _temp_dir=log_dir or session_directory(),
     )
     logger.info("ray=started slots=%s", resources or f"GPU:{ray.cluster_resources().get('GPU', 0):.0f}")
     return accelerator
 
 
-def _session_directory() -> str:
+def session_directory(group: int | None = None) -> str:
     """Folder for a local cluster's logs, sockets and workers' code, which Ray makes readable and writable for
-    everybody: no other user can enter it.
+    everybody: no other user can enter it, but for those of `group`.
     """
     wanted = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-    folder = users_directory(wanted) / "ray"
+    folder = users_directory(wanted, group) / "ray"
     # The path of a Unix socket has 107 bytes at most, and Ray appends so many.
-    return str(folder if len(str(folder)) <= _LONGEST_DIRECTORY else users_directory("/tmp") / "ray")
+    return str(folder if len(str(folder)) <= _LONGEST_DIRECTORY else users_directory("/tmp", group) / "ray")
+
+
+def open_session(folder: str) -> None:
+    """Lets others who can enter `folder` join the local cluster whose session is below it: Ray makes its sockets for
+    its own user. A cluster that this process has joined stays as it is.
+    """
+    node_of_ray: Node | None = ray._private.worker._global_node
+    session = Path(node_of_ray.get_session_dir_path()) if node_of_ray is not None else Path()
+    if not session.is_relative_to(folder):
+        return
+    logs = [path for path in (session / "logs").iterdir() if path.is_dir()]
+    for path in (*logs, *(session / "sockets").iterdir()):
+        path.chmod(0o777)
 
 
 def _accelerator_of_cluster(device: str) -> Accelerator:

@@ -35,6 +35,7 @@ from nemo_rl.time_sharing.simulation.simulation_commands import (
     simulate,
     soak,
 )
+from nemo_rl.time_sharing.team import TOKEN_VARIABLE, hash_of, new_token
 from nemo_rl.time_sharing.viewing.pool_report import write_report
 from nemo_rl.time_sharing.viewing.timeline import build_timeline
 from nemo_rl.time_sharing.viewing.trace import write_trace
@@ -185,13 +186,22 @@ def _live_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     def of_open_pool(name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
         added = command(name, run, summary)
         added.add_argument(
-            "--pool", metavar="NAME", help="which of your open pools, by its name or process (default: the only one)"
+            "--pool",
+            metavar="NAME",
+            help="which of your open pools, by its name or process, or the path of the pool file of a team's (default: "
+            "what NRL_POOL says, else the only one)",
         )
         return added
 
     serving = command("serve", live("serve"), "open a pool on this machine's GPUs and keep it until interrupted")
     add_pool_arguments(serving)
     add_page_arguments(serving)
+    serving.add_argument(
+        "--team",
+        type=Path,
+        metavar="FILE",
+        help="users, with their tokens and roles, who may use the pool, and their groups (docs/team_pool.md)",
+    )
     submitting = of_open_pool("submit", live("submit"), "submit pipelines to the open pool")
     submitting.add_argument("files", nargs="+", metavar="FILE", help="configurations, and key=value for all of them")
     submitting.add_argument("--wait", action="store_true", help="until they have ended; an interrupt cancels them")
@@ -221,9 +231,18 @@ def _live_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     adapting.add_argument("what", choices=("add", "remove", "list"))
     adapting.add_argument("name", metavar="NAME", help="the job")
     adapting.add_argument("values", nargs="*", metavar="FILE|ADAPTER", help="files to add, or adapters to remove")
+    of_open_pool("reload", live("reload"), "have the open pool read its team file again, and say what that changes")
+    command("token", _token, "make a token for a user of a team, and what the team file holds of it")
     explaining = of_open_pool("explain", live("explain"), "say who has each GPU and why")
     explaining.add_argument("names", nargs="*", metavar="NAME", help="only what concerns these pipelines")
     explaining.add_argument("--log-dir", type=Path, help="of a pool that is closed, such as logs/time_sharing/latest")
+
+
+def _token(chosen: argparse.Namespace) -> int:
+    token = new_token()
+    print(f"token: {token}")  # it is written nowhere
+    print(f"token_sha256: {hash_of(token)}")
+    return 0
 
 
 def _page(chosen: argparse.Namespace) -> int:
@@ -232,7 +251,7 @@ def _page(chosen: argparse.Namespace) -> int:
     log_dir = chosen.log_dir if chosen.log_dir.is_dir() else chosen.log_dir.parent
     if not segments_of(log_dir / "scheduler.jsonl"):
         raise UsageError(f"{log_dir}: there is no scheduler.jsonl; give the folder that a pool wrote its log to")
-    server = PageServer(PoolView(log_dir), host=chosen.host, port=chosen.port, token=os.environ.get("NRL_POOL_TOKEN"))
+    server = PageServer(PoolView(log_dir), host=chosen.host, port=chosen.port, token=os.environ.get(TOKEN_VARIABLE))
     print(server.url, flush=True)
     try:
         threading.Event().wait()

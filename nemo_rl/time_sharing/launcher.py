@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,7 +32,7 @@ from nemo_rl.time_sharing.arguments import (
 )
 from nemo_rl.time_sharing.log.pool_state import Standing
 from nemo_rl.time_sharing.mps import multi_process_service
-from nemo_rl.time_sharing.open_pools import OpenPool, announced
+from nemo_rl.time_sharing.open_pools import OpenPool, announced, announced_to_team, team_group, team_pool_file
 from nemo_rl.time_sharing.opening import LIVE_LIMITS, close_pool, open_pool
 from nemo_rl.time_sharing.pipelines.job import Job, in_folders, read_jobs
 from nemo_rl.time_sharing.pipelines.slot_choice import choose_slots
@@ -49,6 +49,7 @@ from nemo_rl.time_sharing.pool_commands import (
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import Limits
 from nemo_rl.time_sharing.shipped_scenarios import ALL, SCALE, fitted, shipped_scenarios
+from nemo_rl.time_sharing.team import TOKEN_VARIABLE, Rights, Team, read_team
 from nemo_rl.time_sharing.viewing.standings_table import ScenarioResult, print_scenarios, result_of
 from nemo_rl.time_sharing.viewing.timeline import build_timeline
 
@@ -246,7 +247,9 @@ def limits_of(chosen: argparse.Namespace) -> Limits:
 
 
 @contextmanager
-def _pool(pool: Pool, chosen: argparse.Namespace, log_dir: Path) -> Generator[ActorHandle[object]]:
+def _pool(
+    pool: Pool, chosen: argparse.Namespace, log_dir: Path, team: Team | None = None
+) -> Generator[ActorHandle[object]]:
     """The pool is open inside the block, with its page and its Ray cluster where this process started it."""
     from nemo_rl.algorithms.launch import Interrupts, ending_with_ray
     from nemo_rl.distributed.ray_runtime import shutdown_ray
@@ -259,9 +262,9 @@ def _pool(pool: Pool, chosen: argparse.Namespace, log_dir: Path) -> Generator[Ac
         ending_with_ray(lambda: left),
     ):
         try:
-            actor = _open(pool, chosen, log_dir)
+            actor = _open(pool, chosen, log_dir, team)
             try:
-                with _page(actor, log_dir, chosen.host, chosen.port) as page, _announced(actor, page):
+                with _page(actor, log_dir, chosen.host, chosen.port, team) as page, _announced(actor, page, team):
                     yield actor
             finally:
                 interrupts.ending()
@@ -270,8 +273,9 @@ def _pool(pool: Pool, chosen: argparse.Namespace, log_dir: Path) -> Generator[Ac
             shutdown_ray()
 
 
-def _announced(actor: ActorHandle[object], page: str) -> AbstractContextManager[None]:
-    """Inside the block the pool's address is where `commands` looks for it."""
+@contextmanager
+def _announced(actor: ActorHandle[object], page: str, team: Team | None) -> Generator[None]:
+    """Inside the block the pool's address is where `commands` looks for it, and where those of a team do."""
     import ray
 
     from nemo_rl.distributed.ray_joining import credentials
@@ -279,44 +283,63 @@ def _announced(actor: ActorHandle[object], page: str) -> AbstractContextManager[
     about: Any = ray.get(actor.about.remote(), timeout=_ANSWER_S)
     mode, token = credentials()
     address = ray.get_runtime_context().gcs_address
-    return announced(OpenPool(about.name, address, mode, token, page, about.log_dir))
+    found = OpenPool(about.name, address, mode, token, page, about.log_dir)
+    with ExitStack() as files:
+        files.enter_context(announced(found))
+        if team is not None:
+            source = Path(team.source)
+            files.enter_context(announced_to_team(source, found, team_group(source)))
+        yield
 
 
-def _open(pool: Pool, chosen: argparse.Namespace, log_dir: Path) -> ActorHandle[object]:
-    from nemo_rl.distributed.ray_runtime import init_ray
+def _open(pool: Pool, chosen: argparse.Namespace, log_dir: Path, team: Team | None) -> ActorHandle[object]:
+    from nemo_rl.distributed.ray_runtime import init_ray, open_session, session_directory
 
-    accelerator = init_ray(device=chosen.device, cpu_slots=pool.gpus)
-    return open_pool(
-        pool, accelerator, log_dir, limits_of(chosen), name=chosen.name or f"{log_dir.parent.name}-{log_dir.name}"
-    )
+    folder = None if team is None else session_directory(team_group(Path(team.source)))
+    accelerator = init_ray(device=chosen.device, cpu_slots=pool.gpus, log_dir=folder)
+    if folder is not None:
+        open_session(folder)
+    name = chosen.name or f"{log_dir.parent.name}-{log_dir.name}"
+    return open_pool(pool, accelerator, log_dir, limits_of(chosen), name=name, team=team)
 
 
 @contextmanager
-def _page(actor: ActorHandle[object], log_dir: Path, host: str, port: int) -> Generator[str]:
+def _page(actor: ActorHandle[object], log_dir: Path, host: str, port: int, team: Team | None = None) -> Generator[str]:
     """The pool's page is served inside the block, at the address that it gets; where the default port is another
     pool's, on a free one.
     """
     import ray
 
-    from nemo_rl.time_sharing.viewing.page_server import PageServer, PoolView
+    from nemo_rl.time_sharing.viewing.page_server import PageServer, PoolView, TeamAccess
     from nemo_rl.utils.http_server import PageError
 
     def standings() -> Sequence[Standing]:
         everybody: Sequence[Standing] = ray.get(actor.standings.remote(), timeout=_ANSWER_S)
         return everybody
 
-    def act(what: str, name: str) -> str:
-        said: str = ask({"drain": actor.drain, "cancel": actor.cancel}[what].remote(name))
+    def act(what: str, name: str, token: str) -> str:
+        said: str = ask({"drain": actor.drain, "cancel": actor.cancel}[what].remote(name, token))
         return said
 
-    view, token = PoolView(log_dir, standings), os.environ.get("NRL_POOL_TOKEN")
+    def see_logs(name: str, token: str) -> None:
+        ask(actor.see_logs.remote(name, token))
+
+    def rights(token: str) -> Rights | None:
+        try:
+            found: Rights = ask(actor.rights.remote(token))
+        except PoolError:
+            return None
+        return found
+
+    access = None if team is None else TeamAccess(rights, see_logs)
+    view, token = PoolView(log_dir, standings), os.environ.get(TOKEN_VARIABLE)
     try:
-        server = PageServer(view, host=host, port=port, token=token, act=act)
+        server = PageServer(view, host=host, port=port, token=token, act=act, team=access)
     except PageError:
         if port != DEFAULT_PORT:
             raise
-        server = PageServer(view, host=host, port=0, token=token, act=act)
-    sys.stderr.write(f"page: {server.url}\n")
+        server = PageServer(view, host=host, port=0, token=token, act=act, team=access)
+    sys.stderr.write(f"page: {server.url}{'' if team is None else '?token=, and behind it the token of a user'}\n")
     try:
         yield server.url
     finally:
@@ -350,10 +373,15 @@ def serve(chosen: argparse.Namespace) -> int:
     if chosen.slots_per_gpu == AUTO:
         raise PoolError("--slots-per-gpu auto: a pool that stays does not know its jobs; give a number")
     pool = _pool_of(chosen)
+    team, shared = None, ""
+    if chosen.team is not None:
+        team = read_team(chosen.team)
+        shared = f" --pool {team_pool_file(Path(team.source))}"
     log_dir = _new_log_dir(chosen.log_dir)
-    with _pool(pool, chosen, log_dir):
+    with _pool(pool, chosen, log_dir, team):
         sys.stderr.write(
-            f"pool: {pool.slots} slots, log in {log_dir}; submit with python -m nemo_rl.time_sharing submit FILE\n"
+            f"pool: {pool.slots} slots, log in {log_dir}; submit with python -m nemo_rl.time_sharing submit{shared} "
+            "FILE\n"
         )
         said = ""
         while True:

@@ -1,7 +1,8 @@
 """Registry of this user's open pools: one file per pool, written by the process that keeps the pool open.
 
 A file holds the pool's Ray address and token, so the directory and the files are readable by their owner alone, and
-anything else is refused. A file whose process is gone is stale: it is removed when it is found, and reported.
+anything else is refused. The pool of a team has one more, beside the team's file, which a Unix group may read. A file
+whose process is gone is stale: it is removed when it is found, and reported.
 """
 
 from __future__ import annotations
@@ -9,10 +10,9 @@ from __future__ import annotations
 import os
 import platform
 import socket
-import stat
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.processes import has_ended
-from nemo_rl.utils.files import private_file, users_directory
+from nemo_rl.utils.files import private_file, read_trusted, users_directory
 
 _OPEN_ONE = "open a pool with python -m nemo_rl.time_sharing serve --gpus N"
 
@@ -76,6 +76,40 @@ def announced(pool: OpenPool) -> AbstractContextManager[None]:
     return private_file(users_directory() / f"pool_{pool.pid}.json", _FILE.dump_json(pool))
 
 
+_SUFFIX = ".pool"
+
+
+def announced_to_team(team: Path, pool: OpenPool, group: int) -> AbstractContextManager[None]:
+    """Inside the block the users of a Unix group can reach the pool by the file beside the team's."""
+    return private_file(team_pool_file(team), _FILE.dump_json(replace(pool, page=pool.page.partition("?")[0])), group)
+
+
+def team_pool_file(team: Path) -> Path:
+    """Where a pool with this team file has its address. Raises NoOpenPool: another open pool has it there."""
+    path = team.with_suffix(_SUFFIX)
+    with suppress(FileNotFoundError):
+        pool = _read_team_pool(path)
+        if pool.is_open and pool.pid != os.getpid():
+            raise NoOpenPool(
+                f"--team {team}: the pool {pool.name} is open with it already (process {pool.pid} on {pool.host})"
+            )
+    return path
+
+
+def team_group(team: Path) -> int:
+    """Id of the Unix group whose users may read the address of a pool with this team file: that of its folder, where
+    this process's user is in it.
+    """
+    group = team.parent.stat().st_gid
+    return group if os.geteuid() == 0 or group in os.getgroups() else os.getegid()
+
+
+def _read_team_pool(path: Path) -> OpenPool:
+    """Raises NoOpenPool, NotPrivate: the file may be another's than the pool's user's; FileNotFoundError."""
+    must = "the address of a team's pool must be writable by its owner alone; ask who opened the pool"
+    return _parsed(path, read_trusted(path, 0o022, None, must))
+
+
 def open_pools(say: Callable[[str], object]) -> list[OpenPool]:
     """This user's open pools, by name; stale files are removed, and said. Raises NoOpenPool: a file cannot be trusted
     or read; NotPrivate: others can enter the directory.
@@ -95,31 +129,28 @@ def open_pools(say: Callable[[str], object]) -> list[OpenPool]:
 
 
 def _read(path: Path) -> OpenPool:
+    must = "must belong to you and be readable by you alone (mode 0600); remove it"
+    return _parsed(path, read_trusted(path, 0o077, {os.getuid()}, must))
+
+
+def _parsed(path: Path, text: str) -> OpenPool:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise NoOpenPool(f"{path}: cannot be read ({error.strerror}); remove it") from error
-    with os.fdopen(descriptor, "rb") as file:
-        about = os.fstat(file.fileno())
-        if about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) & 0o077:
-            raise NoOpenPool(f"{path}: must belong to you and be readable by you alone (mode 0600); remove it")
-        try:
-            return _FILE.validate_json(file.read())
-        except ValidationError as error:
-            raise NoOpenPool(f"{path}: is not the address of a pool; remove it ({error.errors()[0]['msg']})") from error
+        return _FILE.validate_json(text)
+    except ValidationError as error:
+        raise NoOpenPool(f"{path}: is not the address of a pool; remove it ({error.errors()[0]['msg']})") from error
 
 
 def the_open_pool(name: str | None, say: Callable[[str], object]) -> OpenPool | None:
     """The pool that a command means; None where no pool is open.
 
     Args:
-        name: Its name or the number of its process; may be None where only one is open.
+        name: Its name, the number of its process or the path of a team's pool file; may be None where only one is open.
         say: See `open_pools`.
 
     Raises NoOpenPool: none has that name, several are open, or it runs other versions.
     """
+    if name is not None and (name.endswith(_SUFFIX) or os.sep in name):
+        return _of_team(Path(name))
     everything = open_pools(say)
     chosen = [pool for pool in everything if name is None or name in (pool.name, str(pool.pid))]
     named = ", ".join(f"{pool.name} (process {pool.pid})" for pool in everything)
@@ -129,7 +160,20 @@ def the_open_pool(name: str | None, say: Callable[[str], object]) -> OpenPool | 
         raise NoOpenPool(f"several pools are open: {named}; choose one with --pool NAME")
     if not chosen:
         return None
-    (pool,) = chosen
+    return _of_these_versions(chosen[0])
+
+
+def _of_team(path: Path) -> OpenPool:
+    try:
+        pool = _read_team_pool(path)
+    except FileNotFoundError as error:
+        raise NoOpenPool(f"--pool {path}: there is no such file; a pool that serve --team opened has one") from error
+    if not pool.is_open:
+        raise NoOpenPool(f"--pool {path}: the pool {pool.name} ended without being closed; log: {pool.log_dir}")
+    return _of_these_versions(pool)
+
+
+def _of_these_versions(pool: OpenPool) -> OpenPool:
     if pool.versions != versions():
         raise NoOpenPool(
             f"the pool {pool.name} runs {pool.versions}, this command {versions()}; use the environment that opened it"

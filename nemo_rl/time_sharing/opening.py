@@ -27,6 +27,7 @@ from nemo_rl.time_sharing.pipelines.residents import SlotBytes, slot_bytes
 from nemo_rl.time_sharing.pool import ACTOR_THREADS, PoolActor
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import Limits
+from nemo_rl.time_sharing.team import Team
 
 if TYPE_CHECKING:
     from nemo_rl.distributed.accelerator_slots import Accelerator
@@ -57,12 +58,14 @@ def open_pool(
     limits: Limits = LIVE_LIMITS,
     pool_class: type[PoolActor] = PoolActor,
     name: str = "",
+    team: Team | None = None,
 ) -> Any:
     """Reserves the slots, starts the scheduler and the pool's actor; the actor's handle. Ray must be initialised.
 
     Args:
         log_dir: Existing directory for the scheduler's log and the agents' records.
         name: For people; by default that of its log's folder.
+        team: Who may use the pool; None for whom Ray lets in.
 
     Raises ResourceInsufficientError: the Ray cluster does not have the slots; SchedulerInUse: a pool, or another
     control plane, is on this Ray cluster already.
@@ -107,7 +110,7 @@ def open_pool(
             # What is asked of it is asked again of the next one.
             max_task_retries=-1,
         )
-        .remote(handles)
+        .remote(handles, team)
     )
     ray.get(actor.shape.remote(), timeout=_START_S)
     return actor
@@ -159,7 +162,7 @@ def close_pool(actor: Any) -> None:
             handles: PoolHandles = ray.get(actor.handles.remote(), timeout=_ANSWER_S)
             for standing in ray.get(actor.standings.remote(), timeout=_ANSWER_S):
                 if standing.outcome is None:
-                    ray.get(actor.cancel.remote(standing.name), timeout=_ANSWER_S)
+                    ray.get(actor.end.remote(standing.name), timeout=_ANSWER_S)
             wait_for_pipelines(actor, timeout_s=handles.limits.reap_s)
             _wait_until_reaped(handles)
         except ray.exceptions.RayError as error:

@@ -11,10 +11,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from nemo_rl.config.dotted import import_dotted
 from nemo_rl.config.errors import UserError, why_not_written
@@ -25,6 +28,7 @@ from nemo_rl.time_sharing.agents.actors import (
     Orchestrator,
 )
 from nemo_rl.time_sharing.agents.ray_reaper import agent_actor_name, agent_namespace, agent_variables
+from nemo_rl.time_sharing.agents.scheduler_actor import started_anew
 from nemo_rl.time_sharing.log.pool_state import Outcome, PoolState, Progress, Standing, Submission
 from nemo_rl.time_sharing.log.reading import LogTail
 from nemo_rl.time_sharing.log.sharing import Sharing, SharingWatch
@@ -33,7 +37,8 @@ from nemo_rl.time_sharing.pipelines.job import PIPELINES, Job, Kind
 from nemo_rl.time_sharing.pipelines.residents import Part, PoolFull, Residents, SlotBytes, SlotMemory
 from nemo_rl.time_sharing.planning.job_placement import Mapped
 from nemo_rl.time_sharing.protocol.topology import Pool
-from nemo_rl.utils.files import why_unwritable
+from nemo_rl.time_sharing.team import RELOAD, SUBMIT, Owner, Rights, Team, User, changes, read_team
+from nemo_rl.utils.files import replace_file, why_unwritable
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +67,7 @@ class About:
     log_dir: str
     trouble: str = ""  # obstacle to the scheduler's decisions, with the remedy
     memory: SlotBytes | None = None  # of a slot; None on CPU slots
+    team: str = ""  # the file of its team; empty where its user alone uses it
 
 
 @dataclass(frozen=True)
@@ -82,10 +88,14 @@ def log_trouble(log_dir: Path) -> str:
     )
 
 
-class PoolActor(Orchestrator):
-    """Runs pipelines on a pool, inside Ray."""
+_TEAM = TypeAdapter(Team)
+_NO_TEAM = "the pool is for no team; open one with python -m nemo_rl.time_sharing serve --gpus N --team FILE"
 
-    def __init__(self, handles: PoolHandles) -> None:
+
+class PoolActor(Orchestrator):
+    """Runs pipelines on a pool, inside Ray. With a `team`, what users do needs their `token`; without, none is read."""
+
+    def __init__(self, handles: PoolHandles, team: Team | None = None) -> None:
         super().__init__(handles.scheduler, handles.pool)
         self._handles = handles
         self._lock = threading.Lock()
@@ -98,6 +108,11 @@ class PoolActor(Orchestrator):
         self._unwritten = False
         self._log = LogTail(Path(handles.log_dir) / "scheduler.jsonl")
         self._sharing = SharingWatch()
+        self._team_path = Path(handles.log_dir) / "team.json"
+        # A restarted actor was made with the team of the pool's opening, which may have been changed since.
+        self._team = _TEAM.validate_json(self._team_path.read_bytes()) if team and started_anew() else team
+        if self._team is not None:
+            self._keep_team(self._team)
         self._keep()
         for submission in kept.submissions:
             if submission.outcome is None:
@@ -161,16 +176,92 @@ class PoolActor(Orchestrator):
     def about(self) -> About:
         """The pool in general."""
         log_dir = self._handles.log_dir
-        return About(self._handles.name, self._handles.unit, log_dir, log_trouble(Path(log_dir)), self._handles.memory)
+        team = self._team.source if self._team is not None else ""
+        trouble = log_trouble(Path(log_dir))
+        return About(self._handles.name, self._handles.unit, log_dir, trouble, self._handles.memory, team)
 
     def handles(self) -> PoolHandles:
         """Actors and settings of the pool that a pipeline needs."""
         return self._handles
 
-    def submit(self, job: Job) -> str:
-        """Starts a pipeline, on the training GPUs on which the least goes on where it may train anywhere; its name.
-        Raises PoolError: a pipeline of this name runs already; RegistrationError: it does not fit the pool.
+    def rights(self, token: str) -> Rights:
+        """What the user of a token may do now. Raises PoolError: the pool has no team; TeamError: the token is no
+        user's.
         """
+        team = self._team
+        if team is None:
+            raise PoolError(_NO_TEAM)
+        user = team.user_of(token)
+        submissions = list(self._submissions.values())
+        jobs = (one.name for one in submissions if team.may_manage(user, Owner(one.user, one.group)))
+        return Rights(user.name, user.role, frozenset(jobs))
+
+    @contextmanager
+    def _acting(self, token: str, action: str, subject: str) -> Generator[User | None]:
+        """The user of a token does something in the block, which the log says in any case; None without a team. Raises
+        TeamError: the user may not.
+        """
+        if self._team is None:
+            yield None
+            return
+        name, outcome = "", "done"
+        known = self._submissions.get(subject)
+        try:
+            user = self._team.user_of(token)
+            name = user.name
+            self._team.check(user, action, subject, None if known is None else Owner(known.user, known.group))
+            yield user
+        except Exception as error:
+            why = " ".join(str(error).split())
+            outcome = f"{'refused' if isinstance(error, UserError) else 'failed'}: {why}"
+            raise
+        finally:
+            self._note_acted(name, action, subject, outcome)
+
+    def _note_acted(self, user: str, action: str, subject: str, outcome: str) -> None:
+        import ray
+
+        try:
+            ray.get(self._handles.scheduler.acted.remote(user, action, subject, outcome), timeout=_ANSWER_S)
+        except ray.exceptions.RayError as error:
+            logger.error("user=%s action=%s subject=%s log=not_written reason=%s", user, action, subject, error)
+
+    def see_logs(self, name: str, token: str = "") -> None:
+        """Raises TeamError: the user of the token may not read the logs of this job."""
+        with self._acting(token, "see the logs of", name):
+            self._known(name)
+
+    def reload(self, token: str = "") -> list[str]:
+        """Reads the team file again; what that changes, a line each. Raises PoolError: the pool has no team;
+        ConfigError, NotPrivate: see `read_team`, and the team stays as it was.
+        """
+        if self._team is None:
+            raise PoolError(_NO_TEAM)
+        with self._acting(token, RELOAD, self._team.source):
+            before, after = self._team, read_team(Path(self._team.source))
+            try:
+                self._keep_team(after)
+            except OSError as error:
+                raise PoolError(f"{self._team_path} cannot be written ({why_not_written(error)})") from error
+            self._team = after
+            going = [one for one in list(self._submissions.values()) if one.outcome is None]
+            left = [one for one in going if one.user not in after.users]
+            return [*changes(before, after), *(f"job {one.name} of {one.user}, who is gone, goes on" for one in left)]
+
+    def _keep_team(self, team: Team) -> None:
+        replace_file(self._team_path, _TEAM.dump_json(team), durable=True, mode=0o600)
+
+    def submit(self, job: Job, token: str = "") -> str:
+        """Starts a pipeline, on the training GPUs on which the least goes on where it may train anywhere; its name.
+        Raises PoolError: a pipeline of this name runs already; RegistrationError: it does not fit the pool; TeamError:
+        the user may not submit it, or the name is another user's job's.
+        """
+        with self._acting(token, SUBMIT, job.name) as user:
+            if user is not None:
+                job = replace(job, options={**job.options, "user": user.name, "group": user.group})
+            return self._submit(job)
+
+    def _submit(self, job: Job) -> str:
         with self._lock:
             running = [
                 Mapped(submission.train, submission.infer, submission.column)
@@ -194,6 +285,7 @@ class PoolActor(Orchestrator):
                 teachers=job.teachers,
                 wishes=job.wishes,
             )
+            submission.user, submission.group = job.options.get("user", ""), job.options.get("group", "")
             self._submissions[job.name] = submission
             try:
                 self._write()  # first, so that a restarted pool knows of every pipeline that may be there
@@ -323,6 +415,8 @@ class PoolActor(Orchestrator):
                 submission.asked,
                 submission.log_dir,
                 submission.wishes,
+                submission.user,
+                submission.group,
             )
             for name, submission in submissions.items()
         ]
@@ -333,10 +427,15 @@ class PoolActor(Orchestrator):
                 self._sharing.take(entry.time, entry.event)
             return self._sharing.so_far(time.time())
 
-    def cancel(self, name: str) -> str:
+    def cancel(self, name: str, token: str = "") -> str:
         """Ends a pipeline whatever it does; its checkpoints stay. Returns what happens, in words. Raises PoolError:
-        there is none of this name.
+        there is none of this name; TeamError: the user may not.
         """
+        with self._acting(token, "cancel", name):
+            return self.end(name)
+
+    def end(self, name: str) -> str:
+        """Cancels a pipeline for the pool itself, which asks no user."""
         import ray
 
         submission = self._known(name)
@@ -350,10 +449,14 @@ class PoolActor(Orchestrator):
             ray.kill(self._actors[name], no_restart=True)
         return "is being cancelled"
 
-    def drain(self, name: str) -> str:
+    def drain(self, name: str, token: str = "") -> str:
         """Asks a pipeline to end at the next place from which it can resume; returns in words what it does first.
-        Raises PoolError: no pipeline has this name.
+        Raises PoolError: no pipeline has this name; TeamError: the user may not.
         """
+        with self._acting(token, "drain", name):
+            return self._drain(name)
+
+    def _drain(self, name: str) -> str:
         import ray
 
         submission = self._known(name)
@@ -366,10 +469,14 @@ class PoolActor(Orchestrator):
         self._note_asked(submission, "drain")
         return f"draining: {does}"
 
-    def adapters(self, name: str, command: str, values: Sequence[str]) -> object:
+    def adapters(self, name: str, command: str, values: Sequence[str], token: str = "") -> object:
         """Adds, removes or lists adapters of a pipeline; see `CommandPipeline.adapters`. Raises PoolError: there is no
-        such pipeline, it has no adapters, or it refused.
+        such pipeline, it has no adapters, or it refused; TeamError: the user may not.
         """
+        with self._acting(token, f"{command} adapters of", name):
+            return self._adapters(name, command, values)
+
+    def _adapters(self, name: str, command: str, values: Sequence[str]) -> object:
         import ray
 
         submission = self._known(name)

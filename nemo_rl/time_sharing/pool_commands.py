@@ -31,6 +31,7 @@ from nemo_rl.time_sharing.pipelines.admission import estimated_needs, what_it_ta
 from nemo_rl.time_sharing.pipelines.job import Job, read_jobs
 from nemo_rl.time_sharing.pool import About, Expectation, PoolError
 from nemo_rl.time_sharing.protocol.topology import Pool
+from nemo_rl.time_sharing.team import own_token
 from nemo_rl.time_sharing.viewing.standings_table import StandingsTable
 from nemo_rl.time_sharing.viewing.timeline import Timeline, TimelineBuilder, in_unit
 
@@ -66,17 +67,20 @@ def submit(chosen: argparse.Namespace) -> int:
     """Submits files to the open pool; with `--wait`, until they have ended."""
     env = submitters_env(chosen.env)
     actor, pool = _join(chosen.pool)
+    token = _users_token(actor)
     files, overrides = files_and_overrides(chosen.files)
-    names = _admitted(actor, read_jobs(files, pool, overrides), env)
+    names = _admitted(actor, read_jobs(files, pool, overrides), env, token)
     sys.stdout.write("".join(f"{name}\n" for name in names))
-    return follow(actor, names) if chosen.wait else EXIT_OK
+    return follow(actor, names, token) if chosen.wait else EXIT_OK
 
 
-def _admitted(actor: ActorHandle[object], jobs: Sequence[Job], env: Mapping[str, str]) -> list[str]:
-    """Submits jobs to a pool that others use, and says of each what it takes and when it can begin; their names."""
+def _admitted(actor: ActorHandle[object], jobs: Sequence[Job], env: Mapping[str, str], token: str) -> list[str]:
+    """Submits jobs to a pool that others use, and says of each what it takes and when it can begin; their names.
+    `token`: see `submit_all`.
+    """
     about = _about(actor)
     needs = {job.name: estimated_needs(job, about.memory) for job in jobs}
-    names = submit_all(actor, jobs, env)
+    names = submit_all(actor, jobs, env, token=token)
     for name in names:
         found: Expectation = ask(actor.expected_start.remote(name))
         said = what_it_takes(
@@ -91,10 +95,13 @@ def status(chosen: argparse.Namespace) -> int:
     import ray
 
     actor, _ = _join(chosen.pool)
+    about = _about_for_user(actor)
     standings: list[Standing] = ray.get(actor.standings.remote(), timeout=_ANSWER_S)
-    about = _about(actor)
     if chosen.json:
-        shown = {"pool": about.name, "pipelines": [asdict(each) | {"state": each.state} for each in standings]}
+        pipelines = [asdict(each) | {"state": each.state} for each in standings]
+        for one in pipelines if not about.team else ():
+            del one["user"], one["group"]
+        shown = {"pool": about.name, "pipelines": pipelines}
         sys.stdout.write(json.dumps(shown, indent=2) + "\n")
     elif not standings:
         sys.stdout.write(f"pool {about.name}: no pipelines; submit FILE adds one\n")
@@ -116,8 +123,9 @@ def cancel(chosen: argparse.Namespace) -> int:
 
 def _end_each(chosen: argparse.Namespace, method: str, deadline_s: float) -> int:
     actor, _ = _join(chosen.pool)
+    token = _users_token(actor)
     for name in chosen.names:
-        sys.stdout.write(f"{name}: {ask(getattr(actor, method).remote(name))}\n")
+        sys.stdout.write(f"{name}: {ask(getattr(actor, method).remote(name, token))}\n")
         sys.stdout.flush()
     left = list(chosen.names)
     deadline = time.monotonic() + deadline_s
@@ -145,8 +153,16 @@ def adapters(chosen: argparse.Namespace) -> int:
         raise PoolError(f"adapters {chosen.what} {chosen.name}: give {wanted}")
     actor, _ = _join(chosen.pool)
     values = [str(Path(value).resolve()) if chosen.what == "add" else value for value in chosen.values]
-    for answer in ask(actor.adapters.remote(chosen.name, chosen.what, values)):
+    for answer in ask(actor.adapters.remote(chosen.name, chosen.what, values, _users_token(actor))):
         sys.stdout.write((answer if isinstance(answer, str) else json.dumps(answer, indent=2)) + "\n")
+    return EXIT_OK
+
+
+def reload(chosen: argparse.Namespace) -> int:
+    """Has the pool read its team file again; prints what that changes."""
+    actor, _ = _join(chosen.pool)
+    for line in ask(actor.reload.remote(_users_token(actor))) or ["the team file says what it said before"]:
+        sys.stdout.write(f"{line}\n")
     return EXIT_OK
 
 
@@ -156,9 +172,9 @@ def explain(chosen: argparse.Namespace) -> int:
     wishes: list[str] = []
     if log_dir is None:
         actor, _ = _join(chosen.pool)
+        about = _about_for_user(actor)
         for standing in _standings(actor, chosen.names or None):
             wishes += [f"{standing.name}: {wish} {said}" for wish, said in standing.kept(time.time()).items()]
-        about = _about(actor)
         log_dir = Path(about.log_dir)
     builder = TimelineBuilder()
     for entry in LogTail(log_dir / "scheduler.jsonl").new():
@@ -183,18 +199,23 @@ def explained(timeline: Timeline, names: Sequence[str], unit: str) -> Iterator[s
                 yield f"{unit} {gpu}: free"
             continue
         for o in now:
-            yield f"{unit} {gpu}: {o.label} ({o.phase} for {timeline.end - o.start:.1f} s)"
+            whose = _whose(timeline, o.pipeline)
+            yield f"{unit} {gpu}: {o.label} ({o.phase} for {timeline.end - o.start:.1f} s){whose}"
             for _, plan, text in timeline.decisions:
                 if plan == o.plan and o.pipeline in text:
                     yield f"    plan {plan}: {in_unit(text, unit)}"
     for name, gpus in timeline.entitled.items():
         if not names or name in names:
-            yield f"{name}: entitled to {gpus:.2f} {unit}s by the newest plan"
+            yield f"{name}: entitled to {gpus:.2f} {unit}s by the newest plan{_whose(timeline, name)}"
     newest = [d for d in timeline.decisions if not names or any(name in d[2] for name in names)][-_NEWEST:]
     yield "newest decisions:" if newest else "no decisions yet"
     for when, plan, text in newest:
         by = f", plan {plan}" if plan >= 0 else ""
         yield f"    {when:.1f} s{by}: {in_unit(text, unit)}"
+
+
+def _whose(timeline: Timeline, name: str) -> str:
+    return f", of {timeline.users[name]}" if name in timeline.users else ""
 
 
 def run_under_control_plane(arguments: Sequence[str], *, default_config: Path, prog: str | None = None) -> int:
@@ -208,7 +229,9 @@ def run_under_control_plane(arguments: Sequence[str], *, default_config: Path, p
     def work() -> int:
         env = submitters_env()
         actor, pool = _join(None)
-        return follow(actor, _admitted(actor, read_jobs([chosen.config or default_config], pool, overrides), env))
+        token = _users_token(actor)
+        jobs = read_jobs([chosen.config or default_config], pool, overrides)
+        return follow(actor, _admitted(actor, jobs, env, token), token)
 
     return guarded(work)
 
@@ -239,11 +262,16 @@ def submitters_env(named: Sequence[str] = ()) -> dict[str, str]:
 
 
 def submit_all(
-    actor: ActorHandle[object], jobs: Sequence[Job], env: Mapping[str, str], *, admit_delay_s: float = 0.0
+    actor: ActorHandle[object],
+    jobs: Sequence[Job],
+    env: Mapping[str, str],
+    *,
+    admit_delay_s: float = 0.0,
+    token: str = "",
 ) -> list[str]:
     """Submits jobs whose code can be imported; their names. `admit_delay_s`: seconds for which each waits at most until
-    the one before it has made its first step or ended. Raises ConfigError: a file names code that cannot be imported;
-    PoolError: the pool refuses one.
+    the one before it has made its first step or ended. `token`: the user's, on a pool for a team. Raises ConfigError: a
+    file names code that cannot be imported; PoolError: the pool refuses one.
     """
     check_code(jobs)
     names: list[str] = []
@@ -251,7 +279,7 @@ def submit_all(
         deadline = time.monotonic() + admit_delay_s
         while names and time.monotonic() < deadline and not _has_stepped(*_standings(actor, names[-1:])):
             time.sleep(_POLL_S)
-        names.append(ask(actor.submit.remote(replace(job, env=env))))
+        names.append(ask(actor.submit.remote(replace(job, env=env), token)))
     return names
 
 
@@ -319,21 +347,34 @@ def watch(actor: ActorHandle[object], names: Sequence[str]) -> list[Standing]:
             time.sleep(_POLL_S)
 
 
-def follow(actor: ActorHandle[object], names: Sequence[str]) -> int:
-    """Shows pipelines until they have ended; an interrupt cancels them."""
+def follow(actor: ActorHandle[object], names: Sequence[str], token: str = "") -> int:
+    """Shows pipelines until they have ended; an interrupt cancels them. `token`: see `submit_all`."""
     import ray
 
     try:
         standings = watch(actor, names)
     except KeyboardInterrupt:
         for name in names:
-            ray.get(actor.cancel.remote(name), timeout=_ANSWER_S)
+            ray.get(actor.cancel.remote(name, token), timeout=_ANSWER_S)
         raise
     return EXIT_OK if all(s.outcome is not None and s.outcome.kind == "done" for s in standings) else EXIT_FAILED
 
 
 def _about(actor: ActorHandle[object]) -> About:
     about: About = ask(actor.about.remote())
+    return about
+
+
+def _users_token(actor: ActorHandle[object]) -> str:
+    """The token of this command's user; "" where the pool has no team, and asks for none."""
+    return own_token() if _about(actor).team else ""
+
+
+def _about_for_user(actor: ActorHandle[object]) -> About:
+    """The pool, for commands that only read. Raises PoolError: its team has no user with this command's token."""
+    about = _about(actor)
+    if about.team:
+        ask(actor.rights.remote(own_token()))
     return about
 
 
@@ -362,9 +403,11 @@ def _join(name: str | None) -> tuple[ActorHandle[object], Pool]:
     Ray cluster that runs here.
 
     Args:
-        name: Which one, where several are open.
+        name: Which one, where several are open, or the path of a team's pool file; by default what NRL_POOL says.
     """
     import ray
+
+    name = name or os.environ.get("NRL_POOL") or None
 
     from nemo_rl.distributed.ray_joining import LOCAL, join_cluster, running_cluster
 

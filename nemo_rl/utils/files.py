@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -29,27 +29,57 @@ _PAGE = 4096
 
 
 class NotPrivate(UserError, RuntimeError):
-    """A directory that must be the user's own can be entered by others."""
+    """Others can enter a directory, or read or write a file, that must be the user's own."""
 
 
-def users_directory(parent: str | None = None) -> Path:
+def users_directory(parent: str | None = None, group: int | None = None) -> Path:
     """This user's directory `nemo_rl_<uid>`, which is made and which no other user can enter.
 
     Args:
         parent: Where it is; the temporary directory if None.
+        group: Id of a Unix group whose users may enter, but not list, the directory, `nemo_rl_<uid>_g<gid>` then.
 
     Raises NotPrivate: something else is there, or others can enter it.
     """
-    path = Path(parent or tempfile.gettempdir()) / f"nemo_rl_{os.getuid()}"
+    mode, name = (0o700, "") if group is None else (0o710, f"_g{group}")
+    path = Path(parent or tempfile.gettempdir()) / f"nemo_rl_{os.getuid()}{name}"
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & ~mode & 0o077:
         raise NotPrivate(
-            f"{path}: must be a directory that belongs to you and that no other user can enter (mode 0700), since it "
-            "holds tokens; remove it, or set TMPDIR to another place"
+            f"{path}: must be a directory that belongs to you and that no other user can enter (mode {mode:04o}), "
+            "since it holds tokens; remove it, or set TMPDIR to another place"
         )
+    if group is not None:
+        os.chown(path, -1, group)
+        path.chmod(mode)
     return path
+
+
+def read_trusted(path: Path, forbidden: int, owners: Collection[int] | None, must: str) -> str:
+    """The text of a file that its owner vouches for.
+
+    Args:
+        forbidden: Access rights that it must not have.
+        owners: Ids of the users whose it may be; None for any.
+        must: The rule in words, such as "must belong to you", with the remedy.
+
+    Raises FileNotFoundError: there is none; NotPrivate: the rule is broken, or it cannot be read.
+    """
+    try:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as file:
+            about = os.fstat(file.fileno())
+            strange = owners is not None and about.st_uid not in owners
+            if strange or not stat.S_ISREG(about.st_mode) or stat.S_IMODE(about.st_mode) & forbidden:
+                raise NotPrivate(f"{path}: {must}")
+            return file.read().decode()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise NotPrivate(f"{path}: cannot be read ({error.strerror}); {must}") from error
+    except UnicodeDecodeError as error:
+        raise NotPrivate(f"{path}: is no text; {must}") from error
 
 
 def replace_file(path: Path, content: str | bytes, *, durable: bool = False, mode: int = 0o666) -> None:
@@ -83,10 +113,15 @@ def why_unwritable(folder: Path) -> str:
 
 
 @contextmanager
-def private_file(path: Path, content: str | bytes) -> Generator[None]:
-    """Writes an owner-only file with an address and its token; removes it when the block ends."""
+def private_file(path: Path, content: str | bytes, group: int | None = None) -> Generator[None]:
+    """Writes a file with an address and its token, which only its owner can read, and the users of a Unix group where
+    one is given; removes it when the block ends.
+    """
     replace_file(path, content, mode=0o600)
     try:
+        if group is not None:
+            os.chown(path, -1, group)
+            path.chmod(0o640)
         yield
     finally:
         path.unlink(missing_ok=True)

@@ -24,6 +24,7 @@ from urllib.parse import quote, urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.middleware.gzip import GZipMiddleware
@@ -253,12 +254,15 @@ def metrics_handler(text: Callable[[], str], token: str | None = None) -> ASGIAp
     return bearer_only(app, token, refusal)
 
 
-def guarded_app(routes: Sequence[Route], token: str, *, token_to_read: bool, cookie: str) -> Starlette:
+def guarded_app(
+    routes: Sequence[Route], known: Callable[[Sequence[str]], bool], *, token_to_read: bool, cookie: str
+) -> Starlette:
     """An ASGI application that asks for a token.
 
     Args:
         routes: Its routes; a 404 names them.
-        token: As `?token=`, bearer token or cookie; `/?token=` sets the cookie.
+        known: Whether one of some strings is a token that may read: `?token=`, bearer token and cookie; `/?token=` sets
+            the cookie.
         token_to_read: Whether reading needs a token; without, any client that addresses this machine by its own name
             may read.
     """
@@ -274,8 +278,8 @@ def guarded_app(routes: Sequence[Route], token: str, *, token_to_read: bool, coo
             return PlainTextResponse("the Host header is not an address\n", 400)
         asked = request.query_params.get("token", "")
         # A foreign page that has its name resolved to this machine is not this machine's user.
-        shown = shows_token(token, [asked, bearer(request), request.cookies.get(cookie, "")])
-        if not (shown if token_to_read else of_this_machine(host)):
+        shown = [asked, bearer(request), request.cookies.get(cookie, "")]
+        if not (await run_in_threadpool(known, shown) if token_to_read else of_this_machine(host)):
             return PlainTextResponse(NEEDS_TOKEN, 403, _HEADERS)
         try:
             answered = await answer(request)
@@ -286,8 +290,8 @@ def guarded_app(routes: Sequence[Route], token: str, *, token_to_read: bool, coo
             return Response(status_code=499)
         for name, value in _HEADERS.items():
             answered.headers.setdefault(name, value)
-        if request.url.path == "/" and shows_token(token, [asked]):
-            answered.set_cookie(cookie, token, httponly=True, samesite="strict")
+        if request.url.path == "/" and await run_in_threadpool(known, [asked]):
+            answered.set_cookie(cookie, asked, httponly=True, samesite="strict")
         return answered
 
     return Starlette(

@@ -11,6 +11,7 @@ import os
 import secrets
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from nemo_rl.utils.files import PAGE_ADDRESS, private_file
-from nemo_rl.utils.http_server import file_of, guarded_app, serve_page
+from nemo_rl.utils.http_server import file_of, guarded_app, serve_page, shows_token
 from nemo_rl.utils.progress import RunProgress, format_duration
 from nemo_rl.utils.report import sample_lines, write_page
 from nemo_rl.utils.text import filled_page, printable
@@ -123,4 +124,4 @@ def _app(page: RunPage, token: str) -> Starlette:
         return file_of(page.log_dir, request.path_params["path"])
 
     routes = [Route("/", root), Route("/data.json", data), Route("/files/{path:path}", files)]
-    return guarded_app(routes, token, token_to_read=True, cookie=_COOKIE)
+    return guarded_app(routes, partial(shows_token, token), token_to_read=True, cookie=_COOKIE)

@@ -61,7 +61,7 @@ class Bench:
     def state(self):  # type: ignore[no-untyped-def]
         return self.scheduler.state
 
-    def register(self, name: str, train: list[int], infer: list[int], incarnation: int = 0) -> None:
+    def register(self, name: str, train: list[int], infer: list[int], incarnation: int = 0, **options: object) -> None:
         self.scheduler.register(
             name,
             "ns",
@@ -69,6 +69,7 @@ class Bench:
             {ACTOR_TRAIN: train, ACTOR_INFER: infer},
             self.now,
             incarnation=incarnation,
+            **options,
         )
 
     def status(self, name: str, **fields: object) -> None:

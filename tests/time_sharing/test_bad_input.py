@@ -155,6 +155,8 @@ BAD: dict[str, tuple[Any, str]] = {
     "rank_batch": (0, "rank_batch=0"),
     "slice_s": (-1, "slice_s=-1 must be from 0 to 3600 seconds"),
     "drain_s": (3601.0, "drain_s=3601.0 must be from 0 to 3600 seconds"),
+    "user": ("a\nb", "user='a.*must be text of at most 64 characters"),
+    "group": (7, "group=7 must be text"),
     "full_overlap": (False, "touches each of the 2 inference ranks"),
 }
 

@@ -14,7 +14,16 @@ import pytest
 import yaml
 
 from nemo_rl.config import ConfigError
-from nemo_rl.time_sharing.open_pools import NoOpenPool, OpenPool, announced, open_pools, the_open_pool
+from nemo_rl.time_sharing.open_pools import (
+    NoOpenPool,
+    OpenPool,
+    announced,
+    announced_to_team,
+    open_pools,
+    team_group,
+    team_pool_file,
+    the_open_pool,
+)
 from nemo_rl.time_sharing.pipelines.job import read_jobs
 from nemo_rl.time_sharing.pool import PoolError
 from nemo_rl.time_sharing.pool_commands import check_code, submitters_env
@@ -96,6 +105,40 @@ def test_of_several_pools_one_is_chosen_and_other_versions_are_refused() -> None
             found("c")
     with announced(pool(versions="nemo-rl 0.0.1, ray 2.0, Python 3.8.0")), pytest.raises(NoOpenPool, match="runs nemo"):
         found()
+
+
+def test_a_teams_pool_is_found_by_the_file_beside_the_teams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    team, path = tmp_path / "team.yaml", tmp_path / "team.pool"
+    group = team_group(team)
+    with announced_to_team(team, pool(page="http://page/?token=secret"), group):
+        about = path.stat()
+        assert (about.st_mode & 0o777, about.st_gid) == (0o640, group)
+        there = found(str(path))
+        assert there is not None and (there.token, there.page) == ("secret", "http://page/")
+        path.chmod(0o660)
+        with pytest.raises(NotPrivate, match="team.pool: the address of a team's pool must be writable by its owner"):
+            found(str(path))
+        path.chmod(0o640)
+        monkeypatch.setattr("nemo_rl.time_sharing.open_pools.os.getpid", lambda: 1)
+        with pytest.raises(NoOpenPool, match=r"--team .*team.yaml: the pool p is open with it already \(process"):
+            team_pool_file(team)
+    with pytest.raises(NoOpenPool, match=r"--pool .*team.pool: there is no such file; a pool that serve --team opened"):
+        found(str(path))
+    with announced_to_team(team, pool("gone", started=1.0), group):
+        with pytest.raises(NoOpenPool, match="--pool .*: the pool gone ended without being closed"):
+            found(str(path))
+        assert team_pool_file(team) == path, "a stale one is replaced"
+
+
+def test_the_session_of_a_teams_cluster_is_for_its_unix_group(tmp_path: Path) -> None:
+    group = os.getegid()
+    shared = users_directory(str(tmp_path), group)
+    assert shared != users_directory(str(tmp_path)) and shared.name == f"nemo_rl_{os.getuid()}_g{group}"
+    assert (shared.stat().st_mode & 0o777, shared.stat().st_gid) == (0o710, group)
+    assert users_directory(str(tmp_path), group) == shared
+    shared.chmod(0o711)
+    with pytest.raises(NotPrivate, match="mode 0710"):
+        users_directory(str(tmp_path), group)
 
 
 def test_a_job_takes_its_folder_python_path_and_named_variables_along(

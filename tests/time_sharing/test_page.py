@@ -22,14 +22,15 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from nemo_rl.time_sharing.log.events import LogClosed
+from nemo_rl.time_sharing.log.events import LogClosed, UserActed
 from nemo_rl.time_sharing.log.pool_state import AdapterProgress, Outcome, PoolState
 from nemo_rl.time_sharing.log.sharing import Sharing
 from nemo_rl.time_sharing.pipelines.grpo import Progress
 from nemo_rl.time_sharing.pool import PoolError, Standing
 from nemo_rl.time_sharing.pool_commands import explained
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Demand, GivenBack, Priority, Want
-from nemo_rl.time_sharing.viewing.page_server import PageServer, PoolView
+from nemo_rl.time_sharing.team import Rights
+from nemo_rl.time_sharing.viewing.page_server import PageServer, PoolView, TeamAccess
 from nemo_rl.time_sharing.viewing.standings_table import StandingsTable
 from nemo_rl.time_sharing.viewing.timeline import build_timeline
 from nemo_rl.time_sharing.viewing.trace import trace_events
@@ -239,7 +240,7 @@ def test_visitors_who_send_half_a_request_hold_no_thread_and_are_cut_off(
 def test_jobs_are_ended_from_the_page_with_its_token_only(view: PoolView) -> None:
     did: list[tuple[str, str]] = []
 
-    def act(what: str, name: str) -> str:
+    def act(what: str, name: str, token: str) -> str:
         if name == "nobody":
             raise PoolError("there is no pipeline 'nobody'")
         did.append((what, name))
@@ -270,6 +271,68 @@ def test_jobs_are_ended_from_the_page_with_its_token_only(view: PoolView) -> Non
         assert did == [("drain", "long"), ("cancel", "short")]
     finally:
         server.close()
+
+
+def test_a_team_sees_and_does_on_the_page_what_its_roles_allow(bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    everybody = [replace(one, log_dir=str(tmp_path / "job"), user="ann", group="nlp") for one in standings()]
+    rights = {"of-ann": Rights("ann", "member", frozenset({"long"})), "of-vic": Rights("vic", "viewer", frozenset())}
+    did: list[tuple[str, str, str]] = []
+
+    def allowed(name: str, token: str) -> None:
+        if name not in rights[token].jobs:
+            raise PoolError(f"{rights[token].user} may not")
+
+    def act(what: str, name: str, token: str) -> str:
+        allowed(name, token)
+        did.append((what, name, token))
+        return "done as asked"
+
+    view = PoolView(tmp_path, lambda: everybody)
+    server = PageServer(view, token="of the pool", act=act, team=TeamAccess(rights.get, allowed))
+    try:
+        bare = server.url
+        assert "token" not in bare
+        for path in ("", "data.json", "metrics", "jobs/long/files/"):
+            for wrong in ("", "?token=", "?token=of+the+pool", "?token=x"):
+                assert status_of(f"{bare}{path}{wrong}") == 403, path
+        for token, may in (("of-ann", [True, False]), ("of-vic", [False, False])):
+            data = json.load(get(f"{bare}data.json?token={token}"))
+            assert data["may"] == may and data["acts"] and "no security boundary between tenants" in data["notice"]
+            assert f"You are {rights[token].user} ({rights[token].role})" in data["notice"]
+            assert data["columns"][-1] == "user" and data["standings"][0][-1] == "ann (nlp)"
+            assert b"no security boundary" in get(f"{bare}?token={token}").read()
+            assert status_of(f"{bare}metrics", Authorization=f"Bearer {token}") == 200
+        cookie = get(f"{bare}?token=of-ann").headers["Set-Cookie"].partition(";")[0]
+        assert cookie == "nrl_pool_token=of-ann"
+        assert status_of(f"{bare}jobs/long/files/", Cookie=cookie) == 200
+        assert status_of(f"{bare}jobs/short/files/", Cookie=cookie) == 403
+        assert status_of(f"{bare}jobs/long/files/?token=of-vic") == 403
+        for token, code in (("of-ann", 200), ("of-vic", 409), ("x", 403)):
+            asked = urllib.request.Request(
+                f"{bare}jobs/long/drain", method="POST", headers={"Authorization": f"Bearer {token}"}
+            )
+            with suppress(urllib.error.HTTPError):
+                assert urllib.request.urlopen(asked, timeout=30).status == code == 200
+        assert did == [("drain", "long", "of-ann")]
+    finally:
+        server.close()
+
+
+def test_what_users_do_and_whose_a_job_is_are_among_the_decisions(tmp_path: Path) -> None:
+    bench = Bench(2, log=tmp_path / "scheduler.jsonl")
+    bench.register("scan", [0], [0, 1], user="ann", group="nlp")
+    bench.status("scan", demand=Demand(64, 0, 4, 1))
+    bench.settle(20.0)
+    bench.record.emit(UserActed("bob", "cancel", "scan", "refused: bob may not"))
+    bench.record.emit(UserActed("", "cancel", "scan", "refused: the token is no user's"))
+    timeline = build_timeline(read_record(tmp_path / "scheduler.jsonl"))
+    assert timeline.users == {"scan": "ann"}
+    said = list(explained(timeline, ["scan"], "GPU"))
+    assert any(line.startswith("GPU 0: ") and line.endswith(", of ann") for line in said)
+    assert any("entitled to" in line and line.endswith(", of ann") for line in said)
+    assert said[-2].endswith("bob: cancel scan: refused: bob may not")
+    assert said[-1].endswith("a token that is no user's: cancel scan: refused: the token is no user's")
 
 
 def test_a_jobs_report_and_logs_are_shown_and_nothing_beside_them(bench: Bench, tmp_path: Path) -> None:

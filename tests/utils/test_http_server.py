@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from nemo_rl.utils.files import ADDRESS_FILES, private_file
-from nemo_rl.utils.http_server import BackgroundServer, Bounds, file_of, guarded_app
+from nemo_rl.utils.http_server import BackgroundServer, Bounds, file_of, guarded_app, shows_token
 
 TOKEN = "the token of the test"
 Serve = Callable[..., BackgroundServer]
@@ -53,7 +54,7 @@ def app(folder: Path | None = None) -> Starlette:
         return PlainTextResponse("slow")
 
     routes = [Route("/", hello, methods=["GET", "POST"]), Route("/slow", slow), Route("/files/{path:path}", files)]
-    return guarded_app(routes, TOKEN, token_to_read=True, cookie="cookie")
+    return guarded_app(routes, partial(shows_token, TOKEN), token_to_read=True, cookie="cookie")
 
 
 def connected(server: BackgroundServer) -> socket.socket:

@@ -19,7 +19,7 @@ from typing import Any
 from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing.agents.ray_reaper import Reaper, agent_actor_name, agent_namespace
 from nemo_rl.time_sharing.log import log_end
-from nemo_rl.time_sharing.log.events import EVERYTHING, MemoryFreed, PoolOpened
+from nemo_rl.time_sharing.log.events import EVERYTHING, MemoryFreed, PoolOpened, UserActed
 from nemo_rl.time_sharing.log.segments import SEGMENT_LINES, SegmentedLog, newest_segment, saved
 from nemo_rl.time_sharing.log.state import StateSaved
 from nemo_rl.time_sharing.protocol.topology import Pool, Topology
@@ -55,7 +55,7 @@ class SchedulerActor:
         try:
             self._begin(log_dir, Pool(nodes, gpus_per_node, slots_per_gpu), limits or Limits(), segment_lines)
         except (OSError, RecordError):
-            if not _started_anew():
+            if not started_anew():
                 raise
             # Ray gives an actor up whose constructor raises, and restarts one whose process ends.
             logger.critical("scheduler=ended reason=log_not_written log_dir=%s", log_dir, exc_info=True)
@@ -139,6 +139,12 @@ class SchedulerActor:
         """Ends a pipeline at once; see `Scheduler.unregister`."""
         with self._serving() as core:
             core.unregister(pipeline, time.time())
+
+    def acted(self, user: str, action: str, subject: str, outcome: str) -> None:
+        """Writes what a user of the pool's team did into the log; see `UserActed`."""
+        with self._serving():
+            self._record.emit(UserActed(user, action, subject, outcome))
+            self._record.flush()
 
     def wanted(self, pipeline: str) -> bool:
         """See `Scheduler.wanted`; False for one that is not registered."""
@@ -284,7 +290,7 @@ class SchedulerActor:
                 record.emit(MemoryFreed(cluster, held.gpus))
 
 
-def _started_anew() -> bool:
+def started_anew() -> bool:
     """Whether this process is an actor that Ray started again."""
     import ray
 

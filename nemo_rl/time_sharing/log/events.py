@@ -72,6 +72,18 @@ class Registered(PipelineOptions):
     clusters: tuple[ClusterSpec, ...]
 
 
+@event_kind("ts_user_acted")
+class UserActed:
+    """What a user of the pool's team did, or was refused: the action (`submit`, `cancel`, ...), the job or file that it
+    concerns, and `done`, or why not. `user` is empty for a token that is no user's.
+    """
+
+    user: str
+    action: str
+    subject: str
+    outcome: str
+
+
 @event_kind("ts_demand")
 class DemandReported:
     """Standing demand changed. `rank_batch`: as measured; 0 for that of the registration."""

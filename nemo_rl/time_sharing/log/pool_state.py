@@ -97,6 +97,8 @@ class Submission:
     column: int | None = 0  # which slot of each GPU it is on; None for all of them
     teachers: tuple[str, ...] = ()  # the jobs that score its samples, or its own name where it is one that scores
     wishes: Wishes = Wishes()
+    user: str = ""  # who submitted it, on a pool for a team
+    group: str = ""  # that user's group then
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,8 @@ class Standing:
     asked: str = ""  # `drain` or `cancel`, where a user has asked for its end
     log_dir: str = ""  # where its own logs are; empty before it has said
     wishes: Wishes = Wishes()
+    user: str = ""  # who submitted it, on a pool for a team
+    group: str = ""  # that user's group then
 
     def kept(self, now: float) -> dict[str, str]:
         """Whether its user's wishes are kept, and by how much they are missed, in words by the wish; `now`: seconds

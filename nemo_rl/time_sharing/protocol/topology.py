@@ -39,6 +39,7 @@ MAX_SECONDS = 3600.0
 """The longest slice, and the longest drain, of a registration."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _MAX_ID = 256
+_LONGEST_NAME = 64
 
 
 class RegistrationError(UserError, ValueError):
@@ -279,7 +280,14 @@ def _check_names(pipeline: str, namespace: str, tps: Mapping[str, int], mappings
 
 
 def check_numbers(pipeline: str, options: PipelineOptions) -> None:
-    """Raises BadShare for numbers that no plan could be made with."""
+    """Raises BadShare for numbers that no plan could be made with; RegistrationError for a user or group that is no
+    name.
+    """
+    for name, text in (("user", options.user), ("group", options.group)):
+        if not isinstance(text, str) or len(text) > _LONGEST_NAME or not text.isprintable():
+            raise RegistrationError(
+                f"{name}={shown(text)} must be text of at most {_LONGEST_NAME} characters", pipeline=pipeline
+            )
     weight, min_share, max_share = options.weight, options.min_share, options.max_share
     seconds = (("slice_s", options.slice_s), ("drain_s", options.drain_s))
     for name, value in (("weight", weight), ("min_share", min_share), ("max_share", max_share), *seconds):

@@ -127,6 +127,8 @@ class PipelineOptions:
         slice_s: Seconds that a rank must serve to be of use, 0 (any time) to 3600: what takes long to start makes no
             progress in shorter ones.
         drain_s: Seconds that taking its work off a rank may take, 0 to 3600; the limit of all counts if it is longer.
+        user: Who submitted it, on a pool for a team; else empty.
+        group: That user's group then.
     """
 
     weight: float = 1.0
@@ -136,6 +138,8 @@ class PipelineOptions:
     rank_batch: int = 1
     slice_s: float = 0.0
     drain_s: float = 0.0
+    user: str = ""
+    group: str = ""
 
     def options(self) -> dict[str, Any]:
         """These options by name, without the fields of a class that has more."""

@@ -1,6 +1,6 @@
 """The web page of a pool: holders of GPUs and reasons, live or from a finished log, and metrics for Prometheus.
 
-Reads the scheduler's log and asks for standings; changes nothing except through `act`. Invariants: without the token
+Reads the scheduler's log and asks for standings; changes nothing except through `act`. Invariants: without a token
 nothing is shown to another machine and no file of a job to anybody, and no action is taken; the port is free again
 after `close`.
 """
@@ -12,6 +12,8 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +29,7 @@ from nemo_rl.time_sharing.log.events import LogClosed
 from nemo_rl.time_sharing.log.pool_state import PoolState, Standing
 from nemo_rl.time_sharing.log.reading import LogTail, merge_by_machine_time
 from nemo_rl.time_sharing.viewing.pool_report import TEMPLATE, report_data
-from nemo_rl.time_sharing.viewing.standings_table import adapter_cells, cells, steps_of, waited_s
+from nemo_rl.time_sharing.viewing.standings_table import adapter_cells, cells, columns, has_users, steps_of, waited_s
 from nemo_rl.time_sharing.viewing.timeline import Timeline, TimelineBuilder
 from nemo_rl.utils.http_server import (
     NEEDS_TOKEN,
@@ -46,13 +48,37 @@ from nemo_rl.utils.text import filled_page
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
+    from nemo_rl.time_sharing.team import Rights
+
 _FRESH_S = 1.0
 _MOST_BARS = 20_000
 _COOKIE = "nrl_pool_token"
 _ACTIONS = ("drain", "cancel")
 
-Act = Callable[[str, str], str]
-"""Takes `drain` or `cancel` and a job's name; says what happens."""
+_NO_BOUNDARY = (
+    "The users of this pool trust each other: all jobs run as one Unix user on one Ray cluster, so roles prevent "
+    "mistakes and are no security boundary between tenants."
+)
+
+Act = Callable[[str, str, str], str]
+"""Takes `drain` or `cancel`, a job's name and the visitor's token; says what happens."""
+
+
+@dataclass(frozen=True)
+class TeamAccess:
+    """How a page asks the pool of a team what its visitors may do.
+
+    Attributes:
+        rights: Of the user of a token; None where it is no user's.
+        see_logs: Takes a job's name and a token. Raises UserError: its user may not read the job's logs.
+    """
+
+    rights: Callable[[str], Rights | None]
+    see_logs: Callable[[str, str], None]
+
+    def known(self, shown: Sequence[str]) -> bool:
+        """Whether one of some strings is a user's token."""
+        return any(self.rights(one) is not None for one in shown if one)
 
 
 class PoolView:
@@ -92,8 +118,8 @@ class PoolView:
             except UnaccountableLog:
                 self._accounts = None
 
-    def data(self) -> dict[str, object]:
-        """Data of the page."""
+    def data(self, managed: frozenset[str] | None = None) -> dict[str, object]:
+        """Data of the page. `managed`: the jobs that its visitor may end, and whose logs it may read; None for all."""
         with self._lock:
             timeline = self._timeline()
             if self._closed and self._violations is None:
@@ -103,13 +129,16 @@ class PoolView:
                 self._accounts.until(timeline.origin + timeline.end)
             data = report_data(timeline, self._accounts, self._violations or [], self.name, self._unit)
             bars: Any = data["bars"]
+            users = has_users(self._known)
             said = "" if self._tail.damage is None else f"the log cannot be read any further: {self._tail.damage}"
             return data | {
                 "live": not self._closed,
                 "checked": self._violations is not None,
                 "bars": bars[-_MOST_BARS:],
-                "standings": [cells(standing) for standing in self._known],
-                "adapters": [adapter_cells(standing) for standing in self._known],
+                "columns": columns(self._unit, users=users),
+                "standings": [cells(standing, users=users) for standing in self._known],
+                "adapters": [adapter_cells(standing, users=users) for standing in self._known],
+                "may": [managed is None or standing.name in managed for standing in self._known],
                 "why": [standing.why for standing in self._known],
                 "ended": [standing.outcome is not None for standing in self._known],
                 "reports": [bool(standing.log_dir) and _has_report(standing.log_dir) for standing in self._known],
@@ -155,9 +184,11 @@ class PageServer:
         act: Drains or cancels a job and returns a message. Requests always need the token as a bearer token, which no
             other
             site can make a browser send. None if the pool is closed.
+        team: Who may see and do what, in the place of `token`; None where the pool has no team. Everything needs a
+            user's token then.
 
     Attributes:
-        url: Address of the page, with the token.
+        url: Address of the page, with the token where there is no team.
 
     Raises PageError: the address cannot be listened on.
     """
@@ -170,10 +201,12 @@ class PageServer:
         port: int = 0,
         token: str | None = None,
         act: Act | None = None,
+        team: TeamAccess | None = None,
     ) -> None:
-        token_to_read = token is not None or not of_this_machine(host)
-        token = token or secrets.token_urlsafe(16)
-        app = page_app(view, token, token_to_read=token_to_read, act=act)
+        token_to_read = team is not None or token is not None or not of_this_machine(host)
+        token = None if team is not None else token or secrets.token_urlsafe(16)
+        known = team.known if team is not None else partial(shows_token, token or "")
+        app = page_app(view, known, token_to_read=token_to_read, act=act, team=team)
         self._server, self.url = serve_page(app, token, host=host, port=port, name="pool-page")
 
     def close(self) -> None:
@@ -181,25 +214,48 @@ class PageServer:
         self._server.close()
 
 
-def page_app(view: PoolView, token: str, *, token_to_read: bool, act: Act | None) -> Starlette:
-    """The page as an ASGI application; see `PageServer`. `token_to_read`: whether reading needs the token, and not only
-    acting. `act`: see `PageServer`.
+def page_app(
+    view: PoolView,
+    known: Callable[[Sequence[str]], bool],
+    *,
+    token_to_read: bool,
+    act: Act | None,
+    team: TeamAccess | None = None,
+) -> Starlette:
+    """The page as an ASGI application; see `PageServer`. `known`: whether one of some strings is a token that it takes.
+    `token_to_read`: whether reading needs one, and not only acting. `act`, `team`: see `PageServer`.
     """
 
+    def shown(request: Request) -> list[str]:
+        return [request.query_params.get("token", ""), bearer(request), request.cookies.get(_COOKIE, "")]
+
+    def data_for(request: Request) -> dict[str, object]:
+        if team is None:
+            return view.data() | {"acts": act is not None}
+        rights = next((found for one in shown(request) if one and (found := team.rights(one)) is not None), None)
+        you = f" You are {rights.user} ({rights.role})." if rights is not None else ""
+        data = view.data(rights.jobs if rights is not None else frozenset())
+        return data | {"acts": act is not None, "notice": _NO_BOUNDARY + you}
+
     def page(request: Request) -> Response:
-        return HTMLResponse(filled_page(TEMPLATE, f"{view.name}: pool", view.data() | {"acts": act is not None}))
+        return HTMLResponse(filled_page(TEMPLATE, f"{view.name}: pool", data_for(request)))
 
     def data(request: Request) -> Response:
-        return JSONResponse(view.data() | {"acts": act is not None})
+        return JSONResponse(data_for(request))
 
     def metrics(request: Request) -> Response:
         return Response(view.metrics(), media_type=PROMETHEUS_TEXT)
 
     def files(request: Request) -> Response:
         name, path = request.path_params["name"], request.path_params.get("path", "")
-        shown = [request.query_params.get("token", ""), bearer(request), request.cookies.get(_COOKIE, "")]
-        if not shows_token(token, shown):
+        token = next((one for one in shown(request) if known([one])), None)
+        if token is None:
             return PlainTextResponse(NEEDS_TOKEN, 403)
+        if team is not None:
+            try:
+                team.see_logs(name, token)
+            except UserError as error:
+                return PlainTextResponse(f"{error}\n", 403)
         folder = view.folder_of(name)
         if folder is None:
             return PlainTextResponse(f"{name}: has not said yet where its logs are\n", 404)
@@ -209,10 +265,10 @@ def page_app(view: PoolView, token: str, *, token_to_read: bool, act: Act | None
         name, what = request.path_params["name"], request.path_params["what"]
         if act is None or what not in _ACTIONS:
             return PlainTextResponse("see /\n", 404)
-        if not shows_token(token, [bearer(request)]):
+        if not known([bearer(request)]):
             return PlainTextResponse(NEEDS_TOKEN, 403)
         try:
-            return PlainTextResponse(f"{name}: {act(what, name)}\n")
+            return PlainTextResponse(f"{name}: {act(what, name, bearer(request))}\n")
         except UserError as error:
             return PlainTextResponse(f"{error}\n", 409)
 
@@ -224,7 +280,7 @@ def page_app(view: PoolView, token: str, *, token_to_read: bool, act: Act | None
             Route("/jobs/{name}/files/{path:path}", files),
             Route("/jobs/{name}/{what}", acted, methods=["POST"]),
         ],
-        token,
+        known,
         token_to_read=token_to_read,
         cookie=_COOKIE,
     )

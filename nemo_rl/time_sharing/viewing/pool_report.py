@@ -100,6 +100,7 @@ def report_data(
         "columns": columns(unit),
         "unit": unit,
         "acts": False,
+        "notice": "",
     }
 
 

@@ -78,10 +78,11 @@ class StandingsTable:
 
     def _table(self, standings: Sequence[Standing]) -> Table:
         table = Table(box=None, header_style="bold")
-        for column in columns(self._unit):
+        users = has_users(standings)
+        for column in columns(self._unit, users=users):
             table.add_column(column)
         for standing in standings:
-            for row in (cells(standing), *adapter_cells(standing)):
+            for row in (cells(standing, users=users), *adapter_cells(standing, users=users)):
                 table.add_row(*map(Text, map(printable, row)))
         return table
 
@@ -102,7 +103,12 @@ def _line_of(standing: Standing) -> str:
     return f"step {progress.step}/{progress.of}{figures}{adapters}{' draining' if standing.asked == 'drain' else ''}"
 
 
-def columns(unit: str) -> tuple[str, ...]:
+def has_users(standings: Sequence[Standing]) -> bool:
+    """Whether the pool is for a team, so that tables have a column for the users."""
+    return any(standing.user for standing in standings)
+
+
+def columns(unit: str, *, users: bool = False) -> tuple[str, ...]:
     """Headings of `cells`."""
     return (
         "pipeline",
@@ -118,6 +124,7 @@ def columns(unit: str) -> tuple[str, ...]:
         "slowdown",
         "gain",
         "seconds",
+        *(["user"] if users else []),
     )
 
 
@@ -139,8 +146,8 @@ def _gained(gain: Gain) -> str:
     return f"{gain.of_all:.2f}x{'' if gain.keeps else ', so in turn'} ({how})"
 
 
-def cells(standing: Standing) -> list[str]:
-    """One pipeline as text, column by column."""
+def cells(standing: Standing, *, users: bool = False) -> list[str]:
+    """One pipeline as text, column by column; `users`: with that of its user."""
     progress, outcome, sharing = standing.progress, standing.outcome, standing.sharing
     of = f"/{progress.of}" if progress is not None and progress.of else ""
     figures = dict(progress.figures) if progress is not None else {}
@@ -164,6 +171,7 @@ def cells(standing: Standing) -> list[str]:
         _with_wish(slowdown, kept.get("max_slowdown")),
         "" if gain is None else _gained(gain),
         f"{(standing.ended_at or time.time()) - standing.submitted_at:.0f}",
+        *([f"{standing.user} ({standing.group})"] if users else []),
     ]
 
 
@@ -171,7 +179,7 @@ def _with_wish(figure: str, kept: str | None) -> str:
     return figure if kept is None else f"{figure} ({kept})".lstrip()
 
 
-def adapter_cells(standing: Standing) -> list[list[str]]:
+def adapter_cells(standing: Standing, *, users: bool = False) -> list[list[str]]:
     """The adapters of a job as text, a row each, in the columns of `cells`; the wait is for training passes."""
     adapters = standing.progress.adapters if standing.progress is not None else ()
     over = standing.outcome is not None
@@ -185,6 +193,7 @@ def adapter_cells(standing: Standing) -> list[list[str]]:
             *("", "", ""),
             f"{adapter.waited_s:.1f} s",
             *("", "", "", ""),
+            *([""] if users else []),
         ]
         for adapter in adapters
     ]

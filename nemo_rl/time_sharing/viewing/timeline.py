@@ -71,7 +71,7 @@ class Timeline:
     in the order in which they ended; `handovers`: how long each took, as `HandoverWatch` finds them; `marks`: (time,
     request, decision or release in words); `faults`: (time, fault in words); `decisions`: (time, plan, reason in a
     sentence); `measured`: latest measured gain of running together; `entitled`: GPUs that each pipeline with demand was
-    entitled to by the last plan that says so.
+    entitled to by the last plan that says so; `users`: who submitted a pipeline, on a pool for a team.
 
     `pipelines` are in order of their registration. `simulated`: a simulation's own comparison, None for a real run.
     """
@@ -89,6 +89,7 @@ class Timeline:
     decisions: list[tuple[float, int, str]] = field(default_factory=list)
     entitled: dict[str, float] = field(default_factory=dict)
     pipelines: list[str] = field(default_factory=list)
+    users: dict[str, str] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
     measured: str = ""
     simulated: Simulated | None = None
@@ -262,6 +263,11 @@ def _take(builder: TimelineBuilder, source: str, event: object, time: float) -> 
             builder.clusters[event.pipeline] = {cluster.name: cluster for cluster in event.clusters}
             if event.pipeline not in timeline.pipelines:
                 timeline.pipelines.append(event.pipeline)
+            if event.user:
+                timeline.users[event.pipeline] = event.user
+        case ev.UserActed():
+            who = event.user or "a token that is no user's"
+            timeline.decisions.append((time, _NO_PLAN, f"{who}: {event.action} {event.subject}: {event.outcome}"))
         case ev.Requested():
             waiting = Interval("queue", time, _NEVER, event.pipeline, tag=event.priority.tag, cluster=event.cluster)
             builder.open["queue", event.pipeline, event.cluster] = waiting
