@@ -327,15 +327,17 @@ def of_this_machine(host: str) -> bool:
         return False
 
 
-def file_of(folder: Path, path: str) -> Response:
-    """A file of a folder or below it."""
+def file_of(folder: Path, path: str, begins: str = "") -> Response:
+    """A file of a folder or below it. `begins`: how the names in the folder begin that are shown."""
     try:
         # Links lead out of the folder only by a name that a visitor must not choose.
-        wanted = (folder / path).resolve()
-        if not wanted.is_relative_to(folder.resolve()):
+        root = folder.resolve()
+        wanted = (root / path).resolve()
+        if not wanted.is_relative_to(root) or (wanted != root and not str(wanted.relative_to(root)).startswith(begins)):
             return PlainTextResponse("outside the folder\n", 404)
         if wanted.is_dir():
-            return PlainTextResponse("".join(f"{line}\n" for line in _listed(wanted)))
+            shown = [line for line in _listed(wanted) if (wanted / line).relative_to(root).parts[0].startswith(begins)]
+            return PlainTextResponse("".join(f"{line}\n" for line in shown[:_MOST_FILES]))
         if not wanted.is_file() or not os.access(wanted, os.R_OK) or wanted.name in ADDRESS_FILES:
             return PlainTextResponse("there is no such file, or it is private\n", 404)
     except (OSError, ValueError, RuntimeError):
@@ -356,4 +358,4 @@ def _listed(folder: Path) -> list[str]:
         for path in folder.rglob("*")
         if path.is_file() and not path.is_symlink() and path.name not in ADDRESS_FILES
     )
-    return sorted(str(path.relative_to(folder)) for path in found)[:_MOST_FILES]
+    return sorted(str(path.relative_to(folder)) for path in found)

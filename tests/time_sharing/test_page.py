@@ -289,12 +289,12 @@ def test_a_team_sees_and_does_on_the_page_what_its_roles_allow(bench: Bench, tmp
         return "done as asked"
 
     view = PoolView(tmp_path, lambda: everybody)
-    server = PageServer(view, token="of the pool", act=act, team=TeamAccess(rights.get, allowed))
+    server = PageServer(view, act=act, team=TeamAccess(rights.get, allowed))
     try:
         bare = server.url
         assert "token" not in bare
         for path in ("", "data.json", "metrics", "jobs/long/files/"):
-            for wrong in ("", "?token=", "?token=of+the+pool", "?token=x"):
+            for wrong in ("", "?token=", "?token=x"):
                 assert status_of(f"{bare}{path}{wrong}") == 403, path
         for token, may in (("of-ann", [True, False]), ("of-vic", [False, False])):
             data = json.load(get(f"{bare}data.json?token={token}"))
@@ -317,6 +317,29 @@ def test_a_team_sees_and_does_on_the_page_what_its_roles_allow(bench: Bench, tmp
         assert did == [("drain", "long", "of-ann")]
     finally:
         server.close()
+
+
+def test_of_a_command_a_user_of_a_team_sees_its_own_files_alone(bench: Bench, tmp_path: Path) -> None:
+    for name in ("long.1.log", "long.adapters.json", "longer.1.log", "short.1.log", "team.json"):
+        (tmp_path / name).write_text(name)
+    everybody = [replace(one, log_dir=str(tmp_path), user="ann", group="nlp") for one in standings()]
+    rights = {"of-ann": Rights("ann", "member", frozenset({"long"}))}
+    team = TeamAccess(rights.get, lambda name, token: None)
+    server, alone = (
+        PageServer(PoolView(tmp_path, lambda: everybody), team=team),
+        PageServer(PoolView(tmp_path, lambda: everybody)),
+    )
+    try:
+        at, right = f"{server.url}jobs/long/files/", {"Authorization": "Bearer of-ann"}
+        assert get(at, **right).read().decode().split() == ["long.1.log", "long.adapters.json"]
+        assert get(f"{at}long.1.log", **right).read() == b"long.1.log"
+        for other in ("longer.1.log", "short.1.log", "team.json", "scheduler.jsonl", "long.1.log/../short.1.log"):
+            assert status_of(at + other, **right) == 404, other
+        bare, _, token = alone.url.partition("?token=")
+        assert status_of(f"{bare}jobs/long/files/short.1.log?token={token}") == 200, "without a team as ever"
+    finally:
+        server.close()
+        alone.close()
 
 
 def test_what_users_do_and_whose_a_job_is_are_among_the_decisions(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,9 @@ from hypothesis import strategies as st
 from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing import team as teams
 from nemo_rl.time_sharing.__main__ import main
+from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
 from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
+from nemo_rl.time_sharing.pipelines.job import Job
 from nemo_rl.time_sharing.pool import PoolActor, PoolError, Submission
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import Limits
@@ -321,6 +324,15 @@ def test_the_pool_does_what_a_role_allows_and_notes_all_of_it(actor: Actor) -> N
     ]
     assert [event[0] for event in refused] == ["ann", "", ""] * 6 + ["ann"]
     assert all(outcome.startswith("refused: ") for *_, outcome in refused)
+
+
+def test_a_job_has_the_user_and_group_of_its_submission(actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actor.pool, "_submit", lambda job: job)
+    config = CommandConfig(command=["true"])
+    forged = Job("new", config, (), (0,), {"slice_s": 1.0, "user": "dan", "group": "lab"})
+    assert actor.pool.submit(forged, TOKENS["ann"]).options == {"slice_s": 1.0, "user": "ann", "group": "vision"}
+    assert actor.pool.submit(replace(forged, name="scan"), TOKENS["carol"]).options["user"] == "carol"
+    assert [event[:3] for event in actor.events] == [("ann", "submit", "new"), ("carol", "submit", "scan")]
 
 
 def test_without_a_team_no_token_is_asked_for_or_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

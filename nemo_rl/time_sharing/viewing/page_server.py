@@ -153,6 +153,10 @@ class PoolView:
         folder = (self._ended | known).get(job)
         return Path(folder) if folder else None
 
+    def is_of_pool(self, folder: Path) -> bool:
+        """Whether a folder is that of the pool's log."""
+        return folder.resolve() == self._log_dir.resolve()
+
     def _judged(self) -> list[object]:
         """Violations in all records of the pool, once the log is closed; also counts its pipelines' steps."""
         try:
@@ -259,7 +263,8 @@ def page_app(
         folder = view.folder_of(name)
         if folder is None:
             return PlainTextResponse(f"{name}: has not said yet where its logs are\n", 404)
-        return file_of(folder, path)
+        # Commands write into the pool's own folder, where the files of other users' jobs are, too.
+        return file_of(folder, path, f"{name}." if team is not None and view.is_of_pool(folder) else "")
 
     def acted(request: Request) -> Response:
         name, what = request.path_params["name"], request.path_params["what"]
