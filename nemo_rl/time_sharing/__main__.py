@@ -19,7 +19,7 @@ from pathlib import Path
 
 from nemo_rl.cli import EXIT_USAGE, usage_error
 from nemo_rl.config.errors import UserError
-from nemo_rl.time_sharing.arguments import add_page_arguments, add_pool_arguments, seconds
+from nemo_rl.time_sharing.arguments import add_host_arguments, add_page_arguments, add_pool_arguments, seconds
 from nemo_rl.time_sharing.history.checker import INVARIANTS, check, refuse_nothing
 from nemo_rl.time_sharing.log import events as _events  # registers the scheduler's event kinds
 from nemo_rl.time_sharing.log.accounts import accounts_if_any, accounts_of, in_whole_seconds, statement
@@ -202,6 +202,7 @@ def _live_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="FILE",
         help="users, with their tokens and roles, who may use the pool, and their groups (docs/team_pool.md)",
     )
+    add_host_arguments(serving)
     submitting = of_open_pool("submit", live("submit"), "submit pipelines to the open pool")
     submitting.add_argument("files", nargs="+", metavar="FILE", help="configurations, and key=value for all of them")
     submitting.add_argument("--wait", action="store_true", help="until they have ended; an interrupt cancels them")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from nemo_rl.config.errors import UserError
+from nemo_rl.time_sharing.agents.host_use import bytes_of
 from nemo_rl.time_sharing.agents.ray_reaper import NAMESPACE_VARIABLE, PIPELINE_VARIABLE, agent_namespace
 from nemo_rl.time_sharing.protocol.types import Limits
 
@@ -82,6 +85,23 @@ def add_pool_arguments(parser: argparse.ArgumentParser, *, knows_jobs: bool = Fa
     )
 
 
+def add_host_arguments(parser: argparse.ArgumentParser) -> None:
+    """What a pool's jobs may take of their hosts, and who hears of their ends."""
+    each = "; a job above it is ended, and says so (default: any)"
+    parser.add_argument("--job-memory", type=size, metavar="SIZE", help=f"of a node's, for one job, as 64G{each}")
+    parser.add_argument("--job-files", type=whole, metavar="N", help=f"open on a node by one job{each}")
+    parser.add_argument("--job-disk", type=size, metavar="SIZE", help=f"of one job's logs and checkpoints{each}")
+    parser.add_argument(
+        "--keep-free",
+        type=size,
+        default=0,
+        metavar="SIZE",
+        help="host memory that stays free on each node: where less is, the job that exceeds a fair part by most is "
+        "ended (default: none, and the system chooses)",
+    )
+    parser.add_argument("--on-end", type=webhook, metavar="URL", help="where each job's end is posted to as JSON")
+
+
 AUTO = "auto"
 
 
@@ -99,6 +119,23 @@ def whole(text: str) -> int:
     if text.isascii() and text.isdigit():
         return int(text)
     raise argparse.ArgumentTypeError(f"{text}: expected a whole number from 0")
+
+
+def size(text: str) -> int:
+    """See `bytes_of`."""
+    try:
+        return bytes_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def webhook(text: str) -> str:
+    """The address of an HTTP server."""
+    with suppress(ValueError):
+        parts = urlsplit(text)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not re.search(r"\s", text):
+            return text
+    raise argparse.ArgumentTypeError(f"{text}: expected an address as https://example.com/path")
 
 
 def seconds(text: str) -> float:

@@ -25,18 +25,19 @@ from nemo_rl.config.master import RootConfig
 from nemo_rl.time_sharing.arguments import (
     AUTO,
     DEFAULT_PORT,
+    add_host_arguments,
     add_page_arguments,
     add_pool_arguments,
     check_variables,
     seconds_or_none,
 )
-from nemo_rl.time_sharing.log.pool_state import Standing
+from nemo_rl.time_sharing.log.pool_state import HostLimits, Standing
 from nemo_rl.time_sharing.mps import multi_process_service
 from nemo_rl.time_sharing.open_pools import OpenPool, announced, announced_to_team, team_group, team_pool_file
 from nemo_rl.time_sharing.opening import LIVE_LIMITS, close_pool, open_pool
 from nemo_rl.time_sharing.pipelines.job import Job, in_folders, read_jobs
 from nemo_rl.time_sharing.pipelines.slot_choice import choose_slots
-from nemo_rl.time_sharing.pool import PoolError, log_trouble
+from nemo_rl.time_sharing.pool import PoolError, PoolOptions, log_trouble
 from nemo_rl.time_sharing.pool_commands import (
     ask,
     check_code,
@@ -116,6 +117,7 @@ def launcher_parser(prog: str | None = None) -> argparse.ArgumentParser:
     )
     add_pool_arguments(parser, knows_jobs=True)
     add_page_arguments(parser)
+    add_host_arguments(parser)
     return parser
 
 
@@ -246,6 +248,12 @@ def limits_of(chosen: argparse.Namespace) -> Limits:
     return limits if chosen.quarantine is None else replace(limits, quarantine_s=chosen.quarantine)
 
 
+def options_of(chosen: argparse.Namespace) -> PoolOptions:
+    """What the pool does beside scheduling, by the command line."""
+    limits = HostLimits(chosen.job_memory, chosen.job_files, chosen.job_disk)
+    return PoolOptions(chosen.on_end, limits, chosen.keep_free)
+
+
 @contextmanager
 def _pool(
     pool: Pool, chosen: argparse.Namespace, log_dir: Path, team: Team | None = None
@@ -300,7 +308,8 @@ def _open(pool: Pool, chosen: argparse.Namespace, log_dir: Path, team: Team | No
     if folder is not None:
         open_session(folder)
     name = chosen.name or f"{log_dir.parent.name}-{log_dir.name}"
-    return open_pool(pool, accelerator, log_dir, limits_of(chosen), name=name, team=team)
+    options = options_of(chosen)
+    return open_pool(pool, accelerator, log_dir, limits_of(chosen), name=name, team=team, options=options)
 
 
 @contextmanager

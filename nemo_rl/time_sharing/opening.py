@@ -24,7 +24,7 @@ from nemo_rl.time_sharing.agents.ray_reaper import end_agents, foreign_actors
 from nemo_rl.time_sharing.log.pool_state import Outcome, Standing
 from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
 from nemo_rl.time_sharing.pipelines.residents import SlotBytes, slot_bytes
-from nemo_rl.time_sharing.pool import ACTOR_THREADS, PoolActor
+from nemo_rl.time_sharing.pool import ACTOR_THREADS, NOTHING_MORE, PoolActor, PoolOptions
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import Limits
 from nemo_rl.time_sharing.team import Team
@@ -49,6 +49,7 @@ LIVE_LIMITS = Limits(
 _ANSWER_S = 30.0
 _START_S = 300.0
 _POLL_S = 0.5
+_NOTICES_S = 15.0
 
 
 def open_pool(
@@ -59,6 +60,7 @@ def open_pool(
     pool_class: type[PoolActor] = PoolActor,
     name: str = "",
     team: Team | None = None,
+    options: PoolOptions = NOTHING_MORE,
 ) -> Any:
     """Reserves the slots, starts the scheduler and the pool's actor; the actor's handle. Ray must be initialised.
 
@@ -66,6 +68,7 @@ def open_pool(
         log_dir: Existing directory for the scheduler's log and the agents' records.
         name: For people; by default that of its log's folder.
         team: Who may use the pool; None for whom Ray lets in.
+        options: What it does beside scheduling.
 
     Raises ResourceInsufficientError: the Ray cluster does not have the slots; SchedulerInUse: a pool, or another
     control plane, is on this Ray cluster already.
@@ -110,7 +113,7 @@ def open_pool(
             # What is asked of it is asked again of the next one.
             max_task_retries=-1,
         )
-        .remote(handles, team)
+        .remote(handles, team, options)
     )
     ray.get(actor.shape.remote(), timeout=_START_S)
     return actor
@@ -165,6 +168,8 @@ def close_pool(actor: Any) -> None:
                     ray.get(actor.end.remote(standing.name), timeout=_ANSWER_S)
             wait_for_pipelines(actor, timeout_s=handles.limits.reap_s)
             _wait_until_reaped(handles)
+            if not ray.get(actor.settle_notices.remote(_NOTICES_S), timeout=_ANSWER_S + _NOTICES_S):
+                logger.error("pool=%s close=ends_not_posted after_s=%g", POOL_NAME, _NOTICES_S)
         except ray.exceptions.RayError as error:
             logger.error("pool=%s close=not_answered reason=%s", POOL_NAME, str(error).partition("\n")[0])
 

@@ -27,9 +27,16 @@ from nemo_rl.distributed.worker_groups import how_it_ended
 from nemo_rl.time_sharing.agents.actors import (
     Orchestrator,
 )
-from nemo_rl.time_sharing.agents.ray_reaper import agent_actor_name, agent_namespace, agent_variables
+from nemo_rl.time_sharing.agents.end_notices import EndNotices
+from nemo_rl.time_sharing.agents.host_use import HostWatch
+from nemo_rl.time_sharing.agents.ray_reaper import (
+    INCARNATION_VARIABLE,
+    agent_actor_name,
+    agent_namespace,
+    agent_variables,
+)
 from nemo_rl.time_sharing.agents.scheduler_actor import started_anew
-from nemo_rl.time_sharing.log.pool_state import Outcome, PoolState, Progress, Standing, Submission
+from nemo_rl.time_sharing.log.pool_state import HostLimits, Outcome, PoolState, Progress, Standing, Submission
 from nemo_rl.time_sharing.log.reading import LogTail
 from nemo_rl.time_sharing.log.sharing import Sharing, SharingWatch
 from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles
@@ -68,6 +75,7 @@ class About:
     trouble: str = ""  # obstacle to the scheduler's decisions, with the remedy
     memory: SlotBytes | None = None  # of a slot; None on CPU slots
     team: str = ""  # the file of its team; empty where its user alone uses it
+    unheard: str = ""  # why ends of jobs did not reach the webhook
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,18 @@ class Expectation:
     infer: tuple[int, ...]
     seconds: float
     why: str
+
+
+@dataclass(frozen=True)
+class PoolOptions:
+    """What a pool does beside scheduling."""
+
+    on_end: str | None = None  # address that each job's end is posted to
+    limits: HostLimits = HostLimits()  # of each job
+    keep_free: int = 0  # bytes of host memory that stay free on each node
+
+
+NOTHING_MORE = PoolOptions()
 
 
 def log_trouble(log_dir: Path) -> str:
@@ -95,7 +115,7 @@ _NO_TEAM = "the pool is for no team; open one with python -m nemo_rl.time_sharin
 class PoolActor(Orchestrator):
     """Runs pipelines on a pool, inside Ray. With a `team`, what users do needs their `token`; without, none is read."""
 
-    def __init__(self, handles: PoolHandles, team: Team | None = None) -> None:
+    def __init__(self, handles: PoolHandles, team: Team | None = None, options: PoolOptions = NOTHING_MORE) -> None:
         super().__init__(handles.scheduler, handles.pool)
         self._handles = handles
         self._lock = threading.Lock()
@@ -113,10 +133,21 @@ class PoolActor(Orchestrator):
         self._team = _TEAM.validate_json(self._team_path.read_bytes()) if team and started_anew() else team
         if self._team is not None:
             self._keep_team(self._team)
+        self._limits = options.limits
+        self._notices = EndNotices(options.on_end) if options.on_end else None
         self._keep()
         for submission in kept.submissions:
             if submission.outcome is None:
                 self._go_on_with(submission)
+            else:
+                self._notify(submission)
+        self._hosts = HostWatch(
+            self._running,
+            self._end_for,
+            nodes=handles.pool.nodes,
+            keep_free=options.keep_free,
+            pools_own=handles.log_dir,
+        )
 
     def _go_on_with(self, submission: Submission) -> None:
         """Watches a pipeline that a killed actor of this pool has started."""
@@ -177,8 +208,8 @@ class PoolActor(Orchestrator):
         """The pool in general."""
         log_dir = self._handles.log_dir
         team = self._team.source if self._team is not None else ""
-        trouble = log_trouble(Path(log_dir))
-        return About(self._handles.name, self._handles.unit, log_dir, trouble, self._handles.memory, team)
+        trouble, unheard = log_trouble(Path(log_dir)), self._notices.trouble if self._notices is not None else ""
+        return About(self._handles.name, self._handles.unit, log_dir, trouble, self._handles.memory, team, unheard)
 
     def handles(self) -> PoolHandles:
         """Actors and settings of the pool that a pipeline needs."""
@@ -244,8 +275,7 @@ class PoolActor(Orchestrator):
             except OSError as error:
                 raise PoolError(f"{self._team_path} cannot be written ({why_not_written(error)})") from error
             self._team = after
-            going = [one for one in list(self._submissions.values()) if one.outcome is None]
-            left = [one for one in going if one.user not in after.users]
+            left = [one for one in self._running() if one.user not in after.users]
             return [*changes(before, after), *(f"job {one.name} of {one.user}, who is gone, goes on" for one in left)]
 
     def _keep_team(self, team: Team) -> None:
@@ -263,13 +293,13 @@ class PoolActor(Orchestrator):
 
     def _submit(self, job: Job) -> str:
         with self._lock:
-            running = [
-                Mapped(submission.train, submission.infer, submission.column)
-                for submission in self._submissions.values()
-                if submission.outcome is None
-            ]
+            running = [Mapped(going.train, going.infer, going.column) for going in self._running()]
             job = job.placed(self._handles.pool, running)
             job.topology(self._handles.pool)
+            try:
+                limits = job.limits.within(self._limits)
+            except ValueError as error:
+                raise PoolError(f"{job.name}: {error}") from error
             known = self._submissions.get(job.name)
             if known is not None and known.outcome is None:
                 raise PoolError(f"a pipeline {job.name!r} runs already; cancel it, or submit under another name")
@@ -284,6 +314,8 @@ class PoolActor(Orchestrator):
                 column=job.column,
                 teachers=job.teachers,
                 wishes=job.wishes,
+                saves_in=job.saves_in,
+                limits=limits,
             )
             submission.user, submission.group = job.options.get("user", ""), job.options.get("group", "")
             self._submissions[job.name] = submission
@@ -305,6 +337,7 @@ class PoolActor(Orchestrator):
                     time.time(),
                 )
                 self._keep()
+                self._notify(submission)
                 raise
         self._begin_watch(submission)
         return job.name
@@ -333,7 +366,7 @@ class PoolActor(Orchestrator):
             lifetime="detached",
             num_cpus=0,
             max_concurrency=ACTOR_THREADS,
-            runtime_env={"env_vars": without_private(variables_of(job))},
+            runtime_env={"env_vars": without_private(variables_of(job)) | {INCARNATION_VARIABLE: str(incarnation)}},
         ).remote(job, self._handles, incarnation)
         actor.start.remote()
         return actor
@@ -379,6 +412,57 @@ class PoolActor(Orchestrator):
             submission.outcome, submission.ended_at = outcome, time.time()
             self._residents.leave(submission.name)
             self._keep()
+            self._notify(submission)
+
+    def _notify(self, submission: Submission) -> None:
+        """Posts a job's end to the pool's webhook, once it has one and does not know of it."""
+        if self._notices is None or submission.notified or submission.outcome is None:
+            return
+
+        def arrived() -> None:
+            with self._lock:
+                submission.notified = True
+                self._keep()
+
+        self._notices.post(
+            {
+                "pool": self._handles.name,
+                "name": submission.name,
+                **({"user": submission.user} if submission.user else {}),
+                "outcome": submission.outcome.kind,
+                "reason": submission.outcome.reason,
+                "steps": submission.outcome.steps,
+                "seconds": round((submission.ended_at or time.time()) - submission.submitted_at, 3),
+                "log_dir": submission.log_dir,
+            },
+            arrived,
+        )
+
+    def settle_notices(self, timeout_s: float) -> bool:
+        """Waits until the ends of jobs have been posted, or were given up; whether that is so."""
+        return self._notices is None or self._notices.settle(timeout_s)
+
+    def _running(self) -> list[Submission]:
+        return [submission for submission in list(self._submissions.values()) if submission.outcome is None]
+
+    def _end_for(self, submission: Submission, reason: str) -> None:
+        """Ends a pipeline, which has failed for this reason."""
+        logger.error("pipeline=%s event=ended_for_its_host reason=%s", submission.name, reason)
+        submission.refused = reason
+        try:
+            self._end_processes(submission.name)
+        except Exception:
+            submission.refused = ""  # the next round tries again
+            raise
+
+    def _end_processes(self, name: str) -> None:
+        import ray
+
+        known: Mapping[str, object] = ray.get(self._handles.scheduler.describe.remote(), timeout=_ANSWER_S)["pipelines"]
+        self.unregister_pipeline(name)
+        if name not in known:
+            # Its process is coming up: the scheduler knows nothing that it could end.
+            ray.kill(self._actors[name], no_restart=True)
 
     def standings(self) -> list[Standing]:
         """Every pipeline that was submitted, in order."""
@@ -417,6 +501,7 @@ class PoolActor(Orchestrator):
                 submission.wishes,
                 submission.user,
                 submission.group,
+                *self._hosts.of(name if submission.outcome is None else ""),
             )
             for name, submission in submissions.items()
         ]
@@ -436,17 +521,11 @@ class PoolActor(Orchestrator):
 
     def end(self, name: str) -> str:
         """Cancels a pipeline for the pool itself, which asks no user."""
-        import ray
-
         submission = self._known(name)
         if submission.outcome is not None:
             return f"has ended already: {submission.outcome.kind}"
         self._note_asked(submission, "cancel")
-        known: Mapping[str, object] = ray.get(self._handles.scheduler.describe.remote(), timeout=_ANSWER_S)["pipelines"]
-        self.unregister_pipeline(name)
-        if name not in known:
-            # Its process is coming up: the scheduler knows nothing that it could end.
-            ray.kill(self._actors[name], no_restart=True)
+        self._end_processes(name)
         return "is being cancelled"
 
     def drain(self, name: str, token: str = "") -> str:
@@ -501,8 +580,7 @@ class PoolActor(Orchestrator):
 
     def students(self, name: str) -> list[str]:
         """The jobs that name this one as a teacher of theirs and have not ended."""
-        going = [one for one in list(self._submissions.values()) if one.outcome is None]
-        return [one.name for one in going if name in one.teachers and one.name != name]
+        return [one.name for one in self._running() if name in one.teachers and one.name != name]
 
     def teacher(self, name: str) -> tuple[Any, str]:
         """The process of a job that is a teacher; None, and why, where there is none."""

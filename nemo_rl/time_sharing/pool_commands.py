@@ -106,7 +106,8 @@ def status(chosen: argparse.Namespace) -> int:
     elif not standings:
         sys.stdout.write(f"pool {about.name}: no pipelines; submit FILE adds one\n")
     else:
-        sys.stdout.write(f"pool {about.name}\n" + (f"{about.trouble}\n" if about.trouble else ""))
+        lines = [f"pool {about.name}", about.trouble, about.unheard]
+        sys.stdout.write("".join(f"{line}\n" for line in lines if line))
         StandingsTable(about.unit, file=sys.stdout).print(standings)
     return EXIT_OK
 

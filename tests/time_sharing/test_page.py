@@ -300,7 +300,7 @@ def test_a_team_sees_and_does_on_the_page_what_its_roles_allow(bench: Bench, tmp
             data = json.load(get(f"{bare}data.json?token={token}"))
             assert data["may"] == may and data["acts"] and "no security boundary between tenants" in data["notice"]
             assert f"You are {rights[token].user} ({rights[token].role})" in data["notice"]
-            assert data["columns"][-1] == "user" and data["standings"][0][-1] == "ann (nlp)"
+            assert data["columns"][-2] == "user" and data["standings"][0][-2] == "ann (nlp)"
             assert b"no security boundary" in get(f"{bare}?token={token}").read()
             assert status_of(f"{bare}metrics", Authorization=f"Bearer {token}") == 200
         cookie = get(f"{bare}?token=of-ann").headers["Set-Cookie"].partition(";")[0]

@@ -31,6 +31,7 @@ _TITLE = "ray::"
 _NAMESPACE = "pipeline_"
 _AGENT = "agent."
 PIPELINE_VARIABLE, NAMESPACE_VARIABLE = "PIPELINE_ID", "ROLL_RAY_NAMESPACE"
+INCARNATION_VARIABLE = "NRL_INCARNATION"
 _OURS = re.compile(r"(agent|rank_\d+)\.\d+")
 _FOREIGN = re.compile(r"pipeline_.+_NS$|rlix|roll", re.IGNORECASE)
 """Ray namespaces that control planes of this kind use. Their pipelines' are ours, too."""

@@ -294,7 +294,8 @@ def started_anew() -> bool:
     """Whether this process is an actor that Ray started again."""
     import ray
 
-    return ray.is_initialized() and ray.get_runtime_context().was_current_actor_reconstructed
+    context = ray.get_runtime_context() if ray.is_initialized() else None
+    return context is not None and context.worker.mode == ray.WORKER_MODE and context.was_current_actor_reconstructed
 
 
 def _watched(work: Future[Any], what: str) -> None:

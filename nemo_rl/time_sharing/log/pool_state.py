@@ -80,6 +80,34 @@ class Wishes(NamedTuple):
     finish_by: float | None = None  # seconds since the epoch
 
 
+@dataclass(frozen=True)
+class HostUse:
+    """What a job takes of one node, when it was last measured. `node_free`: host memory that the node had left."""
+
+    node: str
+    memory: int  # bytes
+    files: int  # open descriptors
+    processes: int
+    node_free: int  # bytes
+
+
+@dataclass(frozen=True)
+class HostLimits:
+    """What a job may take of each node, and of the disk; None where nothing is said."""
+
+    memory: int | None = None  # bytes
+    files: int | None = None  # open descriptors
+    disk: int | None = None  # bytes of its logs and checkpoints
+
+    def within(self, pools: HostLimits) -> HostLimits:
+        """These, and those of the pool where they say nothing. Raises ValueError: one is above the pool's."""
+        own, most = vars(self), vars(pools)
+        for name, value in own.items():
+            if value is not None and most[name] is not None and value > most[name]:
+                raise ValueError(f"job_{name}: {value} is above the pool's --job-{name} {most[name]}; lower it")
+        return HostLimits(**{name: most[name] if own[name] is None else own[name] for name in own})
+
+
 @dataclass
 class Submission:
     """One pipeline of the pool, as it was last submitted."""
@@ -99,6 +127,14 @@ class Submission:
     wishes: Wishes = Wishes()
     user: str = ""  # who submitted it, on a pool for a team
     group: str = ""  # that user's group then
+    saves_in: str = ""  # the folder of its checkpoints
+    limits: HostLimits = HostLimits()
+    notified: bool = False  # whether the pool's webhook has its end
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the pool has ended it, or is about to."""
+        return self.outcome is not None or bool(self.refused) or self.asked == "cancel"
 
 
 @dataclass(frozen=True)
@@ -118,6 +154,8 @@ class Standing:
     wishes: Wishes = Wishes()
     user: str = ""  # who submitted it, on a pool for a team
     group: str = ""  # that user's group then
+    hosts: tuple[HostUse, ...] = ()  # what it takes of each node while it runs
+    disk: int | None = None  # bytes of its logs and checkpoints while it runs; None before they were measured
 
     def kept(self, now: float) -> dict[str, str]:
         """Whether its user's wishes are kept, and by how much they are missed, in words by the wish; `now`: seconds

@@ -32,7 +32,7 @@ from nemo_rl.config.overrides import parse_override
 from nemo_rl.config.schema import is_known
 from nemo_rl.config.teacher_sections import teachers_of
 from nemo_rl.config.world_sizes import training_world_size
-from nemo_rl.time_sharing.log.pool_state import Wishes
+from nemo_rl.time_sharing.log.pool_state import HostLimits, Wishes
 from nemo_rl.time_sharing.pipelines.adapters import ADAPTERS, AdaptersConfig, adapters_command
 from nemo_rl.time_sharing.pipelines.command_config import EXTERNAL, CommandConfig, read_command
 from nemo_rl.time_sharing.pipelines.fits import as_teacher, divides, engines_are_too_wide, engines_of, teachers_fit
@@ -41,6 +41,7 @@ from nemo_rl.time_sharing.pipelines.wrapper import (
     OVERRIDES,
     Wrapper,
     check_strategy,
+    limits_of,
     overrides_of,
     read_wrapper,
     wishes_of,
@@ -150,6 +151,7 @@ class Job:
     teaches: bool = False
     measures_batch: bool = False  # whether its `rank_batch` is what its engines turn out to do
     wishes: Wishes = Wishes()
+    limits: HostLimits = HostLimits()  # what it may take of its hosts, below what the pool allows
 
     @property
     def kind(self) -> Kind:
@@ -163,6 +165,12 @@ class Job:
             return (self.name,)
         asked = teachers_of(self.config) if isinstance(self.config, MasterConfig) else []
         return tuple(dict.fromkeys(teacher.job for teacher in asked if teacher.job))
+
+    @property
+    def saves_in(self) -> str:
+        """The folder of its checkpoints; empty where it saves none."""
+        folders = () if self.teaches else _folders(self.config)
+        return str(Path(self.folder, folders[1])) if folders else ""
 
     @property
     def engines(self) -> VllmConfig | None:
@@ -313,7 +321,8 @@ def _read_job(source: _Source, pool: Pool, overrides: Sequence[str], *, taken: S
         raise ConfigError([problem])
     options, measures = _options(wrapper, job), wrapper.get("rank_batch") is None
     slice_s = options.get("slice_s", job.slice_s)
-    return replace(job, options=options, slice_s=slice_s, measures_batch=measures, wishes=wishes_of(wrapper))
+    own = {"wishes": wishes_of(wrapper), "limits": limits_of(wrapper)}
+    return replace(job, options=options, slice_s=slice_s, measures_batch=measures, **own)
 
 
 def _config(source: _Source, overrides: Sequence[str]) -> Config:

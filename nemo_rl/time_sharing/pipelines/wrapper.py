@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ import yaml
 
 from nemo_rl.config import ConfigError, RootConfig
 from nemo_rl.config.errors import did_you_mean
-from nemo_rl.time_sharing.log.pool_state import Wishes
+from nemo_rl.time_sharing.agents.host_use import bytes_of
+from nemo_rl.time_sharing.log.pool_state import HostLimits, Wishes
 from nemo_rl.time_sharing.pipelines.adapters import ADAPTERS, STOP_S
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN
 
@@ -56,6 +58,7 @@ _KEYS: Keys = {
     "whole_gpus": None,
     "max_slowdown": None,
     "finish_by": None,
+    **dict.fromkeys(f"job_{field.name}" for field in fields(HostLimits)),
     ADAPTERS: None,
     STOP_S: None,
 }
@@ -154,6 +157,24 @@ def _contradictions(content: Wrapper) -> list[str]:
             "GPU; any number from 2 on is possible"
         )
     return problems
+
+
+def limits_of(wrapper: Wrapper) -> HostLimits:
+    """What a job may take of its hosts. Raises ConfigError: a value is no size, or no number of files."""
+    found: dict[str, int] = {}
+    problems = []
+    for field in fields(HostLimits):
+        if (value := wrapper.get(f"job_{field.name}")) is None:
+            continue
+        try:
+            if isinstance(value, bool) or (field.name == "files" and not isinstance(value, int)):
+                raise ValueError(f"{value!r}: expected a whole number above 0")
+            found[field.name] = bytes_of(str(value))
+        except ValueError as error:
+            problems.append(f"job_{field.name}: {error}")
+    if problems:
+        raise ConfigError(problems)
+    return HostLimits(**found)
 
 
 def check_strategy(wrapper: Wrapper, config: object) -> None:

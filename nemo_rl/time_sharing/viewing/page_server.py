@@ -8,14 +8,16 @@ after `close`.
 from __future__ import annotations
 
 import secrets
+import shutil
 import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -23,6 +25,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from nemo_rl.config.errors import UserError
+from nemo_rl.time_sharing.agents.host_use import in_words
 from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log.accounts import Accounts, UnaccountableLog
 from nemo_rl.time_sharing.log.events import LogClosed
@@ -46,12 +49,15 @@ from nemo_rl.utils.record_events import StepFinished
 from nemo_rl.utils.text import filled_page
 
 if TYPE_CHECKING:
-    from prometheus_client.metrics_core import Metric
+    from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
     from nemo_rl.time_sharing.team import Rights
 
 _FRESH_S = 1.0
 _MOST_BARS = 20_000
+_WRITTEN_S = 60.0
+_JUDGE_S, _PARTS = 600.0, 20.0
+"""How often a running pool's records are judged, and one over the part of the time that this may take."""
 _COOKIE = "nrl_pool_token"
 _ACTIONS = ("drain", "cancel")
 
@@ -96,6 +102,9 @@ class PoolView:
         self._known: Sequence[Standing] = ()
         self._closed = False
         self._violations: list[Any] | None = None
+        self._judge: threading.Thread | None = None
+        self._judge_at = float("-inf")
+        self._found_open: int | None = None
         self._steps: dict[str, int] = {}
 
     def _timeline(self) -> Timeline:
@@ -123,7 +132,7 @@ class PoolView:
         with self._lock:
             timeline = self._timeline()
             if self._closed and self._violations is None:
-                self._violations = self._judged()
+                self._violations = self._judged(ended=True)
             timeline.steps = self._steps | {standing.name: steps_of(standing) for standing in self._known}
             if self._accounts is not None:
                 self._accounts.until(timeline.origin + timeline.end)
@@ -135,9 +144,9 @@ class PoolView:
                 "live": not self._closed,
                 "checked": self._violations is not None,
                 "bars": bars[-_MOST_BARS:],
-                "columns": columns(self._unit, users=users),
-                "standings": [cells(standing, users=users) for standing in self._known],
-                "adapters": [adapter_cells(standing, users=users) for standing in self._known],
+                "columns": [*columns(self._unit, users=users), "host memory"],
+                "standings": [[*cells(standing, users=users), _host_memory(standing)] for standing in self._known],
+                "adapters": [[[*row, ""] for row in adapter_cells(standing, users=users)] for standing in self._known],
                 "may": [managed is None or standing.name in managed for standing in self._known],
                 "why": [standing.why for standing in self._known],
                 "ended": [standing.outcome is not None for standing in self._known],
@@ -157,10 +166,17 @@ class PoolView:
         """Whether a folder is that of the pool's log."""
         return folder.resolve() == self._log_dir.resolve()
 
-    def _judged(self) -> list[object]:
-        """Violations in all records of the pool, once the log is closed; also counts its pipelines' steps."""
+    def _judged(self, *, ended: bool) -> list[object]:
+        """Violations in all records of the pool; once the log is closed, also counts its pipelines' steps. Before that
+        the newest entries are left out, since one process may have written its own before another has.
+        """
+        until = time.time() - _WRITTEN_S
         try:
-            entries = list(merge_by_machine_time(sorted(self._log_dir.glob("*.jsonl"))))
+            merged = merge_by_machine_time(sorted(self._log_dir.glob("*.jsonl")), recover=not ended)
+            if not ended:
+                entries = list(takewhile(lambda entry: entry.time < until, merged))
+                return list(check(entries, ended=False)) if entries else []
+            entries = list(merged)
             done = [entry.source for entry in entries if isinstance(entry.event, StepFinished)]
             self._steps = dict(Counter(source.partition("/")[0] for source in done))
             return list(check(entries, ended=True))
@@ -170,7 +186,29 @@ class PoolView:
     def metrics(self) -> bytes:
         """For Prometheus."""
         with self._lock:
-            return prometheus_text(self._timeline(), self._known)
+            timeline = self._timeline()
+            if self._standings is not None and not self._closed:
+                self._judge_beside()
+            found = self._found_open if self._violations is None else len(self._violations)
+            disk = shutil.disk_usage(self._log_dir)
+            return prometheus_text(timeline, self._known, Health(found, disk.free, disk.total))
+
+    def _judge_beside(self) -> None:
+        """Has the records of a running pool judged in a thread, now and then."""
+        if time.monotonic() < self._judge_at or (self._judge is not None and self._judge.is_alive()):
+            return
+
+        def judge() -> None:
+            began = time.monotonic()
+            self._found_open = len(self._judged(ended=False))
+            self._judge_at = time.monotonic() + max(_JUDGE_S, _PARTS * (time.monotonic() - began))
+
+        self._judge = threading.Thread(target=judge, name="judge-of-pool", daemon=True)
+        self._judge.start()
+
+
+def _host_memory(standing: Standing) -> str:
+    return in_words(sum(use.memory for use in standing.hosts)) if standing.hosts else ""
 
 
 def _has_report(folder: str) -> bool:
@@ -294,13 +332,22 @@ def page_app(
 _BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
-def prometheus_text(timeline: Timeline, standings: Sequence[Standing]) -> bytes:
+class Health(NamedTuple):
+    """State of a pool's records: broken invariants, None before they were judged; bytes of the disk of its log."""
+
+    violations: int | None = None
+    free: int = 0
+    disk: int = 0
+
+
+def prometheus_text(timeline: Timeline, standings: Sequence[Standing], health: Health | None = None) -> bytes:
     """The figures in Prometheus's text format."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     class Figures:
         def collect(self) -> Iterable[Metric]:
-            return _metrics(timeline, standings)
+            yield from _metrics(timeline, standings)
+            yield from _health(timeline, standings, health)
 
     registry = CollectorRegistry()
     registry.register(Figures())
@@ -310,27 +357,15 @@ def prometheus_text(timeline: Timeline, standings: Sequence[Standing]) -> bytes:
 def _metrics(timeline: Timeline, standings: Sequence[Standing]) -> Iterator[Metric]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-    def family(
-        kind: type[CounterMetricFamily | GaugeMetricFamily],
-        name: str,
-        about: str,
-        values: Iterable[tuple[tuple[str, ...], float]],
-        labels: Sequence[str] = ("pipeline",),
-    ) -> Metric:
-        made = kind(f"nrl_pool_{name}", about, labels=labels)
-        for of, value in values:
-            made.add_metric(of, value)
-        return made
-
     gauge, counter = GaugeMetricFamily, CounterMetricFamily
     yield gauge("nrl_pool_gpus", "GPUs of the pool.", timeline.pool.gpus)
     in_use = sorted(_in_use(timeline).items())
-    yield family(gauge, "gpus_in_use", "GPUs by pipeline and use.", in_use, ("pipeline", "use"))
+    yield _family(gauge, "gpus_in_use", "GPUs by pipeline and use.", in_use, ("pipeline", "use"))
     closed = [o for o in timeline.of("out") if o.phase == "quarantined" and o.end >= timeline.end]
     out = sum(timeline.pool.gpus_in(outage.gpus) for outage in closed)
     yield gauge("nrl_pool_gpus_quarantined", "GPUs out of use.", out)
     demand = {(level.pipeline,): level.value for level in timeline.demand}
-    yield family(gauge, "demand_samples", "Samples still to be generated.", demand.items())
+    yield _family(gauge, "demand_samples", "Samples still to be generated.", demand.items())
     spans = timeline.handovers
     buckets = [(str(edge), float(sum(span <= edge for span in spans))) for edge in _BUCKETS_S]
     yield HistogramMetricFamily(
@@ -342,26 +377,63 @@ def _metrics(timeline: Timeline, standings: Sequence[Standing]) -> Iterator[Metr
     yield counter("nrl_pool_faults", "Pipelines cut off, quarantines, ranks taken out.", len(timeline.faults))
 
     steps = [((s.name,), steps_of(s)) for s in standings]
-    yield family(counter, "steps", "Completed steps.", steps)
+    yield _family(counter, "steps", "Completed steps.", steps)
     waited = [((s.name,), waited_s(s)) for s in standings]
-    yield family(counter, "waited_seconds", "Waits for training GPUs.", waited)
+    yield _family(counter, "waited_seconds", "Waits for training GPUs.", waited)
     sharing = [((s.name,), s.sharing) for s in standings if s.sharing is not None]
     share = [(of, found.share) for of, found in sharing]
-    yield family(gauge, "share", "Part of the pool's GPU time held so far.", share)
+    yield _family(gauge, "share", "Part of the pool's GPU time held so far.", share)
     slowdown = [(of, found.slowdown) for of, found in sharing]
-    yield family(gauge, "slowdown", "Time passed over time not lost to other pipelines, estimated.", slowdown)
+    yield _family(gauge, "slowdown", "Time passed over time not lost to other pipelines, estimated.", slowdown)
     gain = [(of, found.gain.of_all) for of, found in sharing if found.gain is not None]
     about = "How many times the work of one after the other those do that share this one's GPUs, measured."
-    yield family(gauge, "sharing_gain", about, gain)
+    yield _family(gauge, "sharing_gain", about, gain)
 
     adapters = [((s.name, a.name), a, s) for s in standings if s.progress is not None for a in s.progress.adapters]
     labels = ("pipeline", "adapter")
     trained = [(of, adapter.step) for of, adapter, _ in adapters]
-    yield family(counter, "adapter_steps", "Completed steps of an adapter.", trained, labels)
+    yield _family(counter, "adapter_steps", "Completed steps of an adapter.", trained, labels)
     open_samples = [(of, 0 if job.outcome is not None else adapter.open_samples) for of, adapter, job in adapters]
-    yield family(gauge, "adapter_open_samples", "Samples that an adapter waits for.", open_samples, labels)
+    yield _family(gauge, "adapter_open_samples", "Samples that an adapter waits for.", open_samples, labels)
     waits = [(of, adapter.waited_s) for of, adapter, _ in adapters]
-    yield family(counter, "adapter_waited_seconds", "Waits of an adapter for training passes.", waits, labels)
+    yield _family(counter, "adapter_waited_seconds", "Waits of an adapter for training passes.", waits, labels)
+
+
+def _family(
+    kind: type[CounterMetricFamily | GaugeMetricFamily],
+    name: str,
+    about: str,
+    values: Iterable[tuple[tuple[str, ...], float]],
+    labels: Sequence[str] = ("pipeline",),
+) -> Metric:
+    made = kind(f"nrl_pool_{name}", about, labels=labels)
+    for of, value in values:
+        made.add_metric(of, value)
+    return made
+
+
+def _health(timeline: Timeline, standings: Sequence[Standing], health: Health | None) -> Iterator[Metric]:
+    """What alerts are about beside the GPUs."""
+    from prometheus_client.core import GaugeMetricFamily as Gauge
+
+    waits = {o.pipeline: timeline.end - o.start for o in reversed(timeline.of("queue")) if o.end >= timeline.end}
+    about = "For how long the job has waited now for GPUs to train on."
+    yield _family(Gauge, "waiting_seconds", about, [((name,), waited) for name, waited in waits.items()])
+    used = [((s.name, use.node), use) for s in standings for use in s.hosts]
+    of = ("pipeline", "node")
+    memory = [(names, use.memory) for names, use in used]
+    yield _family(Gauge, "job_memory_bytes", "Host memory of a job's processes.", memory, of)
+    files = [(names, use.files) for names, use in used]
+    yield _family(Gauge, "job_open_files", "Open file descriptors of a job's processes.", files, of)
+    disk = [((s.name,), s.disk) for s in standings if s.disk is not None]
+    yield _family(Gauge, "job_disk_bytes", "Disk space of a job's logs and checkpoints.", disk)
+    free = {(use.node,): use.node_free for _, use in used}
+    yield _family(Gauge, "node_free_bytes", "Host memory that a node with jobs has left.", free.items(), ["node"])
+    if health is not None and health.violations is not None:
+        yield Gauge("nrl_pool_violations", "Broken invariants in the pool's records.", health.violations)
+    if health is not None:
+        yield Gauge("nrl_pool_log_free_bytes", "Free space where the pool's log is.", health.free)
+        yield Gauge("nrl_pool_log_disk_bytes", "Size of the disk that the pool's log is on.", health.disk)
 
 
 def _in_use(timeline: Timeline) -> dict[tuple[str, str], float]:
