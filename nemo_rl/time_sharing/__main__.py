@@ -22,7 +22,7 @@ from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing.arguments import add_host_arguments, add_page_arguments, add_pool_arguments, seconds
 from nemo_rl.time_sharing.history.checker import INVARIANTS, check, refuse_nothing
 from nemo_rl.time_sharing.log import events as _events  # registers the scheduler's event kinds
-from nemo_rl.time_sharing.log.accounts import accounts_if_any, accounts_of, in_whole_seconds, statement
+from nemo_rl.time_sharing.log.accounts import BY, accounts_if_any, accounts_of, in_whole_seconds, statement
 from nemo_rl.time_sharing.log.pool_state import PoolState
 from nemo_rl.time_sharing.log.reading import read_logs
 from nemo_rl.time_sharing.log.segments import segments_of
@@ -143,7 +143,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
         "say who had the GPUs for what, in GPU-seconds, and what came of it; sums are the pool's time",
     )
     _log_arguments(account)
-    account.add_argument("--by", choices=("job", "day", "use"), default="job", help="a row for each (default: job)")
+    account.add_argument("--by", choices=BY, default="job", help="a row for each (default: job)")
     account.add_argument("--csv", action="store_true", help="for programs")
     page = command("page", _page, "serve the page of a pool's log, finished or still growing, until interrupted")
     page.add_argument("log_dir", type=Path, help="where the scheduler wrote, such as logs/time_sharing/latest")

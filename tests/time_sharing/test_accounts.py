@@ -14,7 +14,7 @@ import pytest
 from nemo_rl.time_sharing.__main__ import main
 from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log import events as ev
-from nemo_rl.time_sharing.log.accounts import POOL, Accounts, Use, accounts_of
+from nemo_rl.time_sharing.log.accounts import BY, POOL, Accounts, Use, accounts_of, statement
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, ClusterSpec, Phase, Priority
 from nemo_rl.time_sharing.viewing.page_server import PoolView
 from nemo_rl.utils import record_events as rec
@@ -89,6 +89,25 @@ def test_every_second_of_a_gpu_is_on_one_account(slots_per_gpu: int) -> None:
     assert accounts.pool_s == pytest.approx(2 * 100) and free == pytest.approx(200 - own.total_s)
 
 
+def test_a_name_that_two_users_have_used_is_on_two_accounts() -> None:
+    told = list(a_life(MIDNIGHT))
+    mine = [
+        (time, s, replace(e, user="ada", group="vision") if isinstance(e, ev.Registered) else e) for time, s, e in told
+    ]
+    later = [(time + 200, s, e) for time, s, e in told[2:-1]]
+    later = [
+        (time, s, replace(e, user="bob", group="speech", incarnation=2) if isinstance(e, ev.Registered) else e)
+        for time, s, e in later
+    ]
+    accounts = accounts_of(entries_of([*mine[:-1], *later]))
+    rows = {row[0]: row for row in statement(accounts, "user")}
+    names = rows["user"]
+    assert [*rows] == ["user", "(no job)", "ada", "bob", "all"]
+    assert rows["ada"][1 : names.index("free")] == rows["bob"][1 : names.index("free")]
+    assert [row[0] for row in statement(accounts, "group")] == ["group", "(no job)", "speech", "vision", "all"]
+    assert sum(float(row[names.index("all")]) for row in [*rows.values()][1:-1]) == pytest.approx(accounts.pool_s)
+
+
 def test_a_day_ends_at_midnight() -> None:
     accounts = accounts_of(entries_of(a_life(MIDNIGHT - 50)))
     days = sorted({key.day for key in accounts.by_key})
@@ -107,7 +126,7 @@ def faulty_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("by", ["job", "day", "use"])
+@pytest.mark.parametrize("by", BY)
 def test_sums_of_a_run_with_faults_are_the_pools_time(
     faulty_log: Path, by: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

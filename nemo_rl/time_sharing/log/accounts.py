@@ -25,6 +25,8 @@ DAY_S = 86400.0
 _SECONDS = re.compile(r"\d+\.\d+")
 POOL = "(no job)"
 """Name of the account of GPUs that no job has."""
+_NO_USER = "(no user)"
+BY = ("job", "user", "group", "day", "use")
 
 
 class Use(str, Enum):
@@ -40,10 +42,12 @@ class Use(str, Enum):
 
 
 class AccountKey(NamedTuple):
-    """Whose account, on which day (UTC)."""
+    """Whose account, on which day (UTC). `user` and `group` are "" where the pool has no team."""
 
     day: str
     job: str
+    user: str = ""
+    group: str = ""
 
 
 @dataclass
@@ -91,6 +95,7 @@ class Accounts:
         self._since: list[float] = []
         self._counted_to = 0.0
         self._group_samples: dict[tuple[str, str], int] = {}
+        self._owners: dict[str, tuple[str, str]] = {}
 
     def take(self, entry: Entry) -> None:
         """The next entry. Raises UnaccountableLog: it contradicts those before it."""
@@ -101,6 +106,8 @@ class Accounts:
         if isinstance(event, ev.PoolOpened) and self._uses:
             # Nothing is left of what the log said before.
             self.until(entry.time)._uses.clear()
+        if isinstance(event, ev.Registered):
+            self._own(event, entry.time)
         had_work = isinstance(event, ev.DemandReported) and self._has_work(event.pipeline)
         try:
             before = {*self._slots_of(event)} if isinstance(event, ev.Unregistered) else set()
@@ -121,6 +128,15 @@ class Accounts:
             if use != self._uses[slot]:
                 self._settle(slot, entry.time)
                 self._uses[slot] = use
+
+    def _own(self, event: ev.Registered, at: float) -> None:
+        """A job of this name belongs to this user from now on; what is left of an earlier one's is settled first."""
+        owner = (event.user, event.group)
+        if self._owners.get(event.pipeline, owner) != owner:
+            for slot, (job, _) in enumerate(self._uses):
+                if job == event.pipeline:
+                    self._settle(slot, at)
+        self._owners[event.pipeline] = owner
 
     def _has_work(self, pipeline: str) -> bool:
         known = self._state.pipelines.get(pipeline)
@@ -145,7 +161,7 @@ class Accounts:
         self._since[slot] = max(until, self._since[slot])
 
     def _account(self, job: str, time: float) -> Account:
-        key = AccountKey(_day_of(time // DAY_S), job)
+        key = AccountKey(_day_of(time // DAY_S), job, *self._owners.get(job, ("", "")))
         if (found := self.by_key.get(key)) is None:
             found = self.by_key[key] = Account()
         return found
@@ -238,13 +254,13 @@ def accounts_if_any(entries: Sequence[Entry]) -> Accounts | None:
 
 
 def statement(accounts: Accounts, by: str) -> list[list[str]]:
-    """Rows of a table, the first with the names of its columns, the last with the sums. `by`: `job`, `day` or `use`."""
+    """Rows of a table, the first with the names of its columns, the last with the sums. `by`: one of `BY`."""
     if by == "use":
         whole = _sums(accounts, lambda key: "")[""]
         total = max(accounts.pool_s, 1e-9)
         uses = [[use.value, f"{s:.3f}", f"{s / total:.1%}"] for use, s in whole.seconds.items()]
         return [["use", "GPU-seconds", "share"], *uses, ["all", f"{whole.total_s:.3f}", f"{whole.total_s / total:.1%}"]]
-    rows = _sums(accounts, lambda key: key.job if by == "job" else key.day)
+    rows = _sums(accounts, lambda key: POOL if key.job == POOL and by != "day" else getattr(key, by) or _NO_USER)
     names = [by, *(use.value for use in Use), "all", "steps", "samples", "tokens"]
     everything = _sums(accounts, lambda key: "all")
     return [names, *([name, *_row(account)] for name, account in (*sorted(rows.items()), *everything.items()))]

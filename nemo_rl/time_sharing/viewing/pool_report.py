@@ -83,7 +83,7 @@ def report_data(
         "jobTable": [] if said is None else said.jobs,
         "wayTable": [] if said is None else said.ways,
         "notes": [] if said is None else said.notes,
-        "accounts": [] if accounts is None else [in_whole_seconds(statement(accounts, by)) for by in ("job", "day")],
+        "accounts": [] if accounts is None else _accounts(accounts),
         "legend": LEGEND,
         "invariants": INVARIANTS,
         "violations": [str(v) for v in violations[:20]],
@@ -102,6 +102,12 @@ def report_data(
         "acts": False,
         "notice": "",
     }
+
+
+def _accounts(accounts: Accounts) -> list[list[list[str]]]:
+    """Tables, each with what it is by as the name of its first column."""
+    whose = ("user", "group") if any(key.user for key in accounts.by_key) else ()
+    return [in_whole_seconds(statement(accounts, by)) for by in ("job", *whose, "day")]
 
 
 def _kind(bar: Interval) -> str:
