@@ -97,7 +97,7 @@ CLEAN = ("HOME", "LANG", "PATH", "TMPDIR", "VIRTUAL_ENV")
 # A simulation of minutes.
 LONG = "with_faults.yaml"
 # Commands on a pool that is open, or that keep one open; tests/time_sharing carries them out.
-LIVE = ("serve", "submit", "status", "explain", "drain", "cancel", "adapters", "page")
+LIVE = ("serve", "submit", "status", "explain", "drain", "cancel", "adapters", "page", "reload")
 
 
 _COMMAND = re.compile(r"([A-Z_0-9]+=\S+ )*(\S*/)?(python|make|git|pip|docker|sbatch|bash|ray)( |$)")
