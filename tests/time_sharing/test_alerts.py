@@ -62,7 +62,7 @@ def standings() -> list[Standing]:
             0.0,
             progress=Progress("training", 3, 9, "logs", 1.5, adapters=adapters),
             sharing=Sharing(0.5, 1.07, 3.0, Gain(1.0, 1.5, 1.3, True)),
-            hosts=(HostUse("n1", 1 << 30, 20, 3, 7 << 30),),
+            hosts=(HostUse("n1", 1 << 30, 20, 3, 7 << 30), HostUse("n1", 1 << 30, 20, 3, 7 << 30)),
             disk=5000,
         ),
         Standing("short", (1,), (0, 1), 0.0, ended_at=60.0, outcome=Outcome("done", steps=4, waited_s=2.0)),
@@ -89,6 +89,8 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str
     while "nrl_pool_violations" not in found:
         assert time.monotonic() < deadline, "the records of a pool that runs are judged beside it"
         for family in text_string_to_metric_families(view.metrics().decode()):
+            series = [(sample.name, *sorted(sample.labels.items())) for sample in family.samples]
+            assert len(set(series)) == len(series), "no series comes twice"
             for sample in family.samples:
                 found.setdefault(sample.name, set()).update(sample.labels)
         time.sleep(0.05)

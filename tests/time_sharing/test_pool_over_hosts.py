@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,10 +55,15 @@ def test_a_job_trains_on_one_host_and_generates_on_both(
         actor: Any = open_pool(pool, CPU, log_dir, LIVE_LIMITS)
         try:
             ray.get(actor.submit.remote(job), timeout=60)
-            outcomes = wait_for_pipelines(actor, timeout_s=300)
+            hosts, deadline = 0, time.monotonic() + 300
+            while not (outcomes := wait_for_pipelines(actor, timeout_s=0)) and time.monotonic() < deadline:
+                (standing,) = ray.get(actor.standings.remote(), timeout=60)
+                hosts = max(hosts, len(standing.hosts))
+                time.sleep(0.5)
         finally:
             close_pool(actor)
     assert outcomes["both"].kind == "done", outcomes["both"].reason
+    assert hosts == 2, "what it takes is measured on both"
     entries = list(merge_by_machine_time(sorted(log_dir.glob("*.jsonl"))))
     assert check(entries) == []
     events = [entry.event for entry in entries]

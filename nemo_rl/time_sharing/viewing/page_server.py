@@ -419,7 +419,8 @@ def _health(timeline: Timeline, standings: Sequence[Standing], health: Health | 
     waits = {o.pipeline: timeline.end - o.start for o in reversed(timeline.of("queue")) if o.end >= timeline.end}
     about = "For how long the job has waited now for GPUs to train on."
     yield _family(Gauge, "waiting_seconds", about, [((name,), waited) for name, waited in waits.items()])
-    used = [((s.name, use.node), use) for s in standings for use in s.hosts]
+    # Nodes of one name would be one series twice, which Prometheus refuses.
+    used = {(s.name, use.node): use for s in standings for use in s.hosts}.items()
     of = ("pipeline", "node")
     memory = [(names, use.memory) for names, use in used]
     yield _family(Gauge, "job_memory_bytes", "Host memory of a job's processes.", memory, of)
