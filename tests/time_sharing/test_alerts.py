@@ -43,6 +43,7 @@ from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Demand, Limits, Priority, Want
 from nemo_rl.time_sharing.viewing import page_server
 from nemo_rl.time_sharing.viewing.page_server import PoolView
+from nemo_rl.time_sharing.viewing.timeline import Interval, Timeline
 from tests.time_sharing.bench import Bench
 
 INFRA = Path(__file__).parents[2] / "infra"
@@ -120,6 +121,15 @@ def test_dashboard_and_alerts_ask_for_what_the_page_serves(served: dict[str, set
         assert used <= has, f"{expression}: {used - has} is no label of them"
     gauges = {name for name in served if not re.search(r"_(created|count|sum)$", name)}
     assert gauges <= asked | {"nrl_pool_adapter_waited_seconds_total"}, "a figure is on no panel and in no alert"
+
+
+def test_a_wait_is_that_of_the_oldest_request_that_still_waits() -> None:
+    waits = [("before", 10.0, 20.0), ("now", 70.0, 100.0), ("now", 40.0, 100.0), ("now", 60.0, 100.0)]
+    timeline = Timeline(end=100.0, intervals=[Interval("queue", start, end, name) for name, start, end in waits])
+    served = page_server.prometheus_text(timeline, ()).decode().splitlines()
+    assert [line for line in served if line.startswith("nrl_pool_waiting_seconds")] == [
+        'nrl_pool_waiting_seconds{pipeline="now"} 60.0'
+    ]
 
 
 def test_legends_and_annotations_name_labels_that_there_are(served: dict[str, set[str]]) -> None:

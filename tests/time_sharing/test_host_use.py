@@ -75,7 +75,7 @@ def test_a_node_short_of_memory_ends_the_job_that_is_most_above_its_part(
     chosen, why = most_over_its_part(NodeUse("n", free, {name: use(size) for name, size in taken.items()}), keep)
     assert taken[chosen] == max(taken.values())
     if why:
-        assert free < keep
+        assert free < keep < sum(taken.values()) + free
         assert taken[chosen] * len(taken) > sum(taken.values()) + free - keep, "it has more than its part"
     else:
         assert free >= keep or sum(taken.values()) + free <= keep, "the end of all of them would not help"
@@ -105,8 +105,9 @@ def test_one_job_at_a_time_is_ended_on_a_node_that_is_short(monkeypatch: pytest.
     watch = HostWatch(lambda: list(jobs.values()), end, nodes=1, keep_free=2 * GIB)
     watch.look_at_hosts()
     assert ended == ["larger"] and watch.of("large") == ((use(8 * GIB),), None)
+    jobs["larger"].limits = HostLimits(memory=1)
     watch.look_at_hosts()
-    assert ended == ["larger"], "what it has comes back first"
+    assert ended == ["larger"], "what it has comes back first, and it is ended once"
     del jobs["larger"], taken["larger.1"]
     jobs["capped"].limits = HostLimits(memory=GIB - 1)
     watch.look_at_hosts()
@@ -224,6 +225,7 @@ def test_a_jobs_own_limits_are_read_and_are_never_above_the_pools(tmp_path: Path
     own = written(job_memory="1.5G", job_files=100)
     assert own == HostLimits(memory=3 * GIB // 2, files=100)
     assert own.within(HostLimits(memory=2 * GIB, disk=7)) == HostLimits(3 * GIB // 2, 100, 7)
+    assert own.within(HostLimits(files=100)).files == 100
     with pytest.raises(ValueError, match="job_files: 100 is above the pool's --job-files 99; lower it"):
         own.within(HostLimits(files=99))
     for key, value in (("job_memory", "much"), ("job_files", "10G"), ("job_files", True), ("job_disk", 0)):

@@ -416,7 +416,8 @@ def _health(timeline: Timeline, standings: Sequence[Standing], health: Health | 
     """What alerts are about beside the GPUs."""
     from prometheus_client.core import GaugeMetricFamily as Gauge
 
-    waits = {o.pipeline: timeline.end - o.start for o in reversed(timeline.of("queue")) if o.end >= timeline.end}
+    newest_first = sorted(timeline.of("queue"), key=lambda wait: -wait.start)
+    waits = {o.pipeline: timeline.end - o.start for o in newest_first if o.end >= timeline.end}
     about = "For how long the job has waited now for GPUs to train on."
     yield _family(Gauge, "waiting_seconds", about, [((name,), waited) for name, waited in waits.items()])
     # Nodes of one name would be one series twice, which Prometheus refuses.
