@@ -77,6 +77,19 @@ def add_pool_arguments(parser: argparse.ArgumentParser, *, knows_jobs: bool = Fa
         "time; those that do not then run in turn (default: %(default)g; 0: all always run at the same time)",
     )
     parser.add_argument(
+        "--max-jobs",
+        type=whole,
+        default=0,
+        metavar="N",
+        help="jobs that run at once, at most; others wait for their turn (default: %(default)s, any number)",
+    )
+    parser.add_argument(
+        "--max-waiting",
+        type=whole,
+        metavar="N",
+        help="jobs that wait for their turn, at most; more are refused (default: any number)",
+    )
+    parser.add_argument(
         "--max-initialising",
         type=whole,
         default=0,

@@ -163,7 +163,9 @@ def close_pool(actor: Any) -> None:
         parts.callback(ray.kill, actor, no_restart=True)
         try:
             handles: PoolHandles = ray.get(actor.handles.remote(), timeout=_ANSWER_S)
-            for standing in ray.get(actor.standings.remote(), timeout=_ANSWER_S):
+            standings = ray.get(actor.standings.remote(), timeout=_ANSWER_S)
+            # Those that wait would begin as the others end.
+            for standing in sorted(standings, key=lambda one: not one.waits):
                 if standing.outcome is None:
                     ray.get(actor.end.remote(standing.name), timeout=_ANSWER_S)
             wait_for_pipelines(actor, timeout_s=handles.limits.reap_s)

@@ -8,6 +8,7 @@ way is unregistered, so that its GPUs are verified free and given on; its outcom
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -36,6 +37,16 @@ from nemo_rl.time_sharing.agents.ray_reaper import (
     agent_variables,
 )
 from nemo_rl.time_sharing.agents.scheduler_actor import started_anew
+from nemo_rl.time_sharing.job_queue import (
+    Owner,
+    QueueLimits,
+    Quota,
+    any_owner,
+    beginners,
+    exceeded,
+    why_it_may_not_wait,
+    why_it_waits,
+)
 from nemo_rl.time_sharing.log.pool_state import HostLimits, Outcome, PoolState, Progress, Standing, Submission
 from nemo_rl.time_sharing.log.reading import LogTail
 from nemo_rl.time_sharing.log.sharing import Sharing, SharingWatch
@@ -44,7 +55,7 @@ from nemo_rl.time_sharing.pipelines.job import PIPELINES, Job, Kind
 from nemo_rl.time_sharing.pipelines.residents import Part, PoolFull, Residents, SlotBytes, SlotMemory
 from nemo_rl.time_sharing.planning.job_placement import Mapped
 from nemo_rl.time_sharing.protocol.topology import Pool
-from nemo_rl.time_sharing.team import RELOAD, SUBMIT, Owner, Rights, Team, User, changes, read_team
+from nemo_rl.time_sharing.team import RELOAD, SUBMIT, Rights, Team, User, changes, read_team
 from nemo_rl.utils.files import replace_file, why_unwritable
 
 logger = logging.getLogger(__name__)
@@ -95,6 +106,7 @@ class PoolOptions:
     on_end: str | None = None  # address that each job's end is posted to
     limits: HostLimits = HostLimits()  # of each job
     keep_free: int = 0  # bytes of host memory that stay free on each node
+    queue: QueueLimits = QueueLimits()  # of all jobs together
 
 
 NOTHING_MORE = PoolOptions()
@@ -133,14 +145,15 @@ class PoolActor(Orchestrator):
         self._team = _TEAM.validate_json(self._team_path.read_bytes()) if team and started_anew() else team
         if self._team is not None:
             self._keep_team(self._team)
-        self._limits = options.limits
+        self._limits, self._queue = options.limits, options.queue
+        self._waiting = WaitingJobs(Path(handles.log_dir) / "waiting")
         self._notices = EndNotices(options.on_end) if options.on_end else None
         self._keep()
         for submission in kept.submissions:
-            if submission.outcome is None:
-                self._go_on_with(submission)
-            else:
+            if submission.outcome is not None:
                 self._notify(submission)
+            elif not submission.waits:
+                self._go_on_with(submission)
         self._hosts = HostWatch(
             self._running,
             self._end_for,
@@ -148,6 +161,7 @@ class PoolActor(Orchestrator):
             keep_free=options.keep_free,
             pools_own=handles.log_dir,
         )
+        self._begin_waiting()
 
     def _go_on_with(self, submission: Submission) -> None:
         """Watches a pipeline that a killed actor of this pool has started."""
@@ -275,16 +289,20 @@ class PoolActor(Orchestrator):
             except OSError as error:
                 raise PoolError(f"{self._team_path} cannot be written ({why_not_written(error)})") from error
             self._team = after
-            left = [one for one in self._running() if one.user not in after.users]
-            return [*changes(before, after), *(f"job {one.name} of {one.user}, who is gone, goes on" for one in left)]
+            said = [*changes(before, after), *exceeded(after.quotas(), [_owner(one) for one in self._running()])]
+            gone = (one for one in self._open() if one.user not in after.users)
+            said += [f"job {one.name} of {one.user}, who is gone, goes on" for one in gone]
+        self._begin_waiting()
+        return said
 
     def _keep_team(self, team: Team) -> None:
         replace_file(self._team_path, _TEAM.dump_json(team), durable=True, mode=0o600)
 
     def submit(self, job: Job, token: str = "") -> str:
-        """Starts a pipeline, on the training GPUs on which the least goes on where it may train anywhere; its name.
-        Raises PoolError: a pipeline of this name runs already; RegistrationError: it does not fit the pool; TeamError:
-        the user may not submit it, or the name is another user's job's.
+        """Starts a pipeline, on the training GPUs on which the least goes on where it may train anywhere, or lets it
+        wait for its turn; its name. Raises PoolError: a pipeline of this name runs already, or as many wait as may;
+        RegistrationError: it does not fit the pool; TeamError: the user may not submit it, or the name is another
+        user's job's.
         """
         with self._acting(token, SUBMIT, job.name) as user:
             if user is not None:
@@ -318,10 +336,18 @@ class PoolActor(Orchestrator):
                 limits=limits,
             )
             submission.user, submission.group = job.options.get("user", ""), job.options.get("group", "")
+            if why := self._why_it_waits(submission):
+                waiting = [_owner(one) for one in self._open() if one.waits]
+                if full := why_it_may_not_wait(self._quotas(_owner(submission)), waiting):
+                    raise PoolError(f"{job.name}: {why}, and {full}; submit it again when one has ended")
+                submission.waits = True
             self._submissions[job.name] = submission
             try:
+                if submission.waits:
+                    self._waiting.keep(job)
                 self._write()  # first, so that a restarted pool knows of every pipeline that may be there
             except OSError as error:
+                self._waiting.drop(job.name)
                 del self._submissions[job.name]
                 if known:
                     self._submissions[job.name] = known
@@ -329,24 +355,82 @@ class PoolActor(Orchestrator):
                     f"{job.name}: {self._path} cannot be written ({why_not_written(error)}); free some space there and "
                     "submit it again"
                 ) from error
-            try:
-                self._actors[job.name] = self.create_pipeline_actor(job, incarnation)
-            except Exception as error:
-                submission.outcome, submission.ended_at = (
-                    Outcome("failed", f"{type(error).__name__}: {error}"),
-                    time.time(),
-                )
+            if not submission.waits:
+                self._start(job, submission)
+        return job.name
+
+    def _start(self, job: Job, submission: Submission) -> None:
+        """Starts a pipeline's process, under the lock. Raises what that raises; the submission has failed then."""
+        try:
+            self._actors[job.name] = self.create_pipeline_actor(job, submission.incarnation)
+        except Exception as error:
+            submission.outcome = Outcome("failed", f"{type(error).__name__}: {error}")
+            submission.ended_at = time.time()
+            self._keep()
+            self._notify(submission)
+            raise
+        self._begin_watch(submission)
+
+    def _quotas(self, owner: Owner) -> list[Quota]:
+        """The limits that a job of this owner counts towards."""
+        own = self._team.quotas_of(owner) if self._team is not None else []
+        return [Quota("the pool", self._queue, any_owner), *own]
+
+    def _why_it_waits(self, submission: Submission) -> str:
+        quotas, running = self._quotas(_owner(submission)), [_owner(one) for one in self._running()]
+        return why_it_waits(quotas, running) or ("its turn is next" if submission.waits else "")
+
+    def _begin_waiting(self) -> None:
+        """Starts those of the waiting jobs whose turn it is, in order; called whenever a job has ended."""
+        with self._lock:
+            # One that cannot be started makes room for the next.
+            while chosen := self._whose_turn_it_is():
+                for submission in chosen:
+                    self._begin(submission)
+
+    def _whose_turn_it_is(self) -> list[Submission]:
+        waiting = sorted((one for one in self._open() if one.waits), key=lambda one: one.submitted_at)
+        running = [_owner(one) for one in self._running()]
+        return [waiting[place] for place in beginners([_owner(one) for one in waiting], running, self._quotas)]
+
+    def _begin(self, submission: Submission) -> None:
+        submission.waits = False
+        try:
+            job = self._waiting.read(submission.name)
+            others = [Mapped(one.train, one.infer, one.column) for one in self._running() if one is not submission]
+            job = job.placed(self._handles.pool, others)
+            submission.train, submission.infer, submission.column = job.train, job.infer, job.column
+            self._keep()
+            self._start(job, submission)
+        except Exception as error:
+            # The next one has its turn all the same.
+            logger.exception("pipeline=%s event=not_started", submission.name)
+            if submission.outcome is None:
+                submission.outcome = Outcome("failed", f"could not be started: {type(error).__name__}: {error}")
+                submission.ended_at = time.time()
                 self._keep()
                 self._notify(submission)
-                raise
-        self._begin_watch(submission)
-        return job.name
+        self._waiting.drop(submission.name)
+
+    def _leave_queue(self, submission: Submission, kind: str) -> str:
+        """Ends a job that waits for its turn; what happened, in words."""
+        with self._lock:
+            if not submission.waits:
+                return ""
+            submission.waits = False
+            submission.outcome, submission.ended_at = Outcome(kind, "before it began"), time.time()
+            self._waiting.drop(submission.name)
+            self._keep()
+            self._notify(submission)
+        return f"{kind} before it began"
 
     def expected_start(self, name: str) -> Expectation:
         """Where a pipeline that was just submitted trains, or works at all, and when it can begin there."""
         import ray
 
         submission = self._known(name)
+        if submission.waits:
+            return Expectation(submission.train, submission.infer, math.inf, self._why_it_waits(submission))
         pool = self._handles.pool
         slots = pool.slots_on(submission.train or submission.infer[:1], submission.column)
         ask = self._handles.scheduler.expected_start.remote(name, tuple(slots))
@@ -413,6 +497,7 @@ class PoolActor(Orchestrator):
             self._residents.leave(submission.name)
             self._keep()
             self._notify(submission)
+        self._begin_waiting()
 
     def _notify(self, submission: Submission) -> None:
         """Posts a job's end to the pool's webhook, once it has one and does not know of it."""
@@ -442,8 +527,13 @@ class PoolActor(Orchestrator):
         """Waits until the ends of jobs have been posted, or were given up; whether that is so."""
         return self._notices is None or self._notices.settle(timeout_s)
 
-    def _running(self) -> list[Submission]:
+    def _open(self) -> list[Submission]:
+        """Those that have not ended."""
         return [submission for submission in list(self._submissions.values()) if submission.outcome is None]
+
+    def _running(self) -> list[Submission]:
+        """Those of them that have begun."""
+        return [submission for submission in self._open() if not submission.waits]
 
     def _end_for(self, submission: Submission, reason: str) -> None:
         """Ends a pipeline, which has failed for this reason."""
@@ -476,7 +566,7 @@ class PoolActor(Orchestrator):
         asked = {
             name: actors[name].progress.remote()
             for name, submission in submissions.items()
-            if submission.outcome is None
+            if submission.outcome is None and name in actors
         }
         ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=1.0) if asked else ([], [])
         for name, ref in asked.items():
@@ -501,6 +591,7 @@ class PoolActor(Orchestrator):
                 submission.wishes,
                 submission.user,
                 submission.group,
+                self._why_it_waits(submission) if submission.waits else "",
                 *self._hosts.of(name if submission.outcome is None else ""),
             )
             for name, submission in submissions.items()
@@ -524,6 +615,8 @@ class PoolActor(Orchestrator):
         submission = self._known(name)
         if submission.outcome is not None:
             return f"has ended already: {submission.outcome.kind}"
+        if left := self._leave_queue(submission, "cancelled"):
+            return left
         self._note_asked(submission, "cancel")
         self._end_processes(name)
         return "is being cancelled"
@@ -541,6 +634,8 @@ class PoolActor(Orchestrator):
         submission = self._known(name)
         if submission.outcome is not None:
             return f"has ended already: {submission.outcome.kind}"
+        if left := self._leave_queue(submission, "drained"):
+            return left
         try:
             does: str = ray.get(self._actors[name].drain.remote(), timeout=_ANSWER_S)
         except ray.exceptions.RayError as error:
@@ -561,6 +656,8 @@ class PoolActor(Orchestrator):
         submission = self._known(name)
         if submission.outcome is not None:
             raise PoolError(f"{name}: has ended already: {submission.outcome.kind}")
+        if submission.waits:
+            raise PoolError(f"{name}: has not begun: {self._why_it_waits(submission)}")
         method = getattr(self._actors[name], "adapters", None)
         if method is None:
             raise PoolError(f"{name}: is no job of adapters")
@@ -580,7 +677,7 @@ class PoolActor(Orchestrator):
 
     def students(self, name: str) -> list[str]:
         """The jobs that name this one as a teacher of theirs and have not ended."""
-        return [one.name for one in self._running() if name in one.teachers and one.name != name]
+        return [one.name for one in self._open() if name in one.teachers and one.name != name]
 
     def teacher(self, name: str) -> tuple[Any, str]:
         """The process of a job that is a teacher; None, and why, where there is none."""
@@ -597,6 +694,40 @@ class PoolActor(Orchestrator):
         if name not in self._submissions:
             raise PoolError(f"there is no pipeline {name!r}; there are {sorted(self._submissions) or 'none'}")
         return self._submissions[name]
+
+
+def _owner(submission: Submission) -> Owner:
+    return Owner(submission.user, submission.group)
+
+
+class WaitingJobs:
+    """The jobs that wait for their turn, in files of `folder` that the pool's user alone can read: a restarted actor
+    starts them, too.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def keep(self, job: Job) -> None:
+        """Keeps a job."""
+        from ray import cloudpickle
+
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        replace_file(self._file(job.name), cloudpickle.dumps(job), durable=True, mode=0o600)
+
+    def read(self, name: str) -> Job:
+        """A job that was kept. Raises OSError: it is not there."""
+        from ray import cloudpickle
+
+        job: Job = cloudpickle.loads(self._file(name).read_bytes())
+        return job
+
+    def drop(self, name: str) -> None:
+        """Forgets a job; one that is not there is no error."""
+        self._file(name).unlink(missing_ok=True)
+
+    def _file(self, name: str) -> Path:
+        return self._folder / f"{name}.job"
 
 
 def variables_of(job: Job) -> dict[str, str]:

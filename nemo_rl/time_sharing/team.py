@@ -13,8 +13,9 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
@@ -22,6 +23,7 @@ from pydantic_core import ErrorDetails
 
 from nemo_rl.config.errors import ConfigError, UserError, did_you_mean
 from nemo_rl.config.layers import read_yaml
+from nemo_rl.time_sharing.job_queue import Owner, QueueLimits, Quota
 from nemo_rl.utils.files import read_trusted
 
 ROLES = ("viewer", "member", "lead", "admin")
@@ -33,7 +35,7 @@ _LEAST = {SUBMIT: "member", RELOAD: "admin"}
 """The least role for actions that are on no user's job."""
 _LEVELS = 3
 _SHOWN = 8
-_NOT_BUILT = ("share", "limit", "jobs", "waiting")
+_NOT_BUILT = ("share", "limit")
 
 
 class TeamError(UserError, RuntimeError):
@@ -44,13 +46,6 @@ class TeamFileError(ConfigError):
     """The team file cannot be used."""
 
     subject = "The team file"
-
-
-class Owner(NamedTuple):
-    """Whose a job is; the group is the user's at its submission."""
-
-    user: str
-    group: str
 
 
 @dataclass(frozen=True)
@@ -77,11 +72,14 @@ class Rights:
 
 @dataclass(frozen=True)
 class Team:
-    """Groups by name, each with its parent ("" at the top), and users by name. `source`: the file."""
+    """Groups by name, each with its parent ("" at the top), and users by name. `source`: the file. `queue`: limits of
+    `group NAME` and `user NAME`, where there are any.
+    """
 
     source: str
     groups: Mapping[str, str]
     users: Mapping[str, User]
+    queue: Mapping[str, QueueLimits] = field(default_factory=dict)
 
     def user_of(self, token: str) -> User:
         """The user of a token. Raises TeamError: the token is no user's."""
@@ -129,11 +127,28 @@ class Team:
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return f"{', '.join(names[:_SHOWN])}{more} {'are' if len(names) > 1 else 'is'}"
 
+    def quotas(self) -> list[Quota]:
+        """The limits of all groups and users that have any."""
+        named = [(f"group {name}", partial(self._is_below, name)) for name in self.groups]
+        named += [(f"user {name}", partial(_is_of, name)) for name in self.users]
+        return [Quota(whose, self.queue[whose], covers) for whose, covers in named if whose in self.queue]
+
+    def quotas_of(self, owner: Owner) -> list[Quota]:
+        """Those that a job of this owner counts towards."""
+        return [quota for quota in self.quotas() if quota.covers(owner)]
+
+    def _is_below(self, group: str, owner: Owner) -> bool:
+        return group in self.above(owner.group)
+
     def above(self, group: str) -> Iterator[str]:
         """A group that there is, and those above it."""
         while group in self.groups:
             yield group
             group = self.groups[group]
+
+
+def _is_of(user: str, owner: Owner) -> bool:
+    return owner.user == user
 
 
 def changes(old: Team, new: Team) -> list[str]:
@@ -145,6 +160,11 @@ def changes(old: Team, new: Team) -> list[str]:
             said.append(f"group {name}: {'added' if before is None else 'removed'}")
         elif before != after:
             said.append(f"group {name}: parent {before or 'none'} -> {after or 'none'}")
+    for whose in sorted(old.queue.keys() | new.queue.keys()):
+        had_most, has_most = old.queue.get(whose, QueueLimits()), new.queue.get(whose, QueueLimits())
+        for key, few, many in zip(QueueLimits._fields, had_most, has_most, strict=True):
+            if few != many:
+                said.append(f"{whose}: {key} {'any' if few is None else few} -> {'any' if many is None else many}")
     for name in sorted(old.users.keys() | new.users.keys()):
         was, now = old.users.get(name), new.users.get(name)
         if was is None or now is None:
@@ -198,14 +218,21 @@ class _Keys(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+_Jobs, _Waiting = Annotated[int, Field(ge=1)] | None, Annotated[int, Field(ge=0)] | None
+
+
 class _GroupKeys(_Keys):
     parent: str | None = None
+    jobs: _Jobs = None
+    waiting: _Waiting = None
 
 
 class _UserKeys(_Keys):
     group: str
     role: Literal["viewer", "member", "lead", "admin"] = "member"
     token_sha256: Annotated[list[str], Field(min_length=1), BeforeValidator(_listed)]
+    jobs: _Jobs = None
+    waiting: _Waiting = None
 
 
 class _TeamKeys(_Keys):
@@ -237,7 +264,10 @@ def read_team(path: Path) -> Team:
         for name, user in keys.users.items()
     }
     parents = {name: (group.parent if group else None) or "" for name, group in keys.groups.items()}
-    team = Team(str(source), parents, users)
+    limits = {f"group {name}": QueueLimits(one.jobs, one.waiting) for name, one in keys.groups.items() if one}
+    limits |= {f"user {name}": QueueLimits(one.jobs, one.waiting) for name, one in keys.users.items()}
+    queue = {whose: most for whose, most in limits.items() if most != QueueLimits()}
+    team = Team(str(source), parents, users, queue)
     if problems := [*_wrong_groups(team), *_wrong_users(team)]:
         raise TeamFileError(problems, str(path))
     return team

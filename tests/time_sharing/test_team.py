@@ -159,7 +159,7 @@ BAD: list[tuple[object, str]] = [
     (spoilt("users", "ann", "rol", value="lead"), "users.ann.rol: unknown key. Did you mean 'role'?"),
     (
         spoilt("users", "ann", "password", value="x"),
-        "users.ann.password: unknown key. There is group, role, token_sha256.",
+        "users.ann.password: unknown key. There is group, role, token_sha256, jobs, waiting.",
     ),
     (spoilt("groups", "nlp", value={"parents": "lab"}), "groups.nlp.parents: unknown key. Did you mean 'parent'?"),
     (spoilt("groups", "nlp", value={"share": 0.5}), "groups.nlp.share: not built yet; leave it out"),
@@ -185,7 +185,10 @@ BAD: list[tuple[object, str]] = [
         spoilt("users", "a b", value={"group": "nlp", "token_sha256": hash_of("x")}),
         "users.a b: a name is 1 to 64 letters",
     ),
-    (spoilt("users", "ann", value="secret-token"), "users.ann: expected a mapping with group, role, token_sha256"),
+    (
+        spoilt("users", "ann", value="secret-token"),
+        "users.ann: expected a mapping with group, role, token_sha256, jobs, waiting",
+    ),
     (spoilt("users", "ann", value={"group": "nlp"}), "users.ann.token_sha256: Field required"),
     ({"groups": {}}, "users: Field required"),
     ("", "the file: expected a mapping with groups, users"),
@@ -271,6 +274,14 @@ def test_changes_of_a_team_are_said_a_line_each(team: Team, tmp_path: Path) -> N
         "user new (member of audio): added",
     ]
     assert changes(team, team) == []
+    limited = content()
+    limited["groups"]["vision"] |= {"jobs": 2, "waiting": 0}
+    limited["users"]["ann"]["jobs"] = 1
+    assert changes(team, read_team(write(tmp_path, limited))) == [
+        "group vision: jobs any -> 2",
+        "group vision: waiting any -> 0",
+        "user ann: jobs any -> 1",
+    ]
 
 
 # -- the pool's actor ------------------------------------------------------------------------------------------------

@@ -37,12 +37,12 @@ class TeamPool:
         self.folder = folder
         users: dict[str, Any] = {"ann": {"group": "vision"}, "bob": {"group": "nlp"}}
         users["dan"] = {"group": "lab", "role": "admin"}
-        groups = {"lab": None, "vision": {"parent": "lab"}, "nlp": {"parent": "lab"}}
+        groups = {"lab": None, "vision": {"parent": "lab", "jobs": 1, "waiting": 1}, "nlp": {"parent": "lab"}}
         for name, keys in users.items():
             keys["token_sha256"] = hash_of(f"of-{name}")
         self.team: dict[str, Any] = {"groups": groups, "users": users}
         self.write()
-        for name in ("scan", "chat"):
+        for name in ("scan", "chat", "next", "third"):
             (folder / f"{name}.yaml").write_text(yaml.safe_dump({"external": {"command": ["sleep", "600"]}}))
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "NRL_P", "XDG_"))}
         self.environment = kept | {"TMPDIR": str(temporary), "HOME": str(temporary)}
@@ -70,6 +70,11 @@ class TeamPool:
         said = ended.stdout + ended.stderr
         assert ended.returncode == code, said
         return said
+
+    def queued(self) -> list[str]:
+        """The jobs that wait for their turn."""
+        shown = json.loads(self.run("ann", "status", "--json"))
+        return [one["name"] for one in shown["pipelines"] if one["state"] == "queued"]
 
     def post(self, user: str, path: str) -> int:
         headers = {"Authorization": f"Bearer of-{user}"}
@@ -100,7 +105,11 @@ def test_a_team_shares_a_pool_within_its_roles(pool: TeamPool) -> None:
     assert pool.file.stat().st_mode & 0o777 == 0o640
     assert pool.run("ann", "submit", "scan.yaml").splitlines()[-1].startswith("scan")
     pool.run("bob", "submit", "chat.yaml")
+    said = pool.run("ann", "submit", "next.yaml")
+    assert "next: runs on CPU slots 0, 1; cannot begin yet" in said and "1 job of group vision runs" in said
+    assert "1 job of group vision waits, as many as may" in pool.run("ann", "submit", "third.yaml", code=2)
     status = pool.run("bob", "status")
+    assert "queued" in status
     assert "ann (vision)" in status and "bob (nlp)" in status
     assert "bob (member of nlp) may not cancel scan, a job of ann" in pool.run("bob", "cancel", "scan", code=2)
     assert "may not submit scan, a job of ann" in pool.run("bob", "submit", "scan.yaml", code=2)
@@ -119,6 +128,9 @@ def test_a_team_shares_a_pool_within_its_roles(pool: TeamPool) -> None:
     assert "the token is no user's" in pool.run("bob", "cancel", "chat", code=2)
     assert "chat: cancelled" in pool.run("dan", "cancel", "chat")
     assert "scan: drained" in pool.run("ann", "drain", "scan")
+    # The restarted actor knows who waits.
+    pool.until(lambda: not pool.queued())
+    assert "next: cancelled" in pool.run("ann", "cancel", "next")
     pool.serving.send_signal(signal.SIGINT)
     pool.serving.communicate(timeout=90)
     assert not pool.file.exists()
@@ -128,11 +140,14 @@ def test_a_team_shares_a_pool_within_its_roles(pool: TeamPool) -> None:
     assert {name: (event.user, event.group) for name, event in registered.items()} == {
         "scan": ("ann", "vision"),
         "chat": ("bob", "nlp"),
+        "next": ("ann", "vision"),
     }
     acted = [one.event for one in entries if isinstance(one.event, ev.UserActed)]
     assert [(event.user, event.action, event.outcome.partition(":")[0]) for event in acted] == [
         ("ann", "submit", "done"),
         ("bob", "submit", "done"),
+        ("ann", "submit", "done"),
+        ("ann", "submit", "refused"),
         ("bob", "cancel", "refused"),
         ("bob", "submit", "refused"),
         ("ann", "reload", "refused"),
@@ -141,6 +156,7 @@ def test_a_team_shares_a_pool_within_its_roles(pool: TeamPool) -> None:
         ("", "cancel", "refused"),
         ("dan", "cancel", "done"),
         ("ann", "drain", "done"),
+        ("ann", "cancel", "done"),
     ]
     assert check(entries, ended=True) == []
 

@@ -121,6 +121,7 @@ class Submission:
     outcome: Outcome | None = None  # how it ended; None while it runs
     refused: str = ""  # why the pool ends it, where it does
     asked: str = ""  # `drain` or `cancel`, where a user has asked for its end
+    waits: bool = False  # for its turn to begin
     log_dir: str = ""  # where its own logs are, once it has said
     column: int | None = 0  # which slot of each GPU it is on; None for all of them
     teachers: tuple[str, ...] = ()  # the jobs that score its samples, or its own name where it is one that scores
@@ -154,6 +155,7 @@ class Standing:
     wishes: Wishes = Wishes()
     user: str = ""  # who submitted it, on a pool for a team
     group: str = ""  # that user's group then
+    waits: str = ""  # why it has not begun, while it waits for its turn
     hosts: tuple[HostUse, ...] = ()  # what it takes of each node while it runs
     disk: int | None = None  # bytes of its logs and checkpoints while it runs; None before they were measured
 
@@ -188,6 +190,8 @@ class Standing:
             return self.outcome.kind
         if self.asked:
             return {"drain": "draining", "cancel": "being cancelled"}[self.asked]
+        if self.waits:
+            return "queued"
         return self.progress.phase if self.progress is not None else "starting"
 
     @property
@@ -196,7 +200,7 @@ class Standing:
         if self.outcome is not None:
             return self.outcome.reason
         if self.progress is None:
-            return ""
+            return self.waits
         paused = self.sharing.paused if self.sharing is not None else ""
         doing = f"; {self.progress.phase}" if self.asked else f"; {paused}" if paused else ""
         return f"step {self.progress.step}/{self.progress.of}{doing}"
