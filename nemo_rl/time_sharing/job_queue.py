@@ -1,7 +1,7 @@
 """The queue before a pool: how many jobs may run at once, and how many may wait, in all, of a group, and of a user.
 
 Decides without Ray, a clock or files. A job begins as soon as every quota that covers it has room; jobs that wait begin
-in the order of their submission, but one whose quota is full holds nobody else up.
+in the order of their submission, but one whose quota is full lets others pass.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def test_quotas_hold_and_only_a_full_one_keeps_a_job_waiting(
         assert own == sorted(own), "jobs of one owner begin in their order"
 
 
-def test_a_full_quota_holds_up_nobody_else_and_says_whose_it_is() -> None:
+def test_a_full_quota_lets_others_pass_and_says_whose_it_is() -> None:
     team = team_of(group_vision=1, group_lab=3)
     ann, bob, eve = _OWNERS
     assert beginners([ann, bob, ann, eve], [ann], team.quotas_of) == [1, 3]
@@ -140,7 +140,7 @@ def test_jobs_wait_for_their_turn_also_over_a_restart(tmp_path: Path) -> None:
     pool.submit(job("f"))
     assert pool.drain("f") == "drained before it began"
     pool.finish("b")
-    assert begun == ["a", "b", "broken", "c"], "one that cannot be started holds nobody up"
+    assert begun == ["a", "b", "broken", "c"], "one that cannot be started makes room for the next"
     ended = pool._submissions["broken"].outcome
     assert ended is not None and (ended.kind, ended.reason) == ("failed", "OSError: no process")
     assert pool._actors["c"] == job("c"), "with all that it was submitted with"
