@@ -17,7 +17,7 @@ class Owner(NamedTuple):
     group: str
 
 
-class QueueLimits(NamedTuple):
+class JobLimits(NamedTuple):
     """How many jobs may run at once, and wait, at most; None for any number."""
 
     jobs: int | None = None
@@ -28,7 +28,7 @@ class Quota(NamedTuple):
     """Limits, whose they are in words, and which owners' jobs they cover."""
 
     whose: str
-    limits: QueueLimits
+    limits: JobLimits
     covers: Callable[[Owner], bool]
 
 

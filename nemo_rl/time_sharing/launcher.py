@@ -31,7 +31,7 @@ from nemo_rl.time_sharing.arguments import (
     check_variables,
     seconds_or_none,
 )
-from nemo_rl.time_sharing.job_queue import QueueLimits
+from nemo_rl.time_sharing.job_queue import JobLimits
 from nemo_rl.time_sharing.log.pool_state import HostLimits, Standing
 from nemo_rl.time_sharing.mps import multi_process_service
 from nemo_rl.time_sharing.open_pools import OpenPool, announced, announced_to_team, team_group, team_pool_file
@@ -252,9 +252,7 @@ def limits_of(chosen: argparse.Namespace) -> Limits:
 def options_of(chosen: argparse.Namespace) -> PoolOptions:
     """What the pool does beside scheduling, by the command line."""
     limits = HostLimits(chosen.job_memory, chosen.job_files, chosen.job_disk)
-    return PoolOptions(
-        chosen.on_end, limits, chosen.keep_free, QueueLimits(chosen.max_jobs or None, chosen.max_waiting)
-    )
+    return PoolOptions(chosen.on_end, limits, chosen.keep_free, JobLimits(chosen.max_jobs or None, chosen.max_waiting))
 
 
 @contextmanager

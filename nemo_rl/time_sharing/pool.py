@@ -38,8 +38,8 @@ from nemo_rl.time_sharing.agents.ray_reaper import (
 )
 from nemo_rl.time_sharing.agents.scheduler_actor import started_anew
 from nemo_rl.time_sharing.job_queue import (
+    JobLimits,
     Owner,
-    QueueLimits,
     Quota,
     any_owner,
     beginners,
@@ -106,7 +106,7 @@ class PoolOptions:
     on_end: str | None = None  # address that each job's end is posted to
     limits: HostLimits = HostLimits()  # of each job
     keep_free: int = 0  # bytes of host memory that stay free on each node
-    queue: QueueLimits = QueueLimits()  # of all jobs together
+    queue: JobLimits = JobLimits()  # of all jobs together
 
 
 NOTHING_MORE = PoolOptions()

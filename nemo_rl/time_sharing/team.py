@@ -23,7 +23,7 @@ from pydantic_core import ErrorDetails
 
 from nemo_rl.config.errors import ConfigError, UserError, did_you_mean
 from nemo_rl.config.layers import read_yaml
-from nemo_rl.time_sharing.job_queue import Owner, QueueLimits, Quota
+from nemo_rl.time_sharing.job_queue import JobLimits, Owner, Quota
 from nemo_rl.utils.files import read_trusted
 
 ROLES = ("viewer", "member", "lead", "admin")
@@ -79,7 +79,7 @@ class Team:
     source: str
     groups: Mapping[str, str]
     users: Mapping[str, User]
-    queue: Mapping[str, QueueLimits] = field(default_factory=dict)
+    queue: Mapping[str, JobLimits] = field(default_factory=dict)
 
     def user_of(self, token: str) -> User:
         """The user of a token. Raises TeamError: the token is no user's."""
@@ -161,8 +161,8 @@ def changes(old: Team, new: Team) -> list[str]:
         elif before != after:
             said.append(f"group {name}: parent {before or 'none'} -> {after or 'none'}")
     for whose in sorted(old.queue.keys() | new.queue.keys()):
-        had_most, has_most = old.queue.get(whose, QueueLimits()), new.queue.get(whose, QueueLimits())
-        for key, few, many in zip(QueueLimits._fields, had_most, has_most, strict=True):
+        had_most, has_most = old.queue.get(whose, JobLimits()), new.queue.get(whose, JobLimits())
+        for key, few, many in zip(JobLimits._fields, had_most, has_most, strict=True):
             if few != many:
                 said.append(f"{whose}: {key} {'any' if few is None else few} -> {'any' if many is None else many}")
     for name in sorted(old.users.keys() | new.users.keys()):
@@ -264,9 +264,9 @@ def read_team(path: Path) -> Team:
         for name, user in keys.users.items()
     }
     parents = {name: (group.parent if group else None) or "" for name, group in keys.groups.items()}
-    limits = {f"group {name}": QueueLimits(one.jobs, one.waiting) for name, one in keys.groups.items() if one}
-    limits |= {f"user {name}": QueueLimits(one.jobs, one.waiting) for name, one in keys.users.items()}
-    queue = {whose: most for whose, most in limits.items() if most != QueueLimits()}
+    limits = {f"group {name}": JobLimits(one.jobs, one.waiting) for name, one in keys.groups.items() if one}
+    limits |= {f"user {name}": JobLimits(one.jobs, one.waiting) for name, one in keys.users.items()}
+    queue = {whose: most for whose, most in limits.items() if most != JobLimits()}
     team = Team(str(source), parents, users, queue)
     if problems := [*_wrong_groups(team), *_wrong_users(team)]:
         raise TeamFileError(problems, str(path))

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl.time_sharing.job_queue import (
+    JobLimits,
     Owner,
-    QueueLimits,
     Quota,
     any_owner,
     beginners,
@@ -33,7 +33,7 @@ _GROUPS = {"lab": "", "vision": "lab", "nlp": "lab"}
 
 
 def team_of(**most: int | None) -> Team:
-    queue = {name.replace("_", " "): QueueLimits(jobs) for name, jobs in most.items() if jobs is not None}
+    queue = {name.replace("_", " "): JobLimits(jobs) for name, jobs in most.items() if jobs is not None}
     users = {owner.user: User(owner.user, owner.group, "member", ()) for owner in _OWNERS}
     return Team("team.yaml", _GROUPS, users, queue)
 
@@ -53,7 +53,7 @@ def test_quotas_hold_and_only_a_full_one_keeps_a_job_waiting(
     team = team_of(**most)
 
     def quotas_of(owner: Owner) -> list[Quota]:
-        return [Quota("the pool", QueueLimits(pool), any_owner), *team.quotas_of(owner)]
+        return [Quota("the pool", JobLimits(pool), any_owner), *team.quotas_of(owner)]
 
     waiting, running, begun = list(enumerate(submitted)), list[tuple[int, Owner]](), list[int]()
     for end in [None, *ends]:
@@ -64,7 +64,7 @@ def test_quotas_hold_and_only_a_full_one_keeps_a_job_waiting(
         begun += [waiting[place][0] for place in now]
         waiting = [one for place, one in enumerate(waiting) if place not in now]
         owners = [owner for _, owner in running]
-        for quota in (Quota("the pool", QueueLimits(pool), any_owner), *team.quotas()):
+        for quota in (Quota("the pool", JobLimits(pool), any_owner), *team.quotas()):
             assert quota.limits.jobs is None or sum(map(quota.covers, owners)) <= quota.limits.jobs
         assert exceeded(team.quotas(), owners) == []
         assert all(why_it_waits(quotas_of(owner), owners) for _, owner in waiting)
@@ -79,9 +79,9 @@ def test_a_full_quota_lets_others_pass_and_says_whose_it_is() -> None:
     assert beginners([ann, bob, ann, eve], [ann], team.quotas_of) == [1, 3]
     assert why_it_waits(team.quotas_of(ann), [ann]) == "1 job of group vision runs, as many as may at once"
     assert why_it_waits(team.quotas_of(bob), [ann, bob, eve]) == "3 jobs of group lab run, as many as may at once"
-    limits = [Quota("the pool", QueueLimits(None, 0), any_owner)]
+    limits = [Quota("the pool", JobLimits(None, 0), any_owner)]
     assert why_it_may_not_wait(limits, []) == "no job of the pool may wait"
-    limits = [Quota("the pool", QueueLimits(None, 2), any_owner)]
+    limits = [Quota("the pool", JobLimits(None, 2), any_owner)]
     assert why_it_may_not_wait(limits, [ann, bob]) == "2 jobs of the pool wait, as many as may"
     assert exceeded(team.quotas(), [ann, ann]) == [
         "2 jobs of group vision run, and 1 may; none is ended, and none begins until fewer run"
@@ -91,7 +91,7 @@ def test_a_full_quota_lets_others_pass_and_says_whose_it_is() -> None:
 class Queued(PoolActor):
     """A pool's actor without Ray: jobs begin, and end when the test says so."""
 
-    def __init__(self, folder: Path, queue: QueueLimits, begun: list[str]) -> None:
+    def __init__(self, folder: Path, queue: JobLimits, begun: list[str]) -> None:
         self.begun = begun
         super().__init__(
             PoolHandles(None, Pool(1, 2), "cpu", (), Limits(), str(folder)), options=PoolOptions(queue=queue)
@@ -117,7 +117,7 @@ def job(name: str) -> Job:
 
 def test_jobs_wait_for_their_turn_also_over_a_restart(tmp_path: Path) -> None:
     begun: list[str] = []
-    pool = Queued(tmp_path, QueueLimits(1, 3), begun)
+    pool = Queued(tmp_path, JobLimits(1, 3), begun)
     for name in ("a", "b", "broken", "c"):
         pool.submit(job(name))
     assert begun == ["a"]
@@ -130,7 +130,7 @@ def test_jobs_wait_for_their_turn_also_over_a_restart(tmp_path: Path) -> None:
     pool.finish("a")
     assert begun == ["a", "b"]
     # Another actor goes on, with the jobs that the first one was given.
-    pool = Queued(tmp_path, QueueLimits(1, 3), begun)
+    pool = Queued(tmp_path, JobLimits(1, 3), begun)
     assert begun == ["a", "b"]
     with pytest.raises(PoolError, match="c: has not begun: 1 job of the pool runs, as many as may at once"):
         pool.adapters("c", "list", [])
@@ -149,7 +149,7 @@ def test_jobs_wait_for_their_turn_also_over_a_restart(tmp_path: Path) -> None:
 
 def test_a_pool_without_limits_starts_every_job(tmp_path: Path) -> None:
     begun: list[str] = []
-    pool = Queued(tmp_path, QueueLimits(), begun)
+    pool = Queued(tmp_path, JobLimits(), begun)
     for name in "abc":
         pool.submit(job(name))
     assert begun == ["a", "b", "c"] and not (tmp_path / "waiting").exists()
