@@ -18,6 +18,7 @@ from nemo_rl.algorithms.grpo.step_reports import DeviceCount, StepReports
 from nemo_rl.algorithms.grpo.validation import validate
 from nemo_rl.config import LoggerConfig, load_master_config
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.rollouts import Trajectory
 from nemo_rl.experience.store import InProcessStore, RolloutColumns, conversation_text
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.progress import RunProgress
@@ -56,7 +57,7 @@ class Rollouts:
                     truncated=torch.zeros(batch.size, dtype=torch.bool),
                 ),
             ),
-            metrics={"truncation_rate": 0.5, "max_turns_reached_rate": 0.0},
+            samples=[Trajectory([], truncated=row % 2 == 0).outcome(1) for row in range(batch.size)],
         )
 
 

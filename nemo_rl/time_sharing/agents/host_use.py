@@ -15,8 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 from pydantic import ByteSize, TypeAdapter, ValidationError
@@ -41,11 +42,14 @@ _CGROUP_FILES = (
 
 
 class NodeUse(NamedTuple):
-    """What the jobs take of one node, by `run_of`. `free`: bytes of host memory that are left there."""
+    """What the jobs take of one node, by `run_of`. `free`: bytes of host memory that are left there. `cost_s`: seconds
+    of a core that measuring took.
+    """
 
     node: str
     free: int
     jobs: dict[str, HostUse]
+    cost_s: float = 0.0
 
 
 def run_of(pipeline: str, incarnation: object) -> str:
@@ -55,6 +59,7 @@ def run_of(pipeline: str, incarnation: object) -> str:
 
 def measure_node() -> NodeUse:
     """The jobs on the Ray node of this process."""
+    began = time.thread_time()
     found: dict[str, HostUse] = {}
     node, free = socket.gethostname(), free_memory()
     for name, process in _processes_of_jobs():
@@ -62,7 +67,7 @@ def measure_node() -> NodeUse:
             memory, files = _taken_by(process)
             use = found.get(name, HostUse(node, 0, 0, 0, free))
             found[name] = HostUse(node, use.memory + memory, use.files + files, use.processes + 1, free)
-    return NodeUse(node, free, found)
+    return NodeUse(node, free, found, time.thread_time() - began)
 
 
 def _processes_of_jobs() -> Iterator[tuple[str, psutil.Process]]:
@@ -106,13 +111,20 @@ def free_memory(cgroups: Path = _CGROUPS) -> int:
     return max(free, 0)
 
 
+@cache
+def _measuring() -> Any:
+    import ray
+
+    return ray.remote(measure_node)
+
+
 def measure_nodes() -> Iterator[NodeUse]:
     """The jobs on every node of the Ray cluster; one that does not answer is left out."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     answers = [
-        ray.remote(measure_node)
+        _measuring()
         .options(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(entry["NodeID"], False))
         .remote()
         for entry in ray.nodes()
@@ -212,20 +224,20 @@ class HostWatch:
         """What a job took of each node, and of the disk, when it was last measured."""
         return self._hosts.get(name, ()), self._disk.get(name)
 
-    def _run(self, work: Callable[[], None], wait_s: float) -> None:
+    def _run(self, work: Callable[[], float], wait_s: float) -> None:
         said = ""
         while True:
-            began = time.monotonic()
+            cost_s = 0.0
             try:
-                work()
+                cost_s = work()
                 said = ""
             except Exception as error:  # noqa: BLE001 - what fails once is measured in the next round
                 if said != (said := first_line(error)):
                     logger.warning("event=hosts_not_measured work=%s reason=%s", work.__name__, said)
-            time.sleep(max(wait_s, (time.monotonic() - began) / _PART_OF_TIME))
+            time.sleep(max(wait_s, cost_s / _PART_OF_TIME))
 
-    def look_at_hosts(self) -> None:
-        """One round over the processes."""
+    def look_at_hosts(self) -> float:
+        """One round over the processes; the seconds of a core that it took of the node where it took the most."""
         running = {run_of(job.name, job.incarnation): job for job in self._jobs()}
         nodes = ([measure_node()] if self._nodes == 1 else list(measure_nodes())) if running else []
         found: dict[str, tuple[HostUse, ...]] = {}
@@ -241,15 +253,18 @@ class HostWatch:
                 run, why = most_over_its_part(node._replace(jobs=known), self._keep_free)
                 if why:
                     self._end_for(running[run], why)
+        return max((node.cost_s for node in nodes), default=0.0)
 
-    def look_at_disks(self) -> None:
-        """One round over the folders."""
+    def look_at_disks(self) -> float:
+        """One round over the folders; the seconds that it took."""
+        began = time.monotonic()
         jobs = self._jobs()
         # A command logs into the pool's own folder.
         folders = {job.name: {job.log_dir, job.saves_in} - {"", self._pools_own} for job in jobs}
         self._disk = {name: disk_of(own) for name, own in folders.items()}
         for job in jobs:
             self._end_for(job, over_limit((), self._disk[job.name], job.limits))
+        return time.monotonic() - began
 
     def _end_for(self, job: Submission, why: str) -> None:
         if why and not job.is_ending:
