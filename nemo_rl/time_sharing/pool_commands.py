@@ -27,7 +27,7 @@ from nemo_rl.time_sharing.arguments import check_variables
 from nemo_rl.time_sharing.log.pool_state import PoolState, Standing
 from nemo_rl.time_sharing.log.reading import LogTail
 from nemo_rl.time_sharing.open_pools import OpenPool, the_open_pool
-from nemo_rl.time_sharing.pipelines.admission import estimated_needs, what_it_takes
+from nemo_rl.time_sharing.pipelines.admission import doubt, estimated_needs, what_it_takes
 from nemo_rl.time_sharing.pipelines.job import Job, read_jobs
 from nemo_rl.time_sharing.pool import About, Expectation, PoolError
 from nemo_rl.time_sharing.protocol.topology import Pool
@@ -86,7 +86,7 @@ def _admitted(actor: ActorHandle[object], jobs: Sequence[Job], env: Mapping[str,
         said = what_it_takes(
             found.train, found.infer, needs[name], found.seconds, in_unit(found.why, about.unit), about.unit
         )
-        sys.stderr.write(f"{name}: {said}\n")
+        sys.stderr.write(f"{name}: {said}{doubt(needs[name], about.memory)}\n")
     return names
 
 

@@ -17,7 +17,7 @@ from nemo_rl.time_sharing.log.pool_state import Outcome, Progress, Standing, Wis
 from nemo_rl.time_sharing.log.sharing import Sharing
 from nemo_rl.time_sharing.log.state import SchedulerState
 from nemo_rl.time_sharing.pipelines import admission
-from nemo_rl.time_sharing.pipelines.admission import NeverFits, estimated_needs, what_it_takes
+from nemo_rl.time_sharing.pipelines.admission import NeverFits, doubt, estimated_needs, what_it_takes
 from nemo_rl.time_sharing.pipelines.job import Job, read_jobs
 from nemo_rl.time_sharing.pipelines.residents import SlotBytes
 from nemo_rl.time_sharing.pipelines.slot_choice import Needs
@@ -100,19 +100,26 @@ def test_how_long_a_first_hold_lasts_is_unknown() -> None:
 def test_a_sentence_names_gpus_and_memory() -> None:
     needs = Needs("x", 12 * GIB, 45 * GIB)
     assert what_it_takes((0, 1), (0, 1, 2, 3), needs, 90.0, "GPU 0 is held by a", "GPU") == (
-        "trains on GPUs 0, 1 (at least 45.0 GiB of each), generates on GPUs 0 to 3 (at least 12.0 GiB of each); can "
+        "trains on GPUs 0, 1 (about 45.0 GiB of each), generates on GPUs 0 to 3 (about 12.0 GiB of each); can "
         "begin in about 1m 30s: GPU 0 is held by a"
     )
     assert what_it_takes((), (1,), None, 0.0, "", "CPU slot") == "runs on CPU slot 1; can begin at once"
 
 
-def test_what_can_never_fit_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_can_never_fit_is_refused_and_a_doubt_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     (job,) = read_jobs([CONFIGS / "grpo_arithmetic_cpu.yaml"], Pool(1, 2))
-    monkeypatch.setattr(admission, "needs_of", lambda job: Needs(job.name, 4 * GIB, 90 * GIB))
-    assert estimated_needs(job, None) is None
-    assert estimated_needs(job, SlotBytes(40 * GIB, 90 * GIB)) == Needs(job.name, 4 * GIB, 90 * GIB)
-    with pytest.raises(NeverFits, match=r"the trainer of \S+ needs about 90.0 GiB and would have 80.0 GiB of a slot"):
-        estimated_needs(job, SlotBytes(40 * GIB, 80 * GIB))
+    needs = Needs(job.name, 44 * GIB, 90 * GIB, weights=30 * GIB)
+    monkeypatch.setattr(admission, "needs_of", lambda job: needs)
+    assert estimated_needs(job, None) is None and doubt(None, SlotBytes(GIB, GIB)) == ""
+    assert estimated_needs(job, SlotBytes(30 * GIB, 80 * GIB)) == needs
+    assert doubt(needs, SlotBytes(50 * GIB, 90 * GIB)) == ""
+    # A trainer may keep less on its GPU than is estimated, so it is not refused.
+    assert re.fullmatch(
+        r"; it may not fit: the trainer of \S+ needs about 90.0 GiB and would have 80.0 GiB",
+        doubt(needs, SlotBytes(50 * GIB, 80 * GIB)),
+    )
+    with pytest.raises(NeverFits, match="30.0 GiB of weights on each GPU, and a slot of this pool has 20.0 GiB; raise"):
+        estimated_needs(job, SlotBytes(20 * GIB, 80 * GIB))
 
     def not_here(job: object) -> Needs:
         raise OSError("no such model")

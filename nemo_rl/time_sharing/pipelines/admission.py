@@ -1,4 +1,4 @@
-"""What a job takes of a pool, said when it is submitted; one that can never fit is refused then.
+"""What a job takes of a pool, said when it is submitted; one that can never fit is refused then, and a doubt said.
 
 Reads configurations; knows no GPU and no Ray.
 """
@@ -16,12 +16,12 @@ from nemo_rl.utils.progress import format_duration
 
 
 class NeverFits(UserError, ValueError):
-    """A job needs more memory than a slot of the pool has."""
+    """The weights of a job's engines are larger than a slot of the pool."""
 
 
 def estimated_needs(job: Job, memory: SlotBytes | None) -> Needs | None:
-    """What the job takes at least of each of its slots; None on CPU slots, or where its model is not here to be looked
-    at. Raises NeverFits: no slot of the pool has that much.
+    """What the job takes of each of its slots, as estimated; None on CPU slots, or where its model is not here to be
+    looked at. Raises NeverFits: no slot of the pool holds the weights of an engine.
 
     Args:
         memory: Of a slot of the pool, bytes; None on CPU slots.
@@ -33,13 +33,19 @@ def estimated_needs(job: Job, memory: SlotBytes | None) -> Needs | None:
     except (UserError, OSError, ValueError):
         # The job's start says what is wrong with its model.
         return None
-    if (lack := needs.lacks(memory)) is not None:
+    if needs.weights > memory.engines:
         raise NeverFits(
-            f"{lack} of a slot, so {job.name} can never run in this pool; train it on more GPUs, with less state on "
-            "each (tensor_parallel_size, activation checkpointing, smaller micro-batches), or in a pool with fewer "
-            "slots on each GPU"
+            f"{job.name}: an engine has {in_gib(needs.weights)} of weights on each GPU, and a slot of this pool has "
+            f"{in_gib(memory.engines)}; raise vllm_cfg.tensor_parallel_size, or submit it to a pool "
+            "with fewer slots on each GPU"
         )
     return needs
+
+
+def doubt(needs: Needs | None, memory: SlotBytes | None) -> str:
+    """What may not fit, by the estimate; empty where all does."""
+    lack = needs.lacks(memory) if needs is not None and memory is not None else None
+    return f"; it may not fit: {lack}" if lack else ""
 
 
 def what_it_takes(
@@ -72,4 +78,4 @@ def _gpus(gpus: Sequence[int], unit: str) -> str:
 
 
 def _at_least(nbytes: int) -> str:
-    return f" (at least {in_gib(nbytes)} of each)" if nbytes else ""
+    return f" (about {in_gib(nbytes)} of each)" if nbytes else ""

@@ -38,14 +38,16 @@ class Choice(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Device memory that a job takes at least on each of its GPUs, bytes; 0 for what it does not do. `beside`: whether
-    both are in its slot at once, without the training turn.
+    """Device memory that a job takes at least on each of its GPUs, bytes, as estimated; 0 for what it does not do.
+    `beside`: whether both are in its slot at once, without the training turn. `weights`: of an engine, which is no
+    estimate.
     """
 
     job: str
     engines: int
     trainer: int
     beside: bool = False
+    weights: int = 0
 
     def lacks(self, sizes: SlotBytes) -> str | None:
         """What does not fit; None where all does."""
@@ -104,9 +106,9 @@ def needs_of(job: Job) -> Needs:
     if isinstance(config, EvalMasterConfig):
         from nemo_rl.algorithms.evaluation import evaluated_policy
 
-        return Needs(job.name, _engine_bytes(evaluated_policy(config)), 0)
+        return _with_engines(Needs(job.name, 0, 0), evaluated_policy(config))
     if isinstance(config, MasterConfig) and job.teaches:
-        return Needs(job.name, _engine_bytes(pooled_teacher(config, job.name).policy), 0)
+        return _with_engines(Needs(job.name, 0, 0), pooled_teacher(config, job.name).policy)
     if isinstance(config, AdaptersConfig):
         return _needs_of_adapters(job.name, config)
     if not isinstance(config, RootConfig):
@@ -117,7 +119,7 @@ def needs_of(job: Job) -> Needs:
     for teacher in teachers_of(config):
         if teacher.job is None:
             trainer += _parameters(teacher.policy) * 2 // len(job.train)
-    return Needs(job.name, _engine_bytes(config.policy), trainer)
+    return _with_engines(Needs(job.name, 0, trainer), config.policy)
 
 
 def _needs_of_adapters(job: str, config: AdaptersConfig) -> Needs:
@@ -127,6 +129,14 @@ def _needs_of_adapters(job: str, config: AdaptersConfig) -> Needs:
     base, _ = load_base(config.base, config.overrides)
     trainer = _trainer_bytes(base.policy, training_world_size(base)) + memory.trainer_bytes(base)
     return Needs(job, _engine_bytes(base.policy) + memory.engine_bytes(base), trainer, beside=True)
+
+
+def _with_engines(needs: Needs, policy: PolicyConfig) -> Needs:
+    from nemo_rl.models.generation.vllm.engine_actors import weight_bytes
+
+    vllm = policy.generation.vllm_cfg
+    weights = weight_bytes(policy) // (vllm.tensor_parallel_size * vllm.pipeline_parallel_size)
+    return needs._replace(engines=_engine_bytes(policy), weights=weights)
 
 
 def _engine_bytes(policy: PolicyConfig) -> int:
