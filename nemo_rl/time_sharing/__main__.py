@@ -32,6 +32,7 @@ from nemo_rl.time_sharing.simulation.simulation_commands import (
     count,
     events_count,
     fit,
+    print_table,
     simulate,
     soak,
 )
@@ -318,11 +319,8 @@ def _account(chosen: argparse.Namespace) -> int:
     rows = statement(accounts_of(read_logs(chosen.log, recover=chosen.recover)[0]), chosen.by)
     if chosen.csv:
         csv.writer(sys.stdout, lineterminator="\n").writerows(rows)
-        return 0
-    shown = in_whole_seconds(rows)
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    for first, *others in shown:
-        print("  ".join([first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(others, widths[1:], strict=True))]))
+    else:
+        print_table(in_whole_seconds(rows))
     return 0
 
 

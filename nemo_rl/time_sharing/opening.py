@@ -91,15 +91,7 @@ def open_pool(
         stop_scheduler(scheduler)
         raise
     handles = PoolHandles(
-        scheduler,
-        pool,
-        accelerator.kind,
-        tuple(groups),
-        limits,
-        str(log_dir),
-        memory if pool.slots_per_gpu > 1 else None,
-        name or log_dir.name,
-        memory,
+        scheduler, pool, accelerator.kind, tuple(groups), limits, str(log_dir), memory, name or log_dir.name
     )
     actor: Any = (
         ray.remote(pool_class)

@@ -408,10 +408,9 @@ def _join(name: str | None) -> tuple[ActorHandle[object], Pool]:
     """
     import ray
 
-    name = name or os.environ.get("NRL_POOL") or None
-
     from nemo_rl.distributed.ray_joining import LOCAL, join_cluster, running_cluster
 
+    name = name or os.environ.get("NRL_POOL") or None
     named = os.environ.get("RAY_ADDRESS")
     found: OpenPool | None = None
     if named in (None, "", LOCAL) or name is not None:

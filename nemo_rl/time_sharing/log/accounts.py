@@ -68,11 +68,9 @@ class Account:
         """Adds another account to this one."""
         for use, seconds in other.seconds.items():
             self.seconds[use] += seconds
-        self.steps, self.samples, self.tokens = (
-            self.steps + other.steps,
-            self.samples + other.samples,
-            self.tokens + other.tokens,
-        )
+        self.steps += other.steps
+        self.samples += other.samples
+        self.tokens += other.tokens
 
 
 class UnaccountableLog(UserError, ValueError):

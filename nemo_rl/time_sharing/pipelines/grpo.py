@@ -46,8 +46,8 @@ _REGISTER_S = _ANSWER_S = 60.0
 
 @dataclass(frozen=True)
 class PoolHandles:
-    """What a pipeline needs of its pool. `slot_bytes`: device memory of one slot; None where a slot is a whole
-    accelerator, or on CPU slots. `memory`: the same, and that of the smallest GPU where a slot is a whole one.
+    """What a pipeline needs of its pool. `memory`: device memory of a slot, which is that of the smallest GPU where a
+    slot is a whole one; None on CPU slots, or where no GPU is here to be asked.
     """
 
     scheduler: Any
@@ -56,9 +56,13 @@ class PoolHandles:
     groups: Sequence[Any]  # placement groups, one per node, one bundle per GPU
     limits: Limits
     log_dir: str  # where the scheduler's log is, and the agents' records
-    slot_bytes: SlotBytes | None = None
-    name: str = ""  # of the pool, for people
     memory: SlotBytes | None = None
+    name: str = ""  # of the pool, for people
+
+    @property
+    def slot_bytes(self) -> SlotBytes | None:
+        """Device memory that a job must keep to; None where a slot is a whole accelerator, or on CPU slots."""
+        return self.memory if self.pool.slots_per_gpu > 1 else None
 
     @property
     def unit(self) -> str:

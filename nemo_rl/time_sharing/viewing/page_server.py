@@ -200,8 +200,10 @@ class PoolView:
 
         def judge() -> None:
             began = time.monotonic()
-            self._found_open = len(self._judged(ended=False))
-            self._judge_at = time.monotonic() + max(_JUDGE_S, _PARTS * (time.monotonic() - began))
+            try:
+                self._found_open = len(self._judged(ended=False))
+            finally:
+                self._judge_at = time.monotonic() + max(_JUDGE_S, _PARTS * (time.monotonic() - began))
 
         self._judge = threading.Thread(target=judge, name="judge-of-pool", daemon=True)
         self._judge.start()
