@@ -274,7 +274,9 @@ def test_a_job_above_its_memory_is_ended_by_name_and_another_goes_on(
         modest = stands("modest")
         assert modest.outcome is None and 0 < modest.hosts[0].memory < GIB and modest.hosts[0].processes >= 2
         (node,) = measure_nodes()
-        assert node.free > 0 and [run.partition(".")[0] for run in node.jobs] == ["modest"], "asked through Ray"
+        # Ray keeps workers of tasks for others, with the name of a job of an earlier pool that is long gone.
+        ours = {"hungry", "modest"} & {run.partition(".")[0] for run in node.jobs}
+        assert node.free > 0 and ours == {"modest"}, "asked through Ray"
         monkeypatch.setattr(page_server, "_WRITTEN_S", 2.0)
         assert PoolView(log_dir, list)._judged(ended=False) == [], "a pool that runs keeps every invariant"
         (job,) = read_jobs([tmp_path / "modest.yaml"], Pool(1, 2))
