@@ -21,9 +21,9 @@ from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Phase,
 class Fleet:
     """A scheduler state that tests fill by events, at times of their choosing."""
 
-    def __init__(self, gpus: int, **limits: float) -> None:
+    def __init__(self, gpus: int, nodes: int = 1, **limits: float) -> None:
         self.state = SchedulerState()
-        self.state.apply(PoolOpened(1, gpus, limits), 0.0)
+        self.state.apply(PoolOpened(nodes, gpus // nodes, limits), 0.0)
         self.requests = 0
         self.epoch = 0
 

@@ -18,7 +18,7 @@ from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.utils.record import Entry, MemoryRecord, decode_line, encode_entry
 
 # What follows from the rest, and when the last event was.
-DERIVED = {"owner", "trainers", "claimed", "quarantined", "time"}
+DERIVED = {"owner", "trainers", "claimed", "quarantined", "withheld", "time"}
 
 
 def on_disk(state: SchedulerState, at: float = 0.0) -> Entry:

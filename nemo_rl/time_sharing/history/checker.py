@@ -39,7 +39,7 @@ INVARIANTS = {
     11: "each decision follows from what was before",
 }
 
-_BEGINNING = frozenset({RecordOpened, ev.LogSigned, ev.PoolOpened})
+_BEGINNING = frozenset({RecordOpened, ev.LogSigned, ev.PoolOpened, ev.NodeAway})
 """What a new scheduler writes before it says that it has started; a log of which nothing is left begins again with the
 pool."""
 

@@ -2,7 +2,8 @@
 
 Waits: each request, and each pipeline with work and no rank, within the bound of docs/time_sharing_scheduler.md. It
 takes the longest hold of the record and adds the time that faults took from the wait: a rank that cools off, GPUs in
-quarantine, a pipeline being ended, a scheduler that is down; faults that overlap count once. Overtakes: a request is
+quarantine, a pipeline being ended, a scheduler that is down, a node that is away for one that needs it; faults that
+overlap count once. Overtakes: a request is
 overtaken on its GPUs at most `max_backfills` times, and only by requests that name it. Shares (invariant 11): a rank in
 use goes to another pipeline after its time slice, and the taker has at most its share then of what both have; a first
 rank is guaranteed exactly when it has been waited for long enough. A grant equals its request (invariant 10). Items
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from nemo_rl.time_sharing.history.absences import Absences, NodeEvent
 from nemo_rl.time_sharing.history.clocks import Clocks
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.events import Registered
@@ -53,12 +55,13 @@ class _Eviction(NamedTuple):
 class _Pipeline:
     """A registered pipeline: its mapping, and its current requests and ranks."""
 
-    def __init__(self, event: ev.Registered) -> None:
+    def __init__(self, event: ev.Registered, slots: int) -> None:
         infer = next(cluster for cluster in event.clusters if cluster.name == ACTOR_INFER)
         ranks = len(infer.gpus) // infer.tp_size
         self.spec, self.tp, self.mapping = event, infer.tp_size, infer.gpus
         self.clusters = {cluster.name: frozenset(cluster.gpus) for cluster in event.clusters}
         self.mapped = frozenset[int]().union(*self.clusters.values())
+        self.slots = {name: sum(gpu < slots for gpu in gpus) for name, gpus in self.clusters.items()}  # without turns
         self.most = min(max(int(event.max_share * ranks + 1e-9), 1), ranks)
         self.demand, self.rank_batch = 0, event.rank_batch
         self.leaving = self.paused = False
@@ -89,7 +92,7 @@ class _Pipeline:
 
     @property
     def gpus(self) -> int:
-        fixed = sum(len(self.clusters[cluster]) for cluster in self.holds.keys() | self.fixed_claims)
+        fixed = sum(self.slots[cluster] for cluster in self.holds.keys() | self.fixed_claims)
         return fixed + self.ranks_up * self.tp
 
     @property
@@ -129,6 +132,7 @@ class FairnessChecks:
             ev.CommandEnded: lambda entry, event: None,
             ev.GpusQuarantined: self._quarantined,
         }
+        self._table.update(dict.fromkeys((ev.NodeDraining, ev.NodeAway, ev.NodeHere), self._node))
         of_pipeline: dict[type, Callable[[Entry, Any, _Pipeline], None]] = {
             ev.Requested: self._requested,
             ev.RequestDropped: self._dropped,
@@ -175,7 +179,8 @@ class FairnessChecks:
     def _add_wait(self, name: str, cluster: str, since: float, until: float, what: str) -> None:
         pipeline = self._pipelines[name]
         if not pipeline.withdraws or cluster == ACTOR_INFER:
-            wait = GpuWait(name, pipeline.clusters[cluster], since, until, f"{name} {what} {since:.1f} s")
+            words = f"{name} {what} {since:.1f} s"
+            wait = GpuWait(name, pipeline.clusters[cluster], since, until, words, cluster != ACTOR_INFER)
             self._waits.append(wait)
 
     def _see(self, entry: Entry, event: object) -> None:
@@ -198,6 +203,10 @@ class FairnessChecks:
 
     def _opened(self, entry: Entry, event: ev.PoolOpened) -> None:
         self._bound.limits = dict(event.limits)
+        self._node(entry, event)
+
+    def _node(self, entry: Entry, event: NodeEvent) -> None:
+        self._bound.absences.take(event, entry.time)
 
     def _started(self, entry: Entry, event: ev.SchedulerStarted) -> None:
         lease = self._bound.limit("lease_s") * (1 if event.complete else 2)
@@ -212,7 +221,7 @@ class FairnessChecks:
         self._bound.add_fault("", None, entry.time - event.seconds - lease, entry.time + lease)
 
     def _registered(self, entry: Entry, event: ev.Registered) -> None:
-        pipeline = self._pipelines[event.pipeline] = _Pipeline(event)
+        pipeline = self._pipelines[event.pipeline] = _Pipeline(event, self._bound.absences.pool.slots)
         self._bound.registered(event, pipeline.mapped, len(self._pipelines))
 
     def _unregistered(self, entry: Entry, event: ev.Unregistered) -> None:
@@ -288,7 +297,8 @@ class FairnessChecks:
         for (name, cluster), other in self._requests.items():
             passed = self._pipelines[name]
             ahead = other.key < mine.key and name != event.pipeline and not other.claimed and not passed.withdraws
-            if not ahead or passed.clusters[cluster].isdisjoint(event.gpus):
+            gone = self._bound.absences.gone & passed.clusters[cluster]
+            if not ahead or gone or passed.clusters[cluster].isdisjoint(event.gpus):
                 continue
             named = f"{name}#{other.asked[0]}" in event.passed
             who, by = f"{name} waits for {cluster}", event.pipeline
@@ -365,6 +375,7 @@ class FairnessChecks:
             pipeline.claims.discard(rank)
         if event.phase is Phase.FALLING and rank in pipeline.active:
             own = pipeline.withdraws or pipeline.cools_until > time or self._recovering
+            own = own or not self._bound.absences.gone.isdisjoint(pipeline.rank_gpus(rank))
             served, before = time - pipeline.active[rank], pipeline.ranks_up
             self._evictions.append(_Eviction(event.pipeline, pipeline.rank_gpus(rank), served, before, own))
         self._turns |= event.phase is Phase.FALLING and rank not in pipeline.active
@@ -446,13 +457,14 @@ _STEPS = ("sleep_s", "reap_s", "wake_s", "sync_s", "sync_s", "route_s")
 
 
 class GpuWait(NamedTuple):
-    """A pipeline waited from `since` to `until` for these GPUs, `what` in words."""
+    """A pipeline waited from `since` to `until` for these GPUs, `what` in words; for `all` of them, or any rank."""
 
     pipeline: str
     gpus: frozenset[int]
     since: float
     until: float
     what: str
+    all: bool = True
 
 
 class WaitBound:
@@ -467,6 +479,7 @@ class WaitBound:
         self._mapped: dict[str, frozenset[int]] = {}
         # Pipeline, GPUs (None: everybody's), begin and end of each fault.
         self._faults: list[tuple[str, frozenset[int] | None, float, float]] = []
+        self.absences = Absences()
 
     def limit(self, name: str) -> float:
         return self.limits.get(name, 0.0)
@@ -510,6 +523,9 @@ class WaitBound:
         """Seconds of a wait that faults took: on its own GPUs, on those of pipelines that share them, or everywhere."""
         reach = wait.gpus.union(*(gpus for gpus in self._mapped.values() if gpus & wait.gpus))
         faults = [f for f in self._faults if f[1] is None or f[0] == wait.pipeline or f[1] & reach]
+        absences = self.absences.of(wait.gpus)
+        if wait.all or wait.gpus <= frozenset[int]().union(*(gpus for gpus, _, _ in absences)):
+            faults += [("", gpus, begin - self._handover, end) for gpus, begin, end in absences]
         seconds, covered = 0.0, wait.since
         for _, _, began, ended in sorted(faults, key=lambda fault: fault[2]):
             begin, end = max(began, covered), min(ended, wait.until)

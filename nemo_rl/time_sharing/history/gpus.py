@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from nemo_rl.time_sharing.history.absences import Absences, NodeEvent
 from nemo_rl.time_sharing.history.clocks import Clocks
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ClusterSpec, Phase
@@ -38,6 +39,7 @@ class GpuChecks:
         self._quarantined: dict[int, set[_Quarantine]] = {}
         self._epochs: dict[str, int] = {}
         self._newest_epoch = 0
+        self._absences = Absences()
 
     def handlers(self) -> dict[type, Handler]:
         return {
@@ -53,6 +55,10 @@ class GpuChecks:
             ev.MemoryTaken: self._taken,
             ev.MemoryFreed: self._freed,
             ev.PlanRejected: self._rejected,
+            ev.PoolOpened: self._node,
+            ev.NodeDraining: self._node,
+            ev.NodeAway: self._node,
+            ev.NodeHere: self._node,
         }
 
     def tail_lost(self, entry: Entry) -> None:
@@ -180,6 +186,13 @@ class GpuChecks:
                 self._quarantined[gpu] = left
             elif gpu in self._memory and self._leases.get(gpu) != self._memory[gpu] and not self._gap:
                 self._bad(10, f"GPU {gpu} leaves quarantine while {self._memory[gpu]} occupies its memory")
+
+    def _node(self, entry: Entry, event: NodeEvent) -> None:
+        gpus = self._absences.take(event, entry.time)
+        if isinstance(event, ev.NodeAway) and not self._gap:
+            for gpu in sorted(gpus & ((self._leases.keys() - self._unsure) | self._memory.keys())):
+                holder = self._memory.get(gpu) or self._leases[gpu]
+                self._bad(10, f"node {event.node} is away while {holder} is on its GPU {gpu}")
 
     def _taken(self, entry: Entry, event: ev.MemoryTaken) -> None:
         name = entry.source.partition("/")[0]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from nemo_rl.time_sharing.history.absences import Absences, NodeEvent
 from nemo_rl.time_sharing.history.clocks import Clocks
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, Phase, Priority
@@ -107,6 +108,7 @@ class RuleChecks:
         self._claims_at: tuple[float, list[ev.Claimed]] = (0.0, [])
         self._term = self._newest_epoch = 0
         self._gap = self._recovering = False
+        self._absences = Absences()
 
     def handlers(self) -> dict[type, Handler]:
         return {
@@ -131,6 +133,9 @@ class RuleChecks:
             ev.RankCooling: self._cooling,
             ev.CommandSent: self._sent,
             ev.CommandEnded: self._command_ended,
+            ev.NodeDraining: self._node,
+            ev.NodeAway: self._node,
+            ev.NodeHere: self._node,
         }
 
     def tail_lost(self, entry: Entry) -> None:
@@ -159,6 +164,10 @@ class RuleChecks:
 
     def _opened(self, entry: Entry, event: ev.PoolOpened) -> None:
         self._limits = dict(event.limits)
+        self._absences.take(event, entry.time)
+
+    def _node(self, entry: Entry, event: NodeEvent) -> None:
+        self._absences.take(event, entry.time)
 
     def _started(self, entry: Entry, event: ev.SchedulerStarted) -> None:
         if event.term <= self._term:
@@ -243,6 +252,8 @@ class RuleChecks:
             self._passed[passed] = self._passed.get(passed, 0) + 1
             if self._passed[passed] > self._limits.get("max_backfills", math.inf):
                 self._bad(f"request {passed} is passed for the {self._passed[passed]}th time, by {who}")
+        if gone := sorted(self._absences.gone.intersection(event.gpus)):
+            self._bad(f"GPUs {event.gpus} are promised to {who}, and the node of GPU {gone[0]} is leaving or away")
         if pipeline is None:
             return
         if pipeline.fenced or pipeline.withdraws:
@@ -310,6 +321,8 @@ class RuleChecks:
             self._bad(f"GPUs {claim.gpus} go to {claim.pipeline}/{key[0]} before the scheduler has taken stock")
         if claim is not None and epoch <= self._newest_epoch:
             self._bad(f"{claim.pipeline}/{key[0]} gets epoch {epoch}, there was {self._newest_epoch} before")
+        if claim is not None and not self._absences.gone.isdisjoint(claim.gpus):
+            self._bad(f"GPUs {claim.gpus} go to {claim.pipeline}/{key[0]}, and a node of theirs is leaving or away")
         self._newest_epoch = max(epoch, self._newest_epoch)
 
     def _granted(self, entry: Entry, event: ev.Granted) -> None:
@@ -345,8 +358,9 @@ class RuleChecks:
             self._bad(f"{who} goes from {rank.phase.value} to {event.phase.value}")
         if self._judges and not begins and event.epoch != rank.epoch:
             self._bad(f"{who} is {event.phase.value} under epoch {event.epoch}, its lease has {rank.epoch}")
-        # One that broke, whose pipeline leaves or has no use for it, goes to sleep for its own sake.
+        # One that broke, whose pipeline or node leaves or that is of no use, goes to sleep for its own sake.
         own = rank.cools_until > entry.time or pipeline.withdraws or not self._judges or pipeline.up > pipeline.useful
+        own = own or not self._absences.gone.isdisjoint(pipeline.gpus_of(event.rank))
         if event.phase is Phase.FALLING and rank.guaranteed and not own and self._in_slice(entry, rank, pipeline):
             if self._evicted[0] != entry.time:
                 self._evicted = (entry.time, {})

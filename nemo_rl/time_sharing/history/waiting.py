@@ -1,12 +1,13 @@
 """Invariant 8: every wait, command and hold ends within its deadline, including those open at the end of the record.
 
 Time is the clocks' (`clocks`), so a deadline that passes while nothing else of its kind happens is noticed all the
-same. A restart of the scheduler or a jump of its clock postpones deadlines to that moment; commands and holds in a lost
-end of the log are not judged.
+same. What trains on a node that is to leave ends by its time. A restart of the scheduler or a jump of its clock
+postpones deadlines to that moment; commands and holds in a lost end of the log are not judged.
 """
 
 from __future__ import annotations
 
+from nemo_rl.time_sharing.history.absences import Absences, NodeEvent
 from nemo_rl.time_sharing.history.clocks import SLACK_S, Clocks
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.utils import record_events as rec
@@ -33,6 +34,8 @@ class WaitChecks:
         self._max_tick_s = 0.0
         self._drift_s = 0.0
         self._gap = False
+        self._absences = Absences()
+        self._hold_gpus: dict[tuple[str, str], tuple[int, ...]] = {}
 
     def handlers(self) -> dict[type, Handler]:
         return {
@@ -51,6 +54,9 @@ class WaitChecks:
             ev.CommandEnded: self._ended,
             rec.WaitBegun: self._begun,
             rec.WaitEnded: self._wait_ended,
+            ev.NodeDraining: self._node,
+            ev.NodeAway: self._node,
+            ev.NodeHere: self._node,
         }
 
     def tail_lost(self, entry: Entry) -> None:
@@ -86,6 +92,14 @@ class WaitChecks:
         self._max_tick_s = event.limits.get("max_tick_s", 0.0)
         self._isolation_s = event.limits.get("isolation_s", 0.0)
         self._lease_s = event.limits.get("lease_s", 0.0)
+        self._absences.take(event, entry.time)
+
+    def _node(self, entry: Entry, event: NodeEvent) -> None:
+        gpus = self._absences.take(event, entry.time)
+        if isinstance(event, ev.NodeDraining) and event.by is not None:
+            for hold, until in self._holds.items():
+                if not gpus.isdisjoint(self._hold_gpus[hold]):
+                    self._holds[hold] = min(until, event.by)
 
     def _isolated_now(self, entry: Entry, event: ev.Isolated) -> None:
         self._isolated = entry.time
@@ -169,6 +183,7 @@ class WaitChecks:
 
     def _granted(self, entry: Entry, event: ev.Granted) -> None:
         self._holds[event.pipeline, event.cluster] = event.hold_until
+        self._hold_gpus[event.pipeline, event.cluster] = event.gpus
 
     def _released(self, entry: Entry, event: ev.Released) -> None:
         self._end_hold((event.pipeline, event.cluster), entry.time)

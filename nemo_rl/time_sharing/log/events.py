@@ -341,6 +341,30 @@ class GpusCleared:
     rank: int
 
 
+@event_kind("ts_node_draining")
+class NodeDraining:
+    """A node is to leave: nothing more is given there, and its engines go to sleep. `by`: when all of it is free, or
+    its holder is cut off; None for no such time.
+    """
+
+    node: int
+    by: float | None = None
+
+
+@event_kind("ts_node_away")
+class NodeAway:
+    """A node has left, or has not come yet: its GPUs are none of the pool's until `NodeHere`."""
+
+    node: int
+
+
+@event_kind("ts_node_here")
+class NodeHere:
+    """A node has come, or stays after all: its GPUs are the pool's."""
+
+    node: int
+
+
 @event_kind("ts_clock_jumped")
 class ClockJumped:
     """The machine's clock moved by more than a tick can explain; the scheduler's own time went on without the jump."""

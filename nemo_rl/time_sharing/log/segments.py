@@ -20,7 +20,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 
 from nemo_rl.time_sharing.log import log_end
-from nemo_rl.time_sharing.log.events import Registered, SchedulerStarted
+from nemo_rl.time_sharing.log.events import NodeAway, NodeDraining, NodeHere, Registered, SchedulerStarted
 from nemo_rl.time_sharing.log.state import SavedPipeline, SchedulerState, StateSaved
 from nemo_rl.utils.record import BoundRecord, RecordWriter, read_record
 
@@ -32,9 +32,9 @@ SEGMENT_LINES = 50_000
 _NUMBERED = re.compile(r"\.(\d{6})$")
 _DAMAGED = ".damaged"
 _SHORTEST = 16
-MUST_LAST = (SchedulerStarted, Registered)
-"""What must not be lost once an agent knows of it: a term that a successor may not use again, and who may hold GPUs
-though its agent dies with the machine."""
+MUST_LAST = (SchedulerStarted, Registered, NodeDraining, NodeAway, NodeHere)
+"""What must not be lost once an agent knows of it: a term that a successor may not use again, who may hold GPUs though
+its agent dies with the machine, and which machines there are."""
 _BEGINNING_LINES = 3  # the file's opening, its writer's signature, the state
 
 
@@ -217,4 +217,6 @@ def saved(state: SchedulerState) -> StateSaved:
         claims=tuple(copy.copy(claim) for claim in state.claims.values()),
         quarantines=tuple(copy.copy(quarantine) for quarantine in state.quarantines),
         commands=tuple(copy.copy(command) for command in state.commands.values()),
+        draining=dict(state.draining),
+        away=tuple(sorted(state.away)),
     )

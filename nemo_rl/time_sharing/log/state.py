@@ -243,6 +243,8 @@ class StateSaved:
     commands: tuple[PendingCommand, ...]
     unsure: bool = False
     slots_per_gpu: int = 1
+    draining: Mapping[int, float | None] = field(default_factory=dict)
+    away: tuple[int, ...] = ()
 
 
 _EWMA = 0.3
@@ -278,6 +280,10 @@ class SchedulerState:
         self.quarantines: list[Quarantine] = []
         self.quarantined: set[int] = set()
         self.commands: dict[str, PendingCommand] = {}
+        # Nodes that are to leave, with the time by which; those that are not there; and the GPUs of both.
+        self.draining: dict[int, float | None] = {}
+        self.away: set[int] = set()
+        self.withheld: set[int] = set()
 
     def apply(self, event: object, at: float) -> None:
         """Takes one event into the state; events of other parts of the run are not the scheduler's and change
@@ -318,6 +324,11 @@ class SchedulerState:
         self.claims[claim.key] = claim
         if claim.rank >= 0:
             self.pipeline(claim.pipeline).claimed_ranks.add(claim.rank)
+
+    def on(self, node: int) -> set[str]:
+        """The pipelines that hold GPUs of a node."""
+        units = self.pool.units_of([node])
+        return {lease.pipeline for lease in (self.owner[unit] for unit in units) if lease is not None}
 
     def drop_claim(self, key: tuple[str, str, int]) -> None:
         claim = self.claims.pop(key, None)
@@ -380,6 +391,8 @@ def _state_saved(state: SchedulerState, event: StateSaved, at: float) -> None:
     state.quarantines = [replace(quarantine) for quarantine in event.quarantines]
     state.quarantined = {gpu for quarantine in state.quarantines for gpu in quarantine.gpus}
     state.commands = {command.command: replace(command) for command in event.commands}
+    state.draining, state.away = dict(event.draining), set(event.away)
+    state.withheld = state.pool.units_of(state.draining.keys() | state.away)
 
 
 def _started(state: SchedulerState, event: ev.SchedulerStarted, at: float) -> None:
@@ -610,6 +623,18 @@ def _reconnected(state: SchedulerState, event: ev.Reconnected, at: float) -> Non
             held.hold_until += event.seconds
 
 
+def _node_moved(state: SchedulerState, event: ev.NodeDraining | ev.NodeAway | ev.NodeHere, at: float) -> None:
+    state.draining.pop(event.node, None)
+    state.away.discard(event.node)
+    if isinstance(event, ev.NodeDraining):
+        state.draining[event.node] = event.by
+    elif isinstance(event, ev.NodeAway):
+        if holders := state.on(event.node):
+            raise InconsistentLog(f"node {event.node} is away while {', '.join(sorted(holders))} holds GPUs of it")
+        state.away.add(event.node)
+    state.withheld = state.pool.units_of(state.draining.keys() | state.away)
+
+
 _FOLDS: dict[type, Callable[..., None]] = {
     StateSaved: _state_saved,
     ev.PoolOpened: _pool_opened,
@@ -637,6 +662,9 @@ _FOLDS: dict[type, Callable[..., None]] = {
     ev.GpusQuarantined: _quarantined,
     ev.GpusCleared: _cleared,
     ev.Reconnected: _reconnected,
+    ev.NodeDraining: _node_moved,
+    ev.NodeAway: _node_moved,
+    ev.NodeHere: _node_moved,
 }
 ACCOUNTED = frozenset(_FOLDS)
 """The events that the state is a fold of."""

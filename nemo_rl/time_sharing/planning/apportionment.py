@@ -174,7 +174,7 @@ def divide(plan_state: PlanState, result: Plan) -> dict[str, PipelineShare]:
     ]
     if not claimants:
         return {}
-    budget = plan_state.slots - sum(gpu < plan_state.slots for gpu in plan_state.quarantined)
+    budget = plan_state.slots - sum(gpu < plan_state.slots for gpu in plan_state.out_of_use)
     result.entitled = entitled = fill(budget, claimants)
     ranks = whole_ranks(budget, claimants, entitled)
     level = budget / sum([c.claim for c in claimants])
@@ -459,7 +459,7 @@ def serve_unscheduled(plan_state: PlanState, result: Plan, name: str, pipeline: 
         expand(plan_state, result, name, chosen, ("unscheduled", since), guaranteed=starved)
     elif starved:
         for rank in could_wake:
-            if plan_state.quarantined.isdisjoint(ranks[rank]):
+            if plan_state.out_of_use.isdisjoint(ranks[rank]):
                 plan_state.reserve(ranks[rank], Reservation(f"{name} (first rank)", name, plan_state.now, None))
                 return
 

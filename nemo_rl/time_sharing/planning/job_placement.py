@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 _TRAINS = 2
@@ -19,8 +19,8 @@ class Mapped(NamedTuple):
     """Which slot of each GPU it is on; None for all of them."""
 
 
-def place(gpus: Sequence[int], width: int, others: Iterable[Mapped]) -> tuple[int, ...]:
-    """`width` neighbours among these GPUs.
+def place(gpus: Sequence[int], width: int, others: Iterable[Mapped], without: Collection[int] = ()) -> tuple[int, ...]:
+    """`width` neighbours among these GPUs, none of them in `without`.
 
     Blocks lie side by side from the first GPU on, so that one whose width divides a node lies in a node. The least goes
     on where the fewest of `others` train; generation, which can move, counts half as much. Of equals the first.
@@ -29,7 +29,7 @@ def place(gpus: Sequence[int], width: int, others: Iterable[Mapped]) -> tuple[in
         width: At least 1.
         others: Jobs that have not ended.
 
-    Raises ValueError: there are fewer GPUs than that.
+    Raises ValueError: there are fewer GPUs than that, or no block of so many is left.
     """
     if not 1 <= width <= len(gpus):
         raise ValueError(f"{width} of {len(gpus)} GPUs")
@@ -38,6 +38,8 @@ def place(gpus: Sequence[int], width: int, others: Iterable[Mapped]) -> tuple[in
         load.update(dict.fromkeys(mapping.train, _TRAINS))
         load.update(mapping.infer)
     blocks = [tuple(gpus[start : start + width]) for start in range(0, len(gpus) - width + 1, width)]
+    if without and not (blocks := [block for block in blocks if not any(gpu in without for gpu in block)]):
+        raise ValueError(f"no {width} neighbours among the {len(gpus)} GPUs are there")
     return min(blocks, key=lambda block: sum(load[gpu] for gpu in block))
 
 

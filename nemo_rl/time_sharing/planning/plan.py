@@ -29,10 +29,17 @@ class Snapshot:
     claimed: Mapping[int, Claim]
     quarantined: Set[int]
     slots: int
+    withheld: Set[int] = frozenset()  # GPUs of nodes that are to leave, or away
 
     @classmethod
     def of(cls, state: SchedulerState) -> Snapshot:
-        return cls(state.limits, state.pipelines, state.owner, state.claimed, state.quarantined, state.pool.slots)
+        ledger = (state.owner, state.claimed, state.quarantined)
+        return cls(state.limits, state.pipelines, *ledger, state.pool.slots, state.withheld)
+
+    @property
+    def out_of_use(self) -> Set[int]:
+        """GPUs that no one gets now."""
+        return self.quarantined | self.withheld if self.withheld else self.quarantined
 
 
 class Grant(NamedTuple):
@@ -122,6 +129,7 @@ _REASONS = {
     "for_grant": "GPUs {0} go to {1} of {2}",
     "leaving": "its pipeline is leaving",
     "paused": "its pipeline is paused",
+    "node": "its node is leaving",
     "share": "its pipeline has {0} of {1:.1f} GPUs that its remaining work entitles it to",
     "ahead": "the GPUs are idle now, and it will wake at once when it is wanted",
     "spare": "the GPUs would be idle otherwise",
@@ -134,12 +142,14 @@ _REASONS = {
     "reserved": "GPU {0} is reserved for {1}, which is ahead in the queue",
     "outlasts": "GPUs of it are reserved for {0}, which is ahead in the queue and may start before this would end",
     "quarantined": "GPU {0} is in quarantine",
+    "withheld": "the node of GPU {0} is leaving or away",
     "guaranteed": "GPU {0} is in its guaranteed time slice of {1}",
     "building": "an engine of {1} is being built on GPU {0} and cannot be stopped before it stands",
     "initialising": "{0} initialise now, as many as may at the same time",
     "expanding": "an expand of its own pipeline is under way, and the next training may not begin before it has ended",
 }
-_OF_A_GPU = ("held", "claimed", "reserved", "quarantined", "guaranteed", "building")  # whose first value is one
+_OF_A_GPU = ("held", "claimed", "reserved", "quarantined", "withheld", "guaranteed", "building")
+"""Those whose first value is a GPU."""
 _ABOUT_TIME = ("backfill", "unscheduled", "time_slice")
 
 
@@ -224,7 +234,7 @@ class PlanState:
         self.pipelines = snapshot.pipelines
         self.owner = snapshot.owner
         self.claimed = snapshot.claimed
-        self.quarantined = snapshot.quarantined
+        self.out_of_use, self.withheld = snapshot.out_of_use, snapshot.withheld
         self.slots = snapshot.slots
         self.reserved: dict[int, list[Reservation]] = {}
         # What generation has to know of them: when the first request is expected to start on a GPU, and which
@@ -239,6 +249,10 @@ class PlanState:
         self.time_slices: dict[str, float] = {}
         self._usual_holds: dict[Priority, float] = {}
         self.useful: dict[str, int] = {name: useful_ranks(p) for name, p in snapshot.pipelines.items()}
+        if self.withheld:
+            for name, p in snapshot.pipelines.items():
+                there = sum(self.withheld.isdisjoint(rank) for rank in p.topology.ranks)
+                self.useful[name] = min(self.useful[name], there)
         self.counts: dict[str, int] = {}
         self.building: dict[str, int] = {}
         # GPUs of ranks that are up and do not serve yet.
@@ -284,7 +298,7 @@ class PlanState:
             self.counts[name] = len(pipeline.claimed_ranks) + up
         for gpu in self.claimed:
             kind[gpu] = BLOCKED
-        for gpu in self.quarantined:
+        for gpu in self.out_of_use:
             kind[gpu] = BLOCKED
         return kind
 
@@ -343,7 +357,7 @@ class PlanState:
         Generation that is about to wake there can be evicted at once.
         """
         claim, lease = self.claimed.get(gpu), self.owner[gpu]
-        if gpu in self.quarantined:
+        if gpu in self.out_of_use:
             return math.inf
         if claim is not None:
             queued = self.pipelines[claim.pipeline].wants.get(claim.cluster)
@@ -382,8 +396,8 @@ class PlanState:
         return (pipeline.handover_s if rank in pipeline.warm else pipeline.start_s) or 0.0
 
     def why_blocked(self, gpu: int) -> Reason:
-        if gpu in self.quarantined:
-            return ("quarantined", gpu)
+        if gpu in self.out_of_use:
+            return ("withheld" if gpu in self.withheld else "quarantined", gpu)
         claim = self.claimed.get(gpu)
         if claim is not None:
             return ("claimed", gpu, f"{claim.cluster} of {claim.pipeline}")

@@ -148,6 +148,8 @@ def _after_the_queue(snapshot: Snapshot, now: float, ahead_of: float = math.inf)
         if pipeline.withdraws and not pipeline.fenced:
             for rank in pipeline.awake:
                 plan_state.shrink(result, name, rank, ("leaving",) if pipeline.leaving else ("paused",))
+        elif plan_state.withheld and not pipeline.fenced:
+            _leave_nodes(plan_state, result, name, pipeline)
     for item in queue(snapshot):
         if item.key > ahead_of:
             break
@@ -159,6 +161,13 @@ def _after_the_queue(snapshot: Snapshot, now: float, ahead_of: float = math.inf)
         else:
             _serve(plan_state, result, item, pipeline, item.queued)
     return plan_state, result
+
+
+def _leave_nodes(plan_state: PlanState, result: Plan, name: str, pipeline: PipelineState) -> None:
+    """Puts the ranks on nodes that are to leave to sleep; an engine that is being built sleeps once it stands."""
+    for rank, awake in pipeline.awake.items():
+        if awake.phase is not Phase.BUILDING and not plan_state.withheld.isdisjoint(pipeline.topology.ranks[rank]):
+            plan_state.shrink(result, name, rank, ("node",))
 
 
 def queue(snapshot: Snapshot) -> list[QueueItem]:
@@ -193,6 +202,10 @@ def _change_priority(result: Plan, item: QueueItem, pipeline: PipelineState, que
 def _serve(plan_state: PlanState, result: Plan, item: QueueItem, pipeline: PipelineState, queued: QueuedWant) -> None:
     """Grants a fixed request with its whole donor set, or reserves its GPUs without evicting."""
     want, gpus = queued.want, pipeline.topology.clusters[item.cluster].gpus
+    if plan_state.withheld and (gone := plan_state.withheld & set(gpus)):
+        # Keeps no GPUs from others, since it may wait for days.
+        result.waits.append(Wait(item.name, item.cluster, want.request, ("withheld", min(gone))))
+        return
     found = _obstacles(plan_state, item.name, gpus)
     if want.priority is Priority.INITIALIZATION and plan_state.limits.max_initialising:
         _check_places(plan_state, item.name, pipeline, found)

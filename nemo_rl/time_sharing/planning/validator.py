@@ -145,7 +145,7 @@ def _shrinks(snapshot: Snapshot, plan: Plan) -> tuple[set[int], list[str]]:
         for rank, awake in pipeline.awake.items():
             if awake.phase is Phase.FALLING:
                 freed.update(pipeline.topology.ranks[rank])
-    return freed - snapshot.quarantined - snapshot.claimed.keys(), problems
+    return freed - snapshot.out_of_use - snapshot.claimed.keys(), problems
 
 
 def _take(gpus: tuple[int, ...], who: str, freed: set[int], taken: set[int]) -> Iterator[str]:
@@ -208,12 +208,12 @@ def _priority_changes(snapshot: Snapshot, plan: Plan) -> Iterator[str]:
 
 
 def _pointless(snapshot: Snapshot, plan: Plan, unused: set[int], taken: set[int]) -> Iterator[str]:
-    """Rule 13: a rank is only put to sleep when somebody gets one of its GPUs, its pipeline leaves, or it has not risen
-    yet and training waits for it to land.
+    """Rule 13: a rank is only put to sleep when somebody gets one of its GPUs, its pipeline or its node leaves, or it
+    has not risen yet and training waits for it to land.
     """
     for shrink in plan.shrinks:
         pipeline = snapshot.pipelines[shrink.pipeline]
-        if pipeline.withdraws or taken & set(_bundle(snapshot, shrink.pipeline, shrink.rank)):
+        if pipeline.withdraws or (taken | snapshot.withheld) & set(_bundle(snapshot, shrink.pipeline, shrink.rank)):
             continue
         awake = pipeline.awake.get(shrink.rank)
         if awake is None or (awake.phase is not Phase.SERVING and (pipeline.wants or _wanted(snapshot, shrink))):
@@ -234,4 +234,4 @@ def _wanted(snapshot: Snapshot, shrink: Shrink) -> bool:
 
 def _slots_left(snapshot: Snapshot) -> int:
     """Slots that engines may be on."""
-    return snapshot.slots - sum(gpu < snapshot.slots for gpu in snapshot.quarantined)
+    return snapshot.slots - sum(gpu < snapshot.slots for gpu in snapshot.out_of_use)

@@ -146,6 +146,11 @@ class Pool:
         """The node of a slot."""
         return self.gpu_of(slot) // self.gpus_per_node
 
+    def units_of(self, nodes: Iterable[int]) -> set[int]:
+        """All slots and training turns of some nodes."""
+        wanted = set(nodes)
+        return {unit for unit in range(self.size) if self.node_of(unit) in wanted} if wanted else set()
+
     def local_gpus(self, slots: Iterable[int]) -> list[int]:
         """The GPUs that some slots lie on, by their numbers on their node, ascending."""
         return sorted({self.gpu_of(slot) % self.gpus_per_node for slot in slots})

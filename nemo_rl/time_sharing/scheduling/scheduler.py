@@ -240,6 +240,8 @@ _REPLAN = frozenset(
         ev.Unregistered,
         ev.GpusCleared,
         ev.InventoryDone,
+        ev.NodeDraining,
+        ev.NodeHere,
     }
 )
 
@@ -282,12 +284,16 @@ class Scheduler:
         self._replan_by: float | None = None
         self._timers_due = 0.0
 
-    def open(self, pool: Pool, limits: Limits, reading: float, *, complete: bool = True) -> None:
-        """Begins a new log over a pool; not `complete` if there was one that is lost, so that somebody may hold GPUs
-        (see `recover`).
+    def open(
+        self, pool: Pool, limits: Limits, reading: float, *, complete: bool = True, away: Iterable[int] = ()
+    ) -> None:
+        """Begins a new log over a pool, of which some nodes are `away`; not `complete` if there was one that is lost,
+        so that somebody may hold GPUs (see `recover`).
         """
         self.clock.advance(reading)
         self._emit(ev.PoolOpened(pool.nodes, pool.gpus_per_node, asdict(limits), pool.slots_per_gpu))
+        for node in away:
+            self._emit(ev.NodeAway(node))
         self._restart(1 if complete else _LOST_TERMS, complete=complete)
         self._flush()
 
@@ -454,6 +460,40 @@ class Scheduler:
         seconds, because = planner.expected_start(Snapshot.of(self.state), self.clock.now, name, gpus)
         return seconds, "" if because is None else reason_text(because, self.clock.now, self.state.pool.name_of)
 
+    def drain_node(self, node: int, reading: float, within_s: float | None = None) -> None:
+        """Gives nothing more on a node and clears it; after `within_s` what still holds GPUs there to train is ended.
+
+        Repeating it changes nothing; one that is away stays so.
+        """
+        self._advance(reading)
+        if node not in self.state.draining and node not in self.state.away:
+            self._emit(ev.NodeDraining(node, None if within_s is None else self.clock.now + within_s))
+            self._executor.lease_claims()
+            self._plan_if_due()
+            self._record.flush()
+        self._flush()
+
+    def node_leaves(self, node: int, reading: float) -> bool:
+        """Takes a drained node out of the pool; False while somebody holds GPUs of it."""
+        self._advance(reading)
+        if node not in self.state.away:
+            if node not in self.state.draining or self.state.recovering:
+                return False
+            if not all(map(self.state.free, self.state.pool.units_of([node]))):
+                return False
+            self._emit(ev.NodeAway(node))
+            self._record.flush()
+        return True
+
+    def node_comes(self, node: int, reading: float) -> None:
+        """Takes a node into the pool, or keeps one that was to leave."""
+        self._advance(reading)
+        if node in self.state.draining or node in self.state.away:
+            self._emit(ev.NodeHere(node))
+            self._record.flush()
+            self._plan_if_due()
+        self._flush()
+
     def wanted(self, name: str) -> bool:
         """Whether somebody else waits for GPUs that this pipeline holds: to train on them, or to generate at all."""
         return self._requests.wait_for(name)
@@ -468,6 +508,7 @@ class Scheduler:
             self._timers_due = min(self._executor.tick(isolated=isolated), now + 1.0)
             if not isolated:
                 self._check_leases()
+                self._end_what_stays()
                 self._executor.retry_quarantined()
         self._trials.update(now)
         stale = now >= self._planned_at + self.state.limits.replan_s
@@ -593,6 +634,17 @@ class Scheduler:
             self._executor.fence(name, reason)
             self._inventoried.add(name)
             self._finish_inventory()
+
+    def _end_what_stays(self) -> None:
+        """Fences what still trains on nodes that should be free by now."""
+        if self.state.recovering:
+            return
+        for node in [node for node, by in self.state.draining.items() if by is not None and self.clock.now >= by]:
+            for name in sorted(self.state.on(node)):
+                pipeline = self.state.pipelines[name]
+                gpus = (gpu for held in pipeline.held.values() for gpu in held.gpus)
+                if not pipeline.fenced and any(self.state.pool.node_of(gpu) == node for gpu in gpus):
+                    self._executor.fence(name, f"node {node} leaves, and it still trains there")
 
     def _plan_if_due(self) -> None:
         self._finish_inventory()

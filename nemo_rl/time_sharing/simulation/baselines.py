@@ -128,7 +128,7 @@ def alone(scenario: Scenario, job: ScenarioJob) -> Scenario:
     """Only this job and its teacher, from time zero, without faults."""
     teachers = tuple(t.model_copy(update={"arrive_s": 0.0}) for t in scenario.teachers if t.name == job.teacher)
     jobs = (job.model_copy(update={"arrive_s": 0.0, "leaves_s": None}),)
-    return scenario.model_copy(update={"jobs": jobs, "teachers": teachers, "adapter_jobs": ()})
+    return scenario.model_copy(update={"jobs": jobs, "teachers": teachers, "adapter_jobs": (), "absences": ()})
 
 
 def way(scenario: Scenario, name: str) -> tuple[Scenario, PlanRule]:
@@ -141,6 +141,8 @@ def way(scenario: Scenario, name: str) -> tuple[Scenario, PlanRule]:
         raise ValueError(
             f"{name}: jobs that share a teacher, and jobs of adapters, cannot each have their GPUs to themselves"
         )
+    if name not in (OURS, PLACED):
+        scenario = scenario.model_copy(update={"absences": ()})
     if name == STATIC:
         return static_split(scenario), one_after_the_other
     if name in (PLACED, SERIAL, *QUEUES):

@@ -48,6 +48,10 @@ class Surroundings:
         """A trainer ends its work on GPUs."""
         self.crowding.end(job.name, self.gpus_of(job.train))
 
+    def place(self, name: str) -> bool:
+        """Lets a job lie on nodes that stay; False where it has to wait for a node, which starts it later."""
+        raise NotImplementedError
+
     def register(self, spec: ScenarioJob, incarnation: int) -> Topology | None:
         """A registration call: None when the scheduler is down or not ready for this job yet."""
         raise NotImplementedError

@@ -33,6 +33,8 @@ class SimulatedJob:
         self.finished_at: float | None = None
         self.outcome = "waiting"
         self.stopping = False
+        self.moving = False
+        self.moves = 0
         self.train_gpu_s = 0.0
         self.generate_gpu_s = 0.0
         self._rng = random.Random(f"{world.seed}/{job.name}")
@@ -65,6 +67,8 @@ class SimulatedJob:
         """The user starts the job; or its supervisor starts it again."""
         if self.first_seen is None:
             self.first_seen = self.world.loop.now
+        if not self.world.place(self.job.name):
+            return
         topology = self.world.register(self.job, self.incarnations)
         if topology is None:
             self.world.loop.after(1.0, self.arrive)
@@ -86,7 +90,8 @@ class SimulatedJob:
         self._unended = [g.name for g in process.groups.values()]
         self.process = None
         self.incarnations += 1
-        if self.incarnations > self.world.scenario.faults.restarts or self.stopping:
+        self.moving = False
+        if self.incarnations - self.moves > self.world.scenario.faults.restarts or self.stopping:
             self._end("stopped" if self.stopping else f"lost: {reason}")
         else:
             self.world.loop.after(self.world.scenario.faults.restart_s, self.arrive)
@@ -108,6 +113,14 @@ class SimulatedJob:
         # A step in hand is finished first: half-trained weights are worth nothing.
         if process is not None and not process.agent.leaving and not process.agent.holds:
             self._leave(process)
+
+    def move(self) -> None:
+        """A node that it trains on is to leave: it leaves at its step's end, and begins again."""
+        process = self.process
+        if process is not None and not process.agent.leaving:
+            self.moving = True
+            if not process.agent.holds:
+                self._leave(process)
 
     def _begin_life(self, topology: Topology) -> None:
         world = self.world
@@ -157,8 +170,9 @@ class SimulatedJob:
         process.agent.leave()
 
     def _drop_groups(self, process: JobProcess) -> None:
+        reason = "lost_in_restart" if self.moving else "end_of_run"
         for group in list(process.groups.values()):
-            process.record.emit(rec.GroupDropped(group.name, "end_of_run"))
+            process.record.emit(rec.GroupDropped(group.name, reason))
         process.groups.clear()
         process.missing = process.validating = 0
 
@@ -170,7 +184,7 @@ class SimulatedJob:
 
     def _validation_due(self, process: JobProcess) -> bool:
         plan, step = self.job.validation, self.trained_steps
-        if not plan.samples or process.validated == step or self.stopping:
+        if not plan.samples or process.validated == step or self.stopping or (self.moving and not self.finished):
             return False
         if step == 0:
             return plan.at_start
@@ -197,7 +211,7 @@ class SimulatedJob:
         if self._validation_due(process):
             self._validate(process)
             return
-        if self.trained_steps >= self.job.steps or self.stopping:
+        if self.finished or self.stopping or self.moving:
             self._leave(process)
             return
         last = min(process.agent.published + self.job.staleness, self.job.steps - 1)
@@ -445,6 +459,11 @@ class SimulatedJob:
         process.generation.drop_all()
         self.world.leave_orphans(self.job.name, process)
         self.process = None
+        if self.moving and not self.finished and not self.stopping:
+            self.moving = False
+            self.moves, self.incarnations = self.moves + 1, self.incarnations + 1
+            self.world.loop.after(self.world.scenario.faults.restart_s, self.arrive)
+            return
         self._end("stopped" if self.stopping and self.trained_steps < self.job.steps else "done")
 
     def hear(self, reply: Reply) -> None:

@@ -252,7 +252,9 @@ def summarise(world: World, scenario: Scenario, seed: int, alone_times: AloneTim
         (run.train_gpu_s + run.generate_gpu_s) / run.job.weight / max(seconds[run.job.name], 1e-9) for run in runs
     ]
     handovers, preemptions = _handovers(world.entries)
-    share = busy / max(total * scenario.gpu_pool.slots, 1e-9)
+    slots = scenario.gpu_pool.slots
+    absent_s = sum(absence.gone_s(total) for absence in world.scenario.absences) * slots / scenario.gpu_pool.nodes
+    share = busy / max(total * slots - absent_s, 1e-9)
     spread = _spread(service)
     faults = _faults(world)
     return SimulatedOutcome(

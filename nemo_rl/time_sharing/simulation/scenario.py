@@ -7,7 +7,7 @@ converted: text is no number and `true` is not 1. Times are in seconds, all virt
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -249,15 +249,25 @@ class ScenarioJob(_Section):
         "that name no GPUs.",
     )
 
-    def moved(self, others: Iterable[job_placement.Mapped], pool_size: int) -> ScenarioJob:
+    def moved(
+        self, others: Iterable[job_placement.Mapped], pool_size: int, without: Set[int] = frozenset()
+    ) -> ScenarioJob | None:
         """The job as it is placed on a pool where `others` are: its mapping keeps its shape, and its ranks their
-        alignment.
+        alignment. None of its GPUs is in `without`, or else, where it is too wide for that, none that it trains on;
+        None where that is not possible either.
         """
+        others = list(others)
         first, last = (pick(gpu for gpus in self.mappings.values() for gpu in gpus) for pick in (min, max))
         width = -(-(last + 1 - first) // self.tp) * self.tp
         if width > pool_size:
             return self
-        by = job_placement.place(range(pool_size), width, others)[0] - first
+        try:
+            by = job_placement.place(range(pool_size), width, others, without)[0] - first
+        except ValueError:
+            left = [gpu for gpu in self.infer if gpu not in without]
+            if len(self.train) > len(left):
+                return None
+            return self.model_copy(update={"train": job_placement.place(left, len(self.train), others)})
         return self.model_copy(
             update={name: tuple(gpu + by for gpu in getattr(self, name)) for name in ("train", "infer")}
         )
@@ -354,6 +364,23 @@ class Fleet(_Section):
     )
 
 
+class Absence(_Section):
+    """A node that leaves the pool for a time. From the notice on it gets nothing more: its engines go to sleep, and a
+    job that trains there leaves at its step's end and goes on from it elsewhere, if it is `placed`, or when the node is
+    back.
+    """
+
+    node: Int = Field(description="Its number, from 0 on.", ge=0)
+    notice_at_s: Seconds = Field(description="When it is to be cleared.")
+    leaves_at_s: Seconds = Field(description="When it leaves: a job that still trains there then is ended.")
+    returns_at_s: Seconds | None = _key(None, "When it is there again; null for never.")
+
+    def gone_s(self, until: float) -> float:
+        """Seconds until `until` in which it is not there."""
+        back = until if self.returns_at_s is None else min(self.returns_at_s, until)
+        return max(back - self.leaves_at_s, 0.0)
+
+
 class Scenario(_Section):
     """Everything one simulation needs besides its seed."""
 
@@ -371,6 +398,9 @@ class Scenario(_Section):
     costs: Costs = _key(Costs(), "What hand-overs take.")
     network: Network = _key(Network(), "How messages travel.")
     faults: Faults = _key(Faults(), "What breaks.")
+    absences: tuple[Absence, ...] = _key(
+        (), "Nodes that leave. Every other way of running the jobs, and running alone, has all nodes throughout."
+    )
     limits: dict[str, Annotated[float, Field(strict=True)]] = Field(
         default_factory=dict, description="The scheduler's bounds and delays."
     )

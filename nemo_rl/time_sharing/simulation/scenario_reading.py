@@ -201,6 +201,7 @@ def problems_of(scenario: Scenario, places: list[str]) -> Iterator[str]:
     wrong_fleets: set[str] = set()
     yield from _problems_of_teachers(scenario, places)
     yield from _problems_of_adapters(scenario)
+    yield from _problems_of_absences(scenario, places)
     served = [(teacher.as_job(), f"teachers.{number}") for number, teacher in enumerate(scenario.teachers)]
     served += [(job.as_job(), f"adapter_jobs.{number}") for number, job in enumerate(scenario.adapter_jobs)]
     for job, place in (*zip(scenario.jobs, places, strict=True), *served):
@@ -265,6 +266,40 @@ def _problems_of_adapters(scenario: Scenario) -> Iterator[str]:
                 yield (
                     f"{place}.{at}.groups: {adapter.groups} groups of {adapter.samples_per_group} samples are more "
                     f"than the {MOST_SAMPLES:,} samples that are simulated at once; give fewer groups"
+                )
+
+
+def _problems_of_absences(scenario: Scenario, places: list[str]) -> Iterator[str]:
+    pool = scenario.gpu_pool
+    for number, absence in enumerate(scenario.absences):
+        place, node, until = f"absences.{number}", absence.node, absence.returns_at_s
+        if node >= pool.nodes:
+            yield f"{place}.node: {node} is none of the pool's nodes 0 to {pool.nodes - 1}"
+            continue
+        if absence.leaves_at_s < absence.notice_at_s:
+            yield f"{place}.leaves_at_s: {absence.leaves_at_s:g} s is before notice_at_s ({absence.notice_at_s:g} s)"
+        if until is not None and until <= absence.leaves_at_s:
+            yield f"{place}.returns_at_s: {until:g} s is not after leaves_at_s ({absence.leaves_at_s:g} s)"
+        gone = [
+            other.node
+            for at, other in enumerate(scenario.absences)
+            if at != number
+            and other.notice_at_s <= absence.notice_at_s
+            and (other.returns_at_s is None or other.returns_at_s > absence.notice_at_s)
+        ]
+        if node in gone:
+            yield f"{place}.notice_at_s: node {node} is away then already; let it come back first"
+        elif len({*gone, node}) == pool.nodes:
+            yield f"{place}.notice_at_s: no other node is left then; let one come back first"
+        if until is not None:
+            continue
+        units = pool.units_of({*gone, node})
+        for job, where in zip(scenario.jobs, places, strict=True):
+            stays = units.isdisjoint(job.train) or (job.placed and job.moved([], pool.slots, units) is not None)
+            if not stays:
+                yield (
+                    f"{place}.returns_at_s: job {job.name!r} ({where}) has nowhere to train once node {node} is away "
+                    "for good; say when it returns, or let the job be `placed` and train on fewer GPUs"
                 )
 
 

@@ -37,7 +37,7 @@ from nemo_rl.time_sharing.simulation.baselines import BatchQueue
 from nemo_rl.time_sharing.simulation.event_loop import LogCopy, Wire, saved_state_of
 from nemo_rl.time_sharing.simulation.job_process import JobProcess, Surroundings
 from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
-from nemo_rl.time_sharing.simulation.scenario import Scenario, ScenarioJob
+from nemo_rl.time_sharing.simulation.scenario import Absence, Scenario, ScenarioJob
 from nemo_rl.time_sharing.simulation.simulated_teachers import jobs_of
 from nemo_rl.time_sharing.simulation.watch import SchedulerWatch
 from nemo_rl.utils.record import Entry, Record
@@ -84,6 +84,8 @@ class World(Surroundings):
         self._watch = SchedulerWatch(self.limits, self._log.entries, 0.0, 0.0)
         self._orphans: dict[tuple[str, int], list[_Memory]] = {}
         self.strikes: dict[str, int] = {}
+        self._gone: set[int] = set()
+        self._waiting: list[SimulatedJob] = []
 
     def run(self, *, max_events: int | None = None) -> None:
         """Runs until every job has ended, or the horizon."""
@@ -97,6 +99,10 @@ class World(Surroundings):
                 self.loop.at(job.job.leaves_s, job.stop)
         self._arm(0.0)
         self._plan_faults()
+        for absence in self.scenario.absences:
+            self.loop.at(absence.notice_at_s, self._node_drains, absence)
+            if absence.returns_at_s is not None:
+                self.loop.at(absence.returns_at_s, self._node_comes, absence)
         self.loop.run(self.scenario.horizon_s, max_events)
 
     def _plan(self, snapshot: Snapshot, now: float) -> Plan:
@@ -114,12 +120,56 @@ class World(Surroundings):
     def _arrive(self, job: SimulatedJob) -> None:
         if self._queue is None:
             if job.job.placed:
-                there = [j.job for j in self.jobs.values() if j.first_seen is not None and j.finished_at is None]
-                job.job = job.job.moved([Mapped(j.train, j.infer) for j in there], self.scenario.gpu_pool.slots)
+                job.job = self._moved(job) or job.job
             job.arrive()
         else:
             self._queue.submit(job.job)
             self._start_queued()
+
+    def _moved(self, job: SimulatedJob) -> ScenarioJob | None:
+        jobs = (j for j in self.jobs.values() if j is not job and j.first_seen is not None and j.finished_at is None)
+        there = [Mapped(j.job.train, j.job.infer) for j in jobs]
+        return job.job.moved(there, self.scenario.gpu_pool.slots, self._gone)
+
+    @override
+    def place(self, name: str) -> bool:
+        job = self.jobs[name]
+        if self._gone.isdisjoint(job.job.train):
+            return True
+        if job.job.placed and (moved := self._moved(job)) is not None:
+            job.job = moved
+            return True
+        self._waiting.append(job)
+        return False
+
+    # Nodes. A scheduler that is down hears of them when it is back.
+
+    def _node_drains(self, absence: Absence) -> None:
+        if self._scheduler is None:
+            self.loop.after(1.0, self._node_drains, absence)
+            return
+        left_s = max(absence.leaves_at_s - self.loop.now, 0.0)
+        self._scheduler.drain_node(absence.node, self._reading(), left_s)
+        self._gone |= self.scenario.gpu_pool.units_of([absence.node])
+        for job in self.jobs.values():
+            if not self._gone.isdisjoint(job.job.train):
+                job.move()
+        self.loop.after(left_s, self._node_leaves, absence)
+
+    def _node_leaves(self, absence: Absence) -> None:
+        back = absence.returns_at_s is not None and self.loop.now >= absence.returns_at_s
+        if not back and (self._scheduler is None or not self._scheduler.node_leaves(absence.node, self._reading())):
+            self.loop.after(1.0, self._node_leaves, absence)
+
+    def _node_comes(self, absence: Absence) -> None:
+        if self._scheduler is None:
+            self.loop.after(1.0, self._node_comes, absence)
+            return
+        self._scheduler.node_comes(absence.node, self._reading())
+        self._gone -= self.scenario.gpu_pool.units_of([absence.node])
+        waiting, self._waiting = self._waiting, list[SimulatedJob]()
+        for job in waiting:
+            job.arrive()
 
     def _start_queued(self) -> None:
         if self._queue is not None:
