@@ -10,7 +10,10 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import sys
 from collections.abc import Mapping
+
+from nemo_rl.distributed.unix_users import RUN_AS
 
 KEYS = "NRL_PRIVATE_VARIABLES"
 _NAMESPACE = b"nemo_rl"
@@ -34,6 +37,7 @@ _AT_START = (
 )
 _NO_SECRET = ("TOKENIZERS_PARALLELISM", "PIPELINE_ID", "ROLL_RAY_NAMESPACE")
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASS", "CREDENTIAL", "AUTH")
+_PATH = "PYTHONPATH"
 _keys_of: dict[str, str] = {}
 
 
@@ -48,7 +52,9 @@ def without_private(variables: Mapping[str, str]) -> dict[str, str]:
     """Variables for Ray's `env_vars`: in the place of the private ones, the key under which this cluster keeps them for
     `take_private_variables`. This process must be connected to the cluster.
     """
-    private = {name: value for name, value in variables.items() if is_private(name)}
+    # Root starts a submitter's worker, and must import nothing of the submitter's.
+    late = (_PATH,) if RUN_AS in variables or RUN_AS in os.environ else ()
+    private = {name: value for name, value in variables.items() if is_private(name) or name in late}
     if not private:
         return dict(variables)
     from ray.experimental.internal_kv import _internal_kv_put
@@ -75,9 +81,12 @@ def take_private_variables() -> None:
             raise RuntimeError(
                 f"the Ray cluster has lost the variables that this worker needs ({KEYS}={key}); submit the job again"
             )
-        os.environ.update(json.loads(content))
+        variables = json.loads(content)
+        os.environ.update(variables)
+        folders = variables.get(_PATH, "").split(os.pathsep)
+        sys.path[1:1] = [folder for folder in folders if folder and folder not in sys.path]
 
 
 def of_a_command(variables: Mapping[str, str]) -> dict[str, str]:
     """A worker's variables for a command that it starts, whose own Ray cluster knows no key of this one."""
-    return {name: value for name, value in variables.items() if name != KEYS}
+    return {name: value for name, value in variables.items() if name not in (KEYS, RUN_AS)}

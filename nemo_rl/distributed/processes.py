@@ -24,6 +24,7 @@ from pathlib import Path
 import psutil
 
 from nemo_rl.distributed.private_variables import take_private_variables
+from nemo_rl.distributed.unix_users import become_user
 
 WORKING_DIRECTORY = "NRL_WORKING_DIRECTORY"
 # Ray's setup hook of worker processes, by name.
@@ -49,6 +50,7 @@ _HARMLESS = {
 
 def begin_worker() -> None:
     """First steps of a Ray worker process."""
+    become_user()
     collect_rarely()
     take_private_variables()
     enter_working_directory()

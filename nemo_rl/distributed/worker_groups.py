@@ -156,12 +156,15 @@ def _plain(error: BaseException) -> str:
 
 
 def how_it_ended(error: BaseException) -> str:
-    """Ray's message about an actor that is gone, on one line: its first sentence, its process and how that ended."""
+    """Ray's message about an actor that is gone, on one line: its first sentence, its process, how that ended, and why
+    where its first steps failed.
+    """
     text = _plain(error)
     process = re.search(r"^\s*pid: \d+$", text, re.MULTILINE)
     # Ray's guesses at the causes follow.
     end = re.search(r"Worker exit type: .*?(?= Some common causes|$)", text, re.MULTILINE)
-    return " ".join([first_line(error), *(found[0].strip() for found in (process, end) if found)])
+    failed = re.search(r"^nemo_rl[\w.]*Error: .*$", text, re.MULTILINE)
+    return " ".join([first_line(error), *(found[0].strip() for found in (process, end, failed) if found)])
 
 
 def _last_line(traceback: str) -> str:
@@ -183,7 +186,7 @@ def start_actor(kind: type, *args: object) -> Any:
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor_class: Any = ray.remote(kind)
     # It waits for others most of the time; spinning threads would take their cores.
-    env = {"PYTHONPATH": path, "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""}
+    env = without_private({"PYTHONPATH": path, "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""})
     return actor_class.options(num_cpus=0, scheduling_strategy=here, runtime_env={"env_vars": env}).remote(*args)
 
 
@@ -317,8 +320,8 @@ class RayWorkerGroup:
         if self.workers[rank] is not None:
             ray.kill(self.workers[rank])
         slots = self._slots[rank]
-        env = self._environment(rank, *self._rendezvous) | without_private(self._env_vars)
-        env = {"PYTHONPATH": os.pathsep.join(_import_path()), **env}
+        given = {"PYTHONPATH": os.pathsep.join(_import_path()), **self._env_vars}
+        env = self._environment(rank, *self._rendezvous) | without_private(given)
         runtime_env = nsight.runtime_env(env, f"{self.name_prefix}-{rank}" if rank in self.profiled else None)
         options = self._options(slots, runtime_env, self._max_concurrency)
         options |= self.cluster.actor_name(self.name_prefix, rank)

@@ -203,6 +203,12 @@ def _live_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="FILE",
         help="users, with their tokens and roles, who may use the pool, and their groups (docs/team_pool.md)",
     )
+    serving.add_argument(
+        "--run-as-submitter",
+        action="store_true",
+        help="with --team, as root: a job's processes run as the Unix user of its submitter, and its files are that "
+        "user's (default: as the pool's Unix user)",
+    )
     add_host_arguments(serving)
     submitting = of_open_pool("submit", live("submit"), "submit pipelines to the open pool")
     submitting.add_argument("files", nargs="+", metavar="FILE", help="configurations, and key=value for all of them")

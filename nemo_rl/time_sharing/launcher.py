@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nemo_rl.cli import EXIT_FAILED, EXIT_OK
 from nemo_rl.config.errors import UserError, did_you_mean
 from nemo_rl.config.master import RootConfig
+from nemo_rl.distributed.unix_users import why_not_root
 from nemo_rl.time_sharing.arguments import (
     AUTO,
     DEFAULT_PORT,
@@ -38,7 +39,7 @@ from nemo_rl.time_sharing.open_pools import OpenPool, announced, announced_to_te
 from nemo_rl.time_sharing.opening import LIVE_LIMITS, close_pool, open_pool
 from nemo_rl.time_sharing.pipelines.job import Job, in_folders, read_jobs
 from nemo_rl.time_sharing.pipelines.slot_choice import choose_slots
-from nemo_rl.time_sharing.pool import PoolError, PoolOptions, log_trouble
+from nemo_rl.time_sharing.pool import PoolError, PoolOptions, check_unix_users, log_trouble
 from nemo_rl.time_sharing.pool_commands import (
     ask,
     check_code,
@@ -252,7 +253,8 @@ def limits_of(chosen: argparse.Namespace) -> Limits:
 def options_of(chosen: argparse.Namespace) -> PoolOptions:
     """What the pool does beside scheduling, by the command line."""
     limits = HostLimits(chosen.job_memory, chosen.job_files, chosen.job_disk)
-    return PoolOptions(chosen.on_end, limits, chosen.keep_free, JobLimits(chosen.max_jobs or None, chosen.max_waiting))
+    queue = JobLimits(chosen.max_jobs or None, chosen.max_waiting)
+    return PoolOptions(chosen.on_end, limits, chosen.keep_free, queue, getattr(chosen, "run_as_submitter", False))
 
 
 @contextmanager
@@ -273,7 +275,7 @@ def _pool(
         try:
             actor = _open(pool, chosen, log_dir, team)
             try:
-                with _page(actor, log_dir, chosen.host, chosen.port, team) as page, _announced(actor, page, team):
+                with _page(actor, chosen, log_dir, team) as page, _announced(actor, page, team):
                     yield actor
             finally:
                 interrupts.ending()
@@ -314,7 +316,7 @@ def _open(pool: Pool, chosen: argparse.Namespace, log_dir: Path, team: Team | No
 
 
 @contextmanager
-def _page(actor: ActorHandle[object], log_dir: Path, host: str, port: int, team: Team | None = None) -> Generator[str]:
+def _page(actor: ActorHandle[object], chosen: argparse.Namespace, log_dir: Path, team: Team | None) -> Generator[str]:
     """The pool's page is served inside the block, at the address that it gets; where the default port is another
     pool's, on a free one.
     """
@@ -341,14 +343,14 @@ def _page(actor: ActorHandle[object], log_dir: Path, host: str, port: int, team:
             return None
         return found
 
-    access = None if team is None else TeamAccess(rights, see_logs)
+    access = None if team is None else TeamAccess(rights, see_logs, options_of(chosen).run_as_submitter)
     view, token = PoolView(log_dir, standings), os.environ.get(TOKEN_VARIABLE)
     try:
-        server = PageServer(view, host=host, port=port, token=token, act=act, team=access)
+        server = PageServer(view, host=chosen.host, port=chosen.port, token=token, act=act, team=access)
     except PageError:
-        if port != DEFAULT_PORT:
+        if chosen.port != DEFAULT_PORT:
             raise
-        server = PageServer(view, host=host, port=0, token=token, act=act, team=access)
+        server = PageServer(view, host=chosen.host, port=0, token=token, act=act, team=access)
     sys.stderr.write(f"page: {server.url}{'' if team is None else '?token=, and behind it the token of a user'}\n")
     try:
         yield server.url
@@ -378,16 +380,42 @@ def _checked(log_dir: Path, standings: Sequence[Standing]) -> ScenarioResult:
     return result_of("", standings, build_timeline(entries), violations)
 
 
+def _check_run_as_submitter(chosen: argparse.Namespace) -> None:
+    """Raises PoolError: jobs cannot run as their submitters."""
+    if chosen.team is None:
+        raise PoolError("--run-as-submitter: give --team FILE, which says who submits, and as which Unix user")
+    if why := why_not_root():
+        raise PoolError(f"--run-as-submitter: {why}; without it all jobs run as the pool's user")
+    if chosen.mps == "on":
+        raise PoolError("--run-as-submitter: --mps on serves the processes of one Unix user at a time; leave it out")
+    chosen.mps = "off"
+
+
+def _open_to_submitters(chosen: argparse.Namespace, team: Team, log_dir: Path) -> None:
+    """Lets the team's Unix users write files of their own beside the pool's, where jobs are theirs. Raises
+    TeamFileError: see `check_unix_users`.
+    """
+    if chosen.run_as_submitter:
+        os.chown(log_dir, -1, team_group(Path(team.source)))
+        # Not for everybody, since Linux then follows none of their links there, for root neither.
+        log_dir.chmod(0o1775)
+    check_unix_users(team, str(log_dir), run_as_submitter=chosen.run_as_submitter)
+
+
 def serve(chosen: argparse.Namespace) -> int:
     """Opens a pool and keeps it until it is interrupted."""
     if chosen.slots_per_gpu == AUTO:
         raise PoolError("--slots-per-gpu auto: a pool that stays does not know its jobs; give a number")
     pool = _pool_of(chosen)
     team, shared = None, ""
+    if chosen.run_as_submitter:
+        _check_run_as_submitter(chosen)
     if chosen.team is not None:
         team = read_team(chosen.team)
         shared = f" --pool {team_pool_file(Path(team.source))}"
     log_dir = _new_log_dir(chosen.log_dir)
+    if team is not None:
+        _open_to_submitters(chosen, team, log_dir)
     with _pool(pool, chosen, log_dir, team):
         sys.stderr.write(
             f"pool: {pool.slots} slots, log in {log_dir}; submit with python -m nemo_rl.time_sharing submit{shared} "

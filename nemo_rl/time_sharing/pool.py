@@ -10,11 +10,14 @@ from __future__ import annotations
 import logging
 import math
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from nemo_rl.config.dotted import import_dotted
 from nemo_rl.config.errors import UserError, why_not_written
 from nemo_rl.distributed.private_variables import without_private
 from nemo_rl.distributed.processes import WORKING_DIRECTORY
+from nemo_rl.distributed.unix_users import RUN_AS, why_unusable
 from nemo_rl.distributed.worker_groups import how_it_ended
 from nemo_rl.time_sharing.agents.actors import (
     Orchestrator,
@@ -55,8 +59,18 @@ from nemo_rl.time_sharing.pipelines.job import PIPELINES, Job, Kind
 from nemo_rl.time_sharing.pipelines.residents import Part, PoolFull, Residents, SlotBytes, SlotMemory
 from nemo_rl.time_sharing.planning.job_placement import Mapped
 from nemo_rl.time_sharing.protocol.topology import Pool
-from nemo_rl.time_sharing.team import RELOAD, SUBMIT, Rights, Team, User, changes, read_team
-from nemo_rl.utils.files import replace_file, why_unwritable
+from nemo_rl.time_sharing.team import (
+    RELOAD,
+    SUBMIT,
+    Rights,
+    Team,
+    TeamFileError,
+    User,
+    changes,
+    may_submit,
+    read_team,
+)
+from nemo_rl.utils.files import adapter_states, replace_file, why_unwritable
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +121,7 @@ class PoolOptions:
     limits: HostLimits = HostLimits()  # of each job
     keep_free: int = 0  # bytes of host memory that stay free on each node
     queue: JobLimits = JobLimits()  # of all jobs together
+    run_as_submitter: bool = False  # whether a job's processes are those of its user's Unix user
 
 
 NOTHING_MORE = PoolOptions()
@@ -118,6 +133,26 @@ def log_trouble(log_dir: Path) -> str:
     return (
         f"{log_dir}: {why}; the scheduler decides nothing until its log can be written; free some space" if why else ""
     )
+
+
+def check_unix_users(team: Team, log_dir: str, *, run_as_submitter: bool) -> None:
+    """Raises TeamFileError: a user who may submit has no Unix user whose processes could work for the pool, or names
+    one that is not asked for.
+    """
+    if run_as_submitter:
+        shared = [log_dir, tempfile.gettempdir(), "/dev/shm"]
+        submitters = [user for user in team.users.values() if may_submit(user)]
+        with ThreadPoolExecutor(8) as threads:
+            names = [user.runs_as for user in submitters]
+            found = [*threads.map(partial(why_unusable, writes=shared), names)]
+    else:
+        submitters = [user for user in team.users.values() if user.unix_user]
+        found = ["is for serve --run-as-submitter; leave it out, or add that"] * len(submitters)
+    problems = [f"users.{user.name}.unix_user: {why}" for user, why in zip(submitters, found, strict=True) if why]
+    if any(log_dir in problem for problem in problems):
+        problems.append("the pool's log is open to the Unix group of the team file's folder; its users must be in it")
+    if problems:
+        raise TeamFileError(problems, team.source)
 
 
 _TEAM = TypeAdapter(Team)
@@ -145,7 +180,7 @@ class PoolActor(Orchestrator):
         self._team = _TEAM.validate_json(self._team_path.read_bytes()) if team and started_anew() else team
         if self._team is not None:
             self._keep_team(self._team)
-        self._limits, self._queue = options.limits, options.queue
+        self._limits, self._queue, self._run_as_submitter = options.limits, options.queue, options.run_as_submitter
         self._waiting = WaitingJobs(Path(handles.log_dir) / "waiting")
         self._notices = EndNotices(options.on_end) if options.on_end else None
         self._keep()
@@ -284,6 +319,7 @@ class PoolActor(Orchestrator):
             raise PoolError(_NO_TEAM)
         with self._acting(token, RELOAD, self._team.source):
             before, after = self._team, read_team(Path(self._team.source))
+            check_unix_users(after, self._handles.log_dir, run_as_submitter=self._run_as_submitter)
             try:
                 self._keep_team(after)
             except OSError as error:
@@ -307,6 +343,8 @@ class PoolActor(Orchestrator):
         with self._acting(token, SUBMIT, job.name) as user:
             if user is not None:
                 job = replace(job, options={**job.options, "user": user.name, "group": user.group})
+            job = replace(job, unix_user=user.runs_as if user is not None and self._run_as_submitter else "")
+            _check_unix_user(job)
             return self._submit(job)
 
     def _submit(self, job: Job) -> str:
@@ -397,6 +435,7 @@ class PoolActor(Orchestrator):
         submission.waits = False
         try:
             job = self._waiting.read(submission.name)
+            _check_unix_user(job)
             others = [Mapped(one.train, one.infer, one.column) for one in self._running() if one is not submission]
             job = job.placed(self._handles.pool, others)
             submission.train, submission.infer, submission.column = job.train, job.infer, job.column
@@ -443,6 +482,11 @@ class PoolActor(Orchestrator):
         """
         import ray
 
+        variables = variables_of(job)
+        if job.unix_user:
+            variables[RUN_AS] = job.unix_user
+            # A job of this name may have left another user's.
+            adapter_states(Path(self._handles.log_dir), job.name).unlink(missing_ok=True)
         pipeline: Any = ray.remote(self.pipeline_class(job))
         actor = pipeline.options(
             name=agent_actor_name(incarnation),
@@ -450,7 +494,7 @@ class PoolActor(Orchestrator):
             lifetime="detached",
             num_cpus=0,
             max_concurrency=ACTOR_THREADS,
-            runtime_env={"env_vars": without_private(variables_of(job)) | {INCARNATION_VARIABLE: str(incarnation)}},
+            runtime_env={"env_vars": without_private(variables) | {INCARNATION_VARIABLE: str(incarnation)}},
         ).remote(job, self._handles, incarnation)
         actor.start.remote()
         return actor
@@ -694,6 +738,12 @@ class PoolActor(Orchestrator):
         if name not in self._submissions:
             raise PoolError(f"there is no pipeline {name!r}; there are {sorted(self._submissions) or 'none'}")
         return self._submissions[name]
+
+
+def _check_unix_user(job: Job) -> None:
+    """Raises PoolError: a job's Unix user cannot work where it was submitted, or write its logs or checkpoints."""
+    if job.unix_user and (why := why_unusable(job.unix_user, job.folder, job.writes_in)):
+        raise PoolError(f"{job.name}: {why}")
 
 
 def _owner(submission: Submission) -> Owner:

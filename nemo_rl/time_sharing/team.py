@@ -56,6 +56,12 @@ class User:
     group: str
     role: str
     token_sha256: tuple[str, ...] = field(repr=False)
+    unix_user: str = ""  # as whom the user's jobs run under --run-as-submitter, where it is not the user's own name
+
+    @property
+    def runs_as(self) -> str:
+        """The Unix user of the user's jobs under --run-as-submitter."""
+        return self.unix_user or self.name
 
     def __str__(self) -> str:
         return f"{self.name} ({self.role} of {self.group})"
@@ -147,6 +153,11 @@ class Team:
             group = self.groups[group]
 
 
+def may_submit(user: User) -> bool:
+    """Whether a user may submit jobs."""
+    return ROLES.index(user.role) >= ROLES.index(_LEAST[SUBMIT])
+
+
 def _is_of(user: str, owner: Owner) -> bool:
     return owner.user == user
 
@@ -170,9 +181,9 @@ def changes(old: Team, new: Team) -> list[str]:
         if was is None or now is None:
             said.append(f"user {now or was}: {'added' if was is None else 'removed'}")
             continue
-        for what in ("group", "role"):
-            if getattr(was, what) != getattr(now, what):
-                said.append(f"user {name}: {what} {getattr(was, what)} -> {getattr(now, what)}")
+        for what, key in (("group", "group"), ("role", "role"), ("unix_user", "runs_as")):
+            if getattr(was, key) != getattr(now, key):
+                said.append(f"user {name}: {what} {getattr(was, key)} -> {getattr(now, key)}")
         had, has = set(was.token_sha256), set(now.token_sha256)
         for what, count in (("added", len(has - had)), ("revoked", len(had - has))):
             if count:
@@ -233,6 +244,7 @@ class _UserKeys(_Keys):
     token_sha256: Annotated[list[str], Field(min_length=1), BeforeValidator(_listed)]
     jobs: _Jobs = None
     waiting: _Waiting = None
+    unix_user: str = ""
 
 
 class _TeamKeys(_Keys):
@@ -260,7 +272,7 @@ def read_team(path: Path) -> Team:
     except ValidationError as error:
         raise TeamFileError([_problem(one) for one in error.errors(include_url=False)], str(path)) from error
     users = {
-        name: User(name, user.group, user.role, tuple(one.lower() for one in user.token_sha256))
+        name: User(name, user.group, user.role, tuple(one.lower() for one in user.token_sha256), user.unix_user)
         for name, user in keys.users.items()
     }
     parents = {name: (group.parent if group else None) or "" for name, group in keys.groups.items()}

@@ -159,7 +159,7 @@ BAD: list[tuple[object, str]] = [
     (spoilt("users", "ann", "rol", value="lead"), "users.ann.rol: unknown key. Did you mean 'role'?"),
     (
         spoilt("users", "ann", "password", value="x"),
-        "users.ann.password: unknown key. There is group, role, token_sha256, jobs, waiting.",
+        "users.ann.password: unknown key. There is group, role, token_sha256, jobs, waiting, unix_user.",
     ),
     (spoilt("groups", "nlp", value={"parents": "lab"}), "groups.nlp.parents: unknown key. Did you mean 'parent'?"),
     (spoilt("groups", "nlp", value={"share": 0.5}), "groups.nlp.share: not built yet; leave it out"),
@@ -187,7 +187,7 @@ BAD: list[tuple[object, str]] = [
     ),
     (
         spoilt("users", "ann", value="secret-token"),
-        "users.ann: expected a mapping with group, role, token_sha256, jobs, waiting",
+        "users.ann: expected a mapping with group, role, token_sha256, jobs, waiting, unix_user",
     ),
     (spoilt("users", "ann", value={"group": "nlp"}), "users.ann.token_sha256: Field required"),
     ({"groups": {}}, "users: Field required"),
@@ -261,13 +261,19 @@ def test_changes_of_a_team_are_said_a_line_each(team: Team, tmp_path: Path) -> N
     del after["users"]["bob"], after["groups"]["nlp"]
     after["groups"] |= {"audio": None, "ocr": {"parent": "lab"}}
     after["users"]["new"] = {"group": "audio", "token_sha256": hash_of("new")}
-    after["users"]["ann"] |= {"role": "lead", "group": "ocr", "token_sha256": [hash_of("second"), hash_of("third")]}
+    after["users"]["ann"] |= {
+        "role": "lead",
+        "group": "ocr",
+        "unix_user": "anna",
+        "token_sha256": [hash_of("second"), hash_of("third")],
+    }
     assert changes(team, read_team(write(tmp_path, after))) == [
         "group audio: added",
         "group nlp: removed",
         "group ocr: parent vision -> lab",
         "user ann: group vision -> ocr",
         "user ann: role member -> lead",
+        "user ann: unix_user ann -> anna",
         "user ann: 2 tokens added",
         "user ann: 1 token revoked",
         "user bob (member of nlp): removed",

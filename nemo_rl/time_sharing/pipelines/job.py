@@ -152,6 +152,7 @@ class Job:
     measures_batch: bool = False  # whether its `rank_batch` is what its engines turn out to do
     wishes: Wishes = Wishes()
     limits: HostLimits = HostLimits()  # what it may take of its hosts, below what the pool allows
+    unix_user: str = ""  # as whom the pool runs it; the pool's own user where empty
 
     @property
     def kind(self) -> Kind:
@@ -169,8 +170,12 @@ class Job:
     @property
     def saves_in(self) -> str:
         """The folder of its checkpoints; empty where it saves none."""
-        folders = () if self.teaches else _folders(self.config)
-        return str(Path(self.folder, folders[1])) if folders else ""
+        return self.writes_in[1] if self.writes_in else ""
+
+    @property
+    def writes_in(self) -> tuple[str, ...]:
+        """The folders of its logs and of its checkpoints; none where it has none of its own."""
+        return () if self.teaches else tuple(str(Path(self.folder, one)) for one in _folders(self.config))
 
     @property
     def engines(self) -> VllmConfig | None:

@@ -62,8 +62,8 @@ _COOKIE = "nrl_pool_token"
 _ACTIONS = ("drain", "cancel")
 
 _NO_BOUNDARY = (
-    "The users of this pool trust each other: all jobs run as one Unix user on one Ray cluster, so roles prevent "
-    "mistakes and are no security boundary between tenants."
+    "The users of this pool trust each other: all jobs run as {} on one Ray cluster, so roles prevent mistakes and are "
+    "no security boundary between tenants."
 )
 
 Act = Callable[[str, str, str], str]
@@ -77,10 +77,12 @@ class TeamAccess:
     Attributes:
         rights: Of the user of a token; None where it is no user's.
         see_logs: Takes a job's name and a token. Raises UserError: its user may not read the job's logs.
+        run_as_submitter: Whether jobs run as the Unix users of their submitters.
     """
 
     rights: Callable[[str], Rights | None]
     see_logs: Callable[[str, str], None]
+    run_as_submitter: bool = False
 
     def known(self, shown: Sequence[str]) -> bool:
         """Whether one of some strings is a user's token."""
@@ -279,7 +281,8 @@ def page_app(
         rights = next((found for one in shown(request) if one and (found := team.rights(one)) is not None), None)
         you = f" You are {rights.user} ({rights.role})." if rights is not None else ""
         data = view.data(rights.jobs if rights is not None else frozenset())
-        return data | {"acts": act is not None, "notice": _NO_BOUNDARY + you}
+        whose = "the Unix users of their submitters, but" if team.run_as_submitter else "one Unix user"
+        return data | {"acts": act is not None, "notice": _NO_BOUNDARY.format(whose) + you}
 
     def page(request: Request) -> Response:
         return HTMLResponse(filled_page(TEMPLATE, f"{view.name}: pool", data_for(request)))
