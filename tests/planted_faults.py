@@ -31,6 +31,7 @@ ENVIRONMENT = (
     "tests/experience/test_rollout_flow.py",
 )
 META = ("tests/data_plane/test_meta.py", "tests/data_plane/test_plans.py", "tests/data_plane/test_tags.py")
+SUBMITTERS = ("tests/time_sharing/test_run_as_submitter.py",)
 SCORES = ("tests/models/test_packed.py", "tests/models/test_policy_batches.py")
 
 _KL_WEIGHT = "current_BT - (tokens.generation_BT if self.cfg.use_on_policy_kl_approximation else current_BT.detach())"
@@ -85,6 +86,11 @@ MUTANTS = [
     ("tags-in-other-order", "data_plane/meta.py", "[dict(tag) for part in tags for tag in part or []]", "[dict(tag) for part in reversed(tags) for tag in part or []]", "rows get tags of others", META),
     ("tags-replaced", "data_plane/client.py", "[dict(old) | dict(new) for old, new in zip(rows.tags, tags, strict=True)]", "[dict(new) for old, new in zip(rows.tags, tags, strict=True)]", "a later write drops earlier tags", ("tests/data_plane/test_client.py", "tests/data_plane/test_tags.py")),
     ("old-tag-wins", "data_plane/client.py", "[dict(old) | dict(new) for old, new in zip(rows.tags, tags, strict=True)]", "[dict(new) | dict(old) for old, new in zip(rows.tags, tags, strict=True)]", "a tag keeps its first value", ("tests/data_plane/test_client.py", "tests/data_plane/test_tags.py")),
+    # submitters
+    ("groups-of-root", "distributed/unix_users.py", "os.initgroups(name, user.pw_gid)", "pass", "a job keeps the groups of root", SUBMITTERS),
+    ("closed-to-siblings", "distributed/unix_users.py", "ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)", "pass", "workers cannot share GPU memory", SUBMITTERS),
+    ("imported-as-root", "distributed/private_variables.py", "(_PATH,) if RUN_AS in variables or RUN_AS in os.environ else ()", "()", "root imports a submitter's modules", SUBMITTERS),
+    ("folders-not-asked", "distributed/unix_users.py", "os.W_OK | os.X_OK if number else os.X_OK", "os.X_OK", "a job begins that cannot save", SUBMITTERS),
     # weights
     ("staged-not-copied", "weight_sync/receiver.py", "replace(arrived.window, bytes_B=arrived.window.bytes_B.clone())", "arrived.window", "a kept window is overwritten by the next", RECEIVER),
     ("skipped-window", "weight_sync/receiver.py", 'if self._opener is None or window["index"] != self._next_window:', "if self._opener is None:", "a window that never came goes unnoticed", RECEIVER),

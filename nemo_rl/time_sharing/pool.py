@@ -59,17 +59,7 @@ from nemo_rl.time_sharing.pipelines.job import PIPELINES, Job, Kind
 from nemo_rl.time_sharing.pipelines.residents import Part, PoolFull, Residents, SlotBytes, SlotMemory
 from nemo_rl.time_sharing.planning.job_placement import Mapped
 from nemo_rl.time_sharing.protocol.topology import Pool
-from nemo_rl.time_sharing.team import (
-    RELOAD,
-    SUBMIT,
-    Rights,
-    Team,
-    TeamFileError,
-    User,
-    changes,
-    may_submit,
-    read_team,
-)
+from nemo_rl.time_sharing.team import RELOAD, SUBMIT, Rights, Team, TeamFileError, User, changes, read_team
 from nemo_rl.utils.files import adapter_states, replace_file, why_unwritable
 
 logger = logging.getLogger(__name__)
@@ -141,7 +131,7 @@ def check_unix_users(team: Team, log_dir: str, *, run_as_submitter: bool) -> Non
     """
     if run_as_submitter:
         shared = [log_dir, tempfile.gettempdir(), "/dev/shm"]
-        submitters = [user for user in team.users.values() if may_submit(user)]
+        submitters = [user for user in team.users.values() if user.may_submit]
         with ThreadPoolExecutor(8) as threads:
             names = [user.runs_as for user in submitters]
             found = [*threads.map(partial(why_unusable, writes=shared), names)]

@@ -63,6 +63,11 @@ class User:
         """The Unix user of the user's jobs under --run-as-submitter."""
         return self.unix_user or self.name
 
+    @property
+    def may_submit(self) -> bool:
+        """Whether the role allows jobs of one's own."""
+        return ROLES.index(self.role) >= ROLES.index(_LEAST[SUBMIT])
+
     def __str__(self) -> str:
         return f"{self.name} ({self.role} of {self.group})"
 
@@ -151,11 +156,6 @@ class Team:
         while group in self.groups:
             yield group
             group = self.groups[group]
-
-
-def may_submit(user: User) -> bool:
-    """Whether a user may submit jobs."""
-    return ROLES.index(user.role) >= ROLES.index(_LEAST[SUBMIT])
 
 
 def _is_of(user: str, owner: Owner) -> bool:

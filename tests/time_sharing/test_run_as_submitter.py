@@ -136,7 +136,8 @@ def test_a_worker_that_cannot_become_its_user_raises(monkeypatch: pytest.MonkeyP
         raise PermissionError
 
     monkeypatch.setenv(RUN_AS, "nobody")
-    monkeypatch.setattr(os, "initgroups", refuse)
+    for call in ("initgroups", "setresgid", "setresuid"):
+        monkeypatch.setattr(os, call, refuse)
     with pytest.raises(UnixUserError, match="which cannot become 'nobody'; start it as root"):
         become_user()
 
@@ -170,6 +171,25 @@ def test_a_job_whose_worker_could_not_become_its_user_says_why() -> None:
         )
     )
     assert said.endswith("setup hook nemo_rl.distributed.unix_users.UnixUserError: there is no Unix user 'ann'")
+
+
+@root_only
+def test_a_process_becomes_its_user_for_good_and_stays_open_to_its_siblings(submitter: str) -> None:
+    code = """
+import os, nemo_rl
+from nemo_rl.distributed.unix_users import become_user
+become_user()
+open("/proc/self/environ").read(1), os.listdir("/proc/self/fd")  # a process that Linux has closed cannot
+variables = [os.environ.get(name) for name in ("HOME", "USER", "XDG_CACHE_HOME")]
+print(os.getresuid(), os.getresgid(), os.getgroups(), variables)
+os.setresuid(0, 0, 0)
+"""
+    environment = importing() | {RUN_AS: submitter, "HOME": "/root", "XDG_CACHE_HOME": "/root/.cache"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    user, group = pwd.getpwnam(submitter).pw_uid, pwd.getpwnam(submitter).pw_gid
+    ids = f"{(user,) * 3} {(group,) * 3} [{group}]"
+    assert done.stdout == f"{ids} ['/home/{submitter}', '{submitter}', None]\n"
+    assert done.stderr.strip().endswith("PermissionError: [Errno 1] Operation not permitted"), "the way back is closed"
 
 
 @root_only
