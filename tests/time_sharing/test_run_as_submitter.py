@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,24 @@ from nemo_rl.distributed import unix_users
 from nemo_rl.distributed.private_variables import KEYS, of_a_command, take_private_variables, without_private
 from nemo_rl.distributed.unix_users import RUN_AS, UnixUserError, become_user, why_not_root, why_unusable
 from nemo_rl.distributed.worker_groups import how_it_ended
+from nemo_rl.time_sharing import pool as pools
 from nemo_rl.time_sharing.__main__ import main
 from nemo_rl.time_sharing.history.checker import check
+from nemo_rl.time_sharing.job_queue import JobLimits
+from nemo_rl.time_sharing.log.pool_state import Outcome
 from nemo_rl.time_sharing.log.reading import merge_by_machine_time
-from nemo_rl.time_sharing.pool import check_unix_users
+from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
+from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
+from nemo_rl.time_sharing.pipelines.job import Job
+from nemo_rl.time_sharing.pool import PoolActor, PoolError, PoolOptions, check_unix_users
+from nemo_rl.time_sharing.protocol.topology import Pool as Slots
+from nemo_rl.time_sharing.protocol.types import Limits
 from nemo_rl.time_sharing.team import Team, TeamFileError, User, hash_of
 from tests.end_to_end.test_runs import BASE, ROOT
+from tests.time_sharing.test_jobs import GRPO, only
 
 root_only = pytest.mark.skipif(os.getuid() != 0, reason="only root can run processes as other users")
+SLOTS = Slots(1, 2)
 ANN = User("ann", "lab", "member", ("0" * 64,), "nrl-missing")
 
 
@@ -123,6 +133,61 @@ def test_a_unix_user_that_is_missing_or_is_not_asked_for_is_named() -> None:
         check_unix_users(team(ANN, viewer), "/tmp", run_as_submitter=False)
     check_unix_users(team(viewer), "/tmp", run_as_submitter=False)
     assert "'root' is root; name a user without its rights" in why_unusable("root")
+
+
+class Begun(PoolActor):
+    """A pool's actor without Ray, which keeps the jobs that begin and what was done."""
+
+    def __init__(self, folder: Path, *, run_as_submitter: bool) -> None:
+        self.begun: list[Job] = []
+        user = replace(ANN, token_sha256=(hash_of("of-ann"),), unix_user="anna")
+        options = PoolOptions(queue=JobLimits(1), run_as_submitter=run_as_submitter)
+        super().__init__(PoolHandles(None, SLOTS, "cpu", (), Limits(), str(folder)), team(user), options)
+
+    def create_pipeline_actor(self, job: Job, incarnation: int) -> object:
+        self.begun.append(job)
+        return job
+
+    def _begin_watch(self, submission: Any) -> None: ...
+
+    def _note_acted(self, user: str, action: str, subject: str, outcome: str) -> None: ...
+
+
+def test_the_team_file_says_as_whom_a_job_runs_and_its_user_is_looked_for_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why, asked = {"anna": ""}, list[object]()
+
+    def why_unusable(name: str, enters: str = "/", writes: Sequence[str] = ()) -> str:
+        asked.append((name, enters, writes))
+        return why[name]
+
+    monkeypatch.setattr(pools, "why_unusable", why_unusable)
+    job = Job("first", CommandConfig(command=["true"]), (), (0,), folder="/there", unix_user="root")
+    (tmp_path / "one").mkdir()
+    as_pool = Begun(tmp_path / "one", run_as_submitter=False)
+    as_pool.submit(job, "of-ann")
+    assert [begun.unix_user for begun in as_pool.begun] == [""] and not asked
+
+    pool = Begun(tmp_path, run_as_submitter=True)
+    for name in ("first", "second", "third"):
+        pool.submit(replace(job, name=name), "of-ann")
+    assert [begun.unix_user for begun in pool.begun] == ["anna"] and asked[0] == ("anna", "/there", ())
+    why["anna"] = "there is no Unix user 'anna'"
+    with pytest.raises(PoolError, match="fourth: there is no Unix user 'anna'"):
+        pool.submit(replace(job, name="fourth"), "of-ann")
+    pool._note_end(pool._submissions["first"], Outcome("done"))
+    ended = [pool._submissions[name].outcome for name in ("second", "third")]
+    assert all(one is not None and one.reason.endswith("there is no Unix user 'anna'") for one in ended)
+    assert len(pool.begun) == 1
+
+
+def test_a_job_that_trains_is_asked_to_write_its_logs_and_checkpoints() -> None:
+    job = only(GRPO)
+    logs, checkpoints = job.writes_in
+    assert logs == str(Path("logs/grpo_arithmetic_cpu").absolute())
+    assert job.saves_in == checkpoints == str(Path("results/arithmetic/grpo").absolute())
+    assert replace(job, teaches=True).writes_in == ()
 
 
 def test_a_worker_that_cannot_become_its_user_raises(monkeypatch: pytest.MonkeyPatch) -> None:
