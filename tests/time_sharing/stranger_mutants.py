@@ -321,7 +321,7 @@ MUTANTS = (
     Mutant(
         "plans-with-quarantined-gpus",
         _PLAN,
-        "        for gpu in self.out_of_use:\n            kind[gpu] = BLOCKED\n",
+        "        for gpu in self.quarantined:\n            kind[gpu] = BLOCKED\n",
         "",
         "a plan takes GPUs in quarantine",
     ),

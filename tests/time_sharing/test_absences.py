@@ -45,15 +45,21 @@ LEAVES = {"notice_at_s": 60.0, "leaves_at_s": 120.0, "returns_at_s": 300.0}
 
 
 def leaving() -> Fleet:
-    """Node 1 of two nodes of four GPUs is to leave; `a` generates on both and trains on node 0, `b` trains on node 1,
-    `c` on both.
-    """
+    """Node 1 of two nodes of four GPUs is to leave; `a` generates on both and trains on node 0."""
+    made = Fleet(8, nodes=2)
+    made.add("a", [0], list(range(8)), demand=1000)
+    made.wake("a", 0, 1, 5, 6)
+    made.state.apply(ev.NodeDraining(1, 500.0), 100.0)
+    return made
+
+
+def away() -> Fleet:
+    """`a` trains on node 0, `b` on node 1, `c` on both; node 1 is away."""
     made = Fleet(8, nodes=2)
     made.add("a", [0], list(range(8)), demand=1000)
     made.add("b", [4], list(range(8)), demand=1000)
     made.add("c", [3, 4], list(range(8)))
-    made.wake("a", 0, 1, 5, 6)
-    made.state.apply(ev.NodeDraining(1, 500.0), 100.0)
+    made.state.apply(ev.NodeAway(1), 100.0)
     return made
 
 
@@ -74,8 +80,8 @@ def test_an_engine_that_is_being_built_stands_before_it_sleeps() -> None:
     assert ("a", 7) not in {(s.pipeline, s.rank) for s in made.plan().shrinks}
 
 
-def test_a_request_for_gpus_that_leave_waits_and_keeps_none_from_others() -> None:
-    made = leaving()
+def test_a_request_for_gpus_that_are_away_waits_and_keeps_none_from_others() -> None:
+    made = away()
     made.want("b", at=100.0)
     made.want("c", at=100.0)
     made.want("a", at=101.0)
@@ -86,18 +92,26 @@ def test_a_request_for_gpus_that_leave_waits_and_keeps_none_from_others() -> Non
     ]
 
 
-def test_what_is_held_on_a_node_that_leaves_goes_on_to_its_next_priority() -> None:
-    made = Fleet(8, nodes=2)
-    made.add("b", [4], list(range(8)), demand=8)
-    made.hold("b", priority=Priority.OLD_LOG_PROBS)
-    made.state.apply(ev.NodeDraining(1), 100.0)
+def test_what_trains_on_a_node_that_is_to_leave_has_it_until_it_has_left() -> None:
+    made = leaving()
+    made.add("b", [4, 5], list(range(8)), demand=1000)
+    made.wake("b", 4, 7, at=99.0)
     made.want("b", at=101.0)
-    assert [change.pipeline for change in made.plan(102.0).priority_changes] == ["b"]
+    plan = made.plan(102.0)
+    assert [grant.pipeline for grant in plan.grants] == ["b"] and validate(Snapshot.of(made.state), plan) == []
+    assert {(s.pipeline, s.rank) for s in plan.shrinks} == {("a", 5), ("a", 6), ("b", 4)}
+    assert not {expand.rank for expand in plan.expands if expand.pipeline == "b"} & {4, 5, 6, 7}
+    made.state.apply(ev.Unregistered("b", 0, "left"), 103.0)
+    made.state.apply(ev.Unregistered("a", 0, "left"), 103.0)
+    made.state.apply(ev.NodeAway(1), 104.0)
+    made.add("b", [4, 5], list(range(8)), demand=1000)
+    made.want("b", at=105.0)
+    assert made.plan(106.0).grants == []
 
 
 def test_the_validator_refuses_what_is_given_on_a_node_that_leaves() -> None:
     snapshot = Snapshot.of(leaving().state)
-    assert "rule 4" in validate(snapshot, Plan(expands=[Expand("a", 4, (4,), False, ("free",))]))[0]
+    assert "rule 17" in validate(snapshot, Plan(expands=[Expand("a", 4, (4,), False, ("free",))]))[0]
     assert validate(snapshot, Plan(shrinks=[Shrink("a", 5, ("node",))])) == []
     assert "rule 13" in validate(snapshot, Plan(shrinks=[Shrink("a", 1, ("node",))]))[0]
     assert "rule 16" in validate(snapshot, Plan(shrinks=[Shrink("a", 5, ("node",))], in_ranks={"a": 5}))[0]
@@ -135,13 +149,16 @@ class OneJob:
         self.sent: list[Command] = []
         self.scheduler = Scheduler(self.record, self.sent.append, SteadyClock())
         self.scheduler.open(Pool(2, 2), Limits(), 0.0)
-        mapping = {ACTOR_TRAIN: [2], ACTOR_INFER: [0, 1, 2, 3]}
-        self.scheduler.register("a", "ns", dict.fromkeys(mapping, 1), mapping, 0.0)
+        self.register(0, 0.0)
         self.seq = 0
+
+    def register(self, incarnation: int, now: float) -> None:
+        mapping, self.incarnation = {ACTOR_TRAIN: [2], ACTOR_INFER: [0, 1, 2, 3]}, incarnation
+        self.scheduler.register("a", "ns", dict.fromkeys(mapping, 1), mapping, now, incarnation=incarnation)
 
     def says(self, now: float, **parts: Any) -> None:
         self.seq += 1
-        self.scheduler.status(Status("a", 0, self.seq, term=1, **parts), now)
+        self.scheduler.status(Status("a", self.incarnation, self.seq, term=1, **parts), now)
         self.scheduler.tick(now)
 
     def trains(self) -> None:
@@ -163,7 +180,10 @@ def test_a_node_leaves_when_its_trainer_has_given_its_gpus_back() -> None:
     one.says(3.0, holds=one.held)
     assert not one.scheduler.node_leaves(1, 3.0) and one.scheduler.state.on(1) == {"a"}
     one.says(4.0, given_back=(GivenBack(ACTOR_TRAIN, one.held[0].epoch, 1),))
+    assert not one.scheduler.node_leaves(1, 4.0)
+    one.says(4.0, leaving=True)
     assert one.scheduler.node_leaves(1, 4.0) and one.scheduler.node_leaves(1, 5.0)
+    one.register(1, 5.0)
     one.says(6.0, wants=(Want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, 2, 1),))
     assert len(one.kinds(ev.Granted)) == 1
     seconds, why = one.scheduler.expected_start("new", (2,), 6.0)
@@ -195,9 +215,13 @@ CLUSTERS = (ClusterSpec(ACTOR_TRAIN, 1, (2,)), ClusterSpec(ACTOR_INFER, 1, (0, 1
 WANT = ev.Requested("a", ACTOR_TRAIN, Priority.ACTOR_TRAINING, 1, 0)
 CLAIM = ev.Claimed(1, "a", ACTOR_TRAIN, -1, 1, (2,))
 GRANT = ev.Granted("a", ACTOR_TRAIN, 1, (2,), Priority.ACTOR_TRAINING, 0, 1, 1000.0)
+RANK = ev.Claimed(1, "a", ACTOR_INFER, 3, -1, (3,))
 BROKEN: dict[str, list[object]] = {
-    "are promised to a/actor_train, and the node of GPU 2 is leaving or away": [ev.NodeDraining(1), WANT, CLAIM],
-    "go to a/actor_train, and a node of theirs is leaving or away": [WANT, CLAIM, ev.NodeDraining(1), GRANT],
+    "are promised to a/actor_train, and the node of GPU 2 is leaving or away": [ev.NodeAway(1), WANT, CLAIM],
+    "are promised to a/actor_infer, and the node of GPU 3 is leaving or away": [ev.NodeDraining(1), RANK],
+    "go to a/actor_infer, and a node of theirs is leaving or away": [
+        RANK, ev.NodeDraining(1), ev.RankMoved("a", 3, Phase.RISING, 1),
+    ],
     "node 1 is away while a/actor_train is on its GPU 2": [WANT, CLAIM, GRANT, ev.NodeDraining(1), ev.NodeAway(1)],
     "a held actor_train until 30.0 s, it had to end by 8.0 s": [
         WANT, CLAIM, GRANT, ev.NodeDraining(1, 8.0), 30.0, ev.Released("a", ACTOR_TRAIN, 1, 0),

@@ -14,10 +14,15 @@ NodeEvent = ev.PoolOpened | ev.NodeDraining | ev.NodeAway | ev.NodeHere
 
 
 class Absences:
-    """Follows the events of nodes. `pool`: as it was opened. `gone`: GPUs on which nothing may begin now."""
+    """Follows the events of nodes.
+
+    `pool`: as it was opened. `gone`: GPUs on which no engine may wake; `away`: those of them whose nodes have left, so
+    that nothing at all may begin there.
+    """
 
     def __init__(self) -> None:
         self.gone: frozenset[int] = frozenset()
+        self.away: frozenset[int] = frozenset()
         self.pool = Pool(1, 1)
         self._since: dict[int, float] = {}
         self._past: list[tuple[frozenset[int], float, float]] = []
@@ -25,10 +30,11 @@ class Absences:
     def take(self, event: NodeEvent, time: float) -> frozenset[int]:
         """The GPUs of the event's node; none for a new pool, whose nodes are all there."""
         if isinstance(event, ev.PoolOpened):
-            self.pool, self.gone = event.pool, frozenset()
+            self.pool, self.gone, self.away = event.pool, frozenset(), frozenset()
             self._since.clear()
             return self.gone
         gpus = frozenset(self.pool.units_of([event.node]))
+        self.away = self.away | gpus if isinstance(event, ev.NodeAway) else self.away - gpus
         if isinstance(event, ev.NodeHere):
             self.gone -= gpus
             self._past.append((gpus, self._since.pop(event.node, time), time))

@@ -166,6 +166,10 @@ class RuleChecks:
         self._limits = dict(event.limits)
         self._absences.take(event, entry.time)
 
+    def _forbidden(self, rank: int) -> frozenset[int]:
+        """GPUs that a rank, or a fixed cluster (-1), may not get: what trains on a node that is to leave ends first."""
+        return self._absences.gone if rank >= 0 else self._absences.away
+
     def _node(self, entry: Entry, event: NodeEvent) -> None:
         self._absences.take(event, entry.time)
 
@@ -252,7 +256,7 @@ class RuleChecks:
             self._passed[passed] = self._passed.get(passed, 0) + 1
             if self._passed[passed] > self._limits.get("max_backfills", math.inf):
                 self._bad(f"request {passed} is passed for the {self._passed[passed]}th time, by {who}")
-        if gone := sorted(self._absences.gone.intersection(event.gpus)):
+        if gone := sorted(self._forbidden(event.rank).intersection(event.gpus)):
             self._bad(f"GPUs {event.gpus} are promised to {who}, and the node of GPU {gone[0]} is leaving or away")
         if pipeline is None:
             return
@@ -321,7 +325,7 @@ class RuleChecks:
             self._bad(f"GPUs {claim.gpus} go to {claim.pipeline}/{key[0]} before the scheduler has taken stock")
         if claim is not None and epoch <= self._newest_epoch:
             self._bad(f"{claim.pipeline}/{key[0]} gets epoch {epoch}, there was {self._newest_epoch} before")
-        if claim is not None and not self._absences.gone.isdisjoint(claim.gpus):
+        if claim is not None and not self._forbidden(claim.rank).isdisjoint(claim.gpus):
             self._bad(f"GPUs {claim.gpus} go to {claim.pipeline}/{key[0]}, and a node of theirs is leaving or away")
         self._newest_epoch = max(epoch, self._newest_epoch)
 

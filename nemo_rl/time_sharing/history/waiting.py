@@ -36,6 +36,8 @@ class WaitChecks:
         self._gap = False
         self._absences = Absences()
         self._hold_gpus: dict[tuple[str, str], tuple[int, ...]] = {}
+        self._by: dict[frozenset[int], float] = {}
+        """When the GPUs of nodes that are to leave have to be free."""
 
     def handlers(self) -> dict[type, Handler]:
         return {
@@ -72,8 +74,9 @@ class WaitChecks:
             self._overdue(f"{source} waits for {what} ({wait}), which", deadline, clocks.pipelines)
         for what, deadline in self._commands.values():
             self._overdue(what, deadline, clocks.scheduler)
-        for (pipeline, cluster), until in self._holds.items():
-            self._overdue(f"{pipeline} holds {cluster}, which", until, clocks.scheduler)
+        for hold, until in self._holds.items():
+            earliest = min([until, *self._leaves(*hold)])
+            self._overdue(f"{hold[0]} holds {hold[1]}, which", earliest, clocks.scheduler)
 
     def _overdue(self, what: str, deadline: float, now: float) -> None:
         if now > self._effective(deadline):
@@ -96,10 +99,9 @@ class WaitChecks:
 
     def _node(self, entry: Entry, event: NodeEvent) -> None:
         gpus = self._absences.take(event, entry.time)
+        self._by.pop(gpus, None)
         if isinstance(event, ev.NodeDraining) and event.by is not None:
-            for hold, until in self._holds.items():
-                if not gpus.isdisjoint(self._hold_gpus[hold]):
-                    self._holds[hold] = min(until, event.by)
+            self._by[gpus] = event.by
 
     def _isolated_now(self, entry: Entry, event: ev.Isolated) -> None:
         self._isolated = entry.time
@@ -122,6 +124,7 @@ class WaitChecks:
             )
         self._commands = {key: (what, deadline + seconds) for key, (what, deadline) in self._commands.items()}
         self._holds = {key: until + seconds for key, until in self._holds.items()}
+        self._by = {gpus: by + seconds for gpus, by in self._by.items()}
 
     def _started(self, entry: Entry, event: ev.SchedulerStarted) -> None:
         self._restarted = entry.time
@@ -199,7 +202,13 @@ class WaitChecks:
         for key in mine:
             self._end_hold(key, entry.time)
 
+    def _leaves(self, pipeline: str, cluster: str) -> list[float]:
+        """When the nodes leave on which a hold is."""
+        return [by for gpus, by in self._by.items() if not gpus.isdisjoint(self._hold_gpus[pipeline, cluster])]
+
     def _end_hold(self, hold: tuple[str, str], time: float) -> None:
         until = self._holds.pop(hold, None)
+        if until is not None:
+            until = min([until, *self._leaves(*hold)])
         if until is not None and time > self._effective(until + self._isolated_for(time)):
             self._bad(8, f"{hold[0]} held {hold[1]} until {time:.1f} s, it had to end by {until:.1f} s")

@@ -330,6 +330,13 @@ class SchedulerState:
         units = self.pool.units_of([node])
         return {lease.pipeline for lease in (self.owner[unit] for unit in units) if lease is not None}
 
+    def finishing(self) -> set[str]:
+        """The pipelines that train on nodes that are to leave: they have these until they have left."""
+        if not self.draining:
+            return set()
+        units = self.pool.units_of(self.draining)
+        return {name for name, p in self.pipelines.items() if not p.topology.training_gpus.isdisjoint(units)}
+
     def drop_claim(self, key: tuple[str, str, int]) -> None:
         claim = self.claims.pop(key, None)
         if claim is None:

@@ -306,7 +306,7 @@ def _options(
     name, pipeline = taker.name, plan_state.pipelines[taker.name]
     found = list(compress(range(len(holders)), map(willing.__contains__, holders)))
     # A rank on whose GPU another is up is neither up nor claimed itself, so all of them could wake but for these.
-    if pipeline.cooling or plan_state.building.get(name) or pipeline.spec.slice_s:
+    if pipeline.cooling or plan_state.building.get(name) or pipeline.spec.slice_s or plan_state.withheld:
         could_wake = set(candidates(plan_state, pipeline))
         found = [rank for rank in found if rank in could_wake]
     if len(willing) > 1:
@@ -459,7 +459,7 @@ def serve_unscheduled(plan_state: PlanState, result: Plan, name: str, pipeline: 
         expand(plan_state, result, name, chosen, ("unscheduled", since), guaranteed=starved)
     elif starved:
         for rank in could_wake:
-            if plan_state.out_of_use.isdisjoint(ranks[rank]):
+            if plan_state.quarantined.isdisjoint(ranks[rank]):
                 plan_state.reserve(ranks[rank], Reservation(f"{name} (first rank)", name, plan_state.now, None))
                 return
 

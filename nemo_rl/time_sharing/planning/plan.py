@@ -30,11 +30,12 @@ class Snapshot:
     quarantined: Set[int]
     slots: int
     withheld: Set[int] = frozenset()  # GPUs of nodes that are to leave, or away
+    finishing: Set[str] = frozenset()  # pipelines that train on those that are to leave, and have them until they left
 
     @classmethod
     def of(cls, state: SchedulerState) -> Snapshot:
         ledger = (state.owner, state.claimed, state.quarantined)
-        return cls(state.limits, state.pipelines, *ledger, state.pool.slots, state.withheld)
+        return cls(state.limits, state.pipelines, *ledger, state.pool.slots, state.withheld, state.finishing())
 
     @property
     def out_of_use(self) -> Set[int]:
@@ -234,7 +235,8 @@ class PlanState:
         self.pipelines = snapshot.pipelines
         self.owner = snapshot.owner
         self.claimed = snapshot.claimed
-        self.out_of_use, self.withheld = snapshot.out_of_use, snapshot.withheld
+        self.quarantined, self.out_of_use = snapshot.quarantined, snapshot.out_of_use
+        self.withheld, self.finishing = snapshot.withheld, snapshot.finishing
         self.slots = snapshot.slots
         self.reserved: dict[int, list[Reservation]] = {}
         # What generation has to know of them: when the first request is expected to start on a GPU, and which
@@ -251,6 +253,8 @@ class PlanState:
         self.useful: dict[str, int] = {name: useful_ranks(p) for name, p in snapshot.pipelines.items()}
         if self.withheld:
             for name, p in snapshot.pipelines.items():
+                if name in self.finishing:
+                    continue
                 there = sum(self.withheld.isdisjoint(rank) for rank in p.topology.ranks)
                 self.useful[name] = min(self.useful[name], there)
         self.counts: dict[str, int] = {}
@@ -298,7 +302,7 @@ class PlanState:
             self.counts[name] = len(pipeline.claimed_ranks) + up
         for gpu in self.claimed:
             kind[gpu] = BLOCKED
-        for gpu in self.out_of_use:
+        for gpu in self.quarantined:
             kind[gpu] = BLOCKED
         return kind
 
@@ -357,7 +361,7 @@ class PlanState:
         Generation that is about to wake there can be evicted at once.
         """
         claim, lease = self.claimed.get(gpu), self.owner[gpu]
-        if gpu in self.out_of_use:
+        if gpu in self.quarantined:
             return math.inf
         if claim is not None:
             queued = self.pipelines[claim.pipeline].wants.get(claim.cluster)
@@ -396,8 +400,8 @@ class PlanState:
         return (pipeline.handover_s if rank in pipeline.warm else pipeline.start_s) or 0.0
 
     def why_blocked(self, gpu: int) -> Reason:
-        if gpu in self.out_of_use:
-            return ("withheld" if gpu in self.withheld else "quarantined", gpu)
+        if gpu in self.quarantined:
+            return ("quarantined", gpu)
         claim = self.claimed.get(gpu)
         if claim is not None:
             return ("claimed", gpu, f"{claim.cluster} of {claim.pipeline}")
@@ -498,8 +502,8 @@ def _slice_ends(plan_state: PlanState, name: str, rank: int) -> float:
 
 
 def candidates(plan_state: PlanState, pipeline: PipelineState) -> Sequence[int]:
-    """Ranks that could wake: asleep, not claimed, not cooling off after a failure, and likely to serve for as long as
-    is of use; those first whose engine has been built before.
+    """Ranks that could wake: asleep, not claimed, not cooling off after a failure, on nodes that stay, and likely to
+    serve for as long as is of use; those first whose engine has been built before.
     """
     name = pipeline.topology.pipeline
     asleep = plan_state.asleep.get(name)
@@ -533,6 +537,9 @@ def _asleep(plan_state: PlanState, pipeline: PipelineState) -> Sequence[int]:
         asleep = [rank for rank in asleep if rank in warm] + [rank for rank in asleep if rank not in warm]
     if pipeline.cooling:
         asleep = [rank for rank in asleep if pipeline.cooling.get(rank, 0.0) <= plan_state.now]
+    if plan_state.withheld:
+        ranks = pipeline.topology.ranks
+        asleep = [rank for rank in asleep if plan_state.withheld.isdisjoint(ranks[rank])]
     return asleep
 
 

@@ -148,7 +148,7 @@ def _after_the_queue(snapshot: Snapshot, now: float, ahead_of: float = math.inf)
         if pipeline.withdraws and not pipeline.fenced:
             for rank in pipeline.awake:
                 plan_state.shrink(result, name, rank, ("leaving",) if pipeline.leaving else ("paused",))
-        elif plan_state.withheld and not pipeline.fenced:
+        elif plan_state.withheld and not pipeline.fenced and name not in plan_state.finishing:
             _leave_nodes(plan_state, result, name, pipeline)
     for item in queue(snapshot):
         if item.key > ahead_of:
@@ -202,11 +202,11 @@ def _change_priority(result: Plan, item: QueueItem, pipeline: PipelineState, que
 def _serve(plan_state: PlanState, result: Plan, item: QueueItem, pipeline: PipelineState, queued: QueuedWant) -> None:
     """Grants a fixed request with its whole donor set, or reserves its GPUs without evicting."""
     want, gpus = queued.want, pipeline.topology.clusters[item.cluster].gpus
-    if plan_state.withheld and (gone := plan_state.withheld & set(gpus)):
-        # Keeps no GPUs from others, since it may wait for days.
-        result.waits.append(Wait(item.name, item.cluster, want.request, ("withheld", min(gone))))
-        return
     found = _obstacles(plan_state, item.name, gpus)
+    if found.because is not None and found.because[0] == "withheld":
+        # Keeps no GPUs from others, since it may wait for days.
+        result.waits.append(Wait(item.name, item.cluster, want.request, found.because))
+        return
     if want.priority is Priority.INITIALIZATION and plan_state.limits.max_initialising:
         _check_places(plan_state, item.name, pipeline, found)
     if found.because is None and found.passed:
@@ -241,6 +241,8 @@ def _serve(plan_state: PlanState, result: Plan, item: QueueItem, pipeline: Pipel
 
 def _obstacles(plan_state: PlanState, name: str, gpus: tuple[int, ...]) -> _Obstacles:
     found = _Obstacles(free_at=plan_state.now)
+    if plan_state.withheld and name not in plan_state.finishing and (gone := plan_state.withheld & set(gpus)):
+        found.block(("withheld", min(gone)), math.inf)
     for gpu in gpus:
         kind = plan_state.kind[gpu]
         if kind == FREE and gpu not in plan_state.reserved:

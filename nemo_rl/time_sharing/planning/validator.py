@@ -145,7 +145,7 @@ def _shrinks(snapshot: Snapshot, plan: Plan) -> tuple[set[int], list[str]]:
         for rank, awake in pipeline.awake.items():
             if awake.phase is Phase.FALLING:
                 freed.update(pipeline.topology.ranks[rank])
-    return freed - snapshot.out_of_use - snapshot.claimed.keys(), problems
+    return freed - snapshot.quarantined - snapshot.claimed.keys(), problems
 
 
 def _take(gpus: tuple[int, ...], who: str, freed: set[int], taken: set[int]) -> Iterator[str]:
@@ -177,6 +177,8 @@ def _grant(snapshot: Snapshot, grant: Grant, freed: set[int], taken: set[int]) -
         yield (
             f"rule 3: {grant.pipeline}/{grant.cluster} did not ask for request {grant.request} at {grant.priority.name}"
         )
+    if grant.pipeline not in snapshot.finishing:
+        yield from _leaves(snapshot, grant.gpus, f"{grant.pipeline}/{grant.cluster}")
     yield from _take(grant.gpus, f"{grant.pipeline}/{grant.cluster}", freed, taken)
 
 
@@ -192,7 +194,14 @@ def _expand(snapshot: Snapshot, expand: Expand, freed: set[int], taken: set[int]
         yield f"rule 12: {who} is mapped to {pipeline.topology.ranks[expand.rank]}, the plan gives {expand.gpus}"
     if pipeline.withdraws or pipeline.fenced:
         yield f"rule 11: {expand.pipeline} is leaving or paused and gets nothing more"
+    yield from _leaves(snapshot, expand.gpus, who)
     yield from _take(expand.gpus, who, freed, taken)
+
+
+def _leaves(snapshot: Snapshot, gpus: tuple[int, ...], who: str) -> Iterator[str]:
+    """Rule 17: nothing is given on a node that is to leave, but to what trains there until it has left."""
+    if gone := sorted(snapshot.withheld & set(gpus)):
+        yield f"rule 17: {who} gets GPU {gone[0]}, whose node is leaving or away"
 
 
 def _priority_changes(snapshot: Snapshot, plan: Plan) -> Iterator[str]:

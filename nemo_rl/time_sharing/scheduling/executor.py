@@ -317,7 +317,7 @@ class Executor:
             self._lease_if_free(claim)
 
     def _lease_if_free(self, claim: Claim) -> None:
-        if self._state.withheld and not self._state.withheld.isdisjoint(claim.gpus):
+        if claim.rank >= 0 and not self._state.withheld.isdisjoint(claim.gpus):
             self._emit(ev.ClaimDropped(claim.pipeline, claim.cluster, claim.rank, "its node is leaving"))
             return
         if not all(self._state.free(gpu) for gpu in claim.gpus) or self._state.recovering:

@@ -461,7 +461,7 @@ class Scheduler:
         return seconds, "" if because is None else reason_text(because, self.clock.now, self.state.pool.name_of)
 
     def drain_node(self, node: int, reading: float, within_s: float | None = None) -> None:
-        """Gives nothing more on a node and clears it; after `within_s` what still holds GPUs there to train is ended.
+        """Gives nothing more on a node but to what trains there, until that has left; after `within_s` it is ended.
 
         Repeating it changes nothing; one that is away stays so.
         """
@@ -474,12 +474,14 @@ class Scheduler:
         self._flush()
 
     def node_leaves(self, node: int, reading: float) -> bool:
-        """Takes a drained node out of the pool; False while somebody holds GPUs of it."""
+        """Takes a drained node out of the pool; False while somebody trains there or holds GPUs of it."""
         self._advance(reading)
         if node not in self.state.away:
             if node not in self.state.draining or self.state.recovering:
                 return False
-            if not all(map(self.state.free, self.state.pool.units_of([node]))):
+            units = self.state.pool.units_of([node])
+            trains = any(not p.topology.training_gpus.isdisjoint(units) for p in self.state.pipelines.values())
+            if trains or not all(map(self.state.free, units)):
                 return False
             self._emit(ev.NodeAway(node))
             self._record.flush()
@@ -636,15 +638,14 @@ class Scheduler:
             self._finish_inventory()
 
     def _end_what_stays(self) -> None:
-        """Fences what still trains on nodes that should be free by now."""
-        if self.state.recovering:
-            return
-        for node in [node for node, by in self.state.draining.items() if by is not None and self.clock.now >= by]:
-            for name in sorted(self.state.on(node)):
-                pipeline = self.state.pipelines[name]
-                gpus = (gpu for held in pipeline.held.values() for gpu in held.gpus)
-                if not pipeline.fenced and any(self.state.pool.node_of(gpu) == node for gpu in gpus):
-                    self._executor.fence(name, f"node {node} leaves, and it still trains there")
+        """Fences what still trains on nodes that are to be free by now."""
+        due = [node for node, by in self.state.draining.items() if by is not None and self.clock.now >= by]
+        for node, name in [(node, name) for node in due for name in sorted(self.state.pipelines)]:
+            pipeline, units = self.state.pipelines[name], self.state.pool.units_of([node])
+            if not pipeline.fenced and not pipeline.topology.training_gpus.isdisjoint(units):
+                self._executor.fence(name, f"node {node} leaves, and it still trains there")
+                self._inventoried.add(name)
+                self._finish_inventory()
 
     def _plan_if_due(self) -> None:
         self._finish_inventory()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from nemo_rl.time_sharing.agents.agent import Agent, Operation, RankStep, longest_s
+from nemo_rl.time_sharing.agents.agent import Agent, LocalPhase, Operation, RankStep, longest_s
 from nemo_rl.time_sharing.protocol.topology import Topology
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Answer, Command, Priority, Reply, Status, Want
 from nemo_rl.time_sharing.simulation.job_process import Group, JobProcess, Surroundings
@@ -115,11 +115,14 @@ class SimulatedJob:
             self._leave(process)
 
     def move(self) -> None:
-        """A node that it trains on is to leave: it leaves at its step's end, and begins again."""
+        """A node that it trains on is to leave: it leaves at its step's end, or at once if it does nothing, and begins
+        again.
+        """
         process = self.process
         if process is not None and not process.agent.leaving:
             self.moving = True
-            if not process.agent.holds:
+            asleep = all(rank.phase is LocalPhase.ASLEEP for rank in process.agent.ranks)
+            if asleep and not process.agent.holds:
                 self._leave(process)
 
     def _begin_life(self, topology: Topology) -> None:

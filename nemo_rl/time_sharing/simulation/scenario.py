@@ -365,9 +365,8 @@ class Fleet(_Section):
 
 
 class Absence(_Section):
-    """A node that leaves the pool for a time. From the notice on it gets nothing more: its engines go to sleep, and a
-    job that trains there leaves at its step's end and goes on from it elsewhere, if it is `placed`, or when the node is
-    back.
+    """A node that leaves the pool for a time. From the notice on no engine wakes there, and a job that trains there
+    leaves at its step's end; it goes on from there elsewhere, if it is `placed`, or when the node is back.
     """
 
     node: Int = Field(description="Its number, from 0 on.", ge=0)
