@@ -58,8 +58,20 @@ from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles
 from nemo_rl.time_sharing.pipelines.job import PIPELINES, Job, Kind
 from nemo_rl.time_sharing.pipelines.residents import Part, PoolFull, Residents, SlotBytes, SlotMemory
 from nemo_rl.time_sharing.planning.job_placement import Mapped
-from nemo_rl.time_sharing.protocol.topology import Pool
-from nemo_rl.time_sharing.team import RELOAD, SUBMIT, Rights, Team, TeamFileError, User, changes, read_team
+from nemo_rl.time_sharing.protocol.quotas import Quotas
+from nemo_rl.time_sharing.protocol.topology import Pool, Topology
+from nemo_rl.time_sharing.protocol.types import HIGH
+from nemo_rl.time_sharing.team import (
+    RELOAD,
+    SUBMIT,
+    SUBMIT_HIGH,
+    Rights,
+    Team,
+    TeamFileError,
+    User,
+    changes,
+    read_team,
+)
 from nemo_rl.utils.files import adapter_states, replace_file, why_unwritable
 
 logger = logging.getLogger(__name__)
@@ -170,6 +182,7 @@ class PoolActor(Orchestrator):
         self._team = _TEAM.validate_json(self._team_path.read_bytes()) if team and started_anew() else team
         if self._team is not None:
             self._keep_team(self._team)
+        self._quotas_set = False
         self._limits, self._queue, self._run_as_submitter = options.limits, options.queue, options.run_as_submitter
         self._waiting = WaitingJobs(Path(handles.log_dir) / "waiting")
         self._notices = EndNotices(options.on_end) if options.on_end else None
@@ -186,7 +199,24 @@ class PoolActor(Orchestrator):
             keep_free=options.keep_free,
             pools_own=handles.log_dir,
         )
+        self._set_quotas()
         self._begin_waiting()
+
+    def _set_quotas(self) -> list[str]:
+        """Tells the scheduler the team's shares and limits of GPUs; a line for each limit that jobs are above now."""
+        import ray
+
+        team = self._team
+        if team is None or not (team.shares_gpus or self._quotas_set):
+            return []
+        self._quotas_set = True
+        ask = self._handles.scheduler.set_quotas.remote(team.nodes, team.half_life_hours * 3600.0)
+        above: dict[str, float] = ray.get(ask, timeout=_ANSWER_S)
+        return [
+            f"{node}: its jobs have {gpus:g} {self._handles.unit}s, more than its limit: engines give theirs back now, "
+            "training at the end of its step"
+            for node, gpus in above.items()
+        ]
 
     def _go_on_with(self, submission: Submission) -> None:
         """Watches a pipeline that a killed actor of this pool has started."""
@@ -315,7 +345,11 @@ class PoolActor(Orchestrator):
             except OSError as error:
                 raise PoolError(f"{self._team_path} cannot be written ({why_not_written(error)})") from error
             self._team = after
-            said = [*changes(before, after), *exceeded(after.quotas(), [_owner(one) for one in self._running()])]
+            said = [
+                *changes(before, after),
+                *self._set_quotas(),
+                *exceeded(after.quotas(), [_owner(one) for one in self._running()]),
+            ]
             gone = (one for one in self._open() if one.user not in after.users)
             said += [f"job {one.name} of {one.user}, who is gone, goes on" for one in gone]
         self._begin_waiting()
@@ -331,7 +365,9 @@ class PoolActor(Orchestrator):
         user's job's.
         """
         with self._acting(token, SUBMIT, job.name) as user:
-            if user is not None:
+            if user is not None and self._team is not None:
+                if job.options.get("priority") == HIGH:
+                    self._team.check(user, SUBMIT_HIGH, job.name)
                 job = replace(job, options={**job.options, "user": user.name, "group": user.group})
             job = replace(job, unix_user=user.runs_as if user is not None and self._run_as_submitter else "")
             _check_unix_user(job)
@@ -341,7 +377,7 @@ class PoolActor(Orchestrator):
         with self._lock:
             running = [Mapped(going.train, going.infer, going.column) for going in self._running()]
             job = job.placed(self._handles.pool, running)
-            job.topology(self._handles.pool)
+            self._check_limits(job.topology(self._handles.pool))
             try:
                 limits = job.limits.within(self._limits)
             except ValueError as error:
@@ -386,6 +422,23 @@ class PoolActor(Orchestrator):
             if not submission.waits:
                 self._start(job, submission)
         return job.name
+
+    def _check_limits(self, topology: Topology) -> None:
+        """Raises PoolError: a job needs more GPUs at once than a limit of its user or groups allows."""
+        team, pool = self._team, self._handles.pool
+        if team is None:
+            return
+        train = pool.gpus_in(topology.training_gpus)
+        needs = max(train, pool.gpus_in(topology.ranks[0]))
+        quotas = Quotas(team.nodes, 1.0)
+        for name in quotas.above(topology.spec):
+            limit = quotas.nodes[name].limit if name in quotas.nodes else None
+            if limit is not None and needs > limit:
+                raise PoolError(
+                    f"{topology.pipeline}: {'trains' if needs == train else 'has an engine'} on {needs:g} "
+                    f"{self._handles.unit}s at once, and the limit of {name} is {limit:g}; make it smaller, or ask an "
+                    "admin for a higher limit"
+                )
 
     def _start(self, job: Job, submission: Submission) -> None:
         """Starts a pipeline's process, under the lock. Raises what that raises; the submission has failed then."""

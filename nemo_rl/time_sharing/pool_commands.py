@@ -31,6 +31,7 @@ from nemo_rl.time_sharing.pipelines.admission import doubt, estimated_needs, wha
 from nemo_rl.time_sharing.pipelines.job import Job, read_jobs
 from nemo_rl.time_sharing.pool import About, Expectation, PoolError
 from nemo_rl.time_sharing.protocol.topology import Pool
+from nemo_rl.time_sharing.protocol.types import HIGH, SCAVENGER
 from nemo_rl.time_sharing.team import own_token
 from nemo_rl.time_sharing.viewing.standings_table import StandingsTable
 from nemo_rl.time_sharing.viewing.timeline import Timeline, TimelineBuilder, in_unit
@@ -208,6 +209,13 @@ def explained(timeline: Timeline, names: Sequence[str], unit: str) -> Iterator[s
     for name, gpus in timeline.entitled.items():
         if not names or name in names:
             yield f"{name}: entitled to {gpus:.2f} {unit}s by the newest plan{_whose(timeline, name)}"
+    yield from _quota_lines(timeline, unit)
+    for name in timeline.pipelines:
+        if timeline.priorities.get(name) == HIGH and (not names or name in names):
+            waits = [min(o.end, timeline.end) - o.start for o in timeline.of("queue") if o.pipeline == name]
+            longest, promised = max(waits, default=0.0), timeline.high_wait_s
+            kept = "kept" if longest <= promised else f"missed by {longest - promised:.0f} s"
+            yield f"{name}: waited {longest:.0f} s for training {unit}s at most; high_wait_s is {promised:g}: {kept}"
     newest = [d for d in timeline.decisions if not names or any(name in d[2] for name in names)][-_NEWEST:]
     yield "newest decisions:" if newest else "no decisions yet"
     for when, plan, text in newest:
@@ -216,7 +224,24 @@ def explained(timeline: Timeline, names: Sequence[str], unit: str) -> Iterator[s
 
 
 def _whose(timeline: Timeline, name: str) -> str:
-    return f", of {timeline.users[name]}" if name in timeline.users else ""
+    rules = {
+        HIGH: f"; priority high: its requests come before those that others made in the {timeline.lead_s:g} s before",
+        SCAVENGER: "; priority scavenger: it runs in gaps, and any job that can use its place gets it",
+    }
+    user = f", of {timeline.users[name]}" if name in timeline.users else ""
+    return user + rules.get(timeline.priorities.get(name, ""), "")
+
+
+def _quota_lines(timeline: Timeline, unit: str) -> Iterator[str]:
+    """Share and limit of each group and user that has one, and its part of what was had of late."""
+    for node in timeline.quotas:
+        said = [] if node.share is None else [f"share {node.share:g} of {node.parent or 'the pool'}"]
+        said += [] if node.limit is None else [f"at most {node.limit:g} {unit}s"]
+        had = sum(timeline.use.get(other.name, 0.0) for other in timeline.quotas if other.parent == node.parent)
+        if node.share is not None and had:
+            said.append(f"had {timeline.use.get(node.name, 0.0) / had:.0%} of it of late")
+        if said:
+            yield f"{node.name}: {', '.join(said)}"
 
 
 def run_under_control_plane(arguments: Sequence[str], *, default_config: Path, prog: str | None = None) -> int:

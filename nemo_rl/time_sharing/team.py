@@ -24,18 +24,19 @@ from pydantic_core import ErrorDetails
 from nemo_rl.config.errors import ConfigError, UserError, did_you_mean
 from nemo_rl.config.layers import read_yaml
 from nemo_rl.time_sharing.job_queue import JobLimits, Owner, Quota
+from nemo_rl.time_sharing.protocol.quotas import QuotaNode, wrong_shares
 from nemo_rl.utils.files import read_trusted
 
 ROLES = ("viewer", "member", "lead", "admin")
 """Each may do what the ones before it may."""
 TOKEN_VARIABLE, TOKEN_FILE = "NRL_POOL_TOKEN", "~/.config/nemo_rl/pool_token"
 """Where a user's own token is; the variable comes first."""
-SUBMIT, RELOAD = "submit", "reload"
-_LEAST = {SUBMIT: "member", RELOAD: "admin"}
+SUBMIT, RELOAD, SUBMIT_HIGH = "submit", "reload", "submit with priority high"
+_LEAST = {SUBMIT: "member", RELOAD: "admin", SUBMIT_HIGH: "lead"}
 """The least role for actions that are on no user's job."""
 _LEVELS = 3
+HALF_LIFE_HOURS = 4.0
 _SHOWN = 8
-_NOT_BUILT = ("share", "limit")
 
 
 class TeamError(UserError, RuntimeError):
@@ -84,13 +85,21 @@ class Rights:
 @dataclass(frozen=True)
 class Team:
     """Groups by name, each with its parent ("" at the top), and users by name. `source`: the file. `queue`: limits of
-    `group NAME` and `user NAME`, where there are any.
+    `group NAME` and `user NAME`, where there are any. `nodes`: the same with their shares and limits of GPUs.
+    `half_life_hours`: after so many, use of the pool counts half for the shares.
     """
 
     source: str
     groups: Mapping[str, str]
     users: Mapping[str, User]
     queue: Mapping[str, JobLimits] = field(default_factory=dict)
+    nodes: tuple[QuotaNode, ...] = ()
+    half_life_hours: float = HALF_LIFE_HOURS
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether it says anything about GPUs."""
+        return any(node.share is not None or node.limit is not None for node in self.nodes)
 
     def user_of(self, token: str) -> User:
         """The user of a token. Raises TeamError: the token is no user's."""
@@ -176,6 +185,13 @@ def changes(old: Team, new: Team) -> list[str]:
         for key, few, many in zip(JobLimits._fields, had_most, has_most, strict=True):
             if few != many:
                 said.append(f"{whose}: {key} {'any' if few is None else few} -> {'any' if many is None else many}")
+    had_nodes, has_nodes = ({node.name: node for node in team.nodes} for team in (old, new))
+    for name in sorted(had_nodes.keys() & has_nodes.keys()):
+        for key in ("share", "limit"):
+            if (had := getattr(had_nodes[name], key)) != (has := getattr(has_nodes[name], key)):
+                said.append(f"{name}: {key} {_or_none(had)} -> {_or_none(has)}")
+    if old.half_life_hours != new.half_life_hours:
+        said.append(f"half_life_hours: {old.half_life_hours:g} -> {new.half_life_hours:g}")
     for name in sorted(old.users.keys() | new.users.keys()):
         was, now = old.users.get(name), new.users.get(name)
         if was is None or now is None:
@@ -189,6 +205,10 @@ def changes(old: Team, new: Team) -> list[str]:
             if count:
                 said.append(f"user {name}: {count} {'token' if count == 1 else 'tokens'} {what}")
     return said
+
+
+def _or_none(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}"
 
 
 # -- tokens ----------------------------------------------------------------------------------------------------------
@@ -232,8 +252,13 @@ class _Keys(BaseModel):
 _Jobs, _Waiting = Annotated[int, Field(ge=1)] | None, Annotated[int, Field(ge=0)] | None
 
 
+_Share, _Limit = Annotated[float, Field(ge=0, le=1)] | None, Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
+
+
 class _GroupKeys(_Keys):
     parent: str | None = None
+    share: _Share = None
+    limit: _Limit = None
     jobs: _Jobs = None
     waiting: _Waiting = None
 
@@ -242,6 +267,8 @@ class _UserKeys(_Keys):
     group: str
     role: Literal["viewer", "member", "lead", "admin"] = "member"
     token_sha256: Annotated[list[str], Field(min_length=1), BeforeValidator(_listed)]
+    share: _Share = None
+    limit: _Limit = None
     jobs: _Jobs = None
     waiting: _Waiting = None
     unix_user: str = ""
@@ -250,6 +277,7 @@ class _UserKeys(_Keys):
 class _TeamKeys(_Keys):
     groups: dict[_Name, _GroupKeys | None]
     users: dict[_Name, _UserKeys]
+    half_life_hours: Annotated[float, Field(gt=0, le=24 * 365)] = HALF_LIFE_HOURS
 
 
 def read_team(path: Path) -> Team:
@@ -279,10 +307,25 @@ def read_team(path: Path) -> Team:
     limits = {f"group {name}": JobLimits(one.jobs, one.waiting) for name, one in keys.groups.items() if one}
     limits |= {f"user {name}": JobLimits(one.jobs, one.waiting) for name, one in keys.users.items()}
     queue = {whose: most for whose, most in limits.items() if most != JobLimits()}
-    team = Team(str(source), parents, users, queue)
-    if problems := [*_wrong_groups(team), *_wrong_users(team)]:
+    nodes = [
+        QuotaNode(f"group {name}", f"group {parents[name]}" if parents[name] else "", *_gpus_of(group))
+        for name, group in keys.groups.items()
+    ]
+    nodes += [QuotaNode(f"user {name}", f"group {one.group}", *_gpus_of(one)) for name, one in keys.users.items()]
+    team = Team(str(source), parents, users, queue, tuple(nodes), keys.half_life_hours)
+    if problems := [*_wrong_groups(team), *_wrong_users(team), *_wrong_shares(team)]:
         raise TeamFileError(problems, str(path))
     return team
+
+
+def _gpus_of(keys: _GroupKeys | _UserKeys | None) -> tuple[float | None, float | None]:
+    return (None, None) if keys is None else (keys.share, keys.limit)
+
+
+def _wrong_shares(team: Team) -> Iterator[str]:
+    for node, why in wrong_shares(team.nodes):
+        kind, _, name = node.partition(" ")
+        yield f"{kind}s.{name}.share: {why}"
 
 
 def _problem(error: ErrorDetails) -> str:
@@ -292,8 +335,6 @@ def _problem(error: ErrorDetails) -> str:
         keys = _TeamKeys if not at else _GroupKeys if at[0] == "groups" else _UserKeys
         return f"{key or 'the file'}: expected a mapping with {', '.join(keys.model_fields)}"
     if error["type"] == "extra_forbidden":
-        if len(at) == 3 and at[-1] in _NOT_BUILT:
-            return f"{key}: not built yet; leave it out"
         keys = _TeamKeys if len(at) == 1 else _GroupKeys if at[0] == "groups" else _UserKeys
         known = list(keys.model_fields)
         return f"{key}: unknown key.{did_you_mean(at[-1], known) or ' There is ' + ', '.join(known) + '.'}"

@@ -230,15 +230,15 @@ MUTANTS = (
     Mutant(
         "priority-ignored",
         _PLANNER,
-        "items.append(QueueItem(queued.since + aging * queued.want.priority, name, cluster, queued))",
-        "items.append(QueueItem(queued.since, name, cluster, queued))",
+        "key = queued.since + limits.aging_s * queued.want.priority - lead",
+        "key = queued.since",
         "requests are served in order of arrival alone",
     ),
     Mutant(
         "priority-turned-round",
         _PLANNER,
-        "queued.since + aging * queued.want.priority",
-        "queued.since - aging * queued.want.priority",
+        "queued.since + limits.aging_s * queued.want.priority",
+        "queued.since - limits.aging_s * queued.want.priority",
         "the least urgent kind of request goes first",
     ),
     Mutant(
@@ -272,15 +272,15 @@ MUTANTS = (
     Mutant(
         "guarantee-ignored",
         _PLANNER,
-        "if awake.guaranteed and lease.pipeline != name and in_slice:",
-        "if awake.guaranteed and lease.pipeline == name and in_slice:",
+        "if lease.pipeline != name and _is_guaranteed(",
+        "if lease.pipeline == name and _is_guaranteed(",
         "a guaranteed rank is evicted in its slice",
     ),
     Mutant(
         "guarantee-without-end",
         _PLANNER,
-        "in_slice = awake.phase is Phase.RISING or plan_state.now < slice_ends",
-        "in_slice = True",
+        "return awake.guaranteed and (awake.phase is Phase.RISING or plan_state.now < slice_ends)",
+        "return awake.guaranteed",
         "a guaranteed rank is never evicted again",
     ),
     Mutant(
@@ -390,7 +390,7 @@ MUTANTS = (
     ),
     Mutant(
         "remainder-given-twice",
-        _SHARING,
+        "planning/division.py",
         "            ranks[c.name] += 1\n            left -= c.rank_gpus",
         "            ranks[c.name] += 1",
         "more whole ranks are given than there are GPUs",
@@ -412,8 +412,8 @@ MUTANTS = (
     Mutant(
         "granted-gpus-stay-free",
         _PLAN,
-        "        self.claim(gpus)\n        self.fixed_gpus[name]",
-        "        self.fixed_gpus[name]",
+        "        self.claim(gpus)\n        self.take_room(name, gpus)\n        self.fixed_gpus[name]",
+        "        self.take_room(name, gpus)\n        self.fixed_gpus[name]",
         "what a request is granted is handed out again by the same plan",
     ),
     # What is done.

@@ -157,6 +157,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "drain_s": (3601.0, "drain_s=3601.0 must be from 0 to 3600 seconds"),
     "user": ("a\nb", "user='a.*must be text of at most 64 characters"),
     "group": (7, "group=7 must be text"),
+    "priority": ("urgent", "priority='urgent' must be high, normal or scavenger"),
     "full_overlap": (False, "touches each of the 2 inference ranks"),
 }
 

@@ -159,11 +159,22 @@ BAD: list[tuple[object, str]] = [
     (spoilt("users", "ann", "rol", value="lead"), "users.ann.rol: unknown key. Did you mean 'role'?"),
     (
         spoilt("users", "ann", "password", value="x"),
-        "users.ann.password: unknown key. There is group, role, token_sha256, jobs, waiting, unix_user.",
+        "users.ann.password: unknown key. There is group, role, token_sha256, share, limit, jobs, waiting, unix_user.",
     ),
     (spoilt("groups", "nlp", value={"parents": "lab"}), "groups.nlp.parents: unknown key. Did you mean 'parent'?"),
-    (spoilt("groups", "nlp", value={"share": 0.5}), "groups.nlp.share: not built yet; leave it out"),
-    (spoilt("users", "ann", "limit", value=2), "users.ann.limit: not built yet; leave it out"),
+    (
+        spoilt("groups", "nlp", value={"parent": "lab", "share": 0.5}),
+        "groups.vision.share: has no share, and group nlp beside it has one; give it a share (0 lets it run on what "
+        "others leave)",
+    ),
+    (
+        spoilt("groups", value={"lab": None, **{n: {"parent": "lab", "share": 0.6} for n in ("vision", "nlp", "ocr")}}),
+        "groups.nlp.share: the shares of group lab add up to 1.8 (group nlp 0.6, group ocr 0.6, group vision 0.6); "
+        "together they are 1 at most",
+    ),
+    (spoilt("groups", "nlp", value={"share": 1.5}), "groups.nlp.share: Input should be less than or equal to 1"),
+    (spoilt("users", "ann", "limit", value=0), "users.ann.limit: Input should be greater than 0"),
+    (spoilt("half_life_hours", value=0), "half_life_hours: Input should be greater than 0"),
     (spoilt("users", "ann", "role", value="boss"), "users.ann.role: Input should be 'viewer'.*found 'boss'"),
     (
         spoilt("users", "ann", "group", value="visoin"),
@@ -187,11 +198,11 @@ BAD: list[tuple[object, str]] = [
     ),
     (
         spoilt("users", "ann", value="secret-token"),
-        "users.ann: expected a mapping with group, role, token_sha256, jobs, waiting, unix_user",
+        "users.ann: expected a mapping with group, role, token_sha256, share, limit, jobs, waiting, unix_user",
     ),
     (spoilt("users", "ann", value={"group": "nlp"}), "users.ann.token_sha256: Field required"),
     ({"groups": {}}, "users: Field required"),
-    ("", "the file: expected a mapping with groups, users"),
+    ("", "the file: expected a mapping with groups, users, half_life_hours"),
     ("users: {a: 1, a: 2}", "is not YAML: "),
     ("users: [", "is not YAML: "),
 ]

@@ -22,6 +22,7 @@ from nemo_rl.time_sharing.log import log_end
 from nemo_rl.time_sharing.log.events import EVERYTHING, MemoryFreed, PoolOpened, UserActed
 from nemo_rl.time_sharing.log.segments import SEGMENT_LINES, SegmentedLog, newest_segment, saved
 from nemo_rl.time_sharing.log.state import StateSaved
+from nemo_rl.time_sharing.protocol.quotas import QuotaNode
 from nemo_rl.time_sharing.protocol.topology import Pool, Topology
 from nemo_rl.time_sharing.protocol.types import Answer, Command, CommandOutcome, Limits, Reply, Status, Verb
 from nemo_rl.time_sharing.scheduling.liveness import SteadyClock
@@ -145,6 +146,11 @@ class SchedulerActor:
         with self._serving():
             self._record.emit(UserActed(user, action, subject, outcome))
             self._record.flush()
+
+    def set_quotas(self, nodes: tuple[QuotaNode, ...], half_life_s: float) -> dict[str, float]:
+        """See `Scheduler.set_quotas`."""
+        with self._serving() as core:
+            return core.set_quotas(nodes, half_life_s, time.time())
 
     def wanted(self, pipeline: str) -> bool:
         """See `Scheduler.wanted`; False for one that is not registered."""

@@ -17,6 +17,7 @@ from nemo_rl.time_sharing.history.fairness import FairnessChecks
 from nemo_rl.time_sharing.history.gpus import GpuChecks
 from nemo_rl.time_sharing.history.order import OrderChecks
 from nemo_rl.time_sharing.history.prompt_checks import PromptChecks
+from nemo_rl.time_sharing.history.quota_checks import QuotaChecks
 from nemo_rl.time_sharing.history.references import References
 from nemo_rl.time_sharing.history.rule_checks import RuleChecks
 from nemo_rl.time_sharing.history.waiting import WaitChecks
@@ -92,6 +93,7 @@ def check(entries: Iterable[Entry], *, first_only: bool = False, ended: bool = T
     groups: list[Checks] = [
         GpuChecks(),
         AccountChecks(),
+        QuotaChecks(),
         PromptChecks(),
         OrderChecks(),
         WaitChecks(),

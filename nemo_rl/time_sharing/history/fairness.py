@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 
 from nemo_rl.time_sharing.history.absences import Absences, NodeEvent
 from nemo_rl.time_sharing.history.clocks import Clocks
+from nemo_rl.time_sharing.history.quota_checks import Puller, pulls
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.events import Registered
+from nemo_rl.time_sharing.protocol.quotas import NO_QUOTAS, Quotas
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, SLEEP_PHASES, Phase, Priority
 from nemo_rl.utils.record import Entry, Handler
 
@@ -91,9 +93,12 @@ class _Pipeline:
         return self.leaving or self.paused
 
     @property
+    def fixed(self) -> int:
+        return sum(self.slots[cluster] for cluster in self.holds.keys() | self.fixed_claims)
+
+    @property
     def gpus(self) -> int:
-        fixed = sum(self.slots[cluster] for cluster in self.holds.keys() | self.fixed_claims)
-        return fixed + self.ranks_up * self.tp
+        return self.fixed + self.ranks_up * self.tp
 
     @property
     def pull(self) -> float:
@@ -117,6 +122,8 @@ class FairnessChecks:
         self._recovering = False
         self._knows_all = True
         self._time = 0.0
+        self._quotas = NO_QUOTAS
+        self._use: Mapping[str, float] = {}
         self._claims: list[ev.Claimed] = []
         self._evictions: list[_Eviction] = []
         self._first_ranks: set[str] = set()
@@ -127,6 +134,8 @@ class FairnessChecks:
             ev.SchedulerStarted: self._started,
             ev.InventoryDone: self._inventory_done,
             ev.Reconnected: self._reconnected,
+            ev.QuotasSet: self._quotas_set,
+            ev.UseWeighed: self._weighed,
             ev.Registered: self._registered,
             ev.Unregistered: self._unregistered,
             ev.CommandEnded: lambda entry, event: None,
@@ -208,6 +217,12 @@ class FairnessChecks:
     def _node(self, entry: Entry, event: NodeEvent) -> None:
         self._bound.absences.take(event, entry.time)
 
+    def _quotas_set(self, entry: Entry, event: ev.QuotasSet) -> None:
+        self._quotas = Quotas(event.nodes, event.half_life_s, self._bound.absences.pool.slots_per_gpu)
+
+    def _weighed(self, entry: Entry, event: ev.UseWeighed) -> None:
+        self._use = event.use
+
     def _started(self, entry: Entry, event: ev.SchedulerStarted) -> None:
         lease = self._bound.limit("lease_s") * (1 if event.complete else 2)
         self._bound.add_fault("", None, self._time, entry.time + lease)
@@ -260,7 +275,7 @@ class FairnessChecks:
     def _update(self, pipeline: _Pipeline, time: float) -> None:
         """Begins or ends the wait for a first rank."""
         name, since = pipeline.spec.pipeline, pipeline.unscheduled_since
-        if pipeline.demand <= 0 or pipeline.withdraws or pipeline.ranks_up:
+        if pipeline.demand <= 0 or pipeline.withdraws or pipeline.ranks_up or pipeline.spec.scavenges:
             if since is not None:
                 self._add_wait(name, ACTOR_INFER, since, time, "had work and no rank from")
             pipeline.unscheduled_since = None
@@ -271,6 +286,7 @@ class FairnessChecks:
 
     def _requested(self, entry: Entry, event: ev.Requested, pipeline: _Pipeline) -> None:
         key = entry.time + event.priority * self._bound.limit("aging_s")
+        key -= self._bound.limit("high_lead_s") if pipeline.spec.is_high else 0.0
         asked = (event.request, event.step, event.priority)
         self._requests[event.pipeline, event.cluster] = _Request(entry.time, key, asked)
 
@@ -280,6 +296,7 @@ class FairnessChecks:
     def _claimed(self, entry: Entry, event: ev.Claimed, pipeline: _Pipeline) -> None:
         if event.rank >= 0:
             self._check_guarantee(entry.time, event, pipeline)
+            self._check_gap(event, pipeline)
             if pipeline.unscheduled_since is not None:
                 self._first_ranks.add(event.pipeline)
             pipeline.claims.add(event.rank)
@@ -305,6 +322,8 @@ class FairnessChecks:
             if not named and cluster not in passed.holds and not self._recovering:
                 self.found.append((9, f"{who} and is overtaken by {by}, which is behind it in the queue"))
             other.overtaken += 1
+            if named and passed.spec.is_high:
+                self.found.append((9, f"{who} with high priority and is overtaken by {by}"))
             if other.overtaken > self._bound.limit("max_backfills"):
                 self.found.append((9, f"{who} and is overtaken for the {other.overtaken}th time, by {by}"))
 
@@ -321,6 +340,17 @@ class FairnessChecks:
         if not event.guaranteed and time > due + _EPS and not pipeline.holds and not spare:
             what = f"{who} is not guaranteed, though its pipeline has waited for a first rank since {since}"
             self.found.append((11, what))
+
+    def _check_gap(self, event: ev.Claimed, pipeline: _Pipeline) -> None:
+        """A scavenger gets nothing that a request waits for."""
+        if not pipeline.spec.scavenges:
+            return
+        for (name, cluster), request in self._requests.items():
+            other, wants = self._pipelines[name], self._pipelines[name].clusters[cluster]
+            waits = not request.claimed and not other.withdraws and wants.isdisjoint(self._bound.absences.gone)
+            if waits and not wants.isdisjoint(event.gpus):
+                what = f"rank {event.rank} of {event.pipeline}, a scavenger, is to wake on GPUs that {name} waits for"
+                self.found.append((11, what))
 
     def _claim_dropped(self, entry: Entry, event: ev.ClaimDropped, pipeline: _Pipeline) -> None:
         pipeline.claims.discard(event.rank)
@@ -409,6 +439,9 @@ class FairnessChecks:
             given = sorted([move for move in moves if move[1].pipeline == name], key=lambda move: move[0])
             lost = [eviction for eviction in evictions if eviction.pipeline == name]
             self._check_slices(name, given, lost[0].up, claims)
+            for index, _ in given:
+                if (gets := self._pipelines.get(claims[index].pipeline)) is not None and gets.spec.scavenges:
+                    self.found.append((11, f"a rank of {name} makes way for {claims[index].pipeline}, a scavenger"))
             # Judged is a giver that the plan gives nothing, by the last of its ranks that goes, to a taker whose last
             # claim that is: both have then what they have now.
             last, taker = given[-1][0], claims[given[-1][0]].pipeline
@@ -422,7 +455,7 @@ class FairnessChecks:
         self, name: str, given: list[tuple[int, _Eviction]], before: int, claims: list[ev.Claimed]
     ) -> None:
         giver = self._pipelines.get(name)
-        if giver is None:
+        if giver is None or giver.spec.scavenges:
             return
         least = giver.least_slice(self._bound.limit("min_hold_s"), self._bound.limit("max_slice_s"))
         early = [(claims[index].pipeline, e.served_s) for index, e in given if e.served_s < least - _EPS]
@@ -435,9 +468,10 @@ class FairnessChecks:
         giver, taker = self._pipelines.get(name), self._pipelines.get(by)
         if giver is None or taker is None or giver.ranks_up >= giver.useful:
             return
-        if giver.spec.min_share or taker.spec.min_share:
+        if giver.spec.min_share or taker.spec.min_share or giver.spec.scavenges:
             return
-        share = (giver.gpus + taker.gpus) * taker.pull / (giver.pull + taker.pull)
+        pull = {name: giver.pull, by: taker.pull} if not self._quotas.nodes else self._pulls()
+        share = (giver.gpus + taker.gpus) * pull[by] / (pull[name] + pull[by])
         # A rank that is wider than the taker's gives up more GPUs than are taken.
         slack = max(0, giver.tp - taker.tp)
         if taker.gpus > share * (1 + 1e-9) + slack:
@@ -448,6 +482,20 @@ class FairnessChecks:
                     f"of what both have is {share:.1f} ({taker.demand} samples, {giver.demand} of {name})",
                 )
             )
+
+    def _pulls(self) -> dict[str, float]:
+        """How strongly each pipeline with demand pulls, by the quotas."""
+        pullers = [
+            Puller(
+                name,
+                self._quotas.above(one.spec),
+                one.pull if one.useful and not one.spec.scavenges else 0.0,
+                one.fixed,
+            )
+            for name, one in self._pipelines.items()
+        ]
+        used = (one for one in pullers if one.work or one.fixed)
+        return pulls(self._quotas, self._use, self._bound.absences.pool.slots, used)
 
 
 MOST_WEIGHT = 4.0
@@ -475,7 +523,7 @@ class WaitBound:
         self._longest_hold = 0.0
         self._most_pipelines = 0
         self._weight = 1.0
-        self._slice_s = self._drain_s = 0.0
+        self._slice_s = self._drain_s = self._lead_s = 0.0
         self._mapped: dict[str, frozenset[int]] = {}
         # Pipeline, GPUs (None: everybody's), begin and end of each fault.
         self._faults: list[tuple[str, frozenset[int] | None, float, float]] = []
@@ -486,6 +534,7 @@ class WaitBound:
 
     def registered(self, event: Registered, gpus: frozenset[int], registered: int) -> None:
         self._mapped[event.pipeline] = gpus
+        self._lead_s = max(self._lead_s, self.limit("high_lead_s") if event.is_high else 0.0)
         self._weight = max(self._weight, min(event.weight, MOST_WEIGHT))
         self._slice_s = max(self._slice_s, event.slice_s)
         self._drain_s = max(self._drain_s, event.drain_s)
@@ -517,7 +566,7 @@ class WaitBound:
         time_slice = max(self.limit("min_hold_s"), self.limit("max_slice_s")) * self._weight
         time_slice = max(time_slice, self._slice_s)
         each = self._longest_hold + self._handover + time_slice + self.limit("lease_s")
-        return Priority.GENERATION * self.limit("aging_s") + ahead * each
+        return Priority.GENERATION * self.limit("aging_s") + self._lead_s + ahead * each
 
     def _fault_s(self, wait: GpuWait) -> float:
         """Seconds of a wait that faults took: on its own GPUs, on those of pipelines that share them, or everywhere."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import field
 
+from nemo_rl.time_sharing.protocol.quotas import QuotaNode
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import ClusterSpec, Phase, PipelineOptions, Priority
 from nemo_rl.utils.record_events import event_kind
@@ -82,6 +83,21 @@ class UserActed:
     action: str
     subject: str
     outcome: str
+
+
+@event_kind("ts_quotas_set")
+class QuotasSet:
+    """Shares and limits of the team's groups and users from now on; use of the pool counts half after `half_life_s`."""
+
+    nodes: tuple[QuotaNode, ...]
+    half_life_s: float
+
+
+@event_kind("ts_use_weighed")
+class UseWeighed:
+    """Slot-seconds that the jobs of each node of the quotas have had so far; older ones count less."""
+
+    use: Mapping[str, float]
 
 
 @event_kind("ts_demand")

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 from nemo_rl.time_sharing.log import events as ev
+from nemo_rl.time_sharing.log.quota_use import QuotaUse
+from nemo_rl.time_sharing.protocol.quotas import QuotaNode, Quotas
 from nemo_rl.time_sharing.protocol.topology import Pool, Topology
 from nemo_rl.time_sharing.protocol.types import (
     ACTOR_INFER,
@@ -225,6 +227,23 @@ class SavedPipeline:
 _KEPT = tuple(member.name for member in fields(SavedPipeline) if member.name != "spec")
 
 
+@dataclass(frozen=True, slots=True)
+class SavedUse:
+    """A `QuotaUse`, but for the slots that are held."""
+
+    nodes: tuple[QuotaNode, ...]
+    half_life_s: float
+    weighed_at: float
+    use: Mapping[str, float]
+    had: Mapping[str, float]
+    counted_at: float
+
+    @classmethod
+    def of(cls, use: QuotaUse) -> SavedUse:
+        quotas, had = use.quotas, use.had(use.counted_at)
+        return cls(tuple(quotas.nodes.values()), quotas.half_life_s, use.weighed_at, dict(use.use), had, use.counted_at)
+
+
 @event_kind("ts_state_saved")
 class StateSaved:
     """The state after all events before this one; says nothing new."""
@@ -245,6 +264,7 @@ class StateSaved:
     slots_per_gpu: int = 1
     draining: Mapping[int, float | None] = field(default_factory=dict)
     away: tuple[int, ...] = ()
+    quota_use: SavedUse | None = None
 
 
 _EWMA = 0.3
@@ -284,6 +304,8 @@ class SchedulerState:
         self.draining: dict[int, float | None] = {}
         self.away: set[int] = set()
         self.withheld: set[int] = set()
+        # None without a team: nothing is counted then.
+        self.quota_use: QuotaUse | None = None
 
     def apply(self, event: object, at: float) -> None:
         """Takes one event into the state; events of other parts of the run are not the scheduler's and change
@@ -309,10 +331,24 @@ class SchedulerState:
             if self.owner[gpu] is not None:
                 raise InconsistentLog(f"GPU {gpu} is held by {self.owner[gpu]} and cannot go to {lease}")
             self.owner[gpu] = lease
+            self._count(gpu, 1)
 
     def give_back(self, gpus: Iterable[int]) -> None:
         for gpu in gpus:
+            self._count(gpu, -1)
             self.owner[gpu] = None
+
+    def _count(self, gpu: int, change: int) -> None:
+        lease = self.owner[gpu]
+        if self.quota_use is not None and lease is not None and gpu < self.pool.slots:
+            self.quota_use.add(self.pipelines[lease.pipeline].spec, change, self.time)
+
+    def count_use(self, use: QuotaUse) -> None:
+        """Counts for these quotas from here on, what is held already included."""
+        self.quota_use = use
+        for lease in self.owner[: self.pool.slots]:
+            if lease is not None:
+                use.add(self.pipelines[lease.pipeline].spec, 1, use.counted_at)
 
     def add_claim(self, claim: Claim) -> None:
         for gpu in claim.gpus:
@@ -393,6 +429,9 @@ def _state_saved(state: SchedulerState, event: StateSaved, at: float) -> None:
             state.trainers[gpu] += 1
     for pipeline in state.pipelines.values():
         _order_wakes(state, pipeline)
+    if (use := event.quota_use) is not None:
+        quotas = Quotas(use.nodes, use.half_life_s, event.slots_per_gpu)
+        state.count_use(QuotaUse(quotas, use.weighed_at, use.use, use.had, use.counted_at))
     for claim in event.claims:
         state.add_claim(replace(claim))
     state.quarantines = [replace(quarantine) for quarantine in event.quarantines]
@@ -440,6 +479,16 @@ def _order_wakes(state: SchedulerState, pipeline: PipelineState) -> None:
         return sum(state.trainers[gpu] for gpu in topology.ranks[rank]) - own, own > 0, rank
 
     pipeline.wake_order = tuple(sorted(range(len(topology.ranks)), key=dislike))
+
+
+def _quotas_set(state: SchedulerState, event: ev.QuotasSet, at: float) -> None:
+    quotas, known = Quotas(event.nodes, event.half_life_s, state.pool.slots_per_gpu), state.quota_use
+    state.count_use(QuotaUse(quotas, at, {} if known is None else known.weighed(at), {}, at))
+
+
+def _use_weighed(state: SchedulerState, event: ev.UseWeighed, at: float) -> None:
+    if state.quota_use is not None:
+        state.quota_use.weigh(event.use, at)
 
 
 def _demand(state: SchedulerState, event: ev.DemandReported, at: float) -> None:
@@ -599,14 +648,15 @@ def _fenced(state: SchedulerState, event: ev.Fenced, at: float) -> None:
 
 
 def _unregistered(state: SchedulerState, event: ev.Unregistered, at: float) -> None:
-    gone = state.pipelines.pop(event.pipeline)
-    _count_trainer(state, gone.topology, -1)
-    for key in [key for key in state.claims if key[0] == event.pipeline]:
-        state.drop_claim(key)
+    gone = state.pipeline(event.pipeline)
     for held in gone.held.values():
         state.give_back(held.gpus)
     for rank in gone.awake:
         state.give_back(gone.topology.ranks[rank])
+    del state.pipelines[event.pipeline]
+    _count_trainer(state, gone.topology, -1)
+    for key in [key for key in state.claims if key[0] == event.pipeline]:
+        state.drop_claim(key)
 
 
 def _quarantined(state: SchedulerState, event: ev.GpusQuarantined, at: float) -> None:
@@ -648,6 +698,8 @@ _FOLDS: dict[type, Callable[..., None]] = {
     ev.SchedulerStarted: _started,
     ev.InventoryDone: _inventory_done,
     ev.Registered: _registered,
+    ev.QuotasSet: _quotas_set,
+    ev.UseWeighed: _use_weighed,
     ev.DemandReported: _demand,
     ev.BuildsAhead: _builds_ahead,
     ev.Requested: _requested,

@@ -13,6 +13,7 @@ from nemo_rl.config import ConfigError, Section
 from nemo_rl.time_sharing.protocol.types import KILLED_S, LONGEST_STOP_S
 
 EXTERNAL = "external"
+_SCAVENGER_STOP_S = 5.0
 
 
 class CommandConfig(Section):
@@ -34,6 +35,20 @@ class CommandConfig(Section):
     def drain_s(self) -> float:
         """How long it may take to give its GPUs back, as it is registered."""
         return self.stop_s + KILLED_S
+
+
+def stop_at_once(config: CommandConfig) -> None:
+    """Lets a command that runs in gaps have its GPUs only for as long as others need not wait. Raises ConfigError: it
+    asks for longer.
+    """
+    if "stop_s" in config.model_fields_set and config.stop_s > _SCAVENGER_STOP_S:
+        raise ConfigError(
+            [
+                f"{EXTERNAL}.stop_s: {config.stop_s:g}, but a scavenger is never waited for; at most "
+                f"{_SCAVENGER_STOP_S:g}, or leave out its priority"
+            ]
+        )
+    config.stop_s = min(config.stop_s, _SCAVENGER_STOP_S)
 
 
 def read_command(values: dict[str, object], source: Path) -> CommandConfig:

@@ -34,7 +34,7 @@ from nemo_rl.config.teacher_sections import teachers_of
 from nemo_rl.config.world_sizes import training_world_size
 from nemo_rl.time_sharing.log.pool_state import HostLimits, Wishes
 from nemo_rl.time_sharing.pipelines.adapters import ADAPTERS, AdaptersConfig, adapters_command
-from nemo_rl.time_sharing.pipelines.command_config import EXTERNAL, CommandConfig, read_command
+from nemo_rl.time_sharing.pipelines.command_config import EXTERNAL, CommandConfig, read_command, stop_at_once
 from nemo_rl.time_sharing.pipelines.fits import as_teacher, divides, engines_are_too_wide, engines_of, teachers_fit
 from nemo_rl.time_sharing.pipelines.wrapper import (
     CONFIG_PATH,
@@ -48,7 +48,7 @@ from nemo_rl.time_sharing.pipelines.wrapper import (
 )
 from nemo_rl.time_sharing.planning import job_placement
 from nemo_rl.time_sharing.protocol.topology import GpuOutsidePool, Pool, Topology, register
-from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, UNMEASURED_RANK_BATCH
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, SCAVENGER, UNMEASURED_RANK_BATCH
 
 Config = MasterConfig | SFTMasterConfig | EvalMasterConfig | CommandConfig  # of a job
 
@@ -409,7 +409,9 @@ def _options(wrapper: Mapping[str, object], job: Job) -> dict[str, Any]:
         "full_overlap": job.covers_every_rank(),
     }
     if isinstance(job.config, CommandConfig):
+        if wrapper.get("priority") == SCAVENGER:
+            stop_at_once(job.config)
         # It has to start, and maybe to load a model, before it does anything.
         options |= {"slice_s": _COMMAND_SLICE_S, "drain_s": job.config.drain_s}
-    chosen = ("weight", "min_share", "max_share", "rank_batch", "slice_s")
+    chosen = ("weight", "min_share", "max_share", "rank_batch", "slice_s", "priority")
     return options | {key: wrapper[key] for key in chosen if wrapper.get(key) is not None}

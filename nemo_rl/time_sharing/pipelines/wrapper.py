@@ -21,7 +21,7 @@ from nemo_rl.config.errors import did_you_mean
 from nemo_rl.time_sharing.agents.host_use import bytes_of
 from nemo_rl.time_sharing.log.pool_state import HostLimits, Wishes
 from nemo_rl.time_sharing.pipelines.adapters import ADAPTERS, STOP_S
-from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, JOB_PRIORITIES, SCAVENGER
 
 Wrapper = Mapping[str, Any]  # the keys of a wrapper file
 Keys = Mapping[str, "Keys | None"]
@@ -55,6 +55,7 @@ _KEYS: Keys = {
     "max_share": None,
     "rank_batch": None,
     "slice_s": None,
+    "priority": None,
     "whole_gpus": None,
     "max_slowdown": None,
     "finish_by": None,
@@ -142,6 +143,11 @@ def _contradictions(content: Wrapper) -> list[str]:
             problems.append(f"{name}.strategy_args.strategy_name: {strategy!r}; there is {known} here")
     if content.get(STOP_S) is not None and not content.get(ADAPTERS):
         problems.append(f"{STOP_S}: is for a wrapper with {ADAPTERS}; a command has external.{STOP_S}")
+    priority = content.get("priority")
+    if priority not in (None, *JOB_PRIORITIES):
+        problems.append(f"priority: {priority!r}; expected {', '.join(JOB_PRIORITIES)}")
+    if priority == SCAVENGER and content.get(ADAPTERS):
+        problems.append(f"priority: {SCAVENGER}, but adapters train: they could not give their GPUs back at any time")
     level = _sleep_level(content)
     if level not in (None, 1, 2):
         problems.append(f"{ACTOR_INFER}: sleep_level {level}; engines sleep at level 1 or 2")

@@ -1,9 +1,7 @@
 """Shares the remaining GPUs among generation: a first rank for each pipeline without one, then ranks in proportion to
 remaining work times weight.
 
-*Entitlements* grow with weight times remaining work, never fall below a minimum nor rise above a cap, and add up to the
-budget where the caps allow it (water-filling); rounding gives every pipeline its whole ranks first and the rest by
-largest remainder (Hamilton). *Free GPUs* are handed out rank by rank, each time to the pipeline with the lowest
+*Entitlements* come from `division`. *Free GPUs* are handed out rank by rank, each time to the pipeline with the lowest
 service: first up to its entitlement, then to any pipeline that can use more. *Busy ranks* then move from pipelines with
 higher service to those with lower: only while the giver stays better served than the taker becomes, so that no move
 can be undone by the next plan, and only after a minimum hold. Nothing shrinks without somebody to take the GPUs.
@@ -13,16 +11,17 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 
 from nemo_rl.time_sharing.log.state import PipelineState
+from nemo_rl.time_sharing.planning.division import Claimant, Leaf, divide_by_quotas, fill, whole_ranks
 from nemo_rl.time_sharing.planning.plan import (
     BLOCKED,
+    FREE,
     FREEING,
     RANK,
     Expand,
@@ -38,62 +37,6 @@ from nemo_rl.time_sharing.planning.plan import (
     slice_seconds,
 )
 from nemo_rl.time_sharing.protocol.types import Priority
-
-
-class Claimant(NamedTuple):
-    """One pipeline in the division: `claim` > 0 relative, `minimum` and `maximum` in GPUs, `rank_gpus` the size of one
-    rank.
-    """
-
-    name: str
-    claim: float
-    minimum: float
-    maximum: float
-    rank_gpus: int
-
-
-def fill(budget: float, claimants: Sequence[Claimant]) -> dict[str, float]:
-    """Shares in GPUs, proportional to claims within [minimum, maximum], adding up to min(budget, all caps).
-
-    Floors that exceed the budget together are scaled down alike, so that none of them is served first.
-    """
-    minima = sum([c.minimum for c in claimants])
-    if minima >= budget > 0:
-        return {c.name: c.minimum * budget / minima for c in claimants}
-    shares: dict[str, float] = {}
-    open_claims = list(claimants)
-    left = float(budget)
-    while open_claims and left > 0:
-        level = left / sum([c.claim for c in open_claims])
-        over = sum([more for c in open_claims if (more := c.claim * level - c.maximum) > 0])
-        under = sum([less for c in open_claims if (less := c.minimum - c.claim * level) > 0])
-        # Only the side that binds harder is final in this round; clamping both at once could break the sum.
-        capped = over >= under
-        fixed = [c for c in open_claims if (c.claim * level >= c.maximum if capped else c.claim * level <= c.minimum)]
-        if not fixed or over == under == 0.0:
-            shares.update({c.name: c.claim * level for c in open_claims})
-            return shares
-        for c in fixed:
-            shares[c.name] = c.maximum if capped else c.minimum
-            left -= shares[c.name]
-        open_claims = [c for c in open_claims if c.name not in shares]
-    for c in open_claims:
-        shares[c.name] = 0.0
-    return shares
-
-
-def whole_ranks(budget: int, claimants: Sequence[Claimant], shares: dict[str, float]) -> dict[str, int]:
-    """Shares rounded to whole ranks within the budget and the caps; ties go to the earlier claimant."""
-    ranks = {c.name: int(shares[c.name] / c.rank_gpus + 1e-9) for c in claimants}
-    left = budget - sum([ranks[c.name] * c.rank_gpus for c in claimants])
-    by_remainder = sorted(claimants, key=lambda c: ranks[c.name] - shares[c.name] / c.rank_gpus)
-    for c in by_remainder:
-        more = (ranks[c.name] + 1) * c.rank_gpus
-        wants_more = shares[c.name] / c.rank_gpus - ranks[c.name] > 1e-9 and more <= c.maximum
-        if wants_more and c.rank_gpus <= left:
-            ranks[c.name] += 1
-            left -= c.rank_gpus
-    return ranks
 
 
 class PipelineShare:
@@ -170,17 +113,29 @@ def divide(plan_state: PlanState, result: Plan) -> dict[str, PipelineShare]:
     claimants = [
         _claimant(plan_state, name, pipeline)
         for name, pipeline in plan_state.pipelines.items()
-        if plan_state.useful[name] > 0
+        if plan_state.useful[name] > 0 and not pipeline.spec.scavenges
     ]
     if not claimants:
         return {}
     budget = plan_state.slots - sum(gpu < plan_state.slots for gpu in plan_state.out_of_use)
-    result.entitled = entitled = fill(budget, claimants)
+    quotas = plan_state.quotas
+    if not quotas.nodes:
+        entitled = fill(budget, claimants)
+        level = budget / sum([c.claim for c in claimants])
+        pulls = {c.name: c.claim * level for c in claimants}
+    else:
+        wanting = {c.name for c in claimants}
+        fixed = {name: gpus for name, gpus in plan_state.fixed_gpus.items() if gpus and name not in wanting}
+        leaves = [
+            Leaf(c, plan_state.fixed_gpus.get(c.name, 0), plan_state.above[c.name])
+            for c in (*claimants, *(Claimant(name, 0.0, gpus, gpus, 1) for name, gpus in fixed.items()))
+        ]
+        entitled, pulls = divide_by_quotas(budget, leaves, quotas, plan_state.use)
+    result.entitled = entitled
     ranks = whole_ranks(budget, claimants, entitled)
-    level = budget / sum([c.claim for c in claimants])
     result.in_ranks = in_ranks = {c.name: ranks[c.name] * c.rank_gpus for c in claimants}
     return {
-        c.name: PipelineShare(plan_state, c.name, entitled[c.name], in_ranks[c.name], c.claim * level, c.minimum)
+        c.name: PipelineShare(plan_state, c.name, entitled[c.name], in_ranks[c.name], pulls[c.name], c.minimum)
         for c in claimants
     }
 
@@ -251,7 +206,7 @@ class _Moves:
                 or plan_state.now < _slice_end(plan_state, lease.pipeline, lease.rank)
             ):
                 continue
-            if not reserved_against(plan_state, gpus, taker.name, rank):
+            if not reserved_against(plan_state, gpus, taker.name, rank) and plan_state.has_room(taker.name, gpus):
                 self._take_over(taker, rank, [(lease.pipeline, lease.rank)])
                 bar, after = self._bar(taker)
 
@@ -260,7 +215,8 @@ class _Moves:
         for _, rank, donors in options:
             if taker.ranks_up >= taker.useful:
                 return
-            if _may_give(self._plan_state, self._shares, donors, self._bar(taker)):
+            has_room = self._plan_state.has_room(taker.name, taker.ranks[rank])
+            if has_room and _may_give(self._plan_state, self._shares, donors, self._bar(taker)):
                 self._take_over(taker, rank, donors)
 
     def _take_over(self, taker: PipelineShare, rank: int, donors: list[tuple[str, int]]) -> None:
@@ -268,7 +224,10 @@ class _Moves:
         plan_state, result, name = self._plan_state, self._result, taker.name
         for donor, given in donors:
             giver = self._shares.get(donor)
-            why: Reason = ("surplus", donor, name) if giver is None else ("gives", donor, giver.now, name, taker.now)
+            if giver is not None:
+                why: Reason = ("gives", donor, giver.now, name, taker.now)
+            else:
+                why = ("gap_ends" if plan_state.pipelines[donor].spec.scavenges else "surplus", donor, name)
             plan_state.shrink(result, donor, given, why)
             if giver is not None:
                 giver.update(giver.ranks_up - 1)
@@ -364,7 +323,11 @@ def in_slice(plan_state: PlanState, donors: list[tuple[str, int]]) -> bool:
     """Whether one of these ranks is in its time slice and of use to its pipeline, had that given all of them."""
     for name, rank in donors:
         needed = plan_state.counts[name] - given_by(name, donors) < plan_state.useful[name]
-        if needed and plan_state.now < _slice_end(plan_state, name, rank):
+        if (
+            needed
+            and not plan_state.pipelines[name].spec.scavenges
+            and plan_state.now < _slice_end(plan_state, name, rank)
+        ):
             return True
     return False
 
@@ -391,7 +354,7 @@ def _may_give(
             return False
         donor = pair[0]
         ranks = plan_state.counts[donor] - given_by(donor, donors)
-        if ranks >= plan_state.useful[donor]:
+        if ranks >= plan_state.useful[donor] or donor not in shares:
             continue
         giver = shares[donor]
         if giver.now < bar[0] or giver.served(giver.fixed + ranks * giver.tp) < bar[1]:
@@ -430,16 +393,19 @@ def serve_unscheduled(plan_state: PlanState, result: Plan, name: str, pipeline: 
     starved = plan_state.now >= due
     if pipeline.spec.slice_s and not starved:
         result.replan_by(due)
-    options: list[tuple[bool, int, float, int, list[tuple[str, int]]]] = []
+    options: list[tuple[bool, float, float, int, list[tuple[str, int]]]] = []
     for until in pipeline.cooling.values():
         if until > plan_state.now:
             result.replan_by(until)
-    could_wake, ranks = candidates(plan_state, pipeline), pipeline.topology.ranks
+    could_wake, ranks, short = candidates(plan_state, pipeline), pipeline.topology.ranks, None
     for rank in could_wake:
         gpus = ranks[rank]
         if plan_state.kind[gpus[0]] == BLOCKED:
             continue
         state = rank_state(plan_state, gpus, name, rank)
+        if state <= RANK and not plan_state.has_room(name, gpus):
+            short = short or gpus
+            continue
         if state <= FREEING:
             expand(plan_state, result, name, rank, ("unscheduled", since), guaranteed=starved)
             return
@@ -447,7 +413,7 @@ def serve_unscheduled(plan_state: PlanState, result: Plan, name: str, pipeline: 
             donors = ranks_to_evict(plan_state, gpus)
             if donors is not None and all((d, r) not in plan_state.shrunk for d, r in donors):
                 held = min(plan_state.pipelines[d].awake[r].slice_began() for d, r in donors)
-                spare = min(plan_state.counts[d] - given_by(d, donors) for d, _ in donors)
+                spare = min(plan_state.spare_ranks(d) - given_by(d, donors) for d, _ in donors)
                 options.append((rank not in pipeline.warm, -spare, held, rank, donors))
             elif donors is None and (slice_end := _slice_end_on(plan_state, gpus)) > plan_state.now:
                 # Otherwise a rank is on its way up, and its arrival brings the next plan.
@@ -457,11 +423,42 @@ def serve_unscheduled(plan_state: PlanState, result: Plan, name: str, pipeline: 
         for donor, rank in donors:
             plan_state.shrink(result, donor, rank, ("time_slice", donor, name, since))
         expand(plan_state, result, name, chosen, ("unscheduled", since), guaranteed=starved)
+    elif short is not None:
+        make_room(plan_state, result, name, short, lambda donor: in_slice(plan_state, [donor]))
+        plan_state.take_room(name, short)
     elif starved:
         for rank in could_wake:
             if plan_state.quarantined.isdisjoint(ranks[rank]):
                 plan_state.reserve(ranks[rank], Reservation(f"{name} (first rank)", name, plan_state.now, None))
                 return
+
+
+def make_room(
+    plan_state: PlanState, result: Plan, name: str, gpus: tuple[int, ...], spares: Callable[[tuple[str, int]], bool]
+) -> None:
+    """Has ranks under the limits that this pipeline's next GPUs would exceed go to sleep, where so many can; nothing
+    else makes way for it there. `spares`: ranks that may not be disturbed.
+    """
+    for room in plan_state.rooms_of(name):
+        lacks = plan_state.lack(room, gpus)
+        ranks = sorted(
+            (plan_state.spare_ranks(other) * -1.0, other, rank)
+            for other in room.pipelines
+            for rank in plan_state.pipelines[other].awake
+            if (other, rank) not in plan_state.shrunk
+            and plan_state.kind[plan_state.ranks_of(other)[rank][0]] == RANK
+            and set(gpus).isdisjoint(plan_state.ranks_of(other)[rank])
+            and not spares((other, rank))
+        )
+        chosen: list[tuple[str, int]] = []
+        for _, other, rank in ranks:
+            if lacks <= 0:
+                break
+            chosen.append((other, rank))
+            lacks -= plan_state.tp[other]
+        if lacks <= 0:
+            for other, rank in chosen:
+                plan_state.empty(result, other, rank, ("room", room.whose, room.most, name))
 
 
 def _slice_end_on(plan_state: PlanState, gpus: tuple[int, ...]) -> float:
@@ -498,6 +495,7 @@ def hand_out_free(plan_state: PlanState, result: Plan, takers: list[PipelineShar
         if rank is None:
             continue
         gpus, name = share.ranks[rank], share.name
+        plan_state.take_room(name, gpus)
         for gpu in gpus:
             kind[gpu], marks[gpu] = BLOCKED, _TAKEN
         counts[name] += 1
@@ -558,7 +556,7 @@ def _find_free(plan_state: PlanState, share: PipelineShare, marks: _Marks) -> bo
     # Most ranks fall at their first GPU, so that is looked at without a step of Python for each.
     first_gpus = map(pipeline.topology.first_gpus.__getitem__, could_wake)
     found = compress(could_wake, map(marks.__getitem__, first_gpus))
-    plain = share.tp == 1 and _KEPT not in at_first_gpus
+    plain = share.tp == 1 and _KEPT not in at_first_gpus and not plan_state.rooms
     share.free_ranks = found if plain else _to_be_had(plan_state, share, marks, found)
     return True
 
@@ -568,5 +566,39 @@ def _to_be_had(plan_state: PlanState, share: PipelineShare, marks: _Marks, found
     for rank in found:
         gpus = share.ranks[rank]
         worst = [marks[gpu] for gpu in gpus]
-        if _TAKEN not in worst and not (_KEPT in worst and reserved_against(plan_state, gpus, share.name, rank)):
+        if (
+            _TAKEN not in worst
+            and not (_KEPT in worst and reserved_against(plan_state, gpus, share.name, rank))
+            and plan_state.has_room(share.name, gpus)
+        ):
+            yield rank
+
+
+def fill_gaps(plan_state: PlanState, result: Plan) -> None:
+    """Gives GPUs that are left, and that no request waits for, to pipelines that run in gaps, the least served
+    first.
+    """
+    free_ranks: dict[str, Iterator[int]] = {}
+    heap: list[tuple[float, str]] = []
+    for name, pipeline in plan_state.pipelines.items():
+        if pipeline.spec.scavenges and plan_state.counts[name] < plan_state.useful[name]:
+            free_ranks[name] = _in_gaps(plan_state, name, pipeline)
+            heap.append((plan_state.gpus_of(name) / pipeline.spec.weight, name))
+    heapq.heapify(heap)
+    while heap:
+        _, name = heapq.heappop(heap)
+        rank = next(free_ranks[name], None)
+        if rank is not None:
+            expand(plan_state, result, name, rank, ("gap",))
+            if plan_state.counts[name] < plan_state.useful[name]:
+                heapq.heappush(heap, (plan_state.gpus_of(name) / plan_state.pipelines[name].spec.weight, name))
+
+
+def _in_gaps(plan_state: PlanState, name: str, pipeline: PipelineState) -> Iterator[int]:
+    """Ranks of a pipeline on free GPUs; those of a wide one that are free now stay so until it has them."""
+    for rank in candidates(plan_state, pipeline):
+        gpus = pipeline.topology.ranks[rank]
+        if all(plan_state.kind[gpu] == FREE and gpu not in plan_state.reserved for gpu in gpus) and plan_state.has_room(
+            name, gpus
+        ):
             yield rank

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from nemo_rl.time_sharing.log.quota_use import QuotaUse
 from nemo_rl.time_sharing.log.state import Claim, Lease, PipelineState, QueuedWant, SchedulerState
+from nemo_rl.time_sharing.protocol.quotas import NO_QUOTAS, Quotas
 from nemo_rl.time_sharing.protocol.types import SLEEP_PHASES, Limits, Phase, Priority
 
 Reason = tuple[object, ...]
@@ -31,16 +33,22 @@ class Snapshot:
     slots: int
     withheld: Set[int] = frozenset()  # GPUs of nodes that are to leave, or away
     finishing: Set[str] = frozenset()  # pipelines that train on those that are to leave, and have them until they left
+    quota_use: QuotaUse | None = None
 
     @classmethod
     def of(cls, state: SchedulerState) -> Snapshot:
-        ledger = (state.owner, state.claimed, state.quarantined)
-        return cls(state.limits, state.pipelines, *ledger, state.pool.slots, state.withheld, state.finishing())
+        ledger, leaving = (state.owner, state.claimed, state.quarantined), (state.withheld, state.finishing())
+        return cls(state.limits, state.pipelines, *ledger, state.pool.slots, *leaving, state.quota_use)
 
     @property
     def out_of_use(self) -> Set[int]:
         """GPUs that no one gets now."""
         return self.quarantined | self.withheld if self.withheld else self.quarantined
+
+    @property
+    def quotas(self) -> Quotas:
+        """The quotas; none where the pool is no team's."""
+        return NO_QUOTAS if self.quota_use is None else self.quota_use.quotas
 
 
 class Grant(NamedTuple):
@@ -133,6 +141,11 @@ _REASONS = {
     "node": "its node is leaving",
     "share": "its pipeline has {0} of {1:.1f} GPUs that its remaining work entitles it to",
     "ahead": "the GPUs are idle now, and it will wake at once when it is wanted",
+    "gap_ends": "{0} runs in gaps, and {1} can use the GPUs",
+    "gap": "the GPUs would be idle otherwise, and as a scavenger it gives them to any job that wants them",
+    "room": "{2} is to get GPUs, and the {1} slots of the limit of {0} are taken",
+    "above": "{0} has more than the {1} slots of its limit",
+    "limit": "the {1} slots of the limit of {0} are taken",
     "spare": "the GPUs would be idle otherwise",
     "gives": "{0} is served more for its work and weight ({1:.2f}) than {2} ({3:.2f}) and gives way",
     "surplus": "{0} has more ranks than work left, {1} has not",
@@ -226,6 +239,21 @@ def useful_ranks(pipeline: PipelineState) -> int:
     return min(math.ceil(remaining / pipeline.rank_batch), most, ranks)
 
 
+class Room:
+    """What a limit leaves: `slots` that the jobs of a node hold, or are about to, of at most `most`."""
+
+    __slots__ = ("most", "pipelines", "slots", "whose")
+
+    def __init__(self, whose: str, most: int) -> None:
+        self.whose, self.most = whose, most
+        self.slots: set[int] = set()
+        self.pipelines: list[str] = []
+
+    def has(self, gpus: Iterable[int]) -> bool:
+        """Whether so many fit beside those."""
+        return len(self.slots.union(gpus)) <= self.most
+
+
 class PlanState:
     """GPUs and ranks as they will be once the decisions so far are carried out."""
 
@@ -238,6 +266,15 @@ class PlanState:
         self.quarantined, self.out_of_use = snapshot.quarantined, snapshot.out_of_use
         self.withheld, self.finishing = snapshot.withheld, snapshot.finishing
         self.slots = snapshot.slots
+        self.quotas = snapshot.quotas
+        self.use: Mapping[str, float] = {} if snapshot.quota_use is None else snapshot.quota_use.use
+        # The nodes of the quotas that each pipeline counts for, and what their limits leave.
+        self.above: dict[str, tuple[str, ...]] = {}
+        self.emptied: set[int] = set()
+        self.rooms = {node: Room(node, most) for node, most in self.quotas.most.items()}
+        if self.quotas.nodes:
+            self.above = {name: self.quotas.above(p.spec) for name, p in snapshot.pipelines.items()}
+            self._fill_rooms()
         self.reserved: dict[int, list[Reservation]] = {}
         # What generation has to know of them: when the first request is expected to start on a GPU, and which
         # unscheduled pipeline keeps it ("" where several do).
@@ -275,6 +312,48 @@ class PlanState:
         """How many of them count towards a share: training turns do not."""
         # Ascending, so that all of them are slots where the last one is.
         return len(gpus) if gpus[-1] < self.slots else sum(gpu < self.slots for gpu in gpus)
+
+    def _fill_rooms(self) -> None:
+        for name, above in self.above.items():
+            for node in above:
+                if (room := self.rooms.get(node)) is not None:
+                    room.pipelines.append(name)
+        for gpu in range(self.slots if self.rooms else 0):
+            for holder in (self.owner[gpu], self.claimed.get(gpu)):
+                if holder is not None:
+                    self.take_room(holder.pipeline, (gpu,))
+
+    def rooms_of(self, name: str) -> list[Room]:
+        """The limits that a pipeline counts towards."""
+        return [self.rooms[node] for node in self.above.get(name, ()) if node in self.rooms]
+
+    def empty(self, result: Plan, name: str, rank: int, because: Reason) -> None:
+        """Puts a rank to sleep for a limit: its GPUs are given away once it sleeps."""
+        self.shrink(result, name, rank, because)
+        self.emptied.update(self.ranks_of(name)[rank])
+        self.claim(self.ranks_of(name)[rank])
+
+    def has_room(self, name: str, gpus: tuple[int, ...]) -> bool:
+        """Whether a pipeline can have these GPUs within all limits."""
+        return not self.rooms or all(room.has(self._slots_of(gpus)) for room in self.rooms_of(name))
+
+    def take_room(self, name: str, gpus: tuple[int, ...]) -> None:
+        """Counts GPUs that a pipeline gets, or waits for."""
+        if self.rooms:
+            for room in self.rooms_of(name):
+                room.slots.update(self._slots_of(gpus))
+
+    def lack(self, room: Room, gpus: tuple[int, ...] = ()) -> int:
+        """How many slots are missing for these, beside those that are being freed."""
+        freeing = sum(self.kind[gpu] == FREEING or gpu in self.emptied for gpu in room.slots.difference(gpus))
+        return len(room.slots.union(self._slots_of(gpus))) - freeing - room.most
+
+    def _slots_of(self, gpus: tuple[int, ...]) -> Iterable[int]:
+        return gpus if gpus[-1:] < (self.slots,) else [gpu for gpu in gpus if gpu < self.slots]
+
+    def spare_ranks(self, name: str) -> float:
+        """How many ranks of a pipeline may be taken with the least harm: all of one that runs in gaps."""
+        return math.inf if self.pipelines[name].spec.scavenges else self.counts[name]
 
     def gpus_of(self, name: str) -> int:
         """GPUs that a pipeline holds or is about to hold, for training and for generation."""
@@ -327,6 +406,7 @@ class PlanState:
 
     def claim_fixed(self, name: str, gpus: tuple[int, ...]) -> None:
         self.claim(gpus)
+        self.take_room(name, gpus)
         self.fixed_gpus[name] += self._count(gpus)
 
     def reserve(self, gpus: Iterable[int], reservation: Reservation) -> None:
@@ -345,10 +425,12 @@ class PlanState:
 
     def may_be_passed(self, reservation: Reservation) -> bool:
         """Whether a later request may yet be let past, counting those that this plan has let past already; an
-        unscheduled pipeline never.
+        unscheduled pipeline and one of high priority never.
         """
         queued = reservation.queued
-        return queued is not None and queued.passed + self.passings[reservation.label] < self.limits.max_backfills
+        if queued is None or self.pipelines[reservation.name].spec.is_high:
+            return False
+        return queued.passed + self.passings[reservation.label] < self.limits.max_backfills
 
     def estimate(self, pipeline: PipelineState, priority: Priority) -> float | None:
         """How long this pipeline's holds of this kind have lasted, seconds; None before the first has ended."""
@@ -449,7 +531,7 @@ def guaranteed_from(pipeline: PipelineState, limits: Limits) -> float:
     One whose slices are long has no use for the short ones that others get meanwhile: it waits for one slice at most.
     """
     since, slice_s = pipeline.unscheduled_since, pipeline.spec.slice_s
-    if since is None:
+    if since is None or pipeline.spec.scavenges:
         return math.inf
     longest = limits.aging_s * Priority.GENERATION
     return since + (min(slice_s, longest) if slice_s else longest)
@@ -519,7 +601,7 @@ def candidates(plan_state: PlanState, pipeline: PipelineState) -> Sequence[int]:
 def _of_use(plan_state: PlanState, pipeline: PipelineState, asleep: Sequence[int]) -> Sequence[int]:
     """Ranks on whose GPUs no training is expected before their slice has ended; all once one is guaranteed."""
     slice_s, name, ranks = pipeline.spec.slice_s, pipeline.topology.pipeline, pipeline.topology.ranks
-    if not slice_s or plan_state.now >= guaranteed_from(pipeline, plan_state.limits):
+    if not (slice_s or pipeline.spec.scavenges) or plan_state.now >= guaranteed_from(pipeline, plan_state.limits):
         return asleep
     return [
         rank
@@ -549,5 +631,6 @@ def expand(
     gpus, kind = plan_state.pipelines[name].topology.ranks[rank], plan_state.kind
     for gpu in gpus:
         kind[gpu] = BLOCKED
+    plan_state.take_room(name, gpus)
     plan_state.counts[name] += 1
     result.expands.append(Expand(name, rank, gpus, guaranteed, because))

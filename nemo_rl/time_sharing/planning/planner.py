@@ -12,6 +12,7 @@ import math
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from nemo_rl.time_sharing.planning.plan import (
     BLOCKED,
     FREE,
     FREEING,
+    RANK,
     Expand,
     Grant,
     Plan,
@@ -28,6 +30,7 @@ from nemo_rl.time_sharing.planning.plan import (
     PriorityChange,
     Reason,
     Reservation,
+    Room,
     Snapshot,
     Wait,
     candidates,
@@ -133,6 +136,7 @@ def _plan(snapshot: Snapshot, now: float) -> Plan:
     plan_state, result = _after_the_queue(snapshot, now)
     apportionment.share(plan_state, result)
     _build_ahead(plan_state, result)
+    apportionment.fill_gaps(plan_state, result)
     return result
 
 
@@ -150,6 +154,8 @@ def _after_the_queue(snapshot: Snapshot, now: float, ahead_of: float = math.inf)
                 plan_state.shrink(result, name, rank, ("leaving",) if pipeline.leaving else ("paused",))
         elif plan_state.withheld and not pipeline.fenced and name not in plan_state.finishing:
             _leave_nodes(plan_state, result, name, pipeline)
+    for room in plan_state.rooms.values():
+        _keep_limit(plan_state, result, room)
     for item in queue(snapshot):
         if item.key > ahead_of:
             break
@@ -170,18 +176,35 @@ def _leave_nodes(plan_state: PlanState, result: Plan, name: str, pipeline: Pipel
             plan_state.shrink(result, name, rank, ("node",))
 
 
+def _keep_limit(plan_state: PlanState, result: Plan, room: Room) -> None:
+    """Has ranks go to sleep that are above a limit, which was lowered."""
+    above = plan_state.lack(room)
+    ranks = [(name, rank) for name in room.pipelines for rank in plan_state.pipelines[name].awake]
+    for name, rank in sorted(ranks, key=lambda one: -plan_state.spare_ranks(one[0])):
+        if above <= 0:
+            return
+        if plan_state.kind[plan_state.ranks_of(name)[rank][0]] == RANK:
+            plan_state.empty(result, name, rank, ("above", room.whose, room.most))
+            above -= plan_state.tp[name]
+
+
 def queue(snapshot: Snapshot) -> list[QueueItem]:
-    """All waiting requests and pipelines in order of aged priority."""
-    aging = snapshot.limits.aging_s
+    """All waiting requests and pipelines in order of aged priority; those of pipelines of high priority come by
+    `high_lead_s` before. Pipelines that run in gaps wait for nothing.
+    """
+    limits = snapshot.limits
     items = []
     for name, pipeline in snapshot.pipelines.items():
         if pipeline.fenced or (pipeline.withdraws and not pipeline.held):
             continue
+        lead = limits.high_lead_s if pipeline.spec.is_high else 0.0
         for cluster, queued in pipeline.wants.items():
             if not _has_claim(snapshot, pipeline, cluster):
-                items.append(QueueItem(queued.since + aging * queued.want.priority, name, cluster, queued))
-        if pipeline.unscheduled_since is not None:
-            items.append(QueueItem(pipeline.unscheduled_since + aging * Priority.GENERATION, name, ACTOR_INFER, None))
+                key = queued.since + limits.aging_s * queued.want.priority - lead
+                items.append(QueueItem(key, name, cluster, queued))
+        if pipeline.unscheduled_since is not None and not pipeline.spec.scavenges:
+            key = pipeline.unscheduled_since + limits.aging_s * Priority.GENERATION - lead
+            items.append(QueueItem(key, name, ACTOR_INFER, None))
     items.sort(key=itemgetter(0, 1, 2))
     return items
 
@@ -223,11 +246,14 @@ def _serve(plan_state: PlanState, result: Plan, item: QueueItem, pipeline: Pipel
         turning = [victim for victim in found.building if victim in found.victims]
         (name, _), gpu = min(found.building.items())
         found.block(("building", gpu, name), plan_state.now)
+    if found.because is None and not plan_state.has_room(item.name, gpus):
+        _wait_for_room(plan_state, result, item.name, gpus, found)
     for name, rank in sorted(turning):
         plan_state.shrink(result, name, rank, ("for_grant", gpus, item.cluster, item.name))
     if found.because is not None:
         result.waits.append(Wait(item.name, item.cluster, want.request, found.because))
         plan_state.reserve(gpus, Reservation(f"{item.name}#{want.request}", item.name, found.free_at, queued))
+        plan_state.take_room(item.name, gpus)
         return
     for name, rank in sorted(found.victims):
         plan_state.shrink(result, name, rank, ("for_grant", plan_state.ranks_of(name)[rank], item.cluster, item.name))
@@ -266,13 +292,33 @@ def _obstacles(plan_state: PlanState, name: str, gpus: tuple[int, ...]) -> _Obst
             found.building[lease.pipeline, lease.rank] = gpu
         if kind == FREEING:
             continue
-        slice_ends = awake.slice_began() + guaranteed_seconds(holder, plan_state.limits)
-        in_slice = awake.phase is Phase.RISING or plan_state.now < slice_ends
-        if awake.guaranteed and lease.pipeline != name and in_slice:
+        if lease.pipeline != name and _is_guaranteed(plan_state, (lease.pipeline, lease.rank)):
+            slice_ends = awake.slice_began() + guaranteed_seconds(holder, plan_state.limits)
             found.block(("guaranteed", gpu, lease.pipeline), slice_ends)
         else:
             found.victims.add((lease.pipeline, lease.rank))
     return found
+
+
+def _wait_for_room(plan_state: PlanState, result: Plan, name: str, gpus: tuple[int, ...], found: _Obstacles) -> None:
+    """A request that would exceed a limit waits until ranks below that limit, or others' training, have made way."""
+    apportionment.make_room(plan_state, result, name, gpus, partial(_is_guaranteed, plan_state))
+    for room in plan_state.rooms_of(name):
+        if not plan_state.has_room(name, gpus):
+            trained_on = [gpu for gpu in room.slots.difference(gpus) if plan_state.kind[gpu] == BLOCKED]
+            waits = plan_state.lack(room, gpus) > 0
+            free_at = (
+                min([plan_state.free_at(gpu) for gpu in trained_on], default=math.inf) if waits else plan_state.now
+            )
+            found.block(("limit", room.whose, room.most), free_at)
+
+
+def _is_guaranteed(plan_state: PlanState, rank: tuple[str, int]) -> bool:
+    """Whether a rank is in a slice that no request may cut short."""
+    holder = plan_state.pipelines[rank[0]]
+    awake = holder.awake[rank[1]]
+    slice_ends = awake.slice_began() + guaranteed_seconds(holder, plan_state.limits)
+    return awake.guaranteed and (awake.phase is Phase.RISING or plan_state.now < slice_ends)
 
 
 def _initialises(snapshot: Snapshot, pipeline: PipelineState) -> bool:
@@ -322,6 +368,8 @@ def _build_ahead(plan_state: PlanState, result: Plan) -> None:
                 rank not in pipeline.warm
                 and all(plan_state.kind[gpu] == FREE and gpu not in plan_state.reserved for gpu in gpus)
                 and not trained_on_within(plan_state, gpus, pipeline.build_s)
+                and plan_state.has_room(name, gpus)
             ):
                 plan_state.claim(gpus)
+                plan_state.take_room(name, gpus)
                 result.expands.append(Expand(name, rank, gpus, guaranteed=False, because=("ahead",), ahead=True))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from nemo_rl.time_sharing.log.state import Lease
 from nemo_rl.time_sharing.planning.plan import Expand, Grant, Plan, Shrink, Snapshot
@@ -40,6 +41,7 @@ def validate(snapshot: Snapshot, plan: Plan) -> list[str]:
     for expand in plan.expands:
         problems += _expand(snapshot, expand, freed, taken)
     problems += _priority_changes(snapshot, plan)
+    problems += _above_limits(snapshot, plan)
     if (promised := sum(plan.in_ranks.values())) > (there := _slots_left(snapshot)):
         problems.append(f"rule 16: pipelines are entitled to {promised} of {there} GPUs, in whole ranks")
     unused = (
@@ -224,6 +226,8 @@ def _pointless(snapshot: Snapshot, plan: Plan, unused: set[int], taken: set[int]
         pipeline = snapshot.pipelines[shrink.pipeline]
         if pipeline.withdraws or (taken | snapshot.withheld) & set(_bundle(snapshot, shrink.pipeline, shrink.rank)):
             continue
+        if _makes_room(snapshot, shrink.pipeline):
+            continue
         awake = pipeline.awake.get(shrink.rank)
         if awake is None or (awake.phase is not Phase.SERVING and (pipeline.wants or _wanted(snapshot, shrink))):
             continue
@@ -239,6 +243,43 @@ def _wanted(snapshot: Snapshot, shrink: Shrink) -> bool:
         for pipeline in snapshot.pipelines.values()
         for cluster in pipeline.wants
     )
+
+
+class _Limit(NamedTuple):
+    """A limit: whose it is, slots, the pipelines below it, and the slots that they hold or were promised."""
+
+    whose: str
+    most: int
+    below: set[str]
+    held: set[int]
+
+
+def _limits(snapshot: Snapshot) -> Iterator[_Limit]:
+    quotas, slots = snapshot.quotas, snapshot.slots
+    for whose, most in quotas.most.items():
+        below = {name for name, pipeline in snapshot.pipelines.items() if whose in quotas.above(pipeline.spec)}
+        held = {gpu for gpu, lease in enumerate(snapshot.owner) if lease is not None and lease.pipeline in below}
+        held |= {gpu for gpu, claim in snapshot.claimed.items() if claim.pipeline in below}
+        yield _Limit(whose, most, below, {gpu for gpu in held if gpu < slots})
+
+
+def _makes_room(snapshot: Snapshot, name: str) -> bool:
+    """Whether a rank may go to sleep for others below the same limit, or because that is exceeded."""
+    for limit in _limits(snapshot):
+        asking = (snapshot.pipelines[other] for other in limit.below)
+        asks = any(pipeline.wants or pipeline.unscheduled_since is not None for pipeline in asking)
+        if name in limit.below and (asks or len(limit.held) > limit.most):
+            return True
+    return False
+
+
+def _above_limits(snapshot: Snapshot, plan: Plan) -> Iterator[str]:
+    """Rule 17: what is given keeps all limits, before anybody has made way."""
+    given = [(order.pipeline, gpu) for order in (*plan.grants, *plan.expands) for gpu in order.gpus]
+    for limit in _limits(snapshot):
+        gets = {gpu for name, gpu in given if name in limit.below and gpu < snapshot.slots}
+        if gets and len(limit.held | gets) > limit.most:
+            yield f"rule 17: {limit.whose} would have {len(limit.held | gets)} slots, its limit is {limit.most}"
 
 
 def _slots_left(snapshot: Snapshot) -> int:

@@ -24,6 +24,7 @@ from nemo_rl.time_sharing.protocol.types import (
     ACTOR_INFER,
     ACTOR_TRAIN,
     CLUSTER_NAMES,
+    JOB_PRIORITIES,
     MAX_COUNT,
     ClusterSpec,
     PipelineOptions,
@@ -247,6 +248,12 @@ def register(
             mapping += tuple(pool.turns_of(mapping))
         clusters.append(ClusterSpec(name, cluster_tp_configs[name], mapping))
     topology = Topology(PipelineSpec(pipeline, namespace, tuple(clusters), **options))
+    if topology.spec.scavenges and ACTOR_TRAIN in topology.clusters:
+        raise RegistrationError(
+            "priority=scavenger is for jobs that do not train (evaluation, generation, commands): training cannot give "
+            "its GPUs back at any time; leave the priority out, or lower the weight",
+            pipeline=pipeline,
+        )
     _check_overlap(pool, topology, full_overlap)
     return topology
 
@@ -293,6 +300,11 @@ def check_numbers(pipeline: str, options: PipelineOptions) -> None:
             raise RegistrationError(
                 f"{name}={shown(text)} must be text of at most {_LONGEST_NAME} characters", pipeline=pipeline
             )
+    if options.priority not in JOB_PRIORITIES:
+        raise RegistrationError(
+            f"priority={shown(options.priority)} must be {', '.join(JOB_PRIORITIES[:-1])} or {JOB_PRIORITIES[-1]}",
+            pipeline=pipeline,
+        )
     weight, min_share, max_share = options.weight, options.min_share, options.max_share
     seconds = (("slice_s", options.slice_s), ("drain_s", options.drain_s))
     for name, value in (("weight", weight), ("min_share", min_share), ("max_share", max_share), *seconds):

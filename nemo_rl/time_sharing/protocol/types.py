@@ -44,6 +44,9 @@ _TAGS = ("INIT", "TRN", "CRT", "OLD", "REF", "VAL", "GEN")
 
 ACTOR_TRAIN, ACTOR_INFER = "actor_train", "actor_infer"
 CLUSTER_NAMES = (ACTOR_TRAIN, ACTOR_INFER)
+HIGH, SCAVENGER = "high", "scavenger"
+JOB_PRIORITIES = (HIGH, "normal", SCAVENGER)
+"""Of a job: `high` comes first, `scavenger` uses what others leave."""
 UNMEASURED_RANK_BATCH = 64
 """Samples that one rank runs at once at good speed, until its engines have shown how many."""
 
@@ -129,6 +132,7 @@ class PipelineOptions:
         drain_s: Seconds that taking its work off a rank may take, 0 to 3600; the limit of all counts if it is longer.
         user: Who submitted it, on a pool for a team; else empty.
         group: That user's group then.
+        priority: One of `JOB_PRIORITIES`.
     """
 
     weight: float = 1.0
@@ -140,6 +144,17 @@ class PipelineOptions:
     drain_s: float = 0.0
     user: str = ""
     group: str = ""
+    priority: str = "normal"
+
+    @property
+    def is_high(self) -> bool:
+        """Whether its requests come before those of others that are not much older."""
+        return self.priority == HIGH
+
+    @property
+    def scavenges(self) -> bool:
+        """Whether it runs in gaps only."""
+        return self.priority == SCAVENGER
 
     def options(self) -> dict[str, Any]:
         """These options by name, without the fields of a class that has more."""
@@ -298,7 +313,8 @@ class Limits:
     same time, 0 for any number; set it where starting processes is what a machine runs out of (their number, host
     memory), and not GPUs. measure_s: how often is measured what pipelines gain by running at the same time on shared
     GPUs, 0 for never; trial_steps: steps that they make together before; turn_s: how long those run that gain nothing,
-    in turn.
+    in turn. high_lead_s: how much older requests of other jobs are that come before those of a job of high priority;
+    high_wait_s: for how long such a job is to wait for its training GPUs at most.
     """
 
     aging_s: float = 60.0
@@ -327,6 +343,8 @@ class Limits:
     measure_s: float = 3600.0
     trial_steps: int = 20
     turn_s: float = 300.0
+    high_lead_s: float = 600.0
+    high_wait_s: float = 300.0
 
     def deadline_of(self, verb: Verb, drain_s: float = 0.0) -> float:
         """How long one command may take, retries included: the sum of its steps, whose own limits its agent keeps.

@@ -17,6 +17,7 @@ from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.state import EXPIRED, PipelineState, SchedulerState, replay
 from nemo_rl.time_sharing.planning import planner
 from nemo_rl.time_sharing.planning.plan import Plan, Snapshot, explain, reason_text
+from nemo_rl.time_sharing.protocol.quotas import QuotaNode
 from nemo_rl.time_sharing.protocol.topology import (
     IncarnationUsed,
     Pool,
@@ -94,7 +95,7 @@ class Requests:
             if other == name or pipeline.fenced or pipeline.paused:
                 continue
             asked = {gpu for cluster in pipeline.wants for gpu in pipeline.topology.clusters[cluster].gpus}
-            unscheduled = pipeline.unscheduled_since is not None and not pipeline.held
+            unscheduled = pipeline.unscheduled_since is not None and not pipeline.held and not pipeline.spec.scavenges
             if held & (asked | (pipeline.topology.mapped_gpus if unscheduled else set())):
                 return True
         return False
@@ -227,8 +228,11 @@ PlanRule = Callable[[Snapshot, float], Plan]
 _LOST_TERMS = 1000
 """Room for the schedulers of which a log that has lost its end says nothing: agents would take a command of the same
 term and number for one they know."""
+_WEIGH_S = 60.0
+"""How often is counted what each group and user has had."""
 _REPLAN = frozenset(
     {
+        ev.QuotasSet,
         ev.Requested,
         ev.RequestDropped,
         ev.Released,
@@ -496,6 +500,21 @@ class Scheduler:
             self._plan_if_due()
         self._flush()
 
+    def set_quotas(self, nodes: tuple[QuotaNode, ...], half_life_s: float, reading: float) -> dict[str, float]:
+        """Divides the pool by these quotas from now on; the GPUs of each node whose jobs have more than its limit."""
+        self._advance(reading)
+        known = self.state.quota_use
+        if known is None or (tuple(known.quotas.nodes.values()), known.quotas.half_life_s) != (nodes, half_life_s):
+            self._emit(ev.QuotasSet(nodes, half_life_s))
+        use, per_gpu = self.state.quota_use, self.state.pool.slots_per_gpu
+        assert use is not None  # noqa: S101 - it was set
+        above = {
+            node: use.holds.get(node, 0) for node, most in use.quotas.most.items() if use.holds.get(node, 0) > most
+        }
+        self._plan_if_due()
+        self._flush()
+        return {node: slots / per_gpu for node, slots in above.items()}
+
     def wanted(self, name: str) -> bool:
         """Whether somebody else waits for GPUs that this pipeline holds: to train on them, or to generate at all."""
         return self._requests.wait_for(name)
@@ -512,6 +531,9 @@ class Scheduler:
                 self._check_leases()
                 self._end_what_stays()
                 self._executor.retry_quarantined()
+        use = self.state.quota_use
+        if use is not None and use.quotas.promised and now >= use.weighed_at + _WEIGH_S:
+            self._emit(ev.UseWeighed(use.weighed(now)))
         self._trials.update(now)
         stale = now >= self._planned_at + self.state.limits.replan_s
         if (self._replan_by is not None and now >= self._replan_by) or stale:

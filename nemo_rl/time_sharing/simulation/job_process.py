@@ -101,6 +101,7 @@ class JobProcess:
     missing: int = 0
     admitted_step: int = -1
     validating: int = 0
+    to_validate: int = 0
     validated: int = -1
     started_ranks: set[int] = field(default_factory=set)
     initialised: bool = False

@@ -182,11 +182,15 @@ class SimulatedJob:
     # The driver.
 
     def _begun(self, process: JobProcess) -> None:
-        if not process.agent.leaving:
+        if not self.job.train:
+            self._next_step(process)
+        elif not process.agent.leaving:
             process.agent.want(ACTOR_TRAIN, Priority.INITIALIZATION, -1, self.world.loop.now)
 
     def _validation_due(self, process: JobProcess) -> bool:
         plan, step = self.job.validation, self.trained_steps
+        if not self.job.train:
+            return step < self.job.steps and not self.stopping
         if not plan.samples or process.validated == step or self.stopping or (self.moving and not self.finished):
             return False
         if step == 0:
@@ -194,7 +198,9 @@ class SimulatedJob:
         return (plan.at_end and step >= self.job.steps) or (plan.period > 0 and step % plan.period == 0)
 
     def _validate(self, process: JobProcess) -> None:
-        process.validating, process.validated = self.job.validation.samples, self.trained_steps
+        job = self.job
+        samples = job.validation.samples if job.train else job.groups * job.samples_per_group
+        process.validating, process.to_validate, process.validated = samples, samples, self.trained_steps
         name = f"{self.job.name}.v{self.trained_steps}.i{process.incarnation}"
         rng = random.Random(f"{self.world.seed}/{name}")
         process.wait_for(process.validating, process.validating)
@@ -203,9 +209,11 @@ class SimulatedJob:
     def _validation_sample_done(self, process: JobProcess) -> None:
         process.validating -= 1
         if process.validating:
-            process.open_samples(process.validating, self.job.validation.samples)
+            process.open_samples(process.validating, process.to_validate)
         else:
-            process.record.emit(rec.Validated(process.validated, self.job.validation.samples, 0.0))
+            process.record.emit(rec.Validated(process.validated, process.to_validate, 0.0))
+            if not self.job.train:
+                self.trained_steps += 1
             with process.agent.one_status():
                 self._next_step(process)
 

@@ -83,7 +83,35 @@ def random_scenario(seed: int) -> Scenario:
         "faults": _faults(rng) | _more_faults(steer),
         "costs": {"start_s": rng.choice((0.5, 3.0)), "sync_s": rng.choice((0.1, 1.0)), "jitter": 0.3},
     }
-    return parse_scenario(_on_slots(harsher(drawn, random.Random(f"peril/{seed}")), random.Random(f"slots/{seed}")))
+    drawn = harsher(drawn, random.Random(f"peril/{seed}"))
+    return parse_scenario(_on_slots(_of_a_team(drawn, random.Random(f"team/{seed}")), random.Random(f"slots/{seed}")))
+
+
+def _of_a_team(drawn: Drawn, rng: random.Random) -> Drawn:
+    """Some pools are a team's, with quotas, and their jobs have priorities; one may run in gaps."""
+    if rng.random() < 0.8:
+        return drawn
+    shares = rng.choice(((0.7, 0.3), (0.5, 0.25), (1.0, 0.0), (None, None)))
+    groups = {f"g{number}": {"share": share} for number, share in enumerate(shares)} | {"below": {"parent": "g0"}}
+    users: dict[str, dict[str, object]] = {
+        name: {"parent": group} for name, group in (("u0", "g0"), ("u1", "below"), ("u2", "g1"), ("u3", "g1"))
+    }
+    users["u2"]["share"] = rng.choice((None, 0.5))
+    jobs = [job | {"user": rng.choice(list(users)), "priority": _priority(rng)} for job in drawn["jobs"]]
+    for name in users:
+        # No job needs more than its limit.
+        needs = [max(len(job["train"]), job["tp"]) for job in jobs if job["user"] == name]
+        if needs and rng.random() < 0.4:
+            users[name]["limit"] = max(needs) + rng.randint(0, 3)
+    if rng.random() < 0.5:
+        infer = rng.choice(jobs)["infer"]
+        gap: Drawn = {"name": "gaps", "train": [], "infer": infer, "steps": 5, "user": "u0", "priority": "scavenger"}
+        jobs.append(gap | {"tp": rng.choice([job["tp"] for job in jobs if job["infer"] == infer]), "staleness": 0})
+    return drawn | {"groups": groups, "users": users, "jobs": jobs, "half_life_hours": rng.choice((0.02, 0.5))}
+
+
+def _priority(rng: random.Random) -> str:
+    return "high" if rng.random() < 0.2 else "normal"
 
 
 def _on_slots(drawn: Drawn, rng: random.Random) -> dict[str, object]:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_rl.time_sharing.planning import job_placement
+from nemo_rl.time_sharing.protocol.quotas import QuotaNode
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import (
     ACTOR_INFER,
@@ -174,6 +175,16 @@ class Faults(_Section):
     until_s: Seconds = _key(1e7, "No crash, partition, stall, jump or failed operation after this time.")
 
 
+class ScenarioQuota(_Section):
+    """A group, or a user, of the team that has the pool."""
+
+    parent: Text = _key("", "The group above it; of a user its group; empty at the top.")
+    share: Number | None = _key(
+        None, "Part of what its parent has (0 to 1) that it may count on; null where none is said.", ge=0, le=1
+    )
+    limit: Number | None = _key(None, "GPUs that its jobs hold at once at most; null for any number.", gt=0)
+
+
 class Validation(_Section):
     """Samples that are generated to see how good the weights are, and not trained; the job waits for them."""
 
@@ -189,7 +200,7 @@ class ScenarioJob(_Section):
     name: Text = Field(description="Its name: letters, digits, `_`, `.` and `-`; each job has another.")
     train: tuple[Int, ...] = Field(
         description="GPUs it trains on, ascending; all of them in `infer`, and some whole rank of `infer` "
-        "not among them."
+        "not among them. None for a scavenger, whose steps are samples that it generates alone."
     )
     infer: tuple[Int, ...] = Field(description="GPUs it may generate on, ascending; rank r is the r-th `tp` of them.")
     tp: Int = _key(1, "GPUs of one generation rank: 1, 2, 4, 8 or whole nodes.", ge=1)
@@ -226,6 +237,8 @@ class ScenarioJob(_Section):
         "Whether it is registered with a rank_batch of 64, as real GRPO runs are, and measures half_batch / 4 in its "
         "first step, rather than knows that from the start.",
     )
+    user: Text = _key("", "Whose it is: one of `users`, or empty.")
+    priority: Text = _key("normal", "`high`, `normal` or `scavenger`; see docs/time_sharing.md.")
     slice_s: Seconds = _key(0.0, "Seconds that a rank must serve to be of use, as for a command.", le=3600)
     drain_s: Seconds = _key(0.0, "Seconds that taking its work off a rank may take, if above the limit.", le=3600)
     builds_ahead: Bool = _key(
@@ -393,6 +406,9 @@ class Scenario(_Section):
     )
     fleets: dict[str, Fleet] = Field(default_factory=dict, description="Many jobs of one kind, by name.")
     teachers: tuple[ScenarioTeacher, ...] = _key((), "Teachers that jobs share.")
+    groups: dict[str, ScenarioQuota] = Field(default_factory=dict, description="Groups of the team, by name.")
+    users: dict[str, ScenarioQuota] = Field(default_factory=dict, description="Users of the team, by name.")
+    half_life_hours: Number = _key(4.0, "After so many hours, use of the pool counts half for the shares.", gt=0)
     adapter_jobs: tuple[AdapterJob, ...] = _key((), "Jobs of many adapters on one base model.")
     costs: Costs = _key(Costs(), "What hand-overs take.")
     network: Network = _key(Network(), "How messages travel.")
@@ -412,5 +428,15 @@ class Scenario(_Section):
         return Pool(self.pool.nodes, self.pool.gpus_per_node, self.pool.slots_per_gpu)
 
     @property
+    def quota_nodes(self) -> tuple[QuotaNode, ...]:
+        """The nodes of the quotas."""
+        groups = (QuotaNode(f"group {name}", *_under(one)) for name, one in self.groups.items())
+        return (*groups, *(QuotaNode(f"user {name}", *_under(one)) for name, one in self.users.items()))
+
+    @property
     def scheduler_limits(self) -> Limits:
         return limits_from(self.limits)
+
+
+def _under(quota: ScenarioQuota) -> tuple[str, float | None, float | None]:
+    return f"group {quota.parent}" if quota.parent else "", quota.share, quota.limit

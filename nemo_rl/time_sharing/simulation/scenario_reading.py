@@ -19,8 +19,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_rl.config.errors import UserError, did_you_mean
+from nemo_rl.time_sharing.protocol.quotas import wrong_shares
 from nemo_rl.time_sharing.protocol.topology import RegistrationError, register
-from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, COUNTS, Limits, limits_from
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, COUNTS, SCAVENGER, Limits, limits_from
 from nemo_rl.time_sharing.simulation.scenario import MOST_SAMPLES, Fleet, PoolSection, Scenario, ScenarioJob
 
 PAGE = "docs/time_sharing_scenarios.md"
@@ -189,7 +190,7 @@ FLEET_GIVES = ("name", "train", "infer")
 _ADAPTER = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
 TEACHER_FOUND_S = 600.0
 """How long a job waits for a teacher that is not there, as in a pool."""
-_REGISTERED = ("weight", "min_share", "max_share", "staleness", "full_overlap")
+_REGISTERED = ("weight", "min_share", "max_share", "staleness", "priority", "full_overlap")
 
 
 def problems_of(scenario: Scenario, places: list[str]) -> Iterator[str]:
@@ -202,6 +203,7 @@ def problems_of(scenario: Scenario, places: list[str]) -> Iterator[str]:
     yield from _problems_of_teachers(scenario, places)
     yield from _problems_of_adapters(scenario)
     yield from _problems_of_absences(scenario, places)
+    yield from _problems_of_quotas(scenario)
     served = [(teacher.as_job(), f"teachers.{number}") for number, teacher in enumerate(scenario.teachers)]
     served += [(job.as_job(), f"adapter_jobs.{number}") for number, job in enumerate(scenario.adapter_jobs)]
     for job, place in (*zip(scenario.jobs, places, strict=True), *served):
@@ -226,11 +228,34 @@ def problems_of(scenario: Scenario, places: list[str]) -> Iterator[str]:
             )
 
 
+def _problems_of_quotas(scenario: Scenario) -> Iterator[str]:
+    for kind, quotas in (("groups", scenario.groups), ("users", scenario.users)):
+        for name, quota in quotas.items():
+            if quota.parent and quota.parent not in scenario.groups:
+                known = did_you_mean(quota.parent, scenario.groups)
+                yield f"{kind}.{name}.parent: there is no group {quota.parent!r}.{known}"
+            elif kind == "groups" and name in _above(name, scenario):
+                yield f"groups.{name}.parent: is below itself"
+    for node, why in wrong_shares(scenario.quota_nodes):
+        kind, _, name = node.partition(" ")
+        yield f"{kind}s.{name}.share: {why}"
+
+
+def _above(name: str, scenario: Scenario) -> list[str]:
+    found: list[str] = []
+    while (name := scenario.groups[name].parent) in scenario.groups and name not in found:
+        found.append(name)
+    return found
+
+
 def _problems_of_teachers(scenario: Scenario, places: list[str]) -> Iterator[str]:
     begin = {teacher.name: teacher.arrive_s for teacher in scenario.teachers}
     for job, place in zip(scenario.jobs, places, strict=True):
-        if not job.train:
-            yield f"{place}.train: job {job.name!r}: a job trains on one GPU at least (what only scores is a teacher)"
+        if not job.train and job.priority != SCAVENGER:
+            yield (
+                f"{place}.train: job {job.name!r}: a job trains on one GPU at least (what only scores is a teacher, "
+                "what only generates a scavenger)"
+            )
         if not job.teacher:
             continue
         if job.teacher not in begin:
@@ -315,6 +340,8 @@ def _problems_of_job(scenario: Scenario, job: ScenarioJob) -> Iterator[tuple[str
             "arrive_s",
             f"{job.arrive_s:g} s is not before the end of the simulation (horizon_s: {scenario.horizon_s:g})",
         )
+    if job.user and job.user not in scenario.users:
+        yield "user", f"{job.user!r} is none of `users`.{did_you_mean(job.user, scenario.users)}"
     ahead = min(job.staleness + 1, job.steps)
     if job.groups * job.samples_per_group * ahead > MOST_SAMPLES:
         counts = f"{job.groups} groups of {job.samples_per_group} samples, {ahead} steps at a time"
@@ -336,6 +363,7 @@ def _problems_of_job(scenario: Scenario, job: ScenarioJob) -> Iterator[tuple[str
             min_share=job.min_share,
             max_share=job.max_share,
             staleness=job.staleness,
+            priority=job.priority,
             full_overlap=job.full_overlap,
         )
     except RegistrationError as error:

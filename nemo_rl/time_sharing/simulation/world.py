@@ -93,6 +93,8 @@ class World(Surroundings):
             self._log, self._send_command, self._clock, notify=self._send_reply, rule=self._plan
         )
         self._scheduler.open(self.scenario.gpu_pool, self.limits, self._reading())
+        if nodes := self.scenario.quota_nodes:
+            self._scheduler.set_quotas(nodes, self.scenario.half_life_hours * 3600.0, self._reading())
         for job in self.jobs.values():
             self.loop.at(job.job.arrive_s, self._arrive, job)
             if job.job.leaves_s is not None:
@@ -220,6 +222,9 @@ class World(Surroundings):
                 rank_batch=UNMEASURED_RANK_BATCH if spec.measures_batch else spec.engine.good_batch,
                 slice_s=spec.slice_s,
                 drain_s=spec.drain_s,
+                user=spec.user,
+                group=self.scenario.users[spec.user].parent if spec.user else "",
+                priority=spec.priority,
                 full_overlap=spec.full_overlap,
             )
         except StillRegistered:

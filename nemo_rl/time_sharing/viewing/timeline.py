@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.comparison import Simulated
+from nemo_rl.time_sharing.protocol.quotas import QuotaNode
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ClusterSpec, Phase, Priority
 from nemo_rl.utils import record_events as rec
@@ -71,7 +72,10 @@ class Timeline:
     in the order in which they ended; `handovers`: how long each took, as `HandoverWatch` finds them; `marks`: (time,
     request, decision or release in words); `faults`: (time, fault in words); `decisions`: (time, plan, reason in a
     sentence); `measured`: latest measured gain of running together; `entitled`: GPUs that each pipeline with demand was
-    entitled to by the last plan that says so; `users`: who submitted a pipeline, on a pool for a team.
+    entitled to by the last plan that says so; `users`: who submitted a pipeline, on a pool for a team; `quotas`: that
+    team's, and `use` what its groups and users have had of late, in slot-seconds; `priorities`: of pipelines where not
+    normal; `lead_s`: how much older requests a high one passes,
+    which is to wait for `high_wait_s` at most.
 
     `pipelines` are in order of their registration. `simulated`: a simulation's own comparison, None for a real run.
     """
@@ -90,6 +94,11 @@ class Timeline:
     entitled: dict[str, float] = field(default_factory=dict)
     pipelines: list[str] = field(default_factory=list)
     users: dict[str, str] = field(default_factory=dict)
+    priorities: dict[str, str] = field(default_factory=dict)
+    quotas: tuple[QuotaNode, ...] = ()
+    use: Mapping[str, float] = field(default_factory=dict)
+    lead_s: float = 0.0
+    high_wait_s: float = 0.0
     steps: dict[str, int] = field(default_factory=dict)
     measured: str = ""
     simulated: Simulated | None = None
@@ -259,12 +268,19 @@ def _take(builder: TimelineBuilder, source: str, event: object, time: float) -> 
     match event:
         case ev.PoolOpened():
             timeline.pool = event.pool
+            timeline.lead_s = event.limits.get("high_lead_s", 0.0)
+            timeline.high_wait_s = event.limits.get("high_wait_s", 0.0)
         case ev.Registered():
             builder.clusters[event.pipeline] = {cluster.name: cluster for cluster in event.clusters}
             if event.pipeline not in timeline.pipelines:
                 timeline.pipelines.append(event.pipeline)
+            timeline.priorities[event.pipeline] = event.priority
             if event.user:
                 timeline.users[event.pipeline] = event.user
+        case ev.QuotasSet():
+            timeline.quotas = event.nodes
+        case ev.UseWeighed():
+            timeline.use = event.use
         case ev.UserActed():
             who = event.user or "a token that is no user's"
             timeline.decisions.append((time, _NO_PLAN, f"{who}: {event.action} {event.subject}: {event.outcome}"))

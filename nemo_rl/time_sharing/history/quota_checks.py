@@ -1,0 +1,206 @@
+"""Quotas: no claim exceeds a limit, and what each group and user has had is what they held (invariant 11).
+
+`pulls` says how strongly jobs pull at GPUs by the quotas, for the check of their shares. A record whose end was lost is
+believed about what was had before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from nemo_rl.time_sharing.history.clocks import Clocks
+from nemo_rl.time_sharing.log import events as ev
+from nemo_rl.time_sharing.protocol.quotas import NO_QUOTAS, Quotas
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, Phase
+from nemo_rl.utils.record import Entry, Handler
+
+_Key = tuple[str, str, int]
+
+
+class QuotaChecks:
+    """Follows claims, leases and slot-seconds of each node of the quotas."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, str]] = []
+        self._slots, self._per_gpu = 0, 1
+        self._quotas = NO_QUOTAS
+        self._pipelines: dict[str, ev.Registered] = {}
+        self._claims: dict[_Key, tuple[int, ...]] = {}
+        self._held: dict[_Key, tuple[int, ...]] = {}
+        self._use: dict[str, float] = {}
+        self._weighed_at = self._counted_at = 0.0
+        self._had: dict[str, float] = {}
+        self._knows_all, self._recovering = True, False
+
+    def handlers(self) -> dict[type, Handler]:
+        return {
+            ev.PoolOpened: self._opened,
+            ev.SchedulerStarted: self._started,
+            ev.InventoryDone: self._inventory_done,
+            ev.QuotasSet: self._quotas_set,
+            ev.UseWeighed: self._weighed,
+            ev.Registered: self._registered,
+            ev.Unregistered: self._unregistered,
+            ev.Claimed: self._claimed,
+            ev.ClaimDropped: self._claim_dropped,
+            ev.Granted: self._granted,
+            ev.Released: self._released,
+            ev.RankMoved: self._rank,
+        }
+
+    def tail_lost(self, entry: Entry) -> None:
+        """What was held in the gap is unknown."""
+        self._knows_all = False
+        self._claims.clear()
+        self._held.clear()
+        self._had.clear()
+
+    def finish(self, clocks: Clocks, ended: bool) -> None:
+        pass
+
+    def _opened(self, entry: Entry, event: ev.PoolOpened) -> None:
+        self._slots, self._per_gpu = event.pool.slots, event.slots_per_gpu
+
+    def _started(self, entry: Entry, event: ev.SchedulerStarted) -> None:
+        self._recovering = event.term > 1
+
+    def _inventory_done(self, entry: Entry, event: ev.InventoryDone) -> None:
+        self._recovering = False
+
+    def _quotas_set(self, entry: Entry, event: ev.QuotasSet) -> None:
+        self._weigh(entry.time)
+        self._quotas = Quotas(event.nodes, event.half_life_s, self._per_gpu)
+
+    def _registered(self, entry: Entry, event: ev.Registered) -> None:
+        self._pipelines[event.pipeline] = event
+
+    def _unregistered(self, entry: Entry, event: ev.Unregistered) -> None:
+        self._count(entry.time)
+        for holds in (self._claims, self._held):
+            for key in [key for key in holds if key[0] == event.pipeline]:
+                del holds[key]
+        self._pipelines.pop(event.pipeline, None)
+
+    # Limits.
+
+    def _claimed(self, entry: Entry, event: ev.Claimed) -> None:
+        self._claims[event.pipeline, event.cluster, event.rank] = event.gpus
+        who = self._pipelines.get(event.pipeline)
+        if who is None or self._recovering or not self._knows_all:
+            return
+        for node in self._quotas.above(who):
+            has = self._slots_of(node, (*self._claims.items(), *self._held.items()))
+            if has > (most := self._quotas.most.get(node, has)):
+                self.found.append(
+                    (
+                        11,
+                        f"{event.pipeline} is promised GPUs {event.gpus}: {node} would have {has} slots, {most} may be",
+                    )
+                )
+
+    def _slots_of(self, node: str, holds: Iterable[tuple[_Key, tuple[int, ...]]]) -> int:
+        below = {name for name, owner in self._pipelines.items() if node in self._quotas.above(owner)}
+        return len({gpu for key, gpus in holds if key[0] in below for gpu in gpus if gpu < self._slots})
+
+    def _claim_dropped(self, entry: Entry, event: ev.ClaimDropped) -> None:
+        self._claims.pop((event.pipeline, event.cluster, event.rank), None)
+
+    # Use.
+
+    def _granted(self, entry: Entry, event: ev.Granted) -> None:
+        self._count(entry.time)
+        key = (event.pipeline, event.cluster, -1)
+        self._claims.pop(key, None)
+        self._held[key] = event.gpus
+
+    def _released(self, entry: Entry, event: ev.Released) -> None:
+        self._count(entry.time)
+        self._held.pop((event.pipeline, event.cluster, -1), None)
+
+    def _rank(self, entry: Entry, event: ev.RankMoved) -> None:
+        key = (event.pipeline, ACTOR_INFER, event.rank)
+        if event.phase in (Phase.RISING, Phase.BUILDING):
+            self._count(entry.time)
+            self._claims.pop(key, None)
+            if (owner := self._pipelines.get(event.pipeline)) is not None:
+                infer = next(cluster for cluster in owner.clusters if cluster.name == ACTOR_INFER)
+                self._held[key] = infer.gpus[event.rank * infer.tp_size : (event.rank + 1) * infer.tp_size]
+        elif event.phase is Phase.ASLEEP:
+            self._count(entry.time)
+            self._held.pop(key, None)
+
+    def _count(self, time: float) -> None:
+        """Adds what was held until now."""
+        seconds, self._counted_at = time - self._counted_at, time
+        if not seconds or not self._quotas.nodes:
+            return
+        for (name, _, _), gpus in self._held.items():
+            if (owner := self._pipelines.get(name)) is not None:
+                slots = sum(gpu < self._slots for gpu in gpus)
+                for node in self._quotas.above(owner):
+                    self._had[node] = self._had.get(node, 0.0) + slots * seconds
+
+    def _weigh(self, time: float) -> None:
+        self._count(time)
+        fades = 0.5 ** ((time - self._weighed_at) / self._quotas.half_life_s)
+        for node in self._use.keys() | self._had:
+            self._use[node] = self._use.get(node, 0.0) * fades + self._had.get(node, 0.0)
+        self._had.clear()
+        self._weighed_at = time
+
+    def _weighed(self, entry: Entry, event: ev.UseWeighed) -> None:
+        self._weigh(entry.time)
+        for node in sorted(event.use.keys() | self._use):
+            said, had = event.use.get(node, 0.0), self._use.get(node, 0.0)
+            if self._knows_all and not self._recovering and abs(said - had) > 1.0 + 1e-3 * had:
+                self.found.append((11, f"{node} is said to have had {said:.0f} slot-seconds of late, it had {had:.0f}"))
+        self._use = dict(event.use)
+
+
+class Puller(NamedTuple):
+    """A job: the nodes above it, weight x work (0 without demand), and the slots that it trains on."""
+
+    name: str
+    above: tuple[str, ...]
+    work: float
+    fixed: int
+
+
+def pulls(quotas: Quotas, use: Mapping[str, float], slots: int, pullers: Iterable[Puller]) -> dict[str, float]:
+    """By job with demand: its part of the pool by the quotas, in slots."""
+    by_path = {(*reversed(one.above), f"job {one.name}"): one for one in pullers}
+    found: dict[str, float] = {}
+
+    def below(path: tuple[str, ...], pull: float) -> None:
+        level = len(path)
+        parts: dict[str, list[Puller]] = {}
+        for at, one in by_path.items():
+            if at[:level] == path:
+                parts.setdefault(at[level], []).append(one)
+        said = {name: share for name in parts if (share := quotas.share_of(name)) is not None}
+        work = {name: sum(one.work for one in jobs) for name, jobs in parts.items()}
+        had = sum(use.get(name, 0.0) for name, share in said.items() if share)
+        alone = sum(work[name] for name in parts if name not in said)
+        rest = max(1.0 - quotas.promised.get(path[-1] if path else "", 0.0), 1e-6) if any(said.values()) else alone
+        claims = {}
+        for name in parts:
+            if name in said:
+                own = use.get(name, 0.0)
+                due = had * said[name] / sum(said.values()) if had else 0.0
+                factor = (min(max(due / own, 0.5), 2.0) if own else 2.0) if had else 1.0
+                claims[name] = max(said[name] * factor, 1e-6)
+            else:
+                claims[name] = max(rest * work[name] / alone if alone else 0.0, 1e-6)
+        asking = [name for name in parts if work[name] > 0]
+        trained = sum(one.fixed for name, jobs in parts.items() if work[name] == 0 for one in jobs)
+        left = max(pull - trained, 1e-6 * pull)
+        for name in asking:
+            part = left * claims[name] / sum(claims[one] for one in asking)
+            if name.startswith("job "):
+                found[parts[name][0].name] = part
+            else:
+                below((*path, name), part)
+
+    below((), float(slots))
+    return found
