@@ -166,6 +166,14 @@ class RayVirtualCluster:
             self._groups = self._reserve()
         return self._groups
 
+    def group_of(self, node_rank: int) -> PlacementGroup:
+        """The placement group of a node."""
+        return self.get_placement_groups()[node_rank]
+
+    def current(self, slot: AcceleratorSlot) -> AcceleratorSlot:
+        """A slot as it is now: a node may have been replaced by another machine."""
+        return slot
+
     def _check_totals(self) -> None:
         resource = self.accelerator.ray_resource
         have = ray.cluster_resources().get(resource, 0.0)
@@ -202,21 +210,22 @@ class RayVirtualCluster:
         """Every slot in rank order, with its node and physical device."""
         if self._slots is None:
             places = self.places()
-            groups = self.get_placement_groups()
-            tables = {node: placement_group_table(groups[node])["bundles_to_node_id"] for node, _ in places}
+            groups = {node: self.group_of(node) for node in {node for node, _ in places}}
+            tables = {node: placement_group_table(group)["bundles_to_node_id"] for node, group in groups.items()}
             node_ids = [tables[node][bundle] for node, bundle in places]
             addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+            devices = self._devices(node_ids, places)
             self._slots = [
                 AcceleratorSlot(node, bundle, node_id, addresses[node_id], device)
-                for (node, bundle), node_id, device in zip(places, node_ids, self._devices(node_ids), strict=True)
+                for (node, bundle), node_id, device in zip(places, node_ids, devices, strict=True)
             ]
         return self._slots
 
-    def _devices(self, node_ids: Sequence[str]) -> list[int | str]:
+    def _devices(self, node_ids: Sequence[str], places: Sequence[tuple[int, int]]) -> list[int | str]:
         if not self.accelerator.is_cuda:
             return [node_ids[:index].count(node_id) for index, node_id in enumerate(node_ids)]
         # Only a task inside a bundle can see which GPU Ray gave to it.
-        asked = [self._on(node, bundle, _gpu_of_slot).remote() for node, bundle in self.places()]
+        asked = [self._on(node, bundle, _gpu_of_slot).remote() for node, bundle in places]
         return ray.get(asked, timeout=self._timeout_s)
 
     def actor_name(self, group: str, rank: int) -> dict[str, str]:
@@ -225,9 +234,7 @@ class RayVirtualCluster:
 
     def strategy_for(self, node_rank: int, bundle_index: int) -> PlacementGroupSchedulingStrategy:
         """Ray scheduling strategy that puts an actor on one slot."""
-        return PlacementGroupSchedulingStrategy(
-            self.get_placement_groups()[node_rank], placement_group_bundle_index=bundle_index
-        )
+        return PlacementGroupSchedulingStrategy(self.group_of(node_rank), placement_group_bundle_index=bundle_index)
 
     def _on(self, node_rank: int, bundle_index: int, task: Any) -> Any:
         gpu = {"num_gpus": 0.01} if self.accelerator.is_cuda else {}

@@ -319,6 +319,7 @@ class RayWorkerGroup:
         """Starts or restarts the actor of a rank. Raises WorkerError: the old actor's name did not become free."""
         if self.workers[rank] is not None:
             ray.kill(self.workers[rank])
+            self._slots[rank] = [self.cluster.current(slot) for slot in self._slots[rank]]
         slots = self._slots[rank]
         given = {"PYTHONPATH": os.pathsep.join(_import_path()), **self._env_vars}
         env = self._environment(rank, *self._rendezvous) | without_private(given)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from nemo_rl.cli import EXIT_USAGE, usage_error
 from nemo_rl.config.errors import UserError
-from nemo_rl.time_sharing.arguments import add_host_arguments, add_page_arguments, add_pool_arguments, seconds
+from nemo_rl.time_sharing.arguments import add_host_arguments, add_page_arguments, add_pool_arguments, from_now, seconds
 from nemo_rl.time_sharing.history.checker import INVARIANTS, check, refuse_nothing
 from nemo_rl.time_sharing.log import events as _events  # registers the scheduler's event kinds
 from nemo_rl.time_sharing.log.accounts import BY, accounts_if_any, accounts_of, in_whole_seconds, statement
@@ -209,6 +209,12 @@ def _live_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         help="with --team, as root: a job's processes run as the Unix user of its submitter, and its files are that "
         "user's (default: as the pool's Unix user)",
     )
+    serving.add_argument(
+        "--max-nodes",
+        type=count,
+        metavar="N",
+        help="nodes that the pool may have, those that join later by add-node counted in (default: --nodes)",
+    )
     add_host_arguments(serving)
     submitting = of_open_pool("submit", live("submit"), "submit pipelines to the open pool")
     submitting.add_argument("files", nargs="+", metavar="FILE", help="configurations, and key=value for all of them")
@@ -240,10 +246,30 @@ def _live_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     adapting.add_argument("name", metavar="NAME", help="the job")
     adapting.add_argument("values", nargs="*", metavar="FILE|ADAPTER", help="files to add, or adapters to remove")
     of_open_pool("reload", live("reload"), "have the open pool read its team file again, and say what that changes")
+    _node_commands(lambda name, summary: of_open_pool(name, live(name.replace("-", "_")), summary))
     command("token", _token, "make a token for a user of a team, and what the team file holds of it")
     explaining = of_open_pool("explain", live("explain"), "say who has each GPU and why")
     explaining.add_argument("names", nargs="*", metavar="NAME", help="only what concerns these pipelines")
     explaining.add_argument("--log-dir", type=Path, help="of a pool that is closed, such as logs/time_sharing/latest")
+
+
+def _node_commands(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
+    """Commands that take nodes out of an open pool, and into it."""
+    leaving = command("drain-node", "clear a node: jobs move off it, and it is given back")
+    leaving.add_argument("node", metavar="NAME", help="its number or host name, or how its Ray id begins (see status)")
+    giving = command("give-back", "clear as many nodes as have so many GPUs, those on which the least trains")
+    giving.add_argument("gpus", type=count, metavar="K")
+    for added in (leaving, giving):
+        added.add_argument(
+            "--by",
+            type=from_now,
+            required=added is giving,
+            metavar="TIME",
+            help="when it has to be clear, as 18:30, or in how long, as 10m: what still trains there then is ended",
+        )
+        added.add_argument("--no-wait", action="store_true", help="return at once, and not when it is clear")
+    coming = command("add-node", "take a node in that was drained, or that has joined the pool's Ray cluster")
+    coming.add_argument("node", metavar="NAME", help="as of drain-node")
 
 
 def _token(chosen: argparse.Namespace) -> int:

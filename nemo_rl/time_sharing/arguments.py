@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -157,6 +158,20 @@ def seconds(text: str) -> float:
         if 0 < (number := float(text)) < math.inf:
             return number
     raise argparse.ArgumentTypeError(f"{text}: expected seconds above 0")
+
+
+_CLOCK, _DURATION = re.compile(r"(\d{1,2}):(\d{2})"), re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)?")
+
+
+def from_now(text: str) -> float:
+    """Seconds until a clock time, as 18:30, or of a duration, as 90, 10m or 2h."""
+    if (clock := _CLOCK.fullmatch(text)) and int(clock[1]) < 24 and int(clock[2]) < 60:
+        now = datetime.now()
+        left = now.replace(hour=int(clock[1]), minute=int(clock[2]), second=0, microsecond=0) - now
+        return left.total_seconds() % 86400
+    if duration := _DURATION.fullmatch(text):
+        return float(duration[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[duration[2] or "s"]
+    raise argparse.ArgumentTypeError(f"{text}: expected a time as 18:30, or a duration as 90, 10m or 2h")
 
 
 def seconds_or_none(text: str) -> float:

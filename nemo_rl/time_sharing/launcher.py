@@ -229,8 +229,11 @@ def _pool_of(chosen: argparse.Namespace) -> Pool:
     asks for something else.
     """
     check_variables(os.environ)
+    nodes = getattr(chosen, "max_nodes", None) or chosen.nodes
+    if nodes < chosen.nodes:
+        raise PoolError(f"--max-nodes {nodes}: the pool begins with --nodes {chosen.nodes}; give at least as many")
     try:
-        return Pool(chosen.nodes, chosen.gpus, 1 if chosen.slots_per_gpu == AUTO else chosen.slots_per_gpu)
+        return Pool(nodes, chosen.gpus, 1 if chosen.slots_per_gpu == AUTO else chosen.slots_per_gpu)
     except ValueError as error:
         raise PoolError(str(error)) from error
 
@@ -254,7 +257,9 @@ def options_of(chosen: argparse.Namespace) -> PoolOptions:
     """What the pool does beside scheduling, by the command line."""
     limits = HostLimits(chosen.job_memory, chosen.job_files, chosen.job_disk)
     queue = JobLimits(chosen.max_jobs or None, chosen.max_waiting)
-    return PoolOptions(chosen.on_end, limits, chosen.keep_free, queue, getattr(chosen, "run_as_submitter", False))
+    away = (getattr(chosen, "max_nodes", None) or chosen.nodes) - chosen.nodes
+    as_user = getattr(chosen, "run_as_submitter", False)
+    return PoolOptions(chosen.on_end, limits, chosen.keep_free, queue, as_user, away)
 
 
 @contextmanager
@@ -307,7 +312,7 @@ def _open(pool: Pool, chosen: argparse.Namespace, log_dir: Path, team: Team | No
     from nemo_rl.distributed.ray_runtime import init_ray, open_session, session_directory
 
     folder = None if team is None else session_directory(team_group(Path(team.source)))
-    accelerator = init_ray(device=chosen.device, cpu_slots=pool.gpus, log_dir=folder)
+    accelerator = init_ray(device=chosen.device, cpu_slots=pool.gpus_per_node * chosen.nodes, log_dir=folder)
     if folder is not None:
         open_session(folder)
     name = chosen.name or f"{log_dir.parent.name}-{log_dir.name}"

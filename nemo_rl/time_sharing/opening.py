@@ -68,19 +68,20 @@ def open_pool(
         log_dir: Existing directory for the scheduler's log and the agents' records.
         name: For people; by default that of its log's folder.
         team: Who may use the pool; None for whom Ray lets in.
-        options: What it does beside scheduling.
+        options: What it does beside scheduling, and how many of the last nodes are away at first.
 
     Raises ResourceInsufficientError: the Ray cluster does not have the slots; SchedulerInUse: a pool, or another
     control plane, is on this Ray cluster already.
     """
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from nemo_rl.time_sharing.pipelines.shared_cluster import reserve_pool
 
     _check_alone()
-    scheduler = start_scheduler(log_dir, pool, limits)
+    scheduler = start_scheduler(log_dir, pool, limits, away=options.away)
     try:
-        groups = reserve_pool(pool, accelerator)
+        reserve_pool(pool, accelerator, pool.nodes - options.away)
     except BaseException:
         stop_scheduler(scheduler)
         raise
@@ -90,9 +91,7 @@ def open_pool(
         _remove_reservation()
         stop_scheduler(scheduler)
         raise
-    handles = PoolHandles(
-        scheduler, pool, accelerator.kind, tuple(groups), limits, str(log_dir), memory, name or log_dir.name
-    )
+    handles = PoolHandles(scheduler, pool, accelerator.kind, limits, str(log_dir), memory, name or log_dir.name)
     actor: Any = (
         ray.remote(pool_class)
         .options(
@@ -100,6 +99,8 @@ def open_pool(
             namespace=CONTROL_NAMESPACE,
             lifetime="detached",
             num_cpus=0,
+            # Its state is on this node, which cannot leave the pool.
+            scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
             max_concurrency=ACTOR_THREADS,
             max_restarts=-1,
             # What is asked of it is asked again of the next one.

@@ -13,7 +13,8 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -58,6 +59,7 @@ from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles
 from nemo_rl.time_sharing.pipelines.job import PIPELINES, Job, Kind
 from nemo_rl.time_sharing.pipelines.residents import Part, PoolFull, Residents, SlotBytes, SlotMemory
 from nemo_rl.time_sharing.planning.job_placement import Mapped
+from nemo_rl.time_sharing.pool_nodes import ADD_NODE, DRAIN_NODE, GIVE_BACK, Node, PoolNodes
 from nemo_rl.time_sharing.protocol.quotas import Quotas
 from nemo_rl.time_sharing.protocol.topology import Pool, Topology
 from nemo_rl.time_sharing.protocol.types import HIGH
@@ -84,6 +86,8 @@ _CAPS = {
     # NCCL's monitoring thread reads variables while others are set, and takes the process down with it.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
+_NODE_S = 0.5
+_CUT_OFF = ("dismissed", "died")
 _LEFT = ("done", "drained")
 """Outcomes of pipelines that have given everything back by themselves."""
 
@@ -124,6 +128,7 @@ class PoolOptions:
     keep_free: int = 0  # bytes of host memory that stay free on each node
     queue: JobLimits = JobLimits()  # of all jobs together
     run_as_submitter: bool = False  # whether a job's processes are those of its user's Unix user
+    away: int = 0  # how many of its last nodes have not come yet
 
 
 NOTHING_MORE = PoolOptions()
@@ -172,6 +177,9 @@ class PoolActor(Orchestrator):
         kept = PoolState.read(self._path)
         self._submissions = {submission.name: submission for submission in kept.submissions}
         self._residents = Residents(kept.residents)
+        pool, new = handles.pool, not kept.name
+        gone = range(pool.nodes - options.away, pool.nodes) if new else kept.gone
+        self._nodes = PoolNodes(handles, gone, self._keep)
         self._actors: dict[str, Any] = {}
         self._seen: dict[str, Progress] = {}
         self._unwritten = False
@@ -201,6 +209,9 @@ class PoolActor(Orchestrator):
         )
         self._set_quotas()
         self._begin_waiting()
+        for node in self._nodes.all() if self._nodes.gone else ():
+            if node.state == "draining":
+                threading.Thread(target=self._clear, args=(node,), name=f"node-{node.number}", daemon=True).start()
 
     def _set_quotas(self) -> list[str]:
         """Tells the scheduler the team's shares and limits of GPUs; a line for each limit that jobs are above now."""
@@ -246,7 +257,8 @@ class PoolActor(Orchestrator):
     def _write(self) -> None:
         submissions, residents = list(self._submissions.values()), self._residents.entries()
         self._unwritten = True
-        PoolState(submissions, residents, self._handles.name, self._handles.unit).write(self._path)
+        gone = sorted(self._nodes.gone)
+        PoolState(submissions, residents, self._handles.name, self._handles.unit, gone).write(self._path)
         self._unwritten = False
 
     def pid(self) -> int:
@@ -376,7 +388,11 @@ class PoolActor(Orchestrator):
     def _submit(self, job: Job) -> str:
         with self._lock:
             running = [Mapped(going.train, going.infer, going.column) for going in self._running()]
-            job = job.placed(self._handles.pool, running)
+            wanted, why = job, ""
+            try:
+                job = job.placed(self._handles.pool, running, self._nodes.gpus_gone())
+            except ValueError as error:
+                why = str(error)
             self._check_limits(job.topology(self._handles.pool))
             try:
                 limits = job.limits.within(self._limits)
@@ -400,15 +416,14 @@ class PoolActor(Orchestrator):
                 limits=limits,
             )
             submission.user, submission.group = job.options.get("user", ""), job.options.get("group", "")
-            if why := self._why_it_waits(submission):
+            if why := self._why_it_waits(submission) or why:
                 waiting = [_owner(one) for one in self._open() if one.waits]
                 if full := why_it_may_not_wait(self._quotas(_owner(submission)), waiting):
                     raise PoolError(f"{job.name}: {why}, and {full}; submit it again when one has ended")
                 submission.waits = True
             self._submissions[job.name] = submission
             try:
-                if submission.waits:
-                    self._waiting.keep(job)
+                self._waiting.keep(wanted)
                 self._write()  # first, so that a restarted pool knows of every pipeline that may be there
             except OSError as error:
                 self._waiting.drop(job.name)
@@ -447,6 +462,7 @@ class PoolActor(Orchestrator):
         except Exception as error:
             submission.outcome = Outcome("failed", f"{type(error).__name__}: {error}")
             submission.ended_at = time.time()
+            self._waiting.drop(job.name)
             self._keep()
             self._notify(submission)
             raise
@@ -459,7 +475,20 @@ class PoolActor(Orchestrator):
 
     def _why_it_waits(self, submission: Submission) -> str:
         quotas, running = self._quotas(_owner(submission)), [_owner(one) for one in self._running()]
-        return why_it_waits(quotas, running) or ("its turn is next" if submission.waits else "")
+        if why := why_it_waits(quotas, running):
+            return why
+        next_one = "its turn is next" if self._has_place(submission) else "GPUs that it needs are away"
+        return next_one if submission.waits else ""
+
+    def _has_place(self, submission: Submission) -> bool:
+        """Whether a job that waits could be placed on the nodes that are here."""
+        if not (gone := self._nodes.gpus_gone()) or not submission.waits:
+            return True
+        try:
+            self._waiting.read(submission.name).placed(self._handles.pool, [], gone)
+        except (OSError, ValueError):
+            return False
+        return True
 
     def _begin_waiting(self) -> None:
         """Starts those of the waiting jobs whose turn it is, in order; called whenever a job has ended."""
@@ -470,17 +499,18 @@ class PoolActor(Orchestrator):
                     self._begin(submission)
 
     def _whose_turn_it_is(self) -> list[Submission]:
-        waiting = sorted((one for one in self._open() if one.waits), key=lambda one: one.submitted_at)
+        found = (one for one in self._open() if one.waits and self._has_place(one))
+        waiting = sorted(found, key=lambda one: one.submitted_at)
         running = [_owner(one) for one in self._running()]
         return [waiting[place] for place in beginners([_owner(one) for one in waiting], running, self._quotas)]
 
     def _begin(self, submission: Submission) -> None:
-        submission.waits = False
+        submission.waits = submission.moving = False
         try:
             job = self._waiting.read(submission.name)
             _check_unix_user(job)
             others = [Mapped(one.train, one.infer, one.column) for one in self._running() if one is not submission]
-            job = job.placed(self._handles.pool, others)
+            job = job.placed(self._handles.pool, others, self._nodes.gpus_gone())
             submission.train, submission.infer, submission.column = job.train, job.infer, job.column
             self._keep()
             self._start(job, submission)
@@ -490,17 +520,18 @@ class PoolActor(Orchestrator):
             if submission.outcome is None:
                 submission.outcome = Outcome("failed", f"could not be started: {type(error).__name__}: {error}")
                 submission.ended_at = time.time()
+                self._waiting.drop(submission.name)
                 self._keep()
                 self._notify(submission)
-        self._waiting.drop(submission.name)
 
     def _leave_queue(self, submission: Submission, kind: str) -> str:
         """Ends a job that waits for its turn; what happened, in words."""
         with self._lock:
             if not submission.waits:
                 return ""
-            submission.waits = False
-            submission.outcome, submission.ended_at = Outcome(kind, "before it began"), time.time()
+            began = " again, after it had moved" if submission.moving else ""
+            submission.waits = submission.moving = False
+            submission.outcome, submission.ended_at = Outcome(kind, f"before it began{began}"), time.time()
             self._waiting.drop(submission.name)
             self._keep()
             self._notify(submission)
@@ -580,8 +611,18 @@ class PoolActor(Orchestrator):
             # Its processes are ended and its GPUs verified free before anybody else gets them.
             self.unregister_pipeline(submission.name)
         with self._lock:
-            submission.outcome, submission.ended_at = outcome, time.time()
             self._residents.leave(submission.name)
+            cut_off = submission.moving and outcome.kind in _CUT_OFF
+            if submission.moving and not submission.is_ending and not submission.asked and outcome.kind != "failed":
+                if outcome.kind == "drained" or (cut_off and self._waiting.read(submission.name).resumes):
+                    # It begins again, ahead of those that were submitted later.
+                    submission.waits = True
+                    submission.incarnation = max(int(time.time()), submission.incarnation + 1)
+                elif cut_off:
+                    outcome = replace(outcome, kind="failed", reason="its node had to leave, and it saves nothing")
+            if not submission.waits:
+                submission.outcome, submission.ended_at = outcome, time.time()
+                self._waiting.drop(submission.name)
             self._keep()
             self._notify(submission)
         self._begin_waiting()
@@ -680,6 +721,7 @@ class PoolActor(Orchestrator):
                 submission.group,
                 self._why_it_waits(submission) if submission.waits else "",
                 *self._hosts.of(name if submission.outcome is None else ""),
+                submission.moving,
             )
             for name, submission in submissions.items()
         ]
@@ -729,6 +771,76 @@ class PoolActor(Orchestrator):
             raise PoolError(f"{name}: does not answer ({type(error).__name__}); cancel it") from error
         self._note_asked(submission, "drain")
         return f"draining: {does}"
+
+    def nodes(self) -> list[Node]:
+        """The pool's nodes, in order."""
+        return self._nodes.all()
+
+    def drain_node(self, name: str, within_s: float | None = None, token: str = "") -> list[str]:
+        """Has a node cleared and given back, within so many seconds; what that means for it and for jobs, a line each.
+        Raises NodeError: see `PoolNodes.leaves`; TeamError: the user may not.
+        """
+        with self._acting(token, DRAIN_NODE, name):
+            return self._drain_node(self._nodes.leaves(name), within_s)
+
+    def give_back(self, gpus: int, within_s: float, token: str = "") -> list[str]:
+        """The same for as many nodes as have so many GPUs, those on which the least trains. Raises NodeError: see
+        `PoolNodes.least_used`.
+        """
+        with self._acting(token, GIVE_BACK, f"{gpus} GPUs"):
+            per_node = self._handles.pool.gpus_per_node
+            trained = Counter(gpu // per_node for one in self._running() for gpu in one.train)
+            nodes = self._nodes.least_used(gpus, trained)
+            return [line for node in nodes for line in self._drain_node(node, within_s)]
+
+    def add_node(self, name: str, token: str = "") -> list[str]:
+        """Takes a node in; see `PoolNodes.add`."""
+        with self._acting(token, ADD_NODE, name):
+            node = self._nodes.add(name)
+        self._begin_waiting()
+        return [f"{node}: here"]
+
+    def _drain_node(self, node: Node, within_s: float | None) -> list[str]:
+        self._nodes.drain(node, within_s)
+        said = [f"{node}: draining", *self._move_off(node)]
+        threading.Thread(target=self._clear, args=(node, within_s), name=f"node-{node.number}", daemon=True).start()
+        return said
+
+    def _move_off(self, node: Node) -> Iterator[str]:
+        """Drains the jobs that train or have their process on a node, so that they begin again elsewhere."""
+        gone, per_node = self._nodes.gpus_gone(), self._handles.pool.gpus_per_node
+        for submission in self._running():
+            name = submission.name
+            trains = any(gpu // per_node == node.number for gpu in submission.train)
+            if not trains and not self._nodes.is_on(self._actors[name], node):
+                if gone.issuperset(submission.infer):
+                    yield f"{name}: waits until a node of its GPUs is back"
+                continue
+            with self._lock:
+                submission.moving = True
+                self._keep()
+            if self._waiting.read(name).resumes:
+                self._actors[name].drain.remote()
+                yield f"{name}: finishes its step, saves, and goes on where it has a place"
+            else:
+                yield f"{name}: goes on, as it saves nothing; it fails if it is not done when the node has to leave"
+
+    def _clear(self, node: Node, within_s: float | None = None) -> None:
+        """Gives a node back, once nothing of the pool is on it."""
+        import ray
+
+        deadline = time.monotonic() + (math.inf if within_s is None else within_s)
+        while node.number in self._nodes.gone:
+            try:
+                there = [one for one in self._running() if self._nodes.is_on(self._actors[one.name], node)]
+                if time.monotonic() > deadline:
+                    for submission in there:
+                        self._end_for(submission, f"{node} had to leave")
+                if not there and self._nodes.let_go(node.number):
+                    return
+            except ray.exceptions.RayError as error:
+                logger.error("node=%d event=not_cleared_yet reason=%s", node.number, error)
+            time.sleep(_NODE_S)
 
     def adapters(self, name: str, command: str, values: Sequence[str], token: str = "") -> object:
         """Adds, removes or lists adapters of a pipeline; see `CommandPipeline.adapters`. Raises PoolError: there is no
@@ -794,8 +906,8 @@ def _owner(submission: Submission) -> Owner:
 
 
 class WaitingJobs:
-    """The jobs that wait for their turn, in files of `folder` that the pool's user alone can read: a restarted actor
-    starts them, too.
+    """The jobs that wait for their turn, or may have to begin again, in files of `folder` that the pool's user alone
+    can read: a restarted actor starts them, too.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _ANSWER_S = 60.0
 _POLL_S, _TROUBLE_S = 1.0, 15.0
-_CANCEL_S = 60.0
+_CANCEL_S, _CLEAR_S = 60.0, 900.0
 _NEWEST = 10
 _CODE_KEYS = {"agent", "class", "function", "custom_dataloader", "processor", "dataset_name", "target"}
 """Keys of a configuration that may name a class or function of the user's."""
@@ -95,19 +95,22 @@ def status(chosen: argparse.Namespace) -> int:
     """Shows every pipeline of the open pool on standard output."""
     import ray
 
-    actor, _ = _join(chosen.pool)
+    actor, pool = _join(chosen.pool)
     about = _about_for_user(actor)
+    nodes = ask(actor.nodes.remote()) if pool.nodes > 1 else []
     standings: list[Standing] = ray.get(actor.standings.remote(), timeout=_ANSWER_S)
     if chosen.json:
         pipelines = [asdict(each) | {"state": each.state} for each in standings]
         for one in pipelines if not about.team else ():
             del one["user"], one["group"]
-        shown = {"pool": about.name, "pipelines": pipelines}
+        shown: dict[str, object] = {"pool": about.name, "pipelines": pipelines}
+        if nodes:
+            shown["nodes"] = [node._asdict() for node in nodes]
         sys.stdout.write(json.dumps(shown, indent=2) + "\n")
     elif not standings:
         sys.stdout.write(f"pool {about.name}: no pipelines; submit FILE adds one\n")
     else:
-        lines = [f"pool {about.name}", about.trouble, about.unheard]
+        lines = [f"pool {about.name}", about.trouble, about.unheard, *(f"{node}: {node.state}" for node in nodes)]
         sys.stdout.write("".join(f"{line}\n" for line in lines if line))
         StandingsTable(about.unit, file=sys.stdout).print(standings)
     return EXIT_OK
@@ -157,6 +160,52 @@ def adapters(chosen: argparse.Namespace) -> int:
     values = [str(Path(value).resolve()) if chosen.what == "add" else value for value in chosen.values]
     for answer in ask(actor.adapters.remote(chosen.name, chosen.what, values, _users_token(actor))):
         sys.stdout.write((answer if isinstance(answer, str) else json.dumps(answer, indent=2)) + "\n")
+    return EXIT_OK
+
+
+def drain_node(chosen: argparse.Namespace) -> int:
+    """Has a node cleared and given back, and waits for that."""
+    return _leave(chosen, "drain_node", chosen.node)
+
+
+def give_back(chosen: argparse.Namespace) -> int:
+    """The same for as many nodes as have so many GPUs."""
+    return _leave(chosen, "give_back", chosen.gpus)
+
+
+def _leave(chosen: argparse.Namespace, method: str, what: object) -> int:
+    actor, _ = _join(chosen.pool)
+    before = {node.number for node in ask(actor.nodes.remote()) if node.state != "here"}
+    for line in ask(getattr(actor, method).remote(what, chosen.by, _users_token(actor))):
+        sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+    limit_s = _CLEAR_S if chosen.by is None else chosen.by + _CANCEL_S
+    deadline, said = time.monotonic() + limit_s, ""
+    while not chosen.no_wait:
+        nodes = [node for node in ask(actor.nodes.remote()) if node.state != "here" and node.number not in before]
+        left = [node for node in nodes if node.state == "draining"]
+        for node in (node for node in nodes if node not in left and not left):
+            sys.stdout.write(f"node {node.number}: given back\n")
+        if not left:
+            return EXIT_OK
+        waits = "; ".join(f"{one.name} ({one.why or one.state})" for one in _standings(actor, None) if one.moving)
+        now = f"waits for {waits or 'its engines to sleep'}"
+        if time.monotonic() > deadline:
+            sys.stdout.write(f"{left[0]}: {now} after {limit_s:g} s; it is given back once it is clear\n")
+            return EXIT_FAILED
+        if now.partition(" (")[0] != said:
+            said = now.partition(" (")[0]
+            sys.stdout.write(f"{left[0]}: {now}\n")
+            sys.stdout.flush()
+        time.sleep(_POLL_S)
+    return EXIT_OK
+
+
+def add_node(chosen: argparse.Namespace) -> int:
+    """Takes a node into the open pool."""
+    actor, _ = _join(chosen.pool)
+    for line in ask(actor.add_node.remote(chosen.node, _users_token(actor))):
+        sys.stdout.write(f"{line}\n")
     return EXIT_OK
 
 

@@ -32,7 +32,8 @@ ROLES = ("viewer", "member", "lead", "admin")
 TOKEN_VARIABLE, TOKEN_FILE = "NRL_POOL_TOKEN", "~/.config/nemo_rl/pool_token"
 """Where a user's own token is; the variable comes first."""
 SUBMIT, RELOAD, SUBMIT_HIGH = "submit", "reload", "submit with priority high"
-_LEAST = {SUBMIT: "member", RELOAD: "admin", SUBMIT_HIGH: "lead"}
+_LEAST = {SUBMIT: "member", SUBMIT_HIGH: "lead"}
+_LEAST |= dict.fromkeys((RELOAD, "drain-node", "add-node", "give-back"), "admin")
 """The least role for actions that are on no user's job."""
 _LEVELS = 3
 HALF_LIFE_HOURS = 4.0

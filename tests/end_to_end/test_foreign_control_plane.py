@@ -48,7 +48,6 @@ class Overlapping(OwnPlacement):
 
         def cluster(slots: list[int], *, leads_ranks: bool) -> SharedCluster:
             return SharedCluster(
-                self.groups,
                 pool,
                 slots,
                 accelerator,

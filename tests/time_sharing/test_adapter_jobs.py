@@ -143,7 +143,7 @@ def test_adapters_that_come_and_go_while_a_command_yields_are_those_of_the_next_
     (tmp_path / config.log_dir).mkdir(parents=True)
     (tmp_path / config.log_dir / ADAPTERS_ADDRESS).write_text("an address at which nothing may be asked any more")
     job = Job("adapters", config, (), (0,), folder=str(tmp_path))
-    pipeline = CommandPipeline(job, PoolHandles(None, Pool(1, 1), "cpu", (), LIVE_LIMITS, str(tmp_path)), 0)
+    pipeline = CommandPipeline(job, PoolHandles(None, Pool(1, 1), "cpu", LIVE_LIMITS, str(tmp_path)), 0)
     monkeypatch.setattr(pipeline, "_process", SimpleNamespace(poll=lambda: None))
     pipeline._stopping.set()
     with pytest.raises(UnsupportedModelError, match="odd.yaml: .*q_prj matches no linear layer"):
@@ -177,7 +177,7 @@ def test_adapters_that_lose_their_gpus_while_they_start_are_asked_to_leave_once_
     config = config.model_copy(update={"log_dir": str(tmp_path)})
     address, said = tmp_path / ADAPTERS_ADDRESS, tmp_path / "said"
     command = [sys.executable, "-c", _STARTING, str(address), str(said), how]
-    handles = PoolHandles(None, Pool(1, 1), "cpu", (), LIVE_LIMITS, str(tmp_path))
+    handles = PoolHandles(None, Pool(1, 1), "cpu", LIVE_LIMITS, str(tmp_path))
     pipeline = CommandPipeline(Job("adapters", config, (), (0,), folder=str(tmp_path)), handles, 0)
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         pipeline._process = process
@@ -198,7 +198,7 @@ def test_a_job_shows_how_far_each_of_its_adapters_is_and_ends_with_their_steps(t
     config = _submitted(tmp_path, ["one.yaml"], one={}).model_copy(update={"command": [sys.executable, "-c", ""]})
     file = adapter_states(tmp_path, "adapters")
     file.write_text("of an earlier job of this name")
-    handles = PoolHandles(None, Pool(1, 1), "cpu", (), LIVE_LIMITS, str(tmp_path))
+    handles = PoolHandles(None, Pool(1, 1), "cpu", LIVE_LIMITS, str(tmp_path))
     pipeline = CommandPipeline(Job("adapters", config, (), (0,), folder=str(tmp_path)), handles, 0)
     assert pipeline.progress().adapters == () and pipeline.progress().step == 0
     states = [

@@ -299,7 +299,7 @@ def test_status_says_that_ends_do_not_arrive_and_a_restarted_pool_posts_them_aga
     hook.answers = lambda handler: hook.answer(handler, 500)
 
     def opened() -> PoolActor:
-        handles = PoolHandles(None, Pool(1, 1), "cpu", (), Limits(), str(tmp_path), name="ours")
+        handles = PoolHandles(None, Pool(1, 1), "cpu", Limits(), str(tmp_path), name="ours")
         actor = PoolActor(handles, options=PoolOptions(on_end=hook.url))
         assert actor.settle_notices(20)
         return actor

@@ -93,9 +93,7 @@ class Queued(PoolActor):
 
     def __init__(self, folder: Path, queue: JobLimits, begun: list[str]) -> None:
         self.begun = begun
-        super().__init__(
-            PoolHandles(None, Pool(1, 2), "cpu", (), Limits(), str(folder)), options=PoolOptions(queue=queue)
-        )
+        super().__init__(PoolHandles(None, Pool(1, 2), "cpu", Limits(), str(folder)), options=PoolOptions(queue=queue))
 
     def create_pipeline_actor(self, job: Job, incarnation: int) -> object:
         self.begun.append(job.name)

@@ -79,7 +79,7 @@ def test_the_first_comers_lie_side_by_side_and_what_is_too_wide_is_refused() -> 
 @pytest.fixture
 def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PoolActor:
     """A pool of four GPUs whose pipelines are never started."""
-    made = PoolActor(PoolHandles(None, Pool(1, 4), "cuda", (), Limits(), str(tmp_path)))
+    made = PoolActor(PoolHandles(None, Pool(1, 4), "cuda", Limits(), str(tmp_path)))
     monkeypatch.setattr(made, "create_pipeline_actor", lambda job, incarnation: SimpleNamespace(job=job))
     monkeypatch.setattr(made, "_begin_watch", lambda life: None)
     return made

@@ -105,7 +105,7 @@ def evaluation(pool: PoolActor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     [job] = read_jobs([ROOT / "examples" / "configs" / "eval_arithmetic_cpu.yaml"], Pool(1, 2))
     assert isinstance(job.config, EvalMasterConfig)
     monkeypatch.chdir(tmp_path)
-    handles = PoolHandles(None, Pool(1, 2), "cuda", (), Limits(), str(tmp_path))
+    handles = PoolHandles(None, Pool(1, 2), "cuda", Limits(), str(tmp_path))
     pipeline = EvaluationPipeline(Job("score", job.config, (), (0, 1), folder=str(tmp_path)), handles, 0)
     pipeline._record = pipeline.open_record()
 
@@ -120,7 +120,7 @@ def evaluation(pool: PoolActor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_the_engine_of_an_evaluation_is_entered_when_it_first_sleeps(
     others: int, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = PoolActor(PoolHandles(None, Pool(1, 2), "cuda", (), Limits(), str(tmp_path)))
+    pool = PoolActor(PoolHandles(None, Pool(1, 2), "cuda", Limits(), str(tmp_path)))
     pool._residents.admit("grpo", {1: SlotMemory(others, 80 * GIB)}, {1: 50 * GIB})
     ended: list[str] = []
     monkeypatch.setattr(pool, "unregister_pipeline", ended.append)

@@ -295,7 +295,7 @@ def test_a_command_sees_the_gpus_that_its_slots_lie_on(
     )
     config = CommandConfig(command=["sh", "-c", "echo $CUDA_VISIBLE_DEVICES"], gpus=len(gpus))
     job = Job("sweep", config, (), gpus, folder=str(tmp_path), column=None)
-    pipeline = CommandPipeline(job, PoolHandles(None, pool, "cuda", (), LIVE_LIMITS, str(tmp_path)), 0)
+    pipeline = CommandPipeline(job, PoolHandles(None, pool, "cuda", LIVE_LIMITS, str(tmp_path)), 0)
     holding = SimpleNamespace(held=lambda: [tuple(pool.slots_on(gpus, None))])
     with (tmp_path / "log").open("wb") as log:
         process = pipeline._start(holding, config, log)  # pyrefly: ignore[bad-argument-type]

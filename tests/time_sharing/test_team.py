@@ -309,7 +309,7 @@ class Actor:
 
     def __init__(self, folder: Path, team: Team | None, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[tuple[str, str, str, str]] = []
-        self.pool = PoolActor(PoolHandles(None, Pool(1, 2), "cuda", (), Limits(), str(folder)), team)
+        self.pool = PoolActor(PoolHandles(None, Pool(1, 2), "cuda", Limits(), str(folder)), team)
         monkeypatch.setattr(self.pool, "_note_acted", lambda *event: self.events.append(event))
         for name in ("end", "_drain", "_adapters"):
             monkeypatch.setattr(self.pool, name, lambda job, *_, name=name: f"{name} {self.pool._known(job).name}")

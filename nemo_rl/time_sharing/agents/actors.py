@@ -36,14 +36,20 @@ class SchedulerInUse(UserError, RuntimeError):
 
 
 def start_scheduler(
-    log_dir: str | Path, pool: Pool, limits: Limits | None = None, *, segment_lines: int = SEGMENT_LINES
+    log_dir: str | Path,
+    pool: Pool,
+    limits: Limits | None = None,
+    *,
+    segment_lines: int = SEGMENT_LINES,
+    away: int = 0,
 ) -> ActorHandle[object]:
     """The scheduler actor, started if it does not run: named, detached, restarted by Ray whenever it dies, until
     `stop_scheduler`.
 
     log_dir: an existing directory on this node, where the scheduler stays; a log that is there already is gone on with.
     segment_lines: after how many lines the log goes on in a new file, which bounds how long a restart takes (see
-    `segments`). Returns the actor's handle. Raises SchedulerInUse when one runs already over another pool or log.
+    `segments`). away: how many of the last nodes are away at first. Returns the actor's handle. Raises SchedulerInUse
+    when one runs already over another pool or log.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -62,7 +68,7 @@ def start_scheduler(
             # Its log is on this node, also for the scheduler that Ray starts after it.
             scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
         )
-        .remote(str(log_dir), pool.nodes, pool.gpus_per_node, limits, segment_lines, pool.slots_per_gpu)
+        .remote(str(log_dir), pool.nodes, pool.gpus_per_node, limits, segment_lines, pool.slots_per_gpu, away)
     )
     served_dir, served_pool = ray.get(scheduler.serves.remote(), timeout=_START_S)
     if (served_dir, served_pool) != (str(log_dir), pool):

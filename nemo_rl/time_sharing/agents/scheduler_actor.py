@@ -52,9 +52,10 @@ class SchedulerActor:
         limits: Limits | None = None,
         segment_lines: int = SEGMENT_LINES,
         slots_per_gpu: int = 1,
+        away: int = 0,
     ) -> None:
         try:
-            self._begin(log_dir, Pool(nodes, gpus_per_node, slots_per_gpu), limits or Limits(), segment_lines)
+            self._begin(log_dir, Pool(nodes, gpus_per_node, slots_per_gpu), limits or Limits(), segment_lines, away)
         except (OSError, RecordError):
             if not started_anew():
                 raise
@@ -63,7 +64,7 @@ class SchedulerActor:
             time.sleep(_AGAIN_S)
             os._exit(1)
 
-    def _begin(self, log_dir: str, pool: Pool, limits: Limits, segment_lines: int) -> None:
+    def _begin(self, log_dir: str, pool: Pool, limits: Limits, segment_lines: int, away: int) -> None:
         path, newest = newest_segment(Path(log_dir) / "scheduler.jsonl")
         boot = log_end.this_boot()
         past, complete = log_end.read_log(path, boot)
@@ -95,7 +96,8 @@ class SchedulerActor:
                 for reply in core.hello():
                     self._notify(reply)
             else:
-                core.open(pool, limits, time.time(), complete=complete)
+                absent = range(pool.nodes - away, pool.nodes)
+                core.open(pool, limits, time.time(), complete=complete, away=absent)
         if not complete:
             self._record.sign(boot)
         self._timer = threading.Thread(target=self._tick, name="scheduler-timer", daemon=True)
@@ -151,6 +153,34 @@ class SchedulerActor:
         """See `Scheduler.set_quotas`."""
         with self._serving() as core:
             return core.set_quotas(nodes, half_life_s, time.time())
+
+    def drain_node(self, node: int, within_s: float | None = None) -> None:
+        """See `Scheduler.drain_node`."""
+        with self._serving() as core:
+            core.drain_node(node, time.time(), within_s)
+
+    def node_leaves(self, node: int) -> bool:
+        """See `Scheduler.node_leaves`; the engines that sleep there are ended."""
+        with self._serving() as core:
+            if not core.node_leaves(node, time.time()):
+                return False
+            units = core.state.pool.units_of([node])
+            asleep = [
+                (name, pipeline.incarnation, rank)
+                for name, pipeline in core.state.pipelines.items()
+                for rank, gpus in enumerate(pipeline.topology.ranks)
+                if not units.isdisjoint(gpus)
+            ]
+        for name, incarnation, rank in asleep:
+            if self._reaper.ends_single_ranks(name, incarnation):
+                self._reaper.end(name, incarnation, rank, timeout_s=STOP_S)
+                self._tell(name, incarnation, "rank_ended", rank)
+        return True
+
+    def node_comes(self, node: int) -> None:
+        """See `Scheduler.node_comes`."""
+        with self._serving() as core:
+            core.node_comes(node, time.time())
 
     def wanted(self, pipeline: str) -> bool:
         """See `Scheduler.wanted`; False for one that is not registered."""

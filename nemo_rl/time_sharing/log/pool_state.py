@@ -131,6 +131,7 @@ class Submission:
     saves_in: str = ""  # the folder of its checkpoints
     limits: HostLimits = HostLimits()
     notified: bool = False  # whether the pool's webhook has its end
+    moving: bool = False  # off a node that is to leave: it ends, and begins again
 
     @property
     def is_ending(self) -> bool:
@@ -158,6 +159,7 @@ class Standing:
     waits: str = ""  # why it has not begun, while it waits for its turn
     hosts: tuple[HostUse, ...] = ()  # what it takes of each node while it runs
     disk: int | None = None  # bytes of its logs and checkpoints while it runs; None before they were measured
+    moving: bool = False  # off a node that is to leave
 
     def kept(self, now: float) -> dict[str, str]:
         """Whether its user's wishes are kept, and by how much they are missed, in words by the wish; `now`: seconds
@@ -190,6 +192,8 @@ class Standing:
             return self.outcome.kind
         if self.asked:
             return {"drain": "draining", "cancel": "being cancelled"}[self.asked]
+        if self.moving:
+            return "moving"
         if self.waits:
             return "queued"
         return self.progress.phase if self.progress is not None else "starting"
@@ -214,6 +218,7 @@ class PoolState:
     residents: list[Resident] = field(default_factory=list)
     name: str = ""
     unit: str = "GPU"
+    gone: list[int] = field(default_factory=list)  # nodes that are to leave, or away
 
     def write(self, path: Path) -> None:
         """Replaces the state file atomically, and waits for the disk."""

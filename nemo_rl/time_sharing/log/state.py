@@ -689,6 +689,10 @@ def _node_moved(state: SchedulerState, event: ev.NodeDraining | ev.NodeAway | ev
         if holders := state.on(event.node):
             raise InconsistentLog(f"node {event.node} is away while {', '.join(sorted(holders))} holds GPUs of it")
         state.away.add(event.node)
+        units = state.pool.units_of([event.node])
+        for pipeline in state.pipelines.values():
+            # Its engines end with the node.
+            pipeline.warm = {rank for rank in pipeline.warm if units.isdisjoint(pipeline.topology.ranks[rank])}
     state.withheld = state.pool.units_of(state.draining.keys() | state.away)
 
 

@@ -53,7 +53,6 @@ class PoolHandles:
     scheduler: Any
     pool: Pool
     accelerator: str  # `cuda` or `cpu`
-    groups: Sequence[Any]  # placement groups, one per node, one bundle per GPU
     limits: Limits
     log_dir: str  # where the scheduler's log is, and the agents' records
     memory: SlotBytes | None = None
@@ -290,7 +289,6 @@ class LentPipeline:
         # A command's ranks are no process group of ours.
         cluster = ClusterConfig() if isinstance(config, CommandConfig) else config.cluster
         return SharedCluster(
-            handles.groups,
             handles.pool,
             gpus,
             CUDA if handles.accelerator == "cuda" else CPU,

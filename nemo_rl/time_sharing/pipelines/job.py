@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -178,6 +178,13 @@ class Job:
         return () if self.teaches else tuple(str(Path(self.folder, one)) for one in _folders(self.config))
 
     @property
+    def resumes(self) -> bool:
+        """Whether it goes on where it was, after it has been drained; a command begins again by its own rules."""
+        if isinstance(self.config, MasterConfig | SFTMasterConfig):
+            return self.config.checkpointing.enabled and not self.teaches
+        return isinstance(self.config, CommandConfig)
+
+    @property
     def engines(self) -> VllmConfig | None:
         """The options of its engines; None where it has none."""
         return engines_of(self.config, self.name if self.teaches else None)
@@ -190,20 +197,30 @@ class Job:
         engines = self.engines
         return 1 if engines is None else engines.tensor_parallel_size * engines.pipeline_parallel_size
 
-    def placed(self, pool: Pool, others: Iterable[job_placement.Mapped]) -> Job:
+    def placed(self, pool: Pool, others: Iterable[job_placement.Mapped], gone: Set[int] = frozenset()) -> Job:
         """The same job, on the slot of its GPUs on which the fewest others are; one that may train anywhere trains on
-        the GPUs on which the least goes on.
+        the GPUs on which the least goes on. Its ranks on GPUs that are `gone` are left out.
 
         Args:
             pool: Where it is to run.
             others: The mappings of the pool's jobs that have not ended.
+
+        Raises ValueError: it has no place beside those that are gone.
         """
         trains_only, others = _trains_only(self.config), list(others)
-        within = range(pool.gpus) if trains_only else self.infer
+        within: Sequence[int] = range(pool.gpus) if trains_only else self.infer
         moved = self
+        if gone:
+            width = self.rank_width
+            ranks = [within[start : start + width] for start in range(0, len(within), width)]
+            within = [gpu for rank in ranks if gone.isdisjoint(rank) for gpu in rank]
+            if len(within) < max(len(self.train), 1) or (not self.anywhere and not gone.isdisjoint(self.train)):
+                raise ValueError(f"{self.name}: GPUs that it needs are away")
+            moved = moved if trains_only else replace(self, infer=tuple(within))
         if self.anywhere and len(self.train) <= len(within):
             train = job_placement.place(within, len(self.train), others)
-            moved = replace(self, train=train, infer=train if trains_only else self.infer)
+            moved = replace(moved, train=train, infer=train if trains_only else moved.infer)
+        if moved is not self:
             moved = replace(moved, options={**self.options, "full_overlap": moved.covers_every_rank()})
         if moved.column is None or not moved.infer:
             return moved

@@ -12,10 +12,12 @@ import os
 from collections.abc import Sequence
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray import PlacementGroupID
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from nemo_rl.distributed.accelerator_slots import Accelerator
 from nemo_rl.distributed.virtual_cluster import (
+    AcceleratorSlot,
     RayVirtualCluster,
     ResourceInsufficientError,
     first_not_reserved,
@@ -28,29 +30,22 @@ from nemo_rl.time_sharing.protocol.topology import Pool
 # Every slot is shared by this many worker groups at most: two of each pipeline.
 _GROUPS_PER_SLOT = 128
 _RESERVE_S = 180.0
+_RESERVE_NODE_S = 30.0
 # https://docs.nvidia.com/deploy/mps: read when a process first uses the GPU; without MPS it changes nothing.
 _MPS_PRIORITY, _BELOW_NORMAL = "CUDA_MPS_CLIENT_PRIORITY", "1"
 RESERVATION = "time_sharing_"
 """Begins the names of a pool's placement groups."""
 
 
-def reserve_pool(pool: Pool, accelerator: Accelerator) -> list[PlacementGroup]:
-    """One placement group per node, with one bundle per GPU; they outlive the process that reserves them. Raises
+def reserve_pool(pool: Pool, accelerator: Accelerator, nodes: int | None = None) -> list[PlacementGroup]:
+    """One placement group per node, or for the first `nodes` of them, with one bundle per GPU; they outlive the process
+    that reserves them. Raises
     ResourceInsufficientError: the Ray cluster does not have the slots, or they did not become free in time.
     """
-    bundle = {accelerator.ray_resource: 1.0, "CPU": 1.0}
-    groups = [
-        placement_group(
-            [dict(bundle) for _ in range(pool.gpus_per_node)],
-            strategy="STRICT_PACK",
-            name=f"{RESERVATION}{node}",
-            lifetime="detached",
-        )
-        for node in range(pool.nodes)
-    ]
+    groups = [_reserve_node(pool, accelerator, node) for node in range(pool.nodes if nodes is None else nodes)]
     if first_not_reserved(groups, _RESERVE_S) is not None:
         raise ResourceInsufficientError(
-            f"the pool needs {pool.nodes} x {pool.gpus_per_node} {accelerator.ray_resource}; the Ray cluster has "
+            f"the pool needs {len(groups)} x {pool.gpus_per_node} {accelerator.ray_resource}; the Ray cluster has "
             f"{ray.cluster_resources().get(accelerator.ray_resource, 0.0):.0f}, of which "
             f"{ray.available_resources().get(accelerator.ray_resource, 0.0):.0f} are free; held: "
             f"{holders_of(accelerator.ray_resource)}"
@@ -58,11 +53,53 @@ def reserve_pool(pool: Pool, accelerator: Accelerator) -> list[PlacementGroup]:
     return groups
 
 
+def _reserve_node(pool: Pool, accelerator: Accelerator, node: int, on: str | None = None) -> PlacementGroup:
+    bundle = {accelerator.ray_resource: 1.0, "CPU": 1.0}
+    return placement_group(
+        [dict(bundle) for _ in range(pool.gpus_per_node)],
+        strategy="STRICT_PACK",
+        name=f"{RESERVATION}{node}",
+        lifetime="detached",
+        _soft_target_node_id=on,
+    )
+
+
+def reserve_node(pool: Pool, accelerator: Accelerator, node: int, on: str) -> None:
+    """Reserves a node of a pool on the Ray node `on`. Raises ResourceInsufficientError: that has not so many slots, or
+    they did not become free in time.
+    """
+    group = _reserve_node(pool, accelerator, node, on)
+    late = first_not_reserved([group], _RESERVE_NODE_S) is not None
+    if late or reservations()[node][1] != on:
+        remove_placement_group(group)
+        raise ResourceInsufficientError(
+            f"Ray node {on[:8]} has not {pool.gpus_per_node} free {accelerator.ray_resource}, as each node of the pool "
+            f"has; held: {holders_of(accelerator.ray_resource)}"
+        )
+
+
+def release_node(node: int) -> None:
+    """Ends the reservation of a node of the pool, if there is one, and what still runs in it."""
+    if (found := reservations().get(node)) is not None:
+        remove_placement_group(found[0])
+
+
+def reservations() -> dict[int, tuple[PlacementGroup, str]]:
+    """The placement groups of the pool's nodes that are there, and the Ray nodes that they are on."""
+    return {
+        int(entry["name"].removeprefix(RESERVATION)): (
+            PlacementGroup(PlacementGroupID(bytes.fromhex(entry["placement_group_id"]))),
+            str(entry["bundles_to_node_id"][0]),
+        )
+        for entry in placement_group_table().values()
+        if entry["name"].startswith(RESERVATION) and entry["state"] == "CREATED"
+    }
+
+
 class SharedCluster(RayVirtualCluster):
     """The slots of one cluster of a pipeline.
 
     Args:
-        groups: Of the pool, one per node.
         incarnation: Which life of the pipeline.
         leads_ranks: Whether each worker leads a generation rank, so that it can be ended by itself.
         ports: First and last port for process groups.
@@ -71,7 +108,6 @@ class SharedCluster(RayVirtualCluster):
 
     def __init__(
         self,
-        groups: Sequence[PlacementGroup],
         pool: Pool,
         gpus: Sequence[int],
         accelerator: Accelerator,
@@ -99,12 +135,19 @@ class SharedCluster(RayVirtualCluster):
                 # nothing. Who has set a priority for the whole pool wants that one.
                 self.worker_env = {_MPS_PRIORITY: os.environ.get(_MPS_PRIORITY, _BELOW_NORMAL)}
         self._pool, self._gpus = pool, tuple(gpus)
-        self._pool_groups = list(groups)
         self._pipeline, self._incarnation, self._leads_ranks = pipeline, incarnation, leads_ranks
 
-    def get_placement_groups(self) -> list[PlacementGroup]:
-        """Those of the pool, by node of the pool."""
-        return self._pool_groups
+    def group_of(self, node_rank: int) -> PlacementGroup:
+        """That of a node of the pool, as it is reserved now: one that was away has another than before."""
+        return reservations()[node_rank][0]
+
+    def current(self, slot: AcceleratorSlot) -> AcceleratorSlot:
+        """The slot on the machine that is its node now."""
+        ray_node = reservations()[slot.node_rank][1]
+        address = next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == ray_node)
+        (device,) = self._devices([ray_node], [(slot.node_rank, slot.bundle_index)])
+        device = device if self.accelerator.is_cuda else slot.device_index
+        return AcceleratorSlot(slot.node_rank, slot.bundle_index, ray_node, address, device)
 
     def places(self) -> list[tuple[int, int]]:
         """Node of the pool and bundle of each GPU."""

@@ -162,6 +162,11 @@ class World(Surroundings):
         back = absence.returns_at_s is not None and self.loop.now >= absence.returns_at_s
         if not back and (self._scheduler is None or not self._scheduler.node_leaves(absence.node, self._reading())):
             self.loop.after(1.0, self._node_leaves, absence)
+            return
+        units = self.scenario.gpu_pool.units_of([absence.node])
+        for process in (job.process for job in self.jobs.values() if job.process is not None and not back):
+            ranks = process.agent.topology.ranks
+            process.started_ranks -= {rank for rank in process.started_ranks if not units.isdisjoint(ranks[rank])}
 
     def _node_comes(self, absence: Absence) -> None:
         if self._scheduler is None:

@@ -1,0 +1,152 @@
+"""Nodes of an open pool leave and come back, on two Ray nodes: a job that trains on one goes on at the other from its
+step, and trains every step once; engines of a running job come back with their node.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import yaml
+from ray.util.placement_group import placement_group, remove_placement_group
+
+from nemo_rl.distributed.accelerator_slots import CPU
+from nemo_rl.time_sharing.history.checker import check
+from nemo_rl.time_sharing.log import events as ev
+from nemo_rl.time_sharing.log.pool_state import Standing
+from nemo_rl.time_sharing.log.reading import merge_by_machine_time
+from nemo_rl.time_sharing.opening import LIVE_LIMITS, close_pool, open_pool
+from nemo_rl.time_sharing.pipelines.job import Job, read_jobs
+from nemo_rl.time_sharing.pipelines.shared_cluster import reservations
+from nemo_rl.time_sharing.protocol.topology import Pool
+from nemo_rl.utils.record_events import GroupTrained, RequestFinished, StepFinished
+from tests.end_to_end.test_runs import BASE, ROOT
+from tests.two_nodes import second_node
+
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+_SLOTS = 3
+_THERE, _HERE = 0, _SLOTS  # the first slot of the node that leaves, and of the one that stays
+
+
+@contextmanager
+def first_on_second_node() -> Iterator[None]:
+    """The pool's node 0 is the second Ray node: this one has too few free slots until that is reserved."""
+    held = placement_group([{"cpu_slot": 2}])
+    assert held.wait(30)
+
+    def let_go() -> None:
+        deadline = time.monotonic() + 60
+        while 0 not in reservations() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        remove_placement_group(held)
+
+    thread = threading.Thread(target=let_go)
+    thread.start()
+    yield
+    thread.join()
+
+
+def job(folder: Path, model: Path, name: str, steps: int, **mapping: list[int]) -> Job:
+    content = {
+        "defaults": str(ROOT / "examples" / "configs" / "grpo_arithmetic_async_cpu.yaml"),
+        "policy": {"model_name": str(model)},
+        "logger": {"log_dir": str(folder / "logs" / name), "tensorboard_enabled": False},
+        "checkpointing": {"enabled": True, "checkpoint_dir": str(folder / "saved" / name), "save_period": 1000},
+    }
+    (folder / f"{name}_recipe.yaml").write_text(yaml.safe_dump(content))
+    wrapper = {"nemo_config_path": f"{name}_recipe.yaml", **mapping}
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(wrapper))
+    (made,) = read_jobs([folder / f"{name}.yaml"], Pool(2, _SLOTS), [*BASE, f"grpo.max_num_steps={steps}"])
+    return replace(made, options={**made.options, "rank_batch": 1}, measures_batch=False)
+
+
+class Watched:
+    """A pool's actor, asked until something is so."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+
+    def ask(self, method: str, *arguments: object) -> Any:
+        return ray.get(getattr(self.actor, method).remote(*arguments), timeout=60)
+
+    def standing(self, name: str) -> Standing:
+        (found,) = (one for one in self.ask("standings") if one.name == name)
+        return found
+
+    def until(self, what: Callable[[], object], seconds: float = 120.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not what():
+            assert time.monotonic() < deadline, self.ask("standings")
+            time.sleep(0.3)
+
+    def steps(self, name: str) -> int:
+        progress = self.standing(name).progress
+        return progress.step if progress is not None else 0
+
+
+def test_a_node_leaves_while_a_job_trains_on_it_and_comes_back(
+    ray_session: None, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    log_dir = tmp_path / "pool"
+    log_dir.mkdir()
+    moves = job(tmp_path, tiny_model, "moves", 6, infer_device_mapping=[_THERE, _HERE])
+    stays = job(tmp_path, tiny_model, "stays", 40, train_device_mapping=[_HERE], infer_device_mapping=[_THERE, _HERE])
+    with second_node(tmp_path, _SLOTS) as ray_node:
+        with first_on_second_node():
+            actor: Any = open_pool(Pool(2, _SLOTS), CPU, log_dir, LIVE_LIMITS)
+        pool = Watched(actor)
+        try:
+            assert [node.state for node in pool.ask("nodes")] == ["here", "here"]
+            assert pool.ask("nodes")[0].ray_id == ray_node
+            pool.ask("submit", moves)
+            assert pool.standing("moves").train == (_THERE,)
+            pool.until(lambda: pool.steps("moves") >= 2)
+            said = pool.ask("drain_node", "0")
+            assert said[1] == "moves: finishes its step, saves, and goes on where it has a place"
+            assert pool.standing("moves").state == "moving"
+            pool.until(lambda: pool.ask("nodes")[0].state == "away")
+            assert 0 not in reservations()
+            pool.until(lambda: pool.standing("moves").outcome is not None)
+            moved = pool.standing("moves")
+            assert moved.outcome is not None and moved.outcome.kind == "done", moved.outcome
+            assert (moved.train, moved.infer) == ((_HERE,), (_HERE,))
+            assert pool.ask("add_node", ray_node[:8])[0].endswith(": here")
+            pool.ask("submit", stays)
+            pool.until(lambda: pool.steps("stays") >= 2)
+            pool.ask("drain_node", ray_node[:8], 120.0)
+            pool.until(lambda: pool.ask("nodes")[0].state == "away")
+            steps = pool.steps("stays")
+            pool.until(lambda: pool.steps("stays") > steps)
+            pool.ask("add_node", "0")
+            back = time.time()
+            served = tmp_path / "logs" / "stays"
+            pool.until(lambda: _served_since(served, 0, back))
+        finally:
+            close_pool(actor)
+    entries = list(merge_by_machine_time(sorted(log_dir.glob("*.jsonl"))))
+    assert check(entries) == []
+    events = [entry.event for entry in entries if entry.source.partition("/")[0] == "moves"]
+    assert [event.step for event in events if isinstance(event, StepFinished)] == list(range(6))
+    trained = [event.group_id for event in events if isinstance(event, GroupTrained)]
+    assert len(trained) == len(set(trained)) == 6 * 4
+    kinds = [type(e.event) for e in entries if isinstance(e.event, ev.NodeDraining | ev.NodeAway | ev.NodeHere)]
+    assert kinds == [ev.NodeDraining, ev.NodeAway, ev.NodeHere] * 2
+
+
+def _served_since(folder: Path, shard: int, since: float) -> bool:
+    from nemo_rl.utils.record import read_record
+
+    for path in folder.rglob("record.jsonl"):
+        entries = read_record(path, recover=True)
+        if any(isinstance(e.event, RequestFinished) and e.event.shard == shard and e.time > since for e in entries):
+            return True
+    return False
