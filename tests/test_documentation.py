@@ -98,6 +98,7 @@ CLEAN = ("HOME", "LANG", "PATH", "TMPDIR", "VIRTUAL_ENV")
 LONG = "with_faults.yaml"
 # Commands on a pool that is open, or that keep one open; tests/time_sharing carries them out.
 LIVE = ("serve", "submit", "status", "explain", "drain", "cancel", "adapters", "page", "reload")
+LIVE += ("drain-node", "give-back", "add-node")
 
 
 _COMMAND = re.compile(r"([A-Z_0-9]+=\S+ )*(\S*/)?(python|make|git|pip|docker|sbatch|bash|ray)( |$)")

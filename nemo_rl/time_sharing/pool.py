@@ -567,6 +567,7 @@ class PoolActor(Orchestrator):
             namespace=agent_namespace(job.name),
             lifetime="detached",
             num_cpus=0,
+            **self._nodes.staying(),
             max_concurrency=ACTOR_THREADS,
             runtime_env={"env_vars": without_private(variables) | {INCARNATION_VARIABLE: str(incarnation)}},
         ).remote(job, self._handles, incarnation)
@@ -834,8 +835,11 @@ class PoolActor(Orchestrator):
             try:
                 there = [one for one in self._running() if self._nodes.is_on(self._actors[one.name], node)]
                 if time.monotonic() > deadline:
-                    for submission in there:
-                        self._end_for(submission, f"{node} had to leave")
+                    for one in there:
+                        if self._waiting.read(one.name).resumes:
+                            self._end_processes(one.name)
+                        else:
+                            self._end_for(one, f"{node} had to leave, and it saves nothing")
                 if not there and self._nodes.let_go(node.number):
                     return
             except ray.exceptions.RayError as error:

@@ -1,6 +1,6 @@
 """The nodes of an open pool that come and go: what they are called, which may leave, and how they are given back.
 
-Invariant: a node's reservation is ended only when the scheduler has let the node go, or was told that it is back.
+Invariant: the reservation of a node is ended only once the scheduler has let the node go.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class PoolNodes:
         self._changed()
 
     def add(self, name: str) -> Node:
-        """Takes a node into the pool: one that was drained, or a Ray node that has joined. Raises NodeError: there is
-        none of this name, it is in the pool already, or no more fit the pool; ResourceInsufficientError: it has not
+        """Takes a node into the pool: one that was drained, or a Ray node that has joined. One that is here stays.
+        Raises NodeError: there is none of this name, or no more fit the pool; ResourceInsufficientError: it has not
         enough free slots.
         """
         import ray
@@ -122,8 +122,6 @@ class PoolNodes:
             found = Node(free[0].number, "away", on.ray_id, on.host)
             accelerator = CUDA if self._handles.accelerator == "cuda" else CPU
             reserve_node(self._handles.pool, accelerator, found.number, on.ray_id)
-        elif found.state == "here":
-            raise NodeError(f"{found} is here already")
         ray.get(self._handles.scheduler.node_comes.remote(found.number), timeout=_ANSWER_S)
         self.gone.discard(found.number)
         self._changed()
@@ -146,6 +144,12 @@ class PoolNodes:
 
         found: Any = actors(actor._actor_id.hex())
         return bool(found) and found["Address"]["NodeID"] == node.ray_id
+
+    def staying(self) -> dict[str, Any]:
+        """Ray options of an actor that stays clear of nodes that leave, while there are any."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        return {"scheduling_strategy": NodeAffinitySchedulingStrategy(self._own(), soft=False)} if self.gone else {}
 
     def _own(self) -> str:
         import ray

@@ -16,6 +16,7 @@ from kubernetes import client
 
 from nemo_rl.config import load_master_config
 from nemo_rl.distributed.ray_runtime import NODE_ENV
+from nemo_rl.time_sharing.__main__ import parser
 
 ROOT = Path(__file__).parents[2]
 PARAMETERS = {"type": "object", "additionalProperties": {"type": "string"}}
@@ -92,6 +93,43 @@ RAY_JOB = RAY_CLUSTER | {
 
 def read(name: str) -> dict[str, Any]:
     return yaml.safe_load((ROOT / "infra" / "kuberay" / name).read_text())
+
+
+def test_the_head_of_a_pool_is_in_a_queue_and_asks_for_no_gpus() -> None:
+    head = read("pool_head.yaml")
+    assert problems(head) == []
+    assert head["metadata"]["labels"] == dict.fromkeys(("kueue.x-k8s.io/queue-name", "kai.scheduler/queue"), "research")
+    (container,) = head["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    assert {each["name"]: each["value"] for each in container["env"]} == NODE_ENV
+    assert "nvidia.com/gpu" not in container["resources"]["limits"] and "workerGroupSpecs" not in head["spec"]
+
+
+@pytest.mark.parametrize(
+    ("name", "label", "scheduler"),
+    [
+        ("pool_node_kueue.yaml", "kueue.x-k8s.io/queue-name", None),
+        ("pool_node_kai.yaml", "kai.scheduler/queue", "kai-scheduler"),
+    ],
+)
+def test_a_node_of_a_pool_waits_in_its_queue_joins_and_is_drained_in_time(
+    name: str, label: str, scheduler: str | None
+) -> None:
+    job = read(name)
+    assert unknown_keys(job, "V1Job", "job") == []
+    template = job["spec"]["template"]
+    pod, (container,) = template["spec"], template["spec"]["containers"]
+    assert job["metadata"]["labels"] == template["metadata"]["labels"] == {label: "research"}
+    assert pod.get("schedulerName") == scheduler
+    head = f"{read('pool_head.yaml')['metadata']['name']}-head-svc:6379"
+    assert f"--address={head}" in container["command"]
+    assert {each["name"]: each["value"] for each in container["env"]} == NODE_ENV | {"RAY_ADDRESS": head}
+    assert f"--num-gpus={container['resources']['limits']['nvidia.com/gpu']}" in container["command"]
+    hooks = [container["lifecycle"][hook]["exec"]["command"][2] for hook in ("postStart", "preStop")]
+    chosen = [
+        parser().parse_args(re.split(r"python -m nemo_rl\.time_sharing |;| \|\|", hook)[1].split()) for hook in hooks
+    ]
+    assert [one.node for one in chosen] == ["$(hostname)"] * 2
+    assert chosen[1].by + 60 < pod["terminationGracePeriodSeconds"]
 
 
 @pytest.fixture(params=["raycluster.yaml", "rayjob.yaml"])

