@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import ray
 import yaml
+from ray._private.state import actors
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from nemo_rl.distributed.accelerator_slots import CPU
+from nemo_rl.time_sharing.agents.ray_reaper import actors_in, agent_namespace
 from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.pool_state import Standing
@@ -87,6 +89,19 @@ class Watched:
             assert time.monotonic() < deadline, self.ask("standings")
             time.sleep(0.3)
 
+    def submit_here(self, job: Job) -> None:
+        """Submits a job until its process is on this Ray node: Ray chooses one."""
+        for _ in range(20):
+            self.ask("submit", job)
+            namespace, (name,) = agent_namespace(job.name), actors_in(agent_namespace(job.name))
+            actor = ray.get_actor(name, namespace=namespace)
+            found: Any = actors(actor._actor_id.hex())
+            if found["Address"]["NodeID"] == ray.get_runtime_context().get_node_id():
+                return
+            self.ask("cancel", job.name)
+            self.until(lambda: self.standing(job.name).outcome is not None)
+        raise AssertionError("Ray never chose this node")
+
     def steps(self, name: str) -> int:
         progress = self.standing(name).progress
         return progress.step if progress is not None else 0
@@ -120,7 +135,7 @@ def test_a_node_leaves_while_a_job_trains_on_it_and_comes_back(
             assert moved.outcome is not None and moved.outcome.kind == "done", moved.outcome
             assert (moved.train, moved.infer) == ((_HERE,), (_HERE,))
             assert pool.ask("add_node", ray_node[:8])[0].endswith(": here")
-            pool.ask("submit", stays)
+            pool.submit_here(stays)
             pool.until(lambda: pool.steps("stays") >= 2)
             pool.ask("drain_node", ray_node[:8], 120.0)
             pool.until(lambda: pool.ask("nodes")[0].state == "away")
@@ -130,6 +145,9 @@ def test_a_node_leaves_while_a_job_trains_on_it_and_comes_back(
             back = time.time()
             served = tmp_path / "logs" / "stays"
             pool.until(lambda: _served_since(served, 0, back))
+            assert not pool.standing("stays").moving
+            pool.ask("drain", "stays")
+            pool.until(lambda: pool.standing("stays").outcome is not None)
         finally:
             close_pool(actor)
     entries = list(merge_by_machine_time(sorted(log_dir.glob("*.jsonl"))))
