@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from nemo_rl.config.errors import UserError, did_you_mean
 from nemo_rl.distributed.accelerator_slots import CPU, CUDA
 from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 
 DRAIN_NODE, ADD_NODE, GIVE_BACK = "drain-node", "add-node", "give-back"
 _ANSWER_S = 30.0
@@ -138,14 +141,14 @@ class PoolNodes:
         release_node(number)
         return True
 
-    def is_on(self, actor: Any, node: Node) -> bool:
+    def is_on(self, actor: ActorHandle[object], node: Node) -> bool:
         """Whether an actor's process is on a node."""
         from ray._private.state import actors
 
-        found: Any = actors(actor._actor_id.hex())
-        return bool(found) and found["Address"]["NodeID"] == node.ray_id
+        found = actors(actor._actor_id.hex())
+        return isinstance(found, dict) and found["Address"]["NodeID"] == node.ray_id
 
-    def staying(self) -> dict[str, Any]:
+    def staying(self) -> dict[str, object]:
         """Ray options of an actor that stays clear of nodes that leave, while there are any."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
