@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from nemo_rl.config.errors import UserError, did_you_mean
 from nemo_rl.distributed.accelerator_slots import CPU, CUDA
@@ -145,8 +145,8 @@ class PoolNodes:
         """Whether an actor's process is on a node."""
         from ray._private.state import actors
 
-        found = actors(actor._actor_id.hex())
-        return isinstance(found, dict) and found["Address"]["NodeID"] == node.ray_id
+        found = cast("dict[str, dict[str, str]]", actors(actor._actor_id.hex()))
+        return bool(found) and found["Address"]["NodeID"] == node.ray_id
 
     def staying(self) -> dict[str, object]:
         """Ray options of an actor that stays clear of nodes that leave, while there are any."""
