@@ -253,8 +253,8 @@ def test_a_job_is_placed_without_the_gpus_of_a_node_that_leaves() -> None:
 
 
 def mix(*, train_s: float = 10.0, absences: tuple[dict[str, Any], ...] = ({"node": 1} | LEAVES,)) -> Scenario:
-    """`wide` may generate anywhere, `named` stays where its file says, `narrow` lies on one node; all train on node 1
-    but `beside`.
+    """`wide` may generate anywhere, `named` stays where its file says, `narrow` lies on one node; these train on node 1,
+    the others on node 0.
     """
     job = {"steps": 8, "groups": 4, "samples_per_group": 4, "train_s": train_s}
     return parse_scenario(
@@ -265,6 +265,8 @@ def mix(*, train_s: float = 10.0, absences: tuple[dict[str, Any], ...] = ({"node
                 job | {"name": "named", "train": [6], "infer": [4, 5, 6, 7]},
                 job | {"name": "narrow", "train": [4], "infer": [4, 5], "placed": True},
                 job | {"name": "beside", "train": [0, 1], "infer": list(range(8)), "arrive_s": 1.0},
+                job | {"name": "left", "train": [0, 1], "infer": [0, 1, 2, 3], "arrive_s": 1.0},
+                job | {"name": "right", "train": [2, 3], "infer": [0, 1, 2, 3], "arrive_s": 1.0},
             ],
             "absences": list(absences),
         }

@@ -110,11 +110,7 @@ class WithoutDemand(PipelineShare):
 
 def divide(plan_state: PlanState, result: Plan) -> dict[str, PipelineShare]:
     """Shares of all pipelines with demand, by name; writes their entitlements into the plan."""
-    claimants = [
-        _claimant(plan_state, name, pipeline)
-        for name, pipeline in plan_state.pipelines.items()
-        if plan_state.useful[name] > 0 and not pipeline.spec.scavenges
-    ]
+    claimants = claimants_of(plan_state)
     if not claimants:
         return {}
     budget = plan_state.slots - sum(gpu < plan_state.slots for gpu in plan_state.out_of_use)
@@ -124,13 +120,7 @@ def divide(plan_state: PlanState, result: Plan) -> dict[str, PipelineShare]:
         level = budget / sum([c.claim for c in claimants])
         pulls = {c.name: c.claim * level for c in claimants}
     else:
-        wanting = {c.name for c in claimants}
-        fixed = {name: gpus for name, gpus in plan_state.fixed_gpus.items() if gpus and name not in wanting}
-        leaves = [
-            Leaf(c, plan_state.fixed_gpus.get(c.name, 0), plan_state.above[c.name])
-            for c in (*claimants, *(Claimant(name, 0.0, gpus, gpus, 1) for name, gpus in fixed.items()))
-        ]
-        entitled, pulls = divide_by_quotas(budget, leaves, quotas, plan_state.use)
+        entitled, pulls = divide_by_quotas(budget, leaves_of(plan_state, claimants), quotas, plan_state.use)
     result.entitled = entitled
     ranks = whole_ranks(budget, claimants, entitled)
     result.in_ranks = in_ranks = {c.name: ranks[c.name] * c.rank_gpus for c in claimants}
@@ -138,6 +128,26 @@ def divide(plan_state: PlanState, result: Plan) -> dict[str, PipelineShare]:
         c.name: PipelineShare(plan_state, c.name, entitled[c.name], in_ranks[c.name], pulls[c.name], c.minimum)
         for c in claimants
     }
+
+
+def leaves_of(plan_state: PlanState, claimants: Sequence[Claimant]) -> list[Leaf]:
+    """The jobs in the tree of quotas: those that claim GPUs, and others that train on some."""
+    claiming = {claimant.name for claimant in claimants}
+    others = [
+        Claimant(name, 0.0, gpus, gpus, 1)
+        for name, gpus in plan_state.fixed_gpus.items()
+        if gpus and name not in claiming
+    ]
+    return [Leaf(c, plan_state.fixed_gpus[c.name], plan_state.above[c.name]) for c in (*claimants, *others)]
+
+
+def claimants_of(plan_state: PlanState) -> list[Claimant]:
+    """The pipelines that can use GPUs for generation and have a claim on them."""
+    return [
+        _claimant(plan_state, name, pipeline)
+        for name, pipeline in plan_state.pipelines.items()
+        if plan_state.useful[name] > 0 and not pipeline.spec.scavenges
+    ]
 
 
 def _claimant(plan_state: PlanState, name: str, pipeline: PipelineState) -> Claimant:

@@ -266,8 +266,8 @@ class ScenarioJob(_Section):
         self, others: Iterable[job_placement.Mapped], pool_size: int, without: Set[int] = frozenset()
     ) -> ScenarioJob | None:
         """The job as it is placed on a pool where `others` are: its mapping keeps its shape, and its ranks their
-        alignment. None of its GPUs is in `without`, or else, where it is too wide for that, none that it trains on;
-        None where that is not possible either.
+        alignment; of one as wide as the pool its training moves. None of its GPUs is in `without`, or else, where it is
+        too wide for that, none that it trains on; None where that is not possible either.
         """
         others = list(others)
         first, last = (pick(gpu for gpus in self.mappings.values() for gpu in gpus) for pick in (min, max))
@@ -275,8 +275,12 @@ class ScenarioJob(_Section):
         if width > pool_size:
             return self
         try:
+            if width == pool_size and self.train:
+                raise ValueError("there is one place for it")
             by = job_placement.place(range(pool_size), width, others, without)[0] - first
         except ValueError:
+            if not self.train:
+                return self
             left = [gpu for gpu in self.infer if gpu not in without]
             if len(self.train) > len(left):
                 return None
