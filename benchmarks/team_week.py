@@ -113,10 +113,10 @@ class Day(NamedTuple):
 
 
 class Observer(Record):
-    """Follows a run: every `_SAMPLE_S` seconds what each node holds and is due; waits of jobs of high priority."""
+    """Follows a run: every so many seconds what each node holds and is due; waits of jobs of high priority."""
 
-    def __init__(self, inner: Record, clock: Callable[[], float]) -> None:
-        self._inner, self._clock = inner, clock
+    def __init__(self, inner: Record, clock: Callable[[], float], sample_s: float = _SAMPLE_S) -> None:
+        self._inner, self._clock, self._sample_s = inner, clock, sample_s
         self.state = SchedulerState()
         self._next_s = 0.0
         self.had: defaultdict[tuple[int, str], float] = defaultdict(float)
@@ -127,11 +127,16 @@ class Observer(Record):
         self.levels: list[tuple[float, dict[str, int]]] = []
 
     def emit(self, event: object) -> None:
+        self.take(event, self._clock())
+        self._inner.emit(event)
+
+    def take(self, event: object, at: float) -> None:
+        """Takes an event of the scheduler. `at`: by its clock."""
         now = self._clock()
         while now >= self._next_s:
             self._sample(self._next_s)
-            self._next_s += _SAMPLE_S
-        self.state.apply(event, now)
+            self._next_s += self._sample_s
+        self.state.apply(event, at)
         match event:
             case ev.Requested():
                 self._asked[event.pipeline, event.request] = now
@@ -139,7 +144,6 @@ class Observer(Record):
                 asked = self._asked.pop((event.pipeline, event.request), now)
                 if self.state.pipelines[event.pipeline].spec.is_high:
                     self.waits.append(now - asked)
-        self._inner.emit(event)
 
     def bind(self, source: str, *, clock: Callable[[], float] | None = None) -> Record:
         # Only the scheduler's own record is bound with a clock.
@@ -160,10 +164,10 @@ class Observer(Record):
         for leaf in leaves:
             gpus = due.get(leaf.claimant.name, float(leaf.fixed))
             for node in leaf.above:
-                self.due[day, node] += gpus * _SAMPLE_S
+                self.due[day, node] += gpus * self._sample_s
         levels = {node: use.holds.get(node, 0) for node in use.quotas.nodes}
         for node, gpus in levels.items():
-            self.had[day, node] += gpus * _SAMPLE_S
+            self.had[day, node] += gpus * self._sample_s
             self.most[node] = max(self.most[node], gpus)
         self.levels.append((now, levels))
 
@@ -241,7 +245,7 @@ def main() -> int:
         f"promised {LIMITS['high_wait_s']:.0f} s"
     )
     del entries
-    other, _, entries = run(week(chosen.seed, chosen.days, quotas=False), chosen.seed, None)
+    other, *_ = run(week(chosen.seed, chosen.days, quotas=False), chosen.seed, None)
     without, other_ended = busy(other)
     print(
         f"without quotas: {other_ended / DAY_S:.2f} days, busy {without:.1%}; with quotas {part / without:.2f} of that"

@@ -253,8 +253,8 @@ def test_a_job_is_placed_without_the_gpus_of_a_node_that_leaves() -> None:
 
 
 def mix(*, train_s: float = 10.0, absences: tuple[dict[str, Any], ...] = ({"node": 1} | LEAVES,)) -> Scenario:
-    """`wide` may generate anywhere, `named` stays where its file says, `narrow` lies on one node; these train on node 1,
-    the others on node 0.
+    """`wide` may generate anywhere, `named` stays where its file says, `narrow` lies on one node; these three train on
+    node 1, the others on node 0.
     """
     job = {"steps": 8, "groups": 4, "samples_per_group": 4, "train_s": train_s}
     return parse_scenario(

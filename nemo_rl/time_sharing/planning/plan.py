@@ -249,9 +249,12 @@ class Room:
         self.slots: set[int] = set()
         self.pipelines: list[str] = []
 
-    def has(self, gpus: Iterable[int]) -> bool:
+    def has(self, gpus: Sequence[int]) -> bool:
         """Whether so many fit beside those."""
-        return len(self.slots.union(gpus)) <= self.most
+        return (
+            len(self.slots) + len(gpus) <= self.most
+            or len(self.slots) + sum([gpu not in self.slots for gpu in gpus]) <= self.most
+        )
 
 
 class PlanState:
@@ -271,6 +274,7 @@ class PlanState:
         # The nodes of the quotas that each pipeline counts for, and what their limits leave.
         self.above: dict[str, tuple[str, ...]] = {}
         self.emptied: set[int] = set()
+        self._rooms_of: dict[str, list[Room]] = {}
         self.rooms = {node: Room(node, most) for node, most in self.quotas.most.items()}
         if self.quotas.nodes:
             self.above = {name: self.quotas.above(p.spec) for name, p in snapshot.pipelines.items()}
@@ -315,17 +319,20 @@ class PlanState:
 
     def _fill_rooms(self) -> None:
         for name, above in self.above.items():
-            for node in above:
-                if (room := self.rooms.get(node)) is not None:
-                    room.pipelines.append(name)
-        for gpu in range(self.slots if self.rooms else 0):
-            for holder in (self.owner[gpu], self.claimed.get(gpu)):
-                if holder is not None:
-                    self.take_room(holder.pipeline, (gpu,))
+            self._rooms_of[name] = rooms = [self.rooms[node] for node in above if node in self.rooms]
+            pipeline = self.pipelines[name]
+            held = [pipeline.topology.ranks[rank] for rank in pipeline.awake]
+            slots = [gpu for gpus in held for gpu in gpus]
+            slots += [gpu for cluster in pipeline.held.values() for gpu in self._slots_of(cluster.gpus)]
+            for room in rooms:
+                room.pipelines.append(name)
+                room.slots.update(slots)
+        for gpu, claim in self.claimed.items() if self.rooms else ():
+            self.take_room(claim.pipeline, (gpu,))
 
     def rooms_of(self, name: str) -> list[Room]:
         """The limits that a pipeline counts towards."""
-        return [self.rooms[node] for node in self.above.get(name, ()) if node in self.rooms]
+        return self._rooms_of.get(name, [])
 
     def empty(self, result: Plan, name: str, rank: int, because: Reason) -> None:
         """Puts a rank to sleep for a limit: its GPUs are given away once it sleeps."""
@@ -335,7 +342,11 @@ class PlanState:
 
     def has_room(self, name: str, gpus: tuple[int, ...]) -> bool:
         """Whether a pipeline can have these GPUs within all limits."""
-        return not self.rooms or all(room.has(self._slots_of(gpus)) for room in self.rooms_of(name))
+        if self.rooms:
+            for room in self._rooms_of[name]:
+                if not room.has(self._slots_of(gpus)):
+                    return False
+        return True
 
     def take_room(self, name: str, gpus: tuple[int, ...]) -> None:
         """Counts GPUs that a pipeline gets, or waits for."""
@@ -346,9 +357,10 @@ class PlanState:
     def lack(self, room: Room, gpus: tuple[int, ...] = ()) -> int:
         """How many slots are missing for these, beside those that are being freed."""
         freeing = sum(self.kind[gpu] == FREEING or gpu in self.emptied for gpu in room.slots.difference(gpus))
-        return len(room.slots.union(self._slots_of(gpus))) - freeing - room.most
+        more = sum([gpu not in room.slots for gpu in self._slots_of(gpus)])
+        return len(room.slots) + more - freeing - room.most
 
-    def _slots_of(self, gpus: tuple[int, ...]) -> Iterable[int]:
+    def _slots_of(self, gpus: tuple[int, ...]) -> Sequence[int]:
         return gpus if gpus[-1:] < (self.slots,) else [gpu for gpu in gpus if gpu < self.slots]
 
     def spare_ranks(self, name: str) -> float:

@@ -224,7 +224,8 @@ def _pointless(snapshot: Snapshot, plan: Plan, unused: set[int], taken: set[int]
     """
     for shrink in plan.shrinks:
         pipeline = snapshot.pipelines[shrink.pipeline]
-        if pipeline.withdraws or (taken | snapshot.withheld) & set(_bundle(snapshot, shrink.pipeline, shrink.rank)):
+        gpus = _bundle(snapshot, shrink.pipeline, shrink.rank)
+        if pipeline.withdraws or not (taken.isdisjoint(gpus) and snapshot.withheld.isdisjoint(gpus)):
             continue
         if _makes_room(snapshot, shrink.pipeline):
             continue
