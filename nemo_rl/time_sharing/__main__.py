@@ -215,6 +215,19 @@ def _live_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="N",
         help="nodes that the pool may have, those that join later by add-node counted in (default: --nodes)",
     )
+    serving.add_argument(
+        "--continue-from",
+        type=Path,
+        metavar="LOG",
+        help="submit again, with their checkpoints, the jobs that the pool with its log in this folder had not ended",
+    )
+    serving.add_argument(
+        "--grace",
+        type=seconds,
+        metavar="SECONDS",
+        help="at the first SIGTERM or interrupt let jobs save, for so long, and keep those that have not ended for "
+        "--continue-from (default: they are ended at once)",
+    )
     add_host_arguments(serving)
     submitting = of_open_pool("submit", live("submit"), "submit pipelines to the open pool")
     submitting.add_argument("files", nargs="+", metavar="FILE", help="configurations, and key=value for all of them")

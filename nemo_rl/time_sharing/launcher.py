@@ -12,14 +12,14 @@ import logging
 import os
 import sys
 import tempfile
-import time
-from collections.abc import Generator, Iterable, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nemo_rl.cli import EXIT_FAILED, EXIT_OK
+from nemo_rl.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from nemo_rl.config.errors import UserError, did_you_mean
 from nemo_rl.config.master import RootConfig
 from nemo_rl.distributed.unix_users import why_not_root
@@ -33,13 +33,20 @@ from nemo_rl.time_sharing.arguments import (
     seconds_or_none,
 )
 from nemo_rl.time_sharing.job_queue import JobLimits
-from nemo_rl.time_sharing.log.pool_state import HostLimits, Standing
+from nemo_rl.time_sharing.log.pool_state import HostLimits, PoolState, Standing
 from nemo_rl.time_sharing.mps import multi_process_service
-from nemo_rl.time_sharing.open_pools import OpenPool, announced, announced_to_team, team_group, team_pool_file
-from nemo_rl.time_sharing.opening import LIVE_LIMITS, close_pool, open_pool
+from nemo_rl.time_sharing.open_pools import (
+    OpenPool,
+    announced,
+    announced_to_team,
+    open_pools,
+    team_group,
+    team_pool_file,
+)
+from nemo_rl.time_sharing.opening import LIVE_LIMITS, close_pool, open_pool, wait_for_pipelines
 from nemo_rl.time_sharing.pipelines.job import Job, in_folders, read_jobs
 from nemo_rl.time_sharing.pipelines.slot_choice import choose_slots
-from nemo_rl.time_sharing.pool import PoolError, PoolOptions, check_unix_users, log_trouble
+from nemo_rl.time_sharing.pool import PoolError, PoolOptions, WaitingJobs, check_unix_users, log_trouble
 from nemo_rl.time_sharing.pool_commands import (
     ask,
     check_code,
@@ -264,9 +271,15 @@ def options_of(chosen: argparse.Namespace) -> PoolOptions:
 
 @contextmanager
 def _pool(
-    pool: Pool, chosen: argparse.Namespace, log_dir: Path, team: Team | None = None
+    pool: Pool,
+    chosen: argparse.Namespace,
+    log_dir: Path,
+    team: Team | None = None,
+    end: Callable[[], None] | None = None,
 ) -> Generator[ActorHandle[object]]:
-    """The pool is open inside the block, with its page and its Ray cluster where this process started it."""
+    """The pool is open inside the block, with its page and its Ray cluster where this process started it. The first
+    signal calls `end`, where that is given.
+    """
     from nemo_rl.algorithms.launch import Interrupts, ending_with_ray
     from nemo_rl.distributed.ray_runtime import shutdown_ray
 
@@ -281,6 +294,8 @@ def _pool(
             actor = _open(pool, chosen, log_dir, team)
             try:
                 with _page(actor, chosen, log_dir, team) as page, _announced(actor, page, team):
+                    if end is not None:
+                        interrupts.save_first(end)
                     yield actor
             finally:
                 interrupts.ending()
@@ -421,14 +436,48 @@ def serve(chosen: argparse.Namespace) -> int:
     log_dir = _new_log_dir(chosen.log_dir)
     if team is not None:
         _open_to_submitters(chosen, team, log_dir)
-    with _pool(pool, chosen, log_dir, team):
+    left = None if chosen.continue_from is None else _left_by(chosen.continue_from)
+    asked = threading.Event()
+    with _pool(pool, chosen, log_dir, team, None if chosen.grace is None else asked.set) as actor:
         sys.stderr.write(
             f"pool: {pool.slots} slots, log in {log_dir}; submit with python -m nemo_rl.time_sharing submit{shared} "
             "FILE\n"
         )
+        for job in left or ():
+            sys.stderr.write(f"{_taken_over(actor, job)}\n")
         said = ""
-        while True:
-            time.sleep(_TROUBLE_S)
+        while not asked.wait(_TROUBLE_S):
             if (trouble := log_trouble(log_dir)) != said:
                 sys.stderr.write(f"{trouble or 'the log can be written again'}\n")
                 said = trouble
+        _suspend(actor, chosen.grace or 0.0, log_dir)
+    return EXIT_INTERRUPTED
+
+
+def _left_by(log_dir: Path) -> list[Job]:
+    """The jobs that the pool with this log had not ended, in the order of their submission. Raises PoolError: there was
+    none, or it is still open.
+    """
+    if not (log_dir / "pool.json").is_file():
+        raise PoolError(f"--continue-from {log_dir}: there is no pool.json; give the folder of a pool's log")
+    for known in open_pools(lambda line: sys.stderr.write(f"{line}\n")):
+        if Path(known.log_dir).resolve() == log_dir.resolve():
+            raise PoolError(f"--continue-from {log_dir}: that pool, {known.name}, is still open; end it first")
+    kept, jobs = PoolState.read(log_dir / "pool.json").submissions, WaitingJobs(log_dir / "waiting")
+    return [jobs.read(one.name) for one in sorted(kept, key=lambda one: one.submitted_at) if one.outcome is None]
+
+
+def _taken_over(actor: ActorHandle[object], job: Job) -> str:
+    try:
+        ask(actor.take_over.remote(job))
+    except PoolError as error:
+        return f"{job.name}: not continued: {error}"
+    return f"{job.name}: " + ("continues" if job.resumes else "begins again from its start, as it saves nothing")
+
+
+def _suspend(actor: ActorHandle[object], grace_s: float, log_dir: Path) -> None:
+    """Lets all jobs save for so long."""
+    for line in ask(actor.suspend.remote()):
+        sys.stderr.write(f"{line}\n")
+    wait_for_pipelines(actor, timeout_s=grace_s, but_waiting=True)
+    sys.stderr.write(f"the next pool goes on with serve --continue-from {log_dir}\n")

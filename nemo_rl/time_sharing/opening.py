@@ -161,7 +161,7 @@ def close_pool(actor: Any) -> None:
             for standing in sorted(standings, key=lambda one: not one.waits):
                 if standing.outcome is None:
                     ray.get(actor.end.remote(standing.name), timeout=_ANSWER_S)
-            wait_for_pipelines(actor, timeout_s=handles.limits.reap_s)
+            wait_for_pipelines(actor, timeout_s=handles.limits.reap_s, but_waiting=True)
             _wait_until_reaped(handles)
             if not ray.get(actor.settle_notices.remote(_NOTICES_S), timeout=_ANSWER_S + _NOTICES_S):
                 logger.error("pool=%s close=ends_not_posted after_s=%g", POOL_NAME, _NOTICES_S)
@@ -206,14 +206,17 @@ def _remove_reservation() -> None:
             remove_placement_group(get_placement_group(entry["name"]))
 
 
-def wait_for_pipelines(actor: Any, *, timeout_s: float) -> Mapping[str, Outcome]:
-    """Waits until every pipeline has ended, or `timeout_s` has passed; the outcomes so far."""
+def wait_for_pipelines(actor: Any, *, timeout_s: float, but_waiting: bool = False) -> Mapping[str, Outcome]:
+    """Waits until every pipeline has ended, or `timeout_s` has passed; the outcomes so far. `but_waiting`: those that
+    wait for their turn are left out.
+    """
     import ray
 
     deadline = time.monotonic() + timeout_s
     while True:
         standings: Sequence[Standing] = ray.get(actor.standings.remote(), timeout=_ANSWER_S)
         outcomes = {standing.name: standing.outcome for standing in standings if standing.outcome is not None}
-        if len(outcomes) == len(standings) or time.monotonic() > deadline:
+        waiting = sum(bool(standing.waits) for standing in standings) if but_waiting else 0
+        if len(outcomes) + waiting == len(standings) or time.monotonic() > deadline:
             return outcomes
         time.sleep(_POLL_S)

@@ -180,6 +180,7 @@ class PoolActor(Orchestrator):
         pool, new = handles.pool, not kept.name
         gone = range(pool.nodes - options.away, pool.nodes) if new else kept.gone
         self._nodes = PoolNodes(handles, gone, self._keep)
+        self._suspended = False
         self._actors: dict[str, Any] = {}
         self._seen: dict[str, Progress] = {}
         self._unwritten = False
@@ -477,6 +478,8 @@ class PoolActor(Orchestrator):
         quotas, running = self._quotas(_owner(submission)), [_owner(one) for one in self._running()]
         if why := why_it_waits(quotas, running):
             return why
+        if self._suspended:
+            return "the pool is about to end"
         next_one = "its turn is next" if self._has_place(submission) else "GPUs that it needs are away"
         return next_one if submission.waits else ""
 
@@ -499,7 +502,7 @@ class PoolActor(Orchestrator):
                     self._begin(submission)
 
     def _whose_turn_it_is(self) -> list[Submission]:
-        found = (one for one in self._open() if one.waits and self._has_place(one))
+        found = (one for one in self._open() if one.waits and not self._suspended and self._has_place(one))
         waiting = sorted(found, key=lambda one: one.submitted_at)
         running = [_owner(one) for one in self._running()]
         return [waiting[place] for place in beginners([_owner(one) for one in waiting], running, self._quotas)]
@@ -613,9 +616,10 @@ class PoolActor(Orchestrator):
             self.unregister_pipeline(submission.name)
         with self._lock:
             self._residents.leave(submission.name)
-            cut_off = submission.moving and outcome.kind in _CUT_OFF
-            if submission.moving and not submission.is_ending and not submission.asked and outcome.kind != "failed":
-                if outcome.kind == "drained" or (cut_off and self._waiting.read(submission.name).resumes):
+            if submission.moving and not submission.is_ending and not submission.asked:
+                cut_off = outcome.kind in _CUT_OFF
+                may = outcome.kind == "drained" or self._suspended or self._waiting.read(submission.name).resumes
+                if (cut_off or outcome.kind == "drained") and may:
                     # It begins again, ahead of those that were submitted later.
                     submission.waits = True
                     submission.incarnation = max(int(time.time()), submission.incarnation + 1)
@@ -745,6 +749,10 @@ class PoolActor(Orchestrator):
         submission = self._known(name)
         if submission.outcome is not None:
             return f"has ended already: {submission.outcome.kind}"
+        if self._suspended:
+            if not submission.waits:
+                self._end_processes(name)
+            return "is kept for the pool that continues from this one"
         if left := self._leave_queue(submission, "cancelled"):
             return left
         self._note_asked(submission, "cancel")
@@ -772,6 +780,15 @@ class PoolActor(Orchestrator):
             raise PoolError(f"{name}: does not answer ({type(error).__name__}); cancel it") from error
         self._note_asked(submission, "drain")
         return f"draining: {does}"
+
+    def suspend(self) -> list[str]:
+        """Has the jobs save and wait for a pool that continues from this one's log; what each does, a line."""
+        self._suspended = True
+        return [line for submission in self._running() for line in self._move(submission)]
+
+    def take_over(self, job: Job) -> str:
+        """Submits a job that an earlier pool had not ended, as its user's. Raises as `submit`."""
+        return self._submit(job)
 
     def nodes(self) -> list[Node]:
         """The pool's nodes, in order."""
@@ -817,14 +834,21 @@ class PoolActor(Orchestrator):
                 if gone.issuperset(submission.infer):
                     yield f"{name}: waits until a node of its GPUs is back"
                 continue
-            with self._lock:
-                submission.moving = True
-                self._keep()
-            if self._waiting.read(name).resumes:
-                self._actors[name].drain.remote()
-                yield f"{name}: finishes its step, saves, and goes on where it has a place"
-            else:
-                yield f"{name}: goes on, as it saves nothing; it fails if it is not done when the node has to leave"
+            yield from self._move(submission)
+
+    def _move(self, submission: Submission) -> Iterator[str]:
+        name = submission.name
+        with self._lock:
+            submission.moving = True
+            self._keep()
+        if self._waiting.read(name).resumes:
+            self._actors[name].drain.remote()
+            where = "in the next pool" if self._suspended else "where it has a place"
+            yield f"{name}: finishes its step, saves, and goes on {where}"
+        elif self._suspended:
+            yield f"{name}: saves nothing, and begins again from its start"
+        else:
+            yield f"{name}: goes on, as it saves nothing; it fails if it is not done when the node has to leave"
 
     def _clear(self, node: Node, within_s: float | None = None) -> None:
         """Gives a node back, once nothing of the pool is on it."""

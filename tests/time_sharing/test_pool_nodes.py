@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import pytest
 import ray
 
-from nemo_rl.time_sharing import pool_nodes
+from nemo_rl.time_sharing import launcher, pool_commands, pool_nodes
 from nemo_rl.time_sharing.__main__ import main, parser
 from nemo_rl.time_sharing.arguments import from_now
-from nemo_rl.time_sharing.launcher import _pool_of, options_of
+from nemo_rl.time_sharing.launcher import _left_by, _pool_of, options_of
 from nemo_rl.time_sharing.log.pool_state import Outcome, PoolState
 from nemo_rl.time_sharing.pipelines import shared_cluster
 from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
@@ -97,6 +97,7 @@ class Noded(PoolActor):
         self.made.append(self)
         self.scheduler = Scheduler()
         self.begun: list[tuple[str, tuple[int, ...]]] = []
+        folder.mkdir(exist_ok=True)
         handles = PoolHandles(self.scheduler, Pool(4, 2), "cpu", Limits(), str(folder), name="ours")
         super().__init__(handles, team, options=PoolOptions(away=1))
 
@@ -110,6 +111,10 @@ class Noded(PoolActor):
         self._actors[submission.name] = Process(submission.name)
 
     def unregister_pipeline(self, pipeline: str) -> None: ...
+
+    def standings_of(self, *names: str) -> list[str]:
+        found = (self._submissions[name] for name in names)
+        return ["moving" if one.moving else "queued" if one.waits else "runs" for one in found]
 
     def finish(self, name: str, outcome: Outcome) -> None:
         self._note_end(self._submissions[name], outcome)
@@ -230,6 +235,73 @@ def test_nodes_that_may_not_leave_or_come_are_refused(cluster: Cluster, tmp_path
     pool._nodes.gone |= {2}
     with pytest.raises(NodeError, match="is the last node of the pool; end the pool instead, or add a node first"):
         pool.drain_node("0")
+
+
+def test_a_pool_that_ends_keeps_its_jobs_for_the_next_one(cluster: Cluster, tmp_path: Path) -> None:
+    pool = Noded(tmp_path / "first")
+    jobs = [trains("a", (2, 3), anywhere=False), trains("b", (3,), Forgetful), trains("c", (0,))]
+    for job in jobs:
+        pool.submit(job)
+    assert pool.suspend() == [
+        "a: finishes its step, saves, and goes on in the next pool",
+        "b: saves nothing, and begins again from its start",
+        "c: finishes its step, saves, and goes on in the next pool",
+    ]
+    pool.finish("a", Outcome("drained", "saved"))
+    pool.finish("c", Outcome("done"))
+    pool.submit(trains("late", (0,)))
+    begun = len(pool.begun)
+    assert pool.standings_of("a", "late") == ["moving", "queued"]
+    assert pool._why_it_waits(pool._submissions["late"]) == "the pool is about to end"
+    pool._end_processes = lambda name: pool.finish(name, Outcome("died", "ended"))  # type: ignore[method-assign]
+    assert [pool.end(name) for name in ("a", "b", "late")] == ["is kept for the pool that continues from this one"] * 3
+    assert pool.end("c") == "has ended already: done" and len(pool.begun) == begun
+    left = _left_by(tmp_path / "first")
+    assert [job.name for job in left] == ["a", "b", "late"]
+    again = Noded(tmp_path / "second")
+    assert [again.take_over(job) for job in left] == ["a", "b", "late"] and len(again.begun) == 3
+
+
+def test_a_log_that_nothing_can_continue_from_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PoolError, match="there is no pool.json; give the folder of a pool's log"):
+        _left_by(tmp_path)
+    PoolState().write(tmp_path / "pool.json")
+    monkeypatch.setattr(launcher, "open_pools", lambda say: [SimpleNamespace(name="ours", log_dir=str(tmp_path))])
+    with pytest.raises(PoolError, match="that pool, ours, is still open; end it first"):
+        _left_by(tmp_path)
+
+
+def test_the_command_waits_until_the_node_is_given_back_and_says_for_what(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool = Noded(tmp_path)
+    pool.submit(trains("a", (2, 3), anywhere=False))
+    pool.scheduler.clear = False
+    remote = SimpleNamespace(
+        **{
+            name: SimpleNamespace(remote=getattr(pool, name))
+            for name in ("nodes", "drain_node", "give_back", "add_node")
+        }
+    )
+    monkeypatch.setattr(pool_commands, "_join", lambda name: (remote, Pool(4, 2)))
+    monkeypatch.setattr(pool_commands, "_users_token", lambda actor: "")
+    moving = [SimpleNamespace(name="a", why="step 3/8", state="moving", moving=True)]
+    monkeypatch.setattr(pool_commands, "_standings", lambda actor, names: moving)
+    monkeypatch.setattr(pool_commands, "_POLL_S", 0.05)
+    monkeypatch.setattr(pool_commands, "_CANCEL_S", 0.2)
+    chosen = parser().parse_args(["drain-node", "1", "--by", "0"])
+    assert pool_commands.drain_node(chosen) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "node 1 (beta, bbbb1): draining" and said[2:] == [
+        "node 1 (beta, bbbb1): waits for a (step 3/8)",
+        "node 1 (beta, bbbb1): waits for a (step 3/8) after 0.2 s; it is given back once it is clear",
+    ]
+    assert pool_commands.drain_node(parser().parse_args(["drain-node", "2", "--no-wait"])) == 0
+    assert capsys.readouterr().out == "node 2 (gamma, cccc2): draining\n"
+    assert pool_commands.add_node(parser().parse_args(["add-node", "2"])) == 0
+    pool.scheduler.clear = True
+    assert pool_commands.give_back(parser().parse_args(["give-back", "1", "--by", "1m"])) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "node 2: given back"
 
 
 def test_given_back_are_the_nodes_on_which_the_least_trains(cluster: Cluster, tmp_path: Path) -> None:
