@@ -39,6 +39,7 @@ from nemo_rl.time_sharing.simulation.results import AloneTimes, run_way
 from nemo_rl.time_sharing.simulation.scenario import Absence, Scenario
 from nemo_rl.time_sharing.simulation.scenario_reading import ScenarioError, parse_scenario
 from nemo_rl.time_sharing.simulation.world import World
+from nemo_rl.time_sharing.viewing.timeline import build_timeline
 from nemo_rl.utils.record import Entry, MemoryRecord, decode_line, encode_entry
 
 LEAVES = {"notice_at_s": 60.0, "leaves_at_s": 120.0, "returns_at_s": 300.0}
@@ -288,6 +289,8 @@ def run(scenario: Scenario, seed: int = 0) -> tuple[World, list[Entry]]:
 def test_jobs_move_to_the_nodes_that_stay_or_wait_and_train_each_step_once() -> None:
     world, entries = run(mix())
     assert check(entries) == []
+    said = [text for _, _, text in build_timeline(entries).decisions if text.startswith("node ")]
+    assert said == ["node 1 is to leave", "node 1 is away", "node 1 is here"]
     assert {name: job.fate for name, job in world.jobs.items()} == dict.fromkeys(world.jobs, "")
     kinds = {ev.NodeDraining: 60.0, ev.NodeAway: 120.0, ev.NodeHere: 300.0}
     for entry in entries:

@@ -284,6 +284,10 @@ def _take(builder: TimelineBuilder, source: str, event: object, time: float) -> 
         case ev.UserActed():
             who = event.user or "a token that is no user's"
             timeline.decisions.append((time, _NO_PLAN, f"{who}: {event.action} {event.subject}: {event.outcome}"))
+        case ev.NodeDraining() | ev.NodeAway() | ev.NodeHere():
+            left = "is away" if isinstance(event, ev.NodeAway) else "is here"
+            now = "is to leave" if isinstance(event, ev.NodeDraining) else left
+            timeline.decisions.append((time, _NO_PLAN, f"node {event.node} {now}"))
         case ev.Requested():
             waiting = Interval("queue", time, _NEVER, event.pipeline, tag=event.priority.tag, cluster=event.cluster)
             builder.open["queue", event.pipeline, event.cluster] = waiting
