@@ -216,7 +216,8 @@ def main() -> int:
     parser.add_argument("--log", type=Path, help="write the record here")
     parser.add_argument("--picture", type=Path, help="draw what each user's jobs had over the week")
     chosen = parser.parse_args()
-    gc.freeze()
+    # Millions of objects without cycles, which the collector would look through again and again.
+    gc.disable()
     began = time.monotonic()
     world, observer, entries = run(week(chosen.seed, chosen.days, quotas=True), chosen.seed, chosen.log)
     part, ended = busy(world)
