@@ -1,8 +1,8 @@
-"""Forty jobs of five users on a pool of four CPU slots on two Ray nodes, with real processes, within half an hour.
+"""Forty jobs of five users on a pool of four CPU slots on four Ray nodes, with real processes, within half an hour.
 
     python benchmarks/team_half_hour.py [--folder half_hour] [--jobs 40] [--over-s 1000] [--within-s 1800]
 
-Most jobs are GRPO runs of a tiny model, four of them with high priority; a quarter are commands that scavenge. Both
+Most jobs are GRPO runs of a tiny model, four of them with high priority; a quarter are commands that scavenge. Two
 nodes leave for a while, one after the other. The pool's shares and limits are those of two groups; users submit as they
 would, each with an own token. Afterwards the record is checked, and a table says what each group and user had of the
 pool's time and was due, how long jobs of high priority waited, and which jobs were lost.
@@ -24,6 +24,7 @@ from typing import Any
 
 import ray
 import yaml
+from ray._private.state import actors
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
@@ -44,7 +45,7 @@ from nemo_rl.time_sharing.team import hash_of, read_team  # noqa: E402
 from nemo_rl.time_sharing.viewing.timeline import percentile  # noqa: E402
 from nemo_rl.utils.record import NullRecord  # noqa: E402
 
-POOL = Pool(2, 2)
+POOL = Pool(4, 1)
 _AT_ONCE = 5
 GROUPS: dict[str, dict[str, Any]] = {"vision": {"share": 0.6}, "nlp": {"share": 0.4, "limit": 3}}
 USERS: dict[str, dict[str, Any]] = {
@@ -119,30 +120,33 @@ def make_jobs(folder: Path, model: Path, count: int) -> list[tuple[str, Job]]:
 
 
 @contextmanager
-def second_node(folder: Path) -> Iterator[None]:
-    """Another Ray node on this machine, with two slots."""
+def other_nodes(folder: Path) -> Iterator[None]:
+    """Further Ray nodes on this machine, with a slot each."""
     mode, token = credentials()
     environment = os.environ | NODE_ENV | {"RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN": token}
     started = "import sys; from ray.scripts.scripts import main; sys.argv[0] = 'ray'; main()"
     command = [sys.executable, "-c", started, "start", f"--address={ray.get_runtime_context().gcs_address}", "--block"]
     command += ["--num-cpus=64", f"--resources={json.dumps({'cpu_slot': POOL.gpus_per_node})}"]
-    with (folder / "second_node.log").open("wb") as log:
-        process = subprocess.Popen(
-            [*command, f"--object-store-memory={128 << 20}"], env=environment, stdout=log, stderr=log
-        )
+    command.append(f"--object-store-memory={128 << 20}")
+    processes: list[subprocess.Popen[bytes]] = []
     try:
-        deadline = time.monotonic() + 60
-        while sum(node["Alive"] for node in ray.nodes()) < 2:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the second node did not join within 60 s; see {folder / 'second_node.log'}")
-            time.sleep(0.2)
+        for number in range(1, POOL.nodes):
+            with (folder / f"node_{number}.log").open("wb") as log:
+                processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+            deadline = time.monotonic() + 60
+            while sum(node["Alive"] for node in ray.nodes()) <= number:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"a node did not join within 60 s; see {folder / f'node_{number}.log'}")
+                time.sleep(0.2)
         yield
     finally:
-        process.terminate()
-        process.wait(30)
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait(30)
 
 
-class Week:
+class HalfHour:
     """The pool and what is done to it, by the clock."""
 
     def __init__(self, actor: Any, jobs: list[tuple[str, Job]], over_s: float, within_s: float) -> None:
@@ -150,8 +154,9 @@ class Week:
         acts: list[tuple[float, str, tuple[Any, ...]]] = [
             (over_s * number / len(jobs), "submit", (job, token_of(user))) for number, (user, job) in enumerate(jobs)
         ]
-        admin = token_of("eve")
-        for node, start in ((1, 0.25), (0, 0.60)):
+        admin, own = token_of("eve"), actors(actor._actor_id.hex())["Address"]["NodeID"]
+        nodes = [node.number for node in ray.get(actor.nodes.remote(), timeout=60) if node.ray_id != own]
+        for node, start in ((nodes[0], 0.25), (nodes[1], 0.60)):
             acts.append((over_s * start, "drain_node", (str(node), 120.0, admin)))
             acts.append((over_s * (start + 0.2), "add_node", (str(node), admin)))
         self._acts = sorted(acts, key=lambda act: act[0])
@@ -221,12 +226,12 @@ def main() -> int:
     subprocess.run([sys.executable, ROOT / "examples" / "make_tiny_model.py", model], check=True)
     jobs = make_jobs(folder, model, chosen.jobs)
     ray.init(address="local", num_cpus=64, resources={"cpu_slot": POOL.gpus_per_node}, object_store_memory=512 << 20)
-    with second_node(folder):
+    with other_nodes(folder):
         options = PoolOptions(queue=JobLimits(jobs=_AT_ONCE))
         team = read_team(write_team(folder))
         actor = open_pool(POOL, CPU, folder / "pool", LIVE_LIMITS, team=team, options=options)
         try:
-            took_s = Week(actor, jobs, chosen.over_s, chosen.within_s).run()
+            took_s = HalfHour(actor, jobs, chosen.over_s, chosen.within_s).run()
             standings = ray.get(actor.standings.remote(), timeout=120)
         finally:
             close_pool(actor)
