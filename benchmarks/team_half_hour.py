@@ -5,7 +5,8 @@
 Most jobs are GRPO runs of a tiny model, four of them with high priority; a quarter are commands that scavenge. Two
 nodes leave for a while, one after the other. The pool's shares and limits are those of two groups; users submit as they
 would, each with an own token. Afterwards the record is checked, and a table says what each group and user had of the
-pool's time and was due, how long jobs of high priority waited, and which jobs were lost.
+pool's time and was due, how long jobs of high priority waited, and which jobs were lost. Exit status 1: a job was lost,
+or an invariant is broken.
 """
 
 from __future__ import annotations
@@ -185,8 +186,8 @@ class HalfHour:
         print(f"{now:7.0f} s {method}: {said}", flush=True)
 
 
-def judge(log_dir: Path, took_s: float) -> bool:
-    """Prints what the record says; whether everything was kept."""
+def judge(log_dir: Path, took_s: float) -> int:
+    """Prints what the record says; how many violations there are."""
     entries = list(merge_by_machine_time(sorted(log_dir.glob("*.jsonl"))))
     violations = check(entries)
     for violation in violations[:5]:
@@ -210,7 +211,7 @@ def judge(log_dir: Path, took_s: float) -> bool:
         f"p99 {percentile(observer.waits, 99):.1f} s; promised {LIVE_LIMITS.high_wait_s:g} s"
     )
     print(f"  {len(entries):,} events, {len(violations)} violations")
-    return not violations and percentile(observer.waits, 99) <= LIVE_LIMITS.high_wait_s
+    return len(violations)
 
 
 def main() -> int:
@@ -239,9 +240,7 @@ def main() -> int:
     for one in lost:
         print(f"  {one.name}: {one.state} {one.why}")
     print(f"{len(standings)} jobs in {took_s:.0f} s, {len(lost)} lost")
-    kept = judge(folder / "pool", took_s)
-    print("kept" if kept and not lost else "NOT KEPT")
-    return 0 if kept and not lost else 1
+    return 1 if judge(folder / "pool", took_s) or lost else 0
 
 
 if __name__ == "__main__":
