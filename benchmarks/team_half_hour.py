@@ -2,11 +2,11 @@
 
     python benchmarks/team_half_hour.py [--folder half_hour] [--jobs 40] [--over-s 1000] [--within-s 1800]
 
-Most jobs are GRPO runs of a tiny model, four of them with high priority; a quarter are commands that scavenge. Two
-nodes leave for a while, one after the other. The pool's shares and limits are those of two groups; users submit as they
-would, each with an own token. Afterwards the record is checked, and a table says what each group and user had of the
-pool's time and was due, how long jobs of high priority waited, and which jobs were lost. Exit status 1: a job was lost,
-or an invariant is broken.
+A third of the jobs are GRPO runs of a tiny model, some of them with high priority, a sixth supervised fine-tuning; half
+are commands, of which half scavenge. Two nodes leave for a while, one after the other. The pool's shares and limits are
+those of two groups; users submit as they would, each with an own token. Afterwards the record is checked, and a table
+says what each group and user had of the pool's time and was due, how long jobs of high priority waited, and which jobs
+were lost. Exit status 1: a job was lost, or an invariant is broken.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from nemo_rl.time_sharing.viewing.timeline import percentile  # noqa: E402
 from nemo_rl.utils.record import NullRecord  # noqa: E402
 
 POOL = Pool(4, 1)
-_AT_ONCE = 5
+_AT_ONCE = 4
 GROUPS: dict[str, dict[str, Any]] = {"vision": {"share": 0.6}, "nlp": {"share": 0.4, "limit": 3}}
 USERS: dict[str, dict[str, Any]] = {
     "ann": {"group": "vision"},
@@ -56,6 +56,7 @@ USERS: dict[str, dict[str, Any]] = {
     "dan": {"group": "nlp", "limit": 2},
     "eve": {"group": "vision", "role": "admin"},
 }
+_KINDS = ("grpo", "command", "sft", "scavenger", "grpo", "command", "scavenger")
 _COMMAND = "import time, sys; end = time.time() + 5\nwhile time.time() < end: time.sleep(0.1)\nprint('done')"
 
 
@@ -98,21 +99,26 @@ def make_jobs(folder: Path, model: Path, count: int) -> list[tuple[str, Job]]:
     for number in range(count):
         user, name = list(USERS)[number % len(USERS)], f"job{number:02d}"
         wrapper: dict[str, Any] = {"nemo_config_path": f"{name}_recipe.yaml"}
-        if number % 4 == 2:
+        kind, steps = _KINDS[number % len(_KINDS)], rng.randint(4, 8)
+        places = {
+            "logger": {"log_dir": str(folder / "logs" / name), "tensorboard_enabled": False},
+            "checkpointing": {
+                "enabled": True,
+                "checkpoint_dir": str(folder / "saved" / name),
+                "save_period": 1000,
+                "metric_name": None,
+            },
+        }
+        if kind in ("command", "scavenger"):
             content: dict[str, Any] = {"external": {"command": [sys.executable, "-c", _COMMAND]}}
-            wrapper |= {"priority": "scavenger", "slice_s": 8}
+            wrapper |= {"slice_s": 8} | ({"priority": "scavenger"} if kind == "scavenger" else {})
+        elif kind == "sft":
+            defaults = {"defaults": str(ROOT / "examples" / "configs" / "sft_arithmetic_cpu.yaml")}
+            content = {**defaults, **places, "policy": {"model_name": str(model)}, "sft": {"max_num_steps": steps}}
         else:
-            content = base | {
-                "logger": {"log_dir": str(folder / "logs" / name), "tensorboard_enabled": False},
-                "checkpointing": {
-                    "enabled": True,
-                    "checkpoint_dir": str(folder / "saved" / name),
-                    "save_period": 1000,
-                    "metric_name": None,
-                },
-            }
-            content["grpo"] = {**base["grpo"], "max_num_steps": rng.randint(4, 8)}
-            wrapper |= {"priority": "high"} if user == "eve" and number % 2 else {}
+            content = base | places
+            content["grpo"] = {**base["grpo"], "max_num_steps": steps}
+            wrapper |= {"priority": "high"} if USERS[user].get("role") == "admin" else {}
         (folder / f"{name}_recipe.yaml").write_text(yaml.safe_dump(content))
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(wrapper))
         (job,) = read_jobs([folder / f"{name}.yaml"], POOL)
