@@ -37,13 +37,16 @@ class TeamPool:
         self.folder = folder
         users: dict[str, Any] = {"ann": {"group": "vision"}, "bob": {"group": "nlp"}}
         users["dan"] = {"group": "lab", "role": "admin"}
-        groups = {"lab": None, "vision": {"parent": "lab", "jobs": 1, "waiting": 1}, "nlp": {"parent": "lab"}}
+        groups: dict[str, Any] = {"lab": None, "vision": {"parent": "lab", "jobs": 1, "waiting": 1, "share": 0.6}}
+        groups["nlp"] = {"parent": "lab", "share": 0.4, "limit": 1}
         for name, keys in users.items():
             keys["token_sha256"] = hash_of(f"of-{name}")
         self.team: dict[str, Any] = {"groups": groups, "users": users}
         self.write()
         for name in ("scan", "chat", "next", "third"):
             (folder / f"{name}.yaml").write_text(yaml.safe_dump({"external": {"command": ["sleep", "600"]}}))
+        (folder / "wide.yaml").write_text(yaml.safe_dump({"external": {"command": ["sleep", "600"], "gpus": 2}}))
+        (folder / "first.yaml").write_text(yaml.safe_dump({"nemo_config_path": "scan.yaml", "priority": "high"}))
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "NRL_P", "XDG_"))}
         self.environment = kept | {"TMPDIR": str(temporary), "HOME": str(temporary)}
         self.environment |= {"NRL_OBJECT_STORE_BYTES": str(128 << 20)} | forks.forking_environment()
@@ -113,15 +116,27 @@ def test_a_team_shares_a_pool_within_its_roles(pool: TeamPool) -> None:
     assert "ann (vision)" in status and "bob (nlp)" in status
     assert "bob (member of nlp) may not cancel scan, a job of ann" in pool.run("bob", "cancel", "scan", code=2)
     assert "may not submit scan, a job of ann" in pool.run("bob", "submit", "scan.yaml", code=2)
+    said = pool.run("bob", "submit", "wide.yaml", code=2)
+    assert "wide: has an engine on 2 CPU slots at once, and the limit of group nlp is 1" in said
+    said = pool.run("bob", "submit", "first.yaml", code=2)
+    assert "bob (member of nlp) may not submit with priority high first: that takes the role lead or admin" in said
+    assert "group nlp: share 0.4 of group lab, at most 1 CPU slots" in pool.run("bob", "explain")
     assert "the token is no user's" in pool.run("eve", "status", code=2)
     assert "may not reload" in pool.run("ann", "reload", code=2)
     assert [pool.post(name, "jobs/scan/drain") for name in ("bob", "eve")] == [409, 403]
     assert [pool.post(name, "data.json") for name in ("bob", "eve")] == [200, 403]
 
     del pool.team["users"]["bob"]
+    pool.team["groups"]["nlp"]["limit"] = 0.5
     pool.write()
     said = pool.run("dan", "reload")
-    assert said.splitlines()[:2] == ["user bob (member of nlp): removed", "job chat of bob, who is gone, goes on"]
+    assert said.splitlines()[:4] == [
+        "group nlp: limit 1 -> 0.5",
+        "user bob (member of nlp): removed",
+        "group nlp: its jobs have 1 CPU slots, more than its limit: engines give theirs back now, training at the end "
+        "of its step",
+        "job chat of bob, who is gone, goes on",
+    ]
     # Ray starts the pool's actor again, with the team as it was read last.
     (actor,) = [one for one in psutil.process_iter(["cmdline"]) if _is_pool_of(one, pool)]
     actor.kill()
@@ -149,6 +164,8 @@ def test_a_team_shares_a_pool_within_its_roles(pool: TeamPool) -> None:
         ("ann", "submit", "done"),
         ("ann", "submit", "refused"),
         ("bob", "cancel", "refused"),
+        ("bob", "submit", "refused"),
+        ("bob", "submit", "refused"),
         ("bob", "submit", "refused"),
         ("ann", "reload", "refused"),
         ("bob", "drain", "refused"),
