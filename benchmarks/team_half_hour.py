@@ -1,6 +1,7 @@
 """Forty jobs of five users on a pool of four CPU slots on four Ray nodes, with real processes, within half an hour.
 
     python benchmarks/team_half_hour.py [--folder half_hour] [--jobs 40] [--over-s 1000] [--within-s 1800]
+        [--kinds grpo command sft scavenger grpo command scavenger]
 
 A third of the jobs are GRPO runs of a tiny model, some of them with high priority, a sixth supervised fine-tuning; half
 are commands, of which half scavenge. Two nodes leave for a while, one after the other. The pool's shares and limits are
@@ -18,7 +19,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,8 @@ def write_team(folder: Path) -> Path:
     return path
 
 
-def make_jobs(folder: Path, model: Path, count: int) -> list[tuple[str, Job]]:
-    """Jobs with their users."""
+def make_jobs(folder: Path, model: Path, count: int, kinds: Sequence[str]) -> list[tuple[str, Job]]:
+    """Jobs with their users; their kinds take turns."""
     rng = random.Random("half hour")
     base = {
         "defaults": str(ROOT / "examples" / "configs" / "grpo_arithmetic_async_cpu.yaml"),
@@ -99,7 +100,7 @@ def make_jobs(folder: Path, model: Path, count: int) -> list[tuple[str, Job]]:
     for number in range(count):
         user, name = list(USERS)[number % len(USERS)], f"job{number:02d}"
         wrapper: dict[str, Any] = {"nemo_config_path": f"{name}_recipe.yaml"}
-        kind, steps = _KINDS[number % len(_KINDS)], rng.randint(4, 8)
+        kind, steps = kinds[number % len(kinds)], rng.randint(4, 8)
         places = {
             "logger": {"log_dir": str(folder / "logs" / name), "tensorboard_enabled": False},
             "checkpointing": {
@@ -226,12 +227,13 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=40)
     parser.add_argument("--over-s", type=float, default=1000.0, help="seconds over which jobs are submitted")
     parser.add_argument("--within-s", type=float, default=1800.0, help="seconds until all have to have ended")
+    parser.add_argument("--kinds", nargs="+", choices=sorted(set(_KINDS)), default=_KINDS, help="of jobs, in turn")
     chosen = parser.parse_args()
     folder: Path = chosen.folder.resolve()
     (folder / "pool").mkdir(parents=True)
     model = folder / "tiny"
     subprocess.run([sys.executable, ROOT / "examples" / "make_tiny_model.py", model], check=True)
-    jobs = make_jobs(folder, model, chosen.jobs)
+    jobs = make_jobs(folder, model, chosen.jobs, chosen.kinds)
     ray.init(address="local", num_cpus=64, resources={"cpu_slot": POOL.gpus_per_node}, object_store_memory=512 << 20)
     with other_nodes(folder):
         options = PoolOptions(queue=JobLimits(jobs=_AT_ONCE))

@@ -42,7 +42,7 @@ LINES: dict[str, str] = {
     "scheduler_restart": "--segments 2 --lines 1000",
     "startup": "--against . --runs 1",
     "streaming_schedule": "--steps 6",
-    "team_half_hour": "--folder WORK/half_hour --jobs 2 --over-s 20 --within-s 700",
+    "team_half_hour": "--folder WORK/half_hour --jobs 4 --over-s 20 --within-s 700 --kinds command scavenger",
     "team_week": "--days 0.1",
     "time_sharing": f"{_ON_CPU} --mean-tokens 8 --jobs 2 --gpus 2 --steps 3 --ways slots --eager --work WORK",
     "time_sharing_kills": f"{_ON_CPU} --mean-tokens 8 --jobs 2 --gpus 2 --ways slots --way-s 700 --work WORK",
