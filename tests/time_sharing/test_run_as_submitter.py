@@ -142,7 +142,7 @@ class Begun(PoolActor):
         self.begun: list[Job] = []
         user = replace(ANN, token_sha256=(hash_of("of-ann"),), unix_user="anna")
         options = PoolOptions(queue=JobLimits(1), run_as_submitter=run_as_submitter)
-        super().__init__(PoolHandles(None, SLOTS, "cpu", (), Limits(), str(folder)), team(user), options)
+        super().__init__(PoolHandles(None, SLOTS, "cpu", Limits(), str(folder)), team(user), options)
 
     def create_pipeline_actor(self, job: Job, incarnation: int) -> object:
         self.begun.append(job)
