@@ -16,6 +16,7 @@ import ray
 
 from nemo_rl.time_sharing import launcher, pool_commands, pool_nodes
 from nemo_rl.time_sharing.__main__ import main, parser
+from nemo_rl.time_sharing.agents import host_use
 from nemo_rl.time_sharing.arguments import from_now
 from nemo_rl.time_sharing.launcher import _left_by, _pool_of, options_of
 from nemo_rl.time_sharing.log.pool_state import Outcome, PoolState
@@ -86,6 +87,12 @@ class Process:
 
     def _drain(self) -> None:
         self.drains += 1
+
+
+@pytest.fixture(autouse=True)
+def _no_watch_outlives_its_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It would ask Ray about other nodes, and so start it in the tests that come after.
+    monkeypatch.setattr(host_use.HostWatch, "_run", lambda *_: None)
 
 
 class Noded(PoolActor):
