@@ -69,7 +69,6 @@ def token_of(user: str) -> str:
 def write_team(folder: Path) -> Path:
     """The team's file."""
     users = {name: {**keys, "token_sha256": hash_of(token_of(name))} for name, keys in USERS.items()}
-    users["eve"]["role"] = "admin"
     path = folder / "team.yaml"
     path.write_text(yaml.safe_dump({"groups": GROUPS, "users": users, "half_life_hours": 0.1}))
     path.chmod(0o600)

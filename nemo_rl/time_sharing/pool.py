@@ -59,11 +59,14 @@ from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles
 from nemo_rl.time_sharing.pipelines.job import PIPELINES, Job, Kind
 from nemo_rl.time_sharing.pipelines.residents import Part, PoolFull, Residents, SlotBytes, SlotMemory
 from nemo_rl.time_sharing.planning.job_placement import Mapped
-from nemo_rl.time_sharing.pool_nodes import ADD_NODE, DRAIN_NODE, GIVE_BACK, Node, PoolNodes
+from nemo_rl.time_sharing.pool_nodes import Node, PoolNodes
 from nemo_rl.time_sharing.protocol.quotas import Quotas
 from nemo_rl.time_sharing.protocol.topology import Pool, Topology
 from nemo_rl.time_sharing.protocol.types import HIGH
 from nemo_rl.time_sharing.team import (
+    ADD_NODE,
+    DRAIN_NODE,
+    GIVE_BACK,
     RELOAD,
     SUBMIT,
     SUBMIT_HIGH,

@@ -16,7 +16,6 @@ from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-DRAIN_NODE, ADD_NODE, GIVE_BACK = "drain-node", "add-node", "give-back"
 _ANSWER_S = 30.0
 _SHORTEST_ID = 4
 

@@ -24,7 +24,7 @@ from pydantic_core import ErrorDetails
 from nemo_rl.config.errors import ConfigError, UserError, did_you_mean
 from nemo_rl.config.layers import read_yaml
 from nemo_rl.time_sharing.job_queue import JobLimits, Owner, Quota
-from nemo_rl.time_sharing.protocol.quotas import QuotaNode, wrong_shares
+from nemo_rl.time_sharing.protocol.quotas import QuotaNode, share_problems
 from nemo_rl.utils.files import read_trusted
 
 ROLES = ("viewer", "member", "lead", "admin")
@@ -32,8 +32,9 @@ ROLES = ("viewer", "member", "lead", "admin")
 TOKEN_VARIABLE, TOKEN_FILE = "NRL_POOL_TOKEN", "~/.config/nemo_rl/pool_token"
 """Where a user's own token is; the variable comes first."""
 SUBMIT, RELOAD, SUBMIT_HIGH = "submit", "reload", "submit with priority high"
+DRAIN_NODE, ADD_NODE, GIVE_BACK = "drain-node", "add-node", "give-back"
 _LEAST = {SUBMIT: "member", SUBMIT_HIGH: "lead"}
-_LEAST |= dict.fromkeys((RELOAD, "drain-node", "add-node", "give-back"), "admin")
+_LEAST |= dict.fromkeys((RELOAD, DRAIN_NODE, ADD_NODE, GIVE_BACK), "admin")
 """The least role for actions that are on no user's job."""
 _LEVELS = 3
 HALF_LIFE_HOURS = 4.0
@@ -314,19 +315,13 @@ def read_team(path: Path) -> Team:
     ]
     nodes += [QuotaNode(f"user {name}", f"group {one.group}", *_gpus_of(one)) for name, one in keys.users.items()]
     team = Team(str(source), parents, users, queue, tuple(nodes), keys.half_life_hours)
-    if problems := [*_wrong_groups(team), *_wrong_users(team), *_wrong_shares(team)]:
+    if problems := [*_wrong_groups(team), *_wrong_users(team), *share_problems(team.nodes)]:
         raise TeamFileError(problems, str(path))
     return team
 
 
 def _gpus_of(keys: _GroupKeys | _UserKeys | None) -> tuple[float | None, float | None]:
     return (None, None) if keys is None else (keys.share, keys.limit)
-
-
-def _wrong_shares(team: Team) -> Iterator[str]:
-    for node, why in wrong_shares(team.nodes):
-        kind, _, name = node.partition(" ")
-        yield f"{kind}s.{name}.share: {why}"
 
 
 def _problem(error: ErrorDetails) -> str:

@@ -107,7 +107,7 @@ MEANING = {
     "trial_steps": "Steps that each makes together with the others before it is tried alone, which costs those six "
     "steps.",
     "high_lead_s": "How much older requests are that come before those of a job of high priority.",
-    "high_wait_s": "For how long such a job is to wait for its training GPUs at most, as tables and `explain` report.",
+    "high_wait_s": "For how long such a job is to wait for its training GPUs at most, which `explain` reports on.",
     "turn_s": "How long jobs run that gain nothing by it, before others have their turn.",
     "max_tick_s": "A clock that moves by more at once has jumped; the scheduler's time leaves the jump out.",
 }

@@ -9,7 +9,7 @@ ledger. Simulations and tests validate every plan; a live scheduler trusts its p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from nemo_rl.time_sharing.log.state import Lease
@@ -41,7 +41,8 @@ def validate(snapshot: Snapshot, plan: Plan) -> list[str]:
     for expand in plan.expands:
         problems += _expand(snapshot, expand, freed, taken)
     problems += _priority_changes(snapshot, plan)
-    problems += _above_limits(snapshot, plan)
+    limits = list(_limits(snapshot))
+    problems += _above_limits(plan, limits, snapshot.slots)
     if (promised := sum(plan.in_ranks.values())) > (there := _slots_left(snapshot)):
         problems.append(f"rule 16: pipelines are entitled to {promised} of {there} GPUs, in whole ranks")
     unused = (
@@ -54,7 +55,7 @@ def validate(snapshot: Snapshot, plan: Plan) -> list[str]:
             for g in _bundle(snapshot, s.pipeline, s.rank)
         }
     )
-    problems += _pointless(snapshot, plan, unused, taken)
+    problems += _pointless(snapshot, plan, unused, taken, limits)
     return problems
 
 
@@ -218,16 +219,18 @@ def _priority_changes(snapshot: Snapshot, plan: Plan) -> Iterator[str]:
             yield f"rule 3: {change.pipeline}/{change.cluster} did not ask for request {change.request}"
 
 
-def _pointless(snapshot: Snapshot, plan: Plan, unused: set[int], taken: set[int]) -> Iterator[str]:
-    """Rule 13: a rank is only put to sleep when somebody gets one of its GPUs, its pipeline or its node leaves, or it
-    has not risen yet and training waits for it to land.
+def _pointless(
+    snapshot: Snapshot, plan: Plan, unused: set[int], taken: set[int], limits: Sequence[_Limit]
+) -> Iterator[str]:
+    """Rule 13: a rank is only put to sleep when somebody gets one of its GPUs, its pipeline or its node leaves, a limit
+    asks for it, or it has not risen yet and training waits for it to land.
     """
     for shrink in plan.shrinks:
         pipeline = snapshot.pipelines[shrink.pipeline]
         gpus = _bundle(snapshot, shrink.pipeline, shrink.rank)
         if pipeline.withdraws or not (taken.isdisjoint(gpus) and snapshot.withheld.isdisjoint(gpus)):
             continue
-        if _makes_room(snapshot, shrink.pipeline):
+        if any(limit.makes_room and shrink.pipeline in limit.below for limit in limits):
             continue
         awake = pipeline.awake.get(shrink.rank)
         if awake is None or (awake.phase is not Phase.SERVING and (pipeline.wants or _wanted(snapshot, shrink))):
@@ -247,12 +250,15 @@ def _wanted(snapshot: Snapshot, shrink: Shrink) -> bool:
 
 
 class _Limit(NamedTuple):
-    """A limit: whose it is, slots, the pipelines below it, and the slots that they hold or were promised."""
+    """A limit: whose it is, slots, the pipelines below it, the slots that they hold or were promised, and whether ranks
+    below it may go to sleep for others, or because it is exceeded.
+    """
 
     whose: str
     most: int
     below: set[str]
     held: set[int]
+    makes_room: bool
 
 
 def _limits(snapshot: Snapshot) -> Iterator[_Limit]:
@@ -261,26 +267,19 @@ def _limits(snapshot: Snapshot) -> Iterator[_Limit]:
         below = {name for name, pipeline in snapshot.pipelines.items() if whose in quotas.above(pipeline.spec)}
         held = {gpu for gpu, lease in enumerate(snapshot.owner) if lease is not None and lease.pipeline in below}
         held |= {gpu for gpu, claim in snapshot.claimed.items() if claim.pipeline in below}
-        yield _Limit(whose, most, below, {gpu for gpu in held if gpu < slots})
+        held = {gpu for gpu in held if gpu < slots}
+        pipelines = (snapshot.pipelines[name] for name in below)
+        asks = any(pipeline.wants or pipeline.unscheduled_since is not None for pipeline in pipelines)
+        yield _Limit(whose, most, below, held, asks or len(held) > most)
 
 
-def _makes_room(snapshot: Snapshot, name: str) -> bool:
-    """Whether a rank may go to sleep for others below the same limit, or because that is exceeded."""
-    for limit in _limits(snapshot):
-        asking = (snapshot.pipelines[other] for other in limit.below)
-        asks = any(pipeline.wants or pipeline.unscheduled_since is not None for pipeline in asking)
-        if name in limit.below and (asks or len(limit.held) > limit.most):
-            return True
-    return False
-
-
-def _above_limits(snapshot: Snapshot, plan: Plan) -> Iterator[str]:
-    """Rule 17: what is given keeps all limits, before anybody has made way."""
+def _above_limits(plan: Plan, limits: Iterable[_Limit], slots: int) -> Iterator[str]:
+    """Rule 18: what is given keeps all limits, before anybody has made way."""
     given = [(order.pipeline, gpu) for order in (*plan.grants, *plan.expands) for gpu in order.gpus]
-    for limit in _limits(snapshot):
-        gets = {gpu for name, gpu in given if name in limit.below and gpu < snapshot.slots}
+    for limit in limits:
+        gets = {gpu for name, gpu in given if name in limit.below and gpu < slots}
         if gets and len(limit.held | gets) > limit.most:
-            yield f"rule 17: {limit.whose} would have {len(limit.held | gets)} slots, its limit is {limit.most}"
+            yield f"rule 18: {limit.whose} would have {len(limit.held | gets)} slots, its limit is {limit.most}"
 
 
 def _slots_left(snapshot: Snapshot) -> int:

@@ -45,6 +45,13 @@ def wrong_shares(nodes: Iterable[QuotaNode]) -> Iterator[tuple[str, str]]:
                 )
 
 
+def share_problems(nodes: Iterable[QuotaNode]) -> Iterator[str]:
+    """The same as lines about the keys of a file, such as `groups.NAME.share: ...`."""
+    for node, why in wrong_shares(nodes):
+        kind, _, name = node.partition(" ")
+        yield f"{kind}s.{name}.share: {why}"
+
+
 class Quotas:
     """The nodes by name. `most`: limits in slots. `half_life_s`: after so long, use of the pool counts half."""
 

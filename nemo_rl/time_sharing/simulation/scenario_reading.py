@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_rl.config.errors import UserError, did_you_mean
-from nemo_rl.time_sharing.protocol.quotas import wrong_shares
+from nemo_rl.time_sharing.protocol.quotas import share_problems
 from nemo_rl.time_sharing.protocol.topology import RegistrationError, register
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, COUNTS, SCAVENGER, Limits, limits_from
 from nemo_rl.time_sharing.simulation.scenario import MOST_SAMPLES, Fleet, PoolSection, Scenario, ScenarioJob
@@ -236,9 +236,7 @@ def _problems_of_quotas(scenario: Scenario) -> Iterator[str]:
                 yield f"{kind}.{name}.parent: there is no group {quota.parent!r}.{known}"
             elif kind == "groups" and name in _above(name, scenario):
                 yield f"groups.{name}.parent: is below itself"
-    for node, why in wrong_shares(scenario.quota_nodes):
-        kind, _, name = node.partition(" ")
-        yield f"{kind}s.{name}.share: {why}"
+    yield from share_problems(scenario.quota_nodes)
 
 
 def _above(name: str, scenario: Scenario) -> list[str]:

@@ -73,9 +73,8 @@ class Timeline:
     request, decision or release in words); `faults`: (time, fault in words); `decisions`: (time, plan, reason in a
     sentence); `measured`: latest measured gain of running together; `entitled`: GPUs that each pipeline with demand was
     entitled to by the last plan that says so; `users`: who submitted a pipeline, on a pool for a team; `quotas`: that
-    team's, and `use` what its groups and users have had of late, in slot-seconds; `priorities`: of pipelines where not
-    normal; `lead_s`: how much older requests a high one passes,
-    which is to wait for `high_wait_s` at most.
+    team's, and `use` what its groups and users have had of late, in slot-seconds; `priorities`: of pipelines;
+    `lead_s`: how much older requests one of high priority passes, which is to wait for `high_wait_s` at most.
 
     `pipelines` are in order of their registration. `simulated`: a simulation's own comparison, None for a real run.
     """
