@@ -23,6 +23,7 @@ from pathlib import Path
 
 import psutil
 
+from nemo_rl.distributed.memory_groups import enter_memory_group
 from nemo_rl.distributed.private_variables import take_private_variables
 from nemo_rl.distributed.unix_users import become_user
 
@@ -50,6 +51,7 @@ _HARMLESS = {
 
 def begin_worker() -> None:
     """First steps of a Ray worker process."""
+    enter_memory_group()  # before it gives up the right to
     become_user()
     collect_rarely()
     take_private_variables()
