@@ -26,6 +26,7 @@ from pydantic import TypeAdapter
 
 from nemo_rl.config.dotted import import_dotted
 from nemo_rl.config.errors import UserError, why_not_written
+from nemo_rl.distributed.memory_groups import MEMORY_GROUP
 from nemo_rl.distributed.private_variables import without_private
 from nemo_rl.distributed.processes import WORKING_DIRECTORY
 from nemo_rl.distributed.unix_users import RUN_AS, why_unusable
@@ -34,7 +35,7 @@ from nemo_rl.time_sharing.agents.actors import (
     Orchestrator,
 )
 from nemo_rl.time_sharing.agents.end_notices import EndNotices
-from nemo_rl.time_sharing.agents.host_use import HostWatch
+from nemo_rl.time_sharing.agents.host_use import HostWatch, run_of
 from nemo_rl.time_sharing.agents.ray_reaper import (
     INCARNATION_VARIABLE,
     agent_actor_name,
@@ -110,6 +111,7 @@ class About:
     memory: SlotBytes | None = None  # of a slot; None on CPU slots
     team: str = ""  # the file of its team; empty where its user alone uses it
     unheard: str = ""  # why ends of jobs did not reach the webhook
+    caps: str = ""  # how host memory is capped
 
 
 @dataclass(frozen=True)
@@ -199,11 +201,6 @@ class PoolActor(Orchestrator):
         self._waiting = WaitingJobs(Path(handles.log_dir) / "waiting")
         self._notices = EndNotices(options.on_end) if options.on_end else None
         self._keep()
-        for submission in kept.submissions:
-            if submission.outcome is not None:
-                self._notify(submission)
-            elif not submission.waits:
-                self._go_on_with(submission)
         self._hosts = HostWatch(
             self._running,
             self._end_for,
@@ -211,6 +208,11 @@ class PoolActor(Orchestrator):
             keep_free=options.keep_free,
             pools_own=handles.log_dir,
         )
+        for submission in kept.submissions:
+            if submission.outcome is not None:
+                self._notify(submission)
+            elif not submission.waits:
+                self._go_on_with(submission)
         self._set_quotas()
         self._begin_waiting()
         for node in self._nodes.all() if self._nodes.gone else ():
@@ -294,7 +296,8 @@ class PoolActor(Orchestrator):
         log_dir = self._handles.log_dir
         team = self._team.source if self._team is not None else ""
         trouble, unheard = log_trouble(Path(log_dir)), self._notices.trouble if self._notices is not None else ""
-        return About(self._handles.name, self._handles.unit, log_dir, trouble, self._handles.memory, team, unheard)
+        handles, caps = self._handles, self._hosts.caps
+        return About(handles.name, handles.unit, log_dir, trouble, handles.memory, team, unheard, caps)
 
     def handles(self) -> PoolHandles:
         """Actors and settings of the pool that a pipeline needs."""
@@ -567,6 +570,10 @@ class PoolActor(Orchestrator):
             variables[RUN_AS] = job.unix_user
             # A job of this name may have left another user's.
             adapter_states(Path(self._handles.log_dir), job.name).unlink(missing_ok=True)
+        if cap := self._submissions[job.name].limits.memory:
+            # The kernel counts shared objects for the job that used their pages first.
+            store = max(int(node["Resources"].get("object_store_memory", 0)) for node in ray.nodes())
+            variables[MEMORY_GROUP] = f"{cap + store} {run_of(job.name, incarnation)}"
         pipeline: Any = ray.remote(self.pipeline_class(job))
         actor = pipeline.options(
             name=agent_actor_name(incarnation),
@@ -598,8 +605,8 @@ class PoolActor(Orchestrator):
             seen = self._seen.get(submission.name)
             at = f"at step {seen.step} of {seen.of}; its last finished checkpoint stays" if seen and seen.of else ""
             outcome = Outcome("cancelled", at, seen.step if seen else 0, seen.waited_s if seen else 0.0)
-        elif submission.refused and outcome.kind != "done":
-            outcome = Outcome("failed", submission.refused, outcome.steps, outcome.waited_s)
+        elif outcome.kind != "done" and (why := submission.refused or self._hosts.why_by_kernel(submission)):
+            outcome = Outcome("failed", why, outcome.steps, outcome.waited_s)
         self._note_end(submission, outcome)
         if outcome.kind in _LEFT:
             ray.kill(actor, no_restart=True)
@@ -662,6 +669,10 @@ class PoolActor(Orchestrator):
     def settle_notices(self, timeout_s: float) -> bool:
         """Waits until the ends of jobs have been posted, or were given up; whether that is so."""
         return self._notices is None or self._notices.settle(timeout_s)
+
+    def leave_hosts(self) -> None:
+        """Removes what the hosts still have of ended jobs."""
+        self._hosts.leave()
 
     def _open(self) -> list[Submission]:
         """Those that have not ended."""

@@ -110,7 +110,8 @@ def status(chosen: argparse.Namespace) -> int:
     elif not standings:
         sys.stdout.write(f"pool {about.name}: no pipelines; submit FILE adds one\n")
     else:
-        lines = [f"pool {about.name}", about.trouble, about.unheard, *(f"{node}: {node.state}" for node in nodes)]
+        lines = [f"pool {about.name}", about.trouble, about.unheard, about.caps]
+        lines += [f"{node}: {node.state}" for node in nodes]
         sys.stdout.write("".join(f"{line}\n" for line in lines if line))
         StandingsTable(about.unit, file=sys.stdout).print(standings)
     return EXIT_OK

@@ -11,12 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl.config import ConfigError
+from nemo_rl.distributed.memory_groups import MEMORY_GROUP
 from nemo_rl.time_sharing.agents import host_use
 from nemo_rl.time_sharing.agents.host_use import (
     HostWatch,
@@ -29,7 +31,7 @@ from nemo_rl.time_sharing.agents.host_use import (
     most_over_its_part,
     over_limit,
 )
-from nemo_rl.time_sharing.agents.ray_reaper import INCARNATION_VARIABLE, agent_variables
+from nemo_rl.time_sharing.agents.ray_reaper import INCARNATION_VARIABLE, PIPELINE_VARIABLE, agent_variables
 from nemo_rl.time_sharing.log.pool_state import HostLimits, HostUse, PoolState, Standing, Submission
 from nemo_rl.time_sharing.pipelines.job import read_jobs
 from nemo_rl.time_sharing.pool import PoolError, PoolOptions
@@ -95,7 +97,7 @@ def test_one_job_at_a_time_is_ended_on_a_node_that_is_short(monkeypatch: pytest.
     jobs = {name: submitted(name) for name in ("large", "larger", "capped")}
     taken = {f"{name}.1": use(size * GIB) for name, size in (("large", 8), ("larger", 9), ("capped", 1))}
     taken |= {"stranger.1": use(90 * GIB), "large.0": use(70 * GIB)}
-    monkeypatch.setattr(host_use, "measure_node", lambda: NodeUse("n1", GIB, taken))
+    monkeypatch.setattr(host_use, "measure_node", lambda _: NodeUse("n1", GIB, taken))
     ended: list[str] = []
 
     def end(job: Submission, why: str) -> None:
@@ -118,6 +120,36 @@ def test_one_job_at_a_time_is_ended_on_a_node_that_is_short(monkeypatch: pytest.
     jobs.clear()
     watch.look_at_hosts()
     assert watch.of("large") == ((), None)
+
+
+def test_a_job_that_the_kernel_ended_is_ended_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_use.HostWatch, "_run", lambda *_: None)
+    kernels = {"above.1": True, "unlucky.1": False, "fine.0": True}
+    nodes = [NodeUse("n1", GIB, {}), NodeUse("n2", GIB, {}, ended=kernels)]
+    asked: list[object] = []
+    monkeypatch.setattr(host_use, "measure_nodes", lambda capped: asked.append(capped) or nodes)
+    ended: dict[str, str] = {}
+    jobs = {name: submitted(name) for name in ("above", "unlucky", "fine", "free")}
+    watch = HostWatch(lambda: [*jobs.values()], lambda job, why: ended.update({job.name: why}), nodes=2, keep_free=0)
+    watch.look_at_hosts()
+    watch.leave()
+    assert asked == [None] and watch.caps == "" and watch.why_by_kernel(jobs["free"]) == ""
+    ended.clear()
+    for name in ("above", "unlucky", "fine"):
+        jobs[name].limits = HostLimits(memory=GIB)
+    watch.look_at_hosts()
+    assert ended == {
+        "above": "ended by the kernel on n2: above its cap of 1.0 GiB",
+        "unlucky": "ended by the kernel on n2: the node had no memory left",
+    }
+    assert asked[-1] == ["above.1", "unlucky.1", "fine.1", "free.1"]
+    assert watch.caps == "host memory: capped by the pool's watch and the kernel"
+    assert [watch.why_by_kernel(jobs[name]) for name in ("above", "fine")] == [ended["above"], ""]
+    nodes[0] = nodes[0]._replace(uncapped="no cgroup v2")
+    jobs.clear()
+    watch.leave()
+    assert asked[-1] == [], "no group of a job stays"
+    assert watch.caps == "host memory: capped by the pool's watch alone on n1 (no cgroup v2)"
 
 
 def test_a_job_above_its_disk_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -271,6 +303,12 @@ def test_a_job_above_its_memory_is_ended_by_name_and_another_goes_on(
         assert outcome is not None and outcome.kind == "failed"
         assert outcome.reason.startswith("used 1.") and outcome.reason.endswith("its cap is 1.0 GiB")
         assert not stands("hungry").hosts
+        caps = ray.get(actor.about.remote(), timeout=60).caps
+        assert caps.startswith("host memory: capped by the pool's watch"), caps
+        held = [process.info["environ"] or {} for process in psutil.process_iter(["environ"])]
+        groups = [one.get(MEMORY_GROUP, "") for one in held if one.get(PIPELINE_VARIABLE) == "modest"]
+        store = int(ray.nodes()[0]["Resources"]["object_store_memory"])
+        assert any(group.startswith(f"{GIB + store} modest.") for group in groups), groups
         modest = stands("modest")
         assert modest.outcome is None and 0 < modest.hosts[0].memory < GIB and modest.hosts[0].processes >= 2
         (node,) = measure_nodes()

@@ -2,7 +2,7 @@
 
 A job's processes are those of this Ray node that carry its name in their first environment, and all processes that
 they started. Pages that several processes share count for each of them in equal parts. Invariant: a job is ended only
-for what was just measured of it, and on a node that is short of memory one job at a time.
+for what was just measured of it, or since the kernel ended it, and on a node that is short of memory one job at a time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,7 @@ import psutil
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from nemo_rl.config.errors import first_line
+from nemo_rl.distributed.memory_groups import ended_by_kernel, groups_folder
 from nemo_rl.time_sharing.agents.ray_reaper import INCARNATION_VARIABLE, PIPELINE_VARIABLE
 from nemo_rl.time_sharing.log.pool_state import HostLimits, HostUse, Submission
 
@@ -43,13 +44,15 @@ _CGROUP_FILES = (
 
 class NodeUse(NamedTuple):
     """What the jobs take of one node, by `run_of`. `free`: bytes of host memory that are left there. `cost_s`: seconds
-    of a core that measuring took.
+    of a core that measuring took. `ended`: see `ended_by_kernel`. `uncapped`: why the kernel caps no job there.
     """
 
     node: str
     free: int
     jobs: dict[str, HostUse]
     cost_s: float = 0.0
+    ended: Mapping[str, bool] = {}
+    uncapped: str = ""
 
 
 def run_of(pipeline: str, incarnation: object) -> str:
@@ -57,8 +60,8 @@ def run_of(pipeline: str, incarnation: object) -> str:
     return f"{pipeline}.{incarnation}"
 
 
-def measure_node() -> NodeUse:
-    """The jobs on the Ray node of this process."""
+def measure_node(capped: Collection[str] | None = None) -> NodeUse:
+    """The jobs on the Ray node of this process. `capped`: the running ones, where the kernel caps jobs."""
     began = time.thread_time()
     found: dict[str, HostUse] = {}
     node, free = socket.gethostname(), free_memory()
@@ -67,7 +70,14 @@ def measure_node() -> NodeUse:
             memory, files = _taken_by(process)
             use = found.get(name, HostUse(node, 0, 0, 0, free))
             found[name] = HostUse(node, use.memory + memory, use.files + files, use.processes + 1, free)
-    return NodeUse(node, free, found, time.thread_time() - began)
+    ended: Mapping[str, bool] = {}
+    uncapped = ""
+    if capped is not None:
+        try:
+            ended = ended_by_kernel(groups_folder(), capped)
+        except OSError as error:
+            uncapped = str(error)
+    return NodeUse(node, free, found, time.thread_time() - began, ended, uncapped)
 
 
 def _processes_of_jobs() -> Iterator[tuple[str, psutil.Process]]:
@@ -118,15 +128,15 @@ def _measuring() -> Any:
     return ray.remote(measure_node)
 
 
-def measure_nodes() -> Iterator[NodeUse]:
-    """The jobs on every node of the Ray cluster; one that does not answer is left out."""
+def measure_nodes(capped: Collection[str] | None = None) -> Iterator[NodeUse]:
+    """The same on every node of the Ray cluster; one that does not answer is left out."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     answers = [
         _measuring()
         .options(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(entry["NodeID"], False))
-        .remote()
+        .remote(capped)
         for entry in ray.nodes()
         if entry["Alive"]
     ]
@@ -158,6 +168,14 @@ def over_limit(use: Iterable[HostUse], disk: int | None, limits: HostLimits) -> 
             return f"had {each.files} files open on {each.node}, its cap is {limits.files}"
     if disk is not None and limits.disk is not None and disk > limits.disk:
         return f"its logs and checkpoints take {in_words(disk)} of disk, its cap is {in_words(limits.disk)}"
+    return ""
+
+
+def _kernels_reason(job: Submission, nodes: Iterable[NodeUse]) -> str:
+    for node, above in ((node.node, node.ended.get(run_of(job.name, job.incarnation))) for node in nodes):
+        if above is not None:
+            why = f"above its cap of {in_words(job.limits.memory or 0)}" if above else "the node had no memory left"
+            return f"ended by the kernel on {node}: {why}"
     return ""
 
 
@@ -202,6 +220,9 @@ class HostWatch:
         nodes: Nodes of the pool; one alone is measured without Ray.
         keep_free: Bytes of host memory that are to stay free on each node; 0 ends no job for that.
         pools_own: Folder of the pool's log, which is no job's.
+
+    Attributes:
+        caps: Whether the kernel caps jobs too, or why not; empty before a job has a cap of host memory.
     """
 
     def __init__(
@@ -213,7 +234,7 @@ class HostWatch:
         keep_free: int,
         pools_own: str = "",
     ) -> None:
-        self._pools_own = pools_own
+        self._pools_own, self.caps, self._any_capped = pools_own, "", False
         self._jobs, self._end, self._nodes, self._keep_free = jobs, end, nodes, keep_free
         self._hosts: dict[str, tuple[HostUse, ...]] = {}
         self._disk: dict[str, int] = {}
@@ -238,15 +259,16 @@ class HostWatch:
 
     def look_at_hosts(self) -> float:
         """One round over the processes; the seconds of a core that it took of the node where it took the most."""
-        running = {run_of(job.name, job.incarnation): job for job in self._jobs()}
-        nodes = ([measure_node()] if self._nodes == 1 else list(measure_nodes())) if running else []
+        running = self._running()
+        # Once more after the last one, whose cgroup goes.
+        nodes = self._measured(running) if running or self._hosts else []
         found: dict[str, tuple[HostUse, ...]] = {}
         for node in nodes:
             for run in running.keys() & node.jobs.keys():
                 found[running[run].name] = (*found.get(running[run].name, ()), node.jobs[run])
         self._hosts = found
         for job in running.values():
-            self._end_for(job, over_limit(found.get(job.name, ()), None, job.limits))
+            self._end_for(job, _kernels_reason(job, nodes) or over_limit(found.get(job.name, ()), None, job.limits))
         for node in nodes:
             known = {run: use for run, use in node.jobs.items() if run in running}
             if known and not any(running[run].is_ending for run in known):
@@ -254,6 +276,27 @@ class HostWatch:
                 if why:
                     self._end_for(running[run], why)
         return max((node.cost_s for node in nodes), default=0.0)
+
+    def _measured(self, running: Mapping[str, Submission]) -> list[NodeUse]:
+        self._any_capped = self._any_capped or any(job.limits.memory for job in running.values())
+        capped = [*running] if self._any_capped else None
+        nodes = [measure_node(capped)] if self._nodes == 1 else list(measure_nodes(capped))
+        if capped is not None:
+            alone = ", ".join(f"{node.node} ({node.uncapped})" for node in nodes if node.uncapped)
+            self.caps = f"host memory: capped by the pool's watch{f' alone on {alone}' if alone else ' and the kernel'}"
+        return nodes
+
+    def why_by_kernel(self, job: Submission) -> str:
+        """Why the kernel has ended processes of a job, measured now; empty where it has not."""
+        return _kernels_reason(job, self._measured(self._running()) if job.limits.memory else ())
+
+    def leave(self) -> None:
+        """Removes the cgroups of the jobs, which have ended."""
+        if self._any_capped:
+            self._measured({})
+
+    def _running(self) -> dict[str, Submission]:
+        return {run_of(job.name, job.incarnation): job for job in self._jobs()}
 
     def look_at_disks(self) -> float:
         """One round over the folders; the seconds that it took."""
