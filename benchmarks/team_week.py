@@ -15,6 +15,7 @@ import argparse
 import gc
 import random
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 
 from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log import events as ev
+from nemo_rl.time_sharing.log.reading import Reread
 from nemo_rl.time_sharing.log.state import SchedulerState
 from nemo_rl.time_sharing.planning.apportionment import claimants_of, leaves_of
 from nemo_rl.time_sharing.planning.division import divide_by_quotas
@@ -31,7 +33,7 @@ from nemo_rl.time_sharing.simulation.scenario import Scenario
 from nemo_rl.time_sharing.simulation.scenario_reading import parse_scenario
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.time_sharing.viewing.timeline import percentile
-from nemo_rl.utils.record import Entry, MemoryRecord, Record, RecordWriter
+from nemo_rl.utils.record import Record, RecordWriter, read_record
 
 DAY_S = 86400.0
 _SAMPLE_S = 30.0
@@ -116,8 +118,8 @@ class Day(NamedTuple):
 class Observer(Record):
     """Follows a run: every so many seconds what each node holds and is due; waits of jobs of high priority."""
 
-    def __init__(self, inner: Record, clock: Callable[[], float], sample_s: float = _SAMPLE_S) -> None:
-        self._inner, self._clock, self._sample_s = inner, clock, sample_s
+    def __init__(self, writer: Record, clock: Callable[[], float], sample_s: float = _SAMPLE_S) -> None:
+        self._writer, self._inner, self._clock, self._sample_s = writer, writer, clock, sample_s
         self.state = SchedulerState()
         self._next_s = 0.0
         self.had: defaultdict[tuple[int, str], float] = defaultdict(float)
@@ -148,7 +150,11 @@ class Observer(Record):
 
     def bind(self, source: str, *, clock: Callable[[], float] | None = None) -> Record:
         # Only the scheduler's own record is bound with a clock.
-        return self if clock is not None else self._inner.bind(source)
+        bound = self._writer.bind(source, clock=clock)
+        if clock is None:
+            return bound
+        self._inner = bound
+        return self
 
     def flush(self) -> None:
         self._inner.flush()
@@ -182,25 +188,20 @@ class Observer(Record):
         ]
 
 
-def run(scenario: Scenario, seed: int, log: Path | None) -> tuple[World, Observer, list[Entry]]:
-    """Simulates a week; the record's entries where it is kept in memory, which is also written to `log`."""
+def run(scenario: Scenario, seed: int, log: Path) -> tuple[World, Observer]:
+    """Simulates a week, with its record in a file, since millions of events do not fit into memory."""
     observers: list[Observer] = []
-    memory: list[MemoryRecord] = []
+    writers: list[RecordWriter] = []
 
     def make(clock: Callable[[], float]) -> Record:
-        memory.append(MemoryRecord(clock=clock))
-        observers.append(Observer(memory[0], clock))
+        writers.append(RecordWriter(log, source="world", clock=clock))
+        observers.append(Observer(writers[0], clock))
         return observers[0]
 
     world = World(scenario, seed, make)
     world.run()
-    entries = list(memory[0].entries)
-    if log is not None:
-        writer = RecordWriter(log, source="scheduler", clock=lambda: 0.0)
-        for entry in entries:
-            writer.write(entry)
-        writer.close()
-    return world, observers[0], entries
+    writers[0].close()
+    return world, observers[0]
 
 
 def busy(world: World) -> tuple[float, float]:
@@ -214,19 +215,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--days", type=float, default=7.0)
-    parser.add_argument("--log", type=Path, help="write the record here")
+    parser.add_argument("--log", type=Path, help="write the record here (a week has 3 GB), and keep it")
     parser.add_argument("--picture", type=Path, help="draw what each user's jobs had over the week")
     chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        return judge(chosen, chosen.log or Path(scratch) / "week.jsonl", Path(scratch) / "without.jsonl")
+
+
+def judge(chosen: argparse.Namespace, log: Path, other_log: Path) -> int:
+    """Runs both weeks and prints what their records say; the exit status."""
     # Millions of objects without cycles, which the collector would look through again and again.
     gc.disable()
     began = time.monotonic()
-    world, observer, entries = run(week(chosen.seed, chosen.days, quotas=True), chosen.seed, chosen.log)
+    world, observer = run(week(chosen.seed, chosen.days, quotas=True), chosen.seed, log)
     part, ended = busy(world)
+    simulated_s = time.monotonic() - began
+    entries = Reread(lambda: read_record(log))
     violations = check(entries)
     lost = [name for name, job in world.jobs.items() if not job.finished]
     print(
-        f"with quotas: {len(entries):,} events, {ended / DAY_S:.2f} days, busy {part:.1%}, simulated in "
-        f"{time.monotonic() - began:.0f} s; {len(lost)} of {len(world.jobs)} jobs lost; {len(violations)} violations"
+        f"with quotas: {sum(1 for _ in entries):,} events, {ended / DAY_S:.2f} days, busy {part:.1%}, simulated in "
+        f"{simulated_s:.0f} s, checked in {time.monotonic() - began - simulated_s:.0f} s; {len(lost)} of {len(world.jobs)} jobs lost; {len(violations)} violations"
     )
     for violation in violations[:5]:
         print(f"  {violation}")
@@ -246,8 +255,7 @@ def main() -> int:
         f"high priority: {len(waits)} waits, p50 {percentile(waits, 50):.0f} s, p99 {percentile(waits, 99):.0f} s; "
         f"promised {LIMITS['high_wait_s']:.0f} s"
     )
-    del entries
-    other, *_ = run(week(chosen.seed, chosen.days, quotas=False), chosen.seed, None)
+    other, _ = run(week(chosen.seed, chosen.days, quotas=False), chosen.seed, other_log)
     without, other_ended = busy(other)
     print(
         f"without quotas: {other_ended / DAY_S:.2f} days, busy {without:.1%}; with quotas {part / without:.2f} of that"

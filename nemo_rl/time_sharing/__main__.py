@@ -20,7 +20,7 @@ from pathlib import Path
 from nemo_rl.cli import EXIT_USAGE, usage_error
 from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing.arguments import add_host_arguments, add_page_arguments, add_pool_arguments, from_now, seconds
-from nemo_rl.time_sharing.history.checker import INVARIANTS, check, refuse_nothing
+from nemo_rl.time_sharing.history.checker import INVARIANTS, check, survey
 from nemo_rl.time_sharing.log import events as _events  # registers the scheduler's event kinds
 from nemo_rl.time_sharing.log.accounts import BY, accounts_if_any, accounts_of, in_whole_seconds, statement
 from nemo_rl.time_sharing.log.pool_state import PoolState
@@ -353,7 +353,7 @@ def _check(chosen: argparse.Namespace) -> int:
 def _trace(chosen: argparse.Namespace) -> int:
     output = chosen.output or chosen.log[0].with_suffix(".trace.json")
     entries = read_logs(chosen.log, recover=chosen.recover)[0]
-    refuse_nothing(entries)
+    survey(entries)
     kept = PoolState.read(chosen.log[0].parent / "pool.json")
     count = write_trace(entries, output, pool=kept.name, unit=kept.unit)
     print(f"{output}: {count} trace events; open it at https://ui.perfetto.dev")

@@ -389,9 +389,10 @@ def _checked(log_dir: Path, standings: Sequence[Standing]) -> ScenarioResult:
     invariant; says what does not.
     """
     from nemo_rl.time_sharing.history.checker import check
-    from nemo_rl.time_sharing.log.reading import merge_by_machine_time
+    from nemo_rl.time_sharing.log.reading import Reread, merge_by_machine_time
 
-    entries = list(merge_by_machine_time(sorted(log_dir.glob("*.jsonl"))))
+    paths = sorted(log_dir.glob("*.jsonl"))
+    entries = Reread(lambda: merge_by_machine_time(paths))
     violations = check(entries)
     for violation in violations:
         sys.stderr.write(f"{violation}\n")

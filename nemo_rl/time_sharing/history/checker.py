@@ -6,7 +6,7 @@ the events again. Invariants are numbered as in docs/time_sharing_scheduler.md; 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -72,7 +72,7 @@ class Checks(Protocol):
     def handlers(self) -> dict[type, Handler]: ...
 
     def tail_lost(self, entry: Entry) -> None:
-        """From this entry to the next `InventoryDone` the ledger may contradict the record; see `_lost_tails`."""
+        """From this entry to the next `InventoryDone` the ledger may contradict the record; see `Survey`."""
 
     def finish(self, clocks: Clocks, ended: bool) -> None:
         """Checks open items at the end of the record; if `ended`, open items are violations."""
@@ -81,14 +81,16 @@ class Checks(Protocol):
 def check(entries: Iterable[Entry], *, first_only: bool = False, ended: bool = True) -> list[Violation]:
     """Every violation in a record, in order; [] proves that there is none.
 
-    Arguments: entries in the order in which they happened; first_only stops at the first; ended says that the run is
+    Arguments: entries in the order in which they happened, which are read twice (an iterator is kept whole for that);
+    first_only stops at the first; ended says that the run is
     over, so that what is still open counts as missing (a record of a running or crashed run is checked with False; what
     is open and overdue is found in both). Raises NothingToCheck for an empty record, and for one with scheduling in it
     whose pool was never opened. A record without any scheduling, of one training run, is checked for what it holds: its
     prompts, versions and waits.
     """
-    record = entries if isinstance(entries, Sequence) else list(entries)
-    refuse_nothing(record)
+    record = list(entries) if isinstance(entries, Iterator) else entries
+    kinds, gaps = survey(record)
+    alone = ev.PoolOpened not in kinds
     references, clocks = References(), Clocks()
     groups: list[Checks] = [
         GpuChecks(),
@@ -101,18 +103,18 @@ def check(entries: Iterable[Entry], *, first_only: bool = False, ended: bool = T
         EndChecks(),
         FairnessChecks(),
     ]
-    if not any(isinstance(entry.event, ev.PoolOpened) for entry in record):
-        # A run by itself: its parts are one pipeline that owns its accelerators. Adapters on one base are one each.
-        record = [entry if "/" in entry.source else replace(entry, source=f"run/{entry.source}") for entry in record]
+    if alone:
         groups = [PromptChecks(), WaitChecks()]
     table: dict[type, list[tuple[Checks, Handler]]] = {}
     for group in groups:
         for kind, handler in group.handlers().items():
             table.setdefault(kind, []).append((group, handler))
     judges, latest = references.judges(), clocks.latest
-    gaps = _lost_tails(record)
     violations: list[Violation] = []
     for index, entry in enumerate(record):
+        if alone and "/" not in entry.source:
+            # A run by itself: its parts are one pipeline that owns its accelerators. Adapters on one base are one each.
+            entry = replace(entry, source=f"run/{entry.source}")
         if gaps and index == gaps[0]:
             gaps.pop(0)
             references.tail_lost()
@@ -142,16 +144,39 @@ def check(entries: Iterable[Entry], *, first_only: bool = False, ended: bool = T
         return violations[:1]
     for group in groups:
         group.finish(clocks, ended)
-        violations += [Violation(number, record[-1].seq, record[-1].time, message) for number, message in group.found]
+        violations += [Violation(number, entry.seq, entry.time, message) for number, message in group.found]
     return violations[:1] if first_only else violations
 
 
-def refuse_nothing(record: Sequence[Entry]) -> None:
-    """Raises NothingToCheck when silence would prove nothing."""
-    kinds = {type(entry.event) for entry in record}
+class Survey(NamedTuple):
+    """Which kinds of events a record has, and where its scheduler's log lost its end and a new scheduler went on
+    without it (its `SchedulerStarted` says `complete=False`): for each the index behind the last entry that is left.
+
+    From there to the `InventoryDone` of the new scheduler the ledger may contradict the rest of the record without
+    mistake: lost events may be in another copy, or missing. The pipelines' own records are whole, and are judged
+    throughout.
+    """
+
+    kinds: frozenset[type]
+    lost_tails: list[int]
+
+
+def survey(record: Iterable[Entry]) -> Survey:
+    """Reads a record once. Raises NothingToCheck when silence of a check would prove nothing."""
+    kinds: set[type] = set()
+    lost_tails: list[int] = []
+    count = behind = 0
+    for index, entry in enumerate(record):
+        kind = type(entry.event)
+        kinds.add(kind)
+        count = index + 1
+        if isinstance(entry.event, ev.SchedulerStarted) and not entry.event.complete:
+            lost_tails.append(behind)
+        if entry.source == SCHEDULER and kind not in _BEGINNING:
+            behind = index + 1
     if not kinds - {RecordOpened, UnknownEvent}:
         raise NothingToCheck(
-            f"the record has {len(record)} entries and none that a check knows: nothing can be proven from "
+            f"the record has {count} entries and none that a check knows: nothing can be proven from "
             "it; give the record of a run "
             f"(the scheduler's and those of its pipelines, or the one that `simulate --log` writes)"
         )
@@ -163,23 +188,4 @@ def refuse_nothing(record: Sequence[Entry]) -> None:
             "what was shared, and under which limits, is unknown; give the scheduler's whole log beside the "
             "records of its pipelines"
         )
-
-
-def _lost_tails(entries: Sequence[Entry]) -> list[int]:
-    """Gaps where the scheduler's log lost its end and a new scheduler went on without it (its `SchedulerStarted` says
-    `complete=False`): for each the index behind the last entry that the log still has.
-
-    From there to the `InventoryDone` of the new scheduler the ledger may contradict the rest of the record without
-    mistake: lost events may be in another copy, or missing. The pipelines' own records are whole, and are judged
-    throughout.
-    """
-    begins: list[int] = []
-    for index, entry in enumerate(entries):
-        if type(entry.event) is ev.SchedulerStarted and not entry.event.complete:
-            before = index
-            while before > 0 and (
-                entries[before - 1].source != SCHEDULER or type(entries[before - 1].event) in _BEGINNING
-            ):
-                before -= 1
-            begins.append(before)
-    return begins
+    return Survey(frozenset(kinds), lost_tails)

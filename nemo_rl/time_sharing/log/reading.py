@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -46,6 +46,16 @@ def _keyed(index: int, segments: Sequence[Path], recover: bool) -> Iterator[tupl
             drift_s = 0.0  # a process begins in step with its machine, and its first lines are about its log
         latest = max(latest, entry.time + drift_s)
         yield latest, index, number, entry
+
+
+class Reread(Iterable[Entry]):
+    """Entries that `read` takes from their files each time, the same ones, so that they are never all in memory."""
+
+    def __init__(self, read: Callable[[], Iterator[Entry]]) -> None:
+        self._read = read
+
+    def __iter__(self) -> Iterator[Entry]:
+        return self._read()
 
 
 class LogTail:

@@ -30,7 +30,7 @@ from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log.accounts import Accounts, UnaccountableLog
 from nemo_rl.time_sharing.log.events import LogClosed
 from nemo_rl.time_sharing.log.pool_state import PoolState, Standing
-from nemo_rl.time_sharing.log.reading import LogTail, merge_by_machine_time
+from nemo_rl.time_sharing.log.reading import LogTail, Reread, merge_by_machine_time
 from nemo_rl.time_sharing.viewing.pool_report import TEMPLATE, report_data
 from nemo_rl.time_sharing.viewing.standings_table import adapter_cells, cells, columns, has_users, steps_of, waited_s
 from nemo_rl.time_sharing.viewing.timeline import Timeline, TimelineBuilder
@@ -174,14 +174,14 @@ class PoolView:
         """
         until = time.time() - _WRITTEN_S
         try:
-            merged = merge_by_machine_time(sorted(self._log_dir.glob("*.jsonl")), recover=not ended)
+            paths = sorted(self._log_dir.glob("*.jsonl"))
+            merged = Reread(lambda: merge_by_machine_time(paths, recover=not ended))
             if not ended:
-                entries = list(takewhile(lambda entry: entry.time < until, merged))
-                return list(check(entries, ended=False)) if entries else []
-            entries = list(merged)
-            done = [entry.source for entry in entries if isinstance(entry.event, StepFinished)]
+                written = Reread(lambda: takewhile(lambda entry: entry.time < until, merged))
+                return list(check(written, ended=False)) if any(True for _ in written) else []
+            done = [entry.source for entry in merged if isinstance(entry.event, StepFinished)]
             self._steps = dict(Counter(source.partition("/")[0] for source in done))
-            return list(check(entries, ended=True))
+            return list(check(merged, ended=True))
         except RecordError as error:
             return [error]
 
