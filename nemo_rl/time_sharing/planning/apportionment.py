@@ -146,7 +146,7 @@ def claimants_of(plan_state: PlanState) -> list[Claimant]:
     return [
         _claimant(plan_state, name, pipeline)
         for name, pipeline in plan_state.pipelines.items()
-        if plan_state.useful[name] > 0 and not pipeline.spec.scavenges
+        if plan_state.useful[name] > 0 and name not in plan_state.scavengers
     ]
 
 
@@ -203,6 +203,7 @@ class _Moves:
         """Takes ranks of one GPU each, in this order, from holders that may give them."""
         plan_state, givers, owner = self._plan_state, self._givers, self._plan_state.owner
         bar, after = self._bar(taker)
+        near_limit = plan_state.is_near_limit(taker.name)
         for rank in ranks:
             if taker.ranks_up >= taker.useful:
                 return
@@ -216,9 +217,12 @@ class _Moves:
                 or plan_state.now < _slice_end(plan_state, lease.pipeline, lease.rank)
             ):
                 continue
-            if not reserved_against(plan_state, gpus, taker.name, rank) and plan_state.has_room(taker.name, gpus):
+            if reserved_against(plan_state, gpus, taker.name, rank):
+                continue
+            if not near_limit or plan_state.has_room(taker.name, gpus):
                 self._take_over(taker, rank, [(lease.pipeline, lease.rank)])
                 bar, after = self._bar(taker)
+                near_limit = plan_state.is_near_limit(taker.name)
 
     def _take_wide(self, taker: PipelineShare, options: list[_Option]) -> None:
         """Takes ranks of several GPUs each, in this order, from holders that all may give them."""
@@ -237,7 +241,7 @@ class _Moves:
             if giver is not None:
                 why: Reason = ("gives", donor, giver.now, name, taker.now)
             else:
-                why = ("gap_ends" if plan_state.pipelines[donor].spec.scavenges else "surplus", donor, name)
+                why = ("gap_ends" if donor in plan_state.scavengers else "surplus", donor, name)
             plan_state.shrink(result, donor, given, why)
             if giver is not None:
                 giver.update(giver.ranks_up - 1)
@@ -333,11 +337,7 @@ def in_slice(plan_state: PlanState, donors: list[tuple[str, int]]) -> bool:
     """Whether one of these ranks is in its time slice and of use to its pipeline, had that given all of them."""
     for name, rank in donors:
         needed = plan_state.counts[name] - given_by(name, donors) < plan_state.useful[name]
-        if (
-            needed
-            and not plan_state.pipelines[name].spec.scavenges
-            and plan_state.now < _slice_end(plan_state, name, rank)
-        ):
+        if needed and name not in plan_state.scavengers and plan_state.now < _slice_end(plan_state, name, rank):
             return True
     return False
 
@@ -408,12 +408,13 @@ def serve_unscheduled(plan_state: PlanState, result: Plan, name: str, pipeline: 
         if until > plan_state.now:
             result.replan_by(until)
     could_wake, ranks, short = candidates(plan_state, pipeline), pipeline.topology.ranks, None
+    near_limit = plan_state.is_near_limit(name)
     for rank in could_wake:
         gpus = ranks[rank]
         if plan_state.kind[gpus[0]] == BLOCKED:
             continue
         state = rank_state(plan_state, gpus, name, rank)
-        if state <= RANK and not plan_state.has_room(name, gpus):
+        if near_limit and state <= RANK and not plan_state.has_room(name, gpus):
             short = short or gpus
             continue
         if state <= FREEING:
@@ -505,7 +506,8 @@ def hand_out_free(plan_state: PlanState, result: Plan, takers: list[PipelineShar
         if rank is None:
             continue
         gpus, name = share.ranks[rank], share.name
-        plan_state.take_room(name, gpus)
+        if plan_state.rooms:
+            plan_state.take_room(name, gpus)
         for gpu in gpus:
             kind[gpu], marks[gpu] = BLOCKED, _TAKEN
         counts[name] += 1
@@ -591,7 +593,7 @@ def fill_gaps(plan_state: PlanState, result: Plan) -> None:
     free_ranks: dict[str, Iterator[int]] = {}
     heap: list[tuple[float, str]] = []
     for name, pipeline in plan_state.pipelines.items():
-        if pipeline.spec.scavenges and plan_state.counts[name] < plan_state.useful[name]:
+        if name in plan_state.scavengers and plan_state.counts[name] < plan_state.useful[name]:
             free_ranks[name] = _in_gaps(plan_state, name, pipeline)
             heap.append((plan_state.gpus_of(name) / pipeline.spec.weight, name))
     heapq.heapify(heap)

@@ -291,6 +291,7 @@ class PlanState:
         self.tp: dict[str, int] = {name: p.topology.tp for name, p in snapshot.pipelines.items()}
         self.time_slices: dict[str, float] = {}
         self._usual_holds: dict[Priority, float] = {}
+        self.scavengers = {name for name, p in snapshot.pipelines.items() if p.spec.scavenges}
         self.useful: dict[str, int] = {name: useful_ranks(p) for name, p in snapshot.pipelines.items()}
         if self.withheld:
             for name, p in snapshot.pipelines.items():
@@ -321,18 +322,24 @@ class PlanState:
         for name, above in self.above.items():
             self._rooms_of[name] = rooms = [self.rooms[node] for node in above if node in self.rooms]
             pipeline = self.pipelines[name]
-            held = [pipeline.topology.ranks[rank] for rank in pipeline.awake]
-            slots = [gpu for gpus in held for gpu in gpus]
-            slots += [gpu for cluster in pipeline.held.values() for gpu in self._slots_of(cluster.gpus)]
+            ranks = pipeline.topology.ranks
+            held = [ranks[rank] for rank in pipeline.awake]
+            trained_on = [self._slots_of(cluster.gpus) for cluster in pipeline.held.values()]
             for room in rooms:
                 room.pipelines.append(name)
-                room.slots.update(slots)
+                room.slots.update(*held, *trained_on)
         for gpu, claim in self.claimed.items() if self.rooms else ():
             self.take_room(claim.pipeline, (gpu,))
 
     def rooms_of(self, name: str) -> list[Room]:
         """The limits that a pipeline counts towards."""
         return self._rooms_of.get(name, [])
+
+    def is_near_limit(self, name: str) -> bool:
+        """Whether one more rank of a pipeline could exceed a limit."""
+        if not self.rooms:
+            return False
+        return any([len(room.slots) + self.tp[name] > room.most for room in self.rooms_of(name)])
 
     def empty(self, result: Plan, name: str, rank: int, because: Reason) -> None:
         """Puts a rank to sleep for a limit: its GPUs are given away once it sleeps."""
@@ -342,17 +349,12 @@ class PlanState:
 
     def has_room(self, name: str, gpus: tuple[int, ...]) -> bool:
         """Whether a pipeline can have these GPUs within all limits."""
-        if self.rooms:
-            for room in self._rooms_of[name]:
-                if not room.has(self._slots_of(gpus)):
-                    return False
-        return True
+        return all([room.has(self._slots_of(gpus)) for room in self.rooms_of(name)])
 
     def take_room(self, name: str, gpus: tuple[int, ...]) -> None:
         """Counts GPUs that a pipeline gets, or waits for."""
-        if self.rooms:
-            for room in self.rooms_of(name):
-                room.slots.update(self._slots_of(gpus))
+        for room in self.rooms_of(name):
+            room.slots.update(self._slots_of(gpus))
 
     def lack(self, room: Room, gpus: tuple[int, ...] = ()) -> int:
         """How many slots are missing for these, beside those that are being freed."""
@@ -365,7 +367,7 @@ class PlanState:
 
     def spare_ranks(self, name: str) -> float:
         """How many ranks of a pipeline may be taken with the least harm: all of one that runs in gaps."""
-        return math.inf if self.pipelines[name].spec.scavenges else self.counts[name]
+        return math.inf if name in self.scavengers else self.counts[name]
 
     def gpus_of(self, name: str) -> int:
         """GPUs that a pipeline holds or is about to hold, for training and for generation."""
@@ -643,6 +645,7 @@ def expand(
     gpus, kind = plan_state.pipelines[name].topology.ranks[rank], plan_state.kind
     for gpu in gpus:
         kind[gpu] = BLOCKED
-    plan_state.take_room(name, gpus)
+    if plan_state.rooms:
+        plan_state.take_room(name, gpus)
     plan_state.counts[name] += 1
     result.expands.append(Expand(name, rank, gpus, guaranteed, because))

@@ -178,6 +178,8 @@ def _leave_nodes(plan_state: PlanState, result: Plan, name: str, pipeline: Pipel
 
 def _keep_limit(plan_state: PlanState, result: Plan, room: Room) -> None:
     """Has ranks go to sleep that are above a limit, which was lowered."""
+    if len(room.slots) <= room.most:
+        return
     above = plan_state.lack(room)
     ranks = [(name, rank) for name in room.pipelines for rank in plan_state.pipelines[name].awake]
     for name, rank in sorted(ranks, key=lambda one: -plan_state.spare_ranks(one[0])):
@@ -317,8 +319,10 @@ def _is_guaranteed(plan_state: PlanState, rank: tuple[str, int]) -> bool:
     """Whether a rank is in a slice that no request may cut short."""
     holder = plan_state.pipelines[rank[0]]
     awake = holder.awake[rank[1]]
+    if not awake.guaranteed:
+        return False
     slice_ends = awake.slice_began() + guaranteed_seconds(holder, plan_state.limits)
-    return awake.guaranteed and (awake.phase is Phase.RISING or plan_state.now < slice_ends)
+    return awake.phase is Phase.RISING or plan_state.now < slice_ends
 
 
 def _initialises(snapshot: Snapshot, pipeline: PipelineState) -> bool:
