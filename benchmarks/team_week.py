@@ -50,8 +50,8 @@ LIMITS = {
     "heartbeat_s": 60.0,
     "lease_s": 600.0,
     "aging_s": 120.0,
-    "min_hold_s": 60.0,
-    "max_slice_s": 120.0,
+    "min_hold_s": 300.0,
+    "max_slice_s": 600.0,
     "plan_interval_s": 2.0,
     "replan_s": 60.0,
     "request_s": 1e7,
@@ -71,6 +71,8 @@ def week(seed: int, days: float, *, quotas: bool) -> Scenario:
             "pool": {"nodes": _NODES, "gpus_per_node": _PER_NODE},
             "jobs": jobs,
             "limits": LIMITS,
+            # Weights of a large model take seconds to arrive; a time slice is four times as long.
+            "costs": {"start_s": 60.0, "wake_s": 3.0, "sync_s": 7.0},
             "horizon_s": 3 * days * DAY_S,
             "absences": [
                 {"node": 3, "notice_at_s": 0.20 * days * DAY_S, "leaves_at_s": 0.21 * days * DAY_S}
@@ -94,12 +96,12 @@ def _job(rng: random.Random, number: int, days: float, *, quotas: bool) -> dict[
         "train": [] if scavenges and quotas else list(range(1 if scavenges else width)),
         "infer": list(range(_NODES * _PER_NODE)),
         "steps": max(round(rng.uniform(52, 165) * days / 7 / width**0.5), 2),
-        "groups": 16,
-        "samples_per_group": 8,
+        "groups": 8,
+        "samples_per_group": 4,
         "staleness": 0 if scavenges else 1,
         "train_s": 1.0 if scavenges else rng.uniform(200, 500),
-        "tokens": {"median": 2000, "sigma": 0.7, "max": 8000},
-        "engine": {"tokens_per_s": 12.0, "half_batch": 64.0, "max_running": 64},
+        "tokens": {"median": 8000, "sigma": 0.7, "max": 32000},
+        "engine": {"tokens_per_s": 48.0, "half_batch": 16.0, "max_running": 16},
         "arrive_s": rng.uniform(0.0, 0.55) * days * DAY_S,
         "placed": True,
         **whose,
@@ -233,9 +235,11 @@ def judge(chosen: argparse.Namespace, log: Path, other_log: Path) -> int:
     entries = Reread(lambda: read_record(log))
     violations = check(entries)
     lost = [name for name, job in world.jobs.items() if not job.finished]
+    checked_s = time.monotonic() - began - simulated_s
     print(
         f"with quotas: {sum(1 for _ in entries):,} events, {ended / DAY_S:.2f} days, busy {part:.1%}, simulated in "
-        f"{simulated_s:.0f} s, checked in {time.monotonic() - began - simulated_s:.0f} s; {len(lost)} of {len(world.jobs)} jobs lost; {len(violations)} violations"
+        f"{simulated_s:.0f} s, checked in {checked_s:.0f} s; {len(lost)} of {len(world.jobs)} jobs lost; "
+        f"{len(violations)} violations"
     )
     for violation in violations[:5]:
         print(f"  {violation}")

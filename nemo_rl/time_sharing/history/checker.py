@@ -111,10 +111,9 @@ def check(entries: Iterable[Entry], *, first_only: bool = False, ended: bool = T
             table.setdefault(kind, []).append((group, handler))
     judges, latest = references.judges(), clocks.latest
     violations: list[Violation] = []
-    for index, entry in enumerate(record):
-        if alone and "/" not in entry.source:
-            # A run by itself: its parts are one pipeline that owns its accelerators. Adapters on one base are one each.
-            entry = replace(entry, source=f"run/{entry.source}")
+    for index, given in enumerate(record):
+        # A run by itself: its parts are one pipeline that owns its accelerators. Adapters on one base are one each.
+        entry = replace(given, source=f"run/{given.source}") if alone and "/" not in given.source else given
         if gaps and index == gaps[0]:
             gaps.pop(0)
             references.tail_lost()

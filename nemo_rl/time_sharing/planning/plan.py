@@ -339,7 +339,7 @@ class PlanState:
         """Whether one more rank of a pipeline could exceed a limit."""
         if not self.rooms:
             return False
-        return any([len(room.slots) + self.tp[name] > room.most for room in self.rooms_of(name)])
+        return any(len(room.slots) + self.tp[name] > room.most for room in self.rooms_of(name))
 
     def empty(self, result: Plan, name: str, rank: int, because: Reason) -> None:
         """Puts a rank to sleep for a limit: its GPUs are given away once it sleeps."""
@@ -349,7 +349,7 @@ class PlanState:
 
     def has_room(self, name: str, gpus: tuple[int, ...]) -> bool:
         """Whether a pipeline can have these GPUs within all limits."""
-        return all([room.has(self._slots_of(gpus)) for room in self.rooms_of(name)])
+        return all(room.has(self._slots_of(gpus)) for room in self.rooms_of(name))
 
     def take_room(self, name: str, gpus: tuple[int, ...]) -> None:
         """Counts GPUs that a pipeline gets, or waits for."""
