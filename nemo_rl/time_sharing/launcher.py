@@ -46,7 +46,7 @@ from nemo_rl.time_sharing.open_pools import (
 from nemo_rl.time_sharing.opening import LIVE_LIMITS, close_pool, open_pool, wait_for_pipelines
 from nemo_rl.time_sharing.pipelines.job import Job, in_folders, read_jobs
 from nemo_rl.time_sharing.pipelines.slot_choice import choose_slots
-from nemo_rl.time_sharing.pool import PoolError, PoolOptions, WaitingJobs, check_unix_users, log_trouble
+from nemo_rl.time_sharing.pool import check_unix_users, log_trouble
 from nemo_rl.time_sharing.pool_commands import (
     ask,
     check_code,
@@ -56,6 +56,7 @@ from nemo_rl.time_sharing.pool_commands import (
     submitters_env,
     watch,
 )
+from nemo_rl.time_sharing.pool_jobs import PoolError, PoolOptions, WaitingJobs
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import Limits
 from nemo_rl.time_sharing.shipped_scenarios import ALL, SCALE, fitted, shipped_scenarios

@@ -24,7 +24,8 @@ from nemo_rl.time_sharing.agents.ray_reaper import end_agents, foreign_actors
 from nemo_rl.time_sharing.log.pool_state import Outcome, Standing
 from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
 from nemo_rl.time_sharing.pipelines.residents import SlotBytes, slot_bytes
-from nemo_rl.time_sharing.pool import ACTOR_THREADS, NOTHING_MORE, PoolActor, PoolOptions
+from nemo_rl.time_sharing.pool import PoolActor
+from nemo_rl.time_sharing.pool_jobs import ACTOR_THREADS, NOTHING_MORE, PoolOptions
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import Limits
 from nemo_rl.time_sharing.team import Team

@@ -29,7 +29,8 @@ from nemo_rl.time_sharing.log.reading import LogTail
 from nemo_rl.time_sharing.open_pools import OpenPool, the_open_pool
 from nemo_rl.time_sharing.pipelines.admission import doubt, estimated_needs, what_it_takes
 from nemo_rl.time_sharing.pipelines.job import Job, read_jobs
-from nemo_rl.time_sharing.pool import About, Expectation, PoolError
+from nemo_rl.time_sharing.pool import About
+from nemo_rl.time_sharing.pool_jobs import Expectation, PoolError
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import HIGH, SCAVENGER
 from nemo_rl.time_sharing.team import own_token

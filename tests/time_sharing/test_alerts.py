@@ -38,7 +38,8 @@ from nemo_rl.time_sharing.log.pool_state import (
 from nemo_rl.time_sharing.log.sharing import Gain, Sharing
 from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
 from nemo_rl.time_sharing.pipelines.job import read_jobs
-from nemo_rl.time_sharing.pool import PoolActor, PoolOptions
+from nemo_rl.time_sharing.pool import PoolActor
+from nemo_rl.time_sharing.pool_jobs import PoolOptions
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Demand, Limits, Priority, Want
 from nemo_rl.time_sharing.viewing import page_server

@@ -32,7 +32,7 @@ from nemo_rl.time_sharing.agents.host_use import (
 from nemo_rl.time_sharing.agents.ray_reaper import INCARNATION_VARIABLE, agent_variables
 from nemo_rl.time_sharing.log.pool_state import HostLimits, HostUse, PoolState, Standing, Submission
 from nemo_rl.time_sharing.pipelines.job import read_jobs
-from nemo_rl.time_sharing.pool import PoolError, PoolOptions
+from nemo_rl.time_sharing.pool_jobs import PoolError, PoolOptions
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.viewing import page_server
 from nemo_rl.time_sharing.viewing.page_server import PoolView

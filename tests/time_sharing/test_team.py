@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing import team as teams
 from nemo_rl.time_sharing.__main__ import main
+from nemo_rl.time_sharing.log.pool_state import Submission
 from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
 from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job
-from nemo_rl.time_sharing.pool import PoolActor, PoolError, Submission
+from nemo_rl.time_sharing.pool import PoolActor
+from nemo_rl.time_sharing.pool_jobs import PoolError
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import Limits
 from nemo_rl.time_sharing.team import (
