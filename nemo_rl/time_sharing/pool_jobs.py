@@ -242,18 +242,18 @@ class PoolJobs(Orchestrator):
                 raise PoolError(f"a pipeline {job.name!r} runs already; cancel it, or submit under another name")
             submission = Submission(
                 job.name,
-                # Larger than any before, also those of an earlier pool over the same log.
-                _next_incarnation(known.incarnation if known else 0),
                 job.train,
                 job.infer,
                 time.time(),
-                column=job.column,
-                teachers=job.teachers,
                 wishes=job.wishes,
-                saves_in=job.saves_in,
-                limits=limits,
                 user=job.options.get("user", ""),
                 group=job.options.get("group", ""),
+                # Larger than any before, also those of an earlier pool over the same log.
+                incarnation=_next_incarnation(known.incarnation if known else 0),
+                column=job.column,
+                teachers=job.teachers,
+                saves_in=job.saves_in,
+                limits=limits,
             )
             if why := self._why_it_waits(submission) or why:
                 waiting = [owner_of(one) for one in self._open() if one.waits]
@@ -549,23 +549,12 @@ class PoolJobs(Orchestrator):
                     continue
         sharing = self._sharing_so_far()
         return [
-            Standing(
-                name,
-                submission.train,
-                submission.infer,
-                submission.submitted_at,
-                submission.ended_at,
+            Standing.of(
+                submission,
                 self._seen.get(name),
-                submission.outcome,
                 sharing.get(name),
-                submission.asked,
-                submission.log_dir,
-                submission.wishes,
-                submission.user,
-                submission.group,
                 self._why_it_waits(submission) if submission.waits else "",
                 *self._hosts.of(name if submission.outcome is None else ""),
-                submission.moving,
             )
             for name, submission in submissions.items()
         ]

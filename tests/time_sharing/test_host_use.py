@@ -46,7 +46,7 @@ def use(memory: int, *, files: int = 9, node: str = "n1") -> HostUse:
 
 
 def submitted(name: str) -> Submission:
-    return Submission(name, 1, (), (0,), 0.0)
+    return Submission(name, (), (0,), 0.0, incarnation=1)
 
 
 @pytest.mark.parametrize(

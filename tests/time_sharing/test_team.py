@@ -317,7 +317,7 @@ class Actor:
             monkeypatch.setattr(self.pool, name, lambda job, *_, name=name: f"{name} {self.pool._known(job).name}")
         for name, user in (("scan", "ann"), ("chat", "bob")):
             group = USERS[user]["group"]
-            self.pool._submissions[name] = Submission(name, 1, (), (0,), 0.0, user=user, group=group)
+            self.pool._submissions[name] = Submission(name, (), (0,), 0.0, user=user, group=group)
 
 
 @pytest.fixture
