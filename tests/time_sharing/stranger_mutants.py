@@ -208,7 +208,7 @@ MUTANTS = (
     Mutant(
         "unregistered-ranks-keep-gpus",
         _STATE,
-        "    for rank in gone.awake:\n        state.give_back(gone.topology.ranks[rank])\n",
+        "    for rank in gone.awake:\n        state.give_back(event.pipeline, gone.topology.ranks[rank])\n",
         "",
         "the GPUs of the ranks of a pipeline that is gone are never free again",
     ),

@@ -165,7 +165,7 @@ def _asks_from_the_past(state: SchedulerState) -> None:
 @pytest.mark.parametrize(
     ("how", "what"),
     [
-        (lambda state: state.give_back([2]), "GPU 2 is on the ledger of None"),
+        (lambda state: state.give_back("a", [2]), "GPU 2 is on the ledger of None"),
         (lambda state: setattr(state, "epoch", 0), "the newest is said to be 0"),
         (
             lambda state: state.claims.update({("a", ACTOR_INFER, 3): Claim(1, "a", ACTOR_INFER, 3, -1, (3,))}),

@@ -9,13 +9,12 @@ carries what cannot be derived, and folds into exactly the state that was saved.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.quota_use import QuotaUse
-from nemo_rl.time_sharing.protocol.quotas import QuotaNode, Quotas
 from nemo_rl.time_sharing.protocol.topology import Pool, Topology
 from nemo_rl.time_sharing.protocol.types import (
     ACTOR_INFER,
@@ -227,23 +226,6 @@ class SavedPipeline:
 _KEPT = tuple(member.name for member in fields(SavedPipeline) if member.name != "spec")
 
 
-@dataclass(frozen=True, slots=True)
-class SavedUse:
-    """A `QuotaUse`, but for the slots that are held."""
-
-    nodes: tuple[QuotaNode, ...]
-    half_life_s: float
-    weighed_at: float
-    use: Mapping[str, float]
-    had: Mapping[str, float]
-    counted_at: float
-
-    @classmethod
-    def of(cls, use: QuotaUse) -> SavedUse:
-        quotas, had = use.quotas, use.had(use.counted_at)
-        return cls(tuple(quotas.nodes.values()), quotas.half_life_s, use.weighed_at, dict(use.use), had, use.counted_at)
-
-
 @event_kind("ts_state_saved")
 class StateSaved:
     """The state after all events before this one; says nothing new."""
@@ -264,7 +246,7 @@ class StateSaved:
     slots_per_gpu: int = 1
     draining: Mapping[int, float | None] = field(default_factory=dict)
     away: tuple[int, ...] = ()
-    quota_use: SavedUse | None = None
+    quota_use: QuotaUse | None = None
 
 
 _EWMA = 0.3
@@ -326,22 +308,22 @@ class SchedulerState:
             raise InconsistentLog(f"pipeline {name!r} is not registered")
         return found
 
-    def take(self, gpus: Iterable[int], lease: Lease) -> None:
+    def take(self, gpus: Sequence[int], lease: Lease) -> None:
         for gpu in gpus:
             if self.owner[gpu] is not None:
                 raise InconsistentLog(f"GPU {gpu} is held by {self.owner[gpu]} and cannot go to {lease}")
             self.owner[gpu] = lease
-            self._count(gpu, 1)
+        self._count(lease.pipeline, gpus, 1)
 
-    def give_back(self, gpus: Iterable[int]) -> None:
+    def give_back(self, pipeline: str, gpus: Sequence[int]) -> None:
         for gpu in gpus:
-            self._count(gpu, -1)
             self.owner[gpu] = None
+        self._count(pipeline, gpus, -1)
 
-    def _count(self, gpu: int, change: int) -> None:
-        lease = self.owner[gpu]
-        if self.quota_use is not None and lease is not None and gpu < self.pool.slots:
-            self.quota_use.add(self.pipelines[lease.pipeline].spec, change, self.time)
+    def _count(self, pipeline: str, gpus: Sequence[int], sign: int) -> None:
+        if self.quota_use is not None:
+            slots = sum(gpu < self.pool.slots for gpu in gpus)
+            self.quota_use.add(self.pipelines[pipeline].spec, sign * slots, self.time)
 
     def count_use(self, use: QuotaUse) -> None:
         """Counts for these quotas from here on, what is held already included."""
@@ -429,9 +411,8 @@ def _state_saved(state: SchedulerState, event: StateSaved, at: float) -> None:
             state.trainers[gpu] += 1
     for pipeline in state.pipelines.values():
         _order_wakes(state, pipeline)
-    if (use := event.quota_use) is not None:
-        quotas = Quotas(use.nodes, use.half_life_s, event.slots_per_gpu)
-        state.count_use(QuotaUse(quotas, use.weighed_at, use.use, use.had, use.counted_at))
+    if event.quota_use is not None:
+        state.count_use(replace(event.quota_use, slots_per_gpu=event.slots_per_gpu))
     for claim in event.claims:
         state.add_claim(replace(claim))
     state.quarantines = [replace(quarantine) for quarantine in event.quarantines]
@@ -482,8 +463,8 @@ def _order_wakes(state: SchedulerState, pipeline: PipelineState) -> None:
 
 
 def _quotas_set(state: SchedulerState, event: ev.QuotasSet, at: float) -> None:
-    quotas, known = Quotas(event.nodes, event.half_life_s, state.pool.slots_per_gpu), state.quota_use
-    state.count_use(QuotaUse(quotas, at, {} if known is None else known.weighed(at), {}, at))
+    use = {} if state.quota_use is None else state.quota_use.weighed(at)
+    state.count_use(QuotaUse(event.nodes, event.half_life_s, at, use, {}, at, state.pool.slots_per_gpu))
 
 
 def _use_weighed(state: SchedulerState, event: ev.UseWeighed, at: float) -> None:
@@ -564,7 +545,7 @@ def _released(state: SchedulerState, event: ev.Released, at: float) -> None:
     held = pipeline.held.pop(event.cluster)
     pipeline.releases[event.cluster] = held.epoch
     _note_hold(pipeline, held, at)
-    state.give_back(held.gpus)
+    state.give_back(event.pipeline, held.gpus)
 
 
 def _note_hold(pipeline: PipelineState, held: HeldCluster, at: float) -> None:
@@ -587,7 +568,7 @@ def _rank_moved(state: SchedulerState, event: ev.RankMoved, at: float) -> None:
     elif event.phase is Phase.ASLEEP:
         rank = pipeline.awake.pop(event.rank)
         pipeline.service += len(gpus) * (at - rank.since)
-        state.give_back(gpus)
+        state.give_back(event.pipeline, gpus)
         if rank.phase is Phase.FAILED:
             pipeline.cooling[event.rank] = at + state.limits.quarantine_s
             pipeline.warm.discard(event.rank)
@@ -650,9 +631,9 @@ def _fenced(state: SchedulerState, event: ev.Fenced, at: float) -> None:
 def _unregistered(state: SchedulerState, event: ev.Unregistered, at: float) -> None:
     gone = state.pipeline(event.pipeline)
     for held in gone.held.values():
-        state.give_back(held.gpus)
+        state.give_back(event.pipeline, held.gpus)
     for rank in gone.awake:
-        state.give_back(gone.topology.ranks[rank])
+        state.give_back(event.pipeline, gone.topology.ranks[rank])
     del state.pipelines[event.pipeline]
     _count_trainer(state, gone.topology, -1)
     for key in [key for key in state.claims if key[0] == event.pipeline]:
