@@ -161,7 +161,7 @@ BAD: list[tuple[object, str]] = [
     (spoilt("users", "ann", "rol", value="lead"), "users.ann.rol: unknown key. Did you mean 'role'?"),
     (
         spoilt("users", "ann", "password", value="x"),
-        "users.ann.password: unknown key. There is group, role, token_sha256, share, limit, jobs, waiting, unix_user.",
+        "users.ann.password: unknown key. There is share, limit, jobs, waiting, group, role, token_sha256, unix_user.",
     ),
     (spoilt("groups", "nlp", value={"parents": "lab"}), "groups.nlp.parents: unknown key. Did you mean 'parent'?"),
     (
@@ -200,7 +200,7 @@ BAD: list[tuple[object, str]] = [
     ),
     (
         spoilt("users", "ann", value="secret-token"),
-        "users.ann: expected a mapping with group, role, token_sha256, share, limit, jobs, waiting, unix_user",
+        "users.ann: expected a mapping with share, limit, jobs, waiting, group, role, token_sha256, unix_user",
     ),
     (spoilt("users", "ann", value={"group": "nlp"}), "users.ann.token_sha256: Field required"),
     ({"groups": {}}, "users: Field required"),
