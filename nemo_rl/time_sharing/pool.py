@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from nemo_rl.config.errors import UserError, why_not_written
 from nemo_rl.distributed.unix_users import why_unusable
 from nemo_rl.time_sharing.agents.scheduler_actor import started_anew
-from nemo_rl.time_sharing.job_queue import Owner, Quota, exceeded
+from nemo_rl.time_sharing.job_queue import Owner, QueueLimits
 from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job
 from nemo_rl.time_sharing.pipelines.residents import SlotBytes
@@ -35,7 +35,6 @@ from nemo_rl.time_sharing.pool_jobs import (
     owner_of,
 )
 from nemo_rl.time_sharing.pool_nodes import Node
-from nemo_rl.time_sharing.protocol.quotas import Quotas
 from nemo_rl.time_sharing.protocol.topology import Topology
 from nemo_rl.time_sharing.protocol.types import HIGH
 from nemo_rl.time_sharing.team import (
@@ -111,7 +110,7 @@ class PoolActor(PoolJobs):
         # A restarted actor was made with the team of the pool's opening, which may have been changed since.
         self._team = _TEAM.validate_json(self._team_path.read_bytes()) if team and started_anew() else team
         if self._team is not None:
-            self._keep_team(self._team)
+            self._take_team(self._team)
         self._quotas_set = False
         self._set_quotas()
         self._go_on()
@@ -196,22 +195,22 @@ class PoolActor(PoolJobs):
             before, after = self._team, read_team(Path(self._team.source))
             check_unix_users(after, self._handles.log_dir, run_as_submitter=self._options.run_as_submitter)
             try:
-                self._keep_team(after)
+                self._take_team(after)
             except OSError as error:
                 raise PoolError(f"{self._team_path} cannot be written ({why_not_written(error)})") from error
-            self._team = after
             said = [
                 *changes(before, after),
                 *self._set_quotas(),
-                *exceeded(after.quotas(), [owner_of(one) for one in self._running()]),
+                *self._queue.exceeded(map(owner_of, self._running())),
             ]
             gone = (one for one in self._open() if one.user not in after.users)
             said += [f"job {one.name} of {one.user}, who is gone, goes on" for one in gone]
         self._begin_waiting()
         return said
 
-    def _keep_team(self, team: Team) -> None:
+    def _take_team(self, team: Team) -> None:
         replace_file(self._team_path, _TEAM.dump_json(team), durable=True, mode=0o600)
+        self._team, self._queue = team, QueueLimits(self._options.queue, team.queue, team.above)
 
     def submit(self, job: Job, token: str = "") -> str:
         """Starts a pipeline, on the training GPUs on which the least goes on where it may train anywhere, or lets it
@@ -235,20 +234,14 @@ class PoolActor(PoolJobs):
             return
         train = pool.gpus_in(topology.training_gpus)
         needs = max(train, pool.gpus_in(topology.ranks[0]))
-        quotas = Quotas(team.nodes, 1.0)
-        for name in quotas.above(topology.spec):
-            limit = quotas.nodes[name].limit if name in quotas.nodes else None
-            if limit is not None and needs > limit:
+        limits = {node.name: node.limit for node in team.nodes}
+        for name in team.above(Owner(topology.spec.user, topology.spec.group)):
+            if (limit := limits.get(name)) is not None and needs > limit:
                 raise PoolError(
                     f"{topology.pipeline}: {'trains' if needs == train else 'has an engine'} on {needs:g} "
                     f"{self._handles.unit}s at once, and the limit of {name} is {limit:g}; make it smaller, or ask an "
                     "admin for a higher limit"
                 )
-
-    def _quotas(self, owner: Owner) -> list[Quota]:
-        """The limits that a job of this owner counts towards."""
-        own = self._team.quotas_of(owner) if self._team is not None else []
-        return [*super()._quotas(owner), *own]
 
     def cancel(self, name: str, token: str = "") -> str:
         """Ends a pipeline whatever it does; its checkpoints stay. Returns what happens, in words. Raises PoolError:

@@ -31,15 +31,7 @@ from nemo_rl.time_sharing.agents.ray_reaper import (
     agent_namespace,
     agent_variables,
 )
-from nemo_rl.time_sharing.job_queue import (
-    JobLimits,
-    Owner,
-    Quota,
-    any_owner,
-    beginners,
-    why_it_may_not_wait,
-    why_it_waits,
-)
+from nemo_rl.time_sharing.job_queue import JobLimits, Owner, QueueLimits
 from nemo_rl.time_sharing.log.pool_state import HostLimits, Outcome, PoolState, Progress, Standing, Submission
 from nemo_rl.time_sharing.log.reading import LogTail
 from nemo_rl.time_sharing.log.sharing import Sharing, SharingWatch
@@ -117,7 +109,7 @@ class PoolJobs(Orchestrator):
         self._unwritten = False
         self._log = LogTail(folder / "scheduler.jsonl")
         self._sharing = SharingWatch()
-        self._waiting = WaitingJobs(folder / "waiting")
+        self._waiting, self._queue = WaitingJobs(folder / "waiting"), QueueLimits(options.queue)
         self._notices = EndNotices(options.on_end) if options.on_end else None
         self._keep()
 
@@ -257,7 +249,7 @@ class PoolJobs(Orchestrator):
             )
             if why := self._why_it_waits(submission) or why:
                 waiting = [owner_of(one) for one in self._open() if one.waits]
-                if full := why_it_may_not_wait(self._quotas(owner_of(submission)), waiting):
+                if full := self._queue.why_it_may_not_wait(owner_of(submission), waiting):
                     raise PoolError(f"{job.name}: {why}, and {full}; submit it again when one has ended")
                 submission.waits = True
             self._submissions[job.name] = submission
@@ -280,18 +272,13 @@ class PoolJobs(Orchestrator):
     def _check_limits(self, topology: Topology) -> None:
         """Raises PoolError: a job that this pool would never start."""
 
-    def _quotas(self, owner: Owner) -> list[Quota]:
-        """The limits that a job of this owner counts towards."""
-        return [Quota("the pool", self._options.queue, any_owner)]
-
     def _placed(self, job: Job) -> Job:
         """Raises ValueError: it has no place on the nodes that are here."""
         others = [Mapped(one.train, one.infer, one.column) for one in self._running() if one.name != job.name]
         return job.placed(self._handles.pool, others, self._nodes.gpus_gone())
 
     def _why_it_waits(self, submission: Submission) -> str:
-        quotas, running = self._quotas(owner_of(submission)), [owner_of(one) for one in self._running()]
-        if why := why_it_waits(quotas, running):
+        if why := self._queue.why_it_waits(owner_of(submission), map(owner_of, self._running())):
             return why
         if self._suspended:
             return "the pool is about to end"
@@ -319,8 +306,8 @@ class PoolJobs(Orchestrator):
     def _whose_turn_it_is(self) -> list[Submission]:
         found = (one for one in self._open() if one.waits and not self._suspended and self._has_place(one))
         waiting = sorted(found, key=lambda one: one.submitted_at)
-        running = [owner_of(one) for one in self._running()]
-        return [waiting[place] for place in beginners([owner_of(one) for one in waiting], running, self._quotas)]
+        places = self._queue.beginners([owner_of(one) for one in waiting], [owner_of(one) for one in self._running()])
+        return [waiting[place] for place in places]
 
     def _begin(self, submission: Submission) -> None:
         submission.waits = submission.moving = False

@@ -13,7 +13,6 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -23,7 +22,7 @@ from pydantic_core import ErrorDetails
 
 from nemo_rl.config.errors import ConfigError, UserError, did_you_mean
 from nemo_rl.config.layers import read_yaml
-from nemo_rl.time_sharing.job_queue import JobLimits, Owner, Quota
+from nemo_rl.time_sharing.job_queue import JobLimits, Owner
 from nemo_rl.time_sharing.protocol.quotas import QuotaNode, share_problems
 from nemo_rl.utils.files import read_trusted
 
@@ -125,7 +124,7 @@ class Team:
         """Whether a user may drain and cancel a job, and read its logs."""
         rank = ROLES.index(user.role)
         own = rank >= ROLES.index("member") and user.name == owner.user
-        leads = rank >= ROLES.index("lead") and user.group in self.above(owner.group)
+        leads = rank >= ROLES.index("lead") and f"group {user.group}" in self.above(owner)
         return own or leads or user.role == "admin"
 
     def check(self, user: User, action: str, subject: str, owner: Owner | None = None) -> None:
@@ -149,28 +148,13 @@ class Team:
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return f"{', '.join(names[:_SHOWN])}{more} {'are' if len(names) > 1 else 'is'}"
 
-    def quotas(self) -> list[Quota]:
-        """The limits of all groups and users that have any."""
-        named = [(f"group {name}", partial(self._is_below, name)) for name in self.groups]
-        named += [(f"user {name}", partial(_is_of, name)) for name in self.users]
-        return [Quota(whose, self.queue[whose], covers) for whose, covers in named if whose in self.queue]
-
-    def quotas_of(self, owner: Owner) -> list[Quota]:
-        """Those that a job of this owner counts towards."""
-        return [quota for quota in self.quotas() if quota.covers(owner)]
-
-    def _is_below(self, group: str, owner: Owner) -> bool:
-        return group in self.above(owner.group)
-
-    def above(self, group: str) -> Iterator[str]:
-        """A group that there is, and those above it."""
+    def above(self, owner: Owner) -> Iterator[str]:
+        """What a job of this owner counts for: `user NAME`, and `group NAME` of its group and those above that."""
+        yield f"user {owner.user}"
+        group = owner.group
         while group in self.groups:
-            yield group
+            yield f"group {group}"
             group = self.groups[group]
-
-
-def _is_of(user: str, owner: Owner) -> bool:
-    return owner.user == user
 
 
 def changes(old: Team, new: Team) -> list[str]:
