@@ -80,18 +80,13 @@ def open_pool(
     from nemo_rl.time_sharing.pipelines.shared_cluster import reserve_pool
 
     _check_alone()
-    scheduler = start_scheduler(log_dir, pool, limits, away=options.away)
-    try:
+    with ExitStack() as undo:
+        scheduler = start_scheduler(log_dir, pool, limits, away=options.away)
+        undo.callback(stop_scheduler, scheduler)
         reserve_pool(pool, accelerator, pool.nodes - options.away)
-    except BaseException:
-        stop_scheduler(scheduler)
-        raise
-    try:
+        undo.callback(_remove_reservation)
         memory = _memory(pool) if accelerator.is_cuda else None
-    except BaseException:
-        _remove_reservation()
-        stop_scheduler(scheduler)
-        raise
+        undo.pop_all()
     handles = PoolHandles(scheduler, pool, accelerator.kind, limits, str(log_dir), memory, name or log_dir.name)
     actor: Any = (
         ray.remote(pool_class)
@@ -109,7 +104,7 @@ def open_pool(
         )
         .remote(handles, team, options)
     )
-    ray.get(actor.shape.remote(), timeout=_START_S)
+    ray.get(actor.handles.remote(), timeout=_START_S)
     return actor
 
 

@@ -163,7 +163,7 @@ class PoolActor(PoolJobs):
         try:
             user = self._team.user_of(token)
             name = user.name
-            self._team.check(user, action, subject, known and owner_of(known))
+            self._team.check(user, action, subject, owner_of(known) if known else None)
             yield user
         except Exception as error:
             why = " ".join(str(error).split())

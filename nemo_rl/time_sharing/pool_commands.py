@@ -491,5 +491,4 @@ def _join(name: str | None) -> tuple[ActorHandle[object], Pool]:
         raise PoolError(
             f"no pool is open on the Ray cluster {address}; open one with python -m nemo_rl.time_sharing serve --gpus N"
         ) from error
-    pool, _ = ask(actor.shape.remote())
-    return actor, pool
+    return actor, ask(actor.handles.remote()).pool

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from nemo_rl.time_sharing.pipelines.job import PIPELINES, Job, Kind
 from nemo_rl.time_sharing.pipelines.residents import Part, PoolFull, Residents, SlotMemory
 from nemo_rl.time_sharing.planning.job_placement import Mapped
 from nemo_rl.time_sharing.pool_nodes import Node, PoolNodes
-from nemo_rl.time_sharing.protocol.topology import Pool, Topology
+from nemo_rl.time_sharing.protocol.topology import Topology
 from nemo_rl.utils.files import adapter_states, replace_file
 
 logger = logging.getLogger(__name__)
@@ -190,10 +191,6 @@ class PoolJobs(Orchestrator):
         """The process."""
         return os.getpid()
 
-    def shape(self) -> tuple[Pool, str]:
-        """The pool's shape, and where its logs are."""
-        return self._handles.pool, self._handles.log_dir
-
     def handles(self) -> PoolHandles:
         """Actors and settings of the pool that a pipeline needs."""
         return self._handles
@@ -252,15 +249,14 @@ class PoolJobs(Orchestrator):
                 if full := self._queue.why_it_may_not_wait(owner_of(submission), waiting):
                     raise PoolError(f"{job.name}: {why}, and {full}; submit it again when one has ended")
                 submission.waits = True
+            before = dict(self._submissions)
             self._submissions[job.name] = submission
             try:
                 self._waiting.keep(wanted)
                 self._write()  # first, so that a restarted pool knows of every pipeline that may be there
             except OSError as error:
                 self._waiting.drop(job.name)
-                del self._submissions[job.name]
-                if known:
-                    self._submissions[job.name] = known
+                self._submissions = before
                 raise PoolError(
                     f"{job.name}: {self._path} cannot be written ({why_not_written(error)}); free some space there and "
                     "submit it again"
@@ -482,7 +478,7 @@ class PoolJobs(Orchestrator):
             ray.kill(self._actors[name], no_restart=True)
 
     def end(self, name: str) -> str:
-        """Cancels a pipeline whoever asks; see `PoolActor.cancel`."""
+        """Cancels a pipeline, without asking for rights; see `PoolActor.cancel`."""
         submission = self._known(name)
         if submission.outcome is not None:
             return f"has ended already: {submission.outcome.kind}"
@@ -520,20 +516,16 @@ class PoolJobs(Orchestrator):
         with self._lock:
             if self._unwritten:
                 self._keep()
-            submissions = dict(self._submissions)
-            actors = dict(self._actors)
+            submissions, actors = dict(self._submissions), dict(self._actors)
         asked = {
-            name: actors[name].progress.remote()
+            actors[name].progress.remote(): submission
             for name, submission in submissions.items()
             if submission.outcome is None and name in actors
         }
-        ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=1.0) if asked else ([], [])
-        for name, ref in asked.items():
-            if ref in ready:
-                try:
-                    self._note_progress(submissions[name], ray.get(ref))
-                except ray.exceptions.RayError:
-                    continue
+        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=1.0) if asked else ([], [])
+        for answer in ready:
+            with suppress(ray.exceptions.RayError):
+                self._note_progress(asked[answer], ray.get(answer))
         sharing = self._sharing_so_far()
         return [
             Standing.of(

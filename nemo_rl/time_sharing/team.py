@@ -159,8 +159,7 @@ class Team:
 
 def changes(old: Team, new: Team) -> list[str]:
     """What a new version of the team file changes, a line each."""
-    said = []
-    before, after = _keys_of(old), _keys_of(new)
+    said, before, after = list[str](), _keys_of(old), _keys_of(new)
     for whose in sorted(before.keys() | after.keys()):
         kind, _, name = whose.partition(" ")
         if whose not in before or whose not in after:

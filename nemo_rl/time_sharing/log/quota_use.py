@@ -50,7 +50,7 @@ class QuotaUse:
     def weigh(self, use: Mapping[str, float], at: float) -> None:
         """Counts on from these."""
         self._advance(at)
-        self.use, self.weighed_at, self.had = dict(use), at, {}
+        self.use, self.weighed_at, self.had = dict(use), at, dict[str, float]()
 
     def weighed(self, now: float) -> dict[str, float]:
         """Slot-seconds by node until now; those of a half-life ago count half."""
