@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.quota_use import QuotaUse
@@ -99,24 +99,22 @@ class AwakeRank:
 
 
 @dataclass(slots=True)
-class PipelineState:
-    """One registered pipeline. `unscheduled_since`: since when it has demand but no rank awake or about to be.
-    `service`: GPU-seconds of generation had. `builds`: whether its engines can be built; `build_s`: how long that took.
-    `batch_since`: since when the samples that are waited for are; `generation_s`: how long that takes until training is
-    asked for. `warm`: ranks whose engine stands, so that their next wake builds none; `handover_s`: how long such a
-    wake takes until the rank serves; `start_s`: the same for one that builds its engine. `wake_order`: its ranks, those
-    first whose GPUs the fewest others train on, and among them those that its own training spares. `expired`: by
+class SavedPipeline:
+    """What is saved of a registered pipeline. `unscheduled_since`: since when it has demand but no rank awake or about
+    to be. `service`: GPU-seconds of generation had. `builds`: whether its engines can be built; `build_s`: how long
+    that took. `batch_since`: since when the samples that are waited for are; `generation_s`: how long that takes until
+    training is asked for. `warm`: ranks whose engine stands, so that their next wake builds none; `handover_s`: how
+    long such a wake takes until the rank serves; `start_s`: the same for one that builds its engine. `expired`: by
     cluster, the newest request that waited too long.
     """
 
-    topology: Topology
+    spec: PipelineSpec
     incarnation: int
     registered_at: float
     demand: Demand = Demand()
     wants: dict[str, QueuedWant] = field(default_factory=dict)
     held: dict[str, HeldCluster] = field(default_factory=dict)
     awake: dict[int, AwakeRank] = field(default_factory=dict)
-    claimed_ranks: set[int] = field(default_factory=set)
     warm: set[int] = field(default_factory=set)
     handover_s: float | None = None
     start_s: float | None = None
@@ -130,15 +128,32 @@ class PipelineState:
     leaving: bool = False
     paused: bool = False
     fenced: bool = False
-    wake_order: tuple[int, ...] = ()
     builds: bool = False
     build_s: float | None = None
     batch_since: float = 0.0
     generation_s: float | None = None
 
-    @property
-    def spec(self) -> PipelineSpec:
-        return self.topology.spec
+    @classmethod
+    def of(cls, pipeline: SavedPipeline) -> Self:
+        """The pipeline, but for what follows from the others and from the claims."""
+        return cls(pipeline.spec, **{name: copy.deepcopy(getattr(pipeline, name)) for name in _KEPT})
+
+
+_KEPT = tuple(member.name for member in fields(SavedPipeline) if member.name != "spec")
+
+
+@dataclass(slots=True)
+class PipelineState(SavedPipeline):
+    """One registered pipeline. `wake_order`: its ranks, those first whose GPUs the fewest others train on, and among
+    them those that its own training spares.
+    """
+
+    claimed_ranks: set[int] = field(default_factory=set)
+    wake_order: tuple[int, ...] = ()
+    topology: Topology = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.topology = Topology(self.spec)
 
     @property
     def rank_batch(self) -> int:
@@ -183,47 +198,6 @@ class Quarantine:
     def whose(self) -> tuple[str, int, int]:
         """The pipeline, its incarnation and the rank (-1: all of it) whose processes are to be ended."""
         return self.pipeline, self.incarnation, self.rank
-
-
-@dataclass(frozen=True, slots=True)
-class SavedPipeline:
-    """A `PipelineState`: its registration (`spec`) and its current state; fields have the meaning they have there."""
-
-    spec: PipelineSpec
-    incarnation: int
-    registered_at: float
-    demand: Demand
-    wants: Mapping[str, QueuedWant]
-    held: Mapping[str, HeldCluster]
-    awake: Mapping[int, AwakeRank]
-    warm: set[int]
-    handover_s: float | None
-    cooling: Mapping[int, float]
-    releases: Mapping[str, int]
-    hold_estimates: Mapping[Priority, float]
-    unscheduled_since: float | None
-    service: float
-    last_request: int
-    expired: Mapping[str, int]
-    leaving: bool
-    fenced: bool
-    builds: bool = False
-    build_s: float | None = None
-    batch_since: float = 0.0
-    generation_s: float | None = None
-    start_s: float | None = None
-    paused: bool = False
-
-    @classmethod
-    def of(cls, pipeline: PipelineState) -> SavedPipeline:
-        return cls(pipeline.spec, **{name: copy.deepcopy(getattr(pipeline, name)) for name in _KEPT})
-
-    def restored(self) -> PipelineState:
-        """The pipeline, but for what follows from the others and from the claims."""
-        return PipelineState(Topology(self.spec), **{name: copy.deepcopy(getattr(self, name)) for name in _KEPT})
-
-
-_KEPT = tuple(member.name for member in fields(SavedPipeline) if member.name != "spec")
 
 
 @event_kind("ts_state_saved")
@@ -401,7 +375,7 @@ def _state_saved(state: SchedulerState, event: StateSaved, at: float) -> None:
     state.recovering, state.unsure = event.recovering, event.unsure
     state.incarnations = dict(event.incarnations)
     for kept in event.pipelines:
-        name, pipeline = kept.spec.pipeline, kept.restored()
+        name, pipeline = kept.spec.pipeline, PipelineState.of(kept)
         state.pipelines[name] = pipeline
         for cluster, held in pipeline.held.items():
             state.take(held.gpus, Lease(name, cluster, -1, held.epoch))
@@ -436,7 +410,7 @@ def _registered(state: SchedulerState, event: ev.Registered, at: float) -> None:
     if event.pipeline in state.pipelines:
         raise InconsistentLog(f"pipeline {event.pipeline!r} is already registered")
     spec = PipelineSpec(event.pipeline, event.namespace, event.clusters, **event.options())
-    state.pipelines[event.pipeline] = PipelineState(Topology(spec), event.incarnation, at)
+    state.pipelines[event.pipeline] = PipelineState(spec, event.incarnation, at)
     state.incarnations[event.pipeline] = max(
         event.incarnation, state.incarnations.get(event.pipeline, event.incarnation)
     )
