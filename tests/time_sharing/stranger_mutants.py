@@ -109,7 +109,7 @@ MUTANTS = (
     Mutant(
         "segment-forgets-commands",
         _STATE,
-        "    state.commands = {command.command: replace(command) for command in event.commands}",
+        "    state.commands = {command.command: command for command in event.commands}",
         "    state.commands = {}",
         "open commands are forgotten when a segment is read",
     ),
@@ -123,7 +123,7 @@ MUTANTS = (
     Mutant(
         "segment-forgets-claims",
         _SAVED,
-        "claims=tuple(copy.copy(claim) for claim in state.claims.values()),",
+        "claims=tuple(state.claims.values()),",
         "claims=(),",
         "a segment begins without the claims",
     ),

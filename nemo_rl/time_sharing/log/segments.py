@@ -9,7 +9,6 @@ is the newest.
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import re
@@ -214,9 +213,9 @@ def saved(state: SchedulerState) -> StateSaved:
         unsure=state.unsure,
         pipelines=tuple(SavedPipeline.of(pipeline) for pipeline in state.pipelines.values()),
         incarnations=dict(state.incarnations),
-        claims=tuple(copy.copy(claim) for claim in state.claims.values()),
-        quarantines=tuple(copy.copy(quarantine) for quarantine in state.quarantines),
-        commands=tuple(copy.copy(command) for command in state.commands.values()),
+        claims=tuple(state.claims.values()),
+        quarantines=tuple(state.quarantines),
+        commands=tuple(state.commands.values()),
         draining=dict(state.draining),
         away=tuple(sorted(state.away)),
         quota_use=state.quota_use and replace(state.quota_use),

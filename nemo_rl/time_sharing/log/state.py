@@ -40,22 +40,8 @@ class Lease(NamedTuple):
     epoch: int
 
 
-@dataclass(slots=True)
-class Claim:
-    """Next holder of some GPUs, once all of them are free."""
-
-    plan: int
-    pipeline: str
-    cluster: str
-    rank: int
-    request: int
-    gpus: tuple[int, ...]
-    guaranteed: bool = False
-    ahead: bool = False
-
-    @property
-    def key(self) -> tuple[str, str, int]:
-        return self.pipeline, self.cluster, self.rank
+Claim = ev.Claimed
+"""Next holder of some GPUs, once all of them are free."""
 
 
 @dataclass(slots=True)
@@ -170,36 +156,6 @@ class PipelineState(SavedPipeline):
         return bool(self.claimed_ranks) or any(rank.phase is Phase.RISING for rank in self.awake.values())
 
 
-@dataclass(slots=True)
-class PendingCommand:
-    """A command that has not ended."""
-
-    command: str
-    pipeline: str
-    verb: str
-    rank: int
-    cluster: str
-    epoch: int
-    deadline: float
-    incarnation: int
-
-
-@dataclass(slots=True)
-class Quarantine:
-    """GPUs that are out of use, and the processes to end before they come back."""
-
-    gpus: tuple[int, ...]
-    pipeline: str
-    incarnation: int
-    rank: int
-    until: float
-
-    @property
-    def whose(self) -> tuple[str, int, int]:
-        """The pipeline, its incarnation and the rank (-1: all of it) whose processes are to be ended."""
-        return self.pipeline, self.incarnation, self.rank
-
-
 @event_kind("ts_state_saved")
 class StateSaved:
     """The state after all events before this one; says nothing new."""
@@ -214,8 +170,8 @@ class StateSaved:
     pipelines: tuple[SavedPipeline, ...]
     incarnations: Mapping[str, int]
     claims: tuple[Claim, ...]
-    quarantines: tuple[Quarantine, ...]
-    commands: tuple[PendingCommand, ...]
+    quarantines: tuple[ev.GpusQuarantined, ...]
+    commands: tuple[ev.CommandSent, ...]
     unsure: bool = False
     slots_per_gpu: int = 1
     draining: Mapping[int, float | None] = field(default_factory=dict)
@@ -253,9 +209,9 @@ class SchedulerState:
         self.trainers: list[int] = [0]
         self.claims: dict[tuple[str, str, int], Claim] = {}
         self.claimed: dict[int, Claim] = {}
-        self.quarantines: list[Quarantine] = []
+        self.quarantines: list[ev.GpusQuarantined] = []
         self.quarantined: set[int] = set()
-        self.commands: dict[str, PendingCommand] = {}
+        self.commands: dict[str, ev.CommandSent] = {}
         # Nodes that are to leave, with the time by which; those that are not there; and the GPUs of both.
         self.draining: dict[int, float | None] = {}
         self.away: set[int] = set()
@@ -388,10 +344,10 @@ def _state_saved(state: SchedulerState, event: StateSaved, at: float) -> None:
     if event.quota_use is not None:
         state.count_use(replace(event.quota_use, slots_per_gpu=event.slots_per_gpu))
     for claim in event.claims:
-        state.add_claim(replace(claim))
-    state.quarantines = [replace(quarantine) for quarantine in event.quarantines]
+        state.add_claim(claim)
+    state.quarantines = list(event.quarantines)
     state.quarantined = {gpu for quarantine in state.quarantines for gpu in quarantine.gpus}
-    state.commands = {command.command: replace(command) for command in event.commands}
+    state.commands = {command.command: command for command in event.commands}
     state.draining, state.away = dict(event.draining), set(event.away)
     state.withheld = state.pool.units_of(state.draining.keys() | state.away)
 
@@ -475,12 +431,9 @@ def _request_dropped(state: SchedulerState, event: ev.RequestDropped, at: float)
 
 
 def _claimed(state: SchedulerState, event: ev.Claimed, at: float) -> None:
-    claim = Claim(
-        event.plan, event.pipeline, event.cluster, event.rank, event.request, event.gpus, event.guaranteed, event.ahead
-    )
     state.plan = max(state.plan, event.plan)
-    state.add_claim(claim)
-    if claim.rank >= 0:
+    state.add_claim(event)
+    if event.rank >= 0:
         state.update_unscheduled_since(state.pipeline(event.pipeline), at)
     for passed in event.passed:
         name, _, request = passed.rpartition("#")
@@ -572,16 +525,7 @@ def _rank_cooling(state: SchedulerState, event: ev.RankCooling, at: float) -> No
 
 
 def _command_sent(state: SchedulerState, event: ev.CommandSent, at: float) -> None:
-    state.commands[event.command] = PendingCommand(
-        event.command,
-        event.pipeline,
-        event.verb,
-        event.rank,
-        event.cluster,
-        event.epoch,
-        event.deadline,
-        event.incarnation,
-    )
+    state.commands[event.command] = event
 
 
 def _command_ended(state: SchedulerState, event: ev.CommandEnded, at: float) -> None:
@@ -615,9 +559,8 @@ def _unregistered(state: SchedulerState, event: ev.Unregistered, at: float) -> N
 
 
 def _quarantined(state: SchedulerState, event: ev.GpusQuarantined, at: float) -> None:
-    made = Quarantine(event.gpus, event.pipeline, event.incarnation, event.rank, event.until)
-    state.quarantines = [q for q in state.quarantines if (q.gpus, q.whose) != (made.gpus, made.whose)]
-    state.quarantines.append(made)
+    state.quarantines = [q for q in state.quarantines if (q.gpus, q.whose) != (event.gpus, event.whose)]
+    state.quarantines.append(event)
     state.quarantined.update(event.gpus)
 
 
@@ -628,8 +571,8 @@ def _cleared(state: SchedulerState, event: ev.GpusCleared, at: float) -> None:
 
 
 def _reconnected(state: SchedulerState, event: ev.Reconnected, at: float) -> None:
-    for command in state.commands.values():
-        command.deadline += event.seconds
+    for name, command in state.commands.items():
+        state.commands[name] = replace(command, deadline=command.deadline + event.seconds)
     for pipeline in state.pipelines.values():
         for held in pipeline.held.values():
             held.hold_until += event.seconds
