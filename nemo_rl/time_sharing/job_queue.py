@@ -7,7 +7,7 @@ wait begin in the order of their submission, but one whose limit is reached lets
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 
@@ -38,15 +38,6 @@ class QueueLimits:
     ) -> None:
         self._most = {"the pool": pool, **(others or {})}
         self._above = above
-
-    def beginners(self, waiting: Sequence[Owner], running: Sequence[Owner]) -> list[int]:
-        """Which of the waiting jobs, given in the order of their submission, begin now: their places."""
-        now, begin = list(running), list[int]()
-        for place, owner in enumerate(waiting):
-            if not self.why_it_waits(owner, now):
-                begin.append(place)
-                now.append(owner)
-        return begin
 
     def exceeded(self, running: Iterable[Owner]) -> list[str]:
         """A line for each limit above which jobs run."""

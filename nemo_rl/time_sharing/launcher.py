@@ -345,7 +345,10 @@ def _page(actor: ActorHandle[object], chosen: argparse.Namespace, log_dir: Path,
     from nemo_rl.utils.http_server import PageError
 
     def asked(method: str) -> Callable[..., Any]:
-        return lambda *arguments: ask(getattr(actor, method).remote(*arguments))
+        def answer(*arguments: object) -> Any:
+            return ask(getattr(actor, method).remote(*arguments))
+
+        return answer
 
     def rights(token: str) -> Rights | None:
         with suppress(PoolError):

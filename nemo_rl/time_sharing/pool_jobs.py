@@ -55,6 +55,7 @@ _CAPS = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
 _NODE_S = 0.5
+_NEXT = "its turn is next"
 _CUT_OFF = ("dismissed", "died")
 _LEFT = ("done", "drained")
 """Outcomes of pipelines that have given everything back by themselves."""
@@ -274,12 +275,12 @@ class PoolJobs(Orchestrator):
         return job.placed(self._handles.pool, others, self._nodes.gpus_gone())
 
     def _why_it_waits(self, submission: Submission) -> str:
+        """What keeps a job from beginning now; empty where nothing does."""
         if why := self._queue.why_it_waits(owner_of(submission), map(owner_of, self._running())):
             return why
         if self._suspended:
             return "the pool is about to end"
-        next_one = "its turn is next" if self._has_place(submission) else "GPUs that it needs are away"
-        return next_one if submission.waits else ""
+        return "" if self._has_place(submission) else "GPUs that it needs are away"
 
     def _has_place(self, submission: Submission) -> bool:
         """Whether a job that waits could be placed on the nodes that are here."""
@@ -294,16 +295,10 @@ class PoolJobs(Orchestrator):
     def _begin_waiting(self) -> None:
         """Starts those of the waiting jobs whose turn it is, in order; called whenever a job has ended."""
         with self._lock:
-            # One that cannot be started makes room for the next.
-            while chosen := self._whose_turn_it_is():
-                for submission in chosen:
+            for submission in sorted(self._open(), key=lambda one: one.submitted_at):
+                # One that cannot be started makes room for the next.
+                if submission.waits and not self._why_it_waits(submission):
                     self._begin(submission)
-
-    def _whose_turn_it_is(self) -> list[Submission]:
-        found = (one for one in self._open() if one.waits and not self._suspended and self._has_place(one))
-        waiting = sorted(found, key=lambda one: one.submitted_at)
-        places = self._queue.beginners([owner_of(one) for one in waiting], [owner_of(one) for one in self._running()])
-        return [waiting[place] for place in places]
 
     def _begin(self, submission: Submission) -> None:
         submission.waits = submission.moving = False
@@ -335,7 +330,8 @@ class PoolJobs(Orchestrator):
 
         submission = self._known(name)
         if submission.waits:
-            return Expectation(submission.train, submission.infer, math.inf, self._why_it_waits(submission))
+            why = self._why_it_waits(submission) or _NEXT
+            return Expectation(submission.train, submission.infer, math.inf, why)
         pool = self._handles.pool
         slots = pool.slots_on(submission.train or submission.infer[:1], submission.column)
         ask = self._handles.scheduler.expected_start.remote(name, tuple(slots))
@@ -532,7 +528,7 @@ class PoolJobs(Orchestrator):
                 submission,
                 self._seen.get(name),
                 sharing.get(name),
-                self._why_it_waits(submission) if submission.waits else "",
+                (self._why_it_waits(submission) or _NEXT) if submission.waits else "",
                 *self._hosts.of(name if submission.outcome is None else ""),
             )
             for name, submission in submissions.items()
@@ -551,7 +547,7 @@ class PoolJobs(Orchestrator):
         if submission.outcome is not None:
             raise PoolError(f"{name}: has ended already: {submission.outcome.kind}")
         if submission.waits:
-            raise PoolError(f"{name}: has not begun: {self._why_it_waits(submission)}")
+            raise PoolError(f"{name}: has not begun: {self._why_it_waits(submission) or _NEXT}")
         method = getattr(self._actors[name], "adapters", None)
         if method is None:
             raise PoolError(f"{name}: is no job of adapters")

@@ -30,6 +30,16 @@ def team_of(**most: int | None) -> Team:
     return Team("team.yaml", _GROUPS, users, queue)
 
 
+def beginners(limits: QueueLimits, waiting: list[Owner], running: list[Owner]) -> list[int]:
+    """The places of those that begin, one after the other, as in a pool."""
+    begin = list[int]()
+    for place, owner in enumerate(waiting):
+        if not limits.why_it_waits(owner, running):
+            begin.append(place)
+            running = [*running, owner]
+    return begin
+
+
 _MOST = st.none() | st.integers(1, 3)
 
 
@@ -48,7 +58,7 @@ def test_quotas_hold_and_only_a_full_one_keeps_a_job_waiting(
     for end in [None, *ends]:
         if end is not None and running:
             running.pop(end % len(running))
-        now = limits.beginners([owner for _, owner in waiting], [owner for _, owner in running])
+        now = beginners(limits, [owner for _, owner in waiting], [owner for _, owner in running])
         running += [waiting[place] for place in now]
         begun += [waiting[place][0] for place in now]
         waiting = [one for place, one in enumerate(waiting) if place not in now]
@@ -67,7 +77,7 @@ def test_a_full_quota_lets_others_pass_and_says_whose_it_is() -> None:
     team = team_of(group_vision=1, group_lab=3)
     ann, bob, eve = _OWNERS
     limits = QueueLimits(JobLimits(), team.queue, team.above)
-    assert limits.beginners([ann, bob, ann, eve], [ann]) == [1, 3]
+    assert beginners(limits, [ann, bob, ann, eve], [ann]) == [1, 3]
     assert limits.why_it_waits(ann, [ann]) == "1 job of group vision runs, as many as may at once"
     assert limits.why_it_waits(bob, [ann, bob, eve]) == "3 jobs of group lab run, as many as may at once"
     assert QueueLimits(JobLimits(None, 0)).why_it_may_not_wait(ann, []) == "no job of the pool may wait"
