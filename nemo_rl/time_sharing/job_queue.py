@@ -25,7 +25,7 @@ class JobLimits(NamedTuple):
     waiting: int | None = None
 
 
-class QueueLimits:
+class JobQueueLimits:
     """Limits of a pool, and of others by whose they are in words. `above`: which of the others a job of an owner counts
     towards.
     """

@@ -345,7 +345,7 @@ def _page(actor: ActorHandle[object], chosen: argparse.Namespace, log_dir: Path,
     from nemo_rl.utils.http_server import PageError
 
     def asked(method: str) -> Callable[..., Any]:
-        def answer(*arguments: object) -> Any:
+        def answer(*arguments: object) -> object:
             return ask(getattr(actor, method).remote(*arguments))
 
         return answer

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from nemo_rl.config.errors import UserError, why_not_written
 from nemo_rl.distributed.unix_users import why_unusable
 from nemo_rl.time_sharing.agents.scheduler_actor import started_anew
-from nemo_rl.time_sharing.job_queue import Owner, QueueLimits
+from nemo_rl.time_sharing.job_queue import JobQueueLimits, Owner
 from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job
 from nemo_rl.time_sharing.pipelines.residents import SlotBytes
@@ -210,7 +210,7 @@ class PoolActor(PoolJobs):
 
     def _take_team(self, team: Team) -> None:
         replace_file(self._team_path, _TEAM.dump_json(team), durable=True, mode=0o600)
-        self._team, self._queue = team, QueueLimits(self._options.queue, team.queue, team.above)
+        self._team, self._queue = team, JobQueueLimits(self._options.queue, team.queue, team.above)
 
     def submit(self, job: Job, token: str = "") -> str:
         """Starts a pipeline, on the training GPUs on which the least goes on where it may train anywhere, or lets it

@@ -32,8 +32,16 @@ from nemo_rl.time_sharing.agents.ray_reaper import (
     agent_namespace,
     agent_variables,
 )
-from nemo_rl.time_sharing.job_queue import JobLimits, Owner, QueueLimits
-from nemo_rl.time_sharing.log.pool_state import HostLimits, Outcome, PoolState, Progress, Standing, Submission
+from nemo_rl.time_sharing.job_queue import JobLimits, JobQueueLimits, Owner
+from nemo_rl.time_sharing.log.pool_state import (
+    KEPT_AND_SHOWN,
+    HostLimits,
+    Outcome,
+    PoolState,
+    Progress,
+    Standing,
+    Submission,
+)
 from nemo_rl.time_sharing.log.reading import LogTail
 from nemo_rl.time_sharing.log.sharing import Sharing, SharingWatch
 from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles
@@ -111,7 +119,7 @@ class PoolJobs(Orchestrator):
         self._unwritten = False
         self._log = LogTail(folder / "scheduler.jsonl")
         self._sharing = SharingWatch()
-        self._waiting, self._queue = WaitingJobs(folder / "waiting"), QueueLimits(options.queue)
+        self._waiting, self._queue = WaitingJobs(folder / "waiting"), JobQueueLimits(options.queue)
         self._notices = EndNotices(options.on_end) if options.on_end else None
         self._keep()
 
@@ -523,16 +531,14 @@ class PoolJobs(Orchestrator):
             with suppress(ray.exceptions.RayError):
                 self._note_progress(asked[answer], ray.get(answer))
         sharing = self._sharing_so_far()
-        return [
-            Standing.of(
-                submission,
-                self._seen.get(name),
-                sharing.get(name),
-                (self._why_it_waits(submission) or _NEXT) if submission.waits else "",
-                *self._hosts.of(name if submission.outcome is None else ""),
-            )
-            for name, submission in submissions.items()
-        ]
+        found: list[Standing] = []
+        for name, submission in submissions.items():
+            same = {key: getattr(submission, key) for key in KEPT_AND_SHOWN}
+            waits = (self._why_it_waits(submission) or _NEXT) if submission.waits else ""
+            hosts, disk = self._hosts.of(name if submission.outcome is None else "")
+            now = Standing(**same, progress=self._seen.get(name), sharing=sharing.get(name), waits=waits)
+            found.append(replace(now, hosts=hosts, disk=disk))
+        return found
 
     def _sharing_so_far(self) -> dict[str, Sharing]:
         with self._lock:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl.time_sharing.job_queue import JobLimits, Owner, QueueLimits
+from nemo_rl.time_sharing.job_queue import JobLimits, JobQueueLimits, Owner
 from nemo_rl.time_sharing.log.pool_state import Outcome
 from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
 from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
@@ -30,7 +30,7 @@ def team_of(**most: int | None) -> Team:
     return Team("team.yaml", _GROUPS, users, queue)
 
 
-def beginners(limits: QueueLimits, waiting: list[Owner], running: list[Owner]) -> list[int]:
+def beginners(limits: JobQueueLimits, waiting: list[Owner], running: list[Owner]) -> list[int]:
     """The places of those that begin, one after the other, as in a pool."""
     begin = list[int]()
     for place, owner in enumerate(waiting):
@@ -53,7 +53,7 @@ def test_quotas_hold_and_only_a_full_one_keeps_a_job_waiting(
     pool: int | None, most: dict[str, int | None], submitted: list[Owner], ends: list[int]
 ) -> None:
     team = team_of(**most)
-    limits = QueueLimits(JobLimits(pool), team.queue, team.above)
+    limits = JobQueueLimits(JobLimits(pool), team.queue, team.above)
     waiting, running, begun = list(enumerate(submitted)), list[tuple[int, Owner]](), list[int]()
     for end in [None, *ends]:
         if end is not None and running:
@@ -76,12 +76,12 @@ def test_quotas_hold_and_only_a_full_one_keeps_a_job_waiting(
 def test_a_full_quota_lets_others_pass_and_says_whose_it_is() -> None:
     team = team_of(group_vision=1, group_lab=3)
     ann, bob, eve = _OWNERS
-    limits = QueueLimits(JobLimits(), team.queue, team.above)
+    limits = JobQueueLimits(JobLimits(), team.queue, team.above)
     assert beginners(limits, [ann, bob, ann, eve], [ann]) == [1, 3]
     assert limits.why_it_waits(ann, [ann]) == "1 job of group vision runs, as many as may at once"
     assert limits.why_it_waits(bob, [ann, bob, eve]) == "3 jobs of group lab run, as many as may at once"
-    assert QueueLimits(JobLimits(None, 0)).why_it_may_not_wait(ann, []) == "no job of the pool may wait"
-    waits = QueueLimits(JobLimits(None, 2)).why_it_may_not_wait(ann, [ann, bob])
+    assert JobQueueLimits(JobLimits(None, 0)).why_it_may_not_wait(ann, []) == "no job of the pool may wait"
+    waits = JobQueueLimits(JobLimits(None, 2)).why_it_may_not_wait(ann, [ann, bob])
     assert waits == "2 jobs of the pool wait, as many as may"
     assert limits.exceeded([ann, ann]) == [
         "2 jobs of group vision run, and 1 may; none is ended, and none begins until fewer run"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -109,7 +109,7 @@ class HostLimits:
 
 
 @dataclass
-class JobRecord:
+class KeptJob:
     """What the pool keeps and shows of a pipeline, as it was last submitted."""
 
     name: str
@@ -126,8 +126,11 @@ class JobRecord:
     moving: bool = False  # off a node that is to leave: it ends, and begins again
 
 
+KEPT_AND_SHOWN = tuple(known.name for known in fields(KeptJob))
+
+
 @dataclass
-class Submission(JobRecord):
+class Submission(KeptJob):
     """One pipeline of the pool."""
 
     incarnation: int = 0  # larger than that of any submission of this name before
@@ -146,7 +149,7 @@ class Submission(JobRecord):
 
 
 @dataclass
-class Standing(JobRecord):
+class Standing(KeptJob):
     """How one pipeline of the pool stands."""
 
     progress: Progress | None = None  # when last asked
@@ -154,11 +157,6 @@ class Standing(JobRecord):
     waits: str = ""  # why it has not begun, while it waits for its turn
     hosts: tuple[HostUse, ...] = ()  # what it takes of each node while it runs
     disk: int | None = None  # bytes of its logs and checkpoints while it runs; None before they were measured
-
-    @classmethod
-    def of(cls, job: JobRecord, *now: Any) -> Standing:
-        """That of a pipeline; `now`: the fields that a standing has in addition, in order."""
-        return cls(*(getattr(job, known.name) for known in fields(JobRecord)), *now)
 
     def kept(self, now: float) -> dict[str, str]:
         """Whether its user's wishes are kept, and by how much they are missed, in words by the wish; `now`: seconds
