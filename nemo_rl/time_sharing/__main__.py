@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> 
     # What a scenario breaks on purpose is counted in the table; each event of it would be listed without its way and
     # seed.
     quiet = logging.CRITICAL if chosen.run in (simulate, soak) else logging.ERROR
-    package.setLevel(logging.INFO if chosen.verbose else quiet)
+    package.setLevel(logging.INFO if getattr(chosen, "verbose", False) else quiet)
     try:
         return int(chosen.run(chosen))
     except RecordDamaged as error:
@@ -87,31 +87,29 @@ def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> 
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
     """All commands with their arguments."""
-    about = "Many RL pipelines on one pool of GPUs: share, simulate, check, look."
+    verbose = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    said = "log what the scheduler does, and every fault (also after the command)"
+    verbose.add_argument("-v", "--verbose", action="store_true", help=said)
     whole = argparse.ArgumentParser(
+        parents=[verbose],
         prog=prog or "python -m nemo_rl.time_sharing",
-        description=about,
+        description="Many RL pipelines on one pool of GPUs: share, simulate, check, look.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    whole.add_argument(
-        "-v",
-        "--verbose",
-        action="store_true",
-        help="log what the scheduler does, and every fault (also after the command)",
     )
     commands = whole.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
-        added.add_argument(
-            "-v",
-            "--verbose",
-            action="store_true",
-            default=argparse.SUPPRESS,
-            help="log what the scheduler does, and every fault",
-        )
+        about = summary[0].upper() + summary[1:] + "."
+        added = commands.add_parser(name, parents=[verbose], help=summary, description=about)
         added.set_defaults(run=run)
+        return added
+
+    def of_records(name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
+        added = command(name, run, summary)
+        added.add_argument("log", type=Path, nargs="+", help="the record of a run; several are merged by time")
+        recovers = "read a damaged record up to the damage, as a run that did not end"
+        added.add_argument("--recover", action="store_true", help=recovers)
         return added
 
     add_simulate_arguments(
@@ -121,29 +119,25 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
             "run a scenario on a virtual clock and compare it with other ways of running the same jobs",
         )
     )
-    checker = command(
+    checker = of_records(
         "check", _check, "prove that a record kept every invariant, or show the first place where it did not"
     )
-    _log_arguments(checker)
     checker.add_argument(
         "--running", action="store_true", help="the run is not over, or was cut off: what is open is not missing"
     )
-    trace = command("trace", _trace, "write a trace for https://ui.perfetto.dev")
-    _log_arguments(trace)
+    trace = of_records("trace", _trace, "write a trace for https://ui.perfetto.dev")
     trace.add_argument("-o", "--output", type=Path, help="the trace (default: beside the first record, .trace.json)")
-    report = command(
+    report = of_records(
         "report",
         _report,
         "write a self-contained HTML page: who was on which GPU when, demand, hand-overs, and the checker's word",
     )
-    _log_arguments(report)
     report.add_argument("-o", "--output", type=Path, help="the page (default: beside the first record, .html)")
-    account = command(
+    account = of_records(
         "account",
         _account,
         "say who had the GPUs for what, in GPU-seconds, and what came of it; sums are the pool's time",
     )
-    _log_arguments(account)
     account.add_argument("--by", choices=BY, default="job", help="a row for each (default: job)")
     account.add_argument("--csv", action="store_true", help="for programs")
     page = command("page", _page, "serve the page of a pool's log, finished or still growing, until interrupted")
@@ -167,8 +161,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
         "--processes", type=count, default=2, help="processes that simulate at a time (default: %(default)s)"
     )
     _live_commands(command)
-    fitting = command("fit", fit, "make a scenario of a run's own times, and say how well it predicts the run")
-    _log_arguments(fitting)
+    fitting = of_records("fit", fit, "make a scenario of a run's own times, and say how well it predicts the run")
     fitting.add_argument("-o", "--output", type=Path, required=True, help="the scenario file to write")
     return whole
 
@@ -184,8 +177,8 @@ def _live_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
 
         return run
 
-    def of_open_pool(name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
-        added = command(name, run, summary)
+    def of_open_pool(name: str, summary: str, function: str = "") -> argparse.ArgumentParser:
+        added = command(name, live(function or name.replace("-", "_")), summary)
         added.add_argument(
             "--pool",
             metavar="NAME",
@@ -229,7 +222,7 @@ def _live_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         "--continue-from (default: they are ended at once)",
     )
     add_host_arguments(serving)
-    submitting = of_open_pool("submit", live("submit"), "submit pipelines to the open pool")
+    submitting = of_open_pool("submit", "submit pipelines to the open pool")
     submitting.add_argument("files", nargs="+", metavar="FILE", help="configurations, and key=value for all of them")
     submitting.add_argument("--wait", action="store_true", help="until they have ended; an interrupt cancels them")
     submitting.add_argument(
@@ -241,9 +234,9 @@ def _live_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         "directory are always taken along",
     )
     for name in ("status", "list"):
-        showing = of_open_pool(name, live("status"), "show the pipelines of the open pool")
+        showing = of_open_pool(name, "show the pipelines of the open pool", "status")
         showing.add_argument("--json", action="store_true", help="for programs")
-    draining = of_open_pool("drain", live("drain"), "let pipelines finish their step, save and leave")
+    draining = of_open_pool("drain", "let pipelines finish their step, save and leave")
     draining.add_argument("names", nargs="+", metavar="NAME")
     draining.add_argument(
         "--deadline",
@@ -252,25 +245,16 @@ def _live_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="SECONDS",
         help="how long to wait for that before this command says what has not ended (default: %(default)g)",
     )
-    cancelling = of_open_pool("cancel", live("cancel"), "end pipelines at once; their last finished checkpoints stay")
+    cancelling = of_open_pool("cancel", "end pipelines at once; their last finished checkpoints stay")
     cancelling.add_argument("names", nargs="+", metavar="NAME")
-    adapting = of_open_pool("adapters", live("adapters"), "add, remove or list adapters of a job of many adapters")
+    adapting = of_open_pool("adapters", "add, remove or list adapters of a job of many adapters")
     adapting.add_argument("what", choices=("add", "remove", "list"))
     adapting.add_argument("name", metavar="NAME", help="the job")
     adapting.add_argument("values", nargs="*", metavar="FILE|ADAPTER", help="files to add, or adapters to remove")
-    of_open_pool("reload", live("reload"), "have the open pool read its team file again, and say what that changes")
-    _node_commands(lambda name, summary: of_open_pool(name, live(name.replace("-", "_")), summary))
-    command("token", _token, "make a token for a user of a team, and what the team file holds of it")
-    explaining = of_open_pool("explain", live("explain"), "say who has each GPU and why")
-    explaining.add_argument("names", nargs="*", metavar="NAME", help="only what concerns these pipelines")
-    explaining.add_argument("--log-dir", type=Path, help="of a pool that is closed, such as logs/time_sharing/latest")
-
-
-def _node_commands(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
-    """Commands that take nodes out of an open pool, and into it."""
-    leaving = command("drain-node", "clear a node: jobs move off it, and it is given back")
+    of_open_pool("reload", "have the open pool read its team file again, and say what that changes")
+    leaving = of_open_pool("drain-node", "clear a node: jobs move off it, and it is given back")
     leaving.add_argument("node", metavar="NAME", help="its number or host name, or how its Ray id begins (see status)")
-    giving = command("give-back", "clear as many nodes as have so many GPUs, those on which the least trains")
+    giving = of_open_pool("give-back", "clear as many nodes as have so many GPUs, those on which the least trains")
     giving.add_argument("gpus", type=count, metavar="K")
     for added in (leaving, giving):
         added.add_argument(
@@ -281,8 +265,12 @@ def _node_commands(command: Callable[[str, str], argparse.ArgumentParser]) -> No
             help="when it has to be clear, as 18:30, or in how long, as 10m: what still trains there then is ended",
         )
         added.add_argument("--no-wait", action="store_true", help="return at once, and not when it is clear")
-    coming = command("add-node", "take a node in that was drained, or that has joined the pool's Ray cluster")
+    coming = of_open_pool("add-node", "take a node in that was drained, or that has joined the pool's Ray cluster")
     coming.add_argument("node", metavar="NAME", help="as of drain-node")
+    command("token", _token, "make a token for a user of a team, and what the team file holds of it")
+    explaining = of_open_pool("explain", "say who has each GPU and why")
+    explaining.add_argument("names", nargs="*", metavar="NAME", help="only what concerns these pipelines")
+    explaining.add_argument("--log-dir", type=Path, help="of a pool that is closed, such as logs/time_sharing/latest")
 
 
 def _token(chosen: argparse.Namespace) -> int:
@@ -307,13 +295,6 @@ def _page(chosen: argparse.Namespace) -> int:
     finally:
         server.close()
     return 0
-
-
-def _log_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("log", type=Path, nargs="+", help="the record of a run; several are merged by time")
-    parser.add_argument(
-        "--recover", action="store_true", help="read a damaged record up to the damage, as a run that did not end"
-    )
 
 
 def _of_damage(damage: RecordDamaged) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from nemo_rl.config.errors import UserError
@@ -116,49 +117,44 @@ def add_host_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--on-end", type=webhook, metavar="URL", help="where each job's end is posted to as JSON")
 
 
+Value = TypeVar("Value")
 AUTO = "auto"
 
 
-def slots(text: str) -> int | str:
-    """A whole number from 1, or `auto`."""
-    if text == AUTO:
-        return text
-    if text.isascii() and text.isdigit() and int(text) > 0:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text}: expected a whole number from 1, or auto")
+def _type(read: Callable[[str], Value], expected: str, fits: Callable[[Value], bool]) -> Callable[[str], Value]:
+    """The type of an argument whose text `read` takes without a ValueError."""
+
+    def checked(text: str) -> Value:
+        with suppress(ValueError):
+            if fits(value := read(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text}: expected {expected}")
+
+    return checked
 
 
-def whole(text: str) -> int:
-    """A whole number from 0."""
-    if text.isascii() and text.isdigit():
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text}: expected a whole number from 0")
+def _digits(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(text)
+    return int(text)
 
 
-def size(text: str) -> int:
-    """See `bytes_of`."""
-    try:
-        return bytes_of(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+def _slots(text: str) -> int | str:
+    return text if text == AUTO else _digits(text)
 
 
-def webhook(text: str) -> str:
-    """The address of an HTTP server."""
-    with suppress(ValueError):
-        parts = urlsplit(text)
-        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not re.search(r"\s", text):
-            return text
-    raise argparse.ArgumentTypeError(f"{text}: expected an address as https://example.com/path")
+def _is_address(text: str) -> bool:
+    parts = urlsplit(text)
+    known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    return bool(known) and not re.search(r"\s", text)
 
 
-def seconds(text: str) -> float:
-    """A positive number of seconds."""
-    with suppress(ValueError):
-        if 0 < (number := float(text)) < math.inf:
-            return number
-    raise argparse.ArgumentTypeError(f"{text}: expected seconds above 0")
-
+whole = _type(_digits, "a whole number from 0", lambda number: number >= 0)
+slots = _type(_slots, "a whole number from 1, or auto", lambda number: number != 0)
+size = _type(bytes_of, "a size above 0, as 64G, 500M or 2T", lambda _: True)
+seconds = _type(float, "seconds above 0", lambda number: 0 < number < math.inf)
+seconds_or_none = _type(float, "seconds above 0, or 0", lambda number: 0 <= number < math.inf)
+webhook = _type(str, "an address as https://example.com/path", _is_address)
 
 _CLOCK, _DURATION = re.compile(r"(\d{1,2}):(\d{2})"), re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)?")
 
@@ -172,14 +168,6 @@ def from_now(text: str) -> float:
     if duration := _DURATION.fullmatch(text):
         return float(duration[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[duration[2] or "s"]
     raise argparse.ArgumentTypeError(f"{text}: expected a time as 18:30, or a duration as 90, 10m or 2h")
-
-
-def seconds_or_none(text: str) -> float:
-    """A number of seconds, which may be 0."""
-    with suppress(ValueError):
-        if float(text) == 0:
-            return 0.0
-    return seconds(text)
 
 
 def add_page_arguments(parser: argparse.ArgumentParser) -> None:

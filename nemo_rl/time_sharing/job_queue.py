@@ -1,12 +1,13 @@
 """The queue before a pool: how many jobs may run at once, and how many may wait, in all, of a group, and of a user.
 
-Decides without Ray, a clock or files. A job begins as soon as every quota that covers it has room; jobs that wait begin
-in the order of their submission, but one whose quota is full lets others pass.
+Decides without Ray, a clock or files. A job begins as soon as every limit that it counts towards has room; jobs that
+wait begin in the order of their submission, but one whose limit is reached lets others pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 
@@ -24,58 +25,52 @@ class JobLimits(NamedTuple):
     waiting: int | None = None
 
 
-class Quota(NamedTuple):
-    """Limits, whose they are in words, and which owners' jobs they cover."""
+class JobQueueLimits:
+    """Limits of a pool, and of others by whose they are in words. `above`: which of the others a job of an owner counts
+    towards.
+    """
 
-    whose: str
-    limits: JobLimits
-    covers: Callable[[Owner], bool]
+    def __init__(
+        self,
+        pool: JobLimits,
+        others: Mapping[str, JobLimits] | None = None,
+        above: Callable[[Owner], Iterable[str]] = lambda _: (),
+    ) -> None:
+        self._most = {"the pool": pool, **(others or {})}
+        self._above = above
 
+    def exceeded(self, running: Iterable[Owner]) -> list[str]:
+        """A line for each limit above which jobs run."""
+        return [
+            f"{_jobs_of(whose, count, 'run')}, and {self._most[whose].jobs} may; none is ended, and none begins until "
+            "fewer run"
+            for whose, count in sorted(self._counts(running).items())
+            if (most := self._most[whose].jobs) is not None and count > most
+        ]
 
-def any_owner(owner: Owner) -> bool:
-    """Covers every job."""
-    return True
+    def why_it_waits(self, owner: Owner, running: Iterable[Owner]) -> str:
+        """Why a job of this owner does not begin beside those that run; empty where it does."""
+        full = self._reached(owner, running, "jobs")
+        return next((f"{_jobs_of(whose, count, 'run')}, as many as may at once" for whose, count in full), "")
 
-
-def beginners(
-    waiting: Sequence[Owner], running: Sequence[Owner], quotas_of: Callable[[Owner], Sequence[Quota]]
-) -> list[int]:
-    """Which of the waiting jobs, given in the order of their submission, begin now: their places."""
-    now = list(running)
-    begin: list[int] = []
-    for place, owner in enumerate(waiting):
-        if not why_it_waits(quotas_of(owner), now):
-            begin.append(place)
-            now.append(owner)
-    return begin
-
-
-def exceeded(quotas: Iterable[Quota], running: Sequence[Owner]) -> list[str]:
-    """A line for each quota of which more jobs run than may."""
-    counts = [(quota, sum(map(quota.covers, running))) for quota in quotas]
-    return [
-        f"{_jobs_of(whose, count, 'run')}, and {limits.jobs} may; none is ended, and none begins until fewer run"
-        for (whose, limits, _), count in counts
-        if limits.jobs is not None and count > limits.jobs
-    ]
-
-
-def why_it_waits(quotas: Iterable[Quota], running: Sequence[Owner]) -> str:
-    """Why a job that these quotas cover does not begin beside those that run; empty where it does."""
-    for whose, limits, covers in quotas:
-        count = sum(map(covers, running))
-        if limits.jobs is not None and count >= limits.jobs:
-            return f"{_jobs_of(whose, count, 'run')}, as many as may at once"
-    return ""
-
-
-def why_it_may_not_wait(quotas: Iterable[Quota], waiting: Sequence[Owner]) -> str:
-    """Why a job that these quotas cover may not join those that wait; empty where it may."""
-    for whose, limits, covers in quotas:
-        count = sum(map(covers, waiting))
-        if limits.waiting is not None and count >= limits.waiting:
+    def why_it_may_not_wait(self, owner: Owner, waiting: Iterable[Owner]) -> str:
+        """Why a job of this owner may not join those that wait; empty where it may."""
+        for whose, count in self._reached(owner, waiting, "waiting"):
             return f"{_jobs_of(whose, count, 'wait')}, as many as may" if count else f"no job of {whose} may wait"
-    return ""
+        return ""
+
+    def _reached(self, owner: Owner, others: Iterable[Owner], key: str) -> Iterator[tuple[str, int]]:
+        counts = self._counts(others)
+        for whose in self._of(owner):
+            most: int | None = getattr(self._most[whose], key)
+            if most is not None and counts[whose] >= most:
+                yield whose, counts[whose]
+
+    def _of(self, owner: Owner) -> Iterator[str]:
+        return (whose for whose in ("the pool", *self._above(owner)) if whose in self._most)
+
+    def _counts(self, owners: Iterable[Owner]) -> Counter[str]:
+        return Counter(whose for owner in owners for whose in self._of(owner))
 
 
 def _jobs_of(whose: str, count: int, verb: str) -> str:

@@ -14,8 +14,9 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,7 +47,7 @@ from nemo_rl.time_sharing.open_pools import (
 from nemo_rl.time_sharing.opening import LIVE_LIMITS, close_pool, open_pool, wait_for_pipelines
 from nemo_rl.time_sharing.pipelines.job import Job, in_folders, read_jobs
 from nemo_rl.time_sharing.pipelines.slot_choice import choose_slots
-from nemo_rl.time_sharing.pool import PoolError, PoolOptions, WaitingJobs, check_unix_users, log_trouble
+from nemo_rl.time_sharing.pool import check_unix_users, log_trouble
 from nemo_rl.time_sharing.pool_commands import (
     ask,
     check_code,
@@ -56,6 +57,7 @@ from nemo_rl.time_sharing.pool_commands import (
     submitters_env,
     watch,
 )
+from nemo_rl.time_sharing.pool_jobs import PoolError, PoolOptions, WaitingJobs
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import Limits
 from nemo_rl.time_sharing.shipped_scenarios import ALL, SCALE, fitted, shipped_scenarios
@@ -68,7 +70,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ANSWER_S = 60.0
 _TROUBLE_S = 15.0
 _SMALL_MODELS = "results/scenarios/"
 _OWN = ("jobs", "checkpoints")
@@ -311,7 +312,7 @@ def _announced(actor: ActorHandle[object], page: str, team: Team | None) -> Gene
 
     from nemo_rl.distributed.ray_joining import credentials
 
-    about: Any = ray.get(actor.about.remote(), timeout=_ANSWER_S)
+    about = ask(actor.about.remote())
     mode, token = credentials()
     address = ray.get_runtime_context().gcs_address
     found = OpenPool(about.name, address, mode, token, page, about.log_dir)
@@ -340,37 +341,36 @@ def _page(actor: ActorHandle[object], chosen: argparse.Namespace, log_dir: Path,
     """The pool's page is served inside the block, at the address that it gets; where the default port is another
     pool's, on a free one.
     """
-    import ray
-
     from nemo_rl.time_sharing.viewing.page_server import PageServer, PoolView, TeamAccess
     from nemo_rl.utils.http_server import PageError
 
-    def standings() -> Sequence[Standing]:
-        everybody: Sequence[Standing] = ray.get(actor.standings.remote(), timeout=_ANSWER_S)
-        return everybody
+    def asked(method: str) -> Callable[..., Any]:
+        def answer(*arguments: object) -> object:
+            return ask(getattr(actor, method).remote(*arguments))
 
-    def act(what: str, name: str, token: str) -> str:
-        said: str = ask({"drain": actor.drain, "cancel": actor.cancel}[what].remote(name, token))
-        return said
-
-    def see_logs(name: str, token: str) -> None:
-        ask(actor.see_logs.remote(name, token))
+        return answer
 
     def rights(token: str) -> Rights | None:
-        try:
-            found: Rights = ask(actor.rights.remote(token))
-        except PoolError:
-            return None
-        return found
+        with suppress(PoolError):
+            found: Rights = asked("rights")(token)
+            return found
+        return None
 
-    access = None if team is None else TeamAccess(rights, see_logs, options_of(chosen).run_as_submitter)
-    view, token = PoolView(log_dir, standings), os.environ.get(TOKEN_VARIABLE)
+    access = None if team is None else TeamAccess(rights, asked("see_logs"), options_of(chosen).run_as_submitter)
+    serve_at = partial(
+        PageServer,
+        PoolView(log_dir, asked("standings")),
+        host=chosen.host,
+        token=os.environ.get(TOKEN_VARIABLE),
+        act=lambda what, name, token: asked(what)(name, token),
+        team=access,
+    )
     try:
-        server = PageServer(view, host=chosen.host, port=chosen.port, token=token, act=act, team=access)
+        server = serve_at(port=chosen.port)
     except PageError:
         if chosen.port != DEFAULT_PORT:
             raise
-        server = PageServer(view, host=chosen.host, port=0, token=token, act=act, team=access)
+        server = serve_at(port=0)
     sys.stderr.write(f"page: {server.url}{'' if team is None else '?token=, and behind it the token of a user'}\n")
     try:
         yield server.url

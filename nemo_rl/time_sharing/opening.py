@@ -24,7 +24,8 @@ from nemo_rl.time_sharing.agents.ray_reaper import end_agents, foreign_actors
 from nemo_rl.time_sharing.log.pool_state import Outcome, Standing
 from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
 from nemo_rl.time_sharing.pipelines.residents import SlotBytes, slot_bytes
-from nemo_rl.time_sharing.pool import ACTOR_THREADS, NOTHING_MORE, PoolActor, PoolOptions
+from nemo_rl.time_sharing.pool import PoolActor
+from nemo_rl.time_sharing.pool_jobs import ACTOR_THREADS, NOTHING_MORE, PoolOptions
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import Limits
 from nemo_rl.time_sharing.team import Team
@@ -79,18 +80,13 @@ def open_pool(
     from nemo_rl.time_sharing.pipelines.shared_cluster import reserve_pool
 
     _check_alone()
-    scheduler = start_scheduler(log_dir, pool, limits, away=options.away)
-    try:
+    with ExitStack() as undo:
+        scheduler = start_scheduler(log_dir, pool, limits, away=options.away)
+        undo.callback(stop_scheduler, scheduler)
         reserve_pool(pool, accelerator, pool.nodes - options.away)
-    except BaseException:
-        stop_scheduler(scheduler)
-        raise
-    try:
+        undo.callback(_remove_reservation)
         memory = _memory(pool) if accelerator.is_cuda else None
-    except BaseException:
-        _remove_reservation()
-        stop_scheduler(scheduler)
-        raise
+        undo.pop_all()
     handles = PoolHandles(scheduler, pool, accelerator.kind, limits, str(log_dir), memory, name or log_dir.name)
     actor: Any = (
         ray.remote(pool_class)
@@ -108,7 +104,7 @@ def open_pool(
         )
         .remote(handles, team, options)
     )
-    ray.get(actor.shape.remote(), timeout=_START_S)
+    ray.get(actor.handles.remote(), timeout=_START_S)
     return actor
 
 

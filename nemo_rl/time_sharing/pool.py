@@ -1,68 +1,41 @@
-"""The actor of a pool: scheduler, reserved slots, and the pipelines that run on them.
+"""The actor of a pool: what its users may ask of it, on a pool for a team each within the rights of a role.
 
-`PoolActor` outlives the submitter; it starts each pipeline as an actor of its own and notes how it ended. If it dies,
-Ray restarts it and it goes on with the running pipelines, which do not notice. Invariants: a pipeline that ended in any
-way is unregistered, so that its GPUs are verified free and given on; its outcome is kept for later queries.
+`PoolActor` outlives the submitter; it starts each pipeline as an actor of its own and notes how it ended (see
+`pool_jobs`). If it dies, Ray restarts it and it goes on with the running pipelines, which do not notice.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-import os
 import tempfile
-import threading
-import time
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter
 
-from nemo_rl.config.dotted import import_dotted
 from nemo_rl.config.errors import UserError, why_not_written
-from nemo_rl.distributed.memory_groups import MEMORY_GROUP
-from nemo_rl.distributed.private_variables import without_private
-from nemo_rl.distributed.processes import WORKING_DIRECTORY
-from nemo_rl.distributed.unix_users import RUN_AS, why_unusable
-from nemo_rl.distributed.worker_groups import how_it_ended
-from nemo_rl.time_sharing.agents.actors import (
-    Orchestrator,
-)
-from nemo_rl.time_sharing.agents.end_notices import EndNotices
-from nemo_rl.time_sharing.agents.host_use import HostWatch, run_of
-from nemo_rl.time_sharing.agents.ray_reaper import (
-    INCARNATION_VARIABLE,
-    agent_actor_name,
-    agent_namespace,
-    agent_variables,
-)
+from nemo_rl.distributed.unix_users import why_unusable
 from nemo_rl.time_sharing.agents.scheduler_actor import started_anew
-from nemo_rl.time_sharing.job_queue import (
-    JobLimits,
-    Owner,
-    Quota,
-    any_owner,
-    beginners,
-    exceeded,
-    why_it_may_not_wait,
-    why_it_waits,
+from nemo_rl.time_sharing.job_queue import JobQueueLimits, Owner
+from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
+from nemo_rl.time_sharing.pipelines.job import Job
+from nemo_rl.time_sharing.pipelines.residents import SlotBytes
+from nemo_rl.time_sharing.pool_jobs import (
+    ANSWER_S,
+    NOTHING_MORE,
+    PoolError,
+    PoolJobs,
+    PoolOptions,
+    check_unix_user,
+    owner_of,
 )
-from nemo_rl.time_sharing.log.pool_state import HostLimits, Outcome, PoolState, Progress, Standing, Submission
-from nemo_rl.time_sharing.log.reading import LogTail
-from nemo_rl.time_sharing.log.sharing import Sharing, SharingWatch
-from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles
-from nemo_rl.time_sharing.pipelines.job import PIPELINES, Job, Kind
-from nemo_rl.time_sharing.pipelines.residents import Part, PoolFull, Residents, SlotBytes, SlotMemory
-from nemo_rl.time_sharing.planning.job_placement import Mapped
-from nemo_rl.time_sharing.pool_nodes import Node, PoolNodes
-from nemo_rl.time_sharing.protocol.quotas import Quotas
-from nemo_rl.time_sharing.protocol.topology import Pool, Topology
+from nemo_rl.time_sharing.pool_nodes import Node
+from nemo_rl.time_sharing.protocol.topology import Topology
 from nemo_rl.time_sharing.protocol.types import HIGH
 from nemo_rl.time_sharing.team import (
     ADD_NODE,
@@ -78,26 +51,9 @@ from nemo_rl.time_sharing.team import (
     changes,
     read_team,
 )
-from nemo_rl.utils.files import adapter_states, replace_file, why_unwritable
+from nemo_rl.utils.files import replace_file, why_unwritable
 
 logger = logging.getLogger(__name__)
-
-_ANSWER_S = 30.0
-ACTOR_THREADS = 32
-_CAPS = {
-    # Many jobs with many processes each, and a thread per core in all of them, run into the limit of threads.
-    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), "1"),
-    # NCCL's monitoring thread reads variables while others are set, and takes the process down with it.
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-}
-_NODE_S = 0.5
-_CUT_OFF = ("dismissed", "died")
-_LEFT = ("done", "drained")
-"""Outcomes of pipelines that have given everything back by themselves."""
-
-
-class PoolError(UserError, RuntimeError):
-    """There is no such pool or pipeline, or the pool cannot take it."""
 
 
 @dataclass(frozen=True)
@@ -112,31 +68,6 @@ class About:
     team: str = ""  # the file of its team; empty where its user alone uses it
     unheard: str = ""  # why ends of jobs did not reach the webhook
     caps: str = ""  # how host memory is capped
-
-
-@dataclass(frozen=True)
-class Expectation:
-    """When a pipeline can begin: in how many seconds (0: at once; infinity: unknown), and why not at once."""
-
-    train: tuple[int, ...]
-    infer: tuple[int, ...]
-    seconds: float
-    why: str
-
-
-@dataclass(frozen=True)
-class PoolOptions:
-    """What a pool does beside scheduling."""
-
-    on_end: str | None = None  # address that each job's end is posted to
-    limits: HostLimits = HostLimits()  # of each job
-    keep_free: int = 0  # bytes of host memory that stay free on each node
-    queue: JobLimits = JobLimits()  # of all jobs together
-    run_as_submitter: bool = False  # whether a job's processes are those of its user's Unix user
-    away: int = 0  # how many of its last nodes have not come yet
-
-
-NOTHING_MORE = PoolOptions()
 
 
 def log_trouble(log_dir: Path) -> str:
@@ -171,53 +102,19 @@ _TEAM = TypeAdapter(Team)
 _NO_TEAM = "the pool is for no team; open one with python -m nemo_rl.time_sharing serve --gpus N --team FILE"
 
 
-class PoolActor(Orchestrator):
+class PoolActor(PoolJobs):
     """Runs pipelines on a pool, inside Ray. With a `team`, what users do needs their `token`; without, none is read."""
 
     def __init__(self, handles: PoolHandles, team: Team | None = None, options: PoolOptions = NOTHING_MORE) -> None:
-        super().__init__(handles.scheduler, handles.pool)
-        self._handles = handles
-        self._lock = threading.Lock()
-        self._path = Path(handles.log_dir) / "pool.json"
-        kept = PoolState.read(self._path)
-        self._submissions = {submission.name: submission for submission in kept.submissions}
-        self._residents = Residents(kept.residents)
-        pool, new = handles.pool, not kept.name
-        gone = range(pool.nodes - options.away, pool.nodes) if new else kept.gone
-        self._nodes = PoolNodes(handles, gone, self._keep)
-        self._suspended = False
-        self._actors: dict[str, Any] = {}
-        self._seen: dict[str, Progress] = {}
-        self._unwritten = False
-        self._log = LogTail(Path(handles.log_dir) / "scheduler.jsonl")
-        self._sharing = SharingWatch()
+        super().__init__(handles, options)
         self._team_path = Path(handles.log_dir) / "team.json"
         # A restarted actor was made with the team of the pool's opening, which may have been changed since.
         self._team = _TEAM.validate_json(self._team_path.read_bytes()) if team and started_anew() else team
         if self._team is not None:
-            self._keep_team(self._team)
+            self._take_team(self._team)
         self._quotas_set = False
-        self._limits, self._queue, self._run_as_submitter = options.limits, options.queue, options.run_as_submitter
-        self._waiting = WaitingJobs(Path(handles.log_dir) / "waiting")
-        self._notices = EndNotices(options.on_end) if options.on_end else None
-        self._keep()
-        self._hosts = HostWatch(
-            self._running,
-            self._end_for,
-            nodes=handles.pool.nodes,
-            keep_free=options.keep_free,
-            pools_own=handles.log_dir,
-        )
-        for submission in kept.submissions:
-            if submission.outcome is not None:
-                self._notify(submission)
-            elif not submission.waits:
-                self._go_on_with(submission)
         self._set_quotas()
-        self._begin_waiting()
-        for node in self._nodes.all() if self._nodes.gone else ():
-            if node.state == "draining":
-                threading.Thread(target=self._clear, args=(node,), name=f"node-{node.number}", daemon=True).start()
+        self._go_on()
 
     def _set_quotas(self) -> list[str]:
         """Tells the scheduler the team's shares and limits of GPUs; a line for each limit that jobs are above now."""
@@ -228,68 +125,12 @@ class PoolActor(Orchestrator):
             return []
         self._quotas_set = True
         ask = self._handles.scheduler.set_quotas.remote(team.nodes, team.half_life_hours * 3600.0)
-        above: dict[str, float] = ray.get(ask, timeout=_ANSWER_S)
+        above: dict[str, float] = ray.get(ask, timeout=ANSWER_S)
         return [
             f"{node}: its jobs have {gpus:g} {self._handles.unit}s, more than its limit: engines give theirs back now, "
             "training at the end of its step"
             for node, gpus in above.items()
         ]
-
-    def _go_on_with(self, submission: Submission) -> None:
-        """Watches a pipeline that a killed actor of this pool has started."""
-        import ray
-
-        try:
-            self._actors[submission.name] = ray.get_actor(
-                agent_actor_name(submission.incarnation), namespace=agent_namespace(submission.name)
-            )
-        except ValueError:
-            self._note_end(submission, Outcome("died", "its process was gone when the pool's actor was restarted"))
-        else:
-            # Calls of the killed actor to a process that was not up yet died with it.
-            self._actors[submission.name].start.remote()
-            self._begin_watch(submission)
-
-    def _begin_watch(self, submission: Submission) -> None:
-        threading.Thread(target=self._watch, args=(submission,), name=f"watch-{submission.name}", daemon=True).start()
-
-    def _keep(self) -> None:
-        """Writes the pool's state, or leaves it to the next time where the disk is full."""
-        try:
-            self._write()
-        except OSError as error:
-            logger.error("pool_state=not_written path=%s reason=%s", self._path, error)
-
-    def _write(self) -> None:
-        submissions, residents = list(self._submissions.values()), self._residents.entries()
-        self._unwritten = True
-        gone = sorted(self._nodes.gone)
-        PoolState(submissions, residents, self._handles.name, self._handles.unit, gone).write(self._path)
-        self._unwritten = False
-
-    def pid(self) -> int:
-        """The process."""
-        return os.getpid()
-
-    def report_memory(
-        self, name: str, measured: Mapping[int, SlotMemory], needs: Mapping[int, int], part: Part = Part.TRAINER
-    ) -> None:
-        """See `Residents.admit`; a pipeline that does not fit is ended. Raises PoolFull: it does not fit."""
-        try:
-            with self._lock:
-                self._residents.admit(name, measured, needs, part)
-                self._keep()
-        except PoolFull as full:
-            submission = self._submissions.get(name)
-            if submission is not None and part is Part.ENGINES:
-                # Its run goes on with other engines, or waits for this one: it does not end by itself.
-                submission.refused = f"{type(full).__name__}: {full}"
-                self.unregister_pipeline(name)
-            raise
-
-    def shape(self) -> tuple[Pool, str]:
-        """The pool's shape, and where its logs are."""
-        return self._handles.pool, self._handles.log_dir
 
     def about(self) -> About:
         """The pool in general."""
@@ -298,10 +139,6 @@ class PoolActor(Orchestrator):
         trouble, unheard = log_trouble(Path(log_dir)), self._notices.trouble if self._notices is not None else ""
         handles, caps = self._handles, self._hosts.caps
         return About(handles.name, handles.unit, log_dir, trouble, handles.memory, team, unheard, caps)
-
-    def handles(self) -> PoolHandles:
-        """Actors and settings of the pool that a pipeline needs."""
-        return self._handles
 
     def rights(self, token: str) -> Rights:
         """What the user of a token may do now. Raises PoolError: the pool has no team; TeamError: the token is no
@@ -312,7 +149,7 @@ class PoolActor(Orchestrator):
             raise PoolError(_NO_TEAM)
         user = team.user_of(token)
         submissions = list(self._submissions.values())
-        jobs = (one.name for one in submissions if team.may_manage(user, Owner(one.user, one.group)))
+        jobs = (one.name for one in submissions if team.may_manage(user, owner_of(one)))
         return Rights(user.name, user.role, frozenset(jobs))
 
     @contextmanager
@@ -328,7 +165,7 @@ class PoolActor(Orchestrator):
         try:
             user = self._team.user_of(token)
             name = user.name
-            self._team.check(user, action, subject, None if known is None else Owner(known.user, known.group))
+            self._team.check(user, action, subject, owner_of(known) if known else None)
             yield user
         except Exception as error:
             why = " ".join(str(error).split())
@@ -341,7 +178,7 @@ class PoolActor(Orchestrator):
         import ray
 
         try:
-            ray.get(self._handles.scheduler.acted.remote(user, action, subject, outcome), timeout=_ANSWER_S)
+            ray.get(self._handles.scheduler.acted.remote(user, action, subject, outcome), timeout=ANSWER_S)
         except ray.exceptions.RayError as error:
             logger.error("user=%s action=%s subject=%s log=not_written reason=%s", user, action, subject, error)
 
@@ -358,24 +195,24 @@ class PoolActor(Orchestrator):
             raise PoolError(_NO_TEAM)
         with self._acting(token, RELOAD, self._team.source):
             before, after = self._team, read_team(Path(self._team.source))
-            check_unix_users(after, self._handles.log_dir, run_as_submitter=self._run_as_submitter)
+            check_unix_users(after, self._handles.log_dir, run_as_submitter=self._options.run_as_submitter)
             try:
-                self._keep_team(after)
+                self._take_team(after)
             except OSError as error:
                 raise PoolError(f"{self._team_path} cannot be written ({why_not_written(error)})") from error
-            self._team = after
             said = [
                 *changes(before, after),
                 *self._set_quotas(),
-                *exceeded(after.quotas(), [_owner(one) for one in self._running()]),
+                *self._queue.exceeded(map(owner_of, self._running())),
             ]
             gone = (one for one in self._open() if one.user not in after.users)
             said += [f"job {one.name} of {one.user}, who is gone, goes on" for one in gone]
         self._begin_waiting()
         return said
 
-    def _keep_team(self, team: Team) -> None:
+    def _take_team(self, team: Team) -> None:
         replace_file(self._team_path, _TEAM.dump_json(team), durable=True, mode=0o600)
+        self._team, self._queue = team, JobQueueLimits(self._options.queue, team.queue, team.above)
 
     def submit(self, job: Job, token: str = "") -> str:
         """Starts a pipeline, on the training GPUs on which the least goes on where it may train anywhere, or lets it
@@ -388,62 +225,9 @@ class PoolActor(Orchestrator):
                 if job.options.get("priority") == HIGH:
                     self._team.check(user, SUBMIT_HIGH, job.name)
                 job = replace(job, options={**job.options, "user": user.name, "group": user.group})
-            job = replace(job, unix_user=user.runs_as if user is not None and self._run_as_submitter else "")
-            _check_unix_user(job)
+            job = replace(job, unix_user=user.runs_as if user is not None and self._options.run_as_submitter else "")
+            check_unix_user(job)
             return self._submit(job)
-
-    def _submit(self, job: Job) -> str:
-        with self._lock:
-            running = [Mapped(going.train, going.infer, going.column) for going in self._running()]
-            wanted, why = job, ""
-            try:
-                job = job.placed(self._handles.pool, running, self._nodes.gpus_gone())
-            except ValueError as error:
-                why = str(error)
-            self._check_limits(job.topology(self._handles.pool))
-            try:
-                limits = job.limits.within(self._limits)
-            except ValueError as error:
-                raise PoolError(f"{job.name}: {error}") from error
-            known = self._submissions.get(job.name)
-            if known is not None and known.outcome is None:
-                raise PoolError(f"a pipeline {job.name!r} runs already; cancel it, or submit under another name")
-            # Larger than any before, also those of an earlier pool over the same log.
-            incarnation = max(int(time.time()), known.incarnation + 1 if known else 0)
-            submission = Submission(
-                job.name,
-                incarnation,
-                job.train,
-                job.infer,
-                time.time(),
-                column=job.column,
-                teachers=job.teachers,
-                wishes=job.wishes,
-                saves_in=job.saves_in,
-                limits=limits,
-            )
-            submission.user, submission.group = job.options.get("user", ""), job.options.get("group", "")
-            if why := self._why_it_waits(submission) or why:
-                waiting = [_owner(one) for one in self._open() if one.waits]
-                if full := why_it_may_not_wait(self._quotas(_owner(submission)), waiting):
-                    raise PoolError(f"{job.name}: {why}, and {full}; submit it again when one has ended")
-                submission.waits = True
-            self._submissions[job.name] = submission
-            try:
-                self._waiting.keep(wanted)
-                self._write()  # first, so that a restarted pool knows of every pipeline that may be there
-            except OSError as error:
-                self._waiting.drop(job.name)
-                del self._submissions[job.name]
-                if known:
-                    self._submissions[job.name] = known
-                raise PoolError(
-                    f"{job.name}: {self._path} cannot be written ({why_not_written(error)}); free some space there and "
-                    "submit it again"
-                ) from error
-            if not submission.waits:
-                self._start(job, submission)
-        return job.name
 
     def _check_limits(self, topology: Topology) -> None:
         """Raises PoolError: a job needs more GPUs at once than a limit of its user or groups allows."""
@@ -452,304 +236,14 @@ class PoolActor(Orchestrator):
             return
         train = pool.gpus_in(topology.training_gpus)
         needs = max(train, pool.gpus_in(topology.ranks[0]))
-        quotas = Quotas(team.nodes, 1.0)
-        for name in quotas.above(topology.spec):
-            limit = quotas.nodes[name].limit if name in quotas.nodes else None
-            if limit is not None and needs > limit:
+        limits = {node.name: node.limit for node in team.nodes}
+        for name in team.above(Owner(topology.spec.user, topology.spec.group)):
+            if (limit := limits.get(name)) is not None and needs > limit:
                 raise PoolError(
                     f"{topology.pipeline}: {'trains' if needs == train else 'has an engine'} on {needs:g} "
                     f"{self._handles.unit}s at once, and the limit of {name} is {limit:g}; make it smaller, or ask an "
                     "admin for a higher limit"
                 )
-
-    def _start(self, job: Job, submission: Submission) -> None:
-        """Starts a pipeline's process, under the lock. Raises what that raises; the submission has failed then."""
-        try:
-            self._actors[job.name] = self.create_pipeline_actor(job, submission.incarnation)
-        except Exception as error:
-            submission.outcome = Outcome("failed", f"{type(error).__name__}: {error}")
-            submission.ended_at = time.time()
-            self._waiting.drop(job.name)
-            self._keep()
-            self._notify(submission)
-            raise
-        self._begin_watch(submission)
-
-    def _quotas(self, owner: Owner) -> list[Quota]:
-        """The limits that a job of this owner counts towards."""
-        own = self._team.quotas_of(owner) if self._team is not None else []
-        return [Quota("the pool", self._queue, any_owner), *own]
-
-    def _why_it_waits(self, submission: Submission) -> str:
-        quotas, running = self._quotas(_owner(submission)), [_owner(one) for one in self._running()]
-        if why := why_it_waits(quotas, running):
-            return why
-        if self._suspended:
-            return "the pool is about to end"
-        next_one = "its turn is next" if self._has_place(submission) else "GPUs that it needs are away"
-        return next_one if submission.waits else ""
-
-    def _has_place(self, submission: Submission) -> bool:
-        """Whether a job that waits could be placed on the nodes that are here."""
-        if not (gone := self._nodes.gpus_gone()) or not submission.waits:
-            return True
-        try:
-            self._waiting.read(submission.name).placed(self._handles.pool, [], gone)
-        except (OSError, ValueError):
-            return False
-        return True
-
-    def _begin_waiting(self) -> None:
-        """Starts those of the waiting jobs whose turn it is, in order; called whenever a job has ended."""
-        with self._lock:
-            # One that cannot be started makes room for the next.
-            while chosen := self._whose_turn_it_is():
-                for submission in chosen:
-                    self._begin(submission)
-
-    def _whose_turn_it_is(self) -> list[Submission]:
-        found = (one for one in self._open() if one.waits and not self._suspended and self._has_place(one))
-        waiting = sorted(found, key=lambda one: one.submitted_at)
-        running = [_owner(one) for one in self._running()]
-        return [waiting[place] for place in beginners([_owner(one) for one in waiting], running, self._quotas)]
-
-    def _begin(self, submission: Submission) -> None:
-        submission.waits = submission.moving = False
-        try:
-            job = self._waiting.read(submission.name)
-            _check_unix_user(job)
-            others = [Mapped(one.train, one.infer, one.column) for one in self._running() if one is not submission]
-            job = job.placed(self._handles.pool, others, self._nodes.gpus_gone())
-            submission.train, submission.infer, submission.column = job.train, job.infer, job.column
-            self._keep()
-            self._start(job, submission)
-        except Exception as error:
-            # The next one has its turn all the same.
-            logger.exception("pipeline=%s event=not_started", submission.name)
-            if submission.outcome is None:
-                submission.outcome = Outcome("failed", f"could not be started: {type(error).__name__}: {error}")
-                submission.ended_at = time.time()
-                self._waiting.drop(submission.name)
-                self._keep()
-                self._notify(submission)
-
-    def _leave_queue(self, submission: Submission, kind: str) -> str:
-        """Ends a job that waits for its turn; what happened, in words."""
-        with self._lock:
-            if not submission.waits:
-                return ""
-            began = " again, after it had moved" if submission.moving else ""
-            submission.waits = submission.moving = False
-            submission.outcome, submission.ended_at = Outcome(kind, f"before it began{began}"), time.time()
-            self._waiting.drop(submission.name)
-            self._keep()
-            self._notify(submission)
-        return f"{kind} before it began"
-
-    def expected_start(self, name: str) -> Expectation:
-        """Where a pipeline that was just submitted trains, or works at all, and when it can begin there."""
-        import ray
-
-        submission = self._known(name)
-        if submission.waits:
-            return Expectation(submission.train, submission.infer, math.inf, self._why_it_waits(submission))
-        pool = self._handles.pool
-        slots = pool.slots_on(submission.train or submission.infer[:1], submission.column)
-        ask = self._handles.scheduler.expected_start.remote(name, tuple(slots))
-        seconds, why = ray.get(ask, timeout=_ANSWER_S)
-        return Expectation(submission.train, submission.infer, seconds, why)
-
-    def create_pipeline_actor(self, job: Job, incarnation: int) -> object:
-        """Starts a job's process under the name and in the namespace by which its GPUs can be taken back; its handle.
-        `incarnation`: larger than that of any earlier submission of this pipeline.
-        """
-        import ray
-
-        variables = variables_of(job)
-        if job.unix_user:
-            variables[RUN_AS] = job.unix_user
-            # A job of this name may have left another user's.
-            adapter_states(Path(self._handles.log_dir), job.name).unlink(missing_ok=True)
-        if cap := self._submissions[job.name].limits.memory:
-            # The kernel counts shared objects for the job that used their pages first.
-            store = max(int(node["Resources"].get("object_store_memory", 0)) for node in ray.nodes())
-            variables[MEMORY_GROUP] = f"{cap + store} {run_of(job.name, incarnation)}"
-        pipeline: Any = ray.remote(self.pipeline_class(job))
-        actor = pipeline.options(
-            name=agent_actor_name(incarnation),
-            namespace=agent_namespace(job.name),
-            lifetime="detached",
-            num_cpus=0,
-            **self._nodes.staying(),
-            max_concurrency=ACTOR_THREADS,
-            runtime_env={"env_vars": without_private(variables) | {INCARNATION_VARIABLE: str(incarnation)}},
-        ).remote(job, self._handles, incarnation)
-        actor.start.remote()
-        return actor
-
-    def pipeline_class(self, job: Job) -> type[LentPipeline]:
-        """Pipeline class of a job."""
-        found: type[LentPipeline] = import_dotted(PIPELINES[job.kind], "pipeline_cls")
-        return found
-
-    def _watch(self, submission: Submission) -> None:
-        import ray
-
-        actor = self._actors[submission.name]
-        try:
-            outcome: Outcome = ray.get(actor.outcome.remote())
-            self._note_progress(submission, ray.get(actor.progress.remote(), timeout=_ANSWER_S))
-        except ray.exceptions.RayError as error:
-            outcome = Outcome("died", how_it_ended(error))
-        if submission.asked == "cancel" and outcome.kind != "done":
-            seen = self._seen.get(submission.name)
-            at = f"at step {seen.step} of {seen.of}; its last finished checkpoint stays" if seen and seen.of else ""
-            outcome = Outcome("cancelled", at, seen.step if seen else 0, seen.waited_s if seen else 0.0)
-        elif outcome.kind != "done" and (why := submission.refused or self._hosts.why_by_kernel(submission)):
-            outcome = Outcome("failed", why, outcome.steps, outcome.waited_s)
-        self._note_end(submission, outcome)
-        if outcome.kind in _LEFT:
-            ray.kill(actor, no_restart=True)
-
-    def _note_progress(self, submission: Submission, progress: Progress) -> None:
-        self._seen[submission.name] = progress
-        if progress.log_dir and submission.log_dir != progress.log_dir:
-            with self._lock:
-                submission.log_dir = progress.log_dir
-                self._keep()
-
-    def _note_end(self, submission: Submission, outcome: Outcome) -> None:
-        if outcome.kind not in _LEFT:
-            level = logging.INFO if outcome.kind == "cancelled" else logging.ERROR
-            logger.log(level, "pipeline=%s outcome=%s reason=%s", submission.name, outcome.kind, outcome.reason)
-            # Its processes are ended and its GPUs verified free before anybody else gets them.
-            self.unregister_pipeline(submission.name)
-        with self._lock:
-            self._residents.leave(submission.name)
-            if submission.moving and not submission.is_ending and not submission.asked:
-                cut_off = outcome.kind in _CUT_OFF
-                may = outcome.kind == "drained" or self._suspended or self._waiting.read(submission.name).resumes
-                if (cut_off or outcome.kind == "drained") and may:
-                    # It begins again, ahead of those that were submitted later.
-                    submission.waits = True
-                    submission.incarnation = max(int(time.time()), submission.incarnation + 1)
-                elif cut_off:
-                    outcome = replace(outcome, kind="failed", reason="its node had to leave, and it saves nothing")
-            if not submission.waits:
-                submission.outcome, submission.ended_at = outcome, time.time()
-                self._waiting.drop(submission.name)
-            self._keep()
-            self._notify(submission)
-        self._begin_waiting()
-
-    def _notify(self, submission: Submission) -> None:
-        """Posts a job's end to the pool's webhook, once it has one and does not know of it."""
-        if self._notices is None or submission.notified or submission.outcome is None:
-            return
-
-        def arrived() -> None:
-            with self._lock:
-                submission.notified = True
-                self._keep()
-
-        self._notices.post(
-            {
-                "pool": self._handles.name,
-                "name": submission.name,
-                **({"user": submission.user} if submission.user else {}),
-                "outcome": submission.outcome.kind,
-                "reason": submission.outcome.reason,
-                "steps": submission.outcome.steps,
-                "seconds": round((submission.ended_at or time.time()) - submission.submitted_at, 3),
-                "log_dir": submission.log_dir,
-            },
-            arrived,
-        )
-
-    def settle_notices(self, timeout_s: float) -> bool:
-        """Waits until the ends of jobs have been posted, or were given up; whether that is so."""
-        return self._notices is None or self._notices.settle(timeout_s)
-
-    def leave_hosts(self) -> None:
-        """Removes what the hosts still have of ended jobs."""
-        self._hosts.leave()
-
-    def _open(self) -> list[Submission]:
-        """Those that have not ended."""
-        return [submission for submission in list(self._submissions.values()) if submission.outcome is None]
-
-    def _running(self) -> list[Submission]:
-        """Those of them that have begun."""
-        return [submission for submission in self._open() if not submission.waits]
-
-    def _end_for(self, submission: Submission, reason: str) -> None:
-        """Ends a pipeline, which has failed for this reason."""
-        logger.error("pipeline=%s event=ended_for_its_host reason=%s", submission.name, reason)
-        submission.refused = reason
-        try:
-            self._end_processes(submission.name)
-        except Exception:
-            submission.refused = ""  # the next round tries again
-            raise
-
-    def _end_processes(self, name: str) -> None:
-        import ray
-
-        known: Mapping[str, object] = ray.get(self._handles.scheduler.describe.remote(), timeout=_ANSWER_S)["pipelines"]
-        self.unregister_pipeline(name)
-        if name not in known:
-            # Its process is coming up: the scheduler knows nothing that it could end.
-            ray.kill(self._actors[name], no_restart=True)
-
-    def standings(self) -> list[Standing]:
-        """Every pipeline that was submitted, in order."""
-        import ray
-
-        with self._lock:
-            if self._unwritten:
-                self._keep()
-            submissions = dict(self._submissions)
-            actors = dict(self._actors)
-        asked = {
-            name: actors[name].progress.remote()
-            for name, submission in submissions.items()
-            if submission.outcome is None and name in actors
-        }
-        ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=1.0) if asked else ([], [])
-        for name, ref in asked.items():
-            if ref in ready:
-                try:
-                    self._note_progress(submissions[name], ray.get(ref))
-                except ray.exceptions.RayError:
-                    continue
-        sharing = self._sharing_so_far()
-        return [
-            Standing(
-                name,
-                submission.train,
-                submission.infer,
-                submission.submitted_at,
-                submission.ended_at,
-                self._seen.get(name),
-                submission.outcome,
-                sharing.get(name),
-                submission.asked,
-                submission.log_dir,
-                submission.wishes,
-                submission.user,
-                submission.group,
-                self._why_it_waits(submission) if submission.waits else "",
-                *self._hosts.of(name if submission.outcome is None else ""),
-                submission.moving,
-            )
-            for name, submission in submissions.items()
-        ]
-
-    def _sharing_so_far(self) -> dict[str, Sharing]:
-        with self._lock:
-            for entry in self._log.new():
-                self._sharing.take(entry.time, entry.event)
-            return self._sharing.so_far(time.time())
 
     def cancel(self, name: str, token: str = "") -> str:
         """Ends a pipeline whatever it does; its checkpoints stay. Returns what happens, in words. Raises PoolError:
@@ -758,51 +252,12 @@ class PoolActor(Orchestrator):
         with self._acting(token, "cancel", name):
             return self.end(name)
 
-    def end(self, name: str) -> str:
-        """Cancels a pipeline for the pool itself, which asks no user."""
-        submission = self._known(name)
-        if submission.outcome is not None:
-            return f"has ended already: {submission.outcome.kind}"
-        if self._suspended:
-            if not submission.waits:
-                self._end_processes(name)
-            return "is kept for the pool that continues from this one"
-        if left := self._leave_queue(submission, "cancelled"):
-            return left
-        self._note_asked(submission, "cancel")
-        self._end_processes(name)
-        return "is being cancelled"
-
     def drain(self, name: str, token: str = "") -> str:
         """Asks a pipeline to end at the next place from which it can resume; returns in words what it does first.
         Raises PoolError: no pipeline has this name; TeamError: the user may not.
         """
         with self._acting(token, "drain", name):
             return self._drain(name)
-
-    def _drain(self, name: str) -> str:
-        import ray
-
-        submission = self._known(name)
-        if submission.outcome is not None:
-            return f"has ended already: {submission.outcome.kind}"
-        if left := self._leave_queue(submission, "drained"):
-            return left
-        try:
-            does: str = ray.get(self._actors[name].drain.remote(), timeout=_ANSWER_S)
-        except ray.exceptions.RayError as error:
-            raise PoolError(f"{name}: does not answer ({type(error).__name__}); cancel it") from error
-        self._note_asked(submission, "drain")
-        return f"draining: {does}"
-
-    def suspend(self) -> list[str]:
-        """Has the jobs save and wait for a pool that continues from this one's log; what each does, a line."""
-        self._suspended = True
-        return [line for submission in self._running() for line in self._move(submission)]
-
-    def take_over(self, job: Job) -> str:
-        """Submits a job that an earlier pool had not ended, as its user's. Raises as `submit`."""
-        return self._submit(job)
 
     def nodes(self) -> list[Node]:
         """The pool's nodes, in order."""
@@ -832,154 +287,9 @@ class PoolActor(Orchestrator):
         self._begin_waiting()
         return [f"{node}: here"]
 
-    def _drain_node(self, node: Node, within_s: float | None) -> list[str]:
-        self._nodes.drain(node, within_s)
-        said = [f"{node}: draining", *self._move_off(node)]
-        threading.Thread(target=self._clear, args=(node, within_s), name=f"node-{node.number}", daemon=True).start()
-        return said
-
-    def _move_off(self, node: Node) -> Iterator[str]:
-        """Drains the jobs that train or have their process on a node, so that they begin again elsewhere."""
-        gone, per_node = self._nodes.gpus_gone(), self._handles.pool.gpus_per_node
-        for submission in self._running():
-            name = submission.name
-            trains = any(gpu // per_node == node.number for gpu in submission.train)
-            if not trains and not self._nodes.is_on(self._actors[name], node):
-                if gone.issuperset(submission.infer):
-                    yield f"{name}: waits until a node of its GPUs is back"
-                continue
-            yield from self._move(submission)
-
-    def _move(self, submission: Submission) -> Iterator[str]:
-        name = submission.name
-        with self._lock:
-            submission.moving = True
-            self._keep()
-        if self._waiting.read(name).resumes:
-            self._actors[name].drain.remote()
-            where = "in the next pool" if self._suspended else "where it has a place"
-            yield f"{name}: finishes its step, saves, and goes on {where}"
-        elif self._suspended:
-            yield f"{name}: saves nothing, and begins again from its start"
-        else:
-            yield f"{name}: goes on, as it saves nothing; it fails if it is not done when the node has to leave"
-
-    def _clear(self, node: Node, within_s: float | None = None) -> None:
-        """Gives a node back, once nothing of the pool is on it."""
-        import ray
-
-        deadline = time.monotonic() + (math.inf if within_s is None else within_s)
-        while node.number in self._nodes.gone:
-            try:
-                there = [one for one in self._running() if self._nodes.is_on(self._actors[one.name], node)]
-                if time.monotonic() > deadline:
-                    for one in there:
-                        if self._waiting.read(one.name).resumes:
-                            self._end_processes(one.name)
-                        else:
-                            self._end_for(one, f"{node} had to leave, and it saves nothing")
-                if not there and self._nodes.let_go(node.number):
-                    return
-            except ray.exceptions.RayError as error:
-                logger.error("node=%d event=not_cleared_yet reason=%s", node.number, error)
-            time.sleep(_NODE_S)
-
     def adapters(self, name: str, command: str, values: Sequence[str], token: str = "") -> object:
         """Adds, removes or lists adapters of a pipeline; see `CommandPipeline.adapters`. Raises PoolError: there is no
         such pipeline, it has no adapters, or it refused; TeamError: the user may not.
         """
         with self._acting(token, f"{command} adapters of", name):
             return self._adapters(name, command, values)
-
-    def _adapters(self, name: str, command: str, values: Sequence[str]) -> object:
-        import ray
-
-        submission = self._known(name)
-        if submission.outcome is not None:
-            raise PoolError(f"{name}: has ended already: {submission.outcome.kind}")
-        if submission.waits:
-            raise PoolError(f"{name}: has not begun: {self._why_it_waits(submission)}")
-        method = getattr(self._actors[name], "adapters", None)
-        if method is None:
-            raise PoolError(f"{name}: is no job of adapters")
-        try:
-            return ray.get(method.remote(command, values), timeout=_ANSWER_S)
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, UserError):
-                raise PoolError(f"{name}: {error.cause}") from error
-            raise
-        except ray.exceptions.RayError as error:
-            raise PoolError(f"{name}: does not answer ({type(error).__name__})") from error
-
-    def _note_asked(self, submission: Submission, what: str) -> None:
-        with self._lock:
-            submission.asked = what
-            self._keep()
-
-    def students(self, name: str) -> list[str]:
-        """The jobs that name this one as a teacher of theirs and have not ended."""
-        return [one.name for one in self._open() if name in one.teachers and one.name != name]
-
-    def teacher(self, name: str) -> tuple[Any, str]:
-        """The process of a job that is a teacher; None, and why, where there is none."""
-        submission, actor = self._submissions.get(name), self._actors.get(name)
-        if submission is None or actor is None:
-            return None, f"the pool has no job {name!r}"
-        if submission.outcome is not None:
-            return None, f"the job {name!r} has ended ({submission.outcome.kind})"
-        if submission.teachers != (name,):
-            return None, f"the job {name!r} is no teacher"
-        return actor, ""
-
-    def _known(self, name: str) -> Submission:
-        if name not in self._submissions:
-            raise PoolError(f"there is no pipeline {name!r}; there are {sorted(self._submissions) or 'none'}")
-        return self._submissions[name]
-
-
-def _check_unix_user(job: Job) -> None:
-    """Raises PoolError: a job's Unix user cannot work where it was submitted, or write its logs or checkpoints."""
-    if job.unix_user and (why := why_unusable(job.unix_user, job.folder, job.writes_in)):
-        raise PoolError(f"{job.name}: {why}")
-
-
-def _owner(submission: Submission) -> Owner:
-    return Owner(submission.user, submission.group)
-
-
-class WaitingJobs:
-    """The jobs that wait for their turn, or may have to begin again, in files of `folder` that the pool's user alone
-    can read: a restarted actor starts them, too.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def keep(self, job: Job) -> None:
-        """Keeps a job."""
-        from ray import cloudpickle
-
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        replace_file(self._file(job.name), cloudpickle.dumps(job), durable=True, mode=0o600)
-
-    def read(self, name: str) -> Job:
-        """A job that was kept. Raises OSError: it is not there."""
-        from ray import cloudpickle
-
-        job: Job = cloudpickle.loads(self._file(name).read_bytes())
-        return job
-
-    def drop(self, name: str) -> None:
-        """Forgets a job; one that is not there is no error."""
-        self._file(name).unlink(missing_ok=True)
-
-    def _file(self, name: str) -> Path:
-        return self._folder / f"{name}.job"
-
-
-def variables_of(job: Job) -> dict[str, str]:
-    """Environment variables of a job's processes: which pipeline they belong to, and those that it was submitted with,
-    where they have a say. A command's threads are its own.
-    """
-    caps = {} if job.kind is Kind.EXTERNAL else {name: os.environ.get(name, value) for name, value in _CAPS.items()}
-    return {**caps, WORKING_DIRECTORY: job.folder, **job.env, **agent_variables(job.name)}

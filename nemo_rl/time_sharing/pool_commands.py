@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,7 +29,8 @@ from nemo_rl.time_sharing.log.reading import LogTail
 from nemo_rl.time_sharing.open_pools import OpenPool, the_open_pool
 from nemo_rl.time_sharing.pipelines.admission import doubt, estimated_needs, what_it_takes
 from nemo_rl.time_sharing.pipelines.job import Job, read_jobs
-from nemo_rl.time_sharing.pool import About, Expectation, PoolError
+from nemo_rl.time_sharing.pool import About
+from nemo_rl.time_sharing.pool_jobs import Expectation, PoolError
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import HIGH, SCAVENGER
 from nemo_rl.time_sharing.team import own_token
@@ -71,7 +72,7 @@ def submit(chosen: argparse.Namespace) -> int:
     token = _users_token(actor)
     files, overrides = files_and_overrides(chosen.files)
     names = _admitted(actor, read_jobs(files, pool, overrides), env, token)
-    sys.stdout.write("".join(f"{name}\n" for name in names))
+    _say(*names)
     return follow(actor, names, token) if chosen.wait else EXIT_OK
 
 
@@ -93,12 +94,10 @@ def _admitted(actor: ActorHandle[object], jobs: Sequence[Job], env: Mapping[str,
 
 def status(chosen: argparse.Namespace) -> int:
     """Shows every pipeline of the open pool on standard output."""
-    import ray
-
     actor, pool = _join(chosen.pool)
     about = _about_for_user(actor)
     nodes = ask(actor.nodes.remote()) if pool.nodes > 1 else []
-    standings: list[Standing] = ray.get(actor.standings.remote(), timeout=_ANSWER_S)
+    standings = _standings(actor, None)
     if chosen.json:
         pipelines = [asdict(each) | {"state": each.state} for each in standings]
         for one in pipelines if not about.team else ():
@@ -106,13 +105,12 @@ def status(chosen: argparse.Namespace) -> int:
         shown: dict[str, object] = {"pool": about.name, "pipelines": pipelines}
         if nodes:
             shown["nodes"] = [node._asdict() for node in nodes]
-        sys.stdout.write(json.dumps(shown, indent=2) + "\n")
+        _say(json.dumps(shown, indent=2))
     elif not standings:
-        sys.stdout.write(f"pool {about.name}: no pipelines; submit FILE adds one\n")
+        _say(f"pool {about.name}: no pipelines; submit FILE adds one")
     else:
         lines = [f"pool {about.name}", about.trouble, about.unheard, about.caps]
-        lines += [f"{node}: {node.state}" for node in nodes]
-        sys.stdout.write("".join(f"{line}\n" for line in lines if line))
+        _say(*filter(None, lines), *(f"{node}: {node.state}" for node in nodes))
         StandingsTable(about.unit, file=sys.stdout).print(standings)
     return EXIT_OK
 
@@ -131,25 +129,23 @@ def _end_each(chosen: argparse.Namespace, method: str, deadline_s: float) -> int
     actor, _ = _join(chosen.pool)
     token = _users_token(actor)
     for name in chosen.names:
-        sys.stdout.write(f"{name}: {ask(getattr(actor, method).remote(name, token))}\n")
-        sys.stdout.flush()
-    left = list(chosen.names)
-    deadline = time.monotonic() + deadline_s
+        _say(f"{name}: {ask(getattr(actor, method).remote(name, token))}")
+    deadline, left = time.monotonic() + deadline_s, set(chosen.names)
     while True:
+        late = time.monotonic() > deadline
         for standing in _standings(actor, left):
+            said = f"{standing.state} {standing.why}".rstrip()
             if standing.outcome is not None:
                 left.remove(standing.name)
-                sys.stdout.write(f"{standing.name}: {standing.state} {standing.why}".rstrip() + "\n")
-                sys.stdout.flush()
-        if not left or time.monotonic() > deadline:
-            break
+                _say(f"{standing.name}: {said}")
+            elif late:
+                _say(
+                    f"{standing.name}: has not ended after {deadline_s:g} s ({said}); it still does when it can; "
+                    f"python -m nemo_rl.time_sharing cancel {standing.name} ends it at once"
+                )
+        if late or not left:
+            return EXIT_FAILED if left else EXIT_OK
         time.sleep(_POLL_S)
-    for standing in _standings(actor, left):
-        sys.stdout.write(
-            f"{standing.name}: has not ended after {deadline_s:g} s ({standing.state} {standing.why}); it still does "
-            f"when it can; python -m nemo_rl.time_sharing cancel {standing.name} ends it at once\n"
-        )
-    return EXIT_FAILED if left else EXIT_OK
 
 
 def adapters(chosen: argparse.Namespace) -> int:
@@ -160,7 +156,7 @@ def adapters(chosen: argparse.Namespace) -> int:
     actor, _ = _join(chosen.pool)
     values = [str(Path(value).resolve()) if chosen.what == "add" else value for value in chosen.values]
     for answer in ask(actor.adapters.remote(chosen.name, chosen.what, values, _users_token(actor))):
-        sys.stdout.write((answer if isinstance(answer, str) else json.dumps(answer, indent=2)) + "\n")
+        _say(answer if isinstance(answer, str) else json.dumps(answer, indent=2))
     return EXIT_OK
 
 
@@ -177,27 +173,23 @@ def give_back(chosen: argparse.Namespace) -> int:
 def _leave(chosen: argparse.Namespace, method: str, what: object) -> int:
     actor, _ = _join(chosen.pool)
     before = {node.number for node in ask(actor.nodes.remote()) if node.state != "here"}
-    for line in ask(getattr(actor, method).remote(what, chosen.by, _users_token(actor))):
-        sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
+    _say(*ask(getattr(actor, method).remote(what, chosen.by, _users_token(actor))))
     limit_s = _CLEAR_S if chosen.by is None else chosen.by + _CANCEL_S
     deadline, said = time.monotonic() + limit_s, ""
     while not chosen.no_wait:
         nodes = [node for node in ask(actor.nodes.remote()) if node.state != "here" and node.number not in before]
         left = [node for node in nodes if node.state == "draining"]
-        for node in (node for node in nodes if node not in left and not left):
-            sys.stdout.write(f"node {node.number}: given back\n")
         if not left:
+            _say(*(f"node {node.number}: given back" for node in nodes))
             return EXIT_OK
         waits = "; ".join(f"{one.name} ({one.why or one.state})" for one in _standings(actor, None) if one.moving)
         now = f"waits for {waits or 'its engines to sleep'}"
         if time.monotonic() > deadline:
-            sys.stdout.write(f"{left[0]}: {now} after {limit_s:g} s; it is given back once it is clear\n")
+            _say(f"{left[0]}: {now} after {limit_s:g} s; it is given back once it is clear")
             return EXIT_FAILED
         if now.partition(" (")[0] != said:
             said = now.partition(" (")[0]
-            sys.stdout.write(f"{left[0]}: {now}\n")
-            sys.stdout.flush()
+            _say(f"{left[0]}: {now}")
         time.sleep(_POLL_S)
     return EXIT_OK
 
@@ -205,16 +197,14 @@ def _leave(chosen: argparse.Namespace, method: str, what: object) -> int:
 def add_node(chosen: argparse.Namespace) -> int:
     """Takes a node into the open pool."""
     actor, _ = _join(chosen.pool)
-    for line in ask(actor.add_node.remote(chosen.node, _users_token(actor))):
-        sys.stdout.write(f"{line}\n")
+    _say(*ask(actor.add_node.remote(chosen.node, _users_token(actor))))
     return EXIT_OK
 
 
 def reload(chosen: argparse.Namespace) -> int:
     """Has the pool read its team file again; prints what that changes."""
     actor, _ = _join(chosen.pool)
-    for line in ask(actor.reload.remote(_users_token(actor))) or ["the team file says what it said before"]:
-        sys.stdout.write(f"{line}\n")
+    _say(*ask(actor.reload.remote(_users_token(actor))) or ["the team file says what it said before"])
     return EXIT_OK
 
 
@@ -234,9 +224,7 @@ def explain(chosen: argparse.Namespace) -> int:
     timeline = builder.so_far(None)
     if not timeline.origin and not timeline.decisions:
         raise PoolError(f"{log_dir}: there is no scheduler.jsonl with a plan in it; give the folder of a pool's log")
-    for line in explained(timeline, chosen.names, PoolState.read(log_dir / "pool.json").unit):
-        sys.stdout.write(f"{line}\n")
-    sys.stdout.write("".join(f"{line}\n" for line in wishes))
+    _say(*explained(timeline, chosen.names, PoolState.read(log_dir / "pool.json").unit), *wishes)
     return EXIT_OK
 
 
@@ -425,13 +413,11 @@ def watch(actor: ActorHandle[object], names: Sequence[str]) -> list[Standing]:
 
 def follow(actor: ActorHandle[object], names: Sequence[str], token: str = "") -> int:
     """Shows pipelines until they have ended; an interrupt cancels them. `token`: see `submit_all`."""
-    import ray
-
     try:
         standings = watch(actor, names)
     except KeyboardInterrupt:
         for name in names:
-            ray.get(actor.cancel.remote(name, token), timeout=_ANSWER_S)
+            ask(actor.cancel.remote(name, token))
         raise
     return EXIT_OK if all(s.outcome is not None and s.outcome.kind == "done" for s in standings) else EXIT_FAILED
 
@@ -454,12 +440,14 @@ def _about_for_user(actor: ActorHandle[object]) -> About:
     return about
 
 
-def _standings(actor: ActorHandle[object], names: Sequence[str] | None) -> list[Standing]:
+def _standings(actor: ActorHandle[object], names: Collection[str] | None) -> list[Standing]:
     """Those of these pipelines, or of all."""
-    import ray
+    return [standing for standing in ask(actor.standings.remote()) if names is None or standing.name in names]
 
-    everybody: list[Standing] = ray.get(actor.standings.remote(), timeout=_ANSWER_S)
-    return [standing for standing in everybody if names is None or standing.name in names]
+
+def _say(*lines: str) -> None:
+    sys.stdout.writelines(f"{line}\n" for line in lines)
+    sys.stdout.flush()
 
 
 def ask(answer: ObjectRef[object]) -> Any:
@@ -503,5 +491,4 @@ def _join(name: str | None) -> tuple[ActorHandle[object], Pool]:
         raise PoolError(
             f"no pool is open on the Ray cluster {address}; open one with python -m nemo_rl.time_sharing serve --gpus N"
         ) from error
-    pool, _ = ray.get(actor.shape.remote(), timeout=_ANSWER_S)
-    return actor, pool
+    return actor, ask(actor.handles.remote()).pool

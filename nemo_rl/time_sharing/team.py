@@ -13,7 +13,6 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -23,7 +22,7 @@ from pydantic_core import ErrorDetails
 
 from nemo_rl.config.errors import ConfigError, UserError, did_you_mean
 from nemo_rl.config.layers import read_yaml
-from nemo_rl.time_sharing.job_queue import JobLimits, Owner, Quota
+from nemo_rl.time_sharing.job_queue import JobLimits, Owner
 from nemo_rl.time_sharing.protocol.quotas import QuotaNode, share_problems
 from nemo_rl.utils.files import read_trusted
 
@@ -125,7 +124,7 @@ class Team:
         """Whether a user may drain and cancel a job, and read its logs."""
         rank = ROLES.index(user.role)
         own = rank >= ROLES.index("member") and user.name == owner.user
-        leads = rank >= ROLES.index("lead") and user.group in self.above(owner.group)
+        leads = rank >= ROLES.index("lead") and f"group {user.group}" in self.above(owner)
         return own or leads or user.role == "admin"
 
     def check(self, user: User, action: str, subject: str, owner: Owner | None = None) -> None:
@@ -149,68 +148,45 @@ class Team:
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return f"{', '.join(names[:_SHOWN])}{more} {'are' if len(names) > 1 else 'is'}"
 
-    def quotas(self) -> list[Quota]:
-        """The limits of all groups and users that have any."""
-        named = [(f"group {name}", partial(self._is_below, name)) for name in self.groups]
-        named += [(f"user {name}", partial(_is_of, name)) for name in self.users]
-        return [Quota(whose, self.queue[whose], covers) for whose, covers in named if whose in self.queue]
-
-    def quotas_of(self, owner: Owner) -> list[Quota]:
-        """Those that a job of this owner counts towards."""
-        return [quota for quota in self.quotas() if quota.covers(owner)]
-
-    def _is_below(self, group: str, owner: Owner) -> bool:
-        return group in self.above(owner.group)
-
-    def above(self, group: str) -> Iterator[str]:
-        """A group that there is, and those above it."""
+    def above(self, owner: Owner) -> Iterator[str]:
+        """What a job of this owner counts for: `user NAME`, and `group NAME` of its group and those above that."""
+        yield f"user {owner.user}"
+        group = owner.group
         while group in self.groups:
-            yield group
+            yield f"group {group}"
             group = self.groups[group]
-
-
-def _is_of(user: str, owner: Owner) -> bool:
-    return owner.user == user
 
 
 def changes(old: Team, new: Team) -> list[str]:
     """What a new version of the team file changes, a line each."""
-    said = []
-    for name in sorted(old.groups.keys() | new.groups.keys()):
-        before, after = old.groups.get(name), new.groups.get(name)
-        if before is None or after is None:
-            said.append(f"group {name}: {'added' if before is None else 'removed'}")
-        elif before != after:
-            said.append(f"group {name}: parent {before or 'none'} -> {after or 'none'}")
-    for whose in sorted(old.queue.keys() | new.queue.keys()):
-        had_most, has_most = old.queue.get(whose, JobLimits()), new.queue.get(whose, JobLimits())
-        for key, few, many in zip(JobLimits._fields, had_most, has_most, strict=True):
-            if few != many:
-                said.append(f"{whose}: {key} {'any' if few is None else few} -> {'any' if many is None else many}")
-    had_nodes, has_nodes = ({node.name: node for node in team.nodes} for team in (old, new))
-    for name in sorted(had_nodes.keys() & has_nodes.keys()):
-        for key in ("share", "limit"):
-            if (had := getattr(had_nodes[name], key)) != (has := getattr(has_nodes[name], key)):
-                said.append(f"{name}: {key} {_or_none(had)} -> {_or_none(has)}")
+    said, before, after = list[str](), _keys_of(old), _keys_of(new)
+    for whose in sorted(before.keys() | after.keys()):
+        kind, _, name = whose.partition(" ")
+        if whose not in before or whose not in after:
+            there, what = (old, "removed") if whose in before else (new, "added")
+            said.append(f"{kind} {there.users[name] if kind == 'user' else name}: {what}")
+            continue
+        was, now = before[whose], after[whose]
+        said += [f"{whose}: {key} {was[key]} -> {now[key]}" for key in was if was[key] != now[key]]
+        if kind == "user":
+            had, has = (set(team.users[name].token_sha256) for team in (old, new))
+            for what, count in (("added", len(has - had)), ("revoked", len(had - has))):
+                said += [f"{whose}: {count} {'token' if count == 1 else 'tokens'} {what}"] if count else []
     if old.half_life_hours != new.half_life_hours:
         said.append(f"half_life_hours: {old.half_life_hours:g} -> {new.half_life_hours:g}")
-    for name in sorted(old.users.keys() | new.users.keys()):
-        was, now = old.users.get(name), new.users.get(name)
-        if was is None or now is None:
-            said.append(f"user {now or was}: {'added' if was is None else 'removed'}")
-            continue
-        for what, key in (("group", "group"), ("role", "role"), ("unix_user", "runs_as")):
-            if getattr(was, key) != getattr(now, key):
-                said.append(f"user {name}: {what} {getattr(was, key)} -> {getattr(now, key)}")
-        had, has = set(was.token_sha256), set(now.token_sha256)
-        for what, count in (("added", len(has - had)), ("revoked", len(had - has))):
-            if count:
-                said.append(f"user {name}: {count} {'token' if count == 1 else 'tokens'} {what}")
     return said
 
 
-def _or_none(value: float | None) -> str:
-    return "none" if value is None else f"{value:g}"
+def _keys_of(team: Team) -> dict[str, dict[str, str]]:
+    """What a team file says of each group and user, but for tokens, as text by key."""
+    said = {f"group {name}": {"parent": parent or "none"} for name, parent in team.groups.items()}
+    said |= {f"user {n}": {"group": u.group, "role": u.role, "unix_user": u.runs_as} for n, u in team.users.items()}
+    for node in team.nodes:
+        for key, number in (("share", node.share), ("limit", node.limit)):
+            said[node.name][key] = "none" if number is None else f"{number:g}"
+        for key, most in team.queue.get(node.name, JobLimits())._asdict().items():
+            said[node.name][key] = "any" if most is None else str(most)
+    return said
 
 
 # -- tokens ----------------------------------------------------------------------------------------------------------
@@ -251,28 +227,21 @@ class _Keys(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-_Jobs, _Waiting = Annotated[int, Field(ge=1)] | None, Annotated[int, Field(ge=0)] | None
+class _QuotaKeys(_Keys):
+    share: Annotated[float, Field(ge=0, le=1)] | None = None
+    limit: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    jobs: Annotated[int, Field(ge=1)] | None = None
+    waiting: Annotated[int, Field(ge=0)] | None = None
 
 
-_Share, _Limit = Annotated[float, Field(ge=0, le=1)] | None, Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
-
-
-class _GroupKeys(_Keys):
+class _GroupKeys(_QuotaKeys):
     parent: str | None = None
-    share: _Share = None
-    limit: _Limit = None
-    jobs: _Jobs = None
-    waiting: _Waiting = None
 
 
-class _UserKeys(_Keys):
+class _UserKeys(_QuotaKeys):
     group: str
     role: Literal["viewer", "member", "lead", "admin"] = "member"
     token_sha256: Annotated[list[str], Field(min_length=1), BeforeValidator(_listed)]
-    share: _Share = None
-    limit: _Limit = None
-    jobs: _Jobs = None
-    waiting: _Waiting = None
     unix_user: str = ""
 
 
@@ -305,23 +274,22 @@ def read_team(path: Path) -> Team:
         name: User(name, user.group, user.role, tuple(one.lower() for one in user.token_sha256), user.unix_user)
         for name, user in keys.users.items()
     }
-    parents = {name: (group.parent if group else None) or "" for name, group in keys.groups.items()}
-    limits = {f"group {name}": JobLimits(one.jobs, one.waiting) for name, one in keys.groups.items() if one}
-    limits |= {f"user {name}": JobLimits(one.jobs, one.waiting) for name, one in keys.users.items()}
-    queue = {whose: most for whose, most in limits.items() if most != JobLimits()}
-    nodes = [
-        QuotaNode(f"group {name}", f"group {parents[name]}" if parents[name] else "", *_gpus_of(group))
-        for name, group in keys.groups.items()
-    ]
-    nodes += [QuotaNode(f"user {name}", f"group {one.group}", *_gpus_of(one)) for name, one in keys.users.items()]
+    groups = {name: one or _GroupKeys() for name, one in keys.groups.items()}
+    quotas: dict[str, tuple[str, _QuotaKeys]] = {f"group {n}": (one.parent or "", one) for n, one in groups.items()}
+    quotas |= {f"user {name}": (one.group, one) for name, one in keys.users.items()}
+    queue = {
+        whose: JobLimits(one.jobs, one.waiting)
+        for whose, (_, one) in quotas.items()
+        if one.jobs is not None or one.waiting is not None
+    }
+    nodes = (
+        QuotaNode(whose, above and f"group {above}", one.share, one.limit) for whose, (above, one) in quotas.items()
+    )
+    parents = {name: one.parent or "" for name, one in groups.items()}
     team = Team(str(source), parents, users, queue, tuple(nodes), keys.half_life_hours)
     if problems := [*_wrong_groups(team), *_wrong_users(team), *share_problems(team.nodes)]:
         raise TeamFileError(problems, str(path))
     return team
-
-
-def _gpus_of(keys: _GroupKeys | _UserKeys | None) -> tuple[float | None, float | None]:
-    return (None, None) if keys is None else (keys.share, keys.limit)
 
 
 def _problem(error: ErrorDetails) -> str:

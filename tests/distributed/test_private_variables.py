@@ -20,7 +20,7 @@ from ray._private import worker
 from nemo_rl.distributed.private_variables import KEYS, is_private, of_a_command, without_private
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
-from nemo_rl.time_sharing.pool import variables_of
+from nemo_rl.time_sharing.pool_jobs import variables_of
 from nemo_rl.utils.files import NotPrivate, users_directory
 from tests.time_sharing.test_jobs import GRPO, only
 

@@ -109,7 +109,7 @@ MUTANTS = (
     Mutant(
         "segment-forgets-commands",
         _STATE,
-        "    state.commands = {command.command: replace(command) for command in event.commands}",
+        "    state.commands = {command.command: command for command in event.commands}",
         "    state.commands = {}",
         "open commands are forgotten when a segment is read",
     ),
@@ -123,7 +123,7 @@ MUTANTS = (
     Mutant(
         "segment-forgets-claims",
         _SAVED,
-        "claims=tuple(copy.copy(claim) for claim in state.claims.values()),",
+        "claims=tuple(state.claims.values()),",
         "claims=(),",
         "a segment begins without the claims",
     ),
@@ -208,7 +208,7 @@ MUTANTS = (
     Mutant(
         "unregistered-ranks-keep-gpus",
         _STATE,
-        "    for rank in gone.awake:\n        state.give_back(gone.topology.ranks[rank])\n",
+        "    for rank in gone.awake:\n        state.give_back(event.pipeline, gone.topology.ranks[rank])\n",
         "",
         "the GPUs of the ranks of a pipeline that is gone are never free again",
     ),

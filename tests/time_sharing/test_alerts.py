@@ -38,7 +38,8 @@ from nemo_rl.time_sharing.log.pool_state import (
 from nemo_rl.time_sharing.log.sharing import Gain, Sharing
 from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
 from nemo_rl.time_sharing.pipelines.job import read_jobs
-from nemo_rl.time_sharing.pool import PoolActor, PoolOptions
+from nemo_rl.time_sharing.pool import PoolActor
+from nemo_rl.time_sharing.pool_jobs import PoolOptions
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Demand, Limits, Priority, Want
 from nemo_rl.time_sharing.viewing import page_server
@@ -294,7 +295,7 @@ def test_a_pool_posts_and_caps_only_what_its_command_line_says(command: list[str
 def test_status_says_that_ends_do_not_arrive_and_a_restarted_pool_posts_them_again(
     hook: Hook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ended = Submission("old", 1, (), (0,), 10.0, 12.5, Outcome("done", "score 1", 7), log_dir="logs/old", user="ann")
+    ended = Submission("old", (), (0,), 10.0, 12.5, Outcome("done", "score 1", 7), log_dir="logs/old", user="ann")
     PoolState([ended, replace(ended, name="known", notified=True)], [], "ours").write(tmp_path / "pool.json")
     hook.answers = lambda handler: hook.answer(handler, 500)
 

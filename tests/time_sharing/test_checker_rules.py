@@ -11,7 +11,7 @@ from fleet import Fleet
 
 from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log import events as ev
-from nemo_rl.time_sharing.log.state import Claim, Quarantine, QueuedWant, SchedulerState
+from nemo_rl.time_sharing.log.state import Claim, QueuedWant, SchedulerState
 from nemo_rl.time_sharing.planning.plan import Snapshot
 from nemo_rl.time_sharing.planning.validator import validate
 from nemo_rl.time_sharing.protocol.types import (
@@ -165,13 +165,13 @@ def _asks_from_the_past(state: SchedulerState) -> None:
 @pytest.mark.parametrize(
     ("how", "what"),
     [
-        (lambda state: state.give_back([2]), "GPU 2 is on the ledger of None"),
+        (lambda state: state.give_back("a", [2]), "GPU 2 is on the ledger of None"),
         (lambda state: setattr(state, "epoch", 0), "the newest is said to be 0"),
         (
             lambda state: state.claims.update({("a", ACTOR_INFER, 3): Claim(1, "a", ACTOR_INFER, 3, -1, (3,))}),
             "claimed",
         ),
-        (lambda state: state.quarantines.append(Quarantine((3,), "a", 0, 3, 9.0)), "are withheld"),
+        (lambda state: state.quarantines.append(ev.GpusQuarantined((3,), "a", 0, 3, 9.0)), "are withheld"),
         (lambda state: state.trainers.__setitem__(0, 2), "that train on each GPU"),
         (lambda state: state.incarnations.clear(), "is registered as incarnation 0"),
         (_fences, "is fenced and waits for"),

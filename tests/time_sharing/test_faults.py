@@ -22,11 +22,11 @@ from nemo_rl.time_sharing.agents.actors import CONTROL_NAMESPACE, POOL_NAME, SCH
 from nemo_rl.time_sharing.agents.ray_reaper import agent_namespace
 from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log import events as ev
+from nemo_rl.time_sharing.log.pool_state import Standing
 from nemo_rl.time_sharing.log.reading import merge_by_machine_time
 from nemo_rl.time_sharing.opening import close_pool, open_pool
 from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
 from nemo_rl.time_sharing.pipelines.job import Job
-from nemo_rl.time_sharing.pool import Standing
 from nemo_rl.time_sharing.protocol.topology import Pool, RegistrationError
 from nemo_rl.time_sharing.protocol.types import Limits, Phase
 from tests import forks

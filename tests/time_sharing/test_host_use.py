@@ -34,7 +34,7 @@ from nemo_rl.time_sharing.agents.host_use import (
 from nemo_rl.time_sharing.agents.ray_reaper import INCARNATION_VARIABLE, PIPELINE_VARIABLE, agent_variables
 from nemo_rl.time_sharing.log.pool_state import HostLimits, HostUse, PoolState, Standing, Submission
 from nemo_rl.time_sharing.pipelines.job import read_jobs
-from nemo_rl.time_sharing.pool import PoolError, PoolOptions
+from nemo_rl.time_sharing.pool_jobs import PoolError, PoolOptions
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.viewing import page_server
 from nemo_rl.time_sharing.viewing.page_server import PoolView
@@ -48,7 +48,7 @@ def use(memory: int, *, files: int = 9, node: str = "n1") -> HostUse:
 
 
 def submitted(name: str) -> Submission:
-    return Submission(name, 1, (), (0,), 0.0)
+    return Submission(name, (), (0,), 0.0, incarnation=1)
 
 
 @pytest.mark.parametrize(

@@ -9,21 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl.time_sharing.job_queue import (
-    JobLimits,
-    Owner,
-    Quota,
-    any_owner,
-    beginners,
-    exceeded,
-    why_it_may_not_wait,
-    why_it_waits,
-)
+from nemo_rl.time_sharing.job_queue import JobLimits, JobQueueLimits, Owner
 from nemo_rl.time_sharing.log.pool_state import Outcome
 from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
 from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job
-from nemo_rl.time_sharing.pool import PoolActor, PoolError, PoolOptions
+from nemo_rl.time_sharing.pool import PoolActor
+from nemo_rl.time_sharing.pool_jobs import PoolError, PoolOptions
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import Limits
 from nemo_rl.time_sharing.team import Team, User
@@ -36,6 +28,16 @@ def team_of(**most: int | None) -> Team:
     queue = {name.replace("_", " "): JobLimits(jobs) for name, jobs in most.items() if jobs is not None}
     users = {owner.user: User(owner.user, owner.group, "member", ()) for owner in _OWNERS}
     return Team("team.yaml", _GROUPS, users, queue)
+
+
+def beginners(limits: JobQueueLimits, waiting: list[Owner], running: list[Owner]) -> list[int]:
+    """The places of those that begin, one after the other, as in a pool."""
+    begin = list[int]()
+    for place, owner in enumerate(waiting):
+        if not limits.why_it_waits(owner, running):
+            begin.append(place)
+            running = [*running, owner]
+    return begin
 
 
 _MOST = st.none() | st.integers(1, 3)
@@ -51,23 +53,21 @@ def test_quotas_hold_and_only_a_full_one_keeps_a_job_waiting(
     pool: int | None, most: dict[str, int | None], submitted: list[Owner], ends: list[int]
 ) -> None:
     team = team_of(**most)
-
-    def quotas_of(owner: Owner) -> list[Quota]:
-        return [Quota("the pool", JobLimits(pool), any_owner), *team.quotas_of(owner)]
-
+    limits = JobQueueLimits(JobLimits(pool), team.queue, team.above)
     waiting, running, begun = list(enumerate(submitted)), list[tuple[int, Owner]](), list[int]()
     for end in [None, *ends]:
         if end is not None and running:
             running.pop(end % len(running))
-        now = beginners([owner for _, owner in waiting], [owner for _, owner in running], quotas_of)
+        now = beginners(limits, [owner for _, owner in waiting], [owner for _, owner in running])
         running += [waiting[place] for place in now]
         begun += [waiting[place][0] for place in now]
         waiting = [one for place, one in enumerate(waiting) if place not in now]
         owners = [owner for _, owner in running]
-        for quota in (Quota("the pool", JobLimits(pool), any_owner), *team.quotas()):
-            assert quota.limits.jobs is None or sum(map(quota.covers, owners)) <= quota.limits.jobs
-        assert exceeded(team.quotas(), owners) == []
-        assert all(why_it_waits(quotas_of(owner), owners) for _, owner in waiting)
+        for whose, limit in {"the pool": JobLimits(pool), **team.queue}.items():
+            of_it = sum(whose == "the pool" or whose in team.above(owner) for owner in owners)
+            assert limit.jobs is None or of_it <= limit.jobs
+        assert limits.exceeded(owners) == []
+        assert all(limits.why_it_waits(owner, owners) for _, owner in waiting)
     for owner in _OWNERS:
         own = [number for number in begun if submitted[number] == owner]
         assert own == sorted(own), "jobs of one owner begin in their order"
@@ -76,14 +76,14 @@ def test_quotas_hold_and_only_a_full_one_keeps_a_job_waiting(
 def test_a_full_quota_lets_others_pass_and_says_whose_it_is() -> None:
     team = team_of(group_vision=1, group_lab=3)
     ann, bob, eve = _OWNERS
-    assert beginners([ann, bob, ann, eve], [ann], team.quotas_of) == [1, 3]
-    assert why_it_waits(team.quotas_of(ann), [ann]) == "1 job of group vision runs, as many as may at once"
-    assert why_it_waits(team.quotas_of(bob), [ann, bob, eve]) == "3 jobs of group lab run, as many as may at once"
-    limits = [Quota("the pool", JobLimits(None, 0), any_owner)]
-    assert why_it_may_not_wait(limits, []) == "no job of the pool may wait"
-    limits = [Quota("the pool", JobLimits(None, 2), any_owner)]
-    assert why_it_may_not_wait(limits, [ann, bob]) == "2 jobs of the pool wait, as many as may"
-    assert exceeded(team.quotas(), [ann, ann]) == [
+    limits = JobQueueLimits(JobLimits(), team.queue, team.above)
+    assert beginners(limits, [ann, bob, ann, eve], [ann]) == [1, 3]
+    assert limits.why_it_waits(ann, [ann]) == "1 job of group vision runs, as many as may at once"
+    assert limits.why_it_waits(bob, [ann, bob, eve]) == "3 jobs of group lab run, as many as may at once"
+    assert JobQueueLimits(JobLimits(None, 0)).why_it_may_not_wait(ann, []) == "no job of the pool may wait"
+    waits = JobQueueLimits(JobLimits(None, 2)).why_it_may_not_wait(ann, [ann, bob])
+    assert waits == "2 jobs of the pool wait, as many as may"
+    assert limits.exceeded([ann, ann]) == [
         "2 jobs of group vision run, and 1 may; none is ended, and none begins until fewer run"
     ]
 

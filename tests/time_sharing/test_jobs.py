@@ -28,8 +28,8 @@ from nemo_rl.time_sharing.pipelines.job import Job, Kind, read_jobs
 from nemo_rl.time_sharing.pipelines.lent import LentPlacement, TurnRules
 from nemo_rl.time_sharing.pipelines.residents import SlotMemory
 from nemo_rl.time_sharing.pipelines.vllm_engine import EngineSlot
-from nemo_rl.time_sharing.pool import variables_of
 from nemo_rl.time_sharing.pool_commands import run_under_control_plane, submitters_env
+from nemo_rl.time_sharing.pool_jobs import variables_of
 from nemo_rl.time_sharing.protocol.topology import Pool, RegistrationError
 from nemo_rl.time_sharing.protocol.types import (
     ACTOR_INFER,

@@ -25,8 +25,8 @@ from nemo_rl.time_sharing.open_pools import (
     the_open_pool,
 )
 from nemo_rl.time_sharing.pipelines.job import read_jobs
-from nemo_rl.time_sharing.pool import PoolError
 from nemo_rl.time_sharing.pool_commands import check_code, submitters_env
+from nemo_rl.time_sharing.pool_jobs import PoolError
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.utils.files import NotPrivate, users_directory
 

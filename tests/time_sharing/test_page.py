@@ -23,11 +23,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from nemo_rl.time_sharing.log.events import LogClosed, UserActed
-from nemo_rl.time_sharing.log.pool_state import AdapterProgress, Outcome, PoolState
+from nemo_rl.time_sharing.log.pool_state import AdapterProgress, Outcome, PoolState, Standing
 from nemo_rl.time_sharing.log.sharing import Sharing
 from nemo_rl.time_sharing.pipelines.grpo import Progress
-from nemo_rl.time_sharing.pool import PoolError, Standing
 from nemo_rl.time_sharing.pool_commands import explained
+from nemo_rl.time_sharing.pool_jobs import PoolError
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Demand, GivenBack, Priority, Want
 from nemo_rl.time_sharing.team import Rights
 from nemo_rl.time_sharing.viewing.page_server import PageServer, PoolView, TeamAccess

@@ -428,7 +428,7 @@ def test_a_starved_pipeline_reserves_gpus_against_a_stream_of_training() -> None
     result = fleet.plan(100.0)
     assert any(w.because[0] in ("held", "reserved") for w in result.waits)
     fleet.state.pipelines["x"].held.clear()
-    fleet.state.give_back([0])
+    fleet.state.give_back("x", [0])
     result = fleet.plan(101.0)
     assert expanded(result) == {("starved", 0)} and result.expands[0].guaranteed and not result.grants
 

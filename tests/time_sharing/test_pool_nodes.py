@@ -25,7 +25,8 @@ from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
 from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job
 from nemo_rl.time_sharing.planning.job_placement import Mapped
-from nemo_rl.time_sharing.pool import PoolActor, PoolError, PoolOptions
+from nemo_rl.time_sharing.pool import PoolActor
+from nemo_rl.time_sharing.pool_jobs import PoolError, PoolOptions
 from nemo_rl.time_sharing.pool_nodes import NodeError, PoolNodes
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import Limits

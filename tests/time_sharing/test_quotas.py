@@ -19,7 +19,7 @@ from nemo_rl.time_sharing.planning import apportionment, planner
 from nemo_rl.time_sharing.planning.division import Claimant, Division, Leaf, divide_by_quotas
 from nemo_rl.time_sharing.planning.plan import Plan, PlanState, Snapshot, explain
 from nemo_rl.time_sharing.planning.validator import validate
-from nemo_rl.time_sharing.protocol.quotas import QuotaNode, Quotas, wrong_shares
+from nemo_rl.time_sharing.protocol.quotas import QuotaNode, Quotas, share_problems
 from nemo_rl.time_sharing.protocol.topology import RegistrationError
 from nemo_rl.time_sharing.protocol.types import Priority
 from nemo_rl.time_sharing.simulation.scenario_reading import parse_scenario
@@ -126,7 +126,7 @@ def test_no_more_is_divided_than_there_is_and_all_of_it_where_it_can_be_used(
     ],
 )
 def test_shares_that_cannot_be_kept_are_named(nodes: tuple[QuotaNode, ...], said: list[str]) -> None:
-    found = [f"{name} {why}" for name, why in wrong_shares(nodes)]
+    found = list(share_problems(nodes))
     assert len(found) == len(said) and all(part in line for part, line in zip(said, found, strict=True))
 
 

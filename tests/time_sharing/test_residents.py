@@ -64,7 +64,7 @@ def test_what_is_kept_of_a_pool_comes_back(tmp_path: Path) -> None:
     ledger.admit("a", {0: SlotMemory(3 * GIB, 8 * GIB)}, {0: GIB}, Part.ENGINES)
     assert PoolState.read(path) == PoolState()
     ended = Outcome("failed", "why", 2, 0.5)
-    lives = [Submission("a", 7, (0,), (0, 1), 1.5), Submission("b", 8, (), (1,), 2.5, 3.5, ended, "full")]
+    lives = [Submission("a", (0,), (0, 1), 1.5), Submission("b", (), (1,), 2.5, 3.5, ended, refused="full")]
     PoolState(lives, ledger.entries()).write(path)
     again = PoolState.read(path)
     assert again.submissions == lives and Residents(again.residents).entries() == ledger.entries()
@@ -125,7 +125,7 @@ def test_the_engine_of_an_evaluation_is_entered_when_it_first_sleeps(
     ended: list[str] = []
     monkeypatch.setattr(pool, "unregister_pipeline", ended.append)
     pipeline = evaluation(pool, tmp_path, monkeypatch)
-    pool._submissions["score"] = life = Submission("score", 0, (), (0, 1), 0.0)
+    pool._submissions["score"] = life = Submission("score", (), (0, 1), 0.0)
     shards: Any = Shards(others)
     engine = EngineSlot(pipeline.engine_built)
     engine.put(shards, fixed=True)

@@ -26,7 +26,7 @@ from nemo_rl.distributed import unix_users
 from nemo_rl.distributed.private_variables import KEYS, of_a_command, take_private_variables, without_private
 from nemo_rl.distributed.unix_users import RUN_AS, UnixUserError, become_user, why_not_root, why_unusable
 from nemo_rl.distributed.worker_groups import how_it_ended
-from nemo_rl.time_sharing import pool as pools
+from nemo_rl.time_sharing import pool_jobs
 from nemo_rl.time_sharing.__main__ import main
 from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.job_queue import JobLimits
@@ -35,7 +35,8 @@ from nemo_rl.time_sharing.log.reading import merge_by_machine_time
 from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
 from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job
-from nemo_rl.time_sharing.pool import PoolActor, PoolError, PoolOptions, check_unix_users
+from nemo_rl.time_sharing.pool import PoolActor, check_unix_users
+from nemo_rl.time_sharing.pool_jobs import PoolError, PoolOptions
 from nemo_rl.time_sharing.protocol.topology import Pool as Slots
 from nemo_rl.time_sharing.protocol.types import Limits
 from nemo_rl.time_sharing.team import Team, TeamFileError, User, hash_of
@@ -162,7 +163,7 @@ def test_the_team_file_says_as_whom_a_job_runs_and_its_user_is_looked_for_before
         asked.append((name, enters, writes))
         return why[name]
 
-    monkeypatch.setattr(pools, "why_unusable", why_unusable)
+    monkeypatch.setattr(pool_jobs, "why_unusable", why_unusable)
     job = Job("first", CommandConfig(command=["true"]), (), (0,), folder="/there", unix_user="root")
     (tmp_path / "one").mkdir()
     as_pool = Begun(tmp_path / "one", run_as_submitter=False)

@@ -30,7 +30,7 @@ from nemo_rl.time_sharing.pipelines.shared_cluster import SharedCluster
 from nemo_rl.time_sharing.pipelines.slot_choice import choose_slots, needs_of
 from nemo_rl.time_sharing.planning.job_placement import Mapped, column_for
 from nemo_rl.time_sharing.planning.plan import Expand, Grant, Plan, Shrink, Wait, explain
-from nemo_rl.time_sharing.pool import PoolError
+from nemo_rl.time_sharing.pool_jobs import PoolError
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import Priority
 from nemo_rl.time_sharing.simulation.baselines import GAP_RATIO, OURS, QUEUE, SERIAL, STATIC, WAYS

@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing import team as teams
 from nemo_rl.time_sharing.__main__ import main
+from nemo_rl.time_sharing.log.pool_state import Submission
 from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
 from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job
-from nemo_rl.time_sharing.pool import PoolActor, PoolError, Submission
+from nemo_rl.time_sharing.pool import PoolActor
+from nemo_rl.time_sharing.pool_jobs import PoolError
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import Limits
 from nemo_rl.time_sharing.team import (
@@ -159,7 +161,7 @@ BAD: list[tuple[object, str]] = [
     (spoilt("users", "ann", "rol", value="lead"), "users.ann.rol: unknown key. Did you mean 'role'?"),
     (
         spoilt("users", "ann", "password", value="x"),
-        "users.ann.password: unknown key. There is group, role, token_sha256, share, limit, jobs, waiting, unix_user.",
+        "users.ann.password: unknown key. There is share, limit, jobs, waiting, group, role, token_sha256, unix_user.",
     ),
     (spoilt("groups", "nlp", value={"parents": "lab"}), "groups.nlp.parents: unknown key. Did you mean 'parent'?"),
     (
@@ -198,7 +200,7 @@ BAD: list[tuple[object, str]] = [
     ),
     (
         spoilt("users", "ann", value="secret-token"),
-        "users.ann: expected a mapping with group, role, token_sha256, share, limit, jobs, waiting, unix_user",
+        "users.ann: expected a mapping with share, limit, jobs, waiting, group, role, token_sha256, unix_user",
     ),
     (spoilt("users", "ann", value={"group": "nlp"}), "users.ann.token_sha256: Field required"),
     ({"groups": {}}, "users: Field required"),
@@ -315,7 +317,7 @@ class Actor:
             monkeypatch.setattr(self.pool, name, lambda job, *_, name=name: f"{name} {self.pool._known(job).name}")
         for name, user in (("scan", "ann"), ("chat", "bob")):
             group = USERS[user]["group"]
-            self.pool._submissions[name] = Submission(name, 1, (), (0,), 0.0, user=user, group=group)
+            self.pool._submissions[name] = Submission(name, (), (0,), 0.0, user=user, group=group)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.protocol.topology import Pool
 
+NODE_EVENTS = (ev.NodeDraining, ev.NodeAway, ev.NodeHere)
 NodeEvent = ev.PoolOpened | ev.NodeDraining | ev.NodeAway | ev.NodeHere
 
 

@@ -111,6 +111,7 @@ def check(entries: Iterable[Entry], *, first_only: bool = False, ended: bool = T
             table.setdefault(kind, []).append((group, handler))
     judges, latest = references.judges(), clocks.latest
     violations: list[Violation] = []
+    entry = Entry(0, 0.0, "", None)
     for index, given in enumerate(record):
         # A run by itself: its parts are one pipeline that owns its accelerators. Adapters on one base are one each.
         entry = replace(given, source=f"run/{given.source}") if alone and "/" not in given.source else given

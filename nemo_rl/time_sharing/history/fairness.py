@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from nemo_rl.time_sharing.history.absences import Absences, NodeEvent
+from nemo_rl.time_sharing.history.absences import NODE_EVENTS, Absences, NodeEvent
 from nemo_rl.time_sharing.history.clocks import Clocks
 from nemo_rl.time_sharing.history.quota_checks import Puller, pulls
 from nemo_rl.time_sharing.log import events as ev
@@ -141,7 +141,7 @@ class FairnessChecks:
             ev.CommandEnded: lambda entry, event: None,
             ev.GpusQuarantined: self._quarantined,
         }
-        self._table.update(dict.fromkeys((ev.NodeDraining, ev.NodeAway, ev.NodeHere), self._node))
+        self._table.update(dict.fromkeys(NODE_EVENTS, self._node))
         of_pipeline: dict[type, Callable[[Entry, Any, _Pipeline], None]] = {
             ev.Requested: self._requested,
             ev.RequestDropped: self._dropped,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from nemo_rl.time_sharing.history.absences import Absences, NodeEvent
+from nemo_rl.time_sharing.history.absences import NODE_EVENTS, Absences, NodeEvent
 from nemo_rl.time_sharing.history.clocks import Clocks
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ClusterSpec, Phase
@@ -56,9 +56,7 @@ class GpuChecks:
             ev.MemoryFreed: self._freed,
             ev.PlanRejected: self._rejected,
             ev.PoolOpened: self._node,
-            ev.NodeDraining: self._node,
-            ev.NodeAway: self._node,
-            ev.NodeHere: self._node,
+            **dict.fromkeys(NODE_EVENTS, self._node),
         }
 
     def tail_lost(self, entry: Entry) -> None:

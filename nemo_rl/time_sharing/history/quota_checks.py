@@ -12,6 +12,7 @@ from typing import NamedTuple
 from nemo_rl.time_sharing.history.clocks import Clocks
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.protocol.quotas import NO_QUOTAS, Quotas
+from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, Phase
 from nemo_rl.utils.record import Entry, Handler
 
@@ -23,7 +24,7 @@ class QuotaChecks:
 
     def __init__(self) -> None:
         self.found: list[tuple[int, str]] = []
-        self._slots, self._per_gpu = 0, 1
+        self._pool = Pool(1, 1)
         self._quotas = NO_QUOTAS
         self._pipelines: dict[str, ev.Registered] = {}
         self._claims: dict[_Key, tuple[int, ...]] = {}
@@ -60,7 +61,7 @@ class QuotaChecks:
         pass
 
     def _opened(self, entry: Entry, event: ev.PoolOpened) -> None:
-        self._slots, self._per_gpu = event.pool.slots, event.slots_per_gpu
+        self._pool = event.pool
 
     def _started(self, entry: Entry, event: ev.SchedulerStarted) -> None:
         self._recovering = event.term > 1
@@ -70,7 +71,7 @@ class QuotaChecks:
 
     def _quotas_set(self, entry: Entry, event: ev.QuotasSet) -> None:
         self._weigh(entry.time)
-        self._quotas = Quotas(event.nodes, event.half_life_s, self._per_gpu)
+        self._quotas = Quotas(event.nodes, event.half_life_s, self._pool.slots_per_gpu)
 
     def _registered(self, entry: Entry, event: ev.Registered) -> None:
         self._pipelines[event.pipeline] = event
@@ -86,22 +87,19 @@ class QuotaChecks:
 
     def _claimed(self, entry: Entry, event: ev.Claimed) -> None:
         self._claims[event.pipeline, event.cluster, event.rank] = event.gpus
-        who = self._pipelines.get(event.pipeline)
-        if who is None or self._recovering or not self._knows_all:
+        if self._recovering or not self._knows_all:
             return
-        for node in self._quotas.above(who):
-            has = self._slots_of(node, (*self._claims.items(), *self._held.items()))
+        for node in self._above(event.pipeline):
+            below = {name for name in self._pipelines if node in self._above(name)}
+            holds = (*self._claims.items(), *self._held.items())
+            gpus = {gpu for (name, _, _), gpus in holds if name in below for gpu in gpus}
+            has = sum(gpu < self._pool.slots for gpu in gpus)
             if has > (most := self._quotas.most.get(node, has)):
-                self.found.append(
-                    (
-                        11,
-                        f"{event.pipeline} is promised GPUs {event.gpus}: {node} would have {has} slots, {most} may be",
-                    )
-                )
+                what = f"{event.pipeline} is promised GPUs {event.gpus}: {node} would have {has} slots, {most} may be"
+                self.found.append((11, what))
 
-    def _slots_of(self, node: str, holds: Iterable[tuple[_Key, tuple[int, ...]]]) -> int:
-        below = {name for name, owner in self._pipelines.items() if node in self._quotas.above(owner)}
-        return len({gpu for key, gpus in holds if key[0] in below for gpu in gpus if gpu < self._slots})
+    def _above(self, pipeline: str) -> tuple[str, ...]:
+        return self._quotas.above(self._pipelines[pipeline]) if pipeline in self._pipelines else ()
 
     def _claim_dropped(self, entry: Entry, event: ev.ClaimDropped) -> None:
         self._claims.pop((event.pipeline, event.cluster, event.rank), None)
@@ -136,10 +134,9 @@ class QuotaChecks:
         if not seconds or not self._quotas.nodes:
             return
         for (name, _, _), gpus in self._held.items():
-            if (owner := self._pipelines.get(name)) is not None:
-                slots = sum(gpu < self._slots for gpu in gpus)
-                for node in self._quotas.above(owner):
-                    self._had[node] = self._had.get(node, 0.0) + slots * seconds
+            slots = sum(gpu < self._pool.slots for gpu in gpus)
+            for node in self._above(name):
+                self._had[node] = self._had.get(node, 0.0) + slots * seconds
 
     def _weigh(self, time: float) -> None:
         self._count(time)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from nemo_rl.time_sharing.history.absences import Absences, NodeEvent
+from nemo_rl.time_sharing.history.absences import NODE_EVENTS, Absences, NodeEvent
 from nemo_rl.time_sharing.history.clocks import Clocks
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, Phase, Priority
@@ -133,9 +133,7 @@ class RuleChecks:
             ev.RankCooling: self._cooling,
             ev.CommandSent: self._sent,
             ev.CommandEnded: self._command_ended,
-            ev.NodeDraining: self._node,
-            ev.NodeAway: self._node,
-            ev.NodeHere: self._node,
+            **dict.fromkeys(NODE_EVENTS, self._node),
         }
 
     def tail_lost(self, entry: Entry) -> None:

@@ -7,7 +7,7 @@ postpones deadlines to that moment; commands and holds in a lost end of the log 
 
 from __future__ import annotations
 
-from nemo_rl.time_sharing.history.absences import Absences, NodeEvent
+from nemo_rl.time_sharing.history.absences import NODE_EVENTS, Absences, NodeEvent
 from nemo_rl.time_sharing.history.clocks import SLACK_S, Clocks
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.utils import record_events as rec
@@ -56,9 +56,7 @@ class WaitChecks:
             ev.CommandEnded: self._ended,
             rec.WaitBegun: self._begun,
             rec.WaitEnded: self._wait_ended,
-            ev.NodeDraining: self._node,
-            ev.NodeAway: self._node,
-            ev.NodeHere: self._node,
+            **dict.fromkeys(NODE_EVENTS, self._node),
         }
 
     def tail_lost(self, entry: Entry) -> None:

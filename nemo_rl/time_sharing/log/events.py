@@ -160,6 +160,10 @@ class Claimed:
     guaranteed: bool = False
     ahead: bool = False
 
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.pipeline, self.cluster, self.rank
+
 
 @event_kind("ts_plan_explained")
 class PlanExplained:
@@ -342,7 +346,12 @@ class GpusQuarantined:
     incarnation: int
     rank: int
     until: float
-    reason: str
+    reason: str = ""
+
+    @property
+    def whose(self) -> tuple[str, int, int]:
+        """The pipeline, its incarnation and the rank (-1: all of it) whose processes are to be ended."""
+        return self.pipeline, self.incarnation, self.rank
 
 
 @event_kind("ts_gpus_cleared")

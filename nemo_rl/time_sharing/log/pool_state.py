@@ -6,7 +6,7 @@ Invariant: the file holds one complete state; a reader sees the last one written
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -109,29 +109,38 @@ class HostLimits:
 
 
 @dataclass
-class Submission:
-    """One pipeline of the pool, as it was last submitted."""
+class KeptJob:
+    """What the pool keeps and shows of a pipeline, as it was last submitted."""
 
     name: str
-    incarnation: int  # how often it was registered before
     train: tuple[int, ...]
     infer: tuple[int, ...]
     submitted_at: float  # seconds since the epoch
     ended_at: float | None = None  # the same; None while it runs
     outcome: Outcome | None = None  # how it ended; None while it runs
-    refused: str = ""  # why the pool ends it, where it does
     asked: str = ""  # `drain` or `cancel`, where a user has asked for its end
-    waits: bool = False  # for its turn to begin
     log_dir: str = ""  # where its own logs are, once it has said
-    column: int | None = 0  # which slot of each GPU it is on; None for all of them
-    teachers: tuple[str, ...] = ()  # the jobs that score its samples, or its own name where it is one that scores
     wishes: Wishes = Wishes()
     user: str = ""  # who submitted it, on a pool for a team
     group: str = ""  # that user's group then
+    moving: bool = False  # off a node that is to leave: it ends, and begins again
+
+
+KEPT_AND_SHOWN = tuple(known.name for known in fields(KeptJob))
+
+
+@dataclass
+class Submission(KeptJob):
+    """One pipeline of the pool."""
+
+    incarnation: int = 0  # larger than that of any submission of this name before
+    refused: str = ""  # why the pool ends it, where it does
+    waits: bool = False  # for its turn to begin
+    column: int | None = 0  # which slot of each GPU it is on; None for all of them
+    teachers: tuple[str, ...] = ()  # the jobs that score its samples, or its own name where it is one that scores
     saves_in: str = ""  # the folder of its checkpoints
     limits: HostLimits = HostLimits()
     notified: bool = False  # whether the pool's webhook has its end
-    moving: bool = False  # off a node that is to leave: it ends, and begins again
 
     @property
     def is_ending(self) -> bool:
@@ -139,27 +148,15 @@ class Submission:
         return self.outcome is not None or bool(self.refused) or self.asked == "cancel"
 
 
-@dataclass(frozen=True)
-class Standing:
-    """One pipeline of the pool."""
+@dataclass
+class Standing(KeptJob):
+    """How one pipeline of the pool stands."""
 
-    name: str
-    train: tuple[int, ...]
-    infer: tuple[int, ...]
-    submitted_at: float  # seconds since the epoch
-    ended_at: float | None = None  # the same; None while it runs
     progress: Progress | None = None  # when last asked
-    outcome: Outcome | None = None  # how it ended; None while it runs
     sharing: Sharing | None = None  # its gain and loss by sharing; None before its registration
-    asked: str = ""  # `drain` or `cancel`, where a user has asked for its end
-    log_dir: str = ""  # where its own logs are; empty before it has said
-    wishes: Wishes = Wishes()
-    user: str = ""  # who submitted it, on a pool for a team
-    group: str = ""  # that user's group then
     waits: str = ""  # why it has not begun, while it waits for its turn
     hosts: tuple[HostUse, ...] = ()  # what it takes of each node while it runs
     disk: int | None = None  # bytes of its logs and checkpoints while it runs; None before they were measured
-    moving: bool = False  # off a node that is to leave
 
     def kept(self, now: float) -> dict[str, str]:
         """Whether its user's wishes are kept, and by how much they are missed, in words by the wish; `now`: seconds

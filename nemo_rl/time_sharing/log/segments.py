@@ -9,19 +9,18 @@ is the newest.
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice, pairwise
 from pathlib import Path
 
 from nemo_rl.time_sharing.log import log_end
 from nemo_rl.time_sharing.log.events import NodeAway, NodeDraining, NodeHere, Registered, SchedulerStarted
-from nemo_rl.time_sharing.log.state import SavedPipeline, SavedUse, SchedulerState, StateSaved
+from nemo_rl.time_sharing.log.state import SavedPipeline, SchedulerState, StateSaved
 from nemo_rl.utils.record import BoundRecord, RecordWriter, read_record
 
 logger = logging.getLogger(__name__)
@@ -214,10 +213,10 @@ def saved(state: SchedulerState) -> StateSaved:
         unsure=state.unsure,
         pipelines=tuple(SavedPipeline.of(pipeline) for pipeline in state.pipelines.values()),
         incarnations=dict(state.incarnations),
-        claims=tuple(copy.copy(claim) for claim in state.claims.values()),
-        quarantines=tuple(copy.copy(quarantine) for quarantine in state.quarantines),
-        commands=tuple(copy.copy(command) for command in state.commands.values()),
+        claims=tuple(state.claims.values()),
+        quarantines=tuple(state.quarantines),
+        commands=tuple(state.commands.values()),
         draining=dict(state.draining),
         away=tuple(sorted(state.away)),
-        quota_use=None if state.quota_use is None else SavedUse.of(state.quota_use),
+        quota_use=state.quota_use and replace(state.quota_use),
     )

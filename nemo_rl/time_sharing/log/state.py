@@ -9,13 +9,12 @@ carries what cannot be derived, and folds into exactly the state that was saved.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.quota_use import QuotaUse
-from nemo_rl.time_sharing.protocol.quotas import QuotaNode, Quotas
 from nemo_rl.time_sharing.protocol.topology import Pool, Topology
 from nemo_rl.time_sharing.protocol.types import (
     ACTOR_INFER,
@@ -41,22 +40,8 @@ class Lease(NamedTuple):
     epoch: int
 
 
-@dataclass(slots=True)
-class Claim:
-    """Next holder of some GPUs, once all of them are free."""
-
-    plan: int
-    pipeline: str
-    cluster: str
-    rank: int
-    request: int
-    gpus: tuple[int, ...]
-    guaranteed: bool = False
-    ahead: bool = False
-
-    @property
-    def key(self) -> tuple[str, str, int]:
-        return self.pipeline, self.cluster, self.rank
+Claim = ev.Claimed
+"""Next holder of some GPUs, once all of them are free."""
 
 
 @dataclass(slots=True)
@@ -100,24 +85,22 @@ class AwakeRank:
 
 
 @dataclass(slots=True)
-class PipelineState:
-    """One registered pipeline. `unscheduled_since`: since when it has demand but no rank awake or about to be.
-    `service`: GPU-seconds of generation had. `builds`: whether its engines can be built; `build_s`: how long that took.
-    `batch_since`: since when the samples that are waited for are; `generation_s`: how long that takes until training is
-    asked for. `warm`: ranks whose engine stands, so that their next wake builds none; `handover_s`: how long such a
-    wake takes until the rank serves; `start_s`: the same for one that builds its engine. `wake_order`: its ranks, those
-    first whose GPUs the fewest others train on, and among them those that its own training spares. `expired`: by
+class SavedPipeline:
+    """What is saved of a registered pipeline. `unscheduled_since`: since when it has demand but no rank awake or about
+    to be. `service`: GPU-seconds of generation had. `builds`: whether its engines can be built; `build_s`: how long
+    that took. `batch_since`: since when the samples that are waited for are; `generation_s`: how long that takes until
+    training is asked for. `warm`: ranks whose engine stands, so that their next wake builds none; `handover_s`: how
+    long such a wake takes until the rank serves; `start_s`: the same for one that builds its engine. `expired`: by
     cluster, the newest request that waited too long.
     """
 
-    topology: Topology
+    spec: PipelineSpec
     incarnation: int
     registered_at: float
     demand: Demand = Demand()
     wants: dict[str, QueuedWant] = field(default_factory=dict)
     held: dict[str, HeldCluster] = field(default_factory=dict)
     awake: dict[int, AwakeRank] = field(default_factory=dict)
-    claimed_ranks: set[int] = field(default_factory=set)
     warm: set[int] = field(default_factory=set)
     handover_s: float | None = None
     start_s: float | None = None
@@ -131,15 +114,32 @@ class PipelineState:
     leaving: bool = False
     paused: bool = False
     fenced: bool = False
-    wake_order: tuple[int, ...] = ()
     builds: bool = False
     build_s: float | None = None
     batch_since: float = 0.0
     generation_s: float | None = None
 
-    @property
-    def spec(self) -> PipelineSpec:
-        return self.topology.spec
+    @classmethod
+    def of(cls, pipeline: SavedPipeline) -> Self:
+        """The pipeline, but for what follows from the others and from the claims."""
+        return cls(pipeline.spec, **{name: copy.deepcopy(getattr(pipeline, name)) for name in _KEPT})
+
+
+_KEPT = tuple(member.name for member in fields(SavedPipeline) if member.name != "spec")
+
+
+@dataclass(slots=True)
+class PipelineState(SavedPipeline):
+    """One registered pipeline. `wake_order`: its ranks, those first whose GPUs the fewest others train on, and among
+    them those that its own training spares.
+    """
+
+    claimed_ranks: set[int] = field(default_factory=set)
+    wake_order: tuple[int, ...] = ()
+    topology: Topology = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.topology = Topology(self.spec)
 
     @property
     def rank_batch(self) -> int:
@@ -156,94 +156,6 @@ class PipelineState:
         return bool(self.claimed_ranks) or any(rank.phase is Phase.RISING for rank in self.awake.values())
 
 
-@dataclass(slots=True)
-class PendingCommand:
-    """A command that has not ended."""
-
-    command: str
-    pipeline: str
-    verb: str
-    rank: int
-    cluster: str
-    epoch: int
-    deadline: float
-    incarnation: int
-
-
-@dataclass(slots=True)
-class Quarantine:
-    """GPUs that are out of use, and the processes to end before they come back."""
-
-    gpus: tuple[int, ...]
-    pipeline: str
-    incarnation: int
-    rank: int
-    until: float
-
-    @property
-    def whose(self) -> tuple[str, int, int]:
-        """The pipeline, its incarnation and the rank (-1: all of it) whose processes are to be ended."""
-        return self.pipeline, self.incarnation, self.rank
-
-
-@dataclass(frozen=True, slots=True)
-class SavedPipeline:
-    """A `PipelineState`: its registration (`spec`) and its current state; fields have the meaning they have there."""
-
-    spec: PipelineSpec
-    incarnation: int
-    registered_at: float
-    demand: Demand
-    wants: Mapping[str, QueuedWant]
-    held: Mapping[str, HeldCluster]
-    awake: Mapping[int, AwakeRank]
-    warm: set[int]
-    handover_s: float | None
-    cooling: Mapping[int, float]
-    releases: Mapping[str, int]
-    hold_estimates: Mapping[Priority, float]
-    unscheduled_since: float | None
-    service: float
-    last_request: int
-    expired: Mapping[str, int]
-    leaving: bool
-    fenced: bool
-    builds: bool = False
-    build_s: float | None = None
-    batch_since: float = 0.0
-    generation_s: float | None = None
-    start_s: float | None = None
-    paused: bool = False
-
-    @classmethod
-    def of(cls, pipeline: PipelineState) -> SavedPipeline:
-        return cls(pipeline.spec, **{name: copy.deepcopy(getattr(pipeline, name)) for name in _KEPT})
-
-    def restored(self) -> PipelineState:
-        """The pipeline, but for what follows from the others and from the claims."""
-        return PipelineState(Topology(self.spec), **{name: copy.deepcopy(getattr(self, name)) for name in _KEPT})
-
-
-_KEPT = tuple(member.name for member in fields(SavedPipeline) if member.name != "spec")
-
-
-@dataclass(frozen=True, slots=True)
-class SavedUse:
-    """A `QuotaUse`, but for the slots that are held."""
-
-    nodes: tuple[QuotaNode, ...]
-    half_life_s: float
-    weighed_at: float
-    use: Mapping[str, float]
-    had: Mapping[str, float]
-    counted_at: float
-
-    @classmethod
-    def of(cls, use: QuotaUse) -> SavedUse:
-        quotas, had = use.quotas, use.had(use.counted_at)
-        return cls(tuple(quotas.nodes.values()), quotas.half_life_s, use.weighed_at, dict(use.use), had, use.counted_at)
-
-
 @event_kind("ts_state_saved")
 class StateSaved:
     """The state after all events before this one; says nothing new."""
@@ -258,13 +170,13 @@ class StateSaved:
     pipelines: tuple[SavedPipeline, ...]
     incarnations: Mapping[str, int]
     claims: tuple[Claim, ...]
-    quarantines: tuple[Quarantine, ...]
-    commands: tuple[PendingCommand, ...]
+    quarantines: tuple[ev.GpusQuarantined, ...]
+    commands: tuple[ev.CommandSent, ...]
     unsure: bool = False
     slots_per_gpu: int = 1
     draining: Mapping[int, float | None] = field(default_factory=dict)
     away: tuple[int, ...] = ()
-    quota_use: SavedUse | None = None
+    quota_use: QuotaUse | None = None
 
 
 _EWMA = 0.3
@@ -297,9 +209,9 @@ class SchedulerState:
         self.trainers: list[int] = [0]
         self.claims: dict[tuple[str, str, int], Claim] = {}
         self.claimed: dict[int, Claim] = {}
-        self.quarantines: list[Quarantine] = []
+        self.quarantines: list[ev.GpusQuarantined] = []
         self.quarantined: set[int] = set()
-        self.commands: dict[str, PendingCommand] = {}
+        self.commands: dict[str, ev.CommandSent] = {}
         # Nodes that are to leave, with the time by which; those that are not there; and the GPUs of both.
         self.draining: dict[int, float | None] = {}
         self.away: set[int] = set()
@@ -326,22 +238,22 @@ class SchedulerState:
             raise InconsistentLog(f"pipeline {name!r} is not registered")
         return found
 
-    def take(self, gpus: Iterable[int], lease: Lease) -> None:
+    def take(self, gpus: Sequence[int], lease: Lease) -> None:
         for gpu in gpus:
             if self.owner[gpu] is not None:
                 raise InconsistentLog(f"GPU {gpu} is held by {self.owner[gpu]} and cannot go to {lease}")
             self.owner[gpu] = lease
-            self._count(gpu, 1)
+        self._count(lease.pipeline, gpus, 1)
 
-    def give_back(self, gpus: Iterable[int]) -> None:
+    def give_back(self, pipeline: str, gpus: Sequence[int]) -> None:
         for gpu in gpus:
-            self._count(gpu, -1)
             self.owner[gpu] = None
+        self._count(pipeline, gpus, -1)
 
-    def _count(self, gpu: int, change: int) -> None:
-        lease = self.owner[gpu]
-        if self.quota_use is not None and lease is not None and gpu < self.pool.slots:
-            self.quota_use.add(self.pipelines[lease.pipeline].spec, change, self.time)
+    def _count(self, pipeline: str, gpus: Sequence[int], sign: int) -> None:
+        if self.quota_use is not None:
+            slots = sum(gpu < self.pool.slots for gpu in gpus)
+            self.quota_use.add(self.pipelines[pipeline].spec, sign * slots, self.time)
 
     def count_use(self, use: QuotaUse) -> None:
         """Counts for these quotas from here on, what is held already included."""
@@ -419,7 +331,7 @@ def _state_saved(state: SchedulerState, event: StateSaved, at: float) -> None:
     state.recovering, state.unsure = event.recovering, event.unsure
     state.incarnations = dict(event.incarnations)
     for kept in event.pipelines:
-        name, pipeline = kept.spec.pipeline, kept.restored()
+        name, pipeline = kept.spec.pipeline, PipelineState.of(kept)
         state.pipelines[name] = pipeline
         for cluster, held in pipeline.held.items():
             state.take(held.gpus, Lease(name, cluster, -1, held.epoch))
@@ -429,14 +341,13 @@ def _state_saved(state: SchedulerState, event: StateSaved, at: float) -> None:
             state.trainers[gpu] += 1
     for pipeline in state.pipelines.values():
         _order_wakes(state, pipeline)
-    if (use := event.quota_use) is not None:
-        quotas = Quotas(use.nodes, use.half_life_s, event.slots_per_gpu)
-        state.count_use(QuotaUse(quotas, use.weighed_at, use.use, use.had, use.counted_at))
+    if event.quota_use is not None:
+        state.count_use(replace(event.quota_use, slots_per_gpu=event.slots_per_gpu))
     for claim in event.claims:
-        state.add_claim(replace(claim))
-    state.quarantines = [replace(quarantine) for quarantine in event.quarantines]
+        state.add_claim(claim)
+    state.quarantines = list(event.quarantines)
     state.quarantined = {gpu for quarantine in state.quarantines for gpu in quarantine.gpus}
-    state.commands = {command.command: replace(command) for command in event.commands}
+    state.commands = {command.command: command for command in event.commands}
     state.draining, state.away = dict(event.draining), set(event.away)
     state.withheld = state.pool.units_of(state.draining.keys() | state.away)
 
@@ -455,7 +366,7 @@ def _registered(state: SchedulerState, event: ev.Registered, at: float) -> None:
     if event.pipeline in state.pipelines:
         raise InconsistentLog(f"pipeline {event.pipeline!r} is already registered")
     spec = PipelineSpec(event.pipeline, event.namespace, event.clusters, **event.options())
-    state.pipelines[event.pipeline] = PipelineState(Topology(spec), event.incarnation, at)
+    state.pipelines[event.pipeline] = PipelineState(spec, event.incarnation, at)
     state.incarnations[event.pipeline] = max(
         event.incarnation, state.incarnations.get(event.pipeline, event.incarnation)
     )
@@ -482,8 +393,8 @@ def _order_wakes(state: SchedulerState, pipeline: PipelineState) -> None:
 
 
 def _quotas_set(state: SchedulerState, event: ev.QuotasSet, at: float) -> None:
-    quotas, known = Quotas(event.nodes, event.half_life_s, state.pool.slots_per_gpu), state.quota_use
-    state.count_use(QuotaUse(quotas, at, {} if known is None else known.weighed(at), {}, at))
+    use = {} if state.quota_use is None else state.quota_use.weighed(at)
+    state.count_use(QuotaUse(event.nodes, event.half_life_s, at, use, {}, at, state.pool.slots_per_gpu))
 
 
 def _use_weighed(state: SchedulerState, event: ev.UseWeighed, at: float) -> None:
@@ -520,12 +431,9 @@ def _request_dropped(state: SchedulerState, event: ev.RequestDropped, at: float)
 
 
 def _claimed(state: SchedulerState, event: ev.Claimed, at: float) -> None:
-    claim = Claim(
-        event.plan, event.pipeline, event.cluster, event.rank, event.request, event.gpus, event.guaranteed, event.ahead
-    )
     state.plan = max(state.plan, event.plan)
-    state.add_claim(claim)
-    if claim.rank >= 0:
+    state.add_claim(event)
+    if event.rank >= 0:
         state.update_unscheduled_since(state.pipeline(event.pipeline), at)
     for passed in event.passed:
         name, _, request = passed.rpartition("#")
@@ -564,7 +472,7 @@ def _released(state: SchedulerState, event: ev.Released, at: float) -> None:
     held = pipeline.held.pop(event.cluster)
     pipeline.releases[event.cluster] = held.epoch
     _note_hold(pipeline, held, at)
-    state.give_back(held.gpus)
+    state.give_back(event.pipeline, held.gpus)
 
 
 def _note_hold(pipeline: PipelineState, held: HeldCluster, at: float) -> None:
@@ -587,7 +495,7 @@ def _rank_moved(state: SchedulerState, event: ev.RankMoved, at: float) -> None:
     elif event.phase is Phase.ASLEEP:
         rank = pipeline.awake.pop(event.rank)
         pipeline.service += len(gpus) * (at - rank.since)
-        state.give_back(gpus)
+        state.give_back(event.pipeline, gpus)
         if rank.phase is Phase.FAILED:
             pipeline.cooling[event.rank] = at + state.limits.quarantine_s
             pipeline.warm.discard(event.rank)
@@ -617,16 +525,7 @@ def _rank_cooling(state: SchedulerState, event: ev.RankCooling, at: float) -> No
 
 
 def _command_sent(state: SchedulerState, event: ev.CommandSent, at: float) -> None:
-    state.commands[event.command] = PendingCommand(
-        event.command,
-        event.pipeline,
-        event.verb,
-        event.rank,
-        event.cluster,
-        event.epoch,
-        event.deadline,
-        event.incarnation,
-    )
+    state.commands[event.command] = event
 
 
 def _command_ended(state: SchedulerState, event: ev.CommandEnded, at: float) -> None:
@@ -650,9 +549,9 @@ def _fenced(state: SchedulerState, event: ev.Fenced, at: float) -> None:
 def _unregistered(state: SchedulerState, event: ev.Unregistered, at: float) -> None:
     gone = state.pipeline(event.pipeline)
     for held in gone.held.values():
-        state.give_back(held.gpus)
+        state.give_back(event.pipeline, held.gpus)
     for rank in gone.awake:
-        state.give_back(gone.topology.ranks[rank])
+        state.give_back(event.pipeline, gone.topology.ranks[rank])
     del state.pipelines[event.pipeline]
     _count_trainer(state, gone.topology, -1)
     for key in [key for key in state.claims if key[0] == event.pipeline]:
@@ -660,9 +559,8 @@ def _unregistered(state: SchedulerState, event: ev.Unregistered, at: float) -> N
 
 
 def _quarantined(state: SchedulerState, event: ev.GpusQuarantined, at: float) -> None:
-    made = Quarantine(event.gpus, event.pipeline, event.incarnation, event.rank, event.until)
-    state.quarantines = [q for q in state.quarantines if (q.gpus, q.whose) != (made.gpus, made.whose)]
-    state.quarantines.append(made)
+    state.quarantines = [q for q in state.quarantines if (q.gpus, q.whose) != (event.gpus, event.whose)]
+    state.quarantines.append(event)
     state.quarantined.update(event.gpus)
 
 
@@ -673,8 +571,8 @@ def _cleared(state: SchedulerState, event: ev.GpusCleared, at: float) -> None:
 
 
 def _reconnected(state: SchedulerState, event: ev.Reconnected, at: float) -> None:
-    for command in state.commands.values():
-        command.deadline += event.seconds
+    for name, command in state.commands.items():
+        state.commands[name] = replace(command, deadline=command.deadline + event.seconds)
     for pipeline in state.pipelines.values():
         for held in pipeline.held.values():
             held.hold_until += event.seconds

@@ -25,31 +25,25 @@ class QuotaNode(NamedTuple):
     limit: float | None = None
 
 
-def wrong_shares(nodes: Iterable[QuotaNode]) -> Iterator[tuple[str, str]]:
-    """The nodes whose shares cannot be kept, and why."""
+def share_problems(nodes: Iterable[QuotaNode]) -> Iterator[str]:
+    """Shares that cannot be kept, as lines about the keys of a file, such as `groups.NAME.share: ...`."""
     below: dict[str, list[QuotaNode]] = {}
     for node in nodes:
         below.setdefault(node.parent, []).append(node)
     for parent, siblings in below.items():
+        keys = {node.name: f"{node.name.replace(' ', 's.', 1)}.share" for node in siblings}
         whose = f"of {parent}" if parent else "at the top"
         if (total := sum(node.share or 0.0 for node in siblings)) > 1 + 1e-9:
             named = ", ".join(f"{node.name} {node.share:g}" for node in siblings if node.share)
-            yield siblings[0].name, f"the shares {whose} add up to {total:g} ({named}); together they are 1 at most"
-        sharing = [node.name for node in siblings if node.share is not None]
+            first = keys[siblings[0].name]
+            yield f"{first}: the shares {whose} add up to {total:g} ({named}); together they are 1 at most"
+        sharing = next((node.name for node in siblings if node.share is not None), None)
         for node in siblings:
-            if sharing and node.share is None and node.name.startswith("group "):
+            if sharing is not None and node.share is None and node.name.startswith("group "):
                 yield (
-                    node.name,
-                    f"has no share, and {sharing[0]} beside it has one; give it a share (0 lets it run on what others "
-                    "leave)",
+                    f"{keys[node.name]}: has no share, and {sharing} beside it has one; give it a share (0 lets it run "
+                    "on what others leave)"
                 )
-
-
-def share_problems(nodes: Iterable[QuotaNode]) -> Iterator[str]:
-    """The same as lines about the keys of a file, such as `groups.NAME.share: ...`."""
-    for node, why in wrong_shares(nodes):
-        kind, _, name = node.partition(" ")
-        yield f"{kind}s.{name}.share: {why}"
 
 
 class Quotas:
@@ -62,9 +56,10 @@ class Quotas:
             node.name: int(node.limit * slots_per_gpu + 1e-9) for node in self.nodes.values() if node.limit is not None
         }
         self.promised: dict[str, float] = {}
-        """The sum of the shares below each parent."""
+        """The sum of the shares below each parent that has any there."""
         for node in self.nodes.values():
-            self.promised[node.parent] = self.promised.get(node.parent, 0.0) + (node.share or 0.0)
+            if node.share is not None:
+                self.promised[node.parent] = self.promised.get(node.parent, 0.0) + node.share
 
     def above(self, owner: PipelineOptions) -> tuple[str, ...]:
         """The nodes that a job counts for: its user's, its group's, and those above."""

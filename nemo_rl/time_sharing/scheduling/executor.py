@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from nemo_rl.time_sharing.log import events as ev
-from nemo_rl.time_sharing.log.state import Claim, HeldCluster, PendingCommand, PipelineState, SchedulerState
+from nemo_rl.time_sharing.log.state import Claim, HeldCluster, PipelineState, SchedulerState
 from nemo_rl.time_sharing.planning.plan import Plan
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, SLEEP_PHASES, Answer, Command, CommandOutcome, Phase, Verb
 
@@ -204,7 +204,7 @@ class Executor:
         """Next epoch: larger than any of this scheduler, and than any of schedulers whose log was lost."""
         return max(self._state.epoch, self._state.term * _EPOCHS_PER_TERM) + 1
 
-    def _after(self, pending: PendingCommand, outcome: CommandOutcome, version: int) -> None:
+    def _after(self, pending: ev.CommandSent, outcome: CommandOutcome, version: int) -> None:
         pipeline = self._state.pipelines.get(pending.pipeline)
         verb = Verb(pending.verb)
         if verb is Verb.REAP:
@@ -216,13 +216,13 @@ class Executor:
         elif pending.rank in pipeline.awake:
             self._after_rank_command(pipeline, pending, verb, outcome, version)
 
-    def _granted(self, pending: PendingCommand) -> HeldCluster | None:
+    def _granted(self, pending: ev.CommandSent) -> HeldCluster | None:
         """The hold that a GRANT is about; None where it is over, given back before the answer to the GRANT came."""
         pipeline = self._state.pipelines.get(pending.pipeline)
         held = pipeline.held.get(pending.cluster) if pipeline is not None else None
         return held if held is not None and held.epoch == pending.epoch else None
 
-    def _after_grant(self, pending: PendingCommand, outcome: CommandOutcome) -> None:
+    def _after_grant(self, pending: ev.CommandSent, outcome: CommandOutcome) -> None:
         held = self._granted(pending)
         if outcome is CommandOutcome.DONE or held is None:
             return
@@ -236,7 +236,7 @@ class Executor:
             )
 
     def _after_rank_command(
-        self, pipeline: PipelineState, pending: PendingCommand, verb: Verb, outcome: CommandOutcome, version: int
+        self, pipeline: PipelineState, pending: ev.CommandSent, verb: Verb, outcome: CommandOutcome, version: int
     ) -> None:
         """A rank that cannot rise goes back to sleep and cools off; one that cannot fall has its processes ended."""
         name, rank, awake = pending.pipeline, pending.rank, pipeline.awake[pending.rank]
@@ -259,7 +259,7 @@ class Executor:
         self._emit(ev.RankMoved(pipeline.topology.pipeline, rank, Phase.FALLING, epoch))
         self._command(pipeline, Verb.VACATE, rank=rank, epoch=epoch, deadline_s=deadline_s)
 
-    def _after_reap(self, pipeline: PipelineState | None, pending: PendingCommand, outcome: CommandOutcome) -> None:
+    def _after_reap(self, pipeline: PipelineState | None, pending: ev.CommandSent, outcome: CommandOutcome) -> None:
         done = outcome is CommandOutcome.DONE
         whose = (pending.pipeline, pending.incarnation)
         # The end of a whole pipeline is the end of each of its ranks.
@@ -295,7 +295,7 @@ class Executor:
         self._emit(ev.Unregistered(pending.pipeline, pipeline.incarnation, "reaped" if done else "could not be ended"))
         self.lease_claims_on(gpus)
 
-    def _quarantine(self, gpus: tuple[int, ...], pending: PendingCommand) -> None:
+    def _quarantine(self, gpus: tuple[int, ...], pending: ev.CommandSent) -> None:
         until = self._now() + self._state.limits.quarantine_s
         logger.error(
             "event=quarantine gpus=%s pipeline=%s rank=%d until=%.1f", gpus, pending.pipeline, pending.rank, until
@@ -412,7 +412,7 @@ class Executor:
         if pending is not None:
             self._end(pending, outcome)
 
-    def _end(self, pending: PendingCommand, outcome: str) -> None:
+    def _end(self, pending: ev.CommandSent, outcome: str) -> None:
         self._emit(ev.CommandEnded(pending.command, outcome))
         self._outgoing.pop(pending.command, None)
         if self._of_rank.get((pending.pipeline, pending.rank)) == pending.command:

@@ -503,17 +503,14 @@ class Scheduler:
     def set_quotas(self, nodes: tuple[QuotaNode, ...], half_life_s: float, reading: float) -> dict[str, float]:
         """Divides the pool by these quotas from now on; the GPUs of each node whose jobs have more than its limit."""
         self._advance(reading)
-        known = self.state.quota_use
-        if known is None or (tuple(known.quotas.nodes.values()), known.quotas.half_life_s) != (nodes, half_life_s):
+        if (known := self.state.quota_use) is None or (known.nodes, known.half_life_s) != (nodes, half_life_s):
             self._emit(ev.QuotasSet(nodes, half_life_s))
         use, per_gpu = self.state.quota_use, self.state.pool.slots_per_gpu
         assert use is not None  # noqa: S101 - it was set
-        above = {
-            node: use.holds.get(node, 0) for node, most in use.quotas.most.items() if use.holds.get(node, 0) > most
-        }
+        above = {node: n / per_gpu for node, n in use.holds.items() if n > use.quotas.most.get(node, n)}
         self._plan_if_due()
         self._flush()
-        return {node: slots / per_gpu for node, slots in above.items()}
+        return above
 
     def wanted(self, name: str) -> bool:
         """Whether somebody else waits for GPUs that this pipeline holds: to train on them, or to generate at all."""

@@ -19,7 +19,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -251,87 +250,71 @@ class PageServer:
     ) -> None:
         token_to_read = team is not None or token is not None or not of_this_machine(host)
         token = None if team is not None else token or secrets.token_urlsafe(16)
-        known = team.known if team is not None else partial(shows_token, token or "")
-        app = page_app(view, known, token_to_read=token_to_read, act=act, team=team)
+        self._view, self._act, self._team = view, act, team
+        self._known = team.known if team is not None else partial(shows_token, token or "")
+        routes = [
+            Route("/", self._page),
+            Route("/data.json", self._data),
+            Route("/metrics", self._metrics),
+            Route("/jobs/{name}/files/{path:path}", self._files),
+            Route("/jobs/{name}/{what}", self._acted, methods=["POST"]),
+        ]
+        app = guarded_app(routes, self._known, token_to_read=token_to_read, cookie=_COOKIE)
         self._server, self.url = serve_page(app, token, host=host, port=port, name="pool-page")
 
     def close(self) -> None:
         """Stops serving. Safe to call twice."""
         self._server.close()
 
-
-def page_app(
-    view: PoolView,
-    known: Callable[[Sequence[str]], bool],
-    *,
-    token_to_read: bool,
-    act: Act | None,
-    team: TeamAccess | None = None,
-) -> Starlette:
-    """The page as an ASGI application; see `PageServer`. `known`: whether one of some strings is a token that it takes.
-    `token_to_read`: whether reading needs one, and not only acting. `act`, `team`: see `PageServer`.
-    """
-
-    def shown(request: Request) -> list[str]:
+    def _shown(self, request: Request) -> list[str]:
         return [request.query_params.get("token", ""), bearer(request), request.cookies.get(_COOKIE, "")]
 
-    def data_for(request: Request) -> dict[str, object]:
-        if team is None:
-            return view.data() | {"acts": act is not None}
-        rights = next((found for one in shown(request) if one and (found := team.rights(one)) is not None), None)
+    def _data_for(self, request: Request) -> dict[str, object]:
+        if self._team is None:
+            return self._view.data() | {"acts": self._act is not None}
+        rights = next(
+            (found for one in self._shown(request) if one and (found := self._team.rights(one)) is not None), None
+        )
         you = f" You are {rights.user} ({rights.role})." if rights is not None else ""
-        data = view.data(rights.jobs if rights is not None else frozenset())
-        whose = "the Unix users of their submitters, but" if team.run_as_submitter else "one Unix user"
-        return data | {"acts": act is not None, "notice": _NO_BOUNDARY.format(whose) + you}
+        data = self._view.data(rights.jobs if rights is not None else frozenset())
+        whose = "the Unix users of their submitters, but" if self._team.run_as_submitter else "one Unix user"
+        return data | {"acts": self._act is not None, "notice": _NO_BOUNDARY.format(whose) + you}
 
-    def page(request: Request) -> Response:
-        return HTMLResponse(filled_page(TEMPLATE, f"{view.name}: pool", data_for(request)))
+    def _page(self, request: Request) -> Response:
+        return HTMLResponse(filled_page(TEMPLATE, f"{self._view.name}: pool", self._data_for(request)))
 
-    def data(request: Request) -> Response:
-        return JSONResponse(data_for(request))
+    def _data(self, request: Request) -> Response:
+        return JSONResponse(self._data_for(request))
 
-    def metrics(request: Request) -> Response:
-        return Response(view.metrics(), media_type=PROMETHEUS_TEXT)
+    def _metrics(self, request: Request) -> Response:
+        return Response(self._view.metrics(), media_type=PROMETHEUS_TEXT)
 
-    def files(request: Request) -> Response:
+    def _files(self, request: Request) -> Response:
         name, path = request.path_params["name"], request.path_params.get("path", "")
-        token = next((one for one in shown(request) if known([one])), None)
+        token = next((one for one in self._shown(request) if self._known([one])), None)
         if token is None:
             return PlainTextResponse(NEEDS_TOKEN, 403)
-        if team is not None:
+        if self._team is not None:
             try:
-                team.see_logs(name, token)
+                self._team.see_logs(name, token)
             except UserError as error:
                 return PlainTextResponse(f"{error}\n", 403)
-        folder = view.folder_of(name)
+        folder = self._view.folder_of(name)
         if folder is None:
             return PlainTextResponse(f"{name}: has not said yet where its logs are\n", 404)
         # Commands write into the pool's own folder, where the files of other users' jobs are, too.
-        return file_of(folder, path, f"{name}." if team is not None and view.is_of_pool(folder) else "")
+        return file_of(folder, path, f"{name}." if self._team is not None and self._view.is_of_pool(folder) else "")
 
-    def acted(request: Request) -> Response:
+    def _acted(self, request: Request) -> Response:
         name, what = request.path_params["name"], request.path_params["what"]
-        if act is None or what not in _ACTIONS:
+        if self._act is None or what not in _ACTIONS:
             return PlainTextResponse("see /\n", 404)
-        if not known([bearer(request)]):
+        if not self._known([bearer(request)]):
             return PlainTextResponse(NEEDS_TOKEN, 403)
         try:
-            return PlainTextResponse(f"{name}: {act(what, name, bearer(request))}\n")
+            return PlainTextResponse(f"{name}: {self._act(what, name, bearer(request))}\n")
         except UserError as error:
             return PlainTextResponse(f"{error}\n", 409)
-
-    return guarded_app(
-        [
-            Route("/", page),
-            Route("/data.json", data),
-            Route("/metrics", metrics),
-            Route("/jobs/{name}/files/{path:path}", files),
-            Route("/jobs/{name}/{what}", acted, methods=["POST"]),
-        ],
-        known,
-        token_to_read=token_to_read,
-        cookie=_COOKIE,
-    )
 
 
 _BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
