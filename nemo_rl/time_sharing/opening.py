@@ -159,9 +159,9 @@ def close_pool(actor: Any) -> None:
                     ray.get(actor.end.remote(standing.name), timeout=_ANSWER_S)
             wait_for_pipelines(actor, timeout_s=handles.limits.reap_s, but_waiting=True)
             _wait_until_reaped(handles)
-            ray.get(actor.leave_hosts.remote(), timeout=_ANSWER_S)
             if not ray.get(actor.settle_notices.remote(_NOTICES_S), timeout=_ANSWER_S + _NOTICES_S):
                 logger.error("pool=%s close=ends_not_posted after_s=%g", POOL_NAME, _NOTICES_S)
+            ray.get(actor.leave_hosts.remote(), timeout=_ANSWER_S + _NOTICES_S)
         except ray.exceptions.RayError as error:
             logger.error("pool=%s close=not_answered reason=%s", POOL_NAME, str(error).partition("\n")[0])
 

@@ -9,7 +9,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -34,7 +36,7 @@ from nemo_rl.time_sharing.agents.host_use import (
 from nemo_rl.time_sharing.agents.ray_reaper import INCARNATION_VARIABLE, PIPELINE_VARIABLE, agent_variables
 from nemo_rl.time_sharing.log.pool_state import HostLimits, HostUse, PoolState, Standing, Submission
 from nemo_rl.time_sharing.pipelines.job import read_jobs
-from nemo_rl.time_sharing.pool_jobs import PoolError, PoolOptions
+from nemo_rl.time_sharing.pool_jobs import PoolError, PoolJobs, PoolOptions
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.viewing import page_server
 from nemo_rl.time_sharing.viewing.page_server import PoolView
@@ -150,6 +152,22 @@ def test_a_job_that_the_kernel_ended_is_ended_by_name(monkeypatch: pytest.Monkey
     watch.leave()
     assert asked[-1] == [], "no group of a job stays"
     assert watch.caps == "host memory: capped by the pool's watch alone on n1 (no cgroup v2)"
+
+
+def test_the_end_of_a_job_that_the_kernel_ended_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    def died(*_: object, **__: object) -> None:
+        raise ray.exceptions.ActorDiedError
+
+    monkeypatch.setattr(ray, "get", died)
+    actor: Any = PoolJobs.__new__(PoolJobs)
+    actor._actors, whys, noted = {"one": MagicMock()}, ["ended by the kernel", ""], []
+    actor._hosts = SimpleNamespace(why_by_kernel=lambda job: whys.pop(0))
+    actor._note_end = lambda job, outcome: noted.append((outcome.kind, outcome.reason))
+    for _ in range(2):
+        actor._watch(submitted("one"))
+    assert noted[0] == ("failed", "ended by the kernel") and noted[1][0] == "died"
 
 
 def test_a_job_above_its_disk_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
