@@ -279,8 +279,8 @@ MUTANTS = (
     Mutant(
         "guarantee-without-end",
         _PLANNER,
-        "return awake.guaranteed and (awake.phase is Phase.RISING or plan_state.now < slice_ends)",
-        "return awake.guaranteed",
+        "return awake.phase is Phase.RISING or plan_state.now < slice_ends",
+        "return True",
         "a guaranteed rank is never evicted again",
     ),
     Mutant(
