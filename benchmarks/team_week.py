@@ -27,7 +27,7 @@ from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.reading import Reread
 from nemo_rl.time_sharing.log.state import SchedulerState
 from nemo_rl.time_sharing.planning.apportionment import claimants_of, leaves_of
-from nemo_rl.time_sharing.planning.division import divide_by_quotas
+from nemo_rl.time_sharing.planning.division import Claimant, divide_by_quotas
 from nemo_rl.time_sharing.planning.plan import PlanState, Snapshot
 from nemo_rl.time_sharing.simulation.scenario import Scenario
 from nemo_rl.time_sharing.simulation.scenario_reading import parse_scenario
@@ -117,6 +117,14 @@ class Day(NamedTuple):
     due: float
 
 
+def _usable(plan_state: PlanState, claimant: Claimant) -> Claimant:
+    """What a job can use now: one whose training waits for its GPUs has no use for engines on others."""
+    pipeline = plan_state.pipelines[claimant.name]
+    widths = [len(pipeline.topology.clusters[cluster].gpus) for cluster in pipeline.wants]
+    most = plan_state.fixed_gpus[claimant.name] + max(widths, default=0)
+    return claimant._replace(minimum=0.0, maximum=float(most)) if widths else claimant
+
+
 class Observer(Record):
     """Follows a run: every so many seconds what each node holds and is due; waits of jobs of high priority."""
 
@@ -167,7 +175,7 @@ class Observer(Record):
             return
         day = int(now / DAY_S)
         plan_state = PlanState(Snapshot.of(self.state), now)
-        leaves = leaves_of(plan_state, claimants_of(plan_state))
+        leaves = leaves_of(plan_state, [_usable(plan_state, one) for one in claimants_of(plan_state)])
         away = len(self.state.withheld)
         due = divide_by_quotas(plan_state.slots - away, leaves, use.quotas, {}).entitled
         for leaf in leaves:

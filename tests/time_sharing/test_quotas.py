@@ -160,6 +160,21 @@ def test_free_gpus_go_by_shares_and_borrowed_ones_come_back() -> None:
     assert len(fleet.state.pipelines["a"].awake) == 6, "reclaimed"
 
 
+def test_many_jobs_of_one_group_take_no_turns_from_a_group_with_a_larger_share() -> None:
+    fleet = team(2)
+    fleet.add("a", [], [0, 1], demand=1000, user="ann", group="vision")  # type: ignore[arg-type]
+    names = [f"b{number}" for number in range(4)]
+    for name in names:
+        fleet.add(name, [], [0, 1], demand=100, user="bob", group="nlp")  # type: ignore[arg-type]
+    starved = 6 * fleet.state.limits.aging_s + 1.0
+    for part in (0.3, 0.5, 0.7, 0.9):
+        fleet.carry_out(sound(fleet, part * starved), part * starved)
+    assert len(fleet.state.pipelines["a"].awake) == 2, "those of nlp would have less than half a GPU each"
+    fleet.carry_out(sound(fleet, starved), starved)
+    served = [rank for name in names for rank in fleet.state.pipelines[name].awake.values()]
+    assert served and all(rank.guaranteed for rank in served), "the shares let no job starve"
+
+
 def limited(most: float, **options: Any) -> Fleet:
     fleet = team(4, QuotaNode("group nlp", limit=most), QuotaNode("user bob", "group nlp"))
     fleet.add("b", [0, 1], [0, 1, 2, 3], demand=100, user="bob", group="nlp", **options)  # type: ignore[arg-type]

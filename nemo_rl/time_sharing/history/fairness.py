@@ -124,6 +124,7 @@ class FairnessChecks:
         self._time = 0.0
         self._quotas = NO_QUOTAS
         self._use: Mapping[str, float] = {}
+        self._quarantines: set[int] = set()
         self._claims: list[ev.Claimed] = []
         self._evictions: list[_Eviction] = []
         self._first_ranks: set[str] = set()
@@ -140,6 +141,7 @@ class FairnessChecks:
             ev.Unregistered: self._unregistered,
             ev.CommandEnded: lambda entry, event: None,
             ev.GpusQuarantined: self._quarantined,
+            ev.GpusCleared: lambda entry, event: self._quarantines.difference_update(event.gpus),
         }
         self._table.update(dict.fromkeys(NODE_EVENTS, self._node))
         of_pipeline: dict[type, Callable[[Entry, Any, _Pipeline], None]] = {
@@ -390,6 +392,7 @@ class FairnessChecks:
         self._bound.add_fault(event.pipeline, pipeline.mapped, entry.time - self._bound.limit("lease_s"), until)
 
     def _quarantined(self, entry: Entry, event: ev.GpusQuarantined) -> None:
+        self._quarantines.update(event.gpus)
         self._bound.add_fault(event.pipeline, event.gpus, entry.time, event.until + self._bound.limit("reap_s"))
 
     def _cooling(self, entry: Entry, event: ev.RankCooling, pipeline: _Pipeline) -> None:
@@ -471,6 +474,8 @@ class FairnessChecks:
         if giver.spec.min_share or taker.spec.min_share or giver.spec.scavenges:
             return
         pull = {name: giver.pull, by: taker.pull} if not self._quotas.nodes else self._pulls()
+        if self._quotas.promised and pull[name] - giver.fixed < giver.tp / 2:
+            return
         share = (giver.gpus + taker.gpus) * pull[by] / (pull[name] + pull[by])
         # A rank that is wider than the taker's gives up more GPUs than are taken.
         slack = max(0, giver.tp - taker.tp)
@@ -495,7 +500,8 @@ class FairnessChecks:
             for name, one in self._pipelines.items()
         ]
         used = (one for one in pullers if one.work or one.fixed)
-        return pulls(self._quotas, self._use, self._bound.absences.pool.slots, used)
+        slots = frozenset(range(self._bound.absences.pool.slots))
+        return pulls(self._quotas, self._use, len(slots - self._bound.absences.gone - self._quarantines), used)
 
 
 MOST_WEIGHT = 4.0

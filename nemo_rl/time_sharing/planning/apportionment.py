@@ -18,7 +18,7 @@ from operator import attrgetter
 import numpy as np
 
 from nemo_rl.time_sharing.log.state import PipelineState
-from nemo_rl.time_sharing.planning.division import Claimant, Leaf, divide_by_quotas, fill, whole_ranks
+from nemo_rl.time_sharing.planning.division import Claimant, Division, Leaf, divide_by_quotas, fill, whole_ranks
 from nemo_rl.time_sharing.planning.plan import (
     BLOCKED,
     FREE,
@@ -47,7 +47,8 @@ class PipelineShare:
     work and weight alone; pipelines that want the same GPUs are compared by these, since the bounds of a share
     elsewhere in the pool do not concern these GPUs. minimum: guaranteed GPUs. `ranks_up` and `gpus`: its present ranks
     and GPUs; `now`: its present service, `less_one` that with one rank less; `surplus`: it has more ranks than it can
-    use. `free_ranks`: ranks on GPUs that are still free when the scan comes to them.
+    use; `none_due`: it gives up its ranks to others by the shares of a team. `free_ranks`: ranks on GPUs that are still
+    free when the scan comes to them.
     """
 
     __slots__ = (
@@ -58,6 +59,7 @@ class PipelineShare:
         "less_one",
         "minimum",
         "name",
+        "none_due",
         "now",
         "pull",
         "ranks",
@@ -76,6 +78,7 @@ class PipelineShare:
         self.ranks, self.tp = plan_state.ranks_of(name), plan_state.tp[name]
         self.useful, self.fixed = plan_state.useful[name], plan_state.fixed_gpus[name]
         self.free_ranks: Iterator[int] = iter(())
+        self.none_due = name in plan_state.none_due
         self.update(plan_state.counts[name])
 
     def served(self, gpus: int) -> float:
@@ -94,6 +97,9 @@ class PipelineShare:
         self.gpus = gpus = self.fixed + ranks * tp
         less = gpus - tp
         self.surplus = ranks > self.useful
+        if self.none_due:
+            self.now = self.less_one = math.inf
+            return
         self.now = gpus / minimum - 1.0 if gpus < minimum else gpus / self.pull
         self.less_one = less / minimum - 1.0 if less < minimum else less / self.pull
 
@@ -105,7 +111,7 @@ class WithoutDemand(PipelineShare):
 
     def __init__(self) -> None:
         self.now = self.less_one = math.inf
-        self.surplus = True
+        self.surplus = self.none_due = True
 
 
 def divide(plan_state: PlanState, result: Plan) -> dict[str, PipelineShare]:
@@ -113,20 +119,35 @@ def divide(plan_state: PlanState, result: Plan) -> dict[str, PipelineShare]:
     claimants = claimants_of(plan_state)
     if not claimants:
         return {}
-    budget = plan_state.slots - sum(gpu < plan_state.slots for gpu in plan_state.out_of_use)
-    quotas = plan_state.quotas
-    if not quotas.nodes:
+    budget = plan_state.budget
+    if not plan_state.quotas.nodes:
         entitled = fill(budget, claimants)
         level = budget / sum([c.claim for c in claimants])
         pulls = {c.name: c.claim * level for c in claimants}
     else:
-        entitled, pulls = divide_by_quotas(budget, leaves_of(plan_state, claimants), quotas, plan_state.use)
+        entitled, pulls = _by_quotas(plan_state, claimants)
     result.entitled = entitled
     ranks = whole_ranks(budget, claimants, entitled)
     result.in_ranks = in_ranks = {c.name: ranks[c.name] * c.rank_gpus for c in claimants}
     return {
         c.name: PipelineShare(plan_state, c.name, entitled[c.name], in_ranks[c.name], pulls[c.name], c.minimum)
         for c in claimants
+    }
+
+
+def _by_quotas(plan_state: PlanState, claimants: Sequence[Claimant]) -> Division:
+    leaves = leaves_of(plan_state, claimants)
+    return divide_by_quotas(plan_state.budget, leaves, plan_state.quotas, plan_state.use)
+
+
+def find_none_due(plan_state: PlanState) -> None:
+    """Marks the pipelines to which the shares of a team leave less than half a rank: where jobs outnumber GPUs, each
+    would have one of its own otherwise, and who has more jobs more of the pool.
+    """
+    claimants = claimants_of(plan_state)
+    pulls = _by_quotas(plan_state, claimants).pulls if claimants else {}
+    plan_state.none_due = {
+        name for name, pull in pulls.items() if pull - plan_state.fixed_gpus[name] < plan_state.tp[name] / 2
     }
 
 
@@ -173,7 +194,9 @@ def move_busy(
     """
     if RANK in plan_state.kind:
         moves = _Moves(plan_state, result, shares)
-        for taker in sorted([p for p in takers if p.ranks_up < p.useful], key=lambda p: (p.now, p.name)):
+        for taker in sorted(
+            [p for p in takers if p.ranks_up < p.useful and not p.none_due], key=lambda p: (p.now, p.name)
+        ):
             moves.serve(taker)
 
 
@@ -367,7 +390,7 @@ def _may_give(
         if ranks >= plan_state.useful[donor] or donor not in shares:
             continue
         giver = shares[donor]
-        if giver.now < bar[0] or giver.served(giver.fixed + ranks * giver.tp) < bar[1]:
+        if not giver.none_due and (giver.now < bar[0] or giver.served(giver.fixed + ranks * giver.tp) < bar[1]):
             return False
     return not in_slice(plan_state, donors)
 
@@ -409,6 +432,9 @@ def serve_unscheduled(plan_state: PlanState, result: Plan, name: str, pipeline: 
             result.replan_by(until)
     could_wake, ranks, short = candidates(plan_state, pipeline), pipeline.topology.ranks, None
     near_limit = plan_state.is_near_limit(name)
+    waits = name in plan_state.none_due and not starved
+    if waits:
+        result.replan_by(due)
     for rank in could_wake:
         gpus = ranks[rank]
         if plan_state.kind[gpus[0]] == BLOCKED:
@@ -420,7 +446,7 @@ def serve_unscheduled(plan_state: PlanState, result: Plan, name: str, pipeline: 
         if state <= FREEING:
             expand(plan_state, result, name, rank, ("unscheduled", since), guaranteed=starved)
             return
-        if state == RANK and not pipeline.held:
+        if state == RANK and not pipeline.held and not waits:
             donors = ranks_to_evict(plan_state, gpus)
             if donors is not None and all((d, r) not in plan_state.shrunk for d, r in donors):
                 held = min(plan_state.pipelines[d].awake[r].slice_began() for d, r in donors)

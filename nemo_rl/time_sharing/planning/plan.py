@@ -290,6 +290,8 @@ class PlanState:
         self.initialising: set[str] = set()
         self.tp: dict[str, int] = {name: p.topology.tp for name, p in snapshot.pipelines.items()}
         self.time_slices: dict[str, float] = {}
+        self.none_due: Set[str] = frozenset()
+        self.budget = snapshot.slots - sum(gpu < snapshot.slots for gpu in snapshot.out_of_use)
         self._usual_holds: dict[Priority, float] = {}
         self.scavengers = {name for name, p in snapshot.pipelines.items() if p.spec.scavenges}
         self.useful: dict[str, int] = {name: useful_ranks(p) for name, p in snapshot.pipelines.items()}
