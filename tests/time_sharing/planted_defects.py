@@ -9,6 +9,7 @@ why.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -110,8 +111,10 @@ def agent_sleeps_without_a_drain(patch: pytest.MonkeyPatch) -> None:
 
 def executor_forgets_deadlines(patch: pytest.MonkeyPatch) -> None:
     def tick(self: Executor, *, isolated: bool) -> float:
-        for pending in self._state.commands.values():
-            pending.deadline += 1e6
+        commands = self._state.commands
+        for name, pending in commands.items():
+            # A copy: the record has the command itself.
+            commands[name] = replace(pending, deadline=pending.deadline + 1e6)
         return original(self, isolated=isolated)
 
     original = Executor.tick
