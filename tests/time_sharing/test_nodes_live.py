@@ -83,7 +83,7 @@ class Watched:
         (found,) = (one for one in self.ask("standings") if one.name == name)
         return found
 
-    def until(self, what: Callable[[], object], seconds: float = 120.0) -> None:
+    def until(self, what: Callable[[], object], seconds: float = 300.0) -> None:
         deadline = time.monotonic() + seconds
         while not what():
             assert time.monotonic() < deadline, self.ask("standings")
