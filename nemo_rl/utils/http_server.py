@@ -110,6 +110,8 @@ class _BoundedProtocol(H11Protocol):
         self._enter("request")
         if len(self.connections) > self.bounds.visitors and (oldest := self.waiting.oldest_but(self)) is not None:
             self.waiting.move(oldest, None)
+            # uvicorn counts it until the loop comes round, and many may connect before that.
+            self.connections.discard(oldest)
             oldest.transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -185,7 +187,7 @@ class BackgroundServer:
             server_header=False,
             date_header=False,
             proxy_headers=False,
-            # Those that make room have not gone yet when the next one is counted.
+            # Those being answered make no room for others.
             limit_concurrency=2 * bounds.visitors,
             h11_max_incomplete_event_size=bounds.head_bytes,
             timeout_keep_alive=math.ceil(bounds.idle_s) + 1,
