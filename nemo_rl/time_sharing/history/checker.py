@@ -82,11 +82,10 @@ def check(entries: Iterable[Entry], *, first_only: bool = False, ended: bool = T
     """Every violation in a record, in order; [] proves that there is none.
 
     Arguments: entries in the order in which they happened, which are read twice (an iterator is kept whole for that);
-    first_only stops at the first; ended says that the run is
-    over, so that what is still open counts as missing (a record of a running or crashed run is checked with False; what
-    is open and overdue is found in both). Raises NothingToCheck for an empty record, and for one with scheduling in it
-    whose pool was never opened. A record without any scheduling, of one training run, is checked for what it holds: its
-    prompts, versions and waits.
+    first_only stops at the first; ended says that the run is over, so that what is still open counts as missing (a
+    record of a running or crashed run is checked with False; what is open and overdue is found in both). Raises
+    NothingToCheck for an empty record, and for one with scheduling in it whose pool was never opened. A record without
+    any scheduling, of one training run, is checked for what it holds: its prompts, versions and waits.
     """
     record = list(entries) if isinstance(entries, Iterator) else entries
     kinds, gaps = survey(record)

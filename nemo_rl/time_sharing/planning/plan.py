@@ -46,6 +46,11 @@ class Snapshot:
         return self.quarantined | self.withheld if self.withheld else self.quarantined
 
     @property
+    def budget(self) -> int:
+        """Slots that engines may be on."""
+        return self.slots - sum(gpu < self.slots for gpu in self.out_of_use)
+
+    @property
     def quotas(self) -> Quotas:
         """The quotas; none where the pool is no team's."""
         return NO_QUOTAS if self.quota_use is None else self.quota_use.quotas
@@ -266,7 +271,7 @@ class PlanState:
         self.pipelines = snapshot.pipelines
         self.owner = snapshot.owner
         self.claimed = snapshot.claimed
-        self.quarantined, self.out_of_use = snapshot.quarantined, snapshot.out_of_use
+        self.quarantined, self.budget = snapshot.quarantined, snapshot.budget
         self.withheld, self.finishing = snapshot.withheld, snapshot.finishing
         self.slots = snapshot.slots
         self.quotas = snapshot.quotas
@@ -291,7 +296,6 @@ class PlanState:
         self.tp: dict[str, int] = {name: p.topology.tp for name, p in snapshot.pipelines.items()}
         self.time_slices: dict[str, float] = {}
         self.none_due: Set[str] = frozenset()
-        self.budget = snapshot.slots - sum(gpu < snapshot.slots for gpu in snapshot.out_of_use)
         self._usual_holds: dict[Priority, float] = {}
         self.scavengers = {name for name, p in snapshot.pipelines.items() if p.spec.scavenges}
         self.useful: dict[str, int] = {name: useful_ranks(p) for name, p in snapshot.pipelines.items()}

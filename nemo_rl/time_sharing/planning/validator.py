@@ -43,7 +43,7 @@ def validate(snapshot: Snapshot, plan: Plan) -> list[str]:
     problems += _priority_changes(snapshot, plan)
     limits = list(_limits(snapshot))
     problems += _above_limits(plan, limits, snapshot.slots)
-    if (promised := sum(plan.in_ranks.values())) > (there := _slots_left(snapshot)):
+    if (promised := sum(plan.in_ranks.values())) > (there := snapshot.budget):
         problems.append(f"rule 16: pipelines are entitled to {promised} of {there} GPUs, in whole ranks")
     unused = (
         freed
@@ -280,8 +280,3 @@ def _above_limits(plan: Plan, limits: Iterable[_Limit], slots: int) -> Iterator[
         gets = {gpu for name, gpu in given if name in limit.below and gpu < slots}
         if gets and len(limit.held | gets) > limit.most:
             yield f"rule 18: {limit.whose} would have {len(limit.held | gets)} slots, its limit is {limit.most}"
-
-
-def _slots_left(snapshot: Snapshot) -> int:
-    """Slots that engines may be on."""
-    return snapshot.slots - sum(gpu < snapshot.slots for gpu in snapshot.out_of_use)
