@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,14 +22,14 @@ from nemo_rl.distributed.accelerator_slots import CPU
 from nemo_rl.time_sharing.agents.ray_reaper import actors_in, agent_namespace
 from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log import events as ev
-from nemo_rl.time_sharing.log.pool_state import Standing
 from nemo_rl.time_sharing.log.reading import merge_by_machine_time
 from nemo_rl.time_sharing.opening import LIVE_LIMITS, close_pool, open_pool
 from nemo_rl.time_sharing.pipelines.job import Job, read_jobs
 from nemo_rl.time_sharing.pipelines.shared_cluster import reservations
 from nemo_rl.time_sharing.protocol.topology import Pool
-from nemo_rl.utils.record_events import GroupTrained, RequestFinished, StepFinished
+from nemo_rl.utils.record_events import GroupTrained, StepFinished
 from tests.end_to_end.test_runs import BASE, ROOT
+from tests.time_sharing.watched import Watched, served
 from tests.two_nodes import second_node
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -41,7 +41,8 @@ _THERE, _HERE = 0, _SLOTS  # the first slot of the node that leaves, and of the 
 @contextmanager
 def first_on_second_node() -> Iterator[None]:
     """The pool's node 0 is the second Ray node: this one has too few free slots until that is reserved."""
-    held = placement_group([{"cpu_slot": 2}])
+    here = ray.get_runtime_context().get_node_id()
+    held = placement_group([{"cpu_slot": 2}], strategy="STRICT_PACK", _soft_target_node_id=here)
     assert held.wait(30)
 
     def let_go() -> None:
@@ -70,41 +71,18 @@ def job(folder: Path, model: Path, name: str, steps: int, **mapping: list[int]) 
     return replace(made, options={**made.options, "rank_batch": 1}, measures_batch=False)
 
 
-class Watched:
-    """A pool's actor, asked until something is so."""
-
-    def __init__(self, actor: Any) -> None:
-        self.actor = actor
-
-    def ask(self, method: str, *arguments: object) -> Any:
-        return ray.get(getattr(self.actor, method).remote(*arguments), timeout=60)
-
-    def standing(self, name: str) -> Standing:
-        (found,) = (one for one in self.ask("standings") if one.name == name)
-        return found
-
-    def until(self, what: Callable[[], object], seconds: float = 300.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not what():
-            assert time.monotonic() < deadline, self.ask("standings")
-            time.sleep(0.3)
-
-    def submit_here(self, job: Job) -> None:
-        """Submits a job until its process is on this Ray node: Ray chooses one."""
-        for _ in range(20):
-            self.ask("submit", job)
-            namespace, (name,) = agent_namespace(job.name), actors_in(agent_namespace(job.name))
-            actor = ray.get_actor(name, namespace=namespace)
-            found: Any = actors(actor._actor_id.hex())
-            if found["Address"]["NodeID"] == ray.get_runtime_context().get_node_id():
-                return
-            self.ask("cancel", job.name)
-            self.until(lambda: self.standing(job.name).outcome is not None)
-        raise AssertionError("Ray never chose this node")
-
-    def steps(self, name: str) -> int:
-        progress = self.standing(name).progress
-        return progress.step if progress is not None else 0
+def submit_here(pool: Watched, job: Job) -> None:
+    """Submits a job until its process is on this Ray node: Ray chooses one."""
+    for _ in range(20):
+        pool.ask("submit", job)
+        namespace, (name,) = agent_namespace(job.name), actors_in(agent_namespace(job.name))
+        actor = ray.get_actor(name, namespace=namespace)
+        found: Any = actors(actor._actor_id.hex())
+        if found["Address"]["NodeID"] == ray.get_runtime_context().get_node_id():
+            return
+        pool.ask("cancel", job.name)
+        pool.until(lambda: pool.standing(job.name).outcome is not None)
+    raise AssertionError("Ray never chose this node")
 
 
 def test_a_node_leaves_while_a_job_trains_on_it_and_comes_back(
@@ -114,7 +92,7 @@ def test_a_node_leaves_while_a_job_trains_on_it_and_comes_back(
     log_dir = tmp_path / "pool"
     log_dir.mkdir()
     moves = job(tmp_path, tiny_model, "moves", 6, infer_device_mapping=[_THERE, _HERE])
-    stays = job(tmp_path, tiny_model, "stays", 40, train_device_mapping=[_HERE], infer_device_mapping=[_THERE, _HERE])
+    stays = job(tmp_path, tiny_model, "stays", 1000, train_device_mapping=[_HERE], infer_device_mapping=[_THERE, _HERE])
     with second_node(tmp_path, _SLOTS) as ray_node:
         with first_on_second_node():
             actor: Any = open_pool(Pool(2, _SLOTS), CPU, log_dir, LIVE_LIMITS)
@@ -135,7 +113,7 @@ def test_a_node_leaves_while_a_job_trains_on_it_and_comes_back(
             assert moved.outcome is not None and moved.outcome.kind == "done", moved.outcome
             assert (moved.train, moved.infer) == ((_HERE,), (_HERE,))
             assert pool.ask("add_node", ray_node[:8])[0].endswith(": here")
-            pool.submit_here(stays)
+            submit_here(pool, stays)
             pool.until(lambda: pool.steps("stays") >= 2)
             pool.ask("drain_node", ray_node[:8], 120.0)
             pool.until(lambda: pool.ask("nodes")[0].state == "away")
@@ -143,8 +121,8 @@ def test_a_node_leaves_while_a_job_trains_on_it_and_comes_back(
             pool.until(lambda: pool.steps("stays") > steps)
             pool.ask("add_node", "0")
             back = time.time()
-            served = tmp_path / "logs" / "stays"
-            pool.until(lambda: _served_since(served, 0, back))
+            logs = tmp_path / "logs" / "stays"
+            pool.until(lambda: any(shard == 0 and at > back for shard, at in served(logs)))
             assert not pool.standing("stays").moving
             pool.ask("drain", "stays")
             pool.until(lambda: pool.standing("stays").outcome is not None)
@@ -158,13 +136,3 @@ def test_a_node_leaves_while_a_job_trains_on_it_and_comes_back(
     assert len(trained) == len(set(trained)) == 6 * 4
     kinds = [type(e.event) for e in entries if isinstance(e.event, ev.NodeDraining | ev.NodeAway | ev.NodeHere)]
     assert kinds == [ev.NodeDraining, ev.NodeAway, ev.NodeHere] * 2
-
-
-def _served_since(folder: Path, shard: int, since: float) -> bool:
-    from nemo_rl.utils.record import read_record
-
-    for path in folder.rglob("record.jsonl"):
-        entries = read_record(path, recover=True)
-        if any(isinstance(e.event, RequestFinished) and e.event.shard == shard and e.time > since for e in entries):
-            return True
-    return False

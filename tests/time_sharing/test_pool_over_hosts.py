@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import yaml
 
 from nemo_rl.distributed.accelerator_slots import CPU
 from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log.reading import merge_by_machine_time
-from nemo_rl.time_sharing.opening import LIVE_LIMITS, close_pool, open_pool, wait_for_pipelines
+from nemo_rl.time_sharing.opening import LIVE_LIMITS, close_pool, open_pool
 from nemo_rl.time_sharing.pipelines.job import read_jobs
 from nemo_rl.time_sharing.protocol.topology import Pool
-from nemo_rl.utils.record_events import RequestFinished, StepFinished
+from nemo_rl.utils.record_events import StepFinished
 from tests.data_plane.conftest import has_mooncake, plane_config
 from tests.end_to_end.test_runs import BASE, ROOT
+from tests.time_sharing.watched import Watched, served
 from tests.two_nodes import second_node
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
-_STEPS, _SLOTS = 12, 3
+_STEPS, _SLOTS = 1000, 3
 
 
 def test_a_job_trains_on_one_host_and_generates_on_both(
@@ -39,7 +38,7 @@ def test_a_job_trains_on_one_host_and_generates_on_both(
         "defaults": str(ROOT / "examples" / "configs" / "grpo_arithmetic_async_cpu.yaml"),
         "policy": {"model_name": str(tiny_model)},
         "logger": {"log_dir": str(tmp_path / "logs"), "tensorboard_enabled": False},
-        "checkpointing": {"enabled": False},
+        "checkpointing": {"enabled": True, "checkpoint_dir": str(tmp_path / "saved"), "save_period": 1000},
         "weight_sync": {"verify": True},
         "data_plane": plane_config(storage).model_dump(exclude_unset=True),
     }
@@ -53,20 +52,20 @@ def test_a_job_trains_on_one_host_and_generates_on_both(
     job = replace(job, options={**job.options, "rank_batch": 1}, measures_batch=False)
     with second_node(tmp_path, _SLOTS):
         actor: Any = open_pool(pool, CPU, log_dir, LIVE_LIMITS)
+        watched = Watched(actor)
         try:
-            ray.get(actor.submit.remote(job), timeout=60)
-            hosts, deadline = 0, time.monotonic() + 300
-            while not (outcomes := wait_for_pipelines(actor, timeout_s=0)) and time.monotonic() < deadline:
-                (standing,) = ray.get(actor.standings.remote(), timeout=60)
-                hosts = max(hosts, len(standing.hosts))
-                time.sleep(0.5)
+            watched.ask("submit", job)
+            watched.until(lambda: {shard for shard, _ in served(tmp_path / "logs")} == {0, 1})
+            # What it takes is measured on both hosts.
+            watched.until(lambda: len(watched.standing("both").hosts) == 2)
+            watched.ask("drain", "both")
+            watched.until(lambda: watched.standing("both").outcome is not None)
+            standing = watched.standing("both")
         finally:
             close_pool(actor)
-    assert outcomes["both"].kind == "done", outcomes["both"].reason
-    assert hosts == 2, "what it takes is measured on both"
+    assert standing.outcome is not None and standing.outcome.kind == "drained", standing.outcome
     entries = list(merge_by_machine_time(sorted(log_dir.glob("*.jsonl"))))
     assert check(entries) == []
     events = [entry.event for entry in entries]
-    assert sum(isinstance(event, StepFinished) for event in events) == _STEPS
-    served = {event.shard for event in events if isinstance(event, RequestFinished) and event.outcome == "done"}
-    assert served == {0, 1}
+    steps = [event.step for event in events if isinstance(event, StepFinished)]
+    assert steps == list(range(len(steps)))
