@@ -12,7 +12,9 @@ import re
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Generator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -31,7 +33,7 @@ from nemo_rl.config.errors import UserError, first_line
 logger = logging.getLogger(__name__)
 
 LOCAL = "local"
-_ANSWER_S = 5.0
+_ANSWER_S, _JOIN_S = 5.0, 120.0
 _LINE_OF_RAY = re.compile(rb"\[\d{4}-\d\d-\d\d |[IWEF]\d{4} \d\d:|WARNING: All log messages before absl")
 """How a line begins that Ray's compiled code, or gRPC below it, writes."""
 
@@ -47,8 +49,8 @@ def credentials() -> tuple[str, str]:
 
 
 def join_cluster(address: str, credentials: tuple[str, str] | None = None) -> None:
-    """Joins a running cluster without showing its workers' output. Raises RayStartError: it does not answer, or has
-    another token. `credentials`: see `credentials`; by default from the environment.
+    """Joins a running cluster without showing its workers' output. Raises RayStartError: it does not answer, has
+    another token, or does not let this process in. `credentials`: see `credentials`; by default from the environment.
     """
     if credentials is not None:
         os.environ["RAY_AUTH_MODE"], token = credentials
@@ -56,9 +58,25 @@ def join_cluster(address: str, credentials: tuple[str, str] | None = None) -> No
             os.environ["RAY_AUTH_TOKEN"] = token
         _read_credentials_again()
     probe(address)
+    joined: Future[object] = Future()
+
+    def join() -> None:
+        # Ray tells every thread but the main one that it leaves signals alone.
+        logging.getLogger("ray._private.worker").setLevel(logging.ERROR)
+        try:
+            joined.set_result(ray.init(address=address, log_to_driver=False, configure_logging=False))
+        except Exception as error:  # noqa: BLE001 - raised where it is waited for
+            joined.set_exception(error)
+
     try:
         with without_errors_of_others():
-            ray.init(address=address, log_to_driver=False, configure_logging=False)
+            threading.Thread(target=join, name="join_cluster", daemon=True).start()
+            joined.result(_JOIN_S)
+    except TimeoutError as error:
+        raise RayStartError(
+            f"the Ray cluster {address} answers, but has not let this process in within {_JOIN_S:g} s; the load "
+            f"average here is {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores: try again when it is less"
+        ) from error
     except (ConnectionError, RuntimeError, RayError) as error:
         raise RayStartError(f"{address} cannot be joined: {first_line(error)}") from error
 

@@ -156,15 +156,18 @@ def _plain(error: BaseException) -> str:
 
 
 def how_it_ended(error: BaseException) -> str:
-    """Ray's message about an actor that is gone, on one line: its first sentence, its process, how that ended, and why
-    where its first steps failed.
+    """Ray's message about an actor that is gone, on one line: its first sentence, its process, how that or its node
+    ended, and why where its first steps failed.
     """
     text = _plain(error)
     process = re.search(r"^\s*pid: \d+$", text, re.MULTILINE)
     # Ray's guesses at the causes follow.
     end = re.search(r"Worker exit type: .*?(?= Some common causes|$)", text, re.MULTILINE)
+    node = re.search(r"because its node has died.*(?:\n.*the actor's node was.*)?", text)
     failed = re.search(r"^nemo_rl[\w.]*Error: .*$", text, re.MULTILINE)
-    return " ".join([first_line(error), *(found[0].strip() for found in (process, end, failed) if found)])
+    return " ".join(
+        [first_line(error), *(" ".join(found[0].split()) for found in (process, end, node, failed) if found)]
+    )
 
 
 def _last_line(traceback: str) -> str:

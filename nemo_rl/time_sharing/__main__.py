@@ -50,8 +50,8 @@ _EXAMPLES = """examples:
   python -m nemo_rl.time_sharing simulate examples/time_sharing/with_faults.yaml --runs 5
   python -m nemo_rl.time_sharing check two.jsonl
   python -m nemo_rl.time_sharing trace two.jsonl
-  python -m nemo_rl.time_sharing account logs/time_sharing/latest/*.jsonl --by job
-  python -m nemo_rl.time_sharing fit logs/time_sharing/latest/*.jsonl -o mine.yaml
+  python -m nemo_rl.time_sharing account logs/time_sharing/latest --by job
+  python -m nemo_rl.time_sharing fit logs/time_sharing/latest -o mine.yaml
   python -m nemo_rl.time_sharing soak --runs 200
   python -m nemo_rl.time_sharing serve --gpus 8
   python -m nemo_rl.time_sharing page logs/time_sharing/latest
@@ -107,7 +107,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
 
     def of_records(name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
         added = command(name, run, summary)
-        added.add_argument("log", type=Path, nargs="+", help="the record of a run; several are merged by time")
+        added.add_argument("log", type=Path, nargs="+", help="a record, or the folder of a pool's; several are merged")
         recovers = "read a damaged record up to the damage, as a run that did not end"
         added.add_argument("--recover", action="store_true", help=recovers)
         return added

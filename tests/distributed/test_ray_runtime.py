@@ -324,3 +324,15 @@ def test_asking_a_cluster_hides_the_lines_of_ray_alone(capfd: pytest.CaptureFixt
         sys.stderr.write("start: directories 0.0 s\n")
     sys.stderr.write("start: Ray\n")
     assert capfd.readouterr().err == "start: directories 0.0 s\nstart: Ray\n"
+
+
+def test_a_cluster_that_answers_and_lets_nobody_in_is_waited_for_with_a_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    over = threading.Event()
+    monkeypatch.setattr(ray_joining, "probe", ray_joining.do_nothing)
+    monkeypatch.setattr(ray_joining, "_JOIN_S", 0.2)
+    monkeypatch.setattr(ray, "init", lambda **options: over.wait(60))
+    with pytest.raises(RayStartError, match=r"cluster there:1 answers, but has not let this process in within 0.2 s"):
+        ray_joining.join_cluster("there:1")
+    over.set()

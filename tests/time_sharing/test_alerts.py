@@ -159,6 +159,17 @@ def test_promtool_accepts_the_rules_and_each_alert_fires_as_it_should(tmp_path: 
         rule["expr"] = kept
 
 
+@pytest.mark.skipif(PROMTOOL is None, reason="there is no promtool here")
+def test_promtool_accepts_each_query_of_the_dashboard(tmp_path: Path) -> None:
+    targets = [target["expr"] for panel in json.loads(BOARD.read_text())["panels"] for target in panel["targets"]]
+    # As Grafana sends them: a variable is its values, an interval is a time.
+    queries = [re.sub(r"\$\w+", "all", re.sub(r"\$__\w+", "5m", query)) for query in targets]
+    rules = [{"record": f"panel:{number}", "expr": query} for number, query in enumerate(queries)]
+    (tmp_path / "board.yaml").write_text(yaml.safe_dump({"groups": [{"name": "board", "rules": rules}]}))
+    done = promtool("check", "rules", tmp_path / "board.yaml")
+    assert done.returncode == 0 and f"{len(targets)} rules found" in done.stdout, done.stdout + done.stderr
+
+
 class Hook:
     """An HTTP server that keeps what is posted to it, after an answer of the test's choice."""
 

@@ -353,6 +353,21 @@ def test_an_empty_file_proves_nothing(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "there is no record in it" in capsys.readouterr().err
 
 
+def test_a_folder_stands_for_the_records_in_it(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "pool"
+    folder.mkdir()
+    assert main(["account", str(folder)]) == 2
+    assert f"{folder}: has no records" in capsys.readouterr().err
+    (folder / "scheduler.jsonl").write_bytes(log.read_bytes())
+    (folder / "pool.json").write_text("{}")
+    for command in ("account", "check"):
+        said = []
+        for given in (folder, log):
+            assert main([command, str(given)]) == 0
+            said.append(capsys.readouterr().out.replace(str(given), "").rpartition("(")[0])
+        assert said[0] == said[1]
+
+
 @pytest.mark.parametrize("wrong", ["-1", "0", "nan", "inf", "soon"])
 def test_a_time_for_which_failed_gpus_are_left_alone_is_seconds_above_zero(
     wrong: str, capsys: pytest.CaptureFixture[str]

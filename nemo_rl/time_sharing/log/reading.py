@@ -102,13 +102,13 @@ def read_logs(given_logs: Sequence[Path], *, recover: bool) -> tuple[list[Entry]
     """The entries of all records given, by time, with the later segments of a scheduler's log.
 
     Args:
-        given_logs: Records of runs, or first segments of schedulers' logs.
+        given_logs: Records of runs, first segments of schedulers' logs, or folders of a pool's records.
         recover: Read a damaged record up to the damage, and write to stderr how far that is.
 
     Returns the entries, and whether all records are whole. Raises UnusableLogError: a segment is missing, or there is
     no entry; RecordDamaged: a record is damaged and `recover` is off, or nothing of it can be read.
     """
-    given = [_segments(log) for log in given_logs]
+    given = [_segments(log) for given_log in given_logs for log in _records(given_log)]
     damaged = [_first_damaged(segments) if recover else None for segments in given]
     whole = all(damage is None for damage in damaged)
     # Entries behind damage would be read without those they rest on.
@@ -123,6 +123,15 @@ def read_logs(given_logs: Sequence[Path], *, recover: bool) -> tuple[list[Entry]
     if not entries:
         raise UnusableLogError(f"{', '.join(map(str, logs))}: is empty; there is no record in it")
     return entries, whole
+
+
+def _records(given: Path) -> list[Path]:
+    if not given.is_dir():
+        return [given]
+    found = sorted({first_segment(path) for path in given.glob("*.jsonl")})
+    if not found:
+        raise UnusableLogError(f"{given}: has no records; give a pool's folder, such as logs/time_sharing/latest")
+    return found
 
 
 def _segments(log: Path) -> list[Path]:
