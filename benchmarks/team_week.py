@@ -50,7 +50,7 @@ LIMITS = {
     "heartbeat_s": 60.0,
     "lease_s": 600.0,
     "aging_s": 120.0,
-    "min_hold_s": 300.0,
+    "min_hold_s": 40.0,
     "max_slice_s": 600.0,
     "plan_interval_s": 2.0,
     "replan_s": 60.0,

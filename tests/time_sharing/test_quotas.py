@@ -110,7 +110,7 @@ def test_no_more_is_divided_than_there_is_and_all_of_it_where_it_can_be_used(
     held = sum(one.fixed for one in leaves if one.above[1] == "group nlp")
     most = cap["ann"] + (nlp if limit is None else max(min(nlp, limit), held))
     assert total == pytest.approx(min(budget, most), abs=1e-6) or trained > budget
-    assert all(pull > 0 for pull in found.pulls.values()) and sum(found.pulls.values()) <= budget + 1e-6
+    assert all(pull > 0 for pull in found.pulls.values()) and sum(found.pulls.values()) <= budget * (1 + 1e-4)
     # The checker works the same out in its own way.
     pullers = [quota_checks.Puller(one.claimant.name, one.above, one.claimant.claim, one.fixed) for one in leaves]
     assert quota_checks.pulls(Quotas(nodes, 60.0), use, budget, pullers) == pytest.approx(found.pulls, rel=1e-9)
@@ -161,7 +161,7 @@ def test_free_gpus_go_by_shares_and_borrowed_ones_come_back() -> None:
 
 
 def test_many_jobs_of_one_group_take_no_turns_from_a_group_with_a_larger_share() -> None:
-    fleet = team(2)
+    fleet = team(2, LAB[0], LAB[1]._replace(share=0.8), LAB[2]._replace(share=0.2), *LAB[3:])
     fleet.add("a", [], [0, 1], demand=1000, user="ann", group="vision")  # type: ignore[arg-type]
     names = [f"b{number}" for number in range(4)]
     for name in names:
@@ -169,7 +169,7 @@ def test_many_jobs_of_one_group_take_no_turns_from_a_group_with_a_larger_share()
     starved = 6 * fleet.state.limits.aging_s + 1.0
     for part in (0.3, 0.5, 0.7, 0.9):
         fleet.carry_out(sound(fleet, part * starved), part * starved)
-    assert len(fleet.state.pipelines["a"].awake) == 2, "those of nlp would have less than half a GPU each"
+    assert len(fleet.state.pipelines["a"].awake) == 2, "all of nlp is due less than half a GPU"
     fleet.carry_out(sound(fleet, starved), starved)
     served = [rank for name in names for rank in fleet.state.pipelines[name].awake.values()]
     assert served and all(rank.guaranteed for rank in served), "the shares let no job starve"

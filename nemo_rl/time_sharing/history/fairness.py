@@ -64,7 +64,7 @@ class _Pipeline:
         self.clusters = {cluster.name: frozenset(cluster.gpus) for cluster in event.clusters}
         self.mapped = frozenset[int]().union(*self.clusters.values())
         self.slots = {name: sum(gpu < slots for gpu in gpus) for name, gpus in self.clusters.items()}  # without turns
-        self.most = min(max(int(event.max_share * ranks + 1e-9), 1), ranks)
+        self.ranks, self.most = ranks, min(max(int(event.max_share * ranks + 1e-9), 1), ranks)
         self.demand, self.rank_batch = 0, event.rank_batch
         self.leaving = self.paused = False
         self.up: dict[int, float] = {}
@@ -189,6 +189,9 @@ class FairnessChecks:
 
     def _add_wait(self, name: str, cluster: str, since: float, until: float, what: str) -> None:
         pipeline = self._pipelines[name]
+        needs = pipeline.tp if cluster == ACTOR_INFER else pipeline.slots[cluster]
+        if any(needs > self._quotas.most.get(node, needs) for node in self._quotas.above(pipeline.spec)):
+            return  # a limit was lowered below what it needs
         if not pipeline.withdraws or cluster == ACTOR_INFER:
             words = f"{name} {what} {since:.1f} s"
             wait = GpuWait(name, pipeline.clusters[cluster], since, until, words, cluster != ACTOR_INFER)
@@ -471,12 +474,17 @@ class FairnessChecks:
         giver, taker = self._pipelines.get(name), self._pipelines.get(by)
         if giver is None or taker is None or giver.ranks_up >= giver.useful:
             return
-        if giver.spec.min_share or taker.spec.min_share or giver.spec.scavenges:
+        bounded = giver.spec.min_share or taker.spec.min_share
+        if (bounded and not self._quotas.nodes) or giver.spec.scavenges:
             return
         pull = {name: giver.pull, by: taker.pull} if not self._quotas.nodes else self._pulls()
-        if self._quotas.promised and pull[name] - giver.fixed < giver.tp / 2:
-            return
         share = (giver.gpus + taker.gpus) * pull[by] / (pull[name] + pull[by])
+        if self._quotas.nodes and taker.spec.min_share:
+            least = min(math.ceil(taker.spec.min_share * taker.ranks - 1e-9), taker.useful)
+            share = max(share, taker.tp * min(least, int(pull[by] / taker.tp + 1e-9)))
+        if self._quotas.promised and pull[name] - giver.fixed < giver.tp:
+            # One that is due less than a rank gives it to those who lack one.
+            share = max(share, taker.fixed + taker.tp, pull[by] + taker.tp / 2)
         # A rank that is wider than the taker's gives up more GPUs than are taken.
         slack = max(0, giver.tp - taker.tp)
         if taker.gpus > share * (1 + 1e-9) + slack:
@@ -494,7 +502,7 @@ class FairnessChecks:
             Puller(
                 name,
                 self._quotas.above(one.spec),
-                one.pull if one.useful and not one.spec.scavenges else 0.0,
+                one.pull if one.useful and not one.spec.scavenges and self._could_wake(one) else 0.0,
                 one.fixed,
             )
             for name, one in self._pipelines.items()
@@ -502,6 +510,14 @@ class FairnessChecks:
         used = (one for one in pullers if one.work or one.fixed)
         slots = frozenset(range(self._bound.absences.pool.slots))
         return pulls(self._quotas, self._use, len(slots - self._bound.absences.gone - self._quarantines), used)
+
+    def _could_wake(self, pipeline: _Pipeline) -> bool:
+        """Whether a rank of a pipeline is on nodes that stay, or it trains on one that is to leave, and may have it."""
+        gone, leaving = self._bound.absences.gone, self._bound.absences.gone - self._bound.absences.away
+        trained_on = frozenset[int]().union(*(gpus for name, gpus in pipeline.clusters.items() if name != ACTOR_INFER))
+        if not gone or not leaving.isdisjoint(trained_on):
+            return True
+        return any(gone.isdisjoint(pipeline.rank_gpus(rank)) for rank in range(pipeline.ranks))
 
 
 MOST_WEIGHT = 4.0

@@ -177,23 +177,25 @@ def pulls(quotas: Quotas, use: Mapping[str, float], slots: int, pullers: Iterabl
                 parts.setdefault(at[level], []).append(one)
         said = {name: share for name in parts if (share := quotas.share_of(name)) is not None}
         work = {name: sum(one.work for one in jobs) for name, jobs in parts.items()}
-        had = sum(use.get(name, 0.0) for name, share in said.items() if share)
+        had = sum(use.get(name, 0.0) for name in parts if said.get(name) != 0.0)
         alone = sum(work[name] for name in parts if name not in said)
         rest = max(1.0 - quotas.promised.get(path[-1] if path else "", 0.0), 1e-6) if any(said.values()) else alone
         claims = {}
         for name in parts:
             if name in said:
                 own = use.get(name, 0.0)
-                due = had * said[name] / sum(said.values()) if had else 0.0
+                of = sum(said.values()) + (rest if len(said) < len(parts) else 0.0)
+                due = had * said[name] / of if had and any(said.values()) else 0.0
                 factor = (min(max(due / own, 0.5), 2.0) if own else 2.0) if had else 1.0
                 claims[name] = max(said[name] * factor, 1e-6)
             else:
                 claims[name] = max(rest * work[name] / alone if alone else 0.0, 1e-6)
         asking = [name for name in parts if work[name] > 0]
         trained = sum(one.fixed for name, jobs in parts.items() if work[name] == 0 for one in jobs)
+        floors = {name: float(sum(one.fixed for one in parts[name])) for name in asking}
         left = max(pull - trained, 1e-6 * pull)
-        for name in asking:
-            part = left * claims[name] / sum(claims[one] for one in asking)
+        for name, above in _above_floors(left, claims, floors).items():
+            part = max(above, 1e-6 * left)
             if name.startswith("job "):
                 found[parts[name][0].name] = part
             else:
@@ -201,3 +203,17 @@ def pulls(quotas: Quotas, use: Mapping[str, float], slots: int, pullers: Iterabl
 
     below((), float(slots))
     return found
+
+
+def _above_floors(total: float, claims: Mapping[str, float], floors: Mapping[str, float]) -> dict[str, float]:
+    """Parts of a total in proportion to claims, none below its floor where the total allows them all."""
+    kept = dict[str, float]()
+    if total <= sum(floors.values()) > 0:
+        return {name: total * floor / sum(floors.values()) for name, floor in floors.items()}
+    while len(kept) < len(floors):
+        level = (total - sum(kept.values())) / sum(claims[name] for name in floors if name not in kept)
+        low = {name: floor for name, floor in floors.items() if name not in kept and claims[name] * level < floor}
+        if not low:
+            return {name: kept.get(name, claims[name] * level) for name in floors}
+        kept |= low
+    return kept

@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import compress
 from operator import attrgetter
 
@@ -29,9 +30,11 @@ from nemo_rl.time_sharing.planning.plan import (
     PlanState,
     Reason,
     Reservation,
+    Room,
     candidates,
     expand,
     guaranteed_from,
+    guaranteed_seconds,
     rank_state,
     reserved_against,
     slice_seconds,
@@ -47,8 +50,8 @@ class PipelineShare:
     work and weight alone; pipelines that want the same GPUs are compared by these, since the bounds of a share
     elsewhere in the pool do not concern these GPUs. minimum: guaranteed GPUs. `ranks_up` and `gpus`: its present ranks
     and GPUs; `now`: its present service, `less_one` that with one rank less; `surplus`: it has more ranks than it can
-    use; `none_due`: it gives up its ranks to others by the shares of a team. `free_ranks`: ranks on GPUs that are still
-    free when the scan comes to them.
+    use; `none_due`: by the shares of a team it gives up its ranks to those who lack one, and takes none that is of use.
+    `free_ranks`: ranks on GPUs that are still free when the scan comes to them.
     """
 
     __slots__ = (
@@ -90,6 +93,11 @@ class PipelineShare:
         """Number of ranks to add until its entitlement is met or it can use no more."""
         return min(self.useful - self.ranks_up, (self.target - self.gpus) // self.tp)
 
+    @property
+    def lacks(self) -> bool:
+        """Whether one more rank brings it nearer to what it pulls, or is its first."""
+        return self.ranks_up == 0 or self.gpus + self.tp / 2 <= self.pull
+
     def update(self, ranks: int) -> None:
         """Takes in how many ranks it has, or will have."""
         tp, minimum = self.tp, self.minimum
@@ -126,6 +134,9 @@ def divide(plan_state: PlanState, result: Plan) -> dict[str, PipelineShare]:
         pulls = {c.name: c.claim * level for c in claimants}
     else:
         entitled, pulls = _by_quotas(plan_state, claimants)
+        # The minimum of a job is one within what its user has.
+        within = {c.name: int(pulls[c.name] / c.rank_gpus + 1e-9) * c.rank_gpus for c in claimants}
+        claimants = [c._replace(minimum=min(c.minimum, within[c.name])) for c in claimants]
     result.entitled = entitled
     ranks = whole_ranks(budget, claimants, entitled)
     result.in_ranks = in_ranks = {c.name: ranks[c.name] * c.rank_gpus for c in claimants}
@@ -141,14 +152,62 @@ def _by_quotas(plan_state: PlanState, claimants: Sequence[Claimant]) -> Division
 
 
 def find_none_due(plan_state: PlanState) -> None:
-    """Marks the pipelines to which the shares of a team leave less than half a rank: where jobs outnumber GPUs, each
-    would have one of its own otherwise, and who has more jobs more of the pool.
+    """Marks the pipelines to which the shares of a team leave no rank now. Where jobs outnumber GPUs each would have
+    one of its own otherwise, and who has more jobs more of the pool.
+
+    What the groups, and the users in each, are due is rounded to whole GPUs; of a user's jobs that are due less than
+    a rank as many have one as that allows: those of high priority, then those whose slices began last, then those that
+    wait the longest.
     """
     claimants = claimants_of(plan_state)
     pulls = _by_quotas(plan_state, claimants).pulls if claimants else {}
-    plan_state.none_due = {
-        name for name, pull in pulls.items() if pull - plan_state.fixed_gpus[name] < plan_state.tp[name] / 2
-    }
+    due = {name: pull - plan_state.fixed_gpus[name] for name, pull in pulls.items()}
+    plan_state.none_due = set(_none_due(plan_state, due, list(due), 0, round(sum(due.values()))))
+
+
+_STAYS = 0.1
+"""How much less than another part of a GPU that of a node may be which has a GPU for it already."""
+
+
+def _none_due(
+    plan_state: PlanState, due: dict[str, float], names: Sequence[str], depth: int, budget: int
+) -> Iterator[str]:
+    """Those of the pipelines below a node at this depth of the tree for which its budget leaves no rank."""
+    parts: dict[str, list[str]] = {}
+    for name in names:
+        above = plan_state.above[name]
+        parts.setdefault(above[-1 - depth] if depth < len(above) else "", []).append(name)
+    if not parts.keys() - {""}:
+        yield from _beyond(plan_state, due, names, budget)
+        return
+    gpus = {node: max(sum([due[name] for name in below]), 0.0) for node, below in parts.items()}
+    whole = {node: int(part + 1e-9) for node, part in gpus.items()}
+    left = budget - sum(whole.values())
+
+    def order(node: str) -> tuple[float, str]:
+        has = sum([plan_state.counts[name] * plan_state.tp[name] for name in parts[node]])
+        return whole[node] - gpus[node] - (_STAYS if has > whole[node] else 0.0), node
+
+    for node in sorted(parts, key=order):
+        more = left > 0 and gpus[node] > whole[node]
+        left -= more
+        yield from _none_due(plan_state, due, parts[node], depth + 1, whole[node] + more)
+
+
+def _beyond(plan_state: PlanState, due: dict[str, float], names: Sequence[str], budget: float) -> Iterator[str]:
+    few: list[tuple[bool, float, str]] = []
+    for name in names:
+        pipeline, tp = plan_state.pipelines[name], plan_state.tp[name]
+        ranks = max(int(due[name] / tp + 1e-9), pipeline.spec.is_high)
+        budget -= ranks * tp
+        if not ranks:
+            began = max([awake.slice_began() for awake in pipeline.awake.values()], default=plan_state.now)
+            has = plan_state.counts[name] > 0
+            few.append((not has, -began if has else pipeline.unscheduled_since or math.inf, name))
+    for _, _, name in sorted(few):
+        if budget < plan_state.tp[name] / 2:
+            yield name
+        budget -= plan_state.tp[name]
 
 
 def leaves_of(plan_state: PlanState, claimants: Sequence[Claimant]) -> list[Leaf]:
@@ -194,9 +253,7 @@ def move_busy(
     """
     if RANK in plan_state.kind:
         moves = _Moves(plan_state, result, shares)
-        for taker in sorted(
-            [p for p in takers if p.ranks_up < p.useful and not p.none_due], key=lambda p: (p.now, p.name)
-        ):
+        for taker in sorted([p for p in takers if p.ranks_up < p.useful], key=lambda p: (p.now, p.name)):
             moves.serve(taker)
 
 
@@ -213,6 +270,8 @@ class _Moves:
         """Moves ranks to this pipeline until it can use no more or no holder gives one up."""
         holders = self._plan_state.pipelines[taker.name].topology.at_first_gpus(self._givers)
         willing = _willing(holders, self._bar(taker))
+        if taker.none_due:
+            willing = {giver for giver in willing if giver.surplus}
         if taker.tp > 1:
             self._take_wide(taker, _wide_options(self._plan_state, taker, holders, willing, self._shares))
         elif willing:
@@ -235,7 +294,9 @@ class _Moves:
             if giver is None or lease is None:
                 continue
             if not giver.surplus and (
-                giver.now < bar
+                taker.none_due
+                or (giver.none_due and not taker.lacks)
+                or giver.now < bar
                 or giver.less_one < after
                 or plan_state.now < _slice_end(plan_state, lease.pipeline, lease.rank)
             ):
@@ -253,7 +314,7 @@ class _Moves:
             if taker.ranks_up >= taker.useful:
                 return
             has_room = self._plan_state.has_room(taker.name, taker.ranks[rank])
-            if has_room and _may_give(self._plan_state, self._shares, donors, self._bar(taker)):
+            if has_room and _may_give(self._plan_state, self._shares, donors, taker, self._bar(taker)):
                 self._take_over(taker, rank, donors)
 
     def _take_over(self, taker: PipelineShare, rank: int, donors: list[tuple[str, int]]) -> None:
@@ -359,14 +420,22 @@ def _holders(plan_state: PlanState, gpus: tuple[int, ...]) -> list[tuple[str, in
 def in_slice(plan_state: PlanState, donors: list[tuple[str, int]]) -> bool:
     """Whether one of these ranks is in its time slice and of use to its pipeline, had that given all of them."""
     for name, rank in donors:
-        needed = plan_state.counts[name] - given_by(name, donors) < plan_state.useful[name]
-        if needed and name not in plan_state.scavengers and plan_state.now < _slice_end(plan_state, name, rank):
+        if not _is_spare(plan_state, name, donors) and plan_state.now < _slice_end(plan_state, name, rank):
             return True
     return False
 
 
+def _is_spare(plan_state: PlanState, name: str, donors: list[tuple[str, int]]) -> bool:
+    """Whether what this one of the donors would give is of no use to it, or was a gap's."""
+    return name in plan_state.scavengers or plan_state.counts[name] - given_by(name, donors) >= plan_state.useful[name]
+
+
 def _slice_end(plan_state: PlanState, name: str, rank: int) -> float:
-    return plan_state.pipelines[name].awake[rank].slice_began() + slice_seconds(plan_state, name)
+    pipeline = plan_state.pipelines[name]
+    awake, seconds = pipeline.awake[rank], slice_seconds(plan_state, name)
+    if awake.guaranteed:
+        seconds = max(seconds, guaranteed_seconds(pipeline, plan_state.limits))
+    return awake.slice_began() + seconds
 
 
 def given_by(name: str, donors: list[tuple[str, int]]) -> int:
@@ -375,7 +444,11 @@ def given_by(name: str, donors: list[tuple[str, int]]) -> int:
 
 
 def _may_give(
-    plan_state: PlanState, shares: dict[str, PipelineShare], donors: list[tuple[str, int]], bar: _Bar
+    plan_state: PlanState,
+    shares: dict[str, PipelineShare],
+    donors: list[tuple[str, int]],
+    taker: PipelineShare,
+    bar: _Bar,
 ) -> bool:
     """Whether each donor stays at least as well served as the taker becomes, by a margin; ranks that a donor cannot use
     are given without this condition.
@@ -390,6 +463,8 @@ def _may_give(
         if ranks >= plan_state.useful[donor] or donor not in shares:
             continue
         giver = shares[donor]
+        if taker.none_due or (giver.none_due and not taker.lacks):
+            return False
         if not giver.none_due and (giver.now < bar[0] or giver.served(giver.fixed + ranks * giver.tp) < bar[1]):
             return False
     return not in_slice(plan_state, donors)
@@ -406,6 +481,8 @@ def share(plan_state: PlanState, result: Plan) -> None:
         if name not in plan_state.no_expand and not _trains_next(plan_state.pipelines[name])
     ]
     hand_out_free(plan_state, result, takers)
+    if plan_state.rooms:
+        _move_below_limits(plan_state, result, takers, shares)
     move_busy(plan_state, result, takers, shares)
 
 
@@ -426,7 +503,7 @@ def serve_unscheduled(plan_state: PlanState, result: Plan, name: str, pipeline: 
     starved = plan_state.now >= due
     if pipeline.spec.slice_s and not starved:
         result.replan_by(due)
-    options: list[tuple[bool, float, float, int, list[tuple[str, int]]]] = []
+    options: list[tuple[bool, bool, float, float, int, list[tuple[str, int]]]] = []
     for until in pipeline.cooling.values():
         if until > plan_state.now:
             result.replan_by(until)
@@ -441,17 +518,20 @@ def serve_unscheduled(plan_state: PlanState, result: Plan, name: str, pipeline: 
             continue
         state = rank_state(plan_state, gpus, name, rank)
         if near_limit and state <= RANK and not plan_state.has_room(name, gpus):
-            short = short or gpus
+            short = short or (gpus if plan_state.too_small(name, gpus) is None else None)
             continue
         if state <= FREEING:
             expand(plan_state, result, name, rank, ("unscheduled", since), guaranteed=starved)
             return
-        if state == RANK and not pipeline.held and not waits:
+        if state == RANK and not pipeline.held:
             donors = ranks_to_evict(plan_state, gpus)
             if donors is not None and all((d, r) not in plan_state.shrunk for d, r in donors):
+                if waits and not all(_is_spare(plan_state, donor, donors) for donor, _ in donors):
+                    continue
                 held = min(plan_state.pipelines[d].awake[r].slice_began() for d, r in donors)
                 spare = min(plan_state.spare_ranks(d) - given_by(d, donors) for d, _ in donors)
-                options.append((rank not in pipeline.warm, -spare, held, rank, donors))
+                kept = any(d not in plan_state.none_due for d, _ in donors)
+                options.append((rank not in pipeline.warm, kept, -spare, held, rank, donors))
             elif donors is None and (slice_end := _slice_end_on(plan_state, gpus)) > plan_state.now:
                 # Otherwise a rank is on its way up, and its arrival brings the next plan.
                 result.replan_by(slice_end)
@@ -465,7 +545,7 @@ def serve_unscheduled(plan_state: PlanState, result: Plan, name: str, pipeline: 
         plan_state.take_room(name, short)
     elif starved:
         for rank in could_wake:
-            if plan_state.quarantined.isdisjoint(ranks[rank]):
+            if plan_state.quarantined.isdisjoint(ranks[rank]) and plan_state.too_small(name, ranks[rank]) is None:
                 plan_state.reserve(ranks[rank], Reservation(f"{name} (first rank)", name, plan_state.now, None))
                 return
 
@@ -473,11 +553,12 @@ def serve_unscheduled(plan_state: PlanState, result: Plan, name: str, pipeline: 
 def make_room(
     plan_state: PlanState, result: Plan, name: str, gpus: tuple[int, ...], spares: Callable[[tuple[str, int]], bool]
 ) -> None:
-    """Has ranks under the limits that this pipeline's next GPUs would exceed go to sleep, where so many can; nothing
-    else makes way for it there. `spares`: ranks that may not be disturbed.
+    """Has ranks under the limits that this pipeline's next GPUs would exceed go to sleep, where so many can under each
+    of them; nothing else makes way for it there. `spares`: ranks that may not be disturbed.
     """
+    chosen: dict[tuple[str, int], Room] = {}
     for room in plan_state.rooms_of(name):
-        lacks = plan_state.lack(room, gpus)
+        lacks = plan_state.lack(room, gpus) - sum([plan_state.tp[o] for o, _ in chosen if o in room.pipelines])
         ranks = sorted(
             (plan_state.spare_ranks(other) * -1.0, other, rank)
             for other in room.pipelines
@@ -485,17 +566,38 @@ def make_room(
             if (other, rank) not in plan_state.shrunk
             and plan_state.kind[plan_state.ranks_of(other)[rank][0]] == RANK
             and set(gpus).isdisjoint(plan_state.ranks_of(other)[rank])
+            and (other, rank) not in chosen
             and not spares((other, rank))
         )
-        chosen: list[tuple[str, int]] = []
         for _, other, rank in ranks:
             if lacks <= 0:
                 break
-            chosen.append((other, rank))
+            chosen[other, rank] = room
             lacks -= plan_state.tp[other]
-        if lacks <= 0:
-            for other, rank in chosen:
-                plan_state.empty(result, other, rank, ("room", room.whose, room.most, name))
+        if lacks > 0:
+            return
+    for (other, rank), room in chosen.items():
+        plan_state.empty(result, other, rank, ("room", room.whose, room.most, name))
+
+
+def _move_below_limits(
+    plan_state: PlanState, result: Plan, takers: list[PipelineShare], shares: dict[str, PipelineShare]
+) -> None:
+    """Has ranks go to sleep for those of pipelines under the same limit that are served worse and have free GPUs."""
+    lead = 1 + plan_state.limits.hysteresis
+    for taker in sorted([one for one in takers if one.turns > 0], key=attrgetter("now", "name")):
+        name = taker.name
+        if taker.none_due or not plan_state.is_near_limit(name):
+            continue
+        bar = lead * taker.now, taker.served(taker.gpus + taker.tp)
+        for rank in candidates(plan_state, plan_state.pipelines[name]):
+            gpus = taker.ranks[rank]
+            if rank_state(plan_state, gpus, name, rank) == FREE and plan_state.too_small(name, gpus) is None:
+                gives = partial(_may_give, plan_state, shares, taker=taker, bar=bar)
+                make_room(plan_state, result, name, gpus, lambda donor, gives=gives: not gives([donor]))
+                for share in shares.values():
+                    share.update(plan_state.counts[share.name])
+                break
 
 
 def _slice_end_on(plan_state: PlanState, gpus: tuple[int, ...]) -> float:
@@ -503,8 +605,7 @@ def _slice_end_on(plan_state: PlanState, gpus: tuple[int, ...]) -> float:
     for gpu in gpus:
         lease = plan_state.owner[gpu]
         if lease is not None and lease.rank >= 0:
-            pipeline = plan_state.pipelines[lease.pipeline]
-            ends.append(pipeline.awake[lease.rank].slice_began() + slice_seconds(plan_state, lease.pipeline))
+            ends.append(_slice_end(plan_state, lease.pipeline, lease.rank))
     return max(ends)
 
 

@@ -8,6 +8,7 @@ they have any, which count less for who had more than its share of late, else by
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -148,30 +149,29 @@ def _divide_below(
     claims = list(_claims(at, parts, quotas, use))
     claimants = [Claimant(str(i), claims[i], part.least, part.most, 1) for i, part in enumerate(parts)]
     gets = fill(budget, claimants)
-    wanting = sum(claim for claim, part in zip(claims, parts, strict=True) if part.wants)
-    # What jobs that generate nothing train on is had by their node.
+    # What jobs train on is had by their node, whether they generate or not.
     left = max(pull - sum(part.fixed for part in parts if not part.wants), pull * _NEXT_TO_NOTHING)
-    for i, part in enumerate(parts):
-        if not part.wants:
-            continue
-        pulls = left * claims[i] / wanting
+    wanting = [Claimant(str(i), claims[i], part.fixed, math.inf, 1) for i, part in enumerate(parts) if part.wants]
+    for i, filled in fill(left, wanting).items():
+        part, pulls = parts[int(i)], max(filled, left * _NEXT_TO_NOTHING)
         if part.leaf is None:
-            _divide_below(part, gets[str(i)], pulls, quotas, use, division)
+            _divide_below(part, gets[i], pulls, quotas, use, division)
         else:
-            division.entitled[part.name], division.pulls[part.name] = gets[str(i)], pulls
+            division.entitled[part.name], division.pulls[part.name] = gets[i], pulls
 
 
 def _claims(at: _Part, parts: Sequence[_Part], quotas: Quotas, use: Mapping[str, float]) -> Iterator[float]:
     """The claims of the parts below a node: their shares, or what those leave, in proportion to work."""
     shares = [None if part.leaf is not None else quotas.share_of(part.name) for part in parts]
     said = sum(share for share in shares if share is not None)
-    had = sum(use.get(part.name, 0.0) for part, share in zip(parts, shares, strict=True) if share)
+    had = sum(use.get(part.name, 0.0) for part, share in zip(parts, shares, strict=True) if share != 0.0)
     work = sum(part.work for part, share in zip(parts, shares, strict=True) if share is None)
     left = max(1.0 - quotas.promised.get(at.name, 0.0), _NEXT_TO_NOTHING) if said else work
+    together = said + left if None in shares else said
     for part, share in zip(parts, shares, strict=True):
         if share is None:
             yield max(left * part.work / work if work else 0.0, _NEXT_TO_NOTHING)
             continue
-        due, own = had * share / said if said else 0.0, use.get(part.name, 0.0)
+        due, own = had * share / together if said else 0.0, use.get(part.name, 0.0)
         catching_up = min(max(due / own, 1 / MOST_CATCHING_UP), MOST_CATCHING_UP) if own else MOST_CATCHING_UP
         yield max(share * (catching_up if had else 1.0), _NEXT_TO_NOTHING)

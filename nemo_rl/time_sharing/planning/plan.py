@@ -357,6 +357,10 @@ class PlanState:
         """Whether a pipeline can have these GPUs within all limits."""
         return all(room.has(self._slots_of(gpus)) for room in self.rooms_of(name))
 
+    def too_small(self, name: str, gpus: tuple[int, ...]) -> Room | None:
+        """A limit below what these GPUs of a pipeline alone count: it was lowered."""
+        return next((room for room in self.rooms_of(name) if len(self._slots_of(gpus)) > room.most), None)
+
     def take_room(self, name: str, gpus: tuple[int, ...]) -> None:
         """Counts GPUs that a pipeline gets, or waits for."""
         for room in self.rooms_of(name):

@@ -234,6 +234,9 @@ def _serve(plan_state: PlanState, result: Plan, item: QueueItem, pipeline: Pipel
         # Keeps no GPUs from others, since it may wait for days.
         result.waits.append(Wait(item.name, item.cluster, want.request, found.because))
         return
+    if (room := plan_state.too_small(item.name, gpus)) is not None:
+        result.waits.append(Wait(item.name, item.cluster, want.request, ("limit", room.whose, room.most)))
+        return
     if want.priority is Priority.INITIALIZATION and plan_state.limits.max_initialising:
         _check_places(plan_state, item.name, pipeline, found)
     if found.because is None and found.passed:

@@ -269,7 +269,12 @@ def _limits(snapshot: Snapshot) -> Iterator[_Limit]:
         held |= {gpu for gpu, claim in snapshot.claimed.items() if claim.pipeline in below}
         held = {gpu for gpu in held if gpu < slots}
         pipelines = (snapshot.pipelines[name] for name in below)
-        asks = any(pipeline.wants or pipeline.unscheduled_since is not None for pipeline in pipelines)
+        asks = any(
+            pipeline.wants
+            or pipeline.unscheduled_since is not None
+            or pipeline.demand.remaining > len(pipeline.awake) * pipeline.rank_batch
+            for pipeline in pipelines
+        )
         yield _Limit(whose, most, below, held, asks or len(held) > most)
 
 

@@ -529,7 +529,7 @@ class Scheduler:
                 self._end_what_stays()
                 self._executor.retry_quarantined()
         use = self.state.quota_use
-        if use is not None and use.quotas.promised and now >= use.weighed_at + _WEIGH_S:
+        if use is not None and use.quotas.nodes and now >= use.weighed_at + _WEIGH_S:
             self._emit(ev.UseWeighed(use.weighed(now)))
         self._trials.update(now)
         stale = now >= self._planned_at + self.state.limits.replan_s
