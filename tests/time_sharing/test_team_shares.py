@@ -4,14 +4,19 @@ limits that were lowered, and pipelines that stand in the way of nobody.
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 from fleet import Fleet
 
-from nemo_rl.time_sharing.log.events import QuotasSet, UseWeighed
+from nemo_rl.time_sharing.history.fairness import FairnessChecks
+from nemo_rl.time_sharing.log.events import Claimed, NodeAway, PoolOpened, QuotasSet, SchedulerStarted, UseWeighed
 from nemo_rl.time_sharing.planning.division import Claimant, Leaf, divide_by_quotas
 from nemo_rl.time_sharing.planning.plan import Plan, Snapshot
 from nemo_rl.time_sharing.planning.validator import validate
 from nemo_rl.time_sharing.protocol.quotas import QuotaNode, Quotas
+from nemo_rl.time_sharing.scheduling.executor import Executor
+from nemo_rl.utils.record import Entry
 
 HALVES = (QuotaNode("group a", "", 0.5), QuotaNode("group b", "", 0.5))
 """Of two groups with a user each."""
@@ -191,3 +196,33 @@ def test_a_guaranteed_slice_is_not_cut_short_by_other_generation_either() -> Non
     for now in (401.0, 405.0, 409.0):
         assert go(fleet, now).expands == []
     assert [one.pipeline for one in go(fleet, 411.0).expands] == ["c"]
+
+
+def test_a_job_whose_nodes_are_all_away_pulls_at_nothing_for_the_checker_either() -> None:
+    fleet = Fleet(16, 2)
+    checks, record = FairnessChecks(), list[tuple[float, object]]()
+    apply = fleet.state.apply
+
+    def recorded(event: object, at: float) -> None:
+        record.append((at, event))
+        apply(event, at)
+
+    fleet.state.apply = recorded  # type: ignore[method-assign]
+    recorded(PoolOpened(2, 8, asdict(fleet.state.limits)), 0.0)
+    recorded(SchedulerStarted(1, True), 0.0)
+    recorded(QuotasSet((*HALVES, *(QuotaNode(f"user {one}", "group a", 0.5) for one in "xz"), USERS[1]), 3600.0), 0.0)
+    recorded(NodeAway(1), 1.0)
+    add(fleet, "gone", infer=range(8, 16))
+    add(fleet, "here", infer=range(8), user="z")
+    add(fleet, "other", "b", infer=range(8))
+    fleet.wake("here", 0, at=3.0)
+    fleet.wake("other", *range(1, 8), at=3.0)
+    answers: list[object] = []
+    executor = Executor(fleet.state, lambda event: recorded(event, 200.0), answers.append, lambda: 200.0)
+    executor.start(fleet.plan(200.0))
+    for number, (at, event) in enumerate(record):
+        if (handler := checks.handlers().get(type(event))) is not None:
+            handler(Entry(number, at, "scheduler", event), event)
+    checks._end_plan()
+    assert sum(isinstance(event, Claimed) and event.pipeline == "here" for _, event in record) == 3
+    assert checks.found == []
