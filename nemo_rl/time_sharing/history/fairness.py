@@ -477,6 +477,8 @@ class FairnessChecks:
         bounded = giver.spec.min_share or taker.spec.min_share
         if (bounded and not self._quotas.nodes) or giver.spec.scavenges:
             return
+        if self._quotas.nodes and not self._knows_all:
+            return  # those that were registered before the log lost its end pull, too
         pull = {name: giver.pull, by: taker.pull} if not self._quotas.nodes else self._pulls()
         share = (giver.gpus + taker.gpus) * pull[by] / (pull[name] + pull[by])
         if self._quotas.nodes and taker.spec.min_share:
