@@ -46,6 +46,7 @@ from nemo_rl.time_sharing.team import (
     SUBMIT_HIGH,
     Rights,
     Team,
+    TeamError,
     TeamFileError,
     User,
     changes,
@@ -221,13 +222,29 @@ class PoolActor(PoolJobs):
         user's job's.
         """
         with self._acting(token, SUBMIT, job.name) as user:
-            if user is not None and self._team is not None:
-                if job.options.get("priority") == HIGH:
-                    self._team.check(user, SUBMIT_HIGH, job.name)
-                job = replace(job, options={**job.options, "user": user.name, "group": user.group})
-            job = replace(job, unix_user=user.runs_as if user is not None and self._options.run_as_submitter else "")
-            check_unix_user(job)
-            return self._submit(job)
+            return self._submit(self._as_users(job, user))
+
+    def take_over(self, job: Job) -> str:
+        """Submits a job that an earlier pool had not ended, with the rights and the Unix user that its user has in this
+        one. Raises TeamError: its user may not submit it any more; else as `submit`.
+        """
+        user = None
+        if self._team is not None:
+            name = job.options.get("user", "")
+            if (user := self._team.users.get(name)) is None:
+                raise TeamError(f"its user, {name or 'who is not named'}, is none of the team; submit it again")
+            self._team.check(user, SUBMIT, job.name)
+        return self._submit(self._as_users(job, user))
+
+    def _as_users(self, job: Job, user: User | None) -> Job:
+        """A job as it is its user's, by the team file. Raises TeamError, PoolError: see `submit`."""
+        if user is not None and self._team is not None:
+            if job.options.get("priority") == HIGH:
+                self._team.check(user, SUBMIT_HIGH, job.name)
+            job = replace(job, options={**job.options, "user": user.name, "group": user.group})
+        job = replace(job, unix_user=user.runs_as if user is not None and self._options.run_as_submitter else "")
+        check_unix_user(job)
+        return job
 
     def _check_limits(self, topology: Topology) -> None:
         """Raises PoolError: a job needs more GPUs at once than a limit of its user or groups allows."""

@@ -360,10 +360,13 @@ class PoolJobs(Orchestrator):
 
     def create_pipeline_actor(self, job: Job, incarnation: int) -> object:
         """Starts a job's process under the name and in the namespace by which its GPUs can be taken back; its handle.
-        `incarnation`: larger than that of any earlier submission of this pipeline.
+        `incarnation`: larger than that of any earlier submission of this pipeline. Raises PoolError: it has no Unix
+        user, and this pool's jobs run as theirs.
         """
         import ray
 
+        if self._options.run_as_submitter and not job.unix_user:
+            raise PoolError(f"{job.name}: has no Unix user to run as, and would run as the pool's; submit it again")
         variables = variables_of(job)
         if job.unix_user:
             variables[RUN_AS] = job.unix_user
@@ -596,10 +599,6 @@ class PoolJobs(Orchestrator):
         """Has the jobs save and wait for a pool that continues from this one's log; what each does, a line."""
         self._suspended = True
         return [line for submission in self._running() for line in self._move(submission)]
-
-    def take_over(self, job: Job) -> str:
-        """Submits a job that an earlier pool had not ended, as its user's. Raises as `submit`."""
-        return self._submit(job)
 
     def _drain_node(self, node: Node, within_s: float | None) -> list[str]:
         self._nodes.drain(node, within_s)

@@ -28,6 +28,7 @@ from nemo_rl.distributed.unix_users import RUN_AS, UnixUserError, become_user, w
 from nemo_rl.distributed.worker_groups import how_it_ended
 from nemo_rl.time_sharing import pool_jobs
 from nemo_rl.time_sharing.__main__ import main
+from nemo_rl.time_sharing.agents import host_use
 from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.job_queue import JobLimits
 from nemo_rl.time_sharing.log.pool_state import Outcome
@@ -39,13 +40,14 @@ from nemo_rl.time_sharing.pool import PoolActor, check_unix_users
 from nemo_rl.time_sharing.pool_jobs import PoolError, PoolOptions
 from nemo_rl.time_sharing.protocol.topology import Pool as Slots
 from nemo_rl.time_sharing.protocol.types import Limits
-from nemo_rl.time_sharing.team import Team, TeamFileError, User, hash_of
+from nemo_rl.time_sharing.team import Team, TeamError, TeamFileError, User, hash_of
 from tests.end_to_end.test_runs import BASE, ROOT
 from tests.time_sharing.test_jobs import GRPO, only
 
 root_only = pytest.mark.skipif(os.getuid() != 0, reason="only root can run processes as other users")
 SLOTS = Slots(1, 2)
 ANN = User("ann", "lab", "member", ("0" * 64,), "nrl-missing")
+VIC = User("vic", "lab", "viewer", ("1" * 64,))
 
 
 def team(*users: User) -> Team:
@@ -124,26 +126,25 @@ def test_a_pool_that_cannot_run_jobs_as_their_submitters_is_refused(
 
 
 def test_a_unix_user_that_is_missing_or_is_not_asked_for_is_named() -> None:
-    viewer = User("vic", "lab", "viewer", ("1" * 64,), "")
     with pytest.raises(TeamFileError) as refused:
-        check_unix_users(team(ANN, viewer), "/tmp", run_as_submitter=True)
+        check_unix_users(team(ANN, VIC), "/tmp", run_as_submitter=True)
     assert refused.value.problems == [
         "users.ann.unix_user: there is no Unix user 'nrl-missing' on this machine; make one, or name another"
     ], "a viewer submits nothing"
     with pytest.raises(TeamFileError, match=r"users.ann.unix_user: is for serve --run-as-submitter; leave it out"):
-        check_unix_users(team(ANN, viewer), "/tmp", run_as_submitter=False)
-    check_unix_users(team(viewer), "/tmp", run_as_submitter=False)
+        check_unix_users(team(ANN, VIC), "/tmp", run_as_submitter=False)
+    check_unix_users(team(VIC), "/tmp", run_as_submitter=False)
     assert "'root' is root; name a user without its rights" in why_unusable("root")
 
 
 class Begun(PoolActor):
     """A pool's actor without Ray, which keeps the jobs that begin and what was done."""
 
-    def __init__(self, folder: Path, *, run_as_submitter: bool) -> None:
+    def __init__(self, folder: Path, *, run_as_submitter: bool, jobs: int = 1) -> None:
         self.begun: list[Job] = []
-        user = replace(ANN, token_sha256=(hash_of("of-ann"),), unix_user="anna")
-        options = PoolOptions(queue=JobLimits(1), run_as_submitter=run_as_submitter)
-        super().__init__(PoolHandles(None, SLOTS, "cpu", Limits(), str(folder)), team(user), options)
+        users = [replace(ANN, token_sha256=(hash_of("of-ann"),), unix_user="anna"), VIC]
+        options = PoolOptions(queue=JobLimits(jobs), run_as_submitter=run_as_submitter)
+        super().__init__(PoolHandles(None, SLOTS, "cpu", Limits(), str(folder)), team(*users), options)
 
     def create_pipeline_actor(self, job: Job, incarnation: int) -> object:
         self.begun.append(job)
@@ -164,6 +165,7 @@ def test_the_team_file_says_as_whom_a_job_runs_and_its_user_is_looked_for_before
         return why[name]
 
     monkeypatch.setattr(pool_jobs, "why_unusable", why_unusable)
+    monkeypatch.setattr(host_use.HostWatch, "_run", lambda *_: None)
     job = Job("first", CommandConfig(command=["true"]), (), (0,), folder="/there", unix_user="root")
     (tmp_path / "one").mkdir()
     as_pool = Begun(tmp_path / "one", run_as_submitter=False)
@@ -181,6 +183,30 @@ def test_the_team_file_says_as_whom_a_job_runs_and_its_user_is_looked_for_before
     ended = [pool._submissions[name].outcome for name in ("second", "third")]
     assert all(one is not None and one.reason.endswith("there is no Unix user 'anna'") for one in ended)
     assert len(pool.begun) == 1
+
+
+def test_a_job_that_another_pool_left_runs_as_its_users_unix_user_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The earlier pool had no --run-as-submitter, another Unix user for ann, or users that are gone."""
+    monkeypatch.setattr(host_use.HostWatch, "_run", lambda *_: None)
+    monkeypatch.setattr(pool_jobs, "why_unusable", lambda name, *_: "" if name == "anna" else f"no {name}")
+    for as_submitter, runs_as in ((True, "anna"), (False, "")):
+        (folder := tmp_path / f"as{as_submitter}").mkdir()
+        pool = Begun(folder, run_as_submitter=as_submitter, jobs=9)
+        left = Job("left", CommandConfig(command=["true"]), (), (0,), {"user": "ann", "group": "old"})
+        for name, before in (("a", ""), ("b", "stale")):
+            pool.take_over(replace(left, name=name, unix_user=before))
+        assert [(one.unix_user, one.options["group"]) for one in pool.begun] == [(runs_as, "lab")] * 2
+        for user, why in (("vic", "viewer of lab. may not submit left"), ("bob", "bob, is none"), ("", "not named")):
+            with pytest.raises(TeamError, match=why):
+                pool.take_over(replace(left, options={"user": user}))
+        with pytest.raises(TeamError, match="may not submit with priority high"):
+            pool.take_over(replace(left, options=left.options | {"priority": "high"}))
+        assert len(pool.begun) == 2
+        if as_submitter:
+            with pytest.raises(PoolError, match="left: has no Unix user to run as"):
+                PoolActor.create_pipeline_actor(pool, left, 1)
 
 
 def test_a_job_that_trains_is_asked_to_write_its_logs_and_checkpoints() -> None:
