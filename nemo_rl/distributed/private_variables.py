@@ -54,7 +54,7 @@ def without_private(variables: Mapping[str, str]) -> dict[str, str]:
     """
     # Root starts a submitter's worker, and must import nothing of the submitter's.
     late = (_PATH,) if RUN_AS in variables or RUN_AS in os.environ else ()
-    private = {name: value for name, value in variables.items() if is_private(name) or name in late}
+    private = {name: value for name, value in variables.items() if (value and is_private(name)) or name in late}
     if not private:
         return dict(variables)
     from ray.experimental.internal_kv import _internal_kv_put

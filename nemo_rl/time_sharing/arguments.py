@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -18,6 +19,7 @@ from nemo_rl.time_sharing.agents.ray_reaper import NAMESPACE_VARIABLE, PIPELINE_
 from nemo_rl.time_sharing.protocol.types import Limits
 
 DEFAULT_PORT = 8270
+ON_END_VARIABLE = "NRL_POOL_ON_END"
 _CONTROL_PLANE, _PLANE = "RLIX_CONTROL_PLANE", "rlix"
 _PREFIXES = ("RLIX_", "ROLL_")
 _INSTEAD = {
@@ -114,7 +116,14 @@ def add_host_arguments(parser: argparse.ArgumentParser) -> None:
         help="host memory that stays free on each node: where less is, the job that exceeds a fair part by most is "
         "ended (default: none, and the system chooses)",
     )
-    parser.add_argument("--on-end", type=webhook, metavar="URL", help="where each job's end is posted to as JSON")
+    parser.add_argument(
+        "--on-end",
+        type=webhook,
+        default=os.environ.get(ON_END_VARIABLE) or None,
+        metavar="URL|@FILE",
+        help="where each job's end is posted to as JSON, or a file with that address, which the machine's other users "
+        f"would see on the command line (default: what {ON_END_VARIABLE} says, else nowhere)",
+    )
 
 
 Value = TypeVar("Value")
@@ -122,10 +131,10 @@ AUTO = "auto"
 
 
 def _type(read: Callable[[str], Value], expected: str, fits: Callable[[Value], bool]) -> Callable[[str], Value]:
-    """The type of an argument whose text `read` takes without a ValueError."""
+    """The type of an argument whose text `read` takes without a ValueError or OSError."""
 
     def checked(text: str) -> Value:
-        with suppress(ValueError):
+        with suppress(ValueError, OSError):
             if fits(value := read(text)):
                 return value
         raise argparse.ArgumentTypeError(f"{text}: expected {expected}")
@@ -143,6 +152,10 @@ def _slots(text: str) -> int | str:
     return text if text == AUTO else _digits(text)
 
 
+def _address(text: str) -> str:
+    return Path(text[1:]).read_text().strip() if text.startswith("@") else text
+
+
 def _is_address(text: str) -> bool:
     parts = urlsplit(text)
     known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -154,7 +167,7 @@ slots = _type(_slots, "a whole number from 1, or auto", lambda number: number !=
 size = _type(bytes_of, "a size above 0, as 64G, 500M or 2T", lambda _: True)
 seconds = _type(float, "seconds above 0", lambda number: 0 < number < math.inf)
 seconds_or_none = _type(float, "seconds above 0, or 0", lambda number: 0 <= number < math.inf)
-webhook = _type(str, "an address as https://example.com/path", _is_address)
+webhook = _type(_address, "an address as https://example.com/path, or @FILE with one in it", _is_address)
 
 _CLOCK, _DURATION = re.compile(r"(\d{1,2}):(\d{2})"), re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)?")
 

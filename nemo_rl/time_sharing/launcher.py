@@ -27,6 +27,7 @@ from nemo_rl.distributed.unix_users import why_not_root
 from nemo_rl.time_sharing.arguments import (
     AUTO,
     DEFAULT_PORT,
+    ON_END_VARIABLE,
     add_host_arguments,
     add_page_arguments,
     add_pool_arguments,
@@ -142,6 +143,7 @@ def scenario_letter(text: str) -> str:
 
 def _run_together(chosen: argparse.Namespace, overrides: Sequence[str]) -> int:
     pool = _pool_of(chosen)
+    _take_secrets(chosen)
     if chosen.config_path is not None and chosen.config_name is None:
         raise PoolError(f"--config_path {chosen.config_path}: give --config_name with names of files in it")
     with tempfile.TemporaryDirectory(prefix="nemo_rl_") as folder:
@@ -244,6 +246,14 @@ def _pool_of(chosen: argparse.Namespace) -> Pool:
         return Pool(nodes, chosen.gpus, 1 if chosen.slots_per_gpu == AUTO else chosen.slots_per_gpu)
     except ValueError as error:
         raise PoolError(str(error)) from error
+
+
+def _take_secrets(chosen: argparse.Namespace) -> None:
+    """Takes the pool's secrets out of the environment, which Ray's processes inherit, and everybody's jobs with them;
+    the page's token goes to `chosen`.
+    """
+    os.environ.pop(ON_END_VARIABLE, None)
+    chosen.token = os.environ.pop(TOKEN_VARIABLE, None)
 
 
 def _device_bytes(device: str) -> int | None:
@@ -361,7 +371,7 @@ def _page(actor: ActorHandle[object], chosen: argparse.Namespace, log_dir: Path,
         PageServer,
         PoolView(log_dir, asked("standings")),
         host=chosen.host,
-        token=os.environ.get(TOKEN_VARIABLE),
+        token=chosen.token,
         act=lambda what, name, token: asked(what)(name, token),
         team=access,
     )
@@ -428,6 +438,7 @@ def serve(chosen: argparse.Namespace) -> int:
     if chosen.slots_per_gpu == AUTO:
         raise PoolError("--slots-per-gpu auto: a pool that stays does not know its jobs; give a number")
     pool = _pool_of(chosen)
+    _take_secrets(chosen)
     team, shared = None, ""
     if chosen.run_as_submitter:
         _check_run_as_submitter(chosen)

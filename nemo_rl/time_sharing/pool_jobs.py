@@ -51,6 +51,7 @@ from nemo_rl.time_sharing.pipelines.residents import Part, PoolFull, Residents, 
 from nemo_rl.time_sharing.planning.job_placement import Mapped
 from nemo_rl.time_sharing.pool_nodes import Node, PoolNodes
 from nemo_rl.time_sharing.protocol.topology import Topology
+from nemo_rl.time_sharing.team import TOKEN_VARIABLE
 from nemo_rl.utils.files import adapter_states, replace_file
 
 logger = logging.getLogger(__name__)
@@ -700,7 +701,7 @@ class WaitingJobs:
 
 def variables_of(job: Job) -> dict[str, str]:
     """Environment variables of a job's processes: which pipeline they belong to, and those that it was submitted with,
-    where they have a say. A command's threads are its own.
+    where they have a say. A command's threads are its own, and a token that Ray was started with is not the job's.
     """
     caps = {} if job.kind is Kind.EXTERNAL else {name: os.environ.get(name, value) for name, value in _CAPS.items()}
-    return {**caps, WORKING_DIRECTORY: job.folder, **job.env, **agent_variables(job.name)}
+    return {**caps, TOKEN_VARIABLE: "", WORKING_DIRECTORY: job.folder, **job.env, **agent_variables(job.name)}

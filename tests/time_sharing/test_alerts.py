@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,11 +21,12 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from nemo_rl.time_sharing import pool_commands
-from nemo_rl.time_sharing.__main__ import parser
+from nemo_rl.distributed.private_variables import without_private
+from nemo_rl.time_sharing import launcher, pool_commands
+from nemo_rl.time_sharing.__main__ import main, parser
 from nemo_rl.time_sharing.agents import end_notices
 from nemo_rl.time_sharing.agents.end_notices import EndNotices
-from nemo_rl.time_sharing.launcher import launcher_parser, options_of
+from nemo_rl.time_sharing.launcher import launcher_parser, options_of, run_together
 from nemo_rl.time_sharing.log.events import GpusQuarantined
 from nemo_rl.time_sharing.log.pool_state import (
     AdapterProgress,
@@ -36,10 +39,11 @@ from nemo_rl.time_sharing.log.pool_state import (
     Submission,
 )
 from nemo_rl.time_sharing.log.sharing import Gain, Sharing
+from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
 from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
-from nemo_rl.time_sharing.pipelines.job import read_jobs
+from nemo_rl.time_sharing.pipelines.job import Job, read_jobs
 from nemo_rl.time_sharing.pool import PoolActor
-from nemo_rl.time_sharing.pool_jobs import PoolOptions
+from nemo_rl.time_sharing.pool_jobs import PoolOptions, variables_of
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Demand, Limits, Priority, Want
 from nemo_rl.time_sharing.viewing import page_server
@@ -287,6 +291,44 @@ def test_what_is_no_address_is_refused_before_the_pool_opens(url: str, capsys: p
         parser().parse_args(["serve", "--gpus", "1", "--on-end", url])
     assert ended.value.code == 2
     assert f"--on-end: {url}: expected an address as https://example.com/path" in capsys.readouterr().err
+
+
+def test_a_secret_address_is_on_no_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "hook").write_text("https://example.com/secret\n")
+    assert parser().parse_args(["serve", "--gpus", "1", "--on-end", f"@{file}"]).on_end == "https://example.com/secret"
+    monkeypatch.setenv("NRL_POOL_ON_END", "https://example.com/other")
+    assert parser().parse_args(["serve", "--gpus", "1"]).on_end == "https://example.com/other"
+    file.write_text("secret")
+    for given in (f"@{file}", f"@{file}s"):
+        with pytest.raises(SystemExit):
+            parser().parse_args(["serve", "--gpus", "1", "--on-end", given])
+        assert f"--on-end: {given}: expected an address" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["serve", "--gpus", "1"], ["--gpus", "1", "--pipelines", "one.yaml"]])
+def test_ray_and_the_jobs_inherit_no_secret_of_the_pool(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every user's jobs have the admin's token, and act as the admin."""
+    names = ("NRL_POOL_TOKEN", "NRL_POOL_ON_END")
+    for name in names:
+        monkeypatch.setenv(name, "https://example.com/secret")
+    seen = list[object]()
+
+    @contextmanager
+    def opened(_: object, chosen: Any, *more: object) -> Iterator[None]:
+        seen.extend([chosen.token, chosen.on_end, *(os.environ.get(name) for name in names)])
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(launcher, "_pool", opened)
+    monkeypatch.setattr(launcher, "_new_log_dir", lambda root: root)
+    monkeypatch.setattr(launcher, "fitted", lambda files, *_, **named: files)
+    monkeypatch.setattr(launcher, "_jobs_of", lambda chosen, pool, *_: launcher._Jobs(pool, []))
+    assert (main(command) if command[0] == "serve" else run_together(command)) == 130
+    assert seen == ["https://example.com/secret"] * 2 + [None] * 2
+    given = without_private(variables_of(Job("a", CommandConfig(command=["true"]), (), (0,))))
+    assert given["NRL_POOL_TOKEN"] == "", "where Ray runs already, and has it"
 
 
 @pytest.mark.parametrize("command", [["serve", "--gpus", "1"], ["--gpus", "1", "--pipelines", "one.yaml"]])

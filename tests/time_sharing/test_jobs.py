@@ -483,6 +483,7 @@ def test_threads_of_a_jobs_processes_are_capped_unless_its_user_says_otherwise(
     assert variables_of(job)["TORCH_NCCL_ENABLE_MONITORING"] == "1"
     assert set(variables_of(only(file(tmp_path, "probe", external={"command": ["true"]})))) == {
         WORKING_DIRECTORY,
+        "NRL_POOL_TOKEN",
         "PIPELINE_ID",
         "ROLL_RAY_NAMESPACE",
     }
