@@ -173,7 +173,9 @@ def _live_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         def run(chosen: argparse.Namespace) -> int:
             from nemo_rl.time_sharing import launcher, pool_commands
 
-            return pool_commands.guarded(lambda: getattr(launcher if name == "serve" else pool_commands, name)(chosen))
+            if name == "serve":
+                return pool_commands.guarded(lambda: launcher.serve(chosen), launcher.ENDED)
+            return pool_commands.guarded(lambda: getattr(pool_commands, name)(chosen))
 
         return run
 

@@ -71,6 +71,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ENDED = "interrupted: every pipeline was ended; their last finished checkpoints are complete"
 _TROUBLE_S = 15.0
 _SMALL_MODELS = "results/scenarios/"
 _OWN = ("jobs", "checkpoints")
@@ -83,7 +84,7 @@ def run_together(arguments: Sequence[str], *, prog: str | None = None) -> int:
     when interrupted.
     """
     chosen, overrides = launcher_parser(prog).parse_known_args(list(arguments))
-    return guarded(lambda: _run_together(chosen, overrides))
+    return guarded(lambda: _run_together(chosen, overrides), ENDED)
 
 
 def launcher_parser(prog: str | None = None) -> argparse.ArgumentParser:

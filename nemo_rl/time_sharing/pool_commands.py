@@ -50,8 +50,10 @@ _CODE_KEYS = {"agent", "class", "function", "custom_dataloader", "processor", "d
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
 
 
-def guarded(work: Callable[[], int]) -> int:
-    """Runs a command; a UserError becomes one line and exit code 2, an interrupt exit code 130."""
+def guarded(work: Callable[[], int], interrupted: str = "interrupted; the pool and its jobs go on") -> int:
+    """Runs a command; a UserError becomes one line and exit code 2, an interrupt a line and exit code 130: its own
+    text, or `interrupted`.
+    """
     log_to_stderr()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -60,8 +62,8 @@ def guarded(work: Callable[[], int]) -> int:
     except UserError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return EXIT_USAGE
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted: every pipeline was ended; their last finished checkpoints are complete\n")
+    except KeyboardInterrupt as interrupt:
+        sys.stderr.write(f"{str(interrupt) or interrupted}\n")
         return EXIT_INTERRUPTED
 
 
@@ -71,25 +73,28 @@ def submit(chosen: argparse.Namespace) -> int:
     actor, pool = _join(chosen.pool)
     token = _users_token(actor)
     files, overrides = files_and_overrides(chosen.files)
-    names = _admitted(actor, read_jobs(files, pool, overrides), env, token)
-    _say(*names)
-    return follow(actor, names, token) if chosen.wait else EXIT_OK
+    jobs = read_jobs(files, pool, overrides)
+    if chosen.wait:
+        return follow(actor, jobs, env, token)
+    _admit(actor, jobs, env, token, [])
+    return EXIT_OK
 
 
-def _admitted(actor: ActorHandle[object], jobs: Sequence[Job], env: Mapping[str, str], token: str) -> list[str]:
-    """Submits jobs to a pool that others use, and says of each what it takes and when it can begin; their names.
-    `token`: see `submit_all`.
+def _admit(
+    actor: ActorHandle[object], jobs: Sequence[Job], env: Mapping[str, str], token: str, names: list[str]
+) -> None:
+    """Submits jobs to a pool that others use, and says of each what it takes and when it can begin. `token`, `names`:
+    see `submit_all`.
     """
     about = _about(actor)
     needs = {job.name: estimated_needs(job, about.memory) for job in jobs}
-    names = submit_all(actor, jobs, env, token=token)
-    for name in names:
+    for name in submit_all(actor, jobs, env, token=token, names=names):
         found: Expectation = ask(actor.expected_start.remote(name))
         said = what_it_takes(
             found.train, found.infer, needs[name], found.seconds, in_unit(found.why, about.unit), about.unit
         )
         sys.stderr.write(f"{name}: {said}{doubt(needs[name], about.memory)}\n")
-    return names
+    _say(*names)
 
 
 def status(chosen: argparse.Namespace) -> int:
@@ -295,7 +300,7 @@ def run_under_control_plane(arguments: Sequence[str], *, default_config: Path, p
         actor, pool = _join(None)
         token = _users_token(actor)
         jobs = read_jobs([chosen.config or default_config], pool, overrides)
-        return follow(actor, _admitted(actor, jobs, env, token), token)
+        return follow(actor, jobs, env, token)
 
     return guarded(work)
 
@@ -332,18 +337,26 @@ def submit_all(
     *,
     admit_delay_s: float = 0.0,
     token: str = "",
+    names: list[str] | None = None,
 ) -> list[str]:
     """Submits jobs whose code can be imported; their names. `admit_delay_s`: seconds for which each waits at most until
-    the one before it has made its first step or ended. `token`: the user's, on a pool for a team. Raises ConfigError: a
-    file names code that cannot be imported; PoolError: the pool refuses one.
+    the one before it has made its first step or ended. `token`: the user's, on a pool for a team. `names`: gets the
+    name of each at once. Raises ConfigError: a file names code that cannot be imported; PoolError: the pool refuses
+    one.
     """
     check_code(jobs)
-    names: list[str] = []
+    names = [] if names is None else names
     for job in jobs:
         deadline = time.monotonic() + admit_delay_s
         while names and time.monotonic() < deadline and not _has_stepped(*_standings(actor, names[-1:])):
             time.sleep(_POLL_S)
-        names.append(ask(actor.submit.remote(replace(job, env=env), token)))
+        answer = actor.submit.remote(replace(job, env=env), token)
+        try:
+            names.append(ask(answer))
+        except KeyboardInterrupt:
+            with suppress(PoolError):
+                names.append(ask(answer))  # it is submitted all the same
+            raise
     return names
 
 
@@ -411,14 +424,17 @@ def watch(actor: ActorHandle[object], names: Sequence[str]) -> list[Standing]:
             time.sleep(_POLL_S)
 
 
-def follow(actor: ActorHandle[object], names: Sequence[str], token: str = "") -> int:
-    """Shows pipelines until they have ended; an interrupt cancels them. `token`: see `submit_all`."""
+def follow(actor: ActorHandle[object], jobs: Sequence[Job], env: Mapping[str, str], token: str) -> int:
+    """Submits jobs and shows them until they have ended; an interrupt cancels them. `env`, `token`: see `submit_all`.
+    Raises as that.
+    """
+    names: list[str] = []
     try:
+        _admit(actor, jobs, env, token, names)
         standings = watch(actor, names)
     except KeyboardInterrupt:
-        for name in names:
-            ask(actor.cancel.remote(name, token))
-        raise
+        said = [f"{name} {ask(actor.cancel.remote(name, token))}" for name in names]
+        raise KeyboardInterrupt(f"interrupted: {'; '.join(said) or 'nothing was submitted yet'}") from None
     return EXIT_OK if all(s.outcome is not None and s.outcome.kind == "done" for s in standings) else EXIT_FAILED
 
 

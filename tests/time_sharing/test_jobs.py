@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +31,7 @@ from nemo_rl.time_sharing.pipelines.lent import LentPlacement, TurnRules
 from nemo_rl.time_sharing.pipelines.residents import SlotMemory
 from nemo_rl.time_sharing.pipelines.vllm_engine import EngineSlot
 from nemo_rl.time_sharing.pool_commands import run_under_control_plane, submitters_env
-from nemo_rl.time_sharing.pool_jobs import variables_of
+from nemo_rl.time_sharing.pool_jobs import Expectation, PoolError, variables_of
 from nemo_rl.time_sharing.protocol.topology import Pool, RegistrationError
 from nemo_rl.time_sharing.protocol.types import (
     ACTOR_INFER,
@@ -334,6 +336,66 @@ def test_jobs_are_admitted_in_turn(monkeypatch: pytest.MonkeyPatch, delay_s: flo
     assert pool_commands.submit_all(actor, jobs, {}, admit_delay_s=delay_s) == submitted == ["a", "b", "c"]
     found = [questions.count("a"), questions.count("b")]
     assert found == asked if asked is not None else min(found) > 0
+
+
+@pytest.mark.parametrize(
+    ("when", "cancelled", "says"),
+    [
+        ("status", [], "interrupted; the pool and its jobs go on\n"),
+        ("submit", [], "interrupted; the pool and its jobs go on\n"),
+        ("follow: about", [], "interrupted; the pool and its jobs go on\n"),
+        ("follow: submit b", ["a", "b"], "interrupted: a is being cancelled; b is being cancelled\n"),
+        ("follow: submit c", ["a", "b"], "interrupted: a is being cancelled; b is being cancelled\n"),
+        ("follow: expect a", ["a", "b"], "interrupted: a is being cancelled; b is being cancelled\n"),
+        ("follow: watch", ["a", "b"], "interrupted: a is being cancelled; b is being cancelled\n"),
+    ],
+)
+def test_an_interrupt_ends_and_names_what_the_command_would_have_followed(
+    when: str, cancelled: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`submit c` is one that the pool refuses, interrupted before the answer is there."""
+    ended, due = list[str](), [when.partition(": ")[2]]
+
+    def answers(what: str, answer: Callable[[str], object]) -> Any:
+        return SimpleNamespace(remote=lambda name="", *_: (f"{what} {name}".strip(), partial(answer, name)))
+
+    def ask(asked: Any) -> Any:
+        if asked[0] in due:
+            due.remove(asked[0])
+            raise KeyboardInterrupt
+        return asked[1]()
+
+    def submit(name: str) -> str:
+        if name == "c":
+            raise PoolError("c runs already")
+        return name
+
+    def cancel(name: str) -> str:
+        ended.append(name)
+        return "is being cancelled"
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    jobs: Any = [SimpleNamespace(name=name) for name in ("abc" if when.endswith("c") else "ab")]
+    actor: Any = SimpleNamespace(
+        about=answers("about", lambda _: SimpleNamespace(memory=None, unit="GPU", team="")),
+        submit=answers("submit", submit),
+        expected_start=answers("expect", lambda _: Expectation((), (0,), 0.0, "")),
+        cancel=answers("cancel", cancel),
+    )
+    monkeypatch.setattr(pool_commands, "ask", ask)
+    monkeypatch.setattr(pool_commands, "check_code", lambda jobs: None)
+    monkeypatch.setattr(pool_commands, "replace", lambda job, env: job.name)
+    monkeypatch.setattr(pool_commands, "estimated_needs", lambda *_: None)
+    monkeypatch.setattr(pool_commands, "doubt", lambda *_: "")
+    monkeypatch.setattr(pool_commands, "what_it_takes", lambda *_: "")
+    monkeypatch.setattr(pool_commands, "_join", (lambda _: (actor, Pool(1, 2))) if ":" in when else interrupted)
+    monkeypatch.setattr(pool_commands, "read_jobs", lambda *_: jobs)
+    monkeypatch.setattr(pool_commands, "watch", interrupted)
+    words = ["status"] if when == "status" else ["submit", "a.yaml", *(["--wait"] if ":" in when else [])]
+    assert command_line(words) == 130
+    assert ended == cancelled and capsys.readouterr().err.endswith(says)
 
 
 def test_no_delay_may_be_said() -> None:
