@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from nemo_rl.config.errors import UserError, why_not_written
 from nemo_rl.distributed.unix_users import why_unusable
-from nemo_rl.time_sharing.agents.scheduler_actor import started_anew
+from nemo_rl.time_sharing.agents.scheduler_actor import restarting, started_anew
 from nemo_rl.time_sharing.job_queue import JobQueueLimits, Owner
 from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job
@@ -107,22 +107,25 @@ class PoolActor(PoolJobs):
     """Runs pipelines on a pool, inside Ray. With a `team`, what users do needs their `token`; without, none is read."""
 
     def __init__(self, handles: PoolHandles, team: Team | None = None, options: PoolOptions = NOTHING_MORE) -> None:
-        super().__init__(handles, options)
-        self._team_path = Path(handles.log_dir) / "team.json"
-        # A restarted actor was made with the team of the pool's opening, which may have been changed since.
-        self._team = _TEAM.validate_json(self._team_path.read_bytes()) if team and started_anew() else team
-        if self._team is not None:
-            self._take_team(self._team)
-        self._quotas_set = False
-        self._set_quotas()
-        self._go_on()
+        with restarting("pool", handles.log_dir, Exception):
+            super().__init__(handles, options)
+            self._team_path, self._quotas_set = Path(handles.log_dir) / "team.json", False
+            self._team: Team | None = None
+            if team is not None:
+                if started_anew():
+                    # It was made with the team of the pool's opening, which may have been changed since.
+                    team = _TEAM.validate_json(self._team_path.read_bytes())
+                else:
+                    self._keep_team(team)
+                self._set_quotas(team)
+                self._take_team(team)
+            self._go_on()
 
-    def _set_quotas(self) -> list[str]:
-        """Tells the scheduler the team's shares and limits of GPUs; a line for each limit that jobs are above now."""
+    def _set_quotas(self, team: Team) -> list[str]:
+        """Tells the scheduler a team's shares and limits of GPUs; a line for each limit that jobs are above now."""
         import ray
 
-        team = self._team
-        if team is None or not (team.shares_gpus or self._quotas_set):
+        if not (team.shares_gpus or self._quotas_set):
             return []
         self._quotas_set = True
         ask = self._handles.scheduler.set_quotas.remote(team.nodes, team.half_life_hours * 3600.0)
@@ -189,21 +192,28 @@ class PoolActor(PoolJobs):
             self._known(name)
 
     def reload(self, token: str = "") -> list[str]:
-        """Reads the team file again; what that changes, a line each. Raises PoolError: the pool has no team;
-        ConfigError, NotPrivate: see `read_team`, and the team stays as it was.
+        """Reads the team file again; what that changes, a line each. Raises PoolError: the pool has no team, its copy
+        of the file cannot be written, or the scheduler is down; ConfigError, NotPrivate: see `read_team`. The team
+        stays as it was then.
         """
+        import ray
+
         if self._team is None:
             raise PoolError(_NO_TEAM)
         with self._acting(token, RELOAD, self._team.source):
             before, after = self._team, read_team(Path(self._team.source))
             check_unix_users(after, self._handles.log_dir, run_as_submitter=self._options.run_as_submitter)
             try:
-                self._take_team(after)
+                above = self._set_quotas(after)
+                self._keep_team(after)
+            except ray.exceptions.RayError as error:
+                raise PoolError(f"the scheduler does not answer ({type(error).__name__}); reload again") from error
             except OSError as error:
                 raise PoolError(f"{self._team_path} cannot be written ({why_not_written(error)})") from error
+            self._take_team(after)
             said = [
                 *changes(before, after),
-                *self._set_quotas(),
+                *above,
                 *self._queue.exceeded(map(owner_of, self._running())),
             ]
             gone = (one for one in self._open() if one.user not in after.users)
@@ -211,8 +221,10 @@ class PoolActor(PoolJobs):
         self._begin_waiting()
         return said
 
-    def _take_team(self, team: Team) -> None:
+    def _keep_team(self, team: Team) -> None:
         replace_file(self._team_path, _TEAM.dump_json(team), durable=True, mode=0o600)
+
+    def _take_team(self, team: Team) -> None:
         self._team, self._queue = team, JobQueueLimits(self._options.queue, team.queue, team.above)
 
     def submit(self, job: Job, token: str = "") -> str:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +22,7 @@ from hypothesis import strategies as st
 from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing import team as teams
 from nemo_rl.time_sharing.__main__ import main
+from nemo_rl.time_sharing.agents import host_use, scheduler_actor
 from nemo_rl.time_sharing.log.pool_state import Submission
 from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
 from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
@@ -410,6 +415,75 @@ def test_a_restarted_actor_has_the_team_of_the_last_reload(
         Actor(tmp_path, team, monkeypatch).pool.rights(TOKENS["bob"])
     monkeypatch.setattr("nemo_rl.time_sharing.pool.started_anew", lambda: False)
     assert Actor(tmp_path, team, monkeypatch).pool.rights(TOKENS["bob"]).user == "bob"
+
+
+class Scheduler:
+    """A scheduler that answers once it is there."""
+
+    def __init__(self) -> None:
+        self.up, self.quotas = True, list[object]()
+        self.set_quotas = SimpleNamespace(remote=lambda nodes, half_life_s: nodes)
+
+    def get(self, nodes: object, timeout: float) -> dict[str, float]:
+        if not self.up:
+            raise ray.exceptions.RayActorError
+        self.quotas.append(nodes)
+        return {}
+
+
+@pytest.fixture
+def limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Scheduler, Callable[[], PoolActor], Team]:
+    """A scheduler, what makes an actor of the pool, and a team with a limit."""
+    scheduler, limits = Scheduler(), content()
+    limits["groups"]["nlp"] = {"parent": "lab", "limit": 1.0}
+    team = read_team(write(tmp_path, limits))
+    handles = PoolHandles(scheduler, Pool(1, 2), "cuda", Limits(), str(tmp_path))  # type: ignore[arg-type]
+    monkeypatch.setattr(host_use.HostWatch, "_run", lambda *_: None)
+    monkeypatch.setattr(PoolActor, "_note_acted", lambda *_: None)
+    monkeypatch.setattr(ray, "get", scheduler.get)
+    return scheduler, lambda: PoolActor(handles, team), team
+
+
+def test_an_actor_that_cannot_restart_yet_is_restarted_again(
+    limited: tuple[Scheduler, Callable[[], PoolActor], Team], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray gives an actor up whose constructor raises, and every command of the pool fails then, for good."""
+    scheduler, opened, team = limited
+    scheduler.up = False
+    with pytest.raises(ray.exceptions.RayActorError):
+        opened()
+    for module in ("pool", "agents.scheduler_actor"):
+        monkeypatch.setattr(f"nemo_rl.time_sharing.{module}.started_anew", lambda: True)
+    monkeypatch.setattr(scheduler_actor, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit, match="1"):
+        opened()
+    scheduler.up = True
+
+    def full(*_: object, **named: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        for module in ("pool", "log.pool_state"):
+            patch.setattr(f"nemo_rl.time_sharing.{module}.replace_file", full)
+        assert opened().about().team == team.source
+    (tmp_path / "pool.json").write_text("{")
+    with pytest.raises(SystemExit, match="1"):
+        opened()
+
+
+def test_a_reload_that_the_scheduler_does_not_hear_of_is_no_reload(
+    limited: tuple[Scheduler, Callable[[], PoolActor], Team], tmp_path: Path
+) -> None:
+    scheduler, opened, _ = limited
+    pool, raised = opened(), content()
+    raised["groups"]["nlp"] = {"parent": "lab", "limit": 2.0}
+    write(tmp_path, raised)
+    scheduler.up = False
+    with pytest.raises(PoolError, match=r"the scheduler does not answer \(RayActorError\); reload again"):
+        pool.reload(TOKENS["dan"])
+    scheduler.up = True
+    assert pool.reload(TOKENS["dan"]) == ["group nlp: limit 1 -> 2"] and len(scheduler.quotas) == 2
 
 
 def test_the_table_of_roles_in_the_documentation_is_the_products() -> None:

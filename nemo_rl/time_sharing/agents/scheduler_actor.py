@@ -54,15 +54,8 @@ class SchedulerActor:
         slots_per_gpu: int = 1,
         away: int = 0,
     ) -> None:
-        try:
+        with restarting("scheduler", log_dir, OSError, RecordError):
             self._begin(log_dir, Pool(nodes, gpus_per_node, slots_per_gpu), limits or Limits(), segment_lines, away)
-        except (OSError, RecordError):
-            if not started_anew():
-                raise
-            # Ray gives an actor up whose constructor raises, and restarts one whose process ends.
-            logger.critical("scheduler=ended reason=log_not_written log_dir=%s", log_dir, exc_info=True)
-            time.sleep(_AGAIN_S)
-            os._exit(1)
 
     def _begin(self, log_dir: str, pool: Pool, limits: Limits, segment_lines: int, away: int) -> None:
         path, newest = newest_segment(Path(log_dir) / "scheduler.jsonl")
@@ -324,6 +317,21 @@ class SchedulerActor:
         if command.rank < 0:
             for cluster, held in pipeline.held.items():
                 record.emit(MemoryFreed(cluster, held.gpus))
+
+
+@contextmanager
+def restarting(actor: str, log_dir: str, *errors: type[Exception]) -> Generator[None]:
+    """Around an actor's constructor: if Ray has started the actor again, these errors make Ray do so once more, a while
+    later, until they are over. Ray gives an actor up whose constructor raises, and restarts one whose process ends.
+    """
+    try:
+        yield
+    except errors:
+        if not started_anew():
+            raise
+        logger.critical("%s=ended reason=not_restarted log_dir=%s", actor, log_dir, exc_info=True)
+        time.sleep(_AGAIN_S)
+        os._exit(1)
 
 
 def started_anew() -> bool:
