@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,8 @@ from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.accounts import BY, POOL, Accounts, Use, accounts_of, statement
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, ClusterSpec, Phase, Priority
-from nemo_rl.time_sharing.viewing.page_server import PoolView
+from nemo_rl.time_sharing.viewing.page_server import PoolView, prometheus_text
+from nemo_rl.time_sharing.viewing.timeline import build_timeline
 from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import Entry, encode_entry, read_record
 
@@ -87,6 +89,42 @@ def test_every_second_of_a_gpu_is_on_one_account(slots_per_gpu: int) -> None:
     assert day == "2024-10-04"
     free = sum(account.seconds[Use.FREE] for account in accounts.by_key.values())
     assert accounts.pool_s == pytest.approx(2 * 100) and free == pytest.approx(200 - own.total_s)
+
+
+def test_a_node_is_on_the_accounts_and_among_the_pools_gpus_while_it_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two nodes of two GPUs, the second for the seconds 10 to 30 and 50 to 100 of 100, and free but for a fault."""
+    told: list[tuple[float, str, object]] = [
+        (0.0, "scheduler", ev.PoolOpened(2, 2, {}, 2)),
+        (0.0, "scheduler", ev.NodeAway(1)),
+        (0.0, "scheduler", ev.SchedulerStarted(1)),
+        (10.0, "scheduler", ev.NodeHere(1)),
+        (20.0, "scheduler", ev.NodeDraining(1, 60.0)),
+        (25.0, "scheduler", ev.GpusQuarantined((4, 5), "a", 1, -1, 200.0, "busy")),
+        (30.0, "scheduler", ev.NodeAway(1)),
+        (40.0, "scheduler", ev.GpusCleared((4, 5), "a", 1, -1)),
+        (50.0, "scheduler", ev.NodeHere(1)),
+        (100.0, "scheduler", ev.LogClosed()),
+    ]
+    entries = entries_of(told)
+    accounts = accounts_of(entries)
+    uses: Counter[Use] = Counter()
+    for account in accounts.by_key.values():
+        uses.update(account.seconds)
+    assert {use: s for use, s in uses.items() if s} == {Use.FREE: 2 * 100 + 2 * 70 - 5, Use.LOST: 5}
+    assert accounts.pool_s == 2 * 100 + 2 * 70
+    assert [found for found in check(entries) if "account" in str(found)] == []
+    for end, gpus in ((2, 2), (4, 4), (5, 4), (7, 2), (9, 4)):
+        assert f"nrl_pool_gpus {gpus}.0\n".encode() in prometheus_text(build_timeline(entries[:end]), [])
+    use_of = Accounts._use_of
+
+    def counts_what_is_away(self: Accounts, slot: int) -> tuple[str, Use | None]:
+        job, use = use_of(self, slot)
+        return job, use or Use.FREE
+
+    monkeypatch.setattr(Accounts, "_use_of", counts_what_is_away)
+    assert "the accounts add up to 200.0 GPU-seconds, the pool had 140.0" in str(check(entries))
 
 
 def test_a_name_that_two_users_have_used_is_on_two_accounts() -> None:
@@ -169,7 +207,7 @@ def test_check_finds_time_that_is_on_no_account_or_on_the_wrong_one(
             self._since[slot] = until
         settle(self, slot, until)
 
-    def takes_claims_for_free(self: Accounts, slot: int) -> tuple[str, Use]:
+    def takes_claims_for_free(self: Accounts, slot: int) -> tuple[str, Use | None]:
         job, use = use_of(self, slot)
         return (POOL, Use.FREE) if use is Use.HANDED_OVER else (job, use)
 

@@ -1,7 +1,8 @@
 """The accounts of a record: they add up to the pool's time, and leave free what nothing in the record speaks of.
 
-Invariant 10, like the ledger of `gpus`. A slot is spoken for while it is leased, claimed or in quarantine; that is
-derived here from the events again, without the scheduler's state on which the accounts rest.
+Invariant 10, like the ledger of `gpus`. A slot is spoken for while it is leased, claimed or in quarantine, or its node
+is away, which is no time of the pool's; that is derived here from the events again, without the scheduler's state on
+which the accounts rest.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class AccountChecks:
         self._claims: _Held = {}
         self._leases: _Held = {}
         self._quarantines: _Held = {}
+        self._away: _Held = {}
         self._free, self._free_s, self._whole_s = 0, 0.0, 0.0
         self._latest: float | None = None
 
@@ -64,7 +66,7 @@ class AccountChecks:
         if self._latest is not None and entry.time > self._latest:
             passed = (entry.time - self._latest) / self._pool.slots_per_gpu
             self._free_s += self._free * passed
-            self._whole_s += self._pool.slots * passed
+            self._whole_s += (self._pool.slots - sum(map(len, self._away.values()))) * passed
         if self._latest is not None or isinstance(event, ev.PoolOpened):
             self._latest = max(entry.time, self._latest or entry.time)
         try:
@@ -79,7 +81,7 @@ class AccountChecks:
         match event:
             case ev.PoolOpened():
                 self._pool, self._free = event.pool, event.pool.slots
-                for held in (self._spoken, self._claims, self._leases, self._quarantines):
+                for held in (self._spoken, self._claims, self._leases, self._quarantines, self._away):
                     held.clear()
             case ev.Registered():
                 self._clusters |= {(event.pipeline, cluster.name): cluster for cluster in event.clusters}
@@ -107,6 +109,10 @@ class AccountChecks:
                 self._hold(self._quarantines, (event.gpus, event.pipeline, event.incarnation, event.rank), event.gpus)
             case ev.GpusCleared():
                 self._let_go(self._quarantines, (event.gpus, event.pipeline, event.incarnation, event.rank))
+            case ev.NodeAway():
+                self._hold(self._away, (event.node,), self._pool.units_of([event.node]))
+            case ev.NodeHere() | ev.NodeDraining():
+                self._let_go(self._away, (event.node,))
             case _:
                 pass
 

@@ -1,7 +1,8 @@
 """Accounts of a pool: who had its GPUs, for what, and what came of it.
 
 A fold over the scheduler's events; steps, samples and tokens are read from the records of the jobs, where they are
-given. Invariant: at every moment each slot is on one account for one use, so the sums are the pool's time.
+given. Invariant: at every moment each slot of a node that is not away is on one account for one use, so the sums are
+the pool's time.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Accounts:
         self.by_key: dict[AccountKey, Account] = {}
         self.pool_s = 0.0
         self._state = SchedulerState()
-        self._uses: list[tuple[str, Use]] = []
+        self._uses: list[tuple[str, Use | None]] = []  # None while the node is away
         self._since: list[float] = []
         self._counted_to = 0.0
         self._group_samples: dict[tuple[str, str], int] = {}
@@ -106,6 +107,8 @@ class Accounts:
             self.until(entry.time)._uses.clear()
         if isinstance(event, ev.Registered):
             self._own(event, entry.time)
+        if isinstance(event, ev.NodeDraining | ev.NodeAway | ev.NodeHere):
+            self._count_pool(entry.time)
         had_work = isinstance(event, ev.DemandReported) and self._has_work(event.pipeline)
         try:
             before = {*self._slots_of(event)} if isinstance(event, ev.Unregistered) else set()
@@ -144,15 +147,21 @@ class Accounts:
         """Settles all accounts up to `time`, seconds on the log's clock."""
         for slot in range(len(self._uses)):
             self._settle(slot, time)
-        self.pool_s += self._state.pool.gpus * max(time - self._counted_to, 0.0)
-        self._counted_to = max(time, self._counted_to)
+        self._count_pool(time)
         return self
+
+    def _count_pool(self, until: float) -> None:
+        """Counts the time of the pool's nodes that are not away."""
+        pool = self._state.pool
+        here = (pool.nodes - len(self._state.away)) * pool.gpus_per_node
+        self.pool_s += here * max(until - self._counted_to, 0.0)
+        self._counted_to = max(until, self._counted_to)
 
     def _settle(self, slot: int, until: float) -> None:
         """Puts the time of a slot since its last change on its account, day by day."""
         job, use = self._uses[slot]
         begin, gpus = self._since[slot], 1.0 / self._state.pool.slots_per_gpu
-        while begin < until:
+        while use is not None and begin < until:
             end = min(until, (begin // DAY_S + 1) * DAY_S)
             self._account(job, begin).seconds[use] += gpus * (end - begin)
             begin = end
@@ -171,6 +180,8 @@ class Accounts:
                 return range(len(self._uses))
             case ev.Claimed() | ev.Granted() | ev.GpusQuarantined() | ev.GpusCleared():
                 slots: Iterable[int] = event.gpus
+            case ev.NodeDraining() | ev.NodeAway() | ev.NodeHere():
+                slots = self._state.pool.units_of([event.node])
             case ev.RankMoved():
                 slots = self._state.pipeline(event.pipeline).topology.ranks[event.rank]
             case ev.DemandReported() | ev.ClaimDropped() | ev.PriorityChanged() | ev.Released() | ev.Fenced():
@@ -182,8 +193,10 @@ class Accounts:
                 return ()
         return (slot for slot in slots if slot < len(self._uses))
 
-    def _use_of(self, slot: int) -> tuple[str, Use]:
+    def _use_of(self, slot: int) -> tuple[str, Use | None]:
         state = self._state
+        if state.pool.node_of(slot) in state.away:
+            return POOL, None
         if slot in state.quarantined:
             return next(q.pipeline for q in reversed(state.quarantines) if slot in q.gpus), Use.LOST
         lease, claim = state.owner[slot], state.claimed.get(slot)

@@ -346,7 +346,8 @@ def _metrics(timeline: Timeline, standings: Sequence[Standing]) -> Iterator[Metr
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
     gauge, counter = GaugeMetricFamily, CounterMetricFamily
-    yield gauge("nrl_pool_gpus", "GPUs of the pool.", timeline.pool.gpus)
+    here = (timeline.pool.nodes - len(timeline.away)) * timeline.pool.gpus_per_node
+    yield gauge("nrl_pool_gpus", "GPUs of the pool's nodes that are not away.", here)
     in_use = sorted(_in_use(timeline).items())
     yield _family(gauge, "gpus_in_use", "GPUs by pipeline and use.", in_use, ("pipeline", "use"))
     closed = [o for o in timeline.of("out") if o.phase == "quarantined" and o.end >= timeline.end]

@@ -76,10 +76,12 @@ class Timeline:
     team's, and `use` what its groups and users have had of late, in slot-seconds; `priorities`: of pipelines;
     `lead_s`: how much older requests one of high priority passes, which is to wait for `high_wait_s` at most.
 
-    `pipelines` are in order of their registration. `simulated`: a simulation's own comparison, None for a real run.
+    `away`: the nodes that are away at the end. `pipelines` are in order of their registration. `simulated`: a
+    simulation's own comparison, None for a real run.
     """
 
     pool: Pool = field(default_factory=lambda: Pool(1, 1))
+    away: set[int] = field(default_factory=set)
     origin: float = 0.0
     end: float = 0.0
     intervals: list[Interval] = field(default_factory=list)
@@ -266,7 +268,7 @@ def _take(builder: TimelineBuilder, source: str, event: object, time: float) -> 
     timeline = builder.timeline
     match event:
         case ev.PoolOpened():
-            timeline.pool = event.pool
+            timeline.pool, timeline.away = event.pool, set()
             timeline.lead_s = event.limits.get("high_lead_s", 0.0)
             timeline.high_wait_s = event.limits.get("high_wait_s", 0.0)
         case ev.Registered():
@@ -287,6 +289,7 @@ def _take(builder: TimelineBuilder, source: str, event: object, time: float) -> 
             left = "is away" if isinstance(event, ev.NodeAway) else "is here"
             now = "is to leave" if isinstance(event, ev.NodeDraining) else left
             timeline.decisions.append((time, _NO_PLAN, f"node {event.node} {now}"))
+            (timeline.away.add if isinstance(event, ev.NodeAway) else timeline.away.discard)(event.node)
         case ev.Requested():
             waiting = Interval("queue", time, _NEVER, event.pipeline, tag=event.priority.tag, cluster=event.cluster)
             builder.open["queue", event.pipeline, event.cluster] = waiting
