@@ -117,6 +117,8 @@ def test_a_node_is_on_the_accounts_and_among_the_pools_gpus_while_it_is_there(
     assert [found for found in check(entries) if "account" in str(found)] == []
     for end, gpus in ((2, 2), (4, 4), (5, 4), (7, 2), (9, 4)):
         assert f"nrl_pool_gpus {gpus}.0\n".encode() in prometheus_text(build_timeline(entries[:end]), [])
+    opened_again = [*told[:2], (10.0, "scheduler", told[0][2]), (20.0, "scheduler", ev.LogClosed())]
+    assert accounts_of(entries_of(opened_again)).pool_s == 2 * 10 + 4 * 10, "a new pool has all of its nodes"
     use_of = Accounts._use_of
 
     def counts_what_is_away(self: Accounts, slot: int) -> tuple[str, Use | None]:
