@@ -21,7 +21,8 @@ from pydantic import TypeAdapter
 from nemo_rl.config.errors import UserError, why_not_written
 from nemo_rl.distributed.unix_users import why_unusable
 from nemo_rl.time_sharing.agents.scheduler_actor import restarting, started_anew
-from nemo_rl.time_sharing.job_queue import JobQueueLimits, Owner
+from nemo_rl.time_sharing.job_queue import JobQueueLimits
+from nemo_rl.time_sharing.log.pool_state import Submission
 from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job
 from nemo_rl.time_sharing.pipelines.residents import SlotBytes
@@ -35,7 +36,6 @@ from nemo_rl.time_sharing.pool_jobs import (
     owner_of,
 )
 from nemo_rl.time_sharing.pool_nodes import Node
-from nemo_rl.time_sharing.protocol.topology import Topology
 from nemo_rl.time_sharing.protocol.types import HIGH
 from nemo_rl.time_sharing.team import (
     ADD_NODE,
@@ -218,6 +218,11 @@ class PoolActor(PoolJobs):
             ]
             gone = (one for one in self._open() if one.user not in after.users)
             said += [f"job {one.name} of {one.user}, who is gone, goes on" for one in gone]
+            said += [
+                f"job {one.name}: {above}: it cannot {'begin' if one.waits else 'go on'}; cancel it, or raise the limit"
+                for one in self._open()
+                if (above := self._above_limit(one))
+            ]
         self._begin_waiting()
         return said
 
@@ -258,21 +263,14 @@ class PoolActor(PoolJobs):
         check_unix_user(job)
         return job
 
-    def _check_limits(self, topology: Topology) -> None:
-        """Raises PoolError: a job needs more GPUs at once than a limit of its user or groups allows."""
-        team, pool = self._team, self._handles.pool
-        if team is None:
-            return
-        train = pool.gpus_in(topology.training_gpus)
-        needs = max(train, pool.gpus_in(topology.ranks[0]))
-        limits = {node.name: node.limit for node in team.nodes}
-        for name in team.above(Owner(topology.spec.user, topology.spec.group)):
-            if (limit := limits.get(name)) is not None and needs > limit:
-                raise PoolError(
-                    f"{topology.pipeline}: {'trains' if needs == train else 'has an engine'} on {needs:g} "
-                    f"{self._handles.unit}s at once, and the limit of {name} is {limit:g}; make it smaller, or ask an "
-                    "admin for a higher limit"
-                )
+    def _above_limit(self, submission: Submission) -> str:
+        if self._team is None:
+            return ""
+        limits = {node.name: node.limit for node in self._team.nodes}
+        for name in self._team.above(owner_of(submission)):
+            if (limit := limits.get(name)) is not None and submission.needs > limit:
+                return f"{name} may have {limit:g} {self._handles.unit}s at once, and it needs {submission.needs:g}"
+        return ""
 
     def cancel(self, name: str, token: str = "") -> str:
         """Ends a pipeline whatever it does; its checkpoints stay. Returns what happens, in words. Raises PoolError:

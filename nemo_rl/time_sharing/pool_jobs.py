@@ -50,7 +50,6 @@ from nemo_rl.time_sharing.pipelines.job import PIPELINES, Job, Kind
 from nemo_rl.time_sharing.pipelines.residents import Part, PoolFull, Residents, SlotMemory
 from nemo_rl.time_sharing.planning.job_placement import Mapped
 from nemo_rl.time_sharing.pool_nodes import Node, PoolNodes
-from nemo_rl.time_sharing.protocol.topology import Topology
 from nemo_rl.time_sharing.team import TOKEN_VARIABLE
 from nemo_rl.utils.files import adapter_states, replace_file
 
@@ -232,7 +231,7 @@ class PoolJobs(Orchestrator):
                 job = self._placed(job)
             except ValueError as error:
                 why = str(error)
-            self._check_limits(job.topology(self._handles.pool))
+            pool, topology = self._handles.pool, job.topology(self._handles.pool)
             try:
                 limits = job.limits.within(self._options.limits)
             except ValueError as error:
@@ -254,7 +253,10 @@ class PoolJobs(Orchestrator):
                 teachers=job.teachers,
                 saves_in=job.saves_in,
                 limits=limits,
+                needs=max(pool.gpus_in(topology.training_gpus), pool.gpus_in(topology.ranks[0])),
             )
+            if above := self._above_limit(submission):
+                raise PoolError(f"{job.name}: {above}; make it smaller, or ask an admin for a higher limit")
             if why := self._why_it_waits(submission) or why:
                 waiting = [owner_of(one) for one in self._open() if one.waits]
                 if full := self._queue.why_it_may_not_wait(owner_of(submission), waiting):
@@ -276,8 +278,9 @@ class PoolJobs(Orchestrator):
                 self._start(job, submission)
         return job.name
 
-    def _check_limits(self, topology: Topology) -> None:
-        """Raises PoolError: a job that this pool would never start."""
+    def _above_limit(self, submission: Submission) -> str:
+        """Which limit allows a job fewer GPUs than it needs at once; empty where none does."""
+        return ""
 
     def _placed(self, job: Job) -> Job:
         """Raises ValueError: it has no place on the nodes that are here."""
@@ -290,7 +293,7 @@ class PoolJobs(Orchestrator):
             return why
         if self._suspended:
             return "the pool is about to end"
-        return "" if self._has_place(submission) else "GPUs that it needs are away"
+        return self._above_limit(submission) or ("" if self._has_place(submission) else "GPUs that it needs are away")
 
     def _has_place(self, submission: Submission) -> bool:
         """Whether a job that waits could be placed on the nodes that are here."""

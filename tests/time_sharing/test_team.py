@@ -486,6 +486,36 @@ def test_a_reload_that_the_scheduler_does_not_hear_of_is_no_reload(
     assert pool.reload(TOKENS["dan"]) == ["group nlp: limit 1 -> 2"] and len(scheduler.quotas) == 2
 
 
+def test_a_job_that_needs_more_than_its_limit_is_refused_or_waits_or_is_named(
+    limited: tuple[Scheduler, Callable[[], PoolActor], Team], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, opened, _ = limited
+    pool, begun = opened(), list[str]()
+    monkeypatch.setattr(pool, "create_pipeline_actor", lambda job, _: begun.append(job.name))
+    monkeypatch.setattr(pool, "_begin_watch", lambda _: None)
+
+    def reload(limit: float, **keys: object) -> list[str]:
+        now = content()
+        now["groups"]["nlp"] = {"parent": "lab", "limit": limit, **keys}
+        write(tmp_path, now)
+        return pool.reload(TOKENS["dan"])
+
+    wide = Job("wide", CommandConfig(command=["true"], gpus=2), (), (0, 1))
+    above = "group nlp may have 1 GPUs at once, and it needs 2"
+    with pytest.raises(PoolError, match=f"wide: {above}; make it smaller, or ask an admin for a higher limit"):
+        pool.submit(wide, TOKENS["bob"])
+    reload(2.0, jobs=1)
+    for name in ("runs", "waits"):
+        pool.submit(replace(wide, name=name), TOKENS["bob"])
+    assert reload(1.0)[2:] == [
+        f"job runs: {above}: it cannot go on; cancel it, or raise the limit",
+        f"job waits: {above}: it cannot begin; cancel it, or raise the limit",
+    ]
+    assert pool.expected_start("waits").why == above and begun == ["runs"]
+    reload(2.0)
+    assert begun == ["runs", "waits"]
+
+
 def test_the_table_of_roles_in_the_documentation_is_the_products() -> None:
     page = (Path(__file__).parents[2] / "docs" / "team_pool.md").read_text()
     assert tuple(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == ROLES

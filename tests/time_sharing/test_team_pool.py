@@ -117,7 +117,7 @@ def test_a_team_shares_a_pool_within_its_roles(pool: TeamPool) -> None:
     assert "bob (member of nlp) may not cancel scan, a job of ann" in pool.run("bob", "cancel", "scan", code=2)
     assert "may not submit scan, a job of ann" in pool.run("bob", "submit", "scan.yaml", code=2)
     said = pool.run("bob", "submit", "wide.yaml", code=2)
-    assert "wide: has an engine on 2 CPU slots at once, and the limit of group nlp is 1" in said
+    assert "wide: group nlp may have 1 CPU slots at once, and it needs 2; make it smaller" in said
     said = pool.run("bob", "submit", "first.yaml", code=2)
     assert "bob (member of nlp) may not submit with priority high first: that takes the role lead or admin" in said
     assert "group nlp: share 0.4 of group lab, at most 1 CPU slots" in pool.run("bob", "explain")

@@ -140,6 +140,7 @@ class Submission(KeptJob):
     teachers: tuple[str, ...] = ()  # the jobs that score its samples, or its own name where it is one that scores
     saves_in: str = ""  # the folder of its checkpoints
     limits: HostLimits = HostLimits()
+    needs: float = 0.0  # GPUs that it must be able to hold at once
     notified: bool = False  # whether the pool's webhook has its end
 
     @property
