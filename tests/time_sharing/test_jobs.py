@@ -386,7 +386,7 @@ def test_an_interrupt_ends_and_names_what_the_command_would_have_followed(
     )
     monkeypatch.setattr(pool_commands, "ask", ask)
     monkeypatch.setattr(pool_commands, "check_code", lambda jobs: None)
-    monkeypatch.setattr(pool_commands, "replace", lambda job, env: job.name)
+    monkeypatch.setattr(pool_commands, "replace", lambda job, **_: job.name)
     monkeypatch.setattr(pool_commands, "estimated_needs", lambda *_: None)
     monkeypatch.setattr(pool_commands, "doubt", lambda *_: "")
     monkeypatch.setattr(pool_commands, "what_it_takes", lambda *_: "")
