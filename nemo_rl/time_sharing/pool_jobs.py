@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.dotted import import_dotted
-from nemo_rl.config.errors import UserError, why_not_written
+from nemo_rl.config.errors import UserError, first_line, why_not_written
 from nemo_rl.distributed.memory_groups import MEMORY_GROUP
 from nemo_rl.distributed.private_variables import without_private
 from nemo_rl.distributed.processes import WORKING_DIRECTORY
@@ -153,7 +153,9 @@ class PoolJobs(Orchestrator):
                 agent_actor_name(submission.incarnation), namespace=agent_namespace(submission.name)
             )
         except ValueError:
-            self._note_end(submission, Outcome("died", "its process was gone when the pool's actor was restarted"))
+            died = Outcome("died", "its process was gone when the pool's actor was restarted")
+            # The scheduler may be starting again, too.
+            _beside(self._note_end, submission, died)
         else:
             # Calls of the killed actor to a process that was not up yet died with it.
             self._actors[submission.name].start.remote()
@@ -404,9 +406,12 @@ class PoolJobs(Orchestrator):
         actor = self._actors[submission.name]
         try:
             outcome: Outcome = ray.get(actor.outcome.remote())
-            self._note_progress(submission, ray.get(actor.progress.remote(), timeout=ANSWER_S))
         except ray.exceptions.RayError as error:
             outcome = Outcome("died", how_it_ended(error))
+        else:
+            # The process may be gone by now; how the run ended is known.
+            with suppress(ray.exceptions.RayError):
+                self._note_progress(submission, ray.get(actor.progress.remote(), timeout=ANSWER_S))
         if submission.asked == "cancel" and outcome.kind != "done":
             seen = self._seen.get(submission.name)
             at = f"at step {seen.step} of {seen.of}; its last finished checkpoint stays" if seen and seen.of else ""
@@ -427,7 +432,7 @@ class PoolJobs(Orchestrator):
             level = logging.INFO if outcome.kind == "cancelled" else logging.ERROR
             logger.log(level, "pipeline=%s outcome=%s reason=%s", submission.name, outcome.kind, outcome.reason)
             # Its processes are ended and its GPUs verified free before anybody else gets them.
-            self.unregister_pipeline(submission.name)
+            self._end_surely(submission.name)
         with self._lock:
             self._residents.leave(submission.name)
             if submission.moving and not submission.is_ending and not submission.asked:
@@ -491,11 +496,25 @@ class PoolJobs(Orchestrator):
     def _end_processes(self, name: str) -> None:
         import ray
 
-        known: Mapping[str, object] = ray.get(self._handles.scheduler.describe.remote(), timeout=ANSWER_S)["pipelines"]
+        known: Mapping[str, Any] = ray.get(self._handles.scheduler.describe.remote(), timeout=ANSWER_S)["pipelines"]
         self.unregister_pipeline(name)
-        if name not in known:
-            # Its process is coming up: the scheduler knows nothing that it could end.
+        registered = known.get(name, {}).get("incarnation") == self._submissions[name].incarnation
+        if not registered and name in self._actors:
+            # Its process is coming up, or has failed before: the scheduler knows nothing that it could end.
             ray.kill(self._actors[name], no_restart=True)
+
+    def _end_surely(self, name: str) -> None:
+        """The same as soon as the scheduler answers: it may be starting again, or its disk may be full."""
+        import ray
+
+        said = ""
+        while True:
+            try:
+                return self._end_processes(name)
+            except ray.exceptions.RayError as error:
+                if said != (said := first_line(error)):
+                    logger.error("pipeline=%s event=not_unregistered_yet reason=%s", name, said)
+            time.sleep(_NODE_S)
 
     def end(self, name: str) -> str:
         """Cancels a pipeline, without asking for rights; see `PoolActor.cancel`."""

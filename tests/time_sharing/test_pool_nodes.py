@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import ray
 
-from nemo_rl.time_sharing import launcher, pool_commands, pool_nodes
+from nemo_rl.time_sharing import launcher, pool_commands, pool_jobs, pool_nodes
 from nemo_rl.time_sharing.__main__ import main, parser
 from nemo_rl.time_sharing.agents import host_use
 from nemo_rl.time_sharing.arguments import from_now
@@ -41,12 +41,20 @@ class Scheduler:
     def __init__(self) -> None:
         self.asked: list[tuple[object, ...]] = []
         self.clear = True
+        self.registered: dict[str, dict[str, int]] = {}
+        self.trouble: list[Exception] = []
+        self.describe = SimpleNamespace(remote=self._describe)
         for name in ("drain_node", "node_comes", "node_leaves", "acted"):
             setattr(self, name, SimpleNamespace(remote=lambda *given, name=name: self._answer(name, *given)))
 
     def _answer(self, name: str, *given: object) -> bool:
         self.asked.append((name, *given))
         return self.clear
+
+    def _describe(self) -> dict[str, object]:
+        if self.trouble:
+            raise self.trouble.pop()
+        return {"pipelines": self.registered}
 
 
 class Cluster:
@@ -55,7 +63,9 @@ class Cluster:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reserved = {0: "aaaa0", 1: "bbbb1", 2: "cccc2"}
         self.on: dict[str, str] = {}
+        self.killed: list[object] = []
         monkeypatch.setattr(ray, "get", lambda answer, timeout=None: answer)
+        monkeypatch.setattr(ray, "kill", lambda actor, no_restart: self.killed.append(actor))
         monkeypatch.setattr(pool_nodes, "_hosts", lambda: _HOSTS)
         monkeypatch.setattr(PoolNodes, "_own", lambda nodes: "aaaa0")
         monkeypatch.setattr(PoolNodes, "is_on", lambda _, actor, node: self.on.get(actor.name, "aaaa0") == node.ray_id)
@@ -196,6 +206,30 @@ def test_a_job_that_is_done_or_cancelled_while_it_moves_has_ended(cluster: Clust
     assert [name for name, _ in pool.begun] == ["a", "b"] and not list((tmp_path / "waiting").iterdir())
 
 
+def _raises(error: Exception) -> None:
+    raise error
+
+
+def test_an_end_is_noted_as_it_was_once_the_scheduler_answers(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_jobs, "_NODE_S", 0.0)
+    full_disk = ray.exceptions.RayTaskError("describe", "", OSError(28, "full")).as_instanceof_cause()
+    pool, gone = Noded(tmp_path), ray.exceptions.ActorDiedError()
+    for name, outcome in (("a", Outcome("done")), ("b", Outcome("failed", "DirectoryInUse"))):
+        pool.submit(trains(name, (0,)))
+        pool.scheduler.trouble = [full_disk, gone]
+        pool._actors[name].outcome = SimpleNamespace(remote=lambda outcome=outcome: outcome)
+        pool._actors[name].progress = SimpleNamespace(remote=lambda: _raises(gone))
+        pool._watch(pool._submissions[name])
+        assert pool._submissions[name].outcome == outcome
+        assert cluster.killed.pop() is pool._actors[name], "one that the scheduler does not know, too"
+    pool.submit(trains("a", (0,)))
+    pool.scheduler.registered["a"] = {"incarnation": pool._submissions["a"].incarnation}
+    pool.finish("a", Outcome("failed"))
+    assert not cluster.killed, "the scheduler shows that the processes of those that it knows are gone"
+
+
 def test_a_job_whose_process_is_on_the_node_moves_and_one_without_gpus_elsewhere_waits(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -261,8 +295,8 @@ def test_a_pool_that_ends_keeps_its_jobs_for_the_next_one(cluster: Cluster, tmp_
     begun = len(pool.begun)
     assert pool.standings_of("a", "late") == ["moving", "queued"]
     assert pool._why_it_waits(pool._submissions["late"]) == "the pool is about to end"
-    pool._end_processes = lambda name: pool.finish(name, Outcome("died", "ended"))  # type: ignore[method-assign]
     assert [pool.end(name) for name in ("a", "b", "late")] == ["is kept for the pool that continues from this one"] * 3
+    pool.finish("b", Outcome("died", "ended"))
     assert pool.end("c") == "has ended already: done" and len(pool.begun) == begun
     left = _left_by(tmp_path / "first")
     assert [job.name for job in left] == ["a", "b", "late"]
